@@ -1,0 +1,56 @@
+"""Worker threads for kernels that release the GIL.
+
+Numba's own layers would do for one caller, but workqueue must not be entered by two threads at once
+and GNU OpenMP must not be used after a fork. These are plain Python threads: a kernel does not need
+all of them to come, so callers share them without waiting for each other, and a forked child starts
+its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from numba import config
+
+__all__ = ["thread_count", "work"]
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def thread_count() -> int:
+    """Threads of one run: ``NUMBA_NUM_THREADS``, by default the CPUs this process may use."""
+    return int(config.NUMBA_NUM_THREADS)
+
+
+def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:
+    """Call ``kernel(tables, i)`` on this thread with ``i = 0``, and on helpers that come in time.
+
+    Returns when none of them runs any more.
+    """
+    helpers = [_executor().submit(kernel, tables, i) for i in range(1, threads)]
+    try:
+        kernel(tables, 0)
+    finally:
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max(1, thread_count() - 1), "sparsescan")
+    return _pool
+
+
+def _forget() -> None:
+    """The threads of the parent do not exist in a forked child."""
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,391 @@
+"""Patterns: CSR structures without values, and the symbolic phase, which multiplies them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from typing import Any, Literal
+
+import numpy as np
+from numba import njit
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import InputError, InputTypeError
+
+__all__ = ["Pattern", "multiply_adds", "product"]
+
+Kind = Literal["diagonal", "dense", "general"]
+
+# Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+_CHECKS = {
+    1: "indptr starts at {value}; expected 0",
+    2: "indptr falls at row {row}; it may never fall",
+    3: "indptr ends at {value}; expected {nnz}, the number of indices",
+    4: "row {row} has the column index {value}; expected 0 to {last}",
+}
+_UNSORTED = 5
+
+_interned: weakref.WeakValueDictionary[Any, Pattern] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+class Pattern:
+    """Where a matrix may have nonzeros: a canonical CSR structure without values.
+
+    Equal patterns are one object, so ``is`` compares them. The arrays are read-only copies, sorted
+    and free of duplicates.
+
+    Parameters
+    ----------
+    indptr : array_like of int, shape (rows + 1,)
+        Row ``i`` has its columns at ``indices[indptr[i]:indptr[i + 1]]``.
+    indices : array_like of int, shape (nnz,)
+        Column indices, increasing within each row.
+    shape : tuple of int
+        ``(rows, cols)``.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        ``(rows, cols)``.
+    nnz : int
+        Stored entries, explicit zeros included.
+    kind : {"diagonal", "dense", "general"}
+        What the kernels make of it. Diagonal: square, entry ``(i, i)`` in every row and no other.
+        Dense: every entry. A 1×1 pattern with its one entry is diagonal.
+
+    Raises
+    ------
+    InputError
+        If the arrays are no CSR structure, or a row is unsorted or has a column twice.
+    InputTypeError
+        If an array is not of integers.
+
+    Examples
+    --------
+    >>> from sparsescan import Pattern
+    >>> Pattern([0, 1, 3], [0, 0, 1], (2, 2))
+    Pattern((2, 2), nnz=3, general)
+    >>> Pattern([0, 1, 2], [0, 1], (2, 2)) is Pattern.diagonal(2)
+    True
+    """
+
+    __slots__ = ("__weakref__", "_indices", "_indptr", "kind", "nnz", "shape")
+
+    shape: tuple[int, int]
+    nnz: int
+    kind: Kind
+
+    def __new__(
+        cls, indptr: ArrayLike, indices: ArrayLike, shape: tuple[int, int], *, name: str = "pattern"
+    ) -> Pattern:
+        shape = check_shape(name, shape)
+        indptr, indices = check_index_arrays(name, indptr, indices, shape)
+        if unsorted_row(indptr, indices) >= 0:
+            row = unsorted_row(indptr, indices)
+            raise InputError(
+                f"{name} has unsorted or duplicate columns in row {row}; expected increasing ones"
+            )
+        return _intern(indptr, indices, shape)
+
+    @classmethod
+    def diagonal(cls, size: int) -> Pattern:
+        """The pattern of a diagonal ``(size, size)`` matrix."""
+        return _intern_kind("diagonal", (size, size), size)
+
+    @classmethod
+    def dense(cls, shape: tuple[int, int]) -> Pattern:
+        """The pattern with every entry of `shape`."""
+        shape = check_shape("shape", shape)
+        if shape == (1, 1):
+            return cls.diagonal(1)
+        return _intern_kind("dense", shape, shape[0] * shape[1])
+
+    @property
+    def indptr(self) -> NDArray[np.integer[Any]]:
+        """Row pointers, shape ``(rows + 1,)``; int32, or int64 when nnz or a size demands it."""
+        if self._indptr is None:
+            self._materialise()
+        return self._indptr
+
+    @property
+    def indices(self) -> NDArray[np.integer[Any]]:
+        """Column indices, shape ``(nnz,)``, of the same dtype as ``indptr``."""
+        if self._indices is None:
+            self._materialise()
+        return self._indices
+
+    @property
+    def index_dtype(self) -> np.dtype[Any]:
+        """The dtype of the index arrays."""
+        return index_dtype(self.shape, self.nnz)
+
+    def _materialise(self) -> None:
+        rows, cols = self.shape
+        dtype = self.index_dtype
+        if self.kind == "diagonal":
+            indptr, indices = np.arange(rows + 1, dtype=dtype), np.arange(rows, dtype=dtype)
+        else:
+            indptr = np.arange(rows + 1, dtype=dtype) * dtype.type(cols)
+            indices = np.tile(np.arange(cols, dtype=dtype), rows)
+        self._indices = _frozen(indices)
+        self._indptr = _frozen(indptr)
+
+    def __repr__(self) -> str:
+        return f"Pattern({self.shape}, nnz={self.nnz}, {self.kind})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.kind == "general":
+            return Pattern, (self.indptr, self.indices, self.shape)
+        argument = self.shape[0] if self.kind == "diagonal" else self.shape
+        return getattr(Pattern, self.kind), (argument,)
+
+
+def product(a: Pattern, b: Pattern) -> Pattern:
+    """The pattern of ``A @ B``: every entry that some ``A[i, k]·B[k, j]`` meets.
+
+    Parameters
+    ----------
+    a, b : Pattern
+        Shapes ``(m, k)`` and ``(k, n)``.
+
+    Returns
+    -------
+    Pattern
+        Shape ``(m, n)``, sorted, without duplicates.
+
+    Raises
+    ------
+    InputError
+        If the shapes do not chain.
+
+    Examples
+    --------
+    >>> from sparsescan.pattern import Pattern, product
+    >>> product(Pattern.diagonal(3), Pattern.dense((3, 2)))
+    Pattern((3, 2), nnz=6, dense)
+    """
+    if a.shape[1] != b.shape[0]:
+        raise InputError(f"the patterns have shapes {a.shape} and {b.shape}; the inner must agree")
+    shape = (a.shape[0], b.shape[1])
+    if a.kind == "diagonal":
+        return b
+    if b.kind == "diagonal":
+        return a
+    if a.kind == "dense" and b.kind == "dense" and a.shape[1] > 0:
+        return Pattern.dense(shape)
+    indptr = _product_indptr(a.indptr, a.indices, b.indptr, b.indices, shape[1])
+    nnz = int(indptr[-1])
+    if nnz == shape[0] * shape[1]:
+        return Pattern.dense(shape)
+    dtype = index_dtype(shape, nnz)
+    indices = np.empty(nnz, dtype)
+    _product_indices(a.indptr, a.indices, b.indptr, b.indices, shape[1], indptr, indices)
+    return _intern(indptr.astype(dtype), indices, shape)
+
+
+def multiply_adds(a: Pattern, b: Pattern) -> int:
+    """How many ``A[i, k]·B[k, j]`` the product ``A @ B`` sums; a FLOP count is twice that."""
+    if a.kind == "diagonal":
+        return b.nnz
+    if b.kind == "diagonal":
+        return a.nnz
+    if b.kind == "dense":
+        return a.nnz * b.shape[1]
+    if a.kind == "dense":
+        return a.shape[0] * b.nnz
+    return int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
+
+
+def index_dtype(shape: tuple[int, int], nnz: int) -> np.dtype[Any]:
+    """int32 while it holds every index, row pointer and size; int64 otherwise."""
+    return np.dtype(np.int32 if max(*shape, nnz) <= INT32_MAX else np.int64)
+
+
+def check_shape(name: str, shape: Any) -> tuple[int, int]:
+    """`shape` as two Python integers, or an error that names it."""
+    try:
+        rows, cols = (int(size) for size in shape)
+    except (TypeError, ValueError):
+        raise InputTypeError(f"{name} has shape {shape!r}; expected (rows, cols)") from None
+    if rows < 0 or cols < 0:
+        raise InputError(f"{name} has shape {(rows, cols)}; expected sizes of at least 0")
+    return rows, cols
+
+
+def check_index_arrays(
+    name: str, indptr: ArrayLike, indices: ArrayLike, shape: tuple[int, int]
+) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
+    """Contiguous, native index arrays of one dtype that are safe to follow; or an error.
+
+    Rows may still be unsorted: see :func:`unsorted_row`. The result is a copy where the input was
+    not already of the right form.
+    """
+    rows, cols = shape
+    checked = []
+    for label, array in (("indptr", indptr), ("indices", indices)):
+        array = np.asarray(array)
+        if array.size == 0 and not isinstance(array.dtype.type, np.integer):
+            array = array.astype(np.int32)
+        if array.dtype.kind not in "iu":
+            raise InputTypeError(f"{name} has {label} of dtype {array.dtype}; expected integers")
+        if array.ndim != 1:
+            raise InputError(
+                f"{name} has {label} of shape {array.shape}; expected one dimension"
+            )
+        if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+            raise InputError(f"{name} has {label} beyond the range of int64")
+        checked.append(array)
+    indptr, indices = checked
+    if len(indptr) != rows + 1:
+        raise InputError(
+            f"{name} has an indptr of {len(indptr)} entries; expected {rows + 1} for {rows} rows"
+        )
+    # Checked in the dtype that was passed: a cast to int32 first could wrap a bad index into range.
+    wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
+    indptr = np.ascontiguousarray(indptr, dtype=wide)
+    indices = np.ascontiguousarray(indices, dtype=wide)
+    code, row = _check(indptr, indices, cols)
+    if code in _CHECKS:
+        value = (
+            indices[row] if code == 4 else indptr[-1] if code == 3 else indptr[0]
+        )
+        if code == 4:
+            row = int(np.searchsorted(indptr, row, side="right")) - 1
+        message = _CHECKS[code].format(row=row, value=value, nnz=len(indices), last=cols - 1)
+        raise InputError(f"{name}: {message}" if code != 4 else f"{name}: {message}")
+    dtype = index_dtype(shape, len(indices))
+    return indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False)
+
+
+def unsorted_row(indptr: NDArray[Any], indices: NDArray[Any]) -> int:
+    """The first row whose columns do not increase strictly, or -1."""
+    return int(_unsorted_row(indptr, indices))
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.setflags(write=False)
+    return array
+
+
+def _intern(
+    indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]
+) -> Pattern:
+    """The one pattern with these canonical arrays, which are copied if they are new."""
+    rows, cols = shape
+    nnz = len(indices)
+    if rows == cols == nnz and _is_diagonal(indptr, indices):
+        return Pattern.diagonal(rows)
+    if nnz == rows * cols:
+        return Pattern.dense(shape)
+    digest = hashlib.blake2b(indptr.data, digest_size=16)
+    digest.update(indices.data)
+    key = (shape, nnz, digest.digest())
+    with _lock:
+        found = _interned.get(key)
+        if found is None:
+            found = _new("general", shape, nnz)
+            # A copy, because what the caller holds may change under us.
+            found._indptr = _frozen(indptr.copy())
+            found._indices = _frozen(indices.copy())
+            _interned[key] = found
+        return found
+
+
+def _intern_kind(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
+    key = (kind, shape)
+    with _lock:
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = _new(kind, shape, nnz)
+        return found
+
+
+def _new(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
+    pattern = object.__new__(Pattern)
+    pattern.kind, pattern.shape, pattern.nnz = kind, shape, nnz
+    pattern._indptr = pattern._indices = None
+    return pattern
+
+
+@njit(nogil=True, cache=True)
+def _check(indptr, indices, cols):  # type: ignore[no-untyped-def]
+    """What is wrong, as a key of ``_CHECKS``, and where; 0 if nothing is."""
+    if indptr[0] != 0:
+        return 1, 0
+    for row in range(len(indptr) - 1):
+        if indptr[row + 1] < indptr[row]:
+            return 2, row
+    if indptr[-1] != len(indices):
+        return 3, 0
+    for p in range(len(indices)):
+        if indices[p] < 0 or indices[p] >= cols:
+            return 4, p
+    return 0, 0
+
+
+@njit(nogil=True, cache=True)
+def _unsorted_row(indptr, indices):  # type: ignore[no-untyped-def]
+    for row in range(len(indptr) - 1):
+        for p in range(indptr[row] + 1, indptr[row + 1]):
+            if indices[p] <= indices[p - 1]:
+                return row
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _is_diagonal(indptr, indices):  # type: ignore[no-untyped-def]
+    for row in range(len(indices)):
+        if indptr[row] != row or indices[row] != row:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _product_indptr(a_indptr, a_indices, b_indptr, b_indices, cols):  # type: ignore[no-untyped-def]
+    rows = len(a_indptr) - 1
+    indptr = np.zeros(rows + 1, np.int64)
+    seen = np.full(cols, -1, np.int64)
+    for i in range(rows):
+        count = np.int64(0)
+        for p in range(a_indptr[i], a_indptr[i + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                j = b_indices[q]
+                if seen[j] != i:
+                    seen[j] = i
+                    count += 1
+        indptr[i + 1] = indptr[i] + count
+    return indptr
+
+
+@njit(nogil=True, cache=True)
+def _product_indices(a_indptr, a_indices, b_indptr, b_indices, cols, indptr, indices):  # type: ignore[no-untyped-def]
+    """Columns of every row, sorted; `indptr` says how many there are."""
+    rows = len(a_indptr) - 1
+    seen = np.full(cols, -1, np.int64)
+    for i in range(rows):
+        start, stop = indptr[i], indptr[i + 1]
+        first, last, out = cols, -1, start
+        for p in range(a_indptr[i], a_indptr[i + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                j = b_indices[q]
+                if seen[j] != i:
+                    seen[j] = i
+                    indices[out] = j
+                    out += 1
+                    first = min(first, np.int64(j))
+                    last = max(last, np.int64(j))
+        # A row that fills a good part of its span is read off the marks; a thin one is sorted.
+        if (last - first) < 16 * (stop - start):
+            out = start
+            for j in range(first, last + 1):
+                if seen[j] == i:
+                    indices[out] = j
+                    out += 1
+        else:
+            indices[start:stop].sort()

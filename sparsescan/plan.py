@@ -1,0 +1,279 @@
+"""ScanPlan: a schedule for chains of fixed patterns; the numeric runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .chain import Chain, LocalGrads, read_grad, read_local_grads
+from .errors import InputError, InputTypeError, MemoryLimitError
+from .kernels._threads import thread_count
+from .pattern import Pattern
+from .program import Program, Workspace
+from .schedule import Schedule
+from .describe import describe
+
+__all__ = ["ScanPlan"]
+
+# Workspaces that one slot of a plan keeps, e.g. for different batch sizes.
+_KEPT = 4
+
+Gradients = list[NDArray[Any]] | NDArray[Any]
+
+
+class ScanPlan:
+    """A schedule for chains of fixed patterns, with the symbolic phase done.
+
+    Made by :func:`sparsescan.plan`. A plan may be used from several threads at once, and after a
+    fork. Its second run with the same kind of input allocates nothing that grows with the chain but
+    the gradients it returns.
+
+    Attributes
+    ----------
+    n : int
+        Number of Jacobians.
+    patterns : tuple of Pattern
+        The pattern of every Jacobian, from the last layer to the first.
+    schedule : Schedule
+        What runs.
+    batch : int or None
+        The batch size that the plan insists on, if any.
+    dtype : dtype or None
+        The dtype that the plan insists on, if any.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        schedule: Schedule,
+        *,
+        reason: str,
+        batch: int | None = None,
+        dtype: np.dtype[Any] | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
+        self.n = len(patterns)
+        self.patterns = tuple(patterns)
+        self.schedule = schedule
+        self.batch = batch
+        self.dtype = dtype
+        self._reason = reason
+        self._program = Program(patterns, schedule) if patterns else None
+        self._linear: Program | None = None
+        self._sizes = [patterns[0].shape[1]] if patterns else []
+        self._sizes += [pattern.shape[0] for pattern in patterns]
+        self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
+        self._square = len(set(self._sizes)) == 1
+        self._idle: deque[_Slot] = deque()
+        if memory_limit is not None and self.workspace_bytes > memory_limit:
+            raise MemoryLimitError(
+                f"memory_limit is {memory_limit} bytes; the products of {schedule} need "
+                f"{self.workspace_bytes}, those of Schedule.linear({self.n}) none"
+            )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the products between the Jacobians.
+
+        For `batch` samples of `dtype`, or one sample of float64 where the plan insists on none, with
+        values for every sample in every product.
+        """
+        if self._program is None:
+            return 0
+        itemsize = np.dtype(self.dtype or np.float64).itemsize
+        stored = [
+            pattern
+            for pattern, slot in zip(
+                self._program.patterns[self.n :], self._program.slots, strict=True
+            )
+            if slot < 0
+        ]
+        return sum(pattern.nnz for pattern in stored) * itemsize * (self.batch or 1)
+
+    def exclusive_scan(
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None
+    ) -> Gradients:
+        """Gradients of all but the first layer's input; as :func:`sparsescan.exclusive_scan`.
+
+        Parameters
+        ----------
+        grad : array_like, shape (d_n,) or (batch, d_n)
+            Gradient at the end of the chain.
+        jacobians : sequence, CSRChain or ndarray
+            Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
+            sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
+            ``(n, batch, nnz)``.
+        local_grads : sequence or ndarray, optional
+            What is added to each returned gradient.
+
+        Returns
+        -------
+        list of ndarray, or ndarray
+            The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one.
+
+        Raises
+        ------
+        PatternMismatchError
+            If a Jacobian has another pattern than the plan was made for.
+        InputError, InputTypeError
+            As :func:`sparsescan.exclusive_scan`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> values = np.full((3, 4), 0.5)
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 3)
+        >>> plan.exclusive_scan([1.0, 2.0], values)
+        array([[1. , 2. ],
+               [1.5, 1.5],
+               [1.5, 1.5]])
+        """
+        return self._scan(grad, jacobians, local_grads, inclusive=False)
+
+    def inclusive_scan(
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None
+    ) -> Gradients:
+        """Gradients of every layer's input and output: one more, ``∇x_0``, at the end.
+
+        Parameters
+        ----------
+        grad, jacobians, local_grads
+            As for :meth:`exclusive_scan`; `local_grads` has one entry more.
+
+        Returns
+        -------
+        list of ndarray, or ndarray
+            The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. A list also for a single rectangular
+            Jacobian that came as an array, since the two gradients differ in length.
+
+        Raises
+        ------
+        PatternMismatchError, InputError, InputTypeError
+            As :meth:`exclusive_scan`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))])
+        >>> plan.inclusive_scan([1.0, 2.0], [np.eye(2) * 3])
+        [array([1., 2.]), array([3., 6.])]
+        """
+        return self._scan(grad, jacobians, local_grads, inclusive=True)
+
+    def _scan(
+        self, grad: ArrayLike, jacobians: Any, local_grads: Any, *, inclusive: bool
+    ) -> Gradients:
+        slot = self._idle.pop() if self._idle else _Slot(self.n)
+        try:
+            return self._run(slot, grad, jacobians, local_grads, inclusive)
+        finally:
+            slot.release()
+            self._idle.append(slot)
+
+    def _run(
+        self, slot: _Slot, grad: ArrayLike, jacobians: Any, local_grads: Any, inclusive: bool
+    ) -> Gradients:
+        count = self.n + inclusive
+        chain = slot.chain
+        chain.read(jacobians, self.patterns)
+        first = read_grad(grad, self._sizes[0] if self.n else None, chain.batch)
+        if self.batch is not None and first.shape[:-1] != (self.batch,):
+            raise InputError(
+                f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
+            )
+        batch_shape = first.shape[:-1]
+        sizes = self._sizes[:count] if self.n else [first.shape[-1]] * count
+        local = read_local_grads(local_grads, sizes, batch_shape)
+        dtype = np.result_type(first, *[chain.dtype] * (self.n > 0), *local.dtypes)
+        if self.dtype not in (None, dtype):
+            raise InputTypeError(f"the input is of dtype {dtype}; expected {self.dtype}, the plan's")
+        if count == 0:
+            return []
+        batch = batch_shape[0] if batch_shape else 1
+        end = self._offsets[count] if self.n else sizes[0]
+        out = np.empty(batch * end, dtype)
+        head = out[: first.size].reshape(first.shape)
+        head[...] = first
+        if local.arrays[0] is not None:
+            head += local.arrays[0]
+        if self._program is not None and count > 1 and batch > 0:
+            chain.convert(dtype)
+            with np.errstate(all="ignore"):
+                local.convert(dtype)
+            self._fill(slot, out, batch, head, local, inclusive)
+        return self._cut(out, count, batch_shape, stacked=chain.stacked)
+
+    def _fill(
+        self,
+        slot: _Slot,
+        out: NDArray[Any],
+        batch: int,
+        head: NDArray[Any],
+        local: LocalGrads,
+        inclusive: bool,
+    ) -> None:
+        """Run the schedule; or the linear one, if a value is not finite.
+
+        What such a value reaches is defined by the linear scan, and what a product of Jacobians
+        makes of it may differ.
+        """
+        program = self._program
+        if program.products == 0 or np.isfinite(head).all():
+            if slot.workspace(program, out.dtype, batch, local).run(out, inclusive):
+                return
+        if self._linear is None:
+            self._linear = Program(self.patterns, Schedule.linear(self.n))
+        slot.workspace(self._linear, out.dtype, batch, local).run(out, inclusive)
+
+    def _cut(
+        self, out: NDArray[Any], count: int, batch_shape: tuple[int, ...], *, stacked: bool
+    ) -> Gradients:
+        """The gradients, which lie one after the other in `out`."""
+        if self.n == 0 or len(set(self._sizes[:count])) == 1:
+            stack = out.reshape(count, *batch_shape, -1 if out.size else self._sizes[0])
+            return stack if stacked else list(stack)
+        batch = batch_shape[0] if batch_shape else 1
+        offsets = self._offsets
+        return [
+            out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, self._sizes[k])
+            for k in range(count)
+        ]
+
+    def __repr__(self) -> str:
+        return f"ScanPlan({self.n} Jacobians, {self.schedule})"
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+class _Slot:
+    """What one run at a time uses, and leaves to the next."""
+
+    def __init__(self, n: int) -> None:
+        self.chain = Chain(n)
+        self._workspaces: dict[Any, Workspace] = {}
+
+    def workspace(
+        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
+    ) -> Workspace:
+        threads = thread_count()
+        batched = self.chain.leaves[:, 1] != 0
+        kinds = bool(batched.any()) if batched.all() or not batched.any() else batched.tobytes()
+        key = (id(program), dtype, batch, kinds, local.given, threads)
+        workspace = self._workspaces.get(key)
+        if workspace is None:
+            while len(self._workspaces) >= _KEPT:
+                del self._workspaces[next(iter(self._workspaces))]
+            workspace = Workspace(
+                program, self.chain.leaves, dtype, batch, batched, local.given, threads
+            )
+            self._workspaces[key] = workspace
+        local.fill(workspace.local_grads)
+        return workspace
+
+    def release(self) -> None:
+        self.chain.release()

@@ -1,0 +1,375 @@
+"""Program: patterns × schedule as tables of nodes and operations; Workspace: what it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InputError
+from .kernels import cpu
+from .kernels._threads import work
+from .kernels.cpu import Kind, Node, Op, Size, Stage, State, Store, Work
+from .pattern import Pattern, multiply_adds, product
+from .schedule import Schedule
+
+__all__ = ["Program", "Workspace"]
+
+_KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
+
+# Multiply-adds below which another thread costs more than it saves, for a run and for the rows of
+# one operation.
+_RUN_GRAIN = 200_000
+_ROW_GRAIN = 20_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a level does, for one sample."""
+
+    name: str
+    operations: int
+    depth: int
+    products: int
+    multiply_adds: int
+    critical: int  # multiply-adds of its longest run
+    nnz_in: int  # entries of the operands of its products
+    nnz_out: int  # entries of the products
+
+
+class Program:
+    """The nodes and operations of a scan: everything that does not depend on values or batch.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        The pattern of every Jacobian; at least one.
+    schedule : Schedule
+        For as many Jacobians.
+
+    Attributes
+    ----------
+    patterns : list of Pattern
+        The pattern of every node: first the Jacobians, then the products.
+    ops : ndarray of int64, shape (m + 1, 4)
+        Columns as in :class:`~sparsescan.kernels.cpu.Op`. The last operation is the one more that
+        an inclusive scan has.
+    work : ndarray of int64, shape (m + 1,)
+        Multiply-adds of every operation, for one sample.
+    levels : list of tuple
+        ``(name, runs)``, with the first and last-plus-one operation of every run.
+    slots : ndarray of int64
+        For every product -1, or the scratch slot of one that only the next operation reads.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern], schedule: Schedule) -> None:
+        n = len(patterns)
+        if schedule.n != n:
+            raise InputError(f"schedule is for {schedule.n} Jacobians; expected {n}")
+        self.n = n
+        self.schedule = schedule
+        self.patterns: list[Pattern] = list(patterns)
+        self.levels: list[tuple[str, NDArray[np.int64]]] = []
+        known: dict[tuple[Pattern, Pattern], tuple[Pattern, int]] = {}
+        nodes: dict[tuple[int, int], int] = {}
+        nnz = np.array([pattern.nnz for pattern in patterns], np.int64)
+        all_ops, all_work, first = [], [], 0
+        for level in schedule.levels:
+            start, mid, stop = level.ops.T
+            ops = np.empty((len(level.ops), 4), np.int64)
+            ops[:, Op.VECTOR] = start == 0
+            ops[:, Op.LEFT] = mid - 1
+            ops[:, Op.RIGHT] = mid - 1
+            ops[:, Op.OUT] = stop - 1
+            macs = np.zeros(len(ops), np.int64)
+            for i in np.flatnonzero((start > 0) | (stop > mid + 1)):
+                a, m, b = level.ops[i].tolist()
+                right = m - 1 if b == m + 1 else nodes[m, b]
+                ops[i, Op.RIGHT] = right
+                if a == 0:
+                    macs[i] = self.patterns[right].nnz
+                    continue
+                left = a - 1 if m == a + 1 else nodes[a, m]
+                pair = self.patterns[right], self.patterns[left]
+                if pair not in known:
+                    known[pair] = product(*pair), multiply_adds(*pair)
+                pattern, macs[i] = known[pair]
+                nodes[a, b] = ops[i, Op.OUT] = len(self.patterns)
+                ops[i, Op.LEFT] = left
+                self.patterns.append(pattern)
+            leaf = (start == 0) & (stop == mid + 1)
+            macs[leaf] = nnz[mid[leaf] - 1]
+            all_ops.append(ops)
+            all_work.append(macs)
+            runs = np.stack([level.runs[:-1], level.runs[1:]], axis=1) + first
+            self.levels.append((level.name, runs))
+            first += len(ops)
+        all_ops.append(np.array([[1, n - 1, n - 1, n]], np.int64))
+        all_work.append(nnz[-1:])
+        self.ops = np.concatenate(all_ops)
+        self.work = np.concatenate(all_work)
+        self.slots = self._scratch_slots()
+
+    @property
+    def products(self) -> int:
+        """Number of matrix-matrix products."""
+        return len(self.patterns) - self.n
+
+    def costs(self) -> list[Cost]:
+        """What every level does."""
+        return [self._cost(name, runs) for name, runs in self.levels]
+
+    def _cost(self, name: str, runs: NDArray[np.int64]) -> Cost:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        ops, macs = self.ops[first:last], self.work[first:last]
+        made = ops[ops[:, Op.VECTOR] == 0]
+        nnz = np.array([pattern.nnz for pattern in self.patterns], np.int64)
+        return Cost(
+            name=name,
+            operations=last - first,
+            depth=int((runs[:, 1] - runs[:, 0]).max()),
+            products=len(made),
+            multiply_adds=int(macs.sum()),
+            critical=int(np.add.reduceat(macs, runs[:, 0] - first).max()),
+            nnz_in=int(nnz[made[:, Op.LEFT]].sum() + nnz[made[:, Op.RIGHT]].sum()),
+            nnz_out=int(nnz[made[:, Op.OUT]].sum()),
+        )
+
+    def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which nodes differ between samples, if these Jacobians do."""
+        batched = np.zeros(len(self.patterns), bool)
+        batched[: self.n] = leaves
+        if leaves.all() or not leaves.any():
+            batched[self.n :] = leaves.any()
+            return batched
+        made = self.ops[self.ops[:, Op.VECTOR] == 0]
+        for _, left, right, out in made.tolist():
+            batched[out] = batched[left] or batched[right]
+        return batched
+
+    def _scratch_slots(self) -> NDArray[np.int64]:
+        slots = np.full(self.products, -1, np.int64)
+        readers = np.zeros(len(self.patterns), np.int64)
+        vector = self.ops[:, Op.VECTOR] == 1
+        np.add.at(readers, self.ops[:, Op.RIGHT], 1)
+        np.add.at(readers, self.ops[~vector, Op.LEFT], 1)
+        for _, runs in self.levels:
+            for first, last in runs[runs[:, 1] - runs[:, 0] > 1].tolist():
+                for op in range(first, last - 1):
+                    out, following = self.ops[op, Op.OUT], self.ops[op + 1]
+                    if vector[op]:
+                        break
+                    if readers[out] == 1 and not vector[op + 1] and following[Op.LEFT] == out:
+                        slots[out - self.n] = (op - first) % 2
+        return slots
+
+
+class Workspace:
+    """Memory and tables for running a program on one batch size, kept from run to run.
+
+    Parameters
+    ----------
+    program : Program
+        What to run.
+    leaves : ndarray of int64, shape (n, 2)
+        The table that a :class:`~sparsescan.chain.Chain` fills before each run.
+    dtype : dtype
+        float32 or float64.
+    batch : int
+        Number of samples, at least 1.
+    batched : ndarray of bool, shape (n,)
+        Which Jacobians differ between samples.
+    local : bool
+        Whether there will be local gradients.
+    threads : int
+        Threads that may take part.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: NDArray[np.int64],
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        local: bool,
+        threads: int,
+    ) -> None:
+        n, count = program.n, len(program.patterns)
+        node_batched = program.batched(batched)
+        widths = np.where(node_batched, batch, 1)
+        stages = _Stages(program, batch, widths, threads)
+        self.threads = threads if stages.total >= _RUN_GRAIN else 1
+
+        unique = {id(pattern): pattern for pattern in program.patterns}
+        wide = any(pattern.index_dtype == np.int64 for pattern in unique.values())
+        index_dtype = np.dtype(np.int64 if wide else np.int32)
+        # Addresses of dense and diagonal patterns are never followed by the plain kernels, and the
+        # scaled ones know their structure, so their index arrays are not made.
+        rows: dict[int, list[int]] = {}
+        self._indices = []
+        for key, pattern in unique.items():
+            address = [0, 0]
+            if pattern.kind == "general":
+                arrays = [
+                    array.astype(index_dtype, copy=False)
+                    for array in (pattern.indptr, pattern.indices)
+                ]
+                self._indices.append(arrays)
+                address = [array.ctypes.data for array in arrays]
+            rows[key] = [_KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
+        nodes = np.zeros((count, len(Node)), np.int64)
+        nodes[:, : Node.INDICES + 1] = [rows[id(pattern)] for pattern in program.patterns]
+        nodes[:, Node.BATCHED] = node_batched
+        nodes[:n, Node.STORE] = Store.CALLER
+        nodes[:n, Node.VALUES] = np.arange(n)
+
+        made = nodes[n:]
+        stored = program.slots < 0
+        made[:, Node.STORE] = np.where(stored, Store.POOL, Store.SCRATCH)
+        made[~stored, Node.VALUES] = program.slots[~stored]
+        kept = made[stored]
+        width = widths[n:][stored]
+        sizes = np.zeros(len(Size), np.int64)
+        sizes[Size.BATCH], sizes[Size.LOCAL] = batch, local
+        scratch = made[~stored]
+        slots = 2 * self.threads if len(scratch) else 0
+        for column, size in (
+            (Node.NNZ, Size.SCRATCH_NNZ),
+            (Node.COLS, Size.SCRATCH_COLS),
+            (Node.ROWS, Size.SCRATCH_ROWS),
+        ):
+            sizes[size] = scratch[:, column].max(initial=0)
+        kept[:, Node.VALUES], values = _places(kept[:, Node.NNZ] * width)
+        kept[:, Node.EXPONENTS], exponents = _places(kept[:, Node.COLS] * width)
+        kept[:, Node.FLAGS], flags = _places(width)
+        kept[:, Node.LOCAL], local_values = _places(kept[:, Node.ROWS] * (batch * local))
+        made[stored] = kept
+        sizes[Size.SCRATCH_VALUES] = values
+        sizes[Size.SCRATCH_EXPONENTS] = exponents
+        sizes[Size.SCRATCH_FLAGS] = flags
+        sizes[Size.SCRATCH_LOCAL] = local_values
+
+        self.program = program
+        # Gradients are (batch, d), one after the other.
+        gradient_sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
+        self.local_grads = np.zeros(n + 1, np.int64)
+        self._first_unit = stages.first_unit
+        self._state = np.zeros(State.RESULT + 16, np.int64)
+        self._tables = cpu.Tables(
+            state=self._state,
+            sizes=sizes,
+            first_unit=stages.first_unit,
+            stages=stages.stages,
+            runs=stages.runs,
+            ops=program.ops,
+            nodes=nodes,
+            leaves=leaves,
+            local_grads=self.local_grads,
+            offsets=np.concatenate([[0], np.cumsum(gradient_sizes, dtype=np.int64)]),
+            out=np.empty(0, dtype),
+            pool=np.empty(values + slots * sizes[Size.SCRATCH_NNZ], dtype),
+            local_pool=np.empty(
+                local_values + slots * sizes[Size.SCRATCH_ROWS] * batch * local, dtype
+            ),
+            exponents=np.zeros(exponents + slots * sizes[Size.SCRATCH_COLS], np.int32),
+            flags=np.zeros(flags + slots, np.uint8),
+            accumulators=np.zeros((self.threads, made[:, Node.COLS].max(initial=0)), dtype),
+            band=cpu.BAND[dtype],
+            index_like=np.empty(0, index_dtype),
+            bits_like=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
+        )
+
+    def run(self, out: NDArray[Any], inclusive: bool) -> bool:
+        """Fill `out`, whose first gradient is there; False if a value was met that is not finite."""
+        self._state[:] = 0
+        # The last stage is the one more step of an inclusive scan.
+        first_unit = self._first_unit if inclusive else self._first_unit[:-1]
+        tables = self._tables._replace(out=out, first_unit=first_unit)
+        work(cpu.run, tables, self.threads)
+        return bool(self._state[State.STATUS] == cpu.FINISHED)
+
+
+def _places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Where each of some pieces starts when they lie end to end, and where the last one ends."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return ends - sizes, int(ends[-1]) if len(ends) else 0
+
+
+class _Stages:
+    """How the levels of a program are cut into units for some threads.
+
+    Nothing here changes a result: units only say who computes what.
+    """
+
+    def __init__(
+        self, program: Program, batch: int, widths: NDArray[np.int64], threads: int
+    ) -> None:
+        self._program, self._batch, self._widths = program, batch, widths
+        ops = program.ops
+        vector = ops[:, Op.VECTOR] == 1
+        self._width = np.where(vector, batch, widths[np.where(vector, 0, ops[:, Op.OUT])])
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._units: list[int] = []
+        self._runs: list[NDArray[np.int64]] = []
+        self._run_count = 0
+        cost = program.work * self._width
+        self.total = int(cost.sum())
+        if self.total < _RUN_GRAIN:
+            threads = 1
+        for _, runs in program.levels:
+            self._level(runs, cost, threads)
+        last = len(ops) - 1
+        self._level(np.array([[last, last + 1]], np.int64), cost, threads, whole=True)
+        self.stages = np.array(self._rows, np.int64).reshape(-1, len(Stage))
+        self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
+        self.runs = np.concatenate(self._runs)
+
+    def _level(
+        self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int, whole: bool = False
+    ) -> None:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        widths = self._width[runs[:, 1] - 1]
+        level_cost = cost[first:last]
+        large = level_cost >= 2 * _ROW_GRAIN
+        if (
+            threads == 1
+            or whole
+            or widths.sum() >= threads
+            or 2 * level_cost[large].sum() < level_cost.sum()
+        ):
+            self._add_runs(runs, threads)
+            return
+        for start, stop in runs.tolist():
+            op = start
+            while op < stop:
+                small = op
+                while small < stop and not large[small - first]:
+                    small += 1
+                if small > op:
+                    self._add_runs(np.array([[op, small]], np.int64), threads)
+                    op = small
+                else:
+                    self._add_rows(op, min(threads, int(cost[op]) // _ROW_GRAIN))
+                    op += 1
+
+    def _add_runs(self, runs: NDArray[np.int64], threads: int) -> None:
+        width = int(self._width[runs[:, 1] - 1].max())
+        blocks = min(width, -(-threads // len(runs)))
+        self._rows.append((Work.RUNS, self._run_count, blocks, 0))
+        self._units.append(len(runs) * blocks)
+        self._runs.append(runs)
+        self._run_count += len(runs)
+
+    def _add_rows(self, op: int, blocks: int) -> None:
+        if self._program.ops[op, Op.VECTOR]:
+            self._rows.append((Work.VECTOR, op, blocks, 0))
+            self._units.append(blocks)
+            return
+        for sample in range(int(self._width[op])):
+            for kind, units in ((Work.CHECK, blocks), (Work.MULTIPLY, blocks), (Work.SETTLE, 1)):
+                self._rows.append((kind, op, units, sample))
+                self._units.append(units)
