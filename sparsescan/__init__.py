@@ -1,5 +1,53 @@
+"""Gradients of long chains as a parallel scan over sparse transposed Jacobians (BPPSA, MLSys 2020).
+
+>>> import numpy as np, sparsescan
+>>> jacobians = np.full((3, 2, 2), 0.25)  # from the last layer to the first, each transposed
+>>> sparsescan.exclusive_scan([1.0, 3.0], jacobians)
+array([[1. , 3. ],
+       [1. , 1. ],
+       [0.5, 0.5]])
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
 from .api import exclusive_scan, inclusive_scan, plan
 from .containers import BatchedCSR, CSRChain
+from .errors import (
+    ChainFileError,
+    DeviceError,
+    InputError,
+    InputTypeError,
+    MemoryLimitError,
+    PatternMismatchError,
+    SparseScanError,
+)
+from .io import load_chain, save_chain
 from .pattern import Pattern
 from .plan import ScanPlan
 from .schedule import Schedule
+
+__all__ = [
+    "BatchedCSR",
+    "CSRChain",
+    "ChainFileError",
+    "DeviceError",
+    "InputError",
+    "InputTypeError",
+    "MemoryLimitError",
+    "Pattern",
+    "PatternMismatchError",
+    "ScanPlan",
+    "Schedule",
+    "SparseScanError",
+    "__version__",
+    "exclusive_scan",
+    "inclusive_scan",
+    "load_chain",
+    "plan",
+    "save_chain",
+]
+
+try:
+    __version__ = version("sparsescan")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"

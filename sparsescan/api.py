@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from .containers import CSRChain
 from .errors import DeviceError, InputError, InputTypeError
 from .pattern import Pattern
 from .plan import Gradients, ScanPlan
-from .schedule import Schedule
+from .schedule import Schedule, check_count
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
@@ -25,9 +26,71 @@ def exclusive_scan(
     schedule: Schedule | str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    return _one_shot(jacobians, schedule, device).exclusive_scan(
-        grad, jacobians, local_grads=local_grads
-    )
+    """Gradients of a chain of layers, from the last layer's output to the first layer's.
+
+    With ``J_i = (∂x_i/∂x_{i-1})ᵀ``, the exclusive scan of ``[∇x_n, J_n, …, J_1]`` under
+    ``A ◇ B = B·A`` is ``[I, ∇x_n, …, ∇x_1]``; this returns it without the identity:
+
+        ∇x_{i-1} = J_i ∇x_i + l_{i-1},        i = n, …, 2,
+
+    where ``l`` are the local gradients, if any.
+
+    Parameters
+    ----------
+    grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n)
+        Gradient ``∇x_n`` of the loss at the end of the chain.
+    jacobians : sequence, CSRChain or ndarray
+        The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
+        shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
+        :class:`BatchedCSR`, or a dense array ``(rows, cols)`` or ``(batch, rows, cols)``; all
+        samples share an element without a batch axis. Or all in one: a :class:`CSRChain`, or a
+        dense array ``(n, rows, cols)`` or ``(n, batch, rows, cols)``. A reversed view ``J[::-1]``
+        is not copied. The last one, ``J_1``, does not enter the result.
+    local_grads : sequence or ndarray, optional
+        ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
+        added to it: a loss that reads a middle layer, or every step of a recurrent network.
+    schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
+        How to combine; ``"auto"`` is never slower than ``"linear"``.
+    device : {None, "cpu"}, optional
+        Where to compute; None is where the data is.
+
+    Returns
+    -------
+    list of ndarray, or ndarray
+        The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)``, of the
+        dtype to which all input promotes. One array, with a leading axis of length ``n``, if the
+        Jacobians came as one. The arrays of a list are views of one buffer.
+
+    Raises
+    ------
+    InputError
+        If a shape, an index, a size or an option is wrong. It is a :class:`ValueError`.
+    InputTypeError
+        If a type, a sparse format or a dtype is not supported. It is a :class:`TypeError`.
+    DeviceError
+        If the device, or the device that holds the data, cannot be used.
+
+    See Also
+    --------
+    inclusive_scan : One gradient more, that of the first layer's input.
+    plan : The work that depends on patterns only, done once.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1. Products of
+    Jacobians are kept in range by exact powers of two. Where a value is not finite, the result is
+    that of the linear scan. The same input gives the same bits, whatever the number of threads
+    (``NUMBA_NUM_THREADS``).
+
+    Examples
+    --------
+    >>> import numpy as np, scipy.sparse as sp, sparsescan
+    >>> relu = sp.diags_array([1.0, 0.0, 1.0]).tocsr()
+    >>> linear = sp.csr_array([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])
+    >>> sparsescan.exclusive_scan([1.0, 2.0, 3.0], [relu, linear])
+    [array([1., 2., 3.]), array([1., 0., 3.])]
+    """
+    return _scan_once(grad, jacobians, local_grads, schedule, device, inclusive=False)
 
 
 def inclusive_scan(
@@ -38,9 +101,38 @@ def inclusive_scan(
     schedule: Schedule | str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    return _one_shot(jacobians, schedule, device).inclusive_scan(
-        grad, jacobians, local_grads=local_grads
-    )
+    """Gradients of a chain of layers, down to the input of the first.
+
+    As :func:`exclusive_scan`, and one more at the end: ``∇x_0 = J_1 ∇x_1 + l_0``.
+
+    Parameters
+    ----------
+    grad, jacobians, schedule, device
+        As for :func:`exclusive_scan`.
+    local_grads : sequence or ndarray, optional
+        As there, with ``n + 1`` entries.
+
+    Returns
+    -------
+    list of ndarray, or ndarray
+        The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. A list also for a single rectangular Jacobian
+        that came as an array, since the two gradients differ in length.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`exclusive_scan`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> sparsescan.inclusive_scan(np.ones(2), np.full((3, 2, 2), 0.5))
+    array([[1., 1.],
+           [1., 1.],
+           [1., 1.],
+           [1., 1.]])
+    """
+    return _scan_once(grad, jacobians, local_grads, schedule, device, inclusive=True)
 
 
 def plan(
@@ -52,37 +144,116 @@ def plan(
     device: str | None = None,
     memory_limit: int | None = None,
 ) -> ScanPlan:
+    """The part of a scan that depends on patterns only, to be run many times.
+
+    Parameters
+    ----------
+    jacobians : sequence, CSRChain or ndarray
+        Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
+        :class:`Pattern` objects; from the LAST layer to the first.
+    schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
+        How to combine; ``"auto"`` is never slower than ``"linear"``.
+    batch : int, optional
+        Insist on this batch size; by default a plan runs any.
+    dtype : {float32, float64}, optional
+        Insist on this dtype; by default a plan runs both.
+    device : {None, "cpu"}, optional
+        Where to compute.
+    memory_limit : int, optional
+        Bytes that the products between the Jacobians may take.
+
+    Returns
+    -------
+    ScanPlan
+        Print it to see what it does.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`exclusive_scan`.
+    MemoryLimitError
+        If the schedule needs more than `memory_limit`. It is a :class:`MemoryError`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> plan = sparsescan.plan([sparsescan.Pattern.diagonal(3)] * 4, schedule="blelloch")
+    >>> plan.exclusive_scan(np.ones(3), np.full((4, 3), 0.5))
+    array([[1.   , 1.   , 1.   ],
+           [0.5  , 0.5  , 0.5  ],
+           [0.25 , 0.25 , 0.25 ],
+           [0.125, 0.125, 0.125]])
+    """
     _check_device(device)
+    chosen_batch = None if batch is None else check_count("batch", batch, 1)
+    chosen_dtype = None if dtype is None else _check_dtype(dtype)
+    limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
     patterns = _patterns(jacobians)
     chosen, reason = _choose(schedule, len(patterns))
-    return ScanPlan(patterns, chosen, reason=reason, batch=batch, dtype=None if dtype is None else np.dtype(dtype), memory_limit=memory_limit)
+    return ScanPlan(
+        patterns,
+        chosen,
+        reason=reason,
+        batch=chosen_batch,
+        dtype=chosen_dtype,
+        memory_limit=limit,
+    )
 
 
-def _one_shot(jacobians, schedule, device):
-    return plan(jacobians, schedule=schedule, device=device)
+def _scan_once(
+    grad: ArrayLike,
+    jacobians: Any,
+    local_grads: Any,
+    schedule: Schedule | str,
+    device: str | None,
+    *,
+    inclusive: bool,
+) -> Gradients:
+    _check_device(device)
+    chain = Chain(length(jacobians))
+    patterns = chain.read(jacobians)
+    chosen, reason = _choose(schedule, len(patterns))
+    once = ScanPlan(patterns, chosen, reason=reason)
+    return once.scan_once(grad, chain, local_grads, inclusive=inclusive)
 
 
-def _patterns(jacobians: Any):
+def _patterns(jacobians: Any) -> Sequence[Pattern]:
+    """The patterns of Jacobians, any of which may be a bare pattern."""
     n = length(jacobians)
-    if not isinstance(jacobians, (CSRChain, np.ndarray)) and any(isinstance(j, Pattern) for j in jacobians):
-        return check_chain([pattern_of(k, j) for k, j in enumerate(jacobians)])
-    return Chain(n).read(jacobians)
+    if isinstance(jacobians, (CSRChain, np.ndarray)):
+        return Chain(n).read(jacobians)
+    return check_chain([pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)])
 
 
-def _choose(schedule, n):
+def _choose(schedule: Schedule | str, n: int) -> tuple[Schedule, str]:
+    """The schedule that runs, and why."""
     if isinstance(schedule, Schedule):
         if schedule.n != n:
-            raise InputError(f"schedule is {schedule}; expected one for {n} Jacobians")
+            raise InputError(f"schedule is {schedule!r}; expected one for {n} Jacobians")
         return schedule, "asked for"
-    if schedule == "blelloch":
-        return Schedule.blelloch(n), "asked for"
-    if schedule == "linear":
-        return Schedule.linear(n), "asked for"
     if schedule == "auto":
-        return Schedule.linear(n), "auto"
-    raise InputError(f"schedule is {schedule!r}")
+        return Schedule.linear(n), (
+            "auto: on a CPU the linear scan does the least work, and its threads share the batch "
+            "or the rows of large steps"
+        )
+    makers = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
+    if not isinstance(schedule, str) or schedule not in makers:
+        raise InputError(
+            f"schedule is {schedule!r}; expected 'auto', 'linear', 'blelloch' or a Schedule"
+        )
+    return makers[schedule](n), "asked for"
 
 
-def _check_device(device):
+def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    try:
+        chosen = np.dtype(dtype)
+    except TypeError:
+        raise InputTypeError(f"dtype is {dtype!r}; expected float32 or float64") from None
+    if chosen not in (np.float32, np.float64):
+        raise InputTypeError(f"dtype is {chosen}; expected float32 or float64")
+    return chosen
+
+
+def _check_device(device: str | None) -> None:
     if device not in (None, "cpu"):
-        raise DeviceError(f"device is {device!r}")
+        raise DeviceError(f"device is {device!r}; expected None or 'cpu': this version has no other")

@@ -25,8 +25,8 @@ __all__ = [
     "read_local_grads",
 ]
 
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-_INDICES = (np.dtype(np.int32), np.dtype(np.int64))
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _CSR_TYPES = (sp.csr_array, sp.csr_matrix)
 _ORDER = "order them from the last layer to the first, each transposed"
 
@@ -58,7 +58,7 @@ class Chain:
         self.n = n
         self.leaves = np.zeros((n, 2), np.int64)
         self.batch: int | None = None
-        self.dtype = _FLOATS[0]
+        self.dtype = _FLOAT32
         self.stacked = False
         self._steps = np.arange(n)
         # What the addresses point into: an array for each Jacobian, or one for all.
@@ -86,9 +86,9 @@ class Chain:
             )
         self.batch = None
         self.stacked = isinstance(jacobians, (CSRChain, np.ndarray))
-        if self.stacked:
-            return self._read_stack(jacobians, patterns)
-        return self._read_sequence(jacobians, patterns)
+        read = self._read_stack if self.stacked else self._read_sequence
+        found = read(jacobians, patterns)
+        return patterns if patterns is not None else check_chain(found)
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
@@ -121,7 +121,7 @@ class Chain:
         if values.ndim == 3:
             self.batch = values.shape[1]
         self._take_stack(values)
-        return patterns if patterns is not None else check_chain([pattern] * self.n)
+        return [pattern] * self.n
 
     def _take_stack(self, values: NDArray[Any]) -> None:
         values = _walkable(values)
@@ -138,29 +138,33 @@ class Chain:
         # checks, by size, before checking anew.
         known: dict[Any, Pattern] = {}
         dtypes = set()
-        expected = None
+        leaves, arrays = self.leaves, self._arrays
         for k, jacobian in enumerate(jacobians):
-            if patterns is not None:
-                expected = patterns[k]
             if type(jacobian) in _CSR_TYPES:
-                data = jacobian.data
-                if expected is not None:
-                    pattern = expected
-                else:
-                    pattern = known.get((jacobian.shape, data.size))
-                if pattern is not None and jacobian.shape == pattern.shape:
-                    address = _address_if_same(jacobian, data, pattern)
-                    if address:
-                        self.leaves[k, 0] = address
-                        self.leaves[k, 1] = 0
-                        self._arrays[k] = data
-                        dtypes.add(data.dtype)
-                        found.append(pattern)
-                        continue
+                data, shape = jacobian.data, jacobian.shape
+                pattern = patterns[k] if patterns is not None else known.get((shape, data.size))
+                if pattern is not None and shape == pattern.shape:
+                    indices, indptr, dtype = jacobian.indices, jacobian.indptr, data.dtype
+                    # A dtype that is the same but not this object takes the long way.
+                    if (
+                        (dtype is _FLOAT64 or dtype is _FLOAT32)
+                        and (indices.dtype is _INT32 or indices.dtype is _INT64)
+                        and indices.dtype is indptr.dtype
+                        and data.ndim == indices.ndim == indptr.ndim == 1
+                    ):
+                        address = _address_if_equal(
+                            data, indices, indptr, pattern.indices, pattern.indptr
+                        )
+                        if address:
+                            leaves[k] = address, 0
+                            arrays[k] = data
+                            dtypes.add(dtype)
+                            found.append(pattern)
+                            continue
+            expected = None if patterns is None else patterns[k]
             pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
-            if patterns is None:
-                known[pattern.shape, pattern.nnz] = pattern
-                found.append(pattern)
+            known[pattern.shape, pattern.nnz] = pattern
+            found.append(pattern)
             dtypes.add(values.dtype)
             self._take(k, values)
             if values.ndim == 2:
@@ -171,8 +175,8 @@ class Chain:
                     )
                 self.batch = values.shape[0]
         self._mixed = len(dtypes) > 1
-        self.dtype = np.result_type(*dtypes) if dtypes else _FLOATS[0]
-        return patterns if patterns is not None else check_chain(found)
+        self.dtype = np.result_type(*dtypes) if dtypes else _FLOAT32
+        return found
 
     def _take(self, k: int, values: NDArray[Any]) -> None:
         values = _walkable(values)
@@ -392,21 +396,9 @@ def _walkable(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values)
 
 
-def _address_if_same(jacobian: Any, data: NDArray[Any], pattern: Pattern) -> int:
-    """Address of the values of a CSR matrix if it has this pattern and needs no conversion; or 0."""
-    indices, indptr = jacobian.indices, jacobian.indptr
-    if (
-        data.dtype in _FLOATS
-        and indices.dtype in _INDICES
-        and indptr.dtype in _INDICES
-        and data.ndim == indices.ndim == indptr.ndim == 1
-    ):
-        return _address_if_equal(data, indices, indptr, pattern.indices, pattern.indptr)
-    return 0
-
-
 @njit(nogil=True, cache=True)
 def _address_if_equal(data, indices, indptr, want_indices, want_indptr):  # type: ignore[no-untyped-def]
+    """Address of the values of a CSR matrix that has this pattern and can be walked; or 0."""
     nnz = len(want_indices)
     address = data.ctypes.data
     if len(indptr) != len(want_indptr) or len(indices) != nnz or len(data) != nnz:

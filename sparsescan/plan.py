@@ -167,19 +167,28 @@ class ScanPlan:
     def _scan(
         self, grad: ArrayLike, jacobians: Any, local_grads: Any, *, inclusive: bool
     ) -> Gradients:
-        slot = self._idle.pop() if self._idle else _Slot(self.n)
         try:
-            return self._run(slot, grad, jacobians, local_grads, inclusive)
+            slot = self._idle.pop()
+        except IndexError:
+            slot = _Slot(Chain(self.n))
+        try:
+            slot.chain.read(jacobians, self.patterns)
+            return self._run(slot, grad, local_grads, inclusive)
         finally:
-            slot.release()
+            slot.chain.release()
             self._idle.append(slot)
 
+    def scan_once(
+        self, grad: ArrayLike, chain: Chain, local_grads: Any, *, inclusive: bool
+    ) -> Gradients:
+        """Scan the chain that the plan was made from, which has been read already."""
+        return self._run(_Slot(chain), grad, local_grads, inclusive)
+
     def _run(
-        self, slot: _Slot, grad: ArrayLike, jacobians: Any, local_grads: Any, inclusive: bool
+        self, slot: _Slot, grad: ArrayLike, local_grads: Any, inclusive: bool
     ) -> Gradients:
         count = self.n + inclusive
         chain = slot.chain
-        chain.read(jacobians, self.patterns)
         first = read_grad(grad, self._sizes[0] if self.n else None, chain.batch)
         if self.batch is not None and first.shape[:-1] != (self.batch,):
             raise InputError(
@@ -253,8 +262,8 @@ class ScanPlan:
 class _Slot:
     """What one run at a time uses, and leaves to the next."""
 
-    def __init__(self, n: int) -> None:
-        self.chain = Chain(n)
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
         self._workspaces: dict[Any, Workspace] = {}
 
     def workspace(
@@ -274,6 +283,3 @@ class _Slot:
             self._workspaces[key] = workspace
         local.fill(workspace.local_grads)
         return workspace
-
-    def release(self) -> None:
-        self.chain.release()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .errors import InputError
 from .kernels import cpu
 from .kernels._threads import work
-from .kernels.cpu import Kind, Node, Op, Size, Stage, State, Store, Work
+from .kernels.cpu import Book, Kind, Node, Op, Stage, Store, Work
 from .pattern import Pattern, multiply_adds, product
 from .schedule import Schedule
 
@@ -221,76 +221,76 @@ class Workspace:
                 self._indices.append(arrays)
                 address = [array.ctypes.data for array in arrays]
             rows[key] = [_KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
-        nodes = np.zeros((count, len(Node)), np.int64)
+        nodes = np.zeros((count, Node.WIDTH), np.int64)
         nodes[:, : Node.INDICES + 1] = [rows[id(pattern)] for pattern in program.patterns]
         nodes[:, Node.BATCHED] = node_batched
         nodes[:n, Node.STORE] = Store.CALLER
         nodes[:n, Node.VALUES] = np.arange(n)
 
+        book = np.zeros(Book.WIDTH, np.int64)
         made = nodes[n:]
-        stored = program.slots < 0
-        made[:, Node.STORE] = np.where(stored, Store.POOL, Store.SCRATCH)
-        made[~stored, Node.VALUES] = program.slots[~stored]
-        kept = made[stored]
-        width = widths[n:][stored]
-        sizes = np.zeros(len(Size), np.int64)
-        sizes[Size.BATCH], sizes[Size.LOCAL] = batch, local
-        scratch = made[~stored]
+        scratch = made[program.slots >= 0]
         slots = 2 * self.threads if len(scratch) else 0
-        for column, size in (
-            (Node.NNZ, Size.SCRATCH_NNZ),
-            (Node.COLS, Size.SCRATCH_COLS),
-            (Node.ROWS, Size.SCRATCH_ROWS),
-        ):
-            sizes[size] = scratch[:, column].max(initial=0)
+        scratch[:, Node.STORE] = Store.SCRATCH
+        scratch[:, Node.VALUES] = program.slots[program.slots >= 0]
+        nnz, cols, height = (
+            int(scratch[:, column].max(initial=0)) for column in (Node.NNZ, Node.COLS, Node.ROWS)
+        )
+        made[program.slots >= 0] = scratch
+        kept = made[program.slots < 0]
+        width = widths[n:][program.slots < 0]
+        kept[:, Node.STORE] = Store.POOL
         kept[:, Node.VALUES], values = _places(kept[:, Node.NNZ] * width)
-        kept[:, Node.EXPONENTS], exponents = _places(kept[:, Node.COLS] * width)
-        kept[:, Node.FLAGS], flags = _places(width)
+        kept[:, Node.EXPONENTS], exponents = _places((kept[:, Node.COLS] + 1) * width)
         kept[:, Node.LOCAL], local_values = _places(kept[:, Node.ROWS] * (batch * local))
-        made[stored] = kept
-        sizes[Size.SCRATCH_VALUES] = values
-        sizes[Size.SCRATCH_EXPONENTS] = exponents
-        sizes[Size.SCRATCH_FLAGS] = flags
-        sizes[Size.SCRATCH_LOCAL] = local_values
+        made[program.slots < 0] = kept
 
-        self.program = program
-        # Gradients are (batch, d), one after the other.
         gradient_sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
         self.local_grads = np.zeros(n + 1, np.int64)
-        self._first_unit = stages.first_unit
-        self._state = np.zeros(State.RESULT + 16, np.int64)
-        self._tables = cpu.Tables(
-            state=self._state,
-            sizes=sizes,
-            first_unit=stages.first_unit,
-            stages=stages.stages,
-            runs=stages.runs,
-            ops=program.ops,
-            nodes=nodes,
-            leaves=leaves,
-            local_grads=self.local_grads,
-            offsets=np.concatenate([[0], np.cumsum(gradient_sizes, dtype=np.int64)]),
-            out=np.empty(0, dtype),
-            pool=np.empty(values + slots * sizes[Size.SCRATCH_NNZ], dtype),
-            local_pool=np.empty(
-                local_values + slots * sizes[Size.SCRATCH_ROWS] * batch * local, dtype
+        self._stages = stages
+        self._arrays = {
+            Book.FIRST_UNIT: stages.first_unit,
+            Book.STAGES: stages.stages,
+            Book.RUNS: stages.runs,
+            Book.OPS: program.ops,
+            Book.NODES: nodes,
+            Book.LEAVES: leaves,
+            Book.LOCAL_GRADS: self.local_grads,
+            Book.OFFSETS: np.concatenate([[0], np.cumsum(gradient_sizes, dtype=np.int64)]),
+            Book.POOL: np.empty(values + slots * nnz, dtype),
+            Book.LOCAL_POOL: np.empty(local_values + slots * height * batch * local, dtype),
+            Book.ACCUMULATORS: np.zeros(
+                (self.threads, made[:, Node.COLS].max(initial=0)), dtype
             ),
-            exponents=np.zeros(exponents + slots * sizes[Size.SCRATCH_COLS], np.int32),
-            flags=np.zeros(flags + slots, np.uint8),
-            accumulators=np.zeros((self.threads, made[:, Node.COLS].max(initial=0)), dtype),
-            band=cpu.BAND[dtype],
-            index_like=np.empty(0, index_dtype),
-            bits_like=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
+        }
+        for slot, array in self._arrays.items():
+            book[slot] = array.ctypes.data
+        book[Book.BATCH], book[Book.LOCAL] = batch, local
+        book[Book.ACCUMULATOR] = self._arrays[Book.ACCUMULATORS].shape[1]
+        book[Book.SCRATCH_NNZ : Book.SCRATCH_ROWS + 1] = nnz, cols, height
+        book[Book.SCRATCH_VALUES : Book.SCRATCH_LOCAL + 1] = values, exponents, local_values
+        book[Book.INFINITY : Book.LOW_EXPONENT + 1] = cpu.BAND[dtype]
+        self._book = book
+        self._kernel = cpu.run if program.products else cpu.run_vectors
+        self._tables = cpu.Tables(
+            book=book,
+            exponents=np.zeros(exponents + slots * (cols + 1), np.int32),
+            values=np.empty(0, dtype),
+            bits=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
+            indices=np.empty(0, index_dtype),
         )
 
     def run(self, out: NDArray[Any], inclusive: bool) -> bool:
         """Fill `out`, whose first gradient is there; False if a value was met that is not finite."""
-        self._state[:] = 0
+        book = self._book
+        book[: Book.BATCH] = 0
+        book[Book.OUT] = out.ctypes.data
         # The last stage is the one more step of an inclusive scan.
-        first_unit = self._first_unit if inclusive else self._first_unit[:-1]
-        tables = self._tables._replace(out=out, first_unit=first_unit)
-        work(cpu.run, tables, self.threads)
-        return bool(self._state[State.STATUS] == cpu.FINISHED)
+        stages = len(self._stages.stages) - (not inclusive)
+        book[Book.STAGE_COUNT] = stages
+        book[Book.UNITS] = self._stages.first_unit[stages]
+        work(self._kernel, self._tables, self.threads)
+        return bool(book[Book.STATUS] == cpu.FINISHED)
 
 
 def _places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
@@ -324,7 +324,7 @@ class _Stages:
             self._level(runs, cost, threads)
         last = len(ops) - 1
         self._level(np.array([[last, last + 1]], np.int64), cost, threads, whole=True)
-        self.stages = np.array(self._rows, np.int64).reshape(-1, len(Stage))
+        self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
         self.runs = np.concatenate(self._runs)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .errors import InputError, InputTypeError
 
-__all__ = ["Level", "Schedule"]
+__all__ = ["Level", "Schedule", "check_count"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Schedule:
         >>> sparsescan.Schedule.linear(8).depth
         7
         """
-        n = _count("n", n, 0)
+        n = check_count("n", n, 0)
         return cls(n, [_level("linear", [_sweep(0, n)])], f"linear({n})")
 
     @classmethod
@@ -122,7 +122,7 @@ class Schedule:
         >>> sparsescan.Schedule.blelloch(1000).depth
         18
         """
-        n = _count("n", n, 0)
+        n = check_count("n", n, 0)
         return cls(n, _truncated_levels(n, _full_up_levels(n)), f"blelloch({n})")
 
     @classmethod
@@ -153,8 +153,8 @@ class Schedule:
         >>> [level.name for level in sparsescan.Schedule.truncated(12, 1).levels]
         ['up-sweep 0', 'linear', 'down-sweep 0']
         """
-        n = _count("n", n, 0)
-        up_levels = _count("up_levels", up_levels, 0)
+        n = check_count("n", n, 0)
+        up_levels = check_count("up_levels", up_levels, 0)
         levels = _truncated_levels(n, min(up_levels, _full_up_levels(n)))
         return cls(n, levels, f"truncated({n}, {up_levels})")
 
@@ -182,8 +182,8 @@ class Schedule:
         >>> sparsescan.Schedule.chunked(1000, 32).depth
         93
         """
-        n = _count("n", n, 0)
-        chunks = _count("chunks", chunks, 1)
+        n = check_count("n", n, 0)
+        chunks = check_count("chunks", chunks, 1)
         used = max(1, min(chunks, n))
         bounds = [n * c // used for c in range(used + 1)]
         first = [_sweep(0, bounds[1])]
@@ -254,7 +254,8 @@ class Schedule:
         return hash(self._text)
 
 
-def _count(name: str, value: int, least: int) -> int:
+def check_count(name: str, value: int, least: int) -> int:
+    """`value` as an integer of at least `least`, or an error that names it."""
     try:
         value = operator.index(value)
     except TypeError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from llvmlite import ir
+import numpy as np
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -36,7 +36,7 @@ def _pointer(typingctx, address, like):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def array_at(address, size, like):  # type: ignore[no-untyped-def]
     """`size` elements at `address`, as an array of the dtype of `like`."""
-    return carray(_pointer(address, like), size)
+    return carray(_pointer(address, like), np.int64(size))
 
 
 def _element(context, builder, signature, args):  # type: ignore[no-untyped-def]

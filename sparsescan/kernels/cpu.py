@@ -6,18 +6,20 @@ or never, delays nobody, and the arithmetic of a unit does not depend on who cla
 has the same bits whatever the number of threads.
 
 Range. Products of many Jacobians leave the range of floating point where a gradient would not, so
-a matrix node is stored as ``M·diag(2^e)``: mantissas `M`, and one exponent for each column, which
-evolves independently of the others. Scaling by a power of two is exact. Nodes whose entries lie
-within the *band* have no exponents and take the plain kernels; only what leaves the band is
-normalised. A value that is not finite stops the run with the status `NOT_FINITE`, and the caller
-lets the linear scan decide what it reaches.
+a matrix node is ``M·diag(2^e)``: mantissas `M`, and an exponent for each column, since columns
+evolve independently of each other. Scaling by a power of two is exact. Nodes whose entries lie
+within a *band* have no exponents and take the plain kernels; only what leaves the band is
+normalised. A value that is not finite stops the run, and the caller lets the linear scan decide
+what it reaches.
+
+Indices are unsigned in the inner loops: Numba would test a signed one for wrapping around.
 """
 
 from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -29,27 +31,27 @@ __all__ = [
     "BAND",
     "FINISHED",
     "NOT_FINITE",
+    "Book",
     "Kind",
     "Node",
     "Op",
-    "Size",
     "Stage",
-    "State",
     "Store",
     "Tables",
     "Work",
-    "multiply",
     "run",
+    "run_vectors",
 ]
 
 # Statuses of a run.
 FINISHED, NOT_FINITE = 0, 1
 
-# A plain literal would compile each kernel that takes it a second time, for that literal.
-_ZERO, _ONE = np.int64(0), np.int64(1)
-
 # What a check of the range finds: one of these, or NOT_FINITE.
 _IN_BAND, _OUT_OF_BAND = 0, 2
+
+# A plain literal would compile each kernel that takes it a second time, for that literal.
+_ZERO, _ONE = np.int64(0), np.int64(1)
+_WORD = 8
 
 
 class Kind(IntEnum):
@@ -71,7 +73,8 @@ class Node(IntEnum):
     INDPTR, INDICES = 4, 5  # addresses; not followed for dense and diagonal nodes
     STORE, BATCHED = 6, 7
     VALUES = 8  # the Jacobian, the place in the pool, or the slot
-    EXPONENTS, FLAGS, LOCAL = 9, 10, 11  # places in those arrays
+    EXPONENTS, LOCAL = 9, 10  # places in those arrays
+    WIDTH = 11
 
 
 class Op(IntEnum):
@@ -81,12 +84,14 @@ class Op(IntEnum):
     """
 
     VECTOR, LEFT, RIGHT, OUT = range(4)
+    WIDTH = 4
 
 
 class Stage(IntEnum):
     """Columns of the stage table. A stage has `BLOCKS` units, for each of its runs."""
 
     KIND, FIRST, BLOCKS, SAMPLE = range(4)
+    WIDTH = 4
 
 
 class Work(IntEnum):
@@ -100,57 +105,183 @@ class Work(IntEnum):
     CHECK, MULTIPLY, SETTLE = 2, 3, 4
 
 
-class State(IntEnum):
-    """Slots of the state array, each on a cache line of its own."""
+class Book(IntEnum):
+    """Slots of the book: counters, sizes, limits, and the addresses of all tables.
 
+    One array of integers, because every array that a kernel is passed costs it seven arguments.
+    """
+
+    # Counters that threads share, each on a cache line of its own.
     NEXT, DONE, STATUS, OPERANDS, RESULT = range(0, 80, 16)
-
-
-class Size(IntEnum):
-    """Slots of the size array."""
-
-    BATCH, LOCAL, SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(5)
-    # Where the scratch of thread 0 starts in the pool, the exponents, the flags, the local pool.
-    SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_FLAGS, SCRATCH_LOCAL = range(5, 9)
+    BATCH, LOCAL, UNITS, STAGE_COUNT, ACCUMULATOR = range(80, 85)
+    # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
+    SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(85, 88)
+    SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_LOCAL = range(88, 91)
+    # Bit patterns of infinity and of the ends of the band, then the exponents of those.
+    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT = range(91, 96)
+    # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
+    # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
+    # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
+    # (n + 2,): where each gradient starts in `out`, for one sample.
+    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(96, 104)
+    # Addresses of values: gradients, products, what local gradients inside a product add up to, and
+    # a row for each thread that is zero between uses.
+    OUT, POOL, LOCAL_POOL, ACCUMULATORS = range(104, 108)
+    WIDTH = 108
 
 
 class Tables(NamedTuple):
-    """All that a run reads and writes; see :mod:`sparsescan.plan`, which fills it."""
+    """All that a run reads and writes; :class:`sparsescan.program.Workspace` fills it."""
 
-    state: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    first_unit: NDArray[np.int64]  # (stages + 1,)
-    stages: NDArray[np.int64]  # (stages, 4)
-    runs: NDArray[np.int64]  # (runs, 2): first and last-plus-one operation
-    ops: NDArray[np.int64]  # (operations, 4)
-    nodes: NDArray[np.int64]  # (nodes, 12)
-    leaves: NDArray[np.int64]  # (n, 2): address of each Jacobian's values, bytes between samples
-    local_grads: NDArray[np.int64]  # (n + 1,): address of each local gradient, or 0
-    offsets: NDArray[np.int64]  # (n + 2,): where each gradient starts in `out`, for one sample
-    out: NDArray[np.floating]  # the gradients
-    pool: NDArray[np.floating]  # values of the products
-    local_pool: NDArray[np.floating]  # what the local gradients inside a product add up to
-    exponents: NDArray[np.int32]
-    flags: NDArray[np.uint8]  # does a node, for a sample, have exponents
-    accumulators: NDArray[np.floating]  # (threads, cols), zero between uses
-    band: NDArray[np.int64]
-    index_like: NDArray[np.integer]  # empty, of the dtype of the index arrays
-    bits_like: NDArray[np.integer]  # empty, of the integer dtype as wide as a value
+    book: NDArray[np.int64]
+    exponents: NDArray[np.int32]  # of each node and sample: one for each column, then their flag
+    values: NDArray[np.floating[Any]]  # empty, of the dtype of the values
+    bits: NDArray[np.integer[Any]]  # empty, of the integer dtype as wide as a value
+    indices: NDArray[np.integer[Any]]  # empty, of the dtype of the index arrays
 
 
 def _band(dtype: type, high: int, low: int) -> NDArray[np.int64]:
-    """Bit patterns of infinity, ``2^high`` and ``2^low``; then the two exponents."""
     bits = np.int32 if dtype is np.float32 else np.int64
-    values = np.array([np.inf, 2.0**high, 2.0**low], dtype).view(bits)
-    return np.array([*values, high, low], np.int64)
+    limits = np.array([np.inf, 2.0**high, 2.0**low], dtype).view(bits)
+    return np.array([*limits, high, low], np.int64)
 
 
-# Two nodes in the band multiply without overflow and, but for entries far below the largest of
-# their column, without underflow.
+# From Book.INFINITY on. Two nodes in the band multiply without overflow and, but for entries far
+# below the largest of their column, without underflow.
 BAND = {
     np.dtype(np.float32): _band(np.float32, 48, -40),
     np.dtype(np.float64): _band(np.float64, 400, -400),
 }
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _node(t, i):  # type: ignore[no-untyped-def]
+    return array_at(t.book[Book.NODES] + i * Node.WIDTH * _WORD, Node.WIDTH, t.book)
+
+
+@njit(inline="always")
+def _op(t, i):  # type: ignore[no-untyped-def]
+    return array_at(t.book[Book.OPS] + i * Op.WIDTH * _WORD, Op.WIDTH, t.book)
+
+
+@njit(inline="always")
+def _gradient(t, k, b):  # type: ignore[no-untyped-def]
+    """The `k`-th gradient of sample `b`."""
+    offsets = array_at(t.book[Book.OFFSETS] + k * _WORD, 2, t.book)
+    size = offsets[1] - offsets[0]
+    first = offsets[0] * t.book[Book.BATCH] + b * size
+    return array_at(t.book[Book.OUT] + first * t.values.itemsize, size, t.values)
+
+
+@njit(inline="always")
+def _indptr(t, node):  # type: ignore[no-untyped-def]
+    return array_at(node[Node.INDPTR], node[Node.ROWS] + 1, t.indices)
+
+
+@njit(inline="always")
+def _indices(t, node):  # type: ignore[no-untyped-def]
+    return array_at(node[Node.INDICES], node[Node.NNZ], t.indices)
+
+
+@njit
+def _address(t, node, b, thread):  # type: ignore[no-untyped-def]
+    """Where the values of a node are for sample `b`."""
+    itemsize = t.values.itemsize
+    if node[Node.STORE] == Store.CALLER:
+        leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
+        return leaf[0] + b * leaf[1]
+    if node[Node.STORE] == Store.POOL:
+        place = node[Node.VALUES] + b * node[Node.BATCHED] * node[Node.NNZ]
+    else:
+        slot = 2 * thread + node[Node.VALUES]
+        place = t.book[Book.SCRATCH_VALUES] + slot * t.book[Book.SCRATCH_NNZ]
+    return t.book[Book.POOL] + place * itemsize
+
+
+@njit(inline="always")
+def _values(t, node, b, thread):  # type: ignore[no-untyped-def]
+    return array_at(_address(t, node, b, thread), node[Node.NNZ], t.values)
+
+
+@njit(inline="always")
+def _bits(t, node, b, thread):  # type: ignore[no-untyped-def]
+    return array_at(_address(t, node, b, thread), node[Node.NNZ], t.bits)
+
+
+@njit
+def _exponents(t, node, b, thread):  # type: ignore[no-untyped-def]
+    """The exponents of a product for sample `b`; the last entry says whether there are any."""
+    cols = node[Node.COLS]
+    if node[Node.STORE] == Store.POOL:
+        first = node[Node.EXPONENTS] + b * node[Node.BATCHED] * (cols + 1)
+    else:
+        slot = 2 * thread + node[Node.VALUES]
+        first = t.book[Book.SCRATCH_EXPONENTS] + slot * (t.book[Book.SCRATCH_COLS] + 1)
+    return t.exponents[first : first + cols + 1]
+
+
+@njit
+def _local(t, node, b, thread):  # type: ignore[no-untyped-def]
+    """What a node's local gradients add up to, for sample `b`; empty if it has none."""
+    rows = node[Node.ROWS]
+    itemsize = t.values.itemsize
+    if t.book[Book.LOCAL] == 0:
+        return t.values
+    if node[Node.STORE] == Store.CALLER:
+        place = t.book[Book.LOCAL_GRADS] + (node[Node.VALUES] + 1) * _WORD
+        address = array_at(place, 1, t.book)[0]
+        if address == 0:
+            return t.values
+        return array_at(address + b * rows * itemsize, rows, t.values)
+    if node[Node.STORE] == Store.POOL:
+        place = node[Node.LOCAL] + b * rows
+    else:
+        slot = (2 * thread + node[Node.VALUES]) * t.book[Book.BATCH]
+        place = t.book[Book.SCRATCH_LOCAL] + slot * t.book[Book.SCRATCH_ROWS] + b * rows
+    return array_at(t.book[Book.LOCAL_POOL] + place * itemsize, rows, t.values)
+
+
+@njit(inline="always")
+def _row(node, indptr, i):  # type: ignore[no-untyped-def]
+    """First and last-plus-one entry of row `i`."""
+    if node[Node.KIND] == Kind.DENSE:
+        return np.uint64(i * node[Node.COLS]), np.uint64((i + 1) * node[Node.COLS])
+    if node[Node.KIND] == Kind.DIAGONAL:
+        return np.uint64(i), np.uint64(i + 1)
+    return np.uint64(indptr[i]), np.uint64(indptr[i + 1])
+
+
+@njit(inline="always")
+def _column(node, indices, p):  # type: ignore[no-untyped-def]
+    """Column of entry `p`."""
+    if node[Node.KIND] == Kind.DENSE:
+        return np.uint64(p) % np.uint64(node[Node.COLS])
+    if node[Node.KIND] == Kind.DIAGONAL:
+        return np.uint64(p)
+    return np.uint64(indices[p])
+
+
+@njit
+def _balanced_row(t, node, block, blocks):  # type: ignore[no-untyped-def]
+    """First row of one of `blocks` blocks with about the same number of entries each."""
+    rows = node[Node.ROWS]
+    if block == 0 or block == blocks or node[Node.KIND] != Kind.CSR:
+        return rows * block // blocks
+    wanted = node[Node.NNZ] * block // blocks
+    indptr = _indptr(t, node)
+    low, high = _ZERO, rows
+    while low < high:
+        middle = (low + high) // 2
+        if indptr[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 # ---------------------------------------------------------------------------------------------
@@ -160,48 +291,61 @@ BAND = {
 
 @njit(fastmath={"reassoc", "contract"})
 def _dense_matvec(first, last, cols, m, x, y):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+    row = np.uint64(first) * np.uint64(cols)
+    for i in range(np.uint64(first), np.uint64(last)):
         total = m.dtype.type(0)
-        row = i * cols
-        for j in range(cols):
+        for j in range(np.uint64(cols)):
             total += m[row + j] * x[j]
         y[i] = total
+        row += np.uint64(cols)
 
 
 @njit
 def _csr_matvec(first, last, indptr, indices, m, x, y):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+    p = np.uint64(indptr[first])
+    for i in range(np.uint64(first), np.uint64(last)):
+        stop = np.uint64(indptr[i + np.uint64(1)])
         total = m.dtype.type(0)
-        for p in range(indptr[i], indptr[i + 1]):
-            total += m[p] * x[indices[p]]
+        while p < stop:
+            total += m[p] * x[np.uint64(indices[p])]
+            p += np.uint64(1)
         y[i] = total
 
 
 @njit
-def _matvec(node, first, last, m, x, y, index_like):  # type: ignore[no-untyped-def]
+def _matvec(t, node, first, last, m, x, y):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of ``y = M x``."""
     if node[Node.KIND] == Kind.DENSE:
         _dense_matvec(first, last, node[Node.COLS], m, x, y)
     elif node[Node.KIND] == Kind.DIAGONAL:
-        for i in range(first, last):
+        for i in range(np.uint64(first), np.uint64(last)):
             y[i] = m[i] * x[i]
     else:
-        indptr = array_at(node[Node.INDPTR], node[Node.ROWS] + 1, index_like)
-        indices = array_at(node[Node.INDICES], node[Node.NNZ], index_like)
-        _csr_matvec(first, last, indptr, indices, m, x, y)
+        _csr_matvec(first, last, _indptr(t, node), _indices(t, node), m, x, y)
+
+
+@njit
+def _add(first, last, y, x):  # type: ignore[no-untyped-def]
+    for i in range(np.uint64(first), np.uint64(last)):
+        y[i] += x[i]
 
 
 @njit
 def _exponent(value):  # type: ignore[no-untyped-def]
     """``floor(log2 |value|) + 1`` of a finite value other than 0."""
-    return math.frexp(value)[1]
+    return np.int64(math.frexp(value)[1])
 
 
 @njit
-def _scaled_matvec(node, first, last, m, e, x, y, index_like):  # type: ignore[no-untyped-def]
-    """``y = M diag(2^e) x``, each row summed relative to its own largest term."""
-    indptr = array_at(node[Node.INDPTR], node[Node.ROWS] + 1, index_like)
-    indices = array_at(node[Node.INDICES], node[Node.NNZ], index_like)
+def _ldexp(value, exponent):  # type: ignore[no-untyped-def]
+    """``value·2^exponent`` for any exponent."""
+    return math.ldexp(value, np.int32(min(max(exponent, -10000), 10000)))
+
+
+@njit
+def _scaled_matvec(t, node, first, last, m, e, x, y):  # type: ignore[no-untyped-def]
+    """Rows of ``y = M diag(2^e) x``, each summed relative to its own largest term."""
+    indptr, indices = _indptr(t, node), _indices(t, node)
     for i in range(first, last):
         start, stop = _row(node, indptr, i)
         top = -(1 << 60)
@@ -213,10 +357,51 @@ def _scaled_matvec(node, first, last, m, e, x, y, index_like):  # type: ignore[n
         for p in range(start, stop):
             j = _column(node, indices, p)
             if m[p] != 0 and x[j] != 0:
-                mantissa_m, exponent_m = math.frexp(m[p])
-                mantissa_x, exponent_x = math.frexp(x[j])
-                total += _ldexp(mantissa_m * mantissa_x, exponent_m + exponent_x + e[j] - top)
+                m_mantissa, m_exponent = math.frexp(m[p])
+                x_mantissa, x_exponent = math.frexp(x[j])
+                total += _ldexp(
+                    np.float64(m_mantissa) * x_mantissa, m_exponent + x_exponent + e[j] - top
+                )
         y[i] = _ldexp(total, top) if total != 0 else 0.0
+
+
+@njit
+def _finite(x, first, last):  # type: ignore[no-untyped-def]
+    for i in range(np.uint64(first), np.uint64(last)):
+        if not math.isfinite(x[i]):
+            return False
+    return True
+
+
+@njit
+def _apply_product(t, node, b, thread, first, last, x, y):  # type: ignore[no-untyped-def]
+    """Rows `first` to `last` of ``y = P x + local`` for a product; the status."""
+    if not _finite(x, _ZERO, len(x)):
+        return NOT_FINITE
+    m, e = _values(t, node, b, thread), _exponents(t, node, b, thread)
+    if e[node[Node.COLS]]:
+        _scaled_matvec(t, node, first, last, m, e, x, y)
+    else:
+        _matvec(t, node, first, last, m, x, y)
+    local = _local(t, node, b, thread)
+    if len(local):
+        _add(first, last, y, local)
+    return FINISHED if _finite(y, first, last) else NOT_FINITE
+
+
+@njit
+def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out):  # type: ignore[no-untyped-def]
+    """Rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
+    leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
+    for b in range(first_sample, last_sample):
+        x, y = _gradient(t, left, b), _gradient(t, out, b)
+        m = array_at(leaf[0] + b * leaf[1], node[Node.NNZ], t.values)
+        _matvec(t, node, first, last, m, x, y)
+    if t.book[Book.LOCAL]:
+        for b in range(first_sample, last_sample):
+            local = _local(t, node, b, _ZERO)
+            if len(local):
+                _add(first, last, _gradient(t, out, b), local)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -224,71 +409,49 @@ def _scaled_matvec(node, first, last, m, e, x, y, index_like):  # type: ignore[n
 # ---------------------------------------------------------------------------------------------
 
 
-@njit(inline="always")
-def _row(node, indptr, i):  # type: ignore[no-untyped-def]
-    """First and last-plus-one entry of row `i`."""
-    kind = node[Node.KIND]
-    if kind == Kind.DENSE:
-        return i * node[Node.COLS], (i + 1) * node[Node.COLS]
-    if kind == Kind.DIAGONAL:
-        return i, i + 1
-    return np.int64(indptr[i]), np.int64(indptr[i + 1])
-
-
-@njit(inline="always")
-def _column(node, indices, p):  # type: ignore[no-untyped-def]
-    """Column of entry `p`."""
-    kind = node[Node.KIND]
-    if kind == Kind.DENSE:
-        return p % node[Node.COLS]
-    if kind == Kind.DIAGONAL:
-        return p
-    return np.int64(indices[p])
+@njit(fastmath={"contract"})
+def _add_dense_row(row, alpha, b, start, cols):  # type: ignore[no-untyped-def]
+    for j in range(np.uint64(cols)):
+        row[j] += alpha * b[start + j]
 
 
 @njit(fastmath={"contract"})
-def _add_dense_row(acc, alpha, b, start, cols):  # type: ignore[no-untyped-def]
-    for j in range(cols):
-        acc[j] += alpha * b[start + j]
-
-
-@njit(fastmath={"contract"})
-def _add_csr_row(acc, alpha, b, indices, start, stop):  # type: ignore[no-untyped-def]
+def _add_csr_row(row, alpha, b, indices, start, stop):  # type: ignore[no-untyped-def]
     for q in range(start, stop):
-        acc[indices[q]] += alpha * b[q]
+        row[np.uint64(indices[q])] += alpha * b[q]
 
 
 @njit
-def _add_product_row(acc, i, a_node, a_indptr, a_indices, a, b_node, b_indptr, b_indices, b):  # type: ignore[no-untyped-def]
-    """Add row `i` of ``A B`` to `acc`, neither of them diagonal."""
-    start, stop = _row(a_node, a_indptr, i)
-    cols = b_node[Node.COLS]
-    dense = a_node[Node.KIND] == Kind.DENSE
+def _add_product_row(t, row, i, a_node, a, b_node, b):  # type: ignore[no-untyped-def]
+    """Add row `i` of ``A B`` to `row`, neither of them diagonal."""
+    a_indices, b_indptr, b_indices = _indices(t, a_node), _indptr(t, b_node), _indices(t, b_node)
+    start, stop = _row(a_node, _indptr(t, a_node), i)
+    cols = np.uint64(b_node[Node.COLS])
+    a_dense, b_dense = a_node[Node.KIND] == Kind.DENSE, b_node[Node.KIND] == Kind.DENSE
     for p in range(start, stop):
-        k = p - start if dense else np.int64(a_indices[p])
-        if b_node[Node.KIND] == Kind.DENSE:
-            _add_dense_row(acc, a[p], b, k * cols, cols)
+        k = p - start if a_dense else np.uint64(a_indices[p])
+        if b_dense:
+            _add_dense_row(row, a[p], b, k * cols, cols)
         else:
-            _add_csr_row(acc, a[p], b, b_indices, b_indptr[k], b_indptr[k + 1])
+            last = np.uint64(b_indptr[k + np.uint64(1)])
+            _add_csr_row(row, a[p], b, b_indices, np.uint64(b_indptr[k]), last)
 
 
 @njit
-def multiply(a_node, a, b_node, b, c_node, c, first, last, acc, bits, band, index_like):  # type: ignore[no-untyped-def]
+def _multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of ``C = A B``, plainly; how their range is.
 
     The pattern of `C` holds every entry that the product meets, so a row needs no hash and no sort:
-    it is added up in `acc`, which has a place for every column, and picked up at the columns that
-    `C` has. `acc` is zero before and after.
+    it is added up in an accumulator with a place for every column, and picked up at the columns
+    that `C` has.
     """
-    a_indptr = array_at(a_node[Node.INDPTR], a_node[Node.ROWS] + 1, index_like)
-    a_indices = array_at(a_node[Node.INDICES], a_node[Node.NNZ], index_like)
-    b_indptr = array_at(b_node[Node.INDPTR], b_node[Node.ROWS] + 1, index_like)
-    b_indices = array_at(b_node[Node.INDICES], b_node[Node.NNZ], index_like)
-    c_indptr = array_at(c_node[Node.INDPTR], c_node[Node.ROWS] + 1, index_like)
-    c_indices = array_at(c_node[Node.INDICES], c_node[Node.NNZ], index_like)
+    size = t.book[Book.ACCUMULATOR]
+    place = t.book[Book.ACCUMULATORS] + thread * size * t.values.itemsize
+    accumulator = array_at(place, size, t.values)
+    a_indices, c_indptr, c_indices = _indices(t, a_node), _indptr(t, c_node), _indices(t, c_node)
     cols = c_node[Node.COLS]
-    highest, lowest = _ZERO, band[0]
-    unchecked = _row(c_node, c_indptr, first)[0]
+    highest, lowest = _ZERO, t.book[Book.INFINITY]
+    unchecked, stop = _row(c_node, c_indptr, first)
     stop = unchecked
     for i in range(first, last):
         start, stop = _row(c_node, c_indptr, i)
@@ -300,26 +463,22 @@ def multiply(a_node, a, b_node, b, c_node, c, first, last, acc, bits, band, inde
             for p in range(start, stop):
                 c[p] = a[p] * b[_column(a_node, a_indices, p)]
         elif c_node[Node.KIND] == Kind.DENSE:
-            row = c[start:stop]
-            for j in range(cols):
+            row = array_at(c.ctypes.data + np.int64(start) * c.itemsize, cols, t.values)
+            for j in range(np.uint64(cols)):
                 row[j] = 0
-            _add_product_row(
-                row, i, a_node, a_indptr, a_indices, a, b_node, b_indptr, b_indices, b
-            )
+            _add_product_row(t, row, i, a_node, a, b_node, b)
         else:
-            _add_product_row(
-                acc, i, a_node, a_indptr, a_indices, a, b_node, b_indptr, b_indices, b
-            )
+            _add_product_row(t, accumulator, i, a_node, a, b_node, b)
             for q in range(start, stop):
                 j = _column(c_node, c_indices, q)
-                c[q] = acc[j]
-                acc[j] = 0
+                c[q] = accumulator[j]
+                accumulator[j] = 0
         # Checked while it is in the cache, but not in pieces that are too small to vectorise.
-        if stop - unchecked > 1024:
-            highest, lowest = _extremes(bits, unchecked, stop, highest, lowest)
+        if stop - unchecked > np.uint64(1024):
+            highest, lowest = _extremes(c_bits, unchecked, stop, highest, lowest)
             unchecked = stop
-    highest, lowest = _extremes(bits, unchecked, stop, highest, lowest)
-    return _range(highest, lowest, band)
+    highest, lowest = _extremes(c_bits, unchecked, stop, highest, lowest)
+    return _range(t, highest, lowest)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -331,7 +490,7 @@ def multiply(a_node, a, b_node, b, c_node, c, first, last, acc, bits, band, inde
 def _extremes(bits, start, stop, highest, lowest):  # type: ignore[no-untyped-def]
     """Bit patterns of the largest magnitude and of the smallest other than 0."""
     mask = 0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF
-    for p in range(start, stop):
+    for p in range(np.uint64(start), np.uint64(stop)):
         magnitude = np.int64(bits[p]) & mask
         highest = max(highest, magnitude)
         lowest = min(lowest, magnitude if magnitude > 0 else 0x7FFFFFFFFFFFFFFF)
@@ -339,211 +498,147 @@ def _extremes(bits, start, stop, highest, lowest):  # type: ignore[no-untyped-de
 
 
 @njit
-def _range(highest, lowest, band):  # type: ignore[no-untyped-def]
-    if highest >= band[0]:
+def _range(t, highest, lowest):  # type: ignore[no-untyped-def]
+    if highest >= t.book[Book.INFINITY]:
         return NOT_FINITE
-    if highest > band[1] or lowest < band[2]:
+    if highest > t.book[Book.HIGH] or lowest < t.book[Book.LOW]:
         return _OUT_OF_BAND
     return _IN_BAND
 
 
 @njit
-def _check(bits, start, stop, band):  # type: ignore[no-untyped-def]
-    highest, lowest = _extremes(bits, start, stop, _ZERO, band[0])
-    return _range(highest, lowest, band)
-
-
-@njit
-def _ldexp(value, exponent):  # type: ignore[no-untyped-def]
-    """``value·2^exponent`` for any int64 exponent."""
-    return math.ldexp(value, np.int32(min(max(exponent, -10000), 10000)))
-
-
-@njit
-def _normalise(node, values, e, band, index_like):  # type: ignore[no-untyped-def]
-    """Bring every column whose largest entry is outside the band to about 1, and note it in `e`.
-
-    Returns whether any column has an exponent now.
-    """
-    indices = array_at(node[Node.INDICES], node[Node.NNZ], index_like)
+def _normalise(t, node, values, e):  # type: ignore[no-untyped-def]
+    """Bring every column whose largest entry is outside the band to about 1, and note it in `e`."""
+    indices = _indices(t, node)
     cols = node[Node.COLS]
     largest = np.zeros(cols, values.dtype)
     for p in range(node[Node.NNZ]):
         j = _column(node, indices, p)
         largest[j] = max(largest[j], abs(values[p]))
     shift = np.zeros(cols, np.int64)
-    scaled = False
+    scaled = 0
     for j in range(cols):
         if largest[j] > 0:
             exponent = _exponent(largest[j])
-            if exponent > band[3] or exponent < band[4]:
+            if exponent > t.book[Book.HIGH_EXPONENT] or exponent < t.book[Book.LOW_EXPONENT]:
                 shift[j] = exponent
                 e[j] += exponent
         if e[j] != 0:
-            scaled = True
+            scaled = 1
+    e[cols] = scaled
     if scaled:
         for p in range(node[Node.NNZ]):
             j = _column(node, indices, p)
             if shift[j] != 0:
                 values[p] = _ldexp(values[p], -shift[j])
-    return scaled
 
 
 @njit
-def _prescale(node, b, b_e, a_e, index_like):  # type: ignore[no-untyped-def]
-    """``diag(2^a_e) B diag(2^b_e)`` as a new `B`, its columns at most 1, and new exponents."""
-    indptr = array_at(node[Node.INDPTR], node[Node.ROWS] + 1, index_like)
-    indices = array_at(node[Node.INDICES], node[Node.NNZ], index_like)
+def _prescale(t, node, values, e, by):  # type: ignore[no-untyped-def]
+    """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at most 1, and new exponents."""
+    indptr, indices = _indptr(t, node), _indices(t, node)
     cols = node[Node.COLS]
     none = -(1 << 60)
     top = np.full(cols, none, np.int64)
     for k in range(node[Node.ROWS]):
         start, stop = _row(node, indptr, k)
         for q in range(start, stop):
-            if b[q] != 0:
+            if values[q] != 0:
                 j = _column(node, indices, q)
-                top[j] = max(top[j], _exponent(b[q]) + a_e[k])
-    scaled = np.zeros_like(b)
+                top[j] = max(top[j], _exponent(values[q]) + by[k])
+    scaled = np.zeros_like(values)
     for k in range(node[Node.ROWS]):
         start, stop = _row(node, indptr, k)
         for q in range(start, stop):
-            if b[q] != 0:
+            if values[q] != 0:
                 j = _column(node, indices, q)
-                scaled[q] = _ldexp(b[q], a_e[k] - top[j])
-    e = np.zeros(cols, np.int32)
+                scaled[q] = _ldexp(values[q], by[k] - top[j])
+    scaled_e = e.copy()
     for j in range(cols):
-        if top[j] != none:
-            e[j] = b_e[j] + top[j]
-    return scaled, e
+        scaled_e[j] = e[j] + top[j] if top[j] != none else 0
+    return scaled, scaled_e
+
+
+@njit
+def _operand(t, node, b, thread):  # type: ignore[no-untyped-def]
+    """Values in the band and exponents, both copies: of any node, a Jacobian too."""
+    values = _values(t, node, b, thread).copy()
+    if node[Node.STORE] != Store.CALLER:
+        return values, _exponents(t, node, b, thread).copy()
+    e = np.zeros(node[Node.COLS] + 1, np.int32)
+    _normalise(t, node, values, e)
+    return values, e
 
 
 # ---------------------------------------------------------------------------------------------
-# One operation
+# One product
 # ---------------------------------------------------------------------------------------------
 
 
 @njit
-def _values(t, node, b, thread):  # type: ignore[no-untyped-def]
-    """The values of a node for sample `b`, and their bits."""
-    nnz = node[Node.NNZ]
-    itemsize = t.out.itemsize
-    if node[Node.STORE] == Store.CALLER:
-        leaf = node[Node.VALUES]
-        address = t.leaves[leaf, 0] + b * t.leaves[leaf, 1]
-    elif node[Node.STORE] == Store.POOL:
-        first = node[Node.VALUES] + b * node[Node.BATCHED] * nnz
-        address = t.pool.ctypes.data + first * itemsize
+def _multiply_scaled(t, left, right, out, b, thread):  # type: ignore[no-untyped-def]
+    """The product of two nodes of any range, not normalised; how its range is."""
+    x, x_e = _operand(t, left, b, thread)
+    y, y_e = _operand(t, right, b, thread)
+    x, x_e = _prescale(t, left, x, x_e, y_e)
+    e = _exponents(t, out, b, thread)
+    for j in range(len(e)):
+        e[j] = x_e[j]
+    c, bits = _values(t, out, b, thread), _bits(t, out, b, thread)
+    return _multiply(t, right, y, left, x, out, c, bits, _ZERO, out[Node.ROWS], thread)
+
+
+@njit
+def _operands(t, left, right, b, thread, block, blocks):  # type: ignore[no-untyped-def]
+    """How the range of both operands is, in one block of their entries."""
+    worst = _IN_BAND
+    for node in (left, right):
+        if node[Node.STORE] == Store.CALLER:
+            nnz = node[Node.NNZ]
+            highest, lowest = _extremes(
+                _bits(t, node, b, thread),
+                nnz * block // blocks,
+                nnz * (block + 1) // blocks,
+                _ZERO,
+                t.book[Book.INFINITY],
+            )
+            found = _range(t, highest, lowest)
+            if found == NOT_FINITE:
+                return NOT_FINITE
+            worst = max(worst, found)
+        elif _exponents(t, node, b, thread)[node[Node.COLS]]:
+            worst = _OUT_OF_BAND
+    return worst
+
+
+@njit
+def _multiply_rows(t, left, right, out, b, thread, block, blocks):  # type: ignore[no-untyped-def]
+    """A block of the rows of a product whose operands are in the band; how its range is."""
+    x, y = _values(t, left, b, thread), _values(t, right, b, thread)
+    c, bits = _values(t, out, b, thread), _bits(t, out, b, thread)
+    first = _balanced_row(t, right, block, blocks)
+    last = _balanced_row(t, right, block + 1, blocks)
+    return _multiply(t, right, y, left, x, out, c, bits, first, last, thread)
+
+
+@njit
+def _settle(t, left, right, out, b, thread, operands, result):  # type: ignore[no-untyped-def]
+    """What follows the rows of a product: exponents where needed, local gradients; the status."""
+    if operands == _OUT_OF_BAND:
+        result = _multiply_scaled(t, left, right, out, b, thread)
+        in_band = False
     else:
-        slot = 2 * thread + node[Node.VALUES]
-        first = t.sizes[Size.SCRATCH_VALUES] + slot * t.sizes[Size.SCRATCH_NNZ]
-        address = t.pool.ctypes.data + first * itemsize
-    return array_at(address, nnz, t.out), array_at(address, nnz, t.bits_like)
-
-
-@njit
-def _scale(t, node, b, thread):  # type: ignore[no-untyped-def]
-    """The exponents of a product for sample `b`, and the index of its flag."""
-    cols = node[Node.COLS]
-    if node[Node.STORE] == Store.POOL:
-        b = b * node[Node.BATCHED]
-        first = node[Node.EXPONENTS] + b * cols
-        flag = node[Node.FLAGS] + b
-    else:
-        slot = 2 * thread + node[Node.VALUES]
-        first = t.sizes[Size.SCRATCH_EXPONENTS] + slot * t.sizes[Size.SCRATCH_COLS]
-        flag = t.sizes[Size.SCRATCH_FLAGS] + slot
-    return t.exponents[first : first + cols], flag
-
-
-@njit
-def _local(t, node, b, thread):  # type: ignore[no-untyped-def]
-    """What a node's local gradients add up to, for sample `b`; empty if it has none."""
-    rows = node[Node.ROWS]
-    if t.sizes[Size.LOCAL] == 0:
-        return t.local_pool[:0]
-    if node[Node.STORE] == Store.CALLER:
-        address = t.local_grads[node[Node.VALUES] + 1]
-        if address == 0:
-            return t.local_pool[:0]
-        return array_at(address + b * rows * t.out.itemsize, rows, t.out)
-    if node[Node.STORE] == Store.POOL:
-        first = node[Node.LOCAL] + b * rows
-    else:
-        slot = (2 * thread + node[Node.VALUES]) * t.sizes[Size.BATCH]
-        first = t.sizes[Size.SCRATCH_LOCAL] + slot * t.sizes[Size.SCRATCH_ROWS] + b * rows
-    return t.local_pool[first : first + rows]
-
-
-@njit
-def _finite(x):  # type: ignore[no-untyped-def]
-    for value in x:
-        if not math.isfinite(value):
-            return False
-    return True
-
-
-@njit
-def _apply(t, node, b, thread, first, last, x, y):  # type: ignore[no-untyped-def]
-    """Rows `first` to `last` of ``y = A x + local`` for the node `A`; the status."""
-    m, _ = _values(t, node, b, thread)
-    product = node[Node.STORE] != Store.CALLER
-    scaled = False
-    if product:
-        if not _finite(x):
-            return NOT_FINITE
-        e, flag = _scale(t, node, b, thread)
-        scaled = t.flags[flag] != 0
-        if scaled:
-            _scaled_matvec(node, first, last, m, e, x, y, t.index_like)
-    if not scaled:
-        _matvec(node, first, last, m, x, y, t.index_like)
-    local = _local(t, node, b, thread)
-    if len(local):
-        for i in range(first, last):
-            y[i] += local[i]
-    if product and not _finite(y[first:last]):
+        e = _exponents(t, out, b, thread)
+        for j in range(len(e)):
+            e[j] = 0
+        in_band = result == _IN_BAND
+    if operands == NOT_FINITE or result == NOT_FINITE:
         return NOT_FINITE
+    if not in_band:
+        _normalise(t, out, _values(t, out, b, thread), _exponents(t, out, b, thread))
+    if t.book[Book.LOCAL]:
+        return _product_local(t, left, right, out, b, thread)
     return FINISHED
-
-
-@njit
-def _gradient(t, k, b):  # type: ignore[no-untyped-def]
-    """The `k`-th gradient of sample `b`."""
-    size = t.offsets[k + 1] - t.offsets[k]
-    first = t.offsets[k] * t.sizes[Size.BATCH] + b * size
-    return t.out[first : first + size]
-
-
-@njit
-def _vector_rows(t, op, block, blocks, first_sample, last_sample, thread):  # type: ignore[no-untyped-def]
-    """A block of the rows of one gradient, for a range of samples."""
-    node = t.nodes[t.ops[op, Op.RIGHT]]
-    first, last = _block_of_rows(node, block, blocks, t.index_like)
-    for b in range(first_sample, last_sample):
-        x = _gradient(t, t.ops[op, Op.LEFT], b)
-        y = _gradient(t, t.ops[op, Op.OUT], b)
-        status = _apply(t, node, b, thread, first, last, x, y)
-        if status != FINISHED:
-            return status
-    return FINISHED
-
-
-@njit
-def _block_of_rows(node, block, blocks, index_like):  # type: ignore[no-untyped-def]
-    """Rows of one of `blocks` blocks with about the same number of entries each."""
-    return (
-        _balanced_row(node, block, blocks, index_like),
-        _balanced_row(node, block + 1, blocks, index_like),
-    )
-
-
-@njit
-def _balanced_row(node, block, blocks, index_like):  # type: ignore[no-untyped-def]
-    rows = node[Node.ROWS]
-    if block == 0 or block == blocks or node[Node.KIND] != Kind.CSR:
-        return rows * block // blocks
-    indptr = array_at(node[Node.INDPTR], rows + 1, index_like)
-    return np.int64(np.searchsorted(indptr, node[Node.NNZ] * block // blocks))
 
 
 @njit
@@ -554,114 +649,32 @@ def _product_local(t, left, right, out, sample, thread):  # type: ignore[no-unty
     """
     shared = out[Node.BATCHED] == 0
     first = _ZERO if shared else sample
-    last = t.sizes[Size.BATCH] if shared else sample + 1
+    last = t.book[Book.BATCH] if shared else sample + 1
+    rows = out[Node.ROWS]
     for b in range(first, last):
-        x = _local(t, left, b, thread)
-        y = _local(t, out, b, thread)
+        x, y = _local(t, left, b, thread), _local(t, out, b, thread)
+        if len(x) and right[Node.STORE] != Store.CALLER:
+            if _apply_product(t, right, b, thread, _ZERO, rows, x, y) != FINISHED:
+                return NOT_FINITE
+            continue
         if len(x):
-            status = _apply(t, right, b, thread, _ZERO, right[Node.ROWS], x, y)
-            if status != FINISHED:
-                return status
+            _matvec(t, right, _ZERO, rows, _values(t, right, b, thread), x, y)
         else:
-            local = _local(t, right, b, thread)
-            for i in range(len(y)):
-                y[i] = local[i] if len(local) else 0
-    return FINISHED
-
-
-@njit
-def _operand(t, node, b, thread):  # type: ignore[no-untyped-def]
-    """Values in the band, exponents, and whether there are any: a copy where one is needed."""
-    values, bits = _values(t, node, b, thread)
-    if node[Node.STORE] != Store.CALLER:
-        e, flag = _scale(t, node, b, thread)
-        return values, e, t.flags[flag] != 0
-    e = np.zeros(node[Node.COLS], np.int32)
-    if _check(bits, _ZERO, len(bits), t.band) == _IN_BAND:
-        return values, e, False
-    values = values.copy()
-    return values, e, _normalise(node, values, e, t.band, t.index_like)
-
-
-@njit
-def _multiply_scaled(t, left, right, out, b, thread):  # type: ignore[no-untyped-def]
-    """The product of two nodes of any range; the status."""
-    x, x_e, x_scaled = _operand(t, left, b, thread)
-    y, y_e, y_scaled = _operand(t, right, b, thread)
-    if y_scaled:
-        x, x_e = _prescale(left, x, x_e, y_e, t.index_like)
-    c, bits = _values(t, out, b, thread)
-    e, flag = _scale(t, out, b, thread)
-    for j in range(len(e)):
-        e[j] = x_e[j]
-    found = multiply(
-        right, y, left, x, out, c, _ZERO, out[Node.ROWS], t.accumulators[thread], bits, t.band,
-        t.index_like,
-    )  # fmt: skip
-    if found == NOT_FINITE:
-        return NOT_FINITE
-    t.flags[flag] = _normalise(out, c, e, t.band, t.index_like)
-    return FINISHED
-
-
-@njit
-def _operands_in_band(t, left, right, b, thread, block, blocks):  # type: ignore[no-untyped-def]
-    """How the range of both operands is, in one block of their entries."""
-    worst = _IN_BAND
-    for node in (left, right):
-        if node[Node.STORE] == Store.CALLER:
-            _, bits = _values(t, node, b, thread)
-            first, last = len(bits) * block // blocks, len(bits) * (block + 1) // blocks
-            found = _check(bits, first, last, t.band)
-        else:
-            _, flag = _scale(t, node, b, thread)
-            found = _OUT_OF_BAND if t.flags[flag] else _IN_BAND
-        if found == NOT_FINITE:
+            for i in range(rows):
+                y[i] = 0
+        local = _local(t, right, b, thread)
+        if len(local):
+            _add(_ZERO, rows, y, local)
+        if not _finite(y, _ZERO, rows):
             return NOT_FINITE
-        worst = max(worst, found)
-    return worst
-
-
-@njit
-def _multiply_rows(t, left, right, out, b, thread, block, blocks):  # type: ignore[no-untyped-def]
-    """A block of the rows of a product whose operands are in the band; how its range is."""
-    x, _ = _values(t, left, b, thread)
-    y, _ = _values(t, right, b, thread)
-    c, bits = _values(t, out, b, thread)
-    first, last = _block_of_rows(right, block, blocks, t.index_like)
-    return multiply(
-        right, y, left, x, out, c, first, last, t.accumulators[thread], bits, t.band, t.index_like
-    )
-
-
-@njit
-def _settle(t, left, right, out, b, thread, operands, result):  # type: ignore[no-untyped-def]
-    """What follows the rows of a product: exponents where needed, local gradients; the status."""
-    if operands == NOT_FINITE or result == NOT_FINITE:
-        return NOT_FINITE
-    if operands == _OUT_OF_BAND:
-        if _multiply_scaled(t, left, right, out, b, thread) == NOT_FINITE:
-            return NOT_FINITE
-    else:
-        e, flag = _scale(t, out, b, thread)
-        t.flags[flag] = 0
-        if result == _OUT_OF_BAND:
-            for j in range(len(e)):
-                e[j] = 0
-            values, _ = _values(t, out, b, thread)
-            t.flags[flag] = _normalise(out, values, e, t.band, t.index_like)
-    if t.sizes[Size.LOCAL]:
-        return _product_local(t, left, right, out, b, thread)
     return FINISHED
 
 
 @njit
 def _product(t, op, b, thread):  # type: ignore[no-untyped-def]
     """One product for sample `b`; the status."""
-    left = t.nodes[t.ops[op, Op.LEFT]]
-    right = t.nodes[t.ops[op, Op.RIGHT]]
-    out = t.nodes[t.ops[op, Op.OUT]]
-    operands = _operands_in_band(t, left, right, b, thread, _ZERO, _ONE)
+    left, right, out = _node(t, op[Op.LEFT]), _node(t, op[Op.RIGHT]), _node(t, op[Op.OUT])
+    operands = _operands(t, left, right, b, thread, _ZERO, _ONE)
     result = _IN_BAND
     if operands == _IN_BAND:
         result = _multiply_rows(t, left, right, out, b, thread, _ZERO, _ONE)
@@ -669,60 +682,95 @@ def _product(t, op, b, thread):  # type: ignore[no-untyped-def]
 
 
 # ---------------------------------------------------------------------------------------------
-# Stages
+# Units
 # ---------------------------------------------------------------------------------------------
 
 
 @njit
-def _run_of_operations(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
-    """One run, for one block of the samples; the status."""
-    first_op, last_op = t.runs[run, 0], t.runs[run, 1]
-    batch = t.sizes[Size.BATCH]
-    if t.ops[first_op, Op.VECTOR]:
-        for op in range(first_op, last_op):
-            first, last = batch * block // blocks, batch * (block + 1) // blocks
-            status = _vector_rows(t, op, _ZERO, _ONE, first, last, thread)
-            if status != FINISHED:
-                return status
+def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread):  # type: ignore[no-untyped-def]
+    """A block of the rows of one gradient, for a range of samples; the status."""
+    node = _node(t, op[Op.RIGHT])
+    first = _balanced_row(t, node, block, blocks)
+    last = _balanced_row(t, node, block + 1, blocks)
+    left, out = op[Op.LEFT], op[Op.OUT]
+    if node[Node.STORE] == Store.CALLER:
+        _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out)
         return FINISHED
+    for b in range(first_sample, last_sample):
+        x, y = _gradient(t, left, b), _gradient(t, out, b)
+        if _apply_product(t, node, b, thread, first, last, x, y) != FINISHED:
+            return NOT_FINITE
+    return FINISHED
+
+
+@njit
+def _run_range(t, run, block, blocks):  # type: ignore[no-untyped-def]
+    """Operations of a run, and the samples of a block of it."""
+    bounds = array_at(t.book[Book.RUNS] + run * 2 * _WORD, 2, t.book)
+    last_op = _op(t, bounds[1] - 1)
+    width = t.book[Book.BATCH]
+    if not last_op[Op.VECTOR] and not _node(t, last_op[Op.OUT])[Node.BATCHED]:
+        width = _ONE
+    return bounds[0], bounds[1], width * block // blocks, width * (block + 1) // blocks
+
+
+@njit
+def _vector_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
+    """One run of vector operations, for one block of the samples; the status."""
+    first_op, last_op, first, last = _run_range(t, run, block, blocks)
+    for i in range(first_op, last_op):
+        status = _vector_operation(t, _op(t, i), _ZERO, _ONE, first, last, thread)
+        if status != FINISHED:
+            return status
+    return FINISHED
+
+
+@njit
+def _product_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
+    """One run of products, for one block of the samples; the status."""
+    first_op, last_op, first, last = _run_range(t, run, block, blocks)
     # Sample by sample, so that the scratch of this thread holds one.
-    width = batch if t.nodes[t.ops[last_op - 1, Op.OUT], Node.BATCHED] else 1
-    for b in range(width * block // blocks, width * (block + 1) // blocks):
-        for op in range(first_op, last_op):
-            status = _product(t, op, b, thread)
+    for b in range(first, last):
+        for i in range(first_op, last_op):
+            status = _product(t, _op(t, i), b, thread)
             if status != FINISHED:
                 return status
     return FINISHED
 
 
 @njit
-def _unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
-    """One unit of a stage; the status."""
-    work = t.stages[stage, Stage.KIND]
-    op = t.stages[stage, Stage.FIRST]
-    blocks = t.stages[stage, Stage.BLOCKS]
-    block = unit % blocks
-    batch = t.sizes[Size.BATCH]
-    if work == Work.RUNS:
-        return _run_of_operations(t, op + unit // blocks, block, blocks, thread)
-    if work == Work.VECTOR:
-        return _vector_rows(t, op, block, blocks, _ZERO, batch, thread)
-    left = t.nodes[t.ops[op, Op.LEFT]]
-    right = t.nodes[t.ops[op, Op.RIGHT]]
-    out = t.nodes[t.ops[op, Op.OUT]]
-    b = t.stages[stage, Stage.SAMPLE]
-    if work == Work.CHECK:
-        _report(t, State.OPERANDS, _operands_in_band(t, left, right, b, thread, block, blocks))
+def _vector_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
+    """One unit of a stage of vector operations; the status."""
+    blocks = stage[Stage.BLOCKS]
+    run, block = unit // blocks, unit % blocks
+    if stage[Stage.KIND] == Work.RUNS:
+        return _vector_run(t, stage[Stage.FIRST] + run, block, blocks, thread)
+    op = _op(t, stage[Stage.FIRST])
+    return _vector_operation(t, op, block, blocks, _ZERO, t.book[Book.BATCH], thread)
+
+
+@njit
+def _product_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
+    """One unit of a stage of products; the status."""
+    blocks = stage[Stage.BLOCKS]
+    run, block = unit // blocks, unit % blocks
+    if stage[Stage.KIND] == Work.RUNS:
+        return _product_run(t, stage[Stage.FIRST] + run, block, blocks, thread)
+    op = _op(t, stage[Stage.FIRST])
+    left, right, out = _node(t, op[Op.LEFT]), _node(t, op[Op.RIGHT]), _node(t, op[Op.OUT])
+    b = stage[Stage.SAMPLE]
+    if stage[Stage.KIND] == Work.CHECK:
+        _report(t, Book.OPERANDS, _operands(t, left, right, b, thread, block, blocks))
         return FINISHED
-    operands = _reported(t, State.OPERANDS)
-    if work == Work.MULTIPLY:
+    operands = _reported(t, Book.OPERANDS)
+    if stage[Stage.KIND] == Work.MULTIPLY:
         if operands == _IN_BAND:
             found = _multiply_rows(t, left, right, out, b, thread, block, blocks)
-            _report(t, State.RESULT, found)
+            _report(t, Book.RESULT, found)
         return FINISHED
-    result = _reported(t, State.RESULT)
-    t.state[State.OPERANDS] = 0
-    t.state[State.RESULT] = 0
+    result = _reported(t, Book.RESULT)
+    t.book[Book.OPERANDS] = 0
+    t.book[Book.RESULT] = 0
     return _settle(t, left, right, out, b, thread, operands, result)
 
 
@@ -730,35 +778,85 @@ def _unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
 def _report(t, slot, found):  # type: ignore[no-untyped-def]
     """Tell the threads of a later stage what this one found."""
     if found != _IN_BAND:
-        fetch_add(t.state, slot, 1 if found == NOT_FINITE else 1 << 32)
+        fetch_add(t.book, slot, 1 if found == NOT_FINITE else 1 << 32)
 
 
 @njit
 def _reported(t, slot):  # type: ignore[no-untyped-def]
     """The worst that was reported."""
-    reports = load(t.state, slot)
+    reports = load(t.book, slot)
     if reports & 0xFFFFFFFF:
         return NOT_FINITE
     return _OUT_OF_BAND if reports else _IN_BAND
 
 
-@njit(nogil=True, cache=True)
-def run(t, thread):  # type: ignore[no-untyped-def]
-    """Work on the plan in `t` as thread number `thread` until no unit is left."""
-    units = t.first_unit[-1]
-    stage = 0
+@njit
+def _makes_vectors(t, stage, unit):  # type: ignore[no-untyped-def]
+    if stage[Stage.KIND] == Work.RUNS:
+        run = stage[Stage.FIRST] + unit // stage[Stage.BLOCKS]
+        return _op(t, array_at(t.book[Book.RUNS] + run * 2 * _WORD, 2, t.book)[0])[Op.VECTOR] != 0
+    return stage[Stage.KIND] == Work.VECTOR
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole run
+# ---------------------------------------------------------------------------------------------
+
+
+@njit
+def _claim(t, at):  # type: ignore[no-untyped-def]
+    """The next unit and its stage, which may start now; -1 if none is left, or the run failed.
+
+    `at` is a stage at or before it.
+    """
+    first_unit = array_at(t.book[Book.FIRST_UNIT], t.book[Book.STAGE_COUNT] + 1, t.book)
     while True:
-        unit = fetch_add(t.state, State.NEXT, 1)
-        if unit >= units:
-            return
-        while unit >= t.first_unit[stage + 1]:
-            stage += 1
+        unit = fetch_add(t.book, Book.NEXT, 1)
+        if unit >= t.book[Book.UNITS]:
+            return _ZERO - 1, at
+        while unit >= first_unit[at + 1]:
+            at += 1
         spins = 0
-        while load(t.state, State.DONE) < t.first_unit[stage]:
+        while load(t.book, Book.DONE) < first_unit[at]:
             relax(spins)
             spins += 1
-        if load(t.state, State.STATUS) == FINISHED:
-            status = _unit(t, stage, unit - t.first_unit[stage], thread)
-            if status != FINISHED:
-                fetch_add(t.state, State.STATUS, status)
-        fetch_add(t.state, State.DONE, 1)
+        if load(t.book, Book.STATUS) == FINISHED:
+            return unit - first_unit[at], at
+        fetch_add(t.book, Book.DONE, 1)
+
+
+@njit
+def _complete(t, status):  # type: ignore[no-untyped-def]
+    if status != FINISHED:
+        fetch_add(t.book, Book.STATUS, status)
+    fetch_add(t.book, Book.DONE, 1)
+
+
+@njit(nogil=True, cache=True)
+def run_vectors(t, thread):  # type: ignore[no-untyped-def]
+    """Work on a plan without products as thread number `thread` until no unit is left.
+
+    The same as :func:`run`, which takes longer to compile.
+    """
+    at = _ZERO
+    while True:
+        unit, at = _claim(t, at)
+        if unit < 0:
+            return
+        stage = array_at(t.book[Book.STAGES] + at * Stage.WIDTH * _WORD, Stage.WIDTH, t.book)
+        _complete(t, _vector_unit(t, stage, unit, thread))
+
+
+@njit(nogil=True, cache=True)
+def run(t, thread):  # type: ignore[no-untyped-def]
+    """Work on a plan as thread number `thread` until no unit is left."""
+    at = _ZERO
+    while True:
+        unit, at = _claim(t, at)
+        if unit < 0:
+            return
+        stage = array_at(t.book[Book.STAGES] + at * Stage.WIDTH * _WORD, Stage.WIDTH, t.book)
+        if _makes_vectors(t, stage, unit):
+            _complete(t, _vector_unit(t, stage, unit, thread))
+        else:
+            _complete(t, _product_unit(t, stage, unit, thread))
