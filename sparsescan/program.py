@@ -323,31 +323,23 @@ class _Stages:
         for _, runs in program.levels:
             self._level(runs, cost, threads)
         last = len(ops) - 1
-        self._level(np.array([[last, last + 1]], np.int64), cost, threads, whole=True)
+        self._level(np.array([[last, last + 1]], np.int64), cost, threads)
         self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
-        self.runs = np.concatenate(self._runs)
+        self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
 
-    def _level(
-        self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int, whole: bool = False
-    ) -> None:
+    def _level(self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int) -> None:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
-        widths = self._width[runs[:, 1] - 1]
-        level_cost = cost[first:last]
-        large = level_cost >= 2 * _ROW_GRAIN
-        if (
-            threads == 1
-            or whole
-            or widths.sum() >= threads
-            or 2 * level_cost[large].sum() < level_cost.sum()
-        ):
+        large = cost >= 2 * _ROW_GRAIN
+        mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
+        if threads == 1 or not mostly_large or self._balanced(runs, cost, threads):
             self._add_runs(runs, threads)
             return
         for start, stop in runs.tolist():
             op = start
             while op < stop:
                 small = op
-                while small < stop and not large[small - first]:
+                while small < stop and not large[small]:
                     small += 1
                 if small > op:
                     self._add_runs(np.array([[op, small]], np.int64), threads)
@@ -356,9 +348,25 @@ class _Stages:
                     self._add_rows(op, min(threads, int(cost[op]) // _ROW_GRAIN))
                     op += 1
 
+    def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int) -> bool:
+        """Whether whole runs, cut only between samples, keep all threads about equally busy."""
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        blocks = self._blocks(runs, threads)
+        if len(runs) * blocks > 16 * threads:
+            return True
+        run_cost = np.add.reduceat(cost[first:last], runs[:, 0] - first)
+        pieces = np.minimum(self._width[runs[:, 1] - 1], blocks)
+        busy = np.zeros(threads)
+        for unit in sorted(np.repeat(run_cost / pieces, pieces), reverse=True):
+            busy[busy.argmin()] += unit
+        return bool(busy.max() <= 1.25 * busy.mean())
+
+    def _blocks(self, runs: NDArray[np.int64], threads: int) -> int:
+        """Blocks of samples into which every run of a level is cut."""
+        return min(int(self._width[runs[:, 1] - 1].max()), -(-threads // len(runs)))
+
     def _add_runs(self, runs: NDArray[np.int64], threads: int) -> None:
-        width = int(self._width[runs[:, 1] - 1].max())
-        blocks = min(width, -(-threads // len(runs)))
+        blocks = self._blocks(runs, threads)
         self._rows.append((Work.RUNS, self._run_count, blocks, 0))
         self._units.append(len(runs) * blocks)
         self._runs.append(runs)

@@ -313,6 +313,28 @@ def _csr_matvec(first, last, indptr, indices, m, x, y):  # type: ignore[no-untyp
 
 
 @njit
+def _csr_matvec_4(first, last, indptr, indices, m, x, cols, y, rows):  # type: ignore[no-untyped-def]
+    """The same for four samples that lie end to end in `x` and `y`, each summed in that order."""
+    j1, j2, j3 = np.uint64(cols), np.uint64(2 * cols), np.uint64(3 * cols)
+    i1, i2, i3 = np.uint64(rows), np.uint64(2 * rows), np.uint64(3 * rows)
+    p = np.uint64(indptr[first])
+    for i in range(np.uint64(first), np.uint64(last)):
+        stop = np.uint64(indptr[i + np.uint64(1)])
+        total_0 = total_1 = total_2 = total_3 = m.dtype.type(0)
+        while p < stop:
+            j, value = np.uint64(indices[p]), m[p]
+            total_0 += value * x[j]
+            total_1 += value * x[j + j1]
+            total_2 += value * x[j + j2]
+            total_3 += value * x[j + j3]
+            p += np.uint64(1)
+        y[i] = total_0
+        y[i + i1] = total_1
+        y[i + i2] = total_2
+        y[i + i3] = total_3
+
+
+@njit
 def _matvec(t, node, first, last, m, x, y):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of ``y = M x``."""
     if node[Node.KIND] == Kind.DENSE:
@@ -393,7 +415,18 @@ def _apply_product(t, node, b, thread, first, last, x, y):  # type: ignore[no-un
 def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out):  # type: ignore[no-untyped-def]
     """Rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
     leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
-    for b in range(first_sample, last_sample):
+    remaining = first_sample
+    if leaf[1] == 0 and node[Node.KIND] == Kind.CSR:
+        # The samples share the Jacobian: read it once for four of them.
+        rows, cols = node[Node.ROWS], node[Node.COLS]
+        indptr, indices = _indptr(t, node), _indices(t, node)
+        m = array_at(leaf[0], node[Node.NNZ], t.values)
+        while remaining + 4 <= last_sample:
+            x = array_at(_gradient(t, left, remaining).ctypes.data, 4 * cols, t.values)
+            y = array_at(_gradient(t, out, remaining).ctypes.data, 4 * rows, t.values)
+            _csr_matvec_4(first, last, indptr, indices, m, x, cols, y, rows)
+            remaining += 4
+    for b in range(remaining, last_sample):
         x, y = _gradient(t, left, b), _gradient(t, out, b)
         m = array_at(leaf[0] + b * leaf[1], node[Node.NNZ], t.values)
         _matvec(t, node, first, last, m, x, y)
