@@ -57,9 +57,9 @@ def exclusive_scan(
     Returns
     -------
     list of ndarray, or ndarray
-        The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)``, of the
-        dtype to which all input promotes. One array, with a leading axis of length ``n``, if the
-        Jacobians came as one. The arrays of a list are views of one buffer.
+        The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)`` and of
+        the dtype to which all input promotes. One array, with a leading axis of length ``n``, if
+        the Jacobians came as one. The arrays of a list are views of one buffer.
 
     Raises
     ------
@@ -256,4 +256,6 @@ def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 def _check_device(device: str | None) -> None:
     if device not in (None, "cpu"):
-        raise DeviceError(f"device is {device!r}; expected None or 'cpu': this version has no other")
+        raise DeviceError(
+            f"device is {device!r}; expected None or 'cpu': this version has no other"
+        )

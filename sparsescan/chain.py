@@ -22,7 +22,6 @@ __all__ = [
     "length",
     "pattern_of",
     "read_grad",
-    "read_local_grads",
 ]
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -82,7 +81,8 @@ class Chain:
         """
         if length(jacobians) != self.n:
             raise InputError(
-                f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made for"
+                f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made "
+                "for"
             )
         self.batch = None
         self.stacked = isinstance(jacobians, (CSRChain, np.ndarray))
@@ -239,71 +239,85 @@ def read_grad(grad: Any, size: int | None, batch: int | None) -> NDArray[np.floa
                 f"batch of {batch} and {wanted} columns"
             )
     elif array.ndim not in (1, 2) or size not in (None, array.shape[-1]):
-        raise InputError(
-            f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted})"
-        )
+        raise InputError(f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted})")
     return array
 
 
 class LocalGrads:
     """Gradients that are added to those a scan returns, checked.
 
-    Attributes
+    Parameters
     ----------
-    arrays : list of ndarray or None
-        One for each returned gradient, of its shape.
-    given : bool
-        Whether there are any.
+    local_grads : None or sequence or ndarray
+        None, or for each returned gradient None or an array of its shape.
+    count : int
+        Number of returned gradients.
+    sizes : sequence of int
+        Length of each, and maybe of more.
+    batch_shape : tuple of int
+        ``()`` or ``(batch,)``.
     """
 
-    def __init__(self, arrays: list[NDArray[Any] | None]) -> None:
-        self.arrays = arrays
-        self.dtypes = {array.dtype for array in arrays if array is not None}
+    def __init__(
+        self, local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
+    ) -> None:
+        self._arrays: list[NDArray[Any] | None] = []
+        if local_grads is not None:
+            self._arrays = _check_local_grads(local_grads, count, sizes, batch_shape)
+        self.dtypes = {array.dtype for array in self._arrays if array is not None}
         self.given = bool(self.dtypes)
+
+    def add_first(self, grad: NDArray[Any], out: NDArray[Any]) -> None:
+        """Write the first gradient, with what is added to it, to `out`."""
+        out[...] = grad
+        if self.given and self._arrays[0] is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                out += self._arrays[0]
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make all of `dtype` and contiguous."""
-        if self.given:
-            self.arrays = [
-                None if array is None else np.ascontiguousarray(array, dtype)
-                for array in self.arrays
-            ]
+        self._arrays = [
+            None if array is None else np.ascontiguousarray(array, dtype) for array in self._arrays
+        ]
 
     def fill(self, addresses: NDArray[np.int64]) -> None:
         """Write the address of each array, or 0."""
         if self.given:
-            for k, array in enumerate(self.arrays):
-                addresses[k] = 0 if array is None else array.ctypes.data
+            addresses[:] = 0
+            for k, array in enumerate(self._arrays):
+                if array is not None:
+                    addresses[k] = array.ctypes.data
 
 
-def read_local_grads(
-    local_grads: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]
-) -> LocalGrads:
-    """Check ``local_grads``: None, or for each returned gradient None or an array of its shape."""
-    if local_grads is None:
-        return LocalGrads([None] * len(sizes))
+def _check_local_grads(
+    local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
+) -> list[NDArray[Any] | None]:
     check_host("local_grads", local_grads)
-    if not isinstance(local_grads, (Sequence, np.ndarray)) or isinstance(local_grads, (str, bytes)):
+    if (
+        not isinstance(local_grads, (Sequence, np.ndarray))
+        or isinstance(local_grads, (str, bytes))
+        or getattr(local_grads, "shape", None) == ()
+    ):
         raise InputTypeError(
             f"local_grads is a {type(local_grads).__name__}; expected a sequence of arrays or None"
         )
-    if len(local_grads) != len(sizes):
+    if len(local_grads) != count:
         raise InputError(
-            f"local_grads has {len(local_grads)} entries; expected {len(sizes)}, one for each "
-            "returned gradient"
+            f"local_grads has {len(local_grads)} entries; expected {count}, one for each returned "
+            "gradient"
         )
     arrays: list[NDArray[Any] | None] = []
-    for k, (local, size) in enumerate(zip(local_grads, sizes, strict=True)):
+    for k, local in enumerate(local_grads):
         if local is not None:
             check_host(f"local_grads[{k}]", local)
             local = check_float(f"local_grads[{k}]", local)
-            if local.shape != (*batch_shape, size):
+            if local.shape != (*batch_shape, sizes[k]):
                 raise InputError(
-                    f"local_grads[{k}] has shape {local.shape}; expected {(*batch_shape, size)}, "
-                    "the shape of the gradient it is added to"
+                    f"local_grads[{k}] has shape {local.shape}; expected "
+                    f"{(*batch_shape, sizes[k])}, the shape of the gradient it is added to"
                 )
         arrays.append(local)
-    return LocalGrads(arrays)
+    return arrays
 
 
 def check_host(name: str, value: Any) -> None:
@@ -350,9 +364,9 @@ def _split_dense(
     shape = array.shape
     leading = "(n, " if steps else "("
     if expected is not None:
-        if expected.nnz == expected.shape[0] * expected.shape[1]:
-            if array.ndim in (steps + 2, steps + 3) and shape[-2:] == expected.shape:
-                return expected, array.reshape(*shape[:-2], expected.nnz)
+        is_full = expected.nnz == expected.shape[0] * expected.shape[1]
+        if is_full and array.ndim in (steps + 2, steps + 3) and shape[-2:] == expected.shape:
+            return expected, array.reshape(*shape[:-2], expected.nnz)
         if array.ndim in (steps + 1, steps + 2) and shape[-1] == expected.nnz:
             return expected, array
         raise _mismatch(
@@ -362,7 +376,8 @@ def _split_dense(
         )
     if array.ndim not in (steps + 2, steps + 3):
         raise InputError(
-            f"{name} has shape {shape}; expected {leading}rows, cols) or {leading}batch, rows, cols)"
+            f"{name} has shape {shape}; expected {leading}rows, cols) or {leading}batch, rows, "
+            "cols)"
         )
     pattern = Pattern.dense(shape[-2:])
     return pattern, array.reshape(*shape[:-2], pattern.nnz)
@@ -407,8 +422,8 @@ def _address_if_equal(data, indices, indptr, want_indices, want_indptr):  # type
         return 0
     # No early exit: equal is the rule, and the plain loop runs in vectors.
     differ = False
-    for i in range(len(indptr)):
+    for i in range(np.uint64(len(indptr))):
         differ |= indptr[i] != want_indptr[i]
-    for p in range(nnz):
+    for p in range(np.uint64(nnz)):
         differ |= indices[p] != want_indices[p]
     return 0 if differ else address

@@ -64,7 +64,7 @@ class _SharedPattern:
 
     @property
     def data(self) -> NDArray[np.floating[Any]]:
-        """The values, in the order of the pattern; the array that was passed, where it was canonical."""
+        """The values, in the order of the pattern: the array that was passed, if canonical."""
         return self._data
 
     @property
@@ -137,7 +137,7 @@ class BatchedCSR(_SharedPattern):
     @property
     def batch(self) -> int:
         """Number of samples."""
-        return self._data.shape[0]
+        return len(self._data)
 
     def __getitem__(self, sample: int) -> sp.csr_array:
         """One sample as a SciPy array that shares the values."""
@@ -192,7 +192,7 @@ class CSRChain(_SharedPattern):
         return self._data.shape[1] if self._data.ndim == 3 else None
 
     def __len__(self) -> int:
-        return self._data.shape[0]
+        return len(self._data)
 
     def __repr__(self) -> str:
         batch = "" if self.batch is None else f", batch={self.batch}"

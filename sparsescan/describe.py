@@ -2,13 +2,109 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .pattern import Pattern
 
 if TYPE_CHECKING:
     from .plan import ScanPlan
+    from .program import Cost, Program
 
 __all__ = ["describe"]
 
+# Lines of patterns, or of levels of one name, that are spelled out.
+_MOST = 8
 
-def describe(plan: ScanPlan) -> str:
-    return repr(plan)
+
+def describe(plan: ScanPlan, program: Program | None) -> str:
+    """The text of ``print(plan)``: what runs, what it costs, and why."""
+    dtype = np.dtype(plan.dtype or np.float64)
+    lines = [f"{plan!r}", f"  why: {plan.reason}"]
+    lines += ["  Jacobians, from the last layer to the first:", *_patterns(plan.patterns)]
+    if program is None:
+        return "\n".join(lines)
+    costs = program.costs(dtype.itemsize)
+    lines.append(f"  levels, for one sample of {dtype}:")
+    lines += _table(costs)
+    batch = f"a batch of {plan.batch}" if plan.batch else "one sample"
+    lines.append(f"  workspace: {_bytes(plan.workspace_bytes)} of products, for {batch} of {dtype}")
+    return "\n".join(lines)
+
+
+def _patterns(patterns: Sequence[Pattern]) -> list[str]:
+    counts = Counter(patterns)
+    lines = [
+        f"    {count:,} × {pattern.shape[0]:,}×{pattern.shape[1]:,} {pattern.kind}, "
+        f"nnz {pattern.nnz:,} ({_density(pattern)} dense)"
+        for pattern, count in counts.most_common(_MOST)
+    ]
+    if len(counts) > _MOST:
+        lines.append(f"    and {len(counts) - _MOST:,} more patterns")
+    return lines or ["    none"]
+
+
+def _density(pattern: Pattern) -> str:
+    size = pattern.shape[0] * pattern.shape[1]
+    return f"{pattern.nnz / size:.3g}" if size else "0"
+
+
+def _table(costs: Sequence[Cost]) -> list[str]:
+    header = ["level", "matvecs", "products", "steps", "nnz in", "nnz out", "fill-in", "FLOP"]
+    header += ["critical", "bytes"]
+    rows = [header]
+    for cost in costs:
+        fill_in = f"{2 * cost.nnz_out / cost.nnz_in:.2f}" if cost.nnz_in else "-"
+        rows.append(
+            [
+                cost.name,
+                f"{cost.operations - cost.products:,}",
+                f"{cost.products:,}",
+                f"{cost.depth:,}",
+                f"{cost.nnz_in:,}" if cost.products else "-",
+                f"{cost.nnz_out:,}" if cost.products else "-",
+                fill_in,
+                _count(2 * cost.multiply_adds),
+                _count(2 * cost.critical),
+                _bytes(cost.bytes),
+            ]
+        )
+    total = [
+        "all, and the critical path",
+        f"{sum(cost.operations - cost.products for cost in costs):,}",
+        f"{sum(cost.products for cost in costs):,}",
+        f"{sum(cost.depth for cost in costs):,}",
+        *("", "", ""),
+        _count(2 * sum(cost.multiply_adds for cost in costs)),
+        _count(2 * sum(cost.critical for cost in costs)),
+        _bytes(sum(cost.bytes for cost in costs)),
+    ]
+    rows.append(total)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return [
+        "    "
+        + "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _count(number: int) -> str:
+    return _scaled(number, 1000, ["", "k", "M", "G", "T", "P"])
+
+
+def _bytes(number: int) -> str:
+    return _scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base and power < len(units) - 1:
+        number /= base
+        power += 1
+    return f"{number:.3g}{units[power]}" if power else f"{number}{units[0]}"

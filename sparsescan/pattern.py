@@ -20,13 +20,8 @@ Kind = Literal["diagonal", "dense", "general"]
 # Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
 INT32_MAX = int(np.iinfo(np.int32).max)
 
-_CHECKS = {
-    1: "indptr starts at {value}; expected 0",
-    2: "indptr falls at row {row}; it may never fall",
-    3: "indptr ends at {value}; expected {nnz}, the number of indices",
-    4: "row {row} has the column index {value}; expected 0 to {last}",
-}
-_UNSORTED = 5
+# What can be wrong with index arrays.
+_START, _FALL, _END, _RANGE = 1, 2, 3, 4
 
 _interned: weakref.WeakValueDictionary[Any, Pattern] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
@@ -78,14 +73,17 @@ class Pattern:
     shape: tuple[int, int]
     nnz: int
     kind: Kind
+    _indptr: NDArray[np.integer[Any]] | None
+    _indices: NDArray[np.integer[Any]] | None
 
     def __new__(
         cls, indptr: ArrayLike, indices: ArrayLike, shape: tuple[int, int], *, name: str = "pattern"
     ) -> Pattern:
+        """The pattern with these arrays; `name` is what an error calls them."""
         shape = check_shape(name, shape)
         indptr, indices = check_index_arrays(name, indptr, indices, shape)
-        if unsorted_row(indptr, indices) >= 0:
-            row = unsorted_row(indptr, indices)
+        row = unsorted_row(indptr, indices)
+        if row >= 0:
             raise InputError(
                 f"{name} has unsorted or duplicate columns in row {row}; expected increasing ones"
             )
@@ -100,39 +98,35 @@ class Pattern:
     def dense(cls, shape: tuple[int, int]) -> Pattern:
         """The pattern with every entry of `shape`."""
         shape = check_shape("shape", shape)
-        if shape == (1, 1):
-            return cls.diagonal(1)
+        if shape in ((0, 0), (1, 1)):
+            return cls.diagonal(shape[0])
         return _intern_kind("dense", shape, shape[0] * shape[1])
 
     @property
     def indptr(self) -> NDArray[np.integer[Any]]:
         """Row pointers, shape ``(rows + 1,)``; int32, or int64 when nnz or a size demands it."""
-        if self._indptr is None:
-            self._materialise()
-        return self._indptr
+        return self._arrays()[0]
 
     @property
     def indices(self) -> NDArray[np.integer[Any]]:
         """Column indices, shape ``(nnz,)``, of the same dtype as ``indptr``."""
-        if self._indices is None:
-            self._materialise()
-        return self._indices
+        return self._arrays()[1]
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
         """The dtype of the index arrays."""
         return index_dtype(self.shape, self.nnz)
 
-    def _materialise(self) -> None:
-        rows, cols = self.shape
-        dtype = self.index_dtype
-        if self.kind == "diagonal":
-            indptr, indices = np.arange(rows + 1, dtype=dtype), np.arange(rows, dtype=dtype)
-        else:
-            indptr = np.arange(rows + 1, dtype=dtype) * dtype.type(cols)
-            indices = np.tile(np.arange(cols, dtype=dtype), rows)
-        self._indices = _frozen(indices)
-        self._indptr = _frozen(indptr)
+    def _arrays(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
+        if self._indptr is None or self._indices is None:
+            rows, cols = self.shape
+            dtype = self.index_dtype
+            columns = np.arange(cols, dtype=dtype)
+            diagonal = self.kind == "diagonal"
+            row_length = dtype.type(1 if diagonal else cols)
+            self._indptr = _frozen(np.arange(rows + 1, dtype=dtype) * row_length)
+            self._indices = _frozen(columns if diagonal else np.tile(columns, rows))
+        return self._indptr, self._indices
 
     def __repr__(self) -> str:
         return f"Pattern({self.shape}, nnz={self.nnz}, {self.kind})"
@@ -228,14 +222,12 @@ def check_index_arrays(
     checked = []
     for label, array in (("indptr", indptr), ("indices", indices)):
         array = np.asarray(array)
-        if array.size == 0 and not isinstance(array.dtype.type, np.integer):
+        if array.size == 0:
             array = array.astype(np.int32)
         if array.dtype.kind not in "iu":
             raise InputTypeError(f"{name} has {label} of dtype {array.dtype}; expected integers")
         if array.ndim != 1:
-            raise InputError(
-                f"{name} has {label} of shape {array.shape}; expected one dimension"
-            )
+            raise InputError(f"{name} has {label} of shape {array.shape}; expected one dimension")
         if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
             raise InputError(f"{name} has {label} beyond the range of int64")
         checked.append(array)
@@ -248,15 +240,18 @@ def check_index_arrays(
     wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
     indptr = np.ascontiguousarray(indptr, dtype=wide)
     indices = np.ascontiguousarray(indices, dtype=wide)
-    code, row = _check(indptr, indices, cols)
-    if code in _CHECKS:
-        value = (
-            indices[row] if code == 4 else indptr[-1] if code == 3 else indptr[0]
+    fault, at = _find_fault(indptr, indices, cols)
+    if fault:
+        row = np.searchsorted(indptr, at, side="right") - 1 if fault == _RANGE else at
+        raise InputError(
+            f"{name} has an "
+            + {
+                _START: f"indptr that starts at {indptr[0]}; expected 0",
+                _FALL: f"indptr that falls after row {row}; expected one that never does",
+                _END: f"indptr that ends at {indptr[-1]}; expected {len(indices)}, as indices has",
+                _RANGE: f"index {indices[at]} in row {row}; expected columns 0 to {cols - 1}",
+            }[fault]
         )
-        if code == 4:
-            row = int(np.searchsorted(indptr, row, side="right")) - 1
-        message = _CHECKS[code].format(row=row, value=value, nnz=len(indices), last=cols - 1)
-        raise InputError(f"{name}: {message}" if code != 4 else f"{name}: {message}")
     dtype = index_dtype(shape, len(indices))
     return indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False)
 
@@ -271,9 +266,7 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _intern(
-    indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]
-) -> Pattern:
+def _intern(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
     """The one pattern with these canonical arrays, which are copied if they are new."""
     rows, cols = shape
     nnz = len(indices)
@@ -307,23 +300,24 @@ def _intern_kind(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
 def _new(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
     pattern = object.__new__(Pattern)
     pattern.kind, pattern.shape, pattern.nnz = kind, shape, nnz
+    # Those of diagonal and dense patterns are made when somebody asks.
     pattern._indptr = pattern._indices = None
     return pattern
 
 
 @njit(nogil=True, cache=True)
-def _check(indptr, indices, cols):  # type: ignore[no-untyped-def]
-    """What is wrong, as a key of ``_CHECKS``, and where; 0 if nothing is."""
+def _find_fault(indptr, indices, cols):  # type: ignore[no-untyped-def]
+    """What makes the arrays unsafe to follow, and where; 0 if nothing does."""
     if indptr[0] != 0:
-        return 1, 0
+        return _START, 0
     for row in range(len(indptr) - 1):
         if indptr[row + 1] < indptr[row]:
-            return 2, row
+            return _FALL, row
     if indptr[-1] != len(indices):
-        return 3, 0
+        return _END, 0
     for p in range(len(indices)):
         if indices[p] < 0 or indices[p] >= cols:
-            return 4, p
+            return _RANGE, p
     return 0, 0
 
 
@@ -369,23 +363,23 @@ def _product_indices(a_indptr, a_indices, b_indptr, b_indices, cols, indptr, ind
     seen = np.full(cols, -1, np.int64)
     for i in range(rows):
         start, stop = indptr[i], indptr[i + 1]
-        first, last, out = cols, -1, start
+        first, last, out = np.int64(cols), np.int64(-1), start
         for p in range(a_indptr[i], a_indptr[i + 1]):
             k = a_indices[p]
             for q in range(b_indptr[k], b_indptr[k + 1]):
-                j = b_indices[q]
+                j = np.int64(b_indices[q])
                 if seen[j] != i:
                     seen[j] = i
                     indices[out] = j
                     out += 1
-                    first = min(first, np.int64(j))
-                    last = max(last, np.int64(j))
+                    first = min(first, j)
+                    last = max(last, j)
         # A row that fills a good part of its span is read off the marks; a thin one is sorted.
         if (last - first) < 16 * (stop - start):
             out = start
-            for j in range(first, last + 1):
-                if seen[j] == i:
-                    indices[out] = j
+            for column in range(first, last + 1):
+                if seen[column] == i:
+                    indices[out] = column
                     out += 1
         else:
             indices[start:stop].sort()

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .chain import Chain, LocalGrads, read_grad, read_local_grads
+from .chain import Chain, LocalGrads, read_grad
+from .describe import describe
 from .errors import InputError, InputTypeError, MemoryLimitError
 from .kernels._threads import thread_count
 from .pattern import Pattern
 from .program import Program, Workspace
 from .schedule import Schedule
-from .describe import describe
 
 __all__ = ["ScanPlan"]
 
@@ -40,6 +40,8 @@ class ScanPlan:
         The pattern of every Jacobian, from the last layer to the first.
     schedule : Schedule
         What runs.
+    reason : str
+        Why that one.
     batch : int or None
         The batch size that the plan insists on, if any.
     dtype : dtype or None
@@ -61,13 +63,14 @@ class ScanPlan:
         self.schedule = schedule
         self.batch = batch
         self.dtype = dtype
-        self._reason = reason
+        self.reason = reason
         self._program = Program(patterns, schedule) if patterns else None
         self._linear: Program | None = None
         self._sizes = [patterns[0].shape[1]] if patterns else []
         self._sizes += [pattern.shape[0] for pattern in patterns]
         self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
-        self._square = len(set(self._sizes)) == 1
+        # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
+        self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[_Slot] = deque()
         if memory_limit is not None and self.workspace_bytes > memory_limit:
             raise MemoryLimitError(
@@ -79,8 +82,8 @@ class ScanPlan:
     def workspace_bytes(self) -> int:
         """Bytes of the products between the Jacobians.
 
-        For `batch` samples of `dtype`, or one sample of float64 where the plan insists on none, with
-        values for every sample in every product.
+        For `batch` samples of `dtype`, or one of float64 where the plan insists on none, and as if
+        every product differed between samples.
         """
         if self._program is None:
             return 0
@@ -184,44 +187,39 @@ class ScanPlan:
         """Scan the chain that the plan was made from, which has been read already."""
         return self._run(_Slot(chain), grad, local_grads, inclusive)
 
-    def _run(
-        self, slot: _Slot, grad: ArrayLike, local_grads: Any, inclusive: bool
-    ) -> Gradients:
-        count = self.n + inclusive
+    def _run(self, slot: _Slot, grad: ArrayLike, local_grads: Any, inclusive: bool) -> Gradients:
         chain = slot.chain
         first = read_grad(grad, self._sizes[0] if self.n else None, chain.batch)
-        if self.batch is not None and first.shape[:-1] != (self.batch,):
+        batch_shape = first.shape[:-1]
+        if self.batch is not None and batch_shape != (self.batch,):
             raise InputError(
                 f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
             )
-        batch_shape = first.shape[:-1]
-        sizes = self._sizes[:count] if self.n else [first.shape[-1]] * count
-        local = read_local_grads(local_grads, sizes, batch_shape)
+        count = self.n + inclusive
+        sizes = self._sizes if self.n else [first.shape[-1]]
+        local = LocalGrads(local_grads, count, sizes, batch_shape)
         dtype = np.result_type(first, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype not in (None, dtype):
-            raise InputTypeError(f"the input is of dtype {dtype}; expected {self.dtype}, the plan's")
+            raise InputTypeError(
+                f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
+            )
         if count == 0:
             return []
         batch = batch_shape[0] if batch_shape else 1
-        end = self._offsets[count] if self.n else sizes[0]
-        out = np.empty(batch * end, dtype)
-        head = out[: first.size].reshape(first.shape)
-        head[...] = first
-        if local.arrays[0] is not None:
-            head += local.arrays[0]
+        out = np.empty(batch * (self._offsets[count] if self.n else sizes[0]), dtype)
+        local.add_first(first, out[: first.size].reshape(first.shape))
         if self._program is not None and count > 1 and batch > 0:
             chain.convert(dtype)
-            with np.errstate(all="ignore"):
-                local.convert(dtype)
-            self._fill(slot, out, batch, head, local, inclusive)
-        return self._cut(out, count, batch_shape, stacked=chain.stacked)
+            local.convert(dtype)
+            self._fill(self._program, slot, out, batch, local, inclusive)
+        return self._cut(out, count, sizes, batch_shape, stacked=chain.stacked)
 
     def _fill(
         self,
+        program: Program,
         slot: _Slot,
         out: NDArray[Any],
         batch: int,
-        head: NDArray[Any],
         local: LocalGrads,
         inclusive: bool,
     ) -> None:
@@ -230,25 +228,29 @@ class ScanPlan:
         What such a value reaches is defined by the linear scan, and what a product of Jacobians
         makes of it may differ.
         """
-        program = self._program
-        if program.products == 0 or np.isfinite(head).all():
-            if slot.workspace(program, out.dtype, batch, local).run(out, inclusive):
-                return
+        if slot.workspace(program, out.dtype, batch, local).run(out, inclusive):
+            return
         if self._linear is None:
             self._linear = Program(self.patterns, Schedule.linear(self.n))
         slot.workspace(self._linear, out.dtype, batch, local).run(out, inclusive)
 
     def _cut(
-        self, out: NDArray[Any], count: int, batch_shape: tuple[int, ...], *, stacked: bool
+        self,
+        out: NDArray[Any],
+        count: int,
+        sizes: Sequence[int],
+        batch_shape: tuple[int, ...],
+        *,
+        stacked: bool,
     ) -> Gradients:
         """The gradients, which lie one after the other in `out`."""
-        if self.n == 0 or len(set(self._sizes[:count])) == 1:
-            stack = out.reshape(count, *batch_shape, -1 if out.size else self._sizes[0])
+        if self._uniform[count - self.n]:
+            stack = out.reshape(count, *batch_shape, sizes[0])
             return stack if stacked else list(stack)
         batch = batch_shape[0] if batch_shape else 1
         offsets = self._offsets
         return [
-            out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, self._sizes[k])
+            out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, sizes[k])
             for k in range(count)
         ]
 
@@ -256,7 +258,7 @@ class ScanPlan:
         return f"ScanPlan({self.n} Jacobians, {self.schedule})"
 
     def __str__(self) -> str:
-        return describe(self)
+        return describe(self, self._program)
 
 
 class _Slot:
@@ -270,15 +272,16 @@ class _Slot:
         self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
     ) -> Workspace:
         threads = thread_count()
-        batched = self.chain.leaves[:, 1] != 0
-        kinds = bool(batched.any()) if batched.all() or not batched.any() else batched.tobytes()
-        key = (id(program), dtype, batch, kinds, local.given, threads)
+        strides = self.chain.leaves[:, 1]
+        count = int(np.count_nonzero(strides))
+        mixed = strides.astype(bool).tobytes() if 0 < count < len(strides) else b""
+        key = (program, dtype, batch, count, mixed, local.given, threads)
         workspace = self._workspaces.get(key)
         if workspace is None:
             while len(self._workspaces) >= _KEPT:
                 del self._workspaces[next(iter(self._workspaces))]
             workspace = Workspace(
-                program, self.chain.leaves, dtype, batch, batched, local.given, threads
+                program, self.chain.leaves, dtype, batch, strides != 0, local.given, threads
             )
             self._workspaces[key] = workspace
         local.fill(workspace.local_grads)

@@ -38,6 +38,7 @@ class Cost:
     critical: int  # multiply-adds of its longest run
     nnz_in: int  # entries of the operands of its products
     nnz_out: int  # entries of the products
+    bytes: int  # that its operations read and write, if nothing stays in a cache
 
 
 class Program:
@@ -118,15 +119,35 @@ class Program:
         """Number of matrix-matrix products."""
         return len(self.patterns) - self.n
 
-    def costs(self) -> list[Cost]:
-        """What every level does."""
-        return [self._cost(name, runs) for name, runs in self.levels]
+    def costs(self, itemsize: int) -> list[Cost]:
+        """What every level does, with values of `itemsize` bytes."""
+        nnz = np.array([pattern.nnz for pattern in self.patterns], np.int64)
+        shapes = np.array([pattern.shape for pattern in self.patterns], np.int64)
+        # Dense and diagonal nodes load no indices.
+        index = [
+            pattern.index_dtype.itemsize * (pattern.nnz + pattern.shape[0] + 1)
+            if pattern.kind == "general"
+            else 0
+            for pattern in self.patterns
+        ]
+        matrix = nnz * itemsize + np.array(index, np.int64)
+        vectors = shapes.sum(axis=1) * itemsize
+        return [self._cost(name, runs, nnz, matrix, vectors) for name, runs in self.levels]
 
-    def _cost(self, name: str, runs: NDArray[np.int64]) -> Cost:
+    def _cost(
+        self,
+        name: str,
+        runs: NDArray[np.int64],
+        nnz: NDArray[np.int64],
+        matrix: NDArray[np.int64],
+        vectors: NDArray[np.int64],
+    ) -> Cost:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         ops, macs = self.ops[first:last], self.work[first:last]
         made = ops[ops[:, Op.VECTOR] == 0]
-        nnz = np.array([pattern.nnz for pattern in self.patterns], np.int64)
+        right = ops[ops[:, Op.VECTOR] == 1, Op.RIGHT]
+        moved = matrix[right].sum() + vectors[right].sum()
+        moved += sum(matrix[made[:, column]].sum() for column in (Op.LEFT, Op.RIGHT, Op.OUT))
         return Cost(
             name=name,
             operations=last - first,
@@ -136,6 +157,7 @@ class Program:
             critical=int(np.add.reduceat(macs, runs[:, 0] - first).max()),
             nnz_in=int(nnz[made[:, Op.LEFT]].sum() + nnz[made[:, Op.RIGHT]].sum()),
             nnz_out=int(nnz[made[:, Op.OUT]].sum()),
+            bytes=int(moved),
         )
 
     def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -247,6 +269,8 @@ class Workspace:
 
         gradient_sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
         self.local_grads = np.zeros(n + 1, np.int64)
+        shared = (nodes[:n, Node.KIND] == Kind.CSR) & ~batched
+        lanes = nodes[:n, Node.COLS][shared].max(initial=0) if batch > 2 else 0
         self._stages = stages
         self._arrays = {
             Book.FIRST_UNIT: stages.first_unit,
@@ -259,13 +283,13 @@ class Workspace:
             Book.OFFSETS: np.concatenate([[0], np.cumsum(gradient_sizes, dtype=np.int64)]),
             Book.POOL: np.empty(values + slots * nnz, dtype),
             Book.LOCAL_POOL: np.empty(local_values + slots * height * batch * local, dtype),
-            Book.ACCUMULATORS: np.zeros(
-                (self.threads, made[:, Node.COLS].max(initial=0)), dtype
-            ),
+            Book.ACCUMULATORS: np.zeros((self.threads, made[:, Node.COLS].max(initial=0)), dtype),
+            Book.INTERLEAVED: np.empty((self.threads, 8 * lanes), dtype),
         }
         for slot, array in self._arrays.items():
             book[slot] = array.ctypes.data
         book[Book.BATCH], book[Book.LOCAL] = batch, local
+        book[Book.LANES] = lanes
         book[Book.ACCUMULATOR] = self._arrays[Book.ACCUMULATORS].shape[1]
         book[Book.SCRATCH_NNZ : Book.SCRATCH_ROWS + 1] = nnz, cols, height
         book[Book.SCRATCH_VALUES : Book.SCRATCH_LOCAL + 1] = values, exponents, local_values
@@ -281,7 +305,7 @@ class Workspace:
         )
 
     def run(self, out: NDArray[Any], inclusive: bool) -> bool:
-        """Fill `out`, whose first gradient is there; False if a value was met that is not finite."""
+        """Fill `out`, whose first gradient is there; False if a value is met that is not finite."""
         book = self._book
         book[: Book.BATCH] = 0
         book[Book.OUT] = out.ctypes.data

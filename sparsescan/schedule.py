@@ -190,9 +190,7 @@ class Schedule:
         first += [_reduction(bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
         boundaries = [(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
         # A boundary is the last prefix of its chunk, so the sweep of that chunk stops before it.
-        last = [
-            _sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)
-        ]
+        last = [_sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)]
         levels = [
             _level("chunks", first),
             _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),

@@ -1,0 +1,1 @@
+"""Numeric kernels only, no policy."""

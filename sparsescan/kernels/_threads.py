@@ -22,7 +22,7 @@ _pool: ThreadPoolExecutor | None = None
 
 def thread_count() -> int:
     """Threads of one run: ``NUMBA_NUM_THREADS``, by default the CPUs this process may use."""
-    return int(config.NUMBA_NUM_THREADS)
+    return int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
 def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:

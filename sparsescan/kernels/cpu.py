@@ -113,21 +113,23 @@ class Book(IntEnum):
 
     # Counters that threads share, each on a cache line of its own.
     NEXT, DONE, STATUS, OPERANDS, RESULT = range(0, 80, 16)
-    BATCH, LOCAL, UNITS, STAGE_COUNT, ACCUMULATOR = range(80, 85)
+    BATCH, LOCAL, UNITS, STAGE_COUNT = range(80, 84)
+    # Columns of a thread's accumulator, and those of which it can interleave eight samples.
+    ACCUMULATOR, LANES = range(84, 86)
     # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
-    SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(85, 88)
-    SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_LOCAL = range(88, 91)
+    SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(86, 89)
+    SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_LOCAL = range(89, 92)
     # Bit patterns of infinity and of the ends of the band, then the exponents of those.
-    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT = range(91, 96)
+    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT = range(92, 97)
     # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
     # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
     # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
     # (n + 2,): where each gradient starts in `out`, for one sample.
-    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(96, 104)
-    # Addresses of values: gradients, products, what local gradients inside a product add up to, and
-    # a row for each thread that is zero between uses.
-    OUT, POOL, LOCAL_POOL, ACCUMULATORS = range(104, 108)
-    WIDTH = 108
+    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(97, 105)
+    # Addresses of values: gradients, products, what local gradients inside a product add up to, a
+    # row for each thread that is zero between uses, and one for interleaved samples.
+    OUT, POOL, LOCAL_POOL, ACCUMULATORS, INTERLEAVED = range(105, 110)
+    WIDTH = 110
 
 
 class Tables(NamedTuple):
@@ -160,17 +162,17 @@ BAND = {
 
 
 @njit(inline="always")
-def _node(t, i):  # type: ignore[no-untyped-def]
+def _node(t, i):
     return array_at(t.book[Book.NODES] + i * Node.WIDTH * _WORD, Node.WIDTH, t.book)
 
 
 @njit(inline="always")
-def _op(t, i):  # type: ignore[no-untyped-def]
+def _op(t, i):
     return array_at(t.book[Book.OPS] + i * Op.WIDTH * _WORD, Op.WIDTH, t.book)
 
 
 @njit(inline="always")
-def _gradient(t, k, b):  # type: ignore[no-untyped-def]
+def _gradient(t, k, b):
     """The `k`-th gradient of sample `b`."""
     offsets = array_at(t.book[Book.OFFSETS] + k * _WORD, 2, t.book)
     size = offsets[1] - offsets[0]
@@ -179,17 +181,17 @@ def _gradient(t, k, b):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _indptr(t, node):  # type: ignore[no-untyped-def]
+def _indptr(t, node):
     return array_at(node[Node.INDPTR], node[Node.ROWS] + 1, t.indices)
 
 
 @njit(inline="always")
-def _indices(t, node):  # type: ignore[no-untyped-def]
+def _indices(t, node):
     return array_at(node[Node.INDICES], node[Node.NNZ], t.indices)
 
 
 @njit
-def _address(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _address(t, node, b, thread):
     """Where the values of a node are for sample `b`."""
     itemsize = t.values.itemsize
     if node[Node.STORE] == Store.CALLER:
@@ -204,17 +206,17 @@ def _address(t, node, b, thread):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _values(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _values(t, node, b, thread):
     return array_at(_address(t, node, b, thread), node[Node.NNZ], t.values)
 
 
 @njit(inline="always")
-def _bits(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _bits(t, node, b, thread):
     return array_at(_address(t, node, b, thread), node[Node.NNZ], t.bits)
 
 
 @njit
-def _exponents(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _exponents(t, node, b, thread):
     """The exponents of a product for sample `b`; the last entry says whether there are any."""
     cols = node[Node.COLS]
     if node[Node.STORE] == Store.POOL:
@@ -226,7 +228,7 @@ def _exponents(t, node, b, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _local(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _local(t, node, b, thread):
     """What a node's local gradients add up to, for sample `b`; empty if it has none."""
     rows = node[Node.ROWS]
     itemsize = t.values.itemsize
@@ -247,7 +249,7 @@ def _local(t, node, b, thread):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _row(node, indptr, i):  # type: ignore[no-untyped-def]
+def _row(node, indptr, i):
     """First and last-plus-one entry of row `i`."""
     if node[Node.KIND] == Kind.DENSE:
         return np.uint64(i * node[Node.COLS]), np.uint64((i + 1) * node[Node.COLS])
@@ -257,7 +259,7 @@ def _row(node, indptr, i):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _column(node, indices, p):  # type: ignore[no-untyped-def]
+def _column(node, indices, p):
     """Column of entry `p`."""
     if node[Node.KIND] == Kind.DENSE:
         return np.uint64(p) % np.uint64(node[Node.COLS])
@@ -267,7 +269,7 @@ def _column(node, indices, p):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _balanced_row(t, node, block, blocks):  # type: ignore[no-untyped-def]
+def _balanced_row(t, node, block, blocks):
     """First row of one of `blocks` blocks with about the same number of entries each."""
     rows = node[Node.ROWS]
     if block == 0 or block == blocks or node[Node.KIND] != Kind.CSR:
@@ -290,7 +292,7 @@ def _balanced_row(t, node, block, blocks):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _dense_matvec(first, last, cols, m, x, y):  # type: ignore[no-untyped-def]
+def _dense_matvec(first, last, cols, m, x, y):
     row = np.uint64(first) * np.uint64(cols)
     for i in range(np.uint64(first), np.uint64(last)):
         total = m.dtype.type(0)
@@ -301,7 +303,7 @@ def _dense_matvec(first, last, cols, m, x, y):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _csr_matvec(first, last, indptr, indices, m, x, y):  # type: ignore[no-untyped-def]
+def _csr_matvec(first, last, indptr, indices, m, x, y):
     p = np.uint64(indptr[first])
     for i in range(np.uint64(first), np.uint64(last)):
         stop = np.uint64(indptr[i + np.uint64(1)])
@@ -313,29 +315,44 @@ def _csr_matvec(first, last, indptr, indices, m, x, y):  # type: ignore[no-untyp
 
 
 @njit
-def _csr_matvec_4(first, last, indptr, indices, m, x, cols, y, rows):  # type: ignore[no-untyped-def]
-    """The same for four samples that lie end to end in `x` and `y`, each summed in that order."""
-    j1, j2, j3 = np.uint64(cols), np.uint64(2 * cols), np.uint64(3 * cols)
-    i1, i2, i3 = np.uint64(rows), np.uint64(2 * rows), np.uint64(3 * rows)
-    p = np.uint64(indptr[first])
-    for i in range(np.uint64(first), np.uint64(last)):
-        stop = np.uint64(indptr[i + np.uint64(1)])
-        total_0 = total_1 = total_2 = total_3 = m.dtype.type(0)
-        while p < stop:
-            j, value = np.uint64(indices[p]), m[p]
-            total_0 += value * x[j]
-            total_1 += value * x[j + j1]
-            total_2 += value * x[j + j2]
-            total_3 += value * x[j + j3]
-            p += np.uint64(1)
-        y[i] = total_0
-        y[i + i1] = total_1
-        y[i + i2] = total_2
-        y[i + i3] = total_3
+def _interleave(x, cols, samples, interleaved):
+    """``interleaved[8 j + l] = x[l, j]`` for up to eight samples that lie end to end in `x`."""
+    for j in range(np.uint64(cols)):
+        for lane in range(np.uint64(samples)):
+            interleaved[np.uint64(8) * j + lane] = x[lane * np.uint64(cols) + j]
+        for lane in range(np.uint64(samples), np.uint64(8)):
+            interleaved[np.uint64(8) * j + lane] = 0
 
 
 @njit
-def _matvec(t, node, first, last, m, x, y):  # type: ignore[no-untyped-def]
+def _csr_matvec_8(first, last, indptr, indices, m, x, samples, rows, y):
+    """As :func:`_csr_matvec` for up to eight interleaved samples, each summed in the same order."""
+    one, eight = np.uint64(1), np.uint64(8)
+    p = np.uint64(indptr[first])
+    for i in range(np.uint64(first), np.uint64(last)):
+        stop = np.uint64(indptr[i + one])
+        t0 = t1 = t2 = t3 = t4 = t5 = t6 = t7 = m.dtype.type(0)
+        while p < stop:
+            value, j = m[p], eight * np.uint64(indices[p])
+            # Eight scalars, which the compiler turns into one vector; an array it would not.
+            t0 += value * x[j]
+            t1 += value * x[j + np.uint64(1)]
+            t2 += value * x[j + np.uint64(2)]
+            t3 += value * x[j + np.uint64(3)]
+            t4 += value * x[j + np.uint64(4)]
+            t5 += value * x[j + np.uint64(5)]
+            t6 += value * x[j + np.uint64(6)]
+            t7 += value * x[j + np.uint64(7)]
+            p += one
+        at = i
+        for lane, total in enumerate((t0, t1, t2, t3, t4, t5, t6, t7)):
+            if lane < samples:
+                y[at] = total
+            at += np.uint64(rows)
+
+
+@njit
+def _matvec(t, node, first, last, m, x, y):
     """Rows `first` to `last` of ``y = M x``."""
     if node[Node.KIND] == Kind.DENSE:
         _dense_matvec(first, last, node[Node.COLS], m, x, y)
@@ -347,25 +364,25 @@ def _matvec(t, node, first, last, m, x, y):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _add(first, last, y, x):  # type: ignore[no-untyped-def]
+def _add(first, last, y, x):
     for i in range(np.uint64(first), np.uint64(last)):
         y[i] += x[i]
 
 
 @njit
-def _exponent(value):  # type: ignore[no-untyped-def]
+def _exponent(value):
     """``floor(log2 |value|) + 1`` of a finite value other than 0."""
     return np.int64(math.frexp(value)[1])
 
 
 @njit
-def _ldexp(value, exponent):  # type: ignore[no-untyped-def]
+def _ldexp(value, exponent):
     """``value·2^exponent`` for any exponent."""
     return math.ldexp(value, np.int32(min(max(exponent, -10000), 10000)))
 
 
 @njit
-def _scaled_matvec(t, node, first, last, m, e, x, y):  # type: ignore[no-untyped-def]
+def _scaled_matvec(t, node, first, last, m, e, x, y):
     """Rows of ``y = M diag(2^e) x``, each summed relative to its own largest term."""
     indptr, indices = _indptr(t, node), _indices(t, node)
     for i in range(first, last):
@@ -388,7 +405,7 @@ def _scaled_matvec(t, node, first, last, m, e, x, y):  # type: ignore[no-untyped
 
 
 @njit
-def _finite(x, first, last):  # type: ignore[no-untyped-def]
+def _finite(x, first, last):
     for i in range(np.uint64(first), np.uint64(last)):
         if not math.isfinite(x[i]):
             return False
@@ -396,7 +413,7 @@ def _finite(x, first, last):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _apply_product(t, node, b, thread, first, last, x, y):  # type: ignore[no-untyped-def]
+def _apply_product(t, node, b, thread, first, last, x, y):
     """Rows `first` to `last` of ``y = P x + local`` for a product; the status."""
     if not _finite(x, _ZERO, len(x)):
         return NOT_FINITE
@@ -412,27 +429,31 @@ def _apply_product(t, node, b, thread, first, last, x, y):  # type: ignore[no-un
 
 
 @njit
-def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out):  # type: ignore[no-untyped-def]
+def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread):
     """Rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
     leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
-    remaining = first_sample
-    if leaf[1] == 0 and node[Node.KIND] == Kind.CSR:
-        # The samples share the Jacobian: read it once for four of them.
+    if leaf[1] == 0 and node[Node.KIND] == Kind.CSR and last_sample - first_sample > 2:
+        # The samples share the Jacobian: read it once for eight of them.
         rows, cols = node[Node.ROWS], node[Node.COLS]
         indptr, indices = _indptr(t, node), _indices(t, node)
         m = array_at(leaf[0], node[Node.NNZ], t.values)
-        while remaining + 4 <= last_sample:
-            x = array_at(_gradient(t, left, remaining).ctypes.data, 4 * cols, t.values)
-            y = array_at(_gradient(t, out, remaining).ctypes.data, 4 * rows, t.values)
-            _csr_matvec_4(first, last, indptr, indices, m, x, cols, y, rows)
-            remaining += 4
-    for b in range(remaining, last_sample):
-        x, y = _gradient(t, left, b), _gradient(t, out, b)
-        m = array_at(leaf[0] + b * leaf[1], node[Node.NNZ], t.values)
-        _matvec(t, node, first, last, m, x, y)
+        size = 8 * t.book[Book.LANES]
+        place = t.book[Book.INTERLEAVED] + thread * size * t.values.itemsize
+        interleaved = array_at(place, size, t.values)
+        for b in range(first_sample, last_sample, 8):
+            samples = min(np.int64(8), last_sample - b)
+            x = array_at(_gradient(t, left, b).ctypes.data, samples * cols, t.values)
+            y = array_at(_gradient(t, out, b).ctypes.data, samples * rows, t.values)
+            _interleave(x, cols, samples, interleaved)
+            _csr_matvec_8(first, last, indptr, indices, m, interleaved, samples, rows, y)
+    else:
+        for b in range(first_sample, last_sample):
+            x, y = _gradient(t, left, b), _gradient(t, out, b)
+            m = array_at(leaf[0] + b * leaf[1], node[Node.NNZ], t.values)
+            _matvec(t, node, first, last, m, x, y)
     if t.book[Book.LOCAL]:
         for b in range(first_sample, last_sample):
-            local = _local(t, node, b, _ZERO)
+            local = _local(t, node, b, thread)
             if len(local):
                 _add(first, last, _gradient(t, out, b), local)
 
@@ -443,19 +464,19 @@ def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out):
 
 
 @njit(fastmath={"contract"})
-def _add_dense_row(row, alpha, b, start, cols):  # type: ignore[no-untyped-def]
+def _add_dense_row(row, alpha, b, start, cols):
     for j in range(np.uint64(cols)):
         row[j] += alpha * b[start + j]
 
 
 @njit(fastmath={"contract"})
-def _add_csr_row(row, alpha, b, indices, start, stop):  # type: ignore[no-untyped-def]
+def _add_csr_row(row, alpha, b, indices, start, stop):
     for q in range(start, stop):
         row[np.uint64(indices[q])] += alpha * b[q]
 
 
 @njit
-def _add_product_row(t, row, i, a_node, a, b_node, b):  # type: ignore[no-untyped-def]
+def _add_product_row(t, row, i, a_node, a, b_node, b):
     """Add row `i` of ``A B`` to `row`, neither of them diagonal."""
     a_indices, b_indptr, b_indices = _indices(t, a_node), _indptr(t, b_node), _indices(t, b_node)
     start, stop = _row(a_node, _indptr(t, a_node), i)
@@ -471,7 +492,7 @@ def _add_product_row(t, row, i, a_node, a, b_node, b):  # type: ignore[no-untype
 
 
 @njit
-def _multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):  # type: ignore[no-untyped-def]
+def _multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread):
     """Rows `first` to `last` of ``C = A B``, plainly; how their range is.
 
     The pattern of `C` holds every entry that the product meets, so a row needs no hash and no sort:
@@ -520,7 +541,7 @@ def _multiply(t, a_node, a, b_node, b, c_node, c, c_bits, first, last, thread): 
 
 
 @njit
-def _extremes(bits, start, stop, highest, lowest):  # type: ignore[no-untyped-def]
+def _extremes(bits, start, stop, highest, lowest):
     """Bit patterns of the largest magnitude and of the smallest other than 0."""
     mask = 0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF
     for p in range(np.uint64(start), np.uint64(stop)):
@@ -531,7 +552,7 @@ def _extremes(bits, start, stop, highest, lowest):  # type: ignore[no-untyped-de
 
 
 @njit
-def _range(t, highest, lowest):  # type: ignore[no-untyped-def]
+def _range(t, highest, lowest):
     if highest >= t.book[Book.INFINITY]:
         return NOT_FINITE
     if highest > t.book[Book.HIGH] or lowest < t.book[Book.LOW]:
@@ -540,7 +561,7 @@ def _range(t, highest, lowest):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _normalise(t, node, values, e):  # type: ignore[no-untyped-def]
+def _normalise(t, node, values, e):
     """Bring every column whose largest entry is outside the band to about 1, and note it in `e`."""
     indices = _indices(t, node)
     cols = node[Node.COLS]
@@ -567,7 +588,7 @@ def _normalise(t, node, values, e):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _prescale(t, node, values, e, by):  # type: ignore[no-untyped-def]
+def _prescale(t, node, values, e, by):
     """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at most 1, and new exponents."""
     indptr, indices = _indptr(t, node), _indices(t, node)
     cols = node[Node.COLS]
@@ -593,7 +614,7 @@ def _prescale(t, node, values, e, by):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _operand(t, node, b, thread):  # type: ignore[no-untyped-def]
+def _operand(t, node, b, thread):
     """Values in the band and exponents, both copies: of any node, a Jacobian too."""
     values = _values(t, node, b, thread).copy()
     if node[Node.STORE] != Store.CALLER:
@@ -609,7 +630,7 @@ def _operand(t, node, b, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _multiply_scaled(t, left, right, out, b, thread):  # type: ignore[no-untyped-def]
+def _multiply_scaled(t, left, right, out, b, thread):
     """The product of two nodes of any range, not normalised; how its range is."""
     x, x_e = _operand(t, left, b, thread)
     y, y_e = _operand(t, right, b, thread)
@@ -622,7 +643,7 @@ def _multiply_scaled(t, left, right, out, b, thread):  # type: ignore[no-untyped
 
 
 @njit
-def _operands(t, left, right, b, thread, block, blocks):  # type: ignore[no-untyped-def]
+def _operands(t, left, right, b, thread, block, blocks):
     """How the range of both operands is, in one block of their entries."""
     worst = _IN_BAND
     for node in (left, right):
@@ -645,7 +666,7 @@ def _operands(t, left, right, b, thread, block, blocks):  # type: ignore[no-unty
 
 
 @njit
-def _multiply_rows(t, left, right, out, b, thread, block, blocks):  # type: ignore[no-untyped-def]
+def _multiply_rows(t, left, right, out, b, thread, block, blocks):
     """A block of the rows of a product whose operands are in the band; how its range is."""
     x, y = _values(t, left, b, thread), _values(t, right, b, thread)
     c, bits = _values(t, out, b, thread), _bits(t, out, b, thread)
@@ -655,7 +676,7 @@ def _multiply_rows(t, left, right, out, b, thread, block, blocks):  # type: igno
 
 
 @njit
-def _settle(t, left, right, out, b, thread, operands, result):  # type: ignore[no-untyped-def]
+def _settle(t, left, right, out, b, thread, operands, result):
     """What follows the rows of a product: exponents where needed, local gradients; the status."""
     if operands == _OUT_OF_BAND:
         result = _multiply_scaled(t, left, right, out, b, thread)
@@ -675,7 +696,7 @@ def _settle(t, left, right, out, b, thread, operands, result):  # type: ignore[n
 
 
 @njit
-def _product_local(t, left, right, out, sample, thread):  # type: ignore[no-untyped-def]
+def _product_local(t, left, right, out, sample, thread):
     """Local gradients of a product: ``B·local(A) + local(B)``, with `A` the earlier node.
 
     Those of one sample; or of all, if the samples share the product.
@@ -704,7 +725,7 @@ def _product_local(t, left, right, out, sample, thread):  # type: ignore[no-unty
 
 
 @njit
-def _product(t, op, b, thread):  # type: ignore[no-untyped-def]
+def _product(t, op, b, thread):
     """One product for sample `b`; the status."""
     left, right, out = _node(t, op[Op.LEFT]), _node(t, op[Op.RIGHT]), _node(t, op[Op.OUT])
     operands = _operands(t, left, right, b, thread, _ZERO, _ONE)
@@ -720,14 +741,14 @@ def _product(t, op, b, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread):  # type: ignore[no-untyped-def]
+def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread):
     """A block of the rows of one gradient, for a range of samples; the status."""
     node = _node(t, op[Op.RIGHT])
     first = _balanced_row(t, node, block, blocks)
     last = _balanced_row(t, node, block + 1, blocks)
     left, out = op[Op.LEFT], op[Op.OUT]
     if node[Node.STORE] == Store.CALLER:
-        _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out)
+        _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread)
         return FINISHED
     for b in range(first_sample, last_sample):
         x, y = _gradient(t, left, b), _gradient(t, out, b)
@@ -737,7 +758,7 @@ def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread): 
 
 
 @njit
-def _run_range(t, run, block, blocks):  # type: ignore[no-untyped-def]
+def _run_range(t, run, block, blocks):
     """Operations of a run, and the samples of a block of it."""
     bounds = array_at(t.book[Book.RUNS] + run * 2 * _WORD, 2, t.book)
     last_op = _op(t, bounds[1] - 1)
@@ -748,7 +769,7 @@ def _run_range(t, run, block, blocks):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _vector_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
+def _vector_run(t, run, block, blocks, thread):
     """One run of vector operations, for one block of the samples; the status."""
     first_op, last_op, first, last = _run_range(t, run, block, blocks)
     for i in range(first_op, last_op):
@@ -759,7 +780,7 @@ def _vector_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _product_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
+def _product_run(t, run, block, blocks, thread):
     """One run of products, for one block of the samples; the status."""
     first_op, last_op, first, last = _run_range(t, run, block, blocks)
     # Sample by sample, so that the scratch of this thread holds one.
@@ -772,7 +793,7 @@ def _product_run(t, run, block, blocks, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _vector_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
+def _vector_unit(t, stage, unit, thread):
     """One unit of a stage of vector operations; the status."""
     blocks = stage[Stage.BLOCKS]
     run, block = unit // blocks, unit % blocks
@@ -783,7 +804,7 @@ def _vector_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _product_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
+def _product_unit(t, stage, unit, thread):
     """One unit of a stage of products; the status."""
     blocks = stage[Stage.BLOCKS]
     run, block = unit // blocks, unit % blocks
@@ -808,14 +829,14 @@ def _product_unit(t, stage, unit, thread):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _report(t, slot, found):  # type: ignore[no-untyped-def]
+def _report(t, slot, found):
     """Tell the threads of a later stage what this one found."""
     if found != _IN_BAND:
         fetch_add(t.book, slot, 1 if found == NOT_FINITE else 1 << 32)
 
 
 @njit
-def _reported(t, slot):  # type: ignore[no-untyped-def]
+def _reported(t, slot):
     """The worst that was reported."""
     reports = load(t.book, slot)
     if reports & 0xFFFFFFFF:
@@ -824,7 +845,7 @@ def _reported(t, slot):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _makes_vectors(t, stage, unit):  # type: ignore[no-untyped-def]
+def _makes_vectors(t, stage, unit):
     if stage[Stage.KIND] == Work.RUNS:
         run = stage[Stage.FIRST] + unit // stage[Stage.BLOCKS]
         return _op(t, array_at(t.book[Book.RUNS] + run * 2 * _WORD, 2, t.book)[0])[Op.VECTOR] != 0
@@ -837,7 +858,7 @@ def _makes_vectors(t, stage, unit):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _claim(t, at):  # type: ignore[no-untyped-def]
+def _claim(t, at):
     """The next unit and its stage, which may start now; -1 if none is left, or the run failed.
 
     `at` is a stage at or before it.
@@ -859,14 +880,14 @@ def _claim(t, at):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _complete(t, status):  # type: ignore[no-untyped-def]
+def _complete(t, status):
     if status != FINISHED:
         fetch_add(t.book, Book.STATUS, status)
     fetch_add(t.book, Book.DONE, 1)
 
 
 @njit(nogil=True, cache=True)
-def run_vectors(t, thread):  # type: ignore[no-untyped-def]
+def run_vectors(t, thread):
     """Work on a plan without products as thread number `thread` until no unit is left.
 
     The same as :func:`run`, which takes longer to compile.
@@ -881,7 +902,7 @@ def run_vectors(t, thread):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def run(t, thread):  # type: ignore[no-untyped-def]
+def run(t, thread):
     """Work on a plan as thread number `thread` until no unit is left."""
     at = _ZERO
     while True:
