@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import weakref
 from typing import Any, Literal
@@ -25,6 +26,16 @@ _START, _FALL, _END, _RANGE = 1, 2, 3, 4
 
 _interned: weakref.WeakValueDictionary[Any, Pattern] = weakref.WeakValueDictionary()
 _lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """A thread of the parent that held the lock does not exist in a forked child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Pattern:

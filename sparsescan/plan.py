@@ -204,7 +204,7 @@ class ScanPlan:
                 f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
             )
         if count == 0:
-            return []
+            return np.empty((0, *first.shape), dtype) if chain.stacked else []
         batch = batch_shape[0] if batch_shape else 1
         out = np.empty(batch * (self._offsets[count] if self.n else sizes[0]), dtype)
         local.add_first(first, out[: first.size].reshape(first.shape))

@@ -220,89 +220,102 @@ class Workspace:
         local: bool,
         threads: int,
     ) -> None:
-        n, count = program.n, len(program.patterns)
+        n = program.n
+        self._kept: list[NDArray[Any]] = []  # what the tables point into
         node_batched = program.batched(batched)
         widths = np.where(node_batched, batch, 1)
-        stages = _Stages(program, batch, widths, threads)
-        self.threads = threads if stages.total >= _RUN_GRAIN else 1
-
-        unique = {id(pattern): pattern for pattern in program.patterns}
-        wide = any(pattern.index_dtype == np.int64 for pattern in unique.values())
-        index_dtype = np.dtype(np.int64 if wide else np.int32)
-        # Addresses of dense and diagonal patterns are never followed by the plain kernels, and the
-        # scaled ones know their structure, so their index arrays are not made.
-        rows: dict[int, list[int]] = {}
-        self._indices = []
-        for key, pattern in unique.items():
-            address = [0, 0]
-            if pattern.kind == "general":
-                arrays = [
-                    array.astype(index_dtype, copy=False)
-                    for array in (pattern.indptr, pattern.indices)
-                ]
-                self._indices.append(arrays)
-                address = [array.ctypes.data for array in arrays]
-            rows[key] = [_KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
-        nodes = np.zeros((count, Node.WIDTH), np.int64)
-        nodes[:, : Node.INDICES + 1] = [rows[id(pattern)] for pattern in program.patterns]
-        nodes[:, Node.BATCHED] = node_batched
-        nodes[:n, Node.STORE] = Store.CALLER
-        nodes[:n, Node.VALUES] = np.arange(n)
-
-        book = np.zeros(Book.WIDTH, np.int64)
-        made = nodes[n:]
-        scratch = made[program.slots >= 0]
-        slots = 2 * self.threads if len(scratch) else 0
-        scratch[:, Node.STORE] = Store.SCRATCH
-        scratch[:, Node.VALUES] = program.slots[program.slots >= 0]
-        nnz, cols, height = (
-            int(scratch[:, column].max(initial=0)) for column in (Node.NNZ, Node.COLS, Node.ROWS)
-        )
-        made[program.slots >= 0] = scratch
-        kept = made[program.slots < 0]
-        width = widths[n:][program.slots < 0]
-        kept[:, Node.STORE] = Store.POOL
-        kept[:, Node.VALUES], values = _places(kept[:, Node.NNZ] * width)
-        kept[:, Node.EXPONENTS], exponents = _places((kept[:, Node.COLS] + 1) * width)
-        kept[:, Node.LOCAL], local_values = _places(kept[:, Node.ROWS] * (batch * local))
-        made[program.slots < 0] = kept
-
-        gradient_sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
+        self._stages = _Stages(program, batch, widths, threads)
+        self.threads = threads if self._stages.total >= _RUN_GRAIN else 1
         self.local_grads = np.zeros(n + 1, np.int64)
-        shared = (nodes[:n, Node.KIND] == Kind.CSR) & ~batched
-        lanes = nodes[:n, Node.COLS][shared].max(initial=0) if batch > 2 else 0
-        self._stages = stages
-        self._arrays = {
-            Book.FIRST_UNIT: stages.first_unit,
-            Book.STAGES: stages.stages,
-            Book.RUNS: stages.runs,
-            Book.OPS: program.ops,
-            Book.NODES: nodes,
-            Book.LEAVES: leaves,
-            Book.LOCAL_GRADS: self.local_grads,
-            Book.OFFSETS: np.concatenate([[0], np.cumsum(gradient_sizes, dtype=np.int64)]),
-            Book.POOL: np.empty(values + slots * nnz, dtype),
-            Book.LOCAL_POOL: np.empty(local_values + slots * height * batch * local, dtype),
-            Book.ACCUMULATORS: np.zeros((self.threads, made[:, Node.COLS].max(initial=0)), dtype),
-            Book.INTERLEAVED: np.empty((self.threads, 8 * lanes), dtype),
-        }
-        for slot, array in self._arrays.items():
-            book[slot] = array.ctypes.data
-        book[Book.BATCH], book[Book.LOCAL] = batch, local
-        book[Book.LANES] = lanes
-        book[Book.ACCUMULATOR] = self._arrays[Book.ACCUMULATORS].shape[1]
-        book[Book.SCRATCH_NNZ : Book.SCRATCH_ROWS + 1] = nnz, cols, height
-        book[Book.SCRATCH_VALUES : Book.SCRATCH_LOCAL + 1] = values, exponents, local_values
-        book[Book.INFINITY : Book.LOW_EXPONENT + 1] = cpu.BAND[dtype]
-        self._book = book
         self._kernel = cpu.run if program.products else cpu.run_vectors
+
+        nodes, index_dtype = self._nodes(program)
+        nodes[:, Node.BATCHED] = node_batched
+        self._book = np.zeros(Book.WIDTH, np.int64)
+        exponents = self._place_products(program, nodes, widths, dtype, batch, local)
+        # Only where samples share a sparse Jacobian are they interleaved.
+        shared = (nodes[:n, Node.KIND] == Kind.CSR) & ~batched
+        lanes = int(nodes[:n, Node.COLS][shared].max(initial=0)) if batch > 2 else 0
+        columns = int(nodes[n:, Node.COLS].max(initial=0))
+        sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
+        self._set(Book.FIRST_UNIT, self._stages.first_unit)
+        self._set(Book.STAGES, self._stages.stages)
+        self._set(Book.RUNS, self._stages.runs)
+        self._set(Book.OPS, program.ops)
+        self._set(Book.NODES, nodes)
+        self._set(Book.LEAVES, leaves)
+        self._set(Book.LOCAL_GRADS, self.local_grads)
+        self._set(Book.OFFSETS, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+        self._set(Book.ACCUMULATORS, np.zeros((self.threads, columns), dtype))
+        self._set(Book.INTERLEAVED, np.empty((self.threads, 8 * lanes), dtype))
+        self._book[Book.BATCH], self._book[Book.LOCAL] = batch, local
+        self._book[Book.ACCUMULATOR], self._book[Book.LANES] = columns, lanes
+        self._book[Book.INFINITY : Book.LOW_EXPONENT + 1] = cpu.BAND[dtype]
         self._tables = cpu.Tables(
-            book=book,
-            exponents=np.zeros(exponents + slots * (cols + 1), np.int32),
+            book=self._book,
+            exponents=np.zeros(exponents, np.int32),
             values=np.empty(0, dtype),
             bits=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
             indices=np.empty(0, index_dtype),
         )
+
+    def _set(self, slot: Book, array: NDArray[Any]) -> None:
+        """Write the address of an array into the book, and keep the array."""
+        self._book[slot] = array.ctypes.data
+        self._kept.append(array)
+
+    def _nodes(self, program: Program) -> tuple[NDArray[np.int64], np.dtype[Any]]:
+        """The node table with what follows from patterns, and the dtype of the index arrays."""
+        unique = set(program.patterns)
+        wide = any(pattern.index_dtype == np.int64 for pattern in unique)
+        index_dtype = np.dtype(np.int64 if wide else np.int32)
+        rows: dict[Pattern, list[int]] = {}
+        for pattern in unique:
+            # No kernel follows the indices of a dense or diagonal node, so they are not made.
+            address = [0, 0]
+            if pattern.kind == "general":
+                for i, array in enumerate((pattern.indptr, pattern.indices)):
+                    array = array.astype(index_dtype, copy=False)
+                    self._kept.append(array)
+                    address[i] = array.ctypes.data
+            rows[pattern] = [_KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
+        nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
+        nodes[:, : Node.INDICES + 1] = [rows[pattern] for pattern in program.patterns]
+        nodes[: program.n, Node.STORE] = Store.CALLER
+        nodes[: program.n, Node.VALUES] = np.arange(program.n)
+        return nodes, index_dtype
+
+    def _place_products(
+        self,
+        program: Program,
+        nodes: NDArray[np.int64],
+        widths: NDArray[np.int64],
+        dtype: np.dtype[Any],
+        batch: int,
+        local: bool,
+    ) -> int:
+        """Give every product its place in the pools; the length of the exponents."""
+        in_scratch = np.flatnonzero(program.slots >= 0)
+        nodes[program.n + in_scratch, Node.STORE] = Store.SCRATCH
+        nodes[program.n + in_scratch, Node.VALUES] = program.slots[in_scratch]
+        largest = [
+            int(nodes[program.n + in_scratch, column].max(initial=0))
+            for column in (Node.NNZ, Node.COLS, Node.ROWS)
+        ]
+        kept = program.n + np.flatnonzero(program.slots < 0)
+        width = widths[kept]
+        nodes[kept, Node.STORE] = Store.POOL
+        nodes[kept, Node.VALUES], values = _places(nodes[kept, Node.NNZ] * width)
+        nodes[kept, Node.EXPONENTS], exponents = _places((nodes[kept, Node.COLS] + 1) * width)
+        nodes[kept, Node.LOCAL], local_values = _places(nodes[kept, Node.ROWS] * batch * local)
+        # The scratch of the threads follows what is kept.
+        slots = 2 * self.threads if len(in_scratch) else 0
+        nnz, cols, rows = largest
+        self._book[Book.SCRATCH_NNZ : Book.SCRATCH_ROWS + 1] = largest
+        self._book[Book.SCRATCH_VALUES : Book.SCRATCH_LOCAL + 1] = values, exponents, local_values
+        self._set(Book.POOL, np.empty(values + slots * nnz, dtype))
+        self._set(Book.LOCAL_POOL, np.empty(local_values + slots * rows * batch * local, dtype))
+        return exponents + slots * (cols + 1)
 
     def run(self, out: NDArray[Any], inclusive: bool) -> bool:
         """Fill `out`, whose first gradient is there; False if a value is met that is not finite."""
@@ -336,6 +349,9 @@ class _Stages:
         ops = program.ops
         vector = ops[:, Op.VECTOR] == 1
         self._width = np.where(vector, batch, widths[np.where(vector, 0, ops[:, Op.OUT])])
+        # A product in the scratch of a thread is made and read by that thread.
+        self._in_scratch = np.zeros(len(ops), bool)
+        self._in_scratch[~vector] = program.slots[ops[~vector, Op.OUT] - program.n] >= 0
         self._rows: list[tuple[int, int, int, int]] = []
         self._units: list[int] = []
         self._runs: list[NDArray[np.int64]] = []
@@ -356,7 +372,12 @@ class _Stages:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         large = cost >= 2 * _ROW_GRAIN
         mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
-        if threads == 1 or not mostly_large or self._balanced(runs, cost, threads):
+        if (
+            threads == 1
+            or not mostly_large
+            or self._in_scratch[first:last].any()
+            or self._balanced(runs, cost, threads)
+        ):
             self._add_runs(runs, threads)
             return
         for start, stop in runs.tolist():
