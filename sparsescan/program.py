@@ -250,7 +250,7 @@ class Workspace:
         self._set(Book.INTERLEAVED, np.empty((self.threads, 8 * lanes), dtype))
         self._book[Book.BATCH], self._book[Book.LOCAL] = batch, local
         self._book[Book.ACCUMULATOR], self._book[Book.LANES] = columns, lanes
-        self._book[Book.INFINITY : Book.LOW_EXPONENT + 1] = cpu.BAND[dtype]
+        self._book[Book.INFINITY : Book.TARGET + 1] = cpu.BAND[dtype]
         self._tables = cpu.Tables(
             book=self._book,
             exponents=np.zeros(exponents, np.int32),

@@ -119,17 +119,18 @@ class Book(IntEnum):
     # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
     SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(86, 89)
     SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_LOCAL = range(89, 92)
-    # Bit patterns of infinity and of the ends of the band, then the exponents of those.
-    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT = range(92, 97)
+    # Bit patterns of infinity and of the ends of the band, the exponents of those, and the exponent
+    # to which a column is brought that has left the band.
+    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT, TARGET = range(92, 98)
     # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
     # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
     # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
     # (n + 2,): where each gradient starts in `out`, for one sample.
-    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(97, 105)
+    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(98, 106)
     # Addresses of values: gradients, products, what local gradients inside a product add up to, a
     # row for each thread that is zero between uses, and one for interleaved samples.
-    OUT, POOL, LOCAL_POOL, ACCUMULATORS, INTERLEAVED = range(105, 110)
-    WIDTH = 110
+    OUT, POOL, LOCAL_POOL, ACCUMULATORS, INTERLEAVED = range(106, 111)
+    WIDTH = 111
 
 
 class Tables(NamedTuple):
@@ -142,17 +143,18 @@ class Tables(NamedTuple):
     indices: NDArray[np.integer[Any]]  # empty, of the dtype of the index arrays
 
 
-def _band(dtype: type, high: int, low: int) -> NDArray[np.int64]:
+def _band(dtype: type, high: int, low: int, target: int) -> NDArray[np.int64]:
     bits = np.int32 if dtype is np.float32 else np.int64
     limits = np.array([np.inf, 2.0**high, 2.0**low], dtype).view(bits)
-    return np.array([*limits, high, low], np.int64)
+    return np.array([*limits, high, low, target], np.int64)
 
 
-# From Book.INFINITY on. Two nodes in the band multiply without overflow and, but for entries far
-# below the largest of their column, without underflow.
+# From Book.INFINITY on. Two nodes in the band multiply without overflow. The target is high, so that
+# a column keeps what is far below its largest entry: down to 2^-195 of it in float32, and 2^-1544 in
+# float64; in the band, at least 2^-109 and 2^-674.
 BAND = {
-    np.dtype(np.float32): _band(np.float32, 48, -40),
-    np.dtype(np.float64): _band(np.float64, 400, -400),
+    np.dtype(np.float32): _band(np.float32, 50, -40, 46),
+    np.dtype(np.float64): _band(np.float64, 480, -400, 470),
 }
 
 
@@ -562,7 +564,7 @@ def _range(t, highest, lowest):
 
 @njit
 def _normalise(t, node, values, e):
-    """Bring every column whose largest entry is outside the band to about 1, and note it in `e`."""
+    """Bring every column that has left the band to the target, and note by how much in `e`."""
     indices = _indices(t, node)
     cols = node[Node.COLS]
     largest = np.zeros(cols, values.dtype)
@@ -575,8 +577,8 @@ def _normalise(t, node, values, e):
         if largest[j] > 0:
             exponent = _exponent(largest[j])
             if exponent > t.book[Book.HIGH_EXPONENT] or exponent < t.book[Book.LOW_EXPONENT]:
-                shift[j] = exponent
-                e[j] += exponent
+                shift[j] = exponent - t.book[Book.TARGET]
+                e[j] += shift[j]
         if e[j] != 0:
             scaled = 1
     e[cols] = scaled
@@ -589,7 +591,7 @@ def _normalise(t, node, values, e):
 
 @njit
 def _prescale(t, node, values, e, by):
-    """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at most 1, and new exponents."""
+    """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at the target, and new exponents."""
     indptr, indices = _indptr(t, node), _indices(t, node)
     cols = node[Node.COLS]
     none = -(1 << 60)
@@ -599,7 +601,7 @@ def _prescale(t, node, values, e, by):
         for q in range(start, stop):
             if values[q] != 0:
                 j = _column(node, indices, q)
-                top[j] = max(top[j], _exponent(values[q]) + by[k])
+                top[j] = max(top[j], _exponent(values[q]) + by[k] - t.book[Book.TARGET])
     scaled = np.zeros_like(values)
     for k in range(node[Node.ROWS]):
         start, stop = _row(node, indptr, k)
