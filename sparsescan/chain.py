@@ -11,14 +11,13 @@ from numba import njit
 from numpy.typing import NDArray
 
 from .containers import BatchedCSR, CSRChain, canonical, check_float
-from .errors import DeviceError, InputError, InputTypeError, PatternMismatchError
-from .pattern import Pattern, check_index_arrays, check_shape, unsorted_row
+from .errors import InputError, InputTypeError, PatternMismatchError
+from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
 
 __all__ = [
     "Chain",
     "LocalGrads",
     "check_chain",
-    "check_host",
     "length",
     "pattern_of",
     "read_grad",
@@ -229,7 +228,6 @@ def check_chain(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
 
 def read_grad(grad: Any, size: int | None, batch: int | None) -> NDArray[np.floating[Any]]:
     """The gradient at the end of the chain, shape ``(size,)`` or ``(batch, size)``."""
-    check_host("grad", grad)
     array = check_float("grad", grad)
     wanted = "d_n" if size is None else str(size)
     if batch is not None:
@@ -309,7 +307,6 @@ def _check_local_grads(
     arrays: list[NDArray[Any] | None] = []
     for k, local in enumerate(local_grads):
         if local is not None:
-            check_host(f"local_grads[{k}]", local)
             local = check_float(f"local_grads[{k}]", local)
             if local.shape != (*batch_shape, sizes[k]):
                 raise InputError(
@@ -318,15 +315,6 @@ def _check_local_grads(
                 )
         arrays.append(local)
     return arrays
-
-
-def check_host(name: str, value: Any) -> None:
-    """Refuse what lives on a CUDA device."""
-    if hasattr(value, "__cuda_array_interface__") or type(value).__module__.startswith("cupyx."):
-        raise DeviceError(
-            f"{name} is a {type(value).__module__}.{type(value).__name__} on a CUDA device; this "
-            "version computes on the CPU: pass NumPy or SciPy arrays (cupy.asnumpy, .get())"
-        )
 
 
 def _split(
@@ -346,7 +334,6 @@ def _split(
     elif isinstance(jacobian, CSRChain):
         raise InputTypeError(f"{name} is a CSRChain; expected one Jacobian")
     else:
-        check_host(name, jacobian)
         return _split_dense(name, jacobian, 0, expected)
     if expected is not None and pattern is not expected:
         raise _mismatch(name, expected, str(pattern))
@@ -386,7 +373,6 @@ def _split_dense(
 def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, NDArray[np.floating[Any]]]:
     shape = check_shape(name, jacobian.shape)
     indptr, indices = check_index_arrays(name, jacobian.indptr, jacobian.indices, shape)
-    check_host(f"{name}.data", jacobian.data)
     values = check_float(name, jacobian.data)
     if values.shape != indices.shape:
         raise InputError(

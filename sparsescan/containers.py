@@ -9,7 +9,7 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import InputError, InputTypeError
-from .pattern import Pattern, check_index_arrays, check_shape, unsorted_row
+from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
 
 __all__ = ["BatchedCSR", "CSRChain", "canonical", "check_float"]
 
@@ -201,6 +201,7 @@ class CSRChain(_SharedPattern):
 
 def check_float(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
     """`array` as a NumPy array of float32 or float64 in native byte order, or an error."""
+    check_host(name, array)
     try:
         array = np.asarray(array)
     except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import threading
 import weakref
@@ -12,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import InputError, InputTypeError
+from .errors import DeviceError, InputError, InputTypeError
 
 __all__ = ["Pattern", "multiply_adds", "product"]
 
@@ -213,12 +214,21 @@ def index_dtype(shape: tuple[int, int], nnz: int) -> np.dtype[Any]:
 def check_shape(name: str, shape: Any) -> tuple[int, int]:
     """`shape` as two Python integers, or an error that names it."""
     try:
-        rows, cols = (int(size) for size in shape)
+        rows, cols = (operator.index(size) for size in shape)
     except (TypeError, ValueError):
         raise InputTypeError(f"{name} has shape {shape!r}; expected (rows, cols)") from None
     if rows < 0 or cols < 0:
         raise InputError(f"{name} has shape {(rows, cols)}; expected sizes of at least 0")
     return rows, cols
+
+
+def check_host(name: str, value: Any) -> None:
+    """Refuse what lives on a CUDA device."""
+    if hasattr(value, "__cuda_array_interface__") or type(value).__module__.startswith("cupyx."):
+        raise DeviceError(
+            f"{name} is a {type(value).__module__}.{type(value).__name__} on a CUDA device; this "
+            "version computes on the CPU: pass NumPy or SciPy arrays (cupy.asnumpy, .get())"
+        )
 
 
 def check_index_arrays(
@@ -232,7 +242,11 @@ def check_index_arrays(
     rows, cols = shape
     checked = []
     for label, array in (("indptr", indptr), ("indices", indices)):
-        array = np.asarray(array)
+        check_host(f"{name} {label}", array)
+        try:
+            array = np.asarray(array)
+        except ValueError as error:
+            raise InputTypeError(f"{name} has no array as {label}: {error}") from None
         if array.size == 0:
             array = array.astype(np.int32)
         if array.dtype.kind not in "iu":
@@ -253,18 +267,23 @@ def check_index_arrays(
     indices = np.ascontiguousarray(indices, dtype=wide)
     fault, at = _find_fault(indptr, indices, cols)
     if fault:
-        row = np.searchsorted(indptr, at, side="right") - 1 if fault == _RANGE else at
-        raise InputError(
-            f"{name} has an "
-            + {
-                _START: f"indptr that starts at {indptr[0]}; expected 0",
-                _FALL: f"indptr that falls after row {row}; expected one that never does",
-                _END: f"indptr that ends at {indptr[-1]}; expected {len(indices)}, as indices has",
-                _RANGE: f"index {indices[at]} in row {row}; expected columns 0 to {cols - 1}",
-            }[fault]
-        )
+        raise InputError(f"{name} has an {_describe_fault(fault, at, indptr, indices, cols)}")
     dtype = index_dtype(shape, len(indices))
     return indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False)
+
+
+def _describe_fault(
+    fault: int, at: int, indptr: NDArray[Any], indices: NDArray[Any], cols: int
+) -> str:
+    """What :func:`_find_fault` found, in words."""
+    if fault == _START:
+        return f"indptr that starts at {indptr[0]}; expected 0"
+    if fault == _FALL:
+        return f"indptr that falls after row {at}; expected one that never does"
+    if fault == _END:
+        return f"indptr that ends at {indptr[-1]}; expected {len(indices)}, as indices has"
+    row = int(np.searchsorted(indptr, at, side="right")) - 1
+    return f"index {indices[at]} in row {row}; expected columns 0 to {cols - 1}"
 
 
 def unsorted_row(indptr: NDArray[Any], indices: NDArray[Any]) -> int:
