@@ -48,6 +48,9 @@ class Chain:
         Number of samples, if any Jacobian has a batch axis.
     dtype : dtype
         What the Jacobians promote to; float32 for an empty chain.
+    values : list of ndarray
+        Values of every Jacobian in the order of its pattern, ``(nnz,)`` or ``(batch, nnz)``; None
+        for those that came as one array.
     stacked : bool
         Whether they came as one array.
     """
@@ -60,7 +63,7 @@ class Chain:
         self.stacked = False
         self._steps = np.arange(n)
         # What the addresses point into: an array for each Jacobian, or one for all.
-        self._arrays: list[Any] = [None] * n
+        self.values: list[Any] = [None] * n
         self._stack: NDArray[Any] | None = None
         self._mixed = False
 
@@ -87,7 +90,7 @@ class Chain:
         self.stacked = isinstance(jacobians, (CSRChain, np.ndarray))
         read = self._read_stack if self.stacked else self._read_sequence
         found = read(jacobians, patterns)
-        return patterns if patterns is not None else check_chain(found)
+        return check_chain(found) if patterns is None else patterns
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
@@ -96,14 +99,17 @@ class Chain:
         if self._stack is not None:
             self._take_stack(self._stack.astype(dtype))
             return
-        for k, array in enumerate(self._arrays):
+        for k, array in enumerate(self.values):
             if array is not None and array.dtype != dtype:
                 self._take(k, array.astype(dtype))
 
     def release(self) -> None:
         """Forget the caller's arrays."""
-        self._stack = None
-        self._arrays[:] = [None] * self.n
+        if self._stack is not None:
+            self._stack = None
+            return
+        for k in range(self.n):
+            self.values[k] = None
 
     def _read_stack(self, jacobians: Any, patterns: Sequence[Pattern] | None) -> Sequence[Pattern]:
         name = "jacobians"
@@ -120,7 +126,7 @@ class Chain:
         if values.ndim == 3:
             self.batch = values.shape[1]
         self._take_stack(values)
-        return [pattern] * self.n
+        return patterns if patterns is not None else [pattern] * self.n
 
     def _take_stack(self, values: NDArray[Any]) -> None:
         values = _walkable(values)
@@ -137,7 +143,7 @@ class Chain:
         # checks, by size, before checking anew.
         known: dict[Any, Pattern] = {}
         dtypes = set()
-        leaves, arrays = self.leaves, self._arrays
+        leaves, arrays = self.leaves, self.values
         for k, jacobian in enumerate(jacobians):
             if type(jacobian) in _CSR_TYPES:
                 data, shape = jacobian.data, jacobian.shape
@@ -158,12 +164,14 @@ class Chain:
                             leaves[k] = address, 0
                             arrays[k] = data
                             dtypes.add(dtype)
-                            found.append(pattern)
+                            if patterns is None:
+                                found.append(pattern)
                             continue
             expected = None if patterns is None else patterns[k]
             pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
-            known[pattern.shape, pattern.nnz] = pattern
-            found.append(pattern)
+            if patterns is None:
+                known[pattern.shape, pattern.nnz] = pattern
+                found.append(pattern)
             dtypes.add(values.dtype)
             self._take(k, values)
             if values.ndim == 2:
@@ -175,11 +183,11 @@ class Chain:
                 self.batch = values.shape[0]
         self._mixed = len(dtypes) > 1
         self.dtype = np.result_type(*dtypes) if dtypes else _FLOAT32
-        return found
+        return found if patterns is None else patterns
 
     def _take(self, k: int, values: NDArray[Any]) -> None:
         values = _walkable(values)
-        self._arrays[k] = values
+        self.values[k] = values
         self.leaves[k, 0] = values.ctypes.data
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
 
@@ -259,30 +267,30 @@ class LocalGrads:
     def __init__(
         self, local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
     ) -> None:
-        self._arrays: list[NDArray[Any] | None] = []
+        self.values: list[NDArray[Any] | None] = []
         if local_grads is not None:
-            self._arrays = _check_local_grads(local_grads, count, sizes, batch_shape)
-        self.dtypes = {array.dtype for array in self._arrays if array is not None}
+            self.values = _check_local_grads(local_grads, count, sizes, batch_shape)
+        self.dtypes = {array.dtype for array in self.values if array is not None}
         self.given = bool(self.dtypes)
 
     def add_first(self, grad: NDArray[Any], out: NDArray[Any]) -> None:
         """Write the first gradient, with what is added to it, to `out`."""
         out[...] = grad
-        if self.given and self._arrays[0] is not None:
+        if self.given and self.values[0] is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                out += self._arrays[0]
+                out += self.values[0]
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make all of `dtype` and contiguous."""
-        self._arrays = [
-            None if array is None else np.ascontiguousarray(array, dtype) for array in self._arrays
+        self.values = [
+            None if array is None else np.ascontiguousarray(array, dtype) for array in self.values
         ]
 
     def fill(self, addresses: NDArray[np.int64]) -> None:
         """Write the address of each array, or 0."""
         if self.given:
             addresses[:] = 0
-            for k, array in enumerate(self._arrays):
+            for k, array in enumerate(self.values):
                 if array is not None:
                     addresses[k] = array.ctypes.data
 

@@ -99,7 +99,7 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
     else:
         unique = list(dict.fromkeys(patterns))
         arrays |= {"layout": "list"} | _pack_patterns(unique)
-        arrays |= _pack_steps(jacobians, patterns, unique, chain._arrays)
+        arrays |= _pack_steps(jacobians, patterns, unique, chain.values)
     # np.savez would append .npz to a name without it.
     with open(path, "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)

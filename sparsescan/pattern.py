@@ -133,7 +133,7 @@ class Pattern:
         if self._indptr is None or self._indices is None:
             rows, cols = self.shape
             dtype = self.index_dtype
-            columns = np.arange(cols, dtype=dtype)
+            columns = np.arange(cols if rows else 0, dtype=dtype)
             diagonal = self.kind == "diagonal"
             row_length = dtype.type(1 if diagonal else cols)
             self._indptr = _frozen(np.arange(rows + 1, dtype=dtype) * row_length)

@@ -199,7 +199,7 @@ class ScanPlan:
         sizes = self._sizes if self.n else [first.shape[-1]]
         local = LocalGrads(local_grads, count, sizes, batch_shape)
         dtype = np.result_type(first, *[chain.dtype] * (self.n > 0), *local.dtypes)
-        if self.dtype not in (None, dtype):
+        if self.dtype is not None and dtype != self.dtype:
             raise InputTypeError(
                 f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
             )

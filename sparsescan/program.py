@@ -20,10 +20,13 @@ __all__ = ["Program", "Workspace"]
 
 _KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
-# Multiply-adds below which another thread costs more than it saves, for a run and for the rows of
-# one operation.
+# Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
+# they only decide how work is cut up.
+_NANOSECONDS = {"dense": 0.2, "general": 0.7, "diagonal": 0.5}
+# Nanoseconds of work below which more threads cost more than they save: for a run, which has to
+# wake them, and for a block of the rows of one operation, after which they meet.
 _RUN_GRAIN = 200_000
-_ROW_GRAIN = 20_000
+_ROW_GRAIN = 10_000
 
 
 @dataclass(frozen=True)
@@ -356,8 +359,9 @@ class _Stages:
         self._units: list[int] = []
         self._runs: list[NDArray[np.int64]] = []
         self._run_count = 0
-        cost = program.work * self._width
-        self.total = int(cost.sum())
+        rate = np.array([_NANOSECONDS[pattern.kind] for pattern in program.patterns])
+        cost = program.work * self._width * rate[ops[:, Op.RIGHT]]
+        self.total = float(cost.sum())
         if self.total < _RUN_GRAIN:
             threads = 1
         for _, runs in program.levels:
@@ -368,7 +372,7 @@ class _Stages:
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
         self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
 
-    def _level(self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int) -> None:
+    def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         large = cost >= 2 * _ROW_GRAIN
         mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
@@ -390,10 +394,10 @@ class _Stages:
                     self._add_runs(np.array([[op, small]], np.int64), threads)
                     op = small
                 else:
-                    self._add_rows(op, min(threads, int(cost[op]) // _ROW_GRAIN))
+                    self._add_rows(op, min(threads, int(cost[op] / _ROW_GRAIN)))
                     op += 1
 
-    def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.int64], threads: int) -> bool:
+    def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> bool:
         """Whether whole runs, cut only between samples, keep all threads about equally busy."""
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         blocks = self._blocks(runs, threads)
