@@ -1,0 +1,1 @@
+"""Benchmarks: the engine and its peers, side by side."""

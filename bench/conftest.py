@@ -1,0 +1,34 @@
+"""Benchmarks are collected for ``pytest --benchmark-only``, and for nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .machine import pin
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--reduced",
+        action="store_true",
+        help="run every benchmark once, on small data: does it work at all?",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("benchmark_only"):
+        pin()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = collection_path.is_dir() or collection_path.name.startswith("bench_")
+    if config.getoption("benchmark_only") and wanted:
+        return None
+    return True
+
+
+@pytest.fixture(scope="session")
+def reduced(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("reduced"))

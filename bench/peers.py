@@ -1,0 +1,190 @@
+"""What the engine is compared with, each at its best settings.
+
+A peer is a dictionary of variants: the same work, written in the ways that might be fastest.
+:func:`fastest` tries them. Peers are imported when they are asked for, since none is required.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+Call = Callable[[], Any]
+
+THREADS = 2
+
+
+class MissingPeerError(Exception):
+    """A peer that is not installed, and how to get it."""
+
+
+def fastest(variants: dict[str, Call], trials: int = 3) -> tuple[str, Call]:
+    """The variant with the shortest call, and its name; the first one without trials."""
+    if len(variants) == 1 or trials == 0:
+        return next(iter(variants.items()))
+    return min(variants.items(), key=lambda item: min(seconds(item[1], trials)))
+
+
+def seconds(call: Call, times: int) -> list[float]:
+    """How long each of some calls takes, after one that is not timed."""
+    call()
+    samples = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def scipy_loop(grad: NDArray[Any], matrices: list[sp.csr_array]) -> Call:
+    """Back-propagation as one writes it with SciPy."""
+
+    def run() -> list[NDArray[Any]]:
+        gradients = [grad]
+        for matrix in matrices[:-1]:
+            gradients.append(matrix @ gradients[-1])
+        return gradients
+
+    return run
+
+
+def numpy_loops(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
+    """Back-propagation through dense steps, into one array."""
+    n = len(jacobians)
+
+    def matmul() -> NDArray[Any]:
+        gradients = np.empty((n, *grad.shape, 1), grad.dtype)
+        gradients[0, ..., 0] = grad
+        for k in range(n - 1):
+            np.matmul(jacobians[k], gradients[k], out=gradients[k + 1])
+        return gradients[..., 0]
+
+    def matvec() -> NDArray[Any]:
+        gradients = np.empty((n, *grad.shape), grad.dtype)
+        gradients[0] = grad
+        for k in range(n - 1):
+            np.matvec(jacobians[k], gradients[k], out=gradients[k + 1])
+        return gradients
+
+    return {"matmul": matmul} | ({"matvec": matvec} if hasattr(np, "matvec") else {})
+
+
+def jax_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
+    """``jax.lax.scan``, jitted, its input on the device."""
+    jax = _jax()
+
+    def matmul(step: Any, x: Any) -> Any:
+        return (step @ x[..., None])[..., 0]
+
+    def einsum(step: Any, x: Any) -> Any:
+        return jax.numpy.einsum("bij,bj->bi", step, x)
+
+    def variant(apply: Any, unroll: int) -> Call:
+        @jax.jit
+        def scan(grad: Any, jacobians: Any) -> Any:
+            def body(x: Any, step: Any) -> Any:
+                return apply(step, x), x
+
+            return jax.lax.scan(body, grad, jacobians, unroll=unroll)[1]
+
+        return lambda: scan(*on_device).block_until_ready()
+
+    on_device = jax.device_put((grad, jacobians))
+    return {
+        f"{apply.__name__}, unroll={unroll}": variant(apply, unroll)
+        for apply in (matmul, einsum)
+        for unroll in (1, 2, 4, 8)
+    }
+
+
+def jax_associative_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
+    """``jax.lax.associative_scan``, jitted, its input on the device."""
+    jax = _jax()
+    jnp = jax.numpy
+
+    def products(grad: Any, jacobians: Any) -> Any:
+        """All products of Jacobians, then applied to the gradient."""
+        prefixes = jax.lax.associative_scan(lambda a, b: b @ a, jacobians[:-1])
+        return jnp.concatenate([grad[None], jnp.einsum("tbij,bj->tbi", prefixes, grad)])
+
+    def affine(multiply: Any, apply: Any) -> Any:
+        """Pairs ``(J, v)`` for ``x ↦ J x + v``, the first of which is constant."""
+
+        def combine(a: Any, b: Any) -> Any:
+            return multiply(b[0], a[0]), apply(b[0], a[1]) + b[1]
+
+        def scan(grad: Any, jacobians: Any) -> Any:
+            constants = jnp.zeros(jacobians.shape[:-1], grad.dtype).at[0].set(grad)
+            matrices = jnp.concatenate([jacobians[:1], jacobians[:-1]])
+            return jax.lax.associative_scan(combine, (matrices, constants))[1]
+
+        return scan
+
+    forms = {
+        "products": products,
+        "affine, matmul": affine(jnp.matmul, lambda j, v: (j @ v[..., None])[..., 0]),
+        "affine, einsum": affine(
+            lambda b, a: jnp.einsum("...ij,...jk->...ik", b, a),
+            lambda j, v: jnp.einsum("...ij,...j->...i", j, v),
+        ),
+    }
+    on_device = jax.device_put((grad, jacobians))
+
+    def variant(form: Any) -> Call:
+        scan = jax.jit(form)
+        return lambda: scan(*on_device).block_until_ready()
+
+    return {name: variant(form) for name, form in forms.items()}
+
+
+def mkl_products(a: sp.csr_array, b: sp.csr_array) -> dict[str, Call]:
+    """``A @ B`` in MKL: as `sparse_dot_mkl` offers it, and with handles that are made only once.
+
+    The second neither creates its operands nor exports its result to SciPy.
+    """
+    mkl = load_mkl()
+    from sparse_dot_mkl._mkl_interface import _create_mkl_sparse, _destroy_mkl_handle
+    from sparse_dot_mkl._sparse_sparse import _matmul_mkl
+
+    handles = [_create_mkl_sparse(matrix)[0] for matrix in (a, b)]
+
+    def kept_handles() -> None:
+        # Naming the matrices keeps alive what the handles point into.
+        _ = a, b
+        _destroy_mkl_handle(_matmul_mkl(*handles))
+
+    return {
+        "dot_product_mkl": lambda: mkl.dot_product_mkl(a, b),
+        "mkl_sparse_spmm, kept handles": kept_handles,
+    }
+
+
+def load_mkl() -> ModuleType:
+    """`sparse_dot_mkl`, which does not look for MKL in the environment it is installed in."""
+    for library in sorted(Path(sys.prefix, "lib").glob("libmkl_rt*")):
+        os.environ.setdefault("MKL_RT", str(library))
+    os.environ.setdefault("MKL_DYNAMIC", "FALSE")  # or it uses one thread when it sees fit
+    try:
+        import sparse_dot_mkl
+    except ImportError as error:
+        reason = f"{error}".split(". ")[0]
+        raise MissingPeerError(f"{reason}: pip install mkl sparse_dot_mkl") from None
+    sparse_dot_mkl.mkl_set_num_threads(THREADS)
+    return sparse_dot_mkl
+
+
+def _jax() -> ModuleType:
+    try:
+        import jax
+    except ImportError as error:
+        raise MissingPeerError(f"{error}: pip install jax") from None
+    return jax
