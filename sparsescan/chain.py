@@ -143,12 +143,18 @@ class Chain:
         # checks, by size, before checking anew.
         known: dict[Any, Pattern] = {}
         dtypes = set()
-        leaves, arrays = self.leaves, self.values
+        reference: Pattern | None = None
         for k, jacobian in enumerate(jacobians):
             if type(jacobian) in _CSR_TYPES:
                 data, shape = jacobian.data, jacobian.shape
-                pattern = patterns[k] if patterns is not None else known.get((shape, data.size))
-                if pattern is not None and shape == pattern.shape:
+                wanted = reference
+                if patterns is not None:
+                    wanted = patterns[k]
+                elif wanted is None or shape != wanted.shape or data.size != wanted.nnz:
+                    wanted = known.get((shape, data.size))
+                if wanted is not None and shape == wanted.shape:
+                    if wanted is not reference:
+                        reference, columns, pointers = wanted, wanted.indices, wanted.indptr
                     indices, indptr, dtype = jacobian.indices, jacobian.indptr, data.dtype
                     # A dtype that is the same but not this object takes the long way.
                     if (
@@ -156,17 +162,13 @@ class Chain:
                         and (indices.dtype is _INT32 or indices.dtype is _INT64)
                         and indices.dtype is indptr.dtype
                         and data.ndim == indices.ndim == indptr.ndim == 1
+                        and _note_if_equal(data, indices, indptr, columns, pointers, self.leaves, k)
                     ):
-                        address = _address_if_equal(
-                            data, indices, indptr, pattern.indices, pattern.indptr
-                        )
-                        if address:
-                            leaves[k] = address, 0
-                            arrays[k] = data
-                            dtypes.add(dtype)
-                            if patterns is None:
-                                found.append(pattern)
-                            continue
+                        self.values[k] = data
+                        dtypes.add(dtype)
+                        if patterns is None:
+                            found.append(wanted)
+                        continue
             expected = None if patterns is None else patterns[k]
             pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
             if patterns is None:
@@ -406,18 +408,21 @@ def _walkable(values: NDArray[Any]) -> NDArray[Any]:
 
 
 @njit(nogil=True, cache=True)
-def _address_if_equal(data, indices, indptr, want_indices, want_indptr):  # type: ignore[no-untyped-def]
-    """Address of the values of a CSR matrix that has this pattern and can be walked; or 0."""
-    nnz = len(want_indices)
+def _note_if_equal(data, indices, indptr, columns, pointers, leaves, k):  # type: ignore[no-untyped-def]
+    """Note the address of values that the kernels can walk, if they have this pattern."""
+    nnz = len(columns)
     address = data.ctypes.data
-    if len(indptr) != len(want_indptr) or len(indices) != nnz or len(data) != nnz:
-        return 0
+    if len(indptr) != len(pointers) or len(indices) != nnz or len(data) != nnz:
+        return False
     if (nnz > 1 and data.strides[0] != data.itemsize) or address % data.itemsize:
-        return 0
+        return False
     # No early exit: equal is the rule, and the plain loop runs in vectors.
     differ = False
     for i in range(np.uint64(len(indptr))):
-        differ |= indptr[i] != want_indptr[i]
+        differ |= indptr[i] != pointers[i]
     for p in range(np.uint64(nnz)):
-        differ |= indices[p] != want_indices[p]
-    return 0 if differ else address
+        differ |= indices[p] != columns[p]
+    if not differ:
+        leaves[k, 0] = address
+        leaves[k, 1] = 0
+    return not differ

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["address_of", "array_at", "fetch_add", "load", "relax"]
+__all__ = ["address_of", "array_at", "dot_two_rows", "fetch_add", "load", "prefetch", "relax"]
 
 
 @njit(nogil=True, cache=True)
@@ -66,6 +67,98 @@ def load(typingctx, array, index):
         return builder.load_atomic(_element(context, builder, signature, args), "seq_cst", 8)
 
     return types.int64(array, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Have the cache line at `address` fetched, if there is one."""
+
+    def codegen(context, builder, signature, args):
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        )
+        # For reading, to be kept in all caches, data.
+        builder.call(hint, [builder.inttoptr(args[0], byte), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(address), codegen
+
+
+@intrinsic
+def dot_two_rows(typingctx, m, start, cols, x, y, i):
+    """``y[i], y[i + 1] = m[start:start + cols] @ x, m[start + cols:start + 2 cols] @ x``.
+
+    In vectors of 32 bytes, the last one masked. What the compiler makes of the loop falls back to
+    single elements for the last few of each row, which are most of a short one.
+    """
+
+    def codegen(context, builder, signature, args):
+        element = context.get_value_type(m.dtype)
+        lanes = 256 // m.dtype.bitwidth
+        vector, i64, i32 = ir.VectorType(element, lanes), ir.IntType(64), ir.IntType(32)
+        lane_mask = ir.VectorType(ir.IntType(1), lanes)
+        pointer, zero = vector.as_pointer(), ir.Constant(vector, [0.0] * lanes)
+        suffix = f"v{lanes}f{m.dtype.bitwidth}"
+        masked_load = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [pointer, i32, lane_mask, vector]),
+            f"llvm.masked.load.{suffix}.p0",
+        )
+        add_up = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(element, [element, vector]),
+            f"llvm.vector.reduce.fadd.{suffix}",
+        )
+
+        def data(k):
+            return context.make_array(signature.args[k])(context, builder, args[k]).data
+
+        first, x_data, y_data = builder.gep(data(0), [args[1]]), data(3), data(4)
+        rows = first, builder.gep(first, [args[2]])
+        totals = [cgutils.alloca_once_value(builder, zero) for _ in rows]
+
+        def accumulate(column, read):
+            x_part = read(builder.gep(x_data, [column]))
+            for row, total in zip(rows, totals, strict=True):
+                term = builder.fmul(read(builder.gep(row, [column])), x_part, flags=("contract",))
+                total_now = builder.fadd(builder.load(total), term, flags=("contract",))
+                builder.store(total_now, total)
+
+        def read_all(address):
+            part = builder.load(builder.bitcast(address, pointer))
+            part.align = m.dtype.bitwidth // 8
+            return part
+
+        whole = builder.and_(args[2], i64(-lanes))
+        with cgutils.for_range_slice(builder, i64(0), whole, i64(lanes), intp=i64) as (column, _):
+            accumulate(column, read_all)
+        rest = builder.sub(args[2], whole)
+        with builder.if_then(builder.icmp_unsigned("!=", rest, i64(0))):
+            one = builder.insert_element(
+                ir.Constant(ir.VectorType(i64, lanes), ir.Undefined), rest, i32(0)
+            )
+            every = builder.shuffle_vector(
+                one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes)
+            )
+            numbers = ir.Constant(ir.VectorType(i64, lanes), list(range(lanes)))
+            mask = builder.icmp_unsigned("<", numbers, every)
+
+            def read_rest(address):
+                align = i32(m.dtype.bitwidth // 8)
+                return builder.call(
+                    masked_load, [builder.bitcast(address, pointer), align, mask, zero]
+                )
+
+            accumulate(whole, read_rest)
+        for k, total in enumerate(totals):
+            dot = builder.call(
+                add_up, [ir.Constant(element, -0.0), builder.load(total)], fastmath=("reassoc",)
+            )
+            builder.store(dot, builder.gep(y_data, [builder.add(args[5], i64(k))]))
+        return context.get_dummy_value()
+
+    return types.void(m, types.uint64, types.uint64, x, y, types.uint64), codegen
 
 
 if os.name == "posix":
