@@ -1,0 +1,594 @@
+"""Bad input: one exception that names the argument, what was passed and what is expected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from oracles import assert_within, every_schedule, same_bits, sequential
+
+import sparsescan
+from sparsescan import (
+    BatchedCSR,
+    CSRChain,
+    DeviceError,
+    InputError,
+    InputTypeError,
+    Pattern,
+    Schedule,
+    SparseScanError,
+)
+
+
+def csr(rows: int = 3, cols: int = 3, **changes: Any) -> sp.csr_array:
+    """A CSR array with every entry, some of its arrays replaced after SciPy has checked them."""
+    matrix = sp.csr_array(np.arange(1.0, rows * cols + 1).reshape(rows, cols))
+    for name, array in changes.items():
+        setattr(matrix, name, np.array(array))
+    return matrix
+
+
+def refused(grad: Any, jacobians: Any, **options: Any) -> str:
+    """The message with which a scan and, where it can see it, a plan refuse this input."""
+    messages = set()
+    for call in (sparsescan.exclusive_scan, sparsescan.inclusive_scan):
+        with pytest.raises(SparseScanError) as caught:
+            call(grad, jacobians, **options)
+        assert caught.value.__cause__ is None
+        messages.add((type(caught.value), str(caught.value)))
+    assert len(messages) == 1
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# ---------------------------------------------------------------------------------------------
+# CSR structure
+# ---------------------------------------------------------------------------------------------
+
+MALFORMED = {
+    "starts off 0": (
+        {"indptr": [1, 3, 6, 9]},
+        "InputError: jacobians[1] has an indptr that starts at 1; expected 0",
+    ),
+    "falls": (
+        {"indptr": [0, 6, 3, 9]},
+        "InputError: jacobians[1] has an indptr that falls after row 1; expected",
+    ),
+    "ends early": (
+        {"indptr": [0, 3, 6, 8]},
+        "InputError: jacobians[1] has an indptr that ends at 8; expected 9",
+    ),
+    "ends late": (
+        {"indptr": [0, 3, 6, 10]},
+        "InputError: jacobians[1] has an indptr that ends at 10; expected 9",
+    ),
+    "negative indptr": (
+        {"indptr": [0, -3, 6, 9]},
+        "InputError: jacobians[1] has an indptr that falls after row 0; expected",
+    ),
+    "short indptr": (
+        {"indptr": [0, 3, 9]},
+        "InputError: jacobians[1] has an indptr of 3 entries; expected 4 for 3 rows",
+    ),
+    "long indptr": (
+        {"indptr": [0, 3, 6, 9, 9]},
+        "InputError: jacobians[1] has an indptr of 5 entries; expected 4 for 3 rows",
+    ),
+    "index too large": (
+        {"indices": [0, 1, 2, 0, 1, 3, 0, 1, 2]},
+        "InputError: jacobians[1] has an index 3 in row 1; expected columns 0 to 2",
+    ),
+    "huge index": (
+        {"indices": np.array([0, 1, 2, 0, 1, 2, 0, 1, 2**32])},
+        "InputError: jacobians[1] has an index 4294967296 in row 2; expected columns 0 to 2",
+    ),
+    "negative index": (
+        {"indices": [0, 1, 2, -1, 1, 2, 0, 1, 2]},
+        "InputError: jacobians[1] has an index -1 in row 1; expected columns 0 to 2",
+    ),
+    "float indices": (
+        {"indices": np.arange(9.0) % 3},
+        "InputTypeError: jacobians[1] has indices of dtype float64; expected integers",
+    ),
+    "float indptr": (
+        {"indptr": [0.0, 3.0, 6.0, 9.0]},
+        "InputTypeError: jacobians[1] has indptr of dtype float64; expected integers",
+    ),
+    "boolean indices": (
+        {"indices": np.zeros(9, bool)},
+        "InputTypeError: jacobians[1] has indices of dtype bool; expected integers",
+    ),
+    "short data": (
+        {"data": np.ones(8)},
+        "InputError: jacobians[1] has data of shape (8,); expected (9,)",
+    ),
+    "long data": (
+        {"data": np.ones(10)},
+        "InputError: jacobians[1] has data of shape (10,); expected (9,)",
+    ),
+    "data with two axes": (
+        {"data": np.ones((9, 1))},
+        "InputError: jacobians[1] has data of shape (9, 1); expected (9,)",
+    ),
+    "indices with two axes": (
+        {"indices": np.zeros((3, 3), np.int32)},
+        "InputError: jacobians[1] has indices of shape (3, 3); expected one dimension",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_csr_array(name):
+    changes, message = MALFORMED[name]
+    bad = csr(**changes)
+    before = [array.tobytes() for array in (bad.data, bad.indices, bad.indptr)]
+    assert refused(np.ones(3), [csr(), bad, csr()]).startswith(message)
+    with pytest.raises(SparseScanError) as caught:
+        sparsescan.plan([csr(), bad, csr()])
+    assert str(caught.value) == refused(np.ones(3), [csr(), bad, csr()]).split(": ", 1)[1]
+    plan = sparsescan.plan([csr()] * 3)
+    with pytest.raises(SparseScanError) as caught:
+        plan.exclusive_scan(np.ones(3), [csr(), bad, csr()])
+    assert str(caught.value).startswith("jacobians[1] ")
+    assert [array.tobytes() for array in (bad.data, bad.indices, bad.indptr)] == before
+
+
+@pytest.mark.parametrize("name", [n for n, (c, _) in MALFORMED.items() if "data" not in c])
+@pytest.mark.parametrize("kind", [BatchedCSR, CSRChain, Pattern])
+def test_malformed_index_arrays(kind, name):
+    changes, message = MALFORMED[name]
+    good = csr()
+    arrays = {"indices": good.indices, "indptr": good.indptr, **changes}
+    arguments = [arrays["indices"], arrays["indptr"]]
+    arguments = arguments[::-1] if kind is Pattern else [np.ones((2, 9)), *arguments]
+    with pytest.raises(SparseScanError) as caught:
+        kind(*arguments, (3, 3))
+    wrong, text = message.split(": ", 1)
+    assert type(caught.value).__name__ == wrong
+    name = "pattern" if kind is Pattern else kind.__name__
+    assert str(caught.value).startswith(text.replace("jacobians[1]", name))
+
+
+@pytest.mark.parametrize("kind", [BatchedCSR, CSRChain])
+@pytest.mark.parametrize("shape", [(9,), (2, 8), (2, 9, 1), (1, 2, 3, 9), ()])
+def test_values_of_a_wrong_shape(kind, shape):
+    with pytest.raises(InputError, match=rf"^{kind.__name__} has data of shape .*; expected \("):
+        kind(np.ones(shape), csr().indices, csr().indptr, (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"),
+    [
+        ((3,), InputTypeError),
+        ((3, -1), InputError),
+        ("ab", InputTypeError),
+        ((3.5, 3), InputTypeError),
+    ],
+)
+def test_a_wrong_matrix_shape(shape, error):
+    with pytest.raises(error, match=r"has shape .*; expected"):
+        BatchedCSR(np.ones((2, 9)), csr().indices, csr().indptr, shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# Unsorted and duplicate columns: accepted, made canonical on a copy
+# ---------------------------------------------------------------------------------------------
+
+
+def messy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, indices and indptr: unsorted rows, columns that come twice, empty rows."""
+    return (
+        np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        np.array([2, 0, 2, 1, 1, 0], np.int32),
+        np.array([0, 3, 3, 6, 6], np.int32),
+    )
+
+
+CLEAN = np.array([[2.0, 0, 4.0, 0], [0, 0, 0, 0], [6.0, 9.0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_unsorted_and_duplicate_columns_are_summed_on_a_copy():
+    arrays = messy()
+    grad = np.array([1.0, 10.0, 100.0, 1000.0])
+    matrix = sp.csr_array((4, 4))
+    matrix.data, matrix.indices, matrix.indptr = arrays
+    for jacobians in (
+        [matrix, matrix, np.eye(4)],
+        [BatchedCSR(arrays[0][None], *arrays[1:], (4, 4))] * 3,
+        CSRChain(np.stack([arrays[0]] * 3), *arrays[1:], (4, 4)),
+        CSRChain(np.stack([arrays[0]] * 3)[:, None], *arrays[1:], (4, 4)),
+    ):
+        batched = isinstance(jacobians, CSRChain) and jacobians.batch
+        batched = batched or (isinstance(jacobians, list) and hasattr(jacobians[0], "batch"))
+        g = grad[None] if batched else grad
+        for schedule in every_schedule(3):
+            result = sparsescan.exclusive_scan(g, jacobians, schedule=schedule)
+            expected = [g, g @ CLEAN.T, g @ CLEAN.T @ CLEAN.T]
+            assert same_bits(result, expected)
+    for array, fresh in zip(arrays, messy(), strict=True):
+        assert array.tobytes() == fresh.tobytes()
+
+
+def test_made_canonical_a_container_shows_what_it_holds():
+    batched = BatchedCSR(messy()[0][None], *messy()[1:], (4, 4))
+    assert batched.nnz == 4
+    np.testing.assert_array_equal(batched[0].toarray(), CLEAN)
+    assert batched.data.tolist() == [[2.0, 4.0, 6.0, 9.0]]
+
+
+def test_a_plan_meets_the_same_pattern_unsorted():
+    matrix = sp.csr_array((4, 4))
+    matrix.data, matrix.indices, matrix.indptr = messy()
+    clean = sp.csr_array(CLEAN)
+    plan = sparsescan.plan([clean, clean], schedule="blelloch")
+    for pair in ([matrix, clean], [clean, matrix], [matrix, matrix]):
+        assert same_bits(
+            plan.inclusive_scan(np.ones(4), pair), plan.inclusive_scan(np.ones(4), [clean, clean])
+        )
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_shuffled_entries_make_no_difference(random):
+    rng = np.random.default_rng(random)
+    rows, cols = rng.integers(0, 6, 2)
+    matrix = sp.random_array((rows, cols), density=0.6, rng=rng, format="csr")
+    odd = matrix.copy()
+    order = np.lexsort((rng.random(matrix.nnz), np.repeat(np.arange(rows), np.diff(matrix.indptr))))
+    odd.indices, odd.data = matrix.indices[order], matrix.data[order]
+    grad = rng.standard_normal(cols)
+    expected, found = (sparsescan.inclusive_scan(grad, [m]) for m in (matrix, odd))
+    assert same_bits(expected, found)
+
+
+# ---------------------------------------------------------------------------------------------
+# Shapes that do not agree
+# ---------------------------------------------------------------------------------------------
+
+
+def test_dimensions_that_do_not_chain():
+    message = refused(np.ones(30), [np.ones((25, 30)), np.ones((20, 30))])
+    assert message == (
+        "InputError: jacobians[1] has shape (20, 30), but jacobians[0] has 25 rows; "
+        "expected (·, 25): order them from the last layer to the first, each transposed"
+    )
+    with pytest.raises(InputError, match=r"jacobians\[2\] has shape \(4, 3\), but jacobians\[1\]"):
+        sparsescan.plan([Pattern.dense((2, 3)), Pattern.dense((2, 2)), Pattern.dense((4, 3))])
+    with pytest.raises(InputError, match=r"has shape \(2, 3\)"):
+        sparsescan.exclusive_scan(np.ones(3), np.ones((2, 2, 3)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,), (), (2, 3), (2, 2, 4), (4, 2)])
+def test_a_gradient_of_a_wrong_shape(shape):
+    message = refused(np.ones(shape), [np.ones((3, 4))] + [np.ones((3, 3))] * 2)
+    assert message.startswith(f"InputError: grad has shape {shape}; expected (4,) or (batch, 4)")
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3), (1, 4)])
+def test_a_gradient_whose_batch_is_not_the_jacobians(shape):
+    message = refused(np.ones(shape), [np.ones((2, 3, 4)), np.ones((3, 3))])
+    assert message.startswith(f"InputError: grad has shape {shape}; expected (2, 4)")
+
+
+def test_batch_sizes_that_differ():
+    jacobians = [np.ones((2, 3, 3)), np.ones((3, 3)), np.ones((4, 3, 3))]
+    assert refused(np.ones((2, 3)), jacobians).startswith(
+        "InputError: jacobians[2] has a batch of 4, an earlier one of 2; expected one batch size"
+    )
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3, 3, 3), ()])
+def test_a_jacobian_with_a_wrong_number_of_axes(shape):
+    assert refused(np.ones(3), [np.ones((3, 3)), np.ones(shape)]).startswith(
+        f"InputError: jacobians[1] has shape {shape}; expected (rows, cols) or (batch, rows, cols)"
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 3), (1, 2, 3, 3, 3)])
+def test_a_stack_with_a_wrong_number_of_axes(shape):
+    assert refused(np.ones(3), np.ones(shape)).startswith(
+        f"InputError: jacobians has shape {shape}; expected (n, rows, cols) or "
+    )
+
+
+def test_local_gradients():
+    jacobians = np.ones((3, 2, 2))
+    call = sparsescan.exclusive_scan
+    for local, error, message in [
+        ([None] * 4, InputError, "local_grads has 4 entries; expected 3"),
+        ([np.ones(2)] * 2, InputError, "local_grads has 2 entries; expected 3"),
+        ([None, np.ones(3), None], InputError, r"local_grads\[1\] has shape \(3,\); expected \(2,"),
+        ([None, np.ones((2, 2)), None], InputError, r"local_grads\[1\] has shape \(2, 2\); exp"),
+        ([None, None, [1, 2]], InputTypeError, r"local_grads\[2\] has dtype int64; expected float"),
+        ("abc", InputTypeError, "local_grads is a str; expected a sequence"),
+        ({0: np.ones(2)}, InputTypeError, "local_grads is a dict; expected a sequence"),
+        (7.0, InputTypeError, "local_grads is a float; expected a sequence"),
+    ]:
+        with pytest.raises(error, match=f"^{message}"):
+            call(np.ones(2), jacobians, local_grads=local)
+
+
+# ---------------------------------------------------------------------------------------------
+# Types
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["coo", "csc", "bsr", "dia", "dok", "lil"])
+@pytest.mark.parametrize("kind", ["array", "matrix"])
+def test_other_sparse_formats_are_told_the_way(form, kind):
+    made = getattr(sp, f"{form}_{kind}")(np.eye(3))
+    message = refused(np.ones(3), [csr(), made, csr()])
+    assert message == (
+        f"InputTypeError: jacobians[1] is a {form}_{kind}; expected CSR: convert it with .tocsr()"
+    )
+
+
+DTYPES = [np.float16, np.longdouble, complex, np.complex64, int, np.int8, np.uint64, bool, object]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_other_dtypes_are_refused_by_name(dtype):
+    name = np.dtype(dtype).name
+    if np.dtype(dtype) == np.float64:
+        pytest.skip("long double is double here")
+    odd = csr()
+    odd.data = np.ones(9, dtype)
+    says = f"dtype {name}; expected float32 or float64"
+    eye = np.eye(3, dtype=dtype)
+    assert says in refused(np.ones(3), [csr(), odd])
+    assert refused(np.ones(3), [csr(), eye]) == f"InputTypeError: jacobians[1] has {says}"
+    assert refused(np.ones(3), np.stack([eye, eye])) == f"InputTypeError: jacobians has {says}"
+    assert refused(np.ones(3, dtype), [csr()]) == f"InputTypeError: grad has {says}"
+    local = [None, np.ones(3, dtype), None]
+    with pytest.raises(InputTypeError, match=rf"local_grads\[1\] has {says}"):
+        sparsescan.exclusive_scan(np.ones(3), [csr()] * 3, local_grads=local)
+    for kind in (BatchedCSR, CSRChain):
+        with pytest.raises(InputTypeError, match=f"{kind.__name__} data has {says}"):
+            kind(np.ones((2, 9), dtype), csr().indices, csr().indptr, (3, 3))
+    with pytest.raises(InputTypeError, match=f"dtype is .*{name}.*; expected float32 or float64"):
+        sparsescan.plan([csr()], dtype=dtype)
+
+
+@pytest.mark.parametrize("text", ["abc", np.array(["1.0"]), np.array([], "datetime64[s]")])
+def test_what_is_no_number(text):
+    assert refused(text, [csr()]).startswith("InputTypeError: grad has dtype ")
+
+
+def test_ragged_lists():
+    with pytest.raises(InputTypeError, match="pattern has no array as indptr"):
+        Pattern([[0], [1, 2]], [0, 1], (2, 2))
+    assert refused([[1.0], [1.0, 2.0]], [csr()]).startswith("InputTypeError: grad is not an array")
+    ragged = [[1.0, 2.0], [3.0]]
+    message = refused(np.ones(3), [csr(), ragged])
+    assert message.startswith("InputTypeError: jacobians[1] is not an array")
+
+
+@pytest.mark.parametrize(
+    ("jacobians", "message"),
+    [
+        (None, "jacobians is a NoneType; expected a sequence"),
+        (3, "jacobians is a int; expected a sequence"),
+        ("csr", "jacobians is a str; expected a sequence"),
+        ({1: 2}, "jacobians is a dict; expected a sequence"),
+        ((m for m in [csr()]), "jacobians is a generator; expected a sequence"),
+        (csr(), "jacobians is a csr_array; expected a sequence"),
+        (BatchedCSR(np.ones((2, 3)), [0, 1, 2], [0, 1, 2, 3], (3, 3)), "jacobians is a BatchedCSR"),
+        ([Pattern.diagonal(3)], "jacobians[0] is a Pattern, which has no values; expected a Jac"),
+        (
+            [csr(), CSRChain(np.ones((2, 3)), [0, 1, 2], [0, 1, 2, 3], (3, 3))],
+            "jacobians[1] is a C",
+        ),
+        ([csr(), None], "jacobians[1] has dtype object; expected float32 or float64"),
+    ],
+)
+def test_what_is_no_chain(jacobians, message):
+    assert refused(np.ones(3), jacobians).startswith(f"InputTypeError: {message}")
+
+
+class OnDevice:
+    """What says of itself that its memory is a GPU's, as CuPy's and PyTorch's arrays do."""
+
+    shape, dtype, ndim = (3,), np.dtype(float), 1
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": (3,), "typestr": "<f8", "data": (0, False), "version": 3}
+
+    def __len__(self):
+        return 3
+
+    def __array__(self, *_, **__):
+        raise AssertionError("copied from the device without being asked")
+
+
+def test_arrays_on_a_device_without_cupy():
+    on_device = OnDevice()
+    says = r"OnDevice on a CUDA device; this version computes on the CPU"
+    for grad, jacobians, name in [
+        (on_device, [csr()], "grad"),
+        (np.ones(3), on_device, "jacobians"),
+        (np.ones(3), [csr(), on_device], "jacobians[1]"),
+    ]:
+        message = refused(grad, jacobians)
+        assert message.startswith(f"DeviceError: {name} is a ")
+        assert says in message
+    for local, name in [(on_device, "local_grads"), ([on_device], r"local_grads\[0\]")]:
+        with pytest.raises(DeviceError, match=f"^{name} is a .*{says}"):
+            sparsescan.exclusive_scan(np.ones(3), [csr()], local_grads=local)
+    for kind in (BatchedCSR, CSRChain):
+        for name in ("data", "indices", "indptr"):
+            arrays = {"data": np.ones((2, 9)), "indices": csr().indices, "indptr": csr().indptr}
+            arrays[name] = on_device
+            with pytest.raises(DeviceError, match=f"^{kind.__name__} {name} is a .*{says}"):
+                kind(**arrays, shape=(3, 3))
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu", "", 0])
+def test_devices_that_are_not_there(device):
+    assert refused(np.ones(3), [csr()], device=device).startswith(
+        f"DeviceError: device is {device!r}; expected None or 'cpu'"
+    )
+    with pytest.raises(DeviceError, match=r"^device is .*; expected None or 'cpu'"):
+        sparsescan.plan([csr()], device=device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["fast", "", None, 3, ["linear"], Schedule.linear])
+def test_schedules_that_do_not_exist(schedule):
+    message = refused(np.ones(3), [csr()], schedule=schedule)
+    assert message.startswith(f"InputError: schedule is {schedule!r}; expected 'auto', 'linear', ")
+
+
+def test_a_schedule_for_another_length():
+    assert refused(np.ones(3), [csr()] * 3, schedule=Schedule.blelloch(4)) == (
+        "InputError: schedule is Schedule.blelloch(4); expected one for 3 Jacobians"
+    )
+
+
+@pytest.mark.parametrize("name", ["batch", "memory_limit"])
+def test_options_of_a_plan_are_counts(name):
+    with pytest.raises(InputTypeError, match=rf"^{name} is 2\.5; expected an integer"):
+        sparsescan.plan([csr()], **{name: 2.5})
+    with pytest.raises(InputError, match=rf"^{name} is -1; expected at least"):
+        sparsescan.plan([csr()], **{name: -1})
+
+
+@pytest.mark.parametrize("dtype", ["float", "nonsense", 7, "O"])
+def test_dtype_of_a_plan(dtype):
+    if dtype == "float":
+        assert sparsescan.plan([csr()], dtype=dtype).dtype == np.float64
+        return
+    with pytest.raises(InputTypeError, match=r"^dtype is .*; expected float32 or float64"):
+        sparsescan.plan([csr()], dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# Malformed CSR at random
+# ---------------------------------------------------------------------------------------------
+
+ODD = st.sampled_from([-(2**63), -(2**31), -1, 0, 1, 2, 3, 5, 7, 2**31 - 1, 2**31, 2**63 - 1])
+INDEX_DTYPES = st.sampled_from(["i4", "i8", "u4", "u8", "i2", "f8", ">i4", "O", "?"])
+
+
+@st.composite
+def mutated(draw: Any) -> tuple[sp.csr_array, bool]:
+    """A CSR array, some of whose arrays were changed behind SciPy's back."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows, cols = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    matrix = sp.random_array((rows, cols), density=0.5, rng=rng, format="csr")
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(["indptr", "indices", "data"]))
+        array = getattr(matrix, name)
+        change = draw(st.sampled_from(["entry", "length", "dtype", "order", "axes"]))
+        if change == "entry" and array.size and array.dtype.kind != "f":
+            wide = array.astype(np.int64)
+            wide.flat[draw(st.integers(0, array.size - 1))] = draw(ODD)
+            array = wide if draw(st.booleans()) else wide.astype(np.int32)
+        elif change == "length":
+            array = np.resize(array, draw(st.integers(0, array.size + 3)))
+        elif change == "dtype":
+            with np.errstate(all="ignore"):
+                array = array.astype(draw(INDEX_DTYPES))
+        elif change == "order":
+            array = array[::-1]
+        elif change == "axes":
+            array = array.reshape(draw(st.sampled_from([(1, -1), (-1, 1)])))
+        setattr(matrix, name, array)
+    return matrix
+
+
+def survive(matrix: sp.csr_array, schedules: tuple[str, ...] = ("linear", "blelloch")) -> bool:
+    """Scan with such a matrix; whether it was accepted. What is accepted must be right."""
+    rows, cols = matrix.shape
+    jacobians = [matrix, np.ones((2, rows)), np.ones((2, 2)), np.ones((cols, 2)), matrix]
+    accepted = set()
+    for schedule in schedules:
+        try:
+            result = sparsescan.inclusive_scan(np.ones(cols), jacobians, schedule=schedule)
+        except SparseScanError as error:
+            assert "jacobians[0]" in str(error)  # noqa: PT017
+            accepted.add(False)
+        else:
+            clean = sp.csr_array(
+                (
+                    matrix.data.astype(float),
+                    matrix.indices.astype(np.int64),
+                    matrix.indptr.astype(np.int64),
+                ),
+                shape=matrix.shape,
+            )
+            clean.sum_duplicates()
+            jacobians = [clean, *jacobians[1:4], clean]
+            expected = sequential(np.ones(cols), jacobians, inclusive=True)
+            assert_within(result, expected, result[0].dtype)
+            accepted.add(True)
+    assert len(accepted) == 1
+    return accepted.pop()
+
+
+@given(mutated())
+def test_malformed_csr_never_crashes(matrix):
+    survive(matrix)
+
+
+@given(mutated())
+def test_malformed_csr_never_passes_for_a_plans_pattern(matrix):
+    """The short way, which compares with a known pattern, lets nothing else through."""
+    rows, cols = matrix.shape
+    whole = sp.csr_array(np.ones((rows, cols)))
+    plan = sparsescan.plan([whole, np.ones((2, rows))], schedule="blelloch")
+    try:
+        plan.inclusive_scan(np.ones(cols), [matrix, np.ones((2, rows))])
+    except SparseScanError as error:
+        assert "jacobians[0]" in str(error)  # noqa: PT017
+    else:
+        assert matrix.nnz >= rows * cols
+
+
+def test_malformed_csr_with_bounds_checked(tmp_path):
+    """The same in an interpreter whose kernels raise where they read or write out of bounds."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={
+            **os.environ,
+            "NUMBA_BOUNDSCHECK": "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    accepted, refused = map(int, done.stdout.split())
+    assert accepted > 5
+    assert refused > 20
+
+
+def main() -> None:
+    """Run the random input above once; print how many were accepted and refused."""
+    counts = [0, 0]
+
+    @seed(0)
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(mutated())
+    def run(matrix):
+        counts[not survive(matrix, ("blelloch",))] += 1
+
+    run()
+    print(*counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""The same bits whatever the number of threads; plans shared by threads and by forked children."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from oracles import assert_within, every_schedule, indices_of, mask, sequential
+
+import sparsescan
+import sparsescan.program
+from sparsescan import BatchedCSR, CSRChain
+from sparsescan.kernels import _threads
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def run_python(code: str, tmp_path, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+# ---------------------------------------------------------------------------------------------
+# The number of threads
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_threads(monkeypatch):
+    """Set the number of threads, with as many workers, and work cut into the smallest pieces."""
+    pools = []
+
+    def set_threads(count):
+        pools.append(ThreadPoolExecutor(max(count - 1, 1)))
+        # By name, because the function `sparsescan.plan` hides the module.
+        plan = importlib.import_module("sparsescan.plan")
+        monkeypatch.setattr(plan, "thread_count", lambda: count)
+        monkeypatch.setattr(_threads, "_pool", pools[-1])
+
+    monkeypatch.setattr(sparsescan.program, "_RUN_GRAIN", 1)
+    monkeypatch.setattr(sparsescan.program, "_ROW_GRAIN", 1)
+    yield set_threads
+    for pool in pools:
+        pool.shutdown()
+
+
+def cases():
+    """Chains that are cut between runs, between samples and between rows."""
+    rng = np.random.default_rng(0)
+    size = 23
+    where = mask(rng, "sparse", size, size) | np.eye(size, dtype=bool)
+    indices, indptr = indices_of(where)
+
+    def csr(*leading):
+        data = 0.5 * rng.standard_normal((*leading, len(indices)))
+        return CSRChain(data, indices, indptr, (size, size))
+
+    def dense(*leading):
+        return 0.2 * rng.standard_normal((*leading, size, size))
+
+    yield "csr", csr(37), ()
+    yield "csr, shared by a batch", csr(37), (5,)
+    yield "batched csr", csr(37, 5), (5,)
+    yield "dense", dense(37), ()
+    yield "batched dense", dense(37, 5), (5,)
+    few = csr(3, 4).data
+    mixed = [*dense(2), BatchedCSR(few[0], indices, indptr, (size, size)), *dense(2), *dense(2, 4)]
+    yield "some steps batched", mixed, (4,)
+    wide = csr(6)
+    wide.data[:] *= np.logspace(-200, 200, 6)[:, None]
+    yield "scaled", CSRChain(wide.data, indices, indptr, (size, size)), ()
+    holes = dense(9)
+    holes[4, 3, 3] = np.nan
+    yield "not finite", holes, ()
+
+
+CASES = {name: (jacobians, leading) for name, jacobians, leading in cases()}
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["plain", "local gradients"])
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_threads_gives_the_same_bits(name, local, with_threads):
+    jacobians, leading = CASES[name]
+    n, size = len(jacobians), 23
+    rng = np.random.default_rng(1)
+    grad = rng.standard_normal((*leading, size))
+    local_grads = list(rng.standard_normal((n, *leading, size))) if local else None
+    for schedule in every_schedule(n):
+        plan = sparsescan.plan(jacobians, schedule=schedule)
+        seen = set()
+        for threads in (1, 2, 3, 5, 2, 1):
+            with_threads(threads)
+            result = plan.exclusive_scan(grad, jacobians, local_grads=local_grads)
+            seen.add(hashlib.sha256(np.array(result).tobytes()).hexdigest())
+        assert len(seen) == 1, schedule
+        if name not in ("scaled", "not finite"):
+            assert_within(result, sequential(grad, jacobians, local_grads), np.float64)
+
+
+def test_the_cases_are_cut_into_pieces(with_threads):
+    """So that the test above tests something: several units, of every kind of work."""
+    kinds = set()
+    for jacobians, leading in CASES.values():
+        for schedule in every_schedule(len(jacobians)):
+            with_threads(3)
+            plan = sparsescan.plan(jacobians, schedule=schedule)
+            plan.exclusive_scan(np.ones((*leading, 23)), jacobians)
+            for slot in plan._idle:
+                for workspace in slot._workspaces.values():
+                    kinds |= {(row[0], row[2] > 1) for row in workspace._stages.stages.tolist()}
+    work = sparsescan.program.Work
+    for kind in (work.RUNS, work.VECTOR, work.CHECK, work.MULTIPLY):
+        assert (kind, True) in kinds
+    assert (work.SETTLE, False) in kinds
+
+
+SHA = """
+    import hashlib, numpy as np, scipy.sparse as sp, sparsescan
+    from numba import config
+    from sparsescan import Schedule
+    rng = np.random.default_rng(0)
+    sha = hashlib.sha256()
+    large = sp.random_array((400, 400), density=0.2, rng=rng, format="csr")
+    dense = 0.1 * rng.standard_normal((64, 8, 40, 40))
+    for jacobians, grad in [([large] * 6, rng.standard_normal(400)),
+                            (dense, rng.standard_normal((8, 40))),
+                            (dense[:, 0], rng.standard_normal(40))]:
+        n = len(jacobians)
+        for schedule in ("linear", "blelloch", Schedule.chunked(n, 4)):
+            result = sparsescan.exclusive_scan(grad, jacobians, schedule=schedule)
+            sha.update(np.array(result).tobytes())
+    print(config.NUMBA_NUM_THREADS, sha.hexdigest())
+"""
+
+
+def test_processes_with_other_numbers_of_threads_give_the_same_bits(tmp_path):
+    printed = [run_python(SHA, tmp_path, NUMBA_NUM_THREADS=str(k)).split() for k in (1, 2, 3, 5)]
+    assert [int(threads) for threads, _ in printed] == [1, 2, 3, 5]
+    assert len({sha for _, sha in printed}) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Several threads of the caller
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_one_plan_in_eight_threads_at_once(threads, with_threads):
+    """With different values, dtypes, batches and local gradients; each gets its own answer."""
+    with_threads(threads)
+    n, size = 40, 9
+    plan = sparsescan.plan(np.zeros((n, size, size)), schedule="blelloch")
+    start = threading.Barrier(8)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype([np.float32, np.float64][seed % 2])
+        leading = [(), (3,)][seed // 2 % 2]
+        start.wait()
+        for _ in range(15):
+            jacobians = (0.3 * rng.standard_normal((n, *leading, size, size))).astype(dtype)
+            grad = rng.standard_normal((*leading, size)).astype(dtype)
+            local = list(rng.standard_normal((n, *leading, size)).astype(dtype))
+            local = local if seed >= 4 else None
+            result = plan.exclusive_scan(grad, jacobians, local_grads=local)
+            assert_within(result, sequential(grad, jacobians, local, dtype=dtype), dtype)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_one_shot_scans_in_eight_threads_at_once(with_threads):
+    with_threads(3)
+    start = threading.Barrier(8)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        where = mask(rng, "sparse", 8, 8)
+        indices, indptr = indices_of(where)
+        start.wait()
+        for _ in range(10):
+            chain = CSRChain(rng.standard_normal((20, len(indices))), indices, indptr, (8, 8))
+            grad = rng.standard_normal(8)
+            result = sparsescan.exclusive_scan(grad, chain, schedule="blelloch")
+            assert_within(result, sequential(grad, chain), np.float64)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_an_error_in_one_thread_leaves_the_others_alone(with_threads):
+    with_threads(2)
+    rng = np.random.default_rng(2)
+    jacobians, grad = rng.standard_normal((30, 5, 5)), rng.standard_normal(5)
+    plan = sparsescan.plan(jacobians, schedule="blelloch")
+    expected = plan.exclusive_scan(grad, jacobians)
+
+    def work(k):
+        if k % 2:
+            with pytest.raises(sparsescan.InputError):
+                plan.exclusive_scan(grad, jacobians[:, :4])
+            return True
+        return (plan.exclusive_scan(grad, jacobians) == expected).all()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(100)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Forks
+# ---------------------------------------------------------------------------------------------
+
+FORKS = """
+    import os, signal, sys, threading
+    import numpy as np, sparsescan, sparsescan.program
+
+    sparsescan.program._RUN_GRAIN = sparsescan.program._ROW_GRAIN = 1
+    rng = np.random.default_rng(0)
+    jacobians, grad = 0.2 * rng.standard_normal((40, 12, 12)), rng.standard_normal(12)
+    plan = sparsescan.plan(jacobians, schedule="blelloch")
+    expected = plan.exclusive_scan(grad, jacobians)
+
+    def child():
+        signal.alarm(60)  # a child that hangs is killed, and seen
+        same = (plan.exclusive_scan(grad, jacobians) == expected).all()
+        where = rng.random((6, 6)) < 0.5
+        chain = [where * 1.0] * 5
+        other = sparsescan.exclusive_scan(np.ones(6), chain, schedule="blelloch")
+        return same and np.isfinite(other).all()
+
+    def fork_and_wait():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if child() else 1)
+        assert os.waitpid(pid, 0)[1] == 0, "the child failed"
+"""
+
+
+@needs_fork
+def test_a_plan_works_in_a_forked_child(tmp_path):
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        for _ in range(5):
+            fork_and_wait()
+            assert child()
+    """)
+    run_python(code, tmp_path, NUMBA_NUM_THREADS="3")
+
+
+@needs_fork
+def test_forks_while_other_threads_are_scanning(tmp_path):
+    """Locks and workers that the others hold at that moment are none of the child's."""
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        import warnings
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        from sparsescan import Pattern
+        stop = threading.Event()
+        wrong = []
+
+        def scan(seed):
+            rng = np.random.default_rng(seed)
+            while not stop.is_set():
+                if not (plan.exclusive_scan(grad, jacobians) == expected).all():
+                    wrong.append(seed)
+                rows = np.sort(rng.choice(9, 4, replace=False))
+                pattern = Pattern([0, 4], rows, (1, 9))
+                sparsescan.plan([pattern])
+
+        threads = [threading.Thread(target=scan, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            fork_and_wait()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+    """)
+    run_python(code, tmp_path, NUMBA_NUM_THREADS="3")
+
+
+@needs_fork
+def test_numba_parallel_functions_beside_scans_do_not_matter(tmp_path):
+    """The workqueue layer must not be entered by two threads at once, nor used after a fork."""
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        import numba
+
+        @numba.njit(parallel=True)
+        def total(x):
+            sum = 0.0
+            for i in numba.prange(len(x)):
+                sum += x[i]
+            return sum
+
+        assert total(np.ones(1000)) == 1000
+        assert numba.threading_layer() == "workqueue"
+        stop, wrong = threading.Event(), []
+
+        def scan():
+            while not stop.is_set():
+                if not (plan.exclusive_scan(grad, jacobians) == expected).all():
+                    wrong.append(1)
+
+        threads = [threading.Thread(target=scan) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            assert total(np.ones(1000)) == 1000
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        fork_and_wait()
+    """)
+    run_python(code, tmp_path, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="3")
+
+
+def test_a_thread_may_outlive_the_main_one(tmp_path):
+    """No worker can be started then; the thread's scans go on without."""
+    code = """
+        import threading, numpy as np, sparsescan, sparsescan.program
+        sparsescan.program._RUN_GRAIN = 1
+        jacobians, grad = np.full((40, 4, 6, 6), 0.1), np.ones((4, 6))
+        expected = sparsescan.exclusive_scan(grad, jacobians, schedule="blelloch")
+
+        def late():
+            threading.main_thread().join()
+            result = sparsescan.exclusive_scan(grad, jacobians, schedule="blelloch")
+            print((result == expected).all())
+
+        threading.Thread(target=late).start()
+    """
+    assert run_python(code, tmp_path, NUMBA_NUM_THREADS="2").strip() == "True"
