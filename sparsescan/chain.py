@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .containers import BatchedCSR, CSRChain, canonical, check_float
 from .errors import InputError, InputTypeError, PatternMismatchError
+from .kernels._memory import address_of
 from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
 
 __all__ = [
@@ -190,7 +191,7 @@ class Chain:
     def _take(self, k: int, values: NDArray[Any]) -> None:
         values = _walkable(values)
         self.values[k] = values
-        self.leaves[k, 0] = values.ctypes.data
+        self.leaves[k, 0] = address_of(values)
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
 
 
@@ -331,6 +332,8 @@ def _split(
     name: str, jacobian: Any, expected: Pattern | None
 ) -> tuple[Pattern, NDArray[np.floating[Any]]]:
     """Pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
+    if type(jacobian) is np.ndarray:
+        return _split_dense(name, jacobian, 0, expected)
     if isinstance(jacobian, _CSR_TYPES):
         pattern, values = _split_csr(name, jacobian)
     elif isinstance(jacobian, BatchedCSR):

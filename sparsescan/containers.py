@@ -201,6 +201,8 @@ class CSRChain(_SharedPattern):
 
 def check_float(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
     """`array` as a NumPy array of float32 or float64 in native byte order, or an error."""
+    if type(array) is np.ndarray and array.dtype in _FLOATS and array.dtype.isnative:
+        return array
     check_host(name, array)
     try:
         array = np.asarray(array)

@@ -15,7 +15,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["address_of", "array_at", "dot_two_rows", "fetch_add", "load", "prefetch", "relax"]
+__all__ = ["address_of", "array_at", "dot_two_rows", "fetch_add", "load", "relax"]
 
 
 @njit(nogil=True, cache=True)
@@ -67,22 +67,6 @@ def load(typingctx, array, index):
         return builder.load_atomic(_element(context, builder, signature, args), "seq_cst", 8)
 
     return types.int64(array, types.intp), codegen
-
-
-@intrinsic
-def prefetch(typingctx, address):
-    """Have the cache line at `address` fetched, if there is one."""
-
-    def codegen(context, builder, signature, args):
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        hint = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        )
-        # For reading, to be kept in all caches, data.
-        builder.call(hint, [builder.inttoptr(args[0], byte), i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
-
-    return types.void(address), codegen
 
 
 @intrinsic

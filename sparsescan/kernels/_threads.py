@@ -15,6 +15,8 @@ from typing import Any
 
 from numba import config
 
+from .cpu import abort
+
 __all__ = ["thread_count", "work"]
 
 _pool: ThreadPoolExecutor | None = None
@@ -28,15 +30,30 @@ def thread_count() -> int:
 def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:
     """Call ``kernel(tables, i)`` on this thread with ``i = 0``, and on helpers that come in time.
 
-    Returns when none of them runs any more.
+    Returns when none of them runs any more. An exception in any of them, such as a lack of memory,
+    stops the others and is raised here.
     """
-    helpers = [_executor().submit(kernel, tables, i) for i in range(1, threads)]
+    helpers = []
     try:
-        kernel(tables, 0)
+        for i in range(1, threads):
+            helpers.append(_executor().submit(_guard, kernel, tables, i))
+    except RuntimeError:
+        # No thread can be started, for example because the main one has ended: do without.
+        pass
+    try:
+        _guard(kernel, tables, 0)
     finally:
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+
+
+def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
+    try:
+        kernel(tables, i)
+    except BaseException:
+        abort(tables)
+        raise
 
 
 def _executor() -> ThreadPoolExecutor:

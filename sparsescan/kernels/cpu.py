@@ -39,12 +39,13 @@ __all__ = [
     "Store",
     "Tables",
     "Work",
+    "abort",
     "run",
     "run_vectors",
 ]
 
 # Statuses of a run.
-FINISHED, NOT_FINITE = 0, 1
+FINISHED, NOT_FINITE, ABORTED = 0, 1, 1 << 32
 
 # What a check of the range finds: one of these, or NOT_FINITE.
 _IN_BAND, _OUT_OF_BAND = 0, 2
@@ -364,7 +365,7 @@ def _csr_matvec_8(first, last, indptr, indices, m, x, samples, rows, y):
             at += np.uint64(rows)
 
 
-@njit
+@njit(inline="always")
 def _matvec(t, node, first, last, m, x, y):
     """Rows `first` to `last` of ``y = M x``."""
     if node[Node.KIND] == Kind.DENSE:
@@ -460,10 +461,17 @@ def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, 
             _interleave(x, cols, samples, interleaved)
             _csr_matvec_8(first, last, indptr, indices, m, interleaved, samples, rows, y)
     else:
-        for b in range(first_sample, last_sample):
-            x, y = _gradient(t, left, b), _gradient(t, out, b)
-            m = array_at(leaf[0] + b * leaf[1], node[Node.NNZ], t.values)
+        rows, cols, nnz = node[Node.ROWS], node[Node.COLS], node[Node.NNZ]
+        m_at = leaf[0] + first_sample * leaf[1]
+        x_at = np.int64(_gradient(t, left, first_sample).ctypes.data)
+        y_at = np.int64(_gradient(t, out, first_sample).ctypes.data)
+        for _ in range(first_sample, last_sample):
+            m = array_at(m_at, nnz, t.values)
+            x, y = array_at(x_at, cols, t.values), array_at(y_at, rows, t.values)
             _matvec(t, node, first, last, m, x, y)
+            m_at += leaf[1]
+            x_at += cols * t.values.itemsize
+            y_at += rows * t.values.itemsize
     if t.book[Book.LOCAL]:
         for b in range(first_sample, last_sample):
             local = _local(t, node, b, thread)
@@ -897,6 +905,12 @@ def _complete(t, status):
     if status != FINISHED:
         fetch_add(t.book, Book.STATUS, status)
     fetch_add(t.book, Book.DONE, 1)
+
+
+def abort(t: Tables) -> None:
+    """Let no unit start and nobody wait: a thread has failed and will not do its own."""
+    t.book[Book.STATUS] = ABORTED
+    t.book[Book.NEXT] = t.book[Book.DONE] = 1 << 62
 
 
 @njit(nogil=True, cache=True)
