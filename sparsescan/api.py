@@ -77,10 +77,13 @@ def exclusive_scan(
 
     Notes
     -----
-    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1. Products of
-    Jacobians are kept in range by exact powers of two. Where a value is not finite, the result is
-    that of the linear scan. The same input gives the same bits, whatever the number of threads
-    (``NUMBA_NUM_THREADS``).
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1.
+
+    Products of Jacobians are kept in range by exact powers of two, one for each column of a
+    product; a column keeps at least what is 2^-109 (float32) or 2^-674 (float64) of its largest
+    entry. Where a value is not finite, the result is that of the linear scan.
+
+    The same input gives the same bits, whatever the number of threads (``NUMBA_NUM_THREADS``).
 
     Examples
     --------

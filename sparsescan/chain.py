@@ -116,7 +116,10 @@ class Chain:
         name = "jacobians"
         if patterns is not None and any(pattern is not patterns[0] for pattern in patterns):
             raise InputError(f"{name} is one array, but the plan has several patterns; pass a list")
-        expected = patterns[0] if patterns else None
+        if patterns is not None and not patterns:
+            self.dtype, self._mixed = _FLOAT32, False
+            return patterns
+        expected = patterns[0] if patterns is not None else None
         if isinstance(jacobians, CSRChain):
             pattern, values = jacobians.pattern, jacobians.data
             if expected is not None and pattern is not expected:

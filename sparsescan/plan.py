@@ -109,7 +109,7 @@ class ScanPlan:
         jacobians : sequence, CSRChain or ndarray
             Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
-            ``(n, batch, nnz)``.
+            ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
         local_grads : sequence or ndarray, optional
             What is added to each returned gradient.
 

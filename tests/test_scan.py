@@ -225,6 +225,7 @@ def test_the_shortest_chains(n):
 
 
 def test_stacked_chains_without_steps():
+    assert sparsescan.plan([]).exclusive_scan(np.ones(3), np.empty((0, 9))).shape == (0, 3)
     for empty in (np.empty((0, 3, 3)), CSRChain(np.empty((0, 2)), [0, 1], [0, 1, 2, 2], (3, 3))):
         assert sparsescan.exclusive_scan(np.ones(3), empty).shape == (0, 3)
         assert sparsescan.inclusive_scan(np.ones(3), empty).tolist() == [[1, 1, 1]]

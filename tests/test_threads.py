@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +19,7 @@ from oracles import assert_within, every_schedule, indices_of, mask, sequential
 import sparsescan
 import sparsescan.program
 from sparsescan import BatchedCSR, CSRChain
-from sparsescan.kernels import _threads
+from sparsescan.kernels import _threads, cpu
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -289,9 +290,11 @@ def test_forks_while_other_threads_are_scanning(tmp_path):
         threads = [threading.Thread(target=scan, args=(k,)) for k in range(4)]
         for thread in threads:
             thread.start()
-        for _ in range(30):
-            fork_and_wait()
-        stop.set()
+        try:
+            for _ in range(30):
+                fork_and_wait()
+        finally:
+            stop.set()
         for thread in threads:
             thread.join()
         assert not wrong
@@ -351,3 +354,21 @@ def test_a_thread_may_outlive_the_main_one(tmp_path):
         threading.Thread(target=late).start()
     """
     assert run_python(code, tmp_path, NUMBA_NUM_THREADS="2").strip() == "True"
+
+
+def test_a_thread_that_fails_lets_nobody_wait(monkeypatch):
+    """Its unit will never be done: who waits for that is let go, and the error is raised."""
+    monkeypatch.setattr(_threads, "_pool", None)
+    tables = cpu.Tables(np.zeros(cpu.Book.WIDTH, np.int64), *[None] * 4)
+
+    def kernel(t, thread):
+        if thread == 1:
+            raise MemoryError("no room")
+        give_up = time.monotonic() + 30
+        while t.book[cpu.Book.DONE] == 0:
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+
+    with pytest.raises(MemoryError, match="no room"):
+        _threads.work(kernel, tables, 2)
+    assert tables.book[cpu.Book.STATUS] == cpu.ABORTED

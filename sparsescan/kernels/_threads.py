@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from numba import config
+from numba.core.compiler_lock import global_compiler_lock
 
 from .cpu import abort
 
@@ -63,11 +64,17 @@ def _executor() -> ThreadPoolExecutor:
     return _pool
 
 
-def _forget() -> None:
-    """The threads of the parent do not exist in a forked child."""
+def _renew() -> None:
+    """Start anew in a forked child, where the threads of the parent do not exist."""
     global _pool
     _pool = None
+    global_compiler_lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    # A child would wait forever for a thread that was compiling, so a fork waits for that thread.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=_renew,
+    )
