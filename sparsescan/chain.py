@@ -67,6 +67,8 @@ class Chain:
         self.values: list[Any] = [None] * n
         self._stack: NDArray[Any] | None = None
         self._mixed = False
+        # Patterns that have been found to be one.
+        self._uniform: Sequence[Pattern] | None = None
 
     def read(self, jacobians: Any, patterns: Sequence[Pattern] | None = None) -> Sequence[Pattern]:
         """Take Jacobians, and return their patterns.
@@ -114,8 +116,12 @@ class Chain:
 
     def _read_stack(self, jacobians: Any, patterns: Sequence[Pattern] | None) -> Sequence[Pattern]:
         name = "jacobians"
-        if patterns is not None and any(pattern is not patterns[0] for pattern in patterns):
-            raise InputError(f"{name} is one array, but the plan has several patterns; pass a list")
+        if patterns is not None and patterns is not self._uniform:
+            if any(pattern is not patterns[0] for pattern in patterns):
+                raise InputError(
+                    f"{name} is one array, but the plan has several patterns; pass a list"
+                )
+            self._uniform = patterns
         if patterns is not None and not patterns:
             self.dtype, self._mixed = _FLOAT32, False
             return patterns

@@ -68,7 +68,7 @@ def _renew() -> None:
     """Start anew in a forked child, where the threads of the parent do not exist."""
     global _pool
     _pool = None
-    global_compiler_lock.release()
+    global_compiler_lock.release()  # type: ignore[no-untyped-call]
 
 
 if hasattr(os, "register_at_fork"):
