@@ -80,8 +80,9 @@ def exclusive_scan(
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1.
 
     Products of Jacobians are kept in range by exact powers of two, one for each column of a
-    product; a column keeps at least what is 2^-109 (float32) or 2^-674 (float64) of its largest
-    entry. Where a value is not finite, the result is that of the linear scan.
+    product. A column keeps at full precision what is at least 2^-106 (float32) or 2^-970 (float64)
+    of its largest entry; what is smaller may be lost. Where a value is not finite, the result is
+    that of the linear scan.
 
     The same input gives the same bits, whatever the number of threads (``NUMBA_NUM_THREADS``).
 
@@ -163,7 +164,8 @@ def plan(
     device : {None, "cpu"}, optional
         Where to compute.
     memory_limit : int, optional
-        Bytes that the products between the Jacobians may take.
+        Bytes that the products between the Jacobians may take; see
+        :attr:`ScanPlan.workspace_bytes` for what is counted.
 
     Returns
     -------
@@ -217,7 +219,7 @@ def _scan_once(
     patterns = chain.read(jacobians)
     chosen, reason = _choose(schedule, len(patterns))
     once = ScanPlan(patterns, chosen, reason=reason)
-    return once.scan_once(grad, chain, local_grads, inclusive=inclusive)
+    return once._scan_once(grad, chain, local_grads, inclusive=inclusive)
 
 
 def _patterns(jacobians: Any) -> Sequence[Pattern]:
@@ -234,7 +236,7 @@ def _choose(schedule: Schedule | str, n: int) -> tuple[Schedule, str]:
         if schedule.n != n:
             raise InputError(f"schedule is {schedule!r}; expected one for {n} Jacobians")
         return schedule, "asked for"
-    if schedule == "auto":
+    if isinstance(schedule, str) and schedule == "auto":
         return Schedule.linear(n), (
             "auto: on a CPU the linear scan does the least work, and its threads share the batch "
             "or the rows of large steps"

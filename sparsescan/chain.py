@@ -154,11 +154,15 @@ class Chain:
         known: dict[Any, Pattern] = {}
         dtypes = set()
         reference: Pattern | None = None
-        for k, jacobian in enumerate(jacobians):
+        k = -1
+        # Never past the end of the table, whatever the sequence says of its length.
+        for k, jacobian in zip(range(self.n), jacobians, strict=False):
             if type(jacobian) in _CSR_TYPES:
                 data, shape = jacobian.data, jacobian.shape
                 wanted = reference
-                if patterns is not None:
+                if not type(data) is type(jacobian.indices) is type(jacobian.indptr) is np.ndarray:
+                    wanted = None
+                elif patterns is not None:
                     wanted = patterns[k]
                 elif wanted is None or shape != wanted.shape or data.size != wanted.nnz:
                     wanted = known.get((shape, data.size))
@@ -193,6 +197,8 @@ class Chain:
                         f"{self.batch}; expected one batch size"
                     )
                 self.batch = values.shape[0]
+        if k + 1 != self.n:
+            raise InputError(f"jacobians gave {k + 1} steps; expected {self.n}, its length")
         self._mixed = len(dtypes) > 1
         self.dtype = np.result_type(*dtypes) if dtypes else _FLOAT32
         return found if patterns is None else patterns

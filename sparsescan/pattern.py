@@ -21,6 +21,7 @@ Kind = Literal["diagonal", "dense", "general"]
 
 # Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
 INT32_MAX = int(np.iinfo(np.int32).max)
+_INT64_MAX = int(np.iinfo(np.int64).max)
 
 # What can be wrong with index arrays.
 _START, _FALL, _END, _RANGE = 1, 2, 3, 4
@@ -104,6 +105,7 @@ class Pattern:
     @classmethod
     def diagonal(cls, size: int) -> Pattern:
         """The pattern of a diagonal ``(size, size)`` matrix."""
+        size = check_shape("size", (size, size))[0]
         return _intern_kind("diagonal", (size, size), size)
 
     @classmethod
@@ -219,6 +221,8 @@ def check_shape(name: str, shape: Any) -> tuple[int, int]:
         raise InputTypeError(f"{name} has shape {shape!r}; expected (rows, cols)") from None
     if rows < 0 or cols < 0:
         raise InputError(f"{name} has shape {(rows, cols)}; expected sizes of at least 0")
+    if rows > _INT64_MAX or cols > _INT64_MAX:
+        raise InputError(f"{name} has shape {(rows, cols)}; expected sizes of at most {_INT64_MAX}")
     return rows, cols
 
 

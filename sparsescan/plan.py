@@ -181,7 +181,7 @@ class ScanPlan:
             slot.chain.release()
             self._idle.append(slot)
 
-    def scan_once(
+    def _scan_once(
         self, grad: ArrayLike, chain: Chain, local_grads: Any, *, inclusive: bool
     ) -> Gradients:
         """Scan the chain that the plan was made from, which has been read already."""

@@ -9,8 +9,9 @@ its own.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from numba import config
@@ -21,6 +22,7 @@ from .cpu import abort
 __all__ = ["thread_count", "work"]
 
 _pool: ThreadPoolExecutor | None = None
+_lock = threading.Lock()
 
 
 def thread_count() -> int:
@@ -31,22 +33,41 @@ def thread_count() -> int:
 def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:
     """Call ``kernel(tables, i)`` on this thread with ``i = 0``, and on helpers that come in time.
 
-    Returns when none of them runs any more. An exception in any of them, such as a lack of memory,
-    stops the others and is raised here.
+    Returns when none of them runs any more, whatever happens, since they write to memory that the
+    caller then frees. An exception in any of them, such as a lack of memory, stops the others and
+    is raised here.
     """
-    helpers = []
+    helpers: list[Future[None]] = []
     try:
         for i in range(1, threads):
-            helpers.append(_executor().submit(_guard, kernel, tables, i))
-    except RuntimeError:
-        # No thread can be started, for example because the main one has ended: do without.
-        pass
-    try:
+            try:
+                helpers.append(_executor().submit(_guard, kernel, tables, i))
+            except RuntimeError:
+                # No thread can be started, for example since the main one has ended: do without.
+                break
         _guard(kernel, tables, 0)
+    except BaseException:
+        abort(tables)
+        raise
     finally:
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+        _wait(helpers, tables)
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+
+
+def _wait(helpers: list[Future[None]], tables: Any) -> None:
+    """Until no helper runs, however often that is interrupted."""
+    interrupt: BaseException | None = None
+    for helper in helpers:
+        while not (helper.cancel() or helper.done()):
+            try:
+                wait([helper])
+            except BaseException as error:
+                interrupt = error
+                abort(tables)
+    if interrupt is not None:
+        raise interrupt
 
 
 def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
@@ -59,15 +80,16 @@ def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
 
 def _executor() -> ThreadPoolExecutor:
     global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max(1, thread_count() - 1), "sparsescan")
-    return _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, thread_count() - 1), "sparsescan")
+        return _pool
 
 
 def _renew() -> None:
     """Start anew in a forked child, where the threads of the parent do not exist."""
-    global _pool
-    _pool = None
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
     global_compiler_lock.release()  # type: ignore[no-untyped-call]
 
 
