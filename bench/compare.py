@@ -1,7 +1,7 @@
 """``python -m bench.compare``: every line of the table in one run, contenders taking turns.
 
 A round times each contender once more: a pause in which the threads of the one before go to sleep,
-a tenth of a second of calls to warm up, then as many that count. A ratio is one of medians over
+calls for as long as it takes to warm up, then some that count. A ratio is one of medians over
 the rounds in which nobody else used the machine, as far as there are any; every sample is kept.
 """
 
@@ -27,6 +27,7 @@ from .startup import STARTUPS, Startup
 _RESULTS = Path(__file__).parent / "results"
 # OpenMP threads spin for 200 ms before they sleep, on a core that the next contender needs.
 _PAUSE = 0.25
+_WARM_UP = 0.2
 _SECONDS_A_TURN = 0.1
 # Cores that others may use in a round that counts, and how many rounds to try for one.
 _QUIET = 0.15
@@ -92,7 +93,7 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
         start, others_start = time.perf_counter(), machine.others()
         for name, call in calls.items():
             time.sleep(0 if reduced else _PAUSE)
-            seconds(call, times[name])  # as many calls again to warm up
+            _warm_up(call)
             turn, cpu = time.perf_counter(), time.process_time()
             samples[name].append(seconds(call, times[name]))
             cores[name].append((time.process_time() - cpu) / (time.perf_counter() - turn))
@@ -139,9 +140,16 @@ def _quiet(others: list[float]) -> list[bool]:
     return [cores < _QUIET for cores in others]
 
 
+def _warm_up(call: Call) -> None:
+    """Bring data back into the caches and the processor back to speed, after a pause."""
+    stop = time.perf_counter() + _WARM_UP
+    while time.perf_counter() < stop:
+        call()
+
+
 def _calls_a_turn(call: Call) -> int:
     once = min(seconds(call, 2))
-    return max(1, min(20, round(_SECONDS_A_TURN / once)))
+    return max(1, min(100, round(_SECONDS_A_TURN / once)))
 
 
 def _startup(name: str, startup: Startup, rounds: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class _SharedPattern:
             array, indices, indptr = canonical(array, indices, indptr, shape)
         self._pattern = Pattern(indptr, indices, shape, name=name)
         self._data = array
+        self._check()
 
     @classmethod
     def from_pattern(cls, data: ArrayLike, pattern: Pattern) -> Any:
@@ -60,7 +61,11 @@ class _SharedPattern:
                 f"nnz = {pattern.nnz}"
             )
         made._pattern = pattern
+        made._check()
         return made
+
+    def _check(self) -> None:
+        """Raise what only one of the classes refuses."""
 
     @property
     def data(self) -> NDArray[np.floating[Any]]:
@@ -185,6 +190,13 @@ class CSRChain(_SharedPattern):
     """
 
     _leading = ("(2)", "(n, nnz)", "(3)", "(n, batch, nnz)")
+
+    def _check(self) -> None:
+        if len(self) > 1 and self.shape[0] != self.shape[1]:
+            raise InputError(
+                f"CSRChain has {len(self)} steps of shape {self.shape}; expected a square shape, "
+                "so that they chain"
+            )
 
     @property
     def batch(self) -> int | None:

@@ -82,20 +82,21 @@ class ScanPlan:
     def workspace_bytes(self) -> int:
         """Bytes of the products between the Jacobians.
 
-        For `batch` samples of `dtype`, or one of float64 where the plan insists on none, and as if
-        every product differed between samples.
+        For `batch` samples of `dtype`, or one of float64 where the plan insists on none, as if
+        every product differed between samples, and with the scratch of every thread.
         """
         if self._program is None:
             return 0
         itemsize = np.dtype(self.dtype or np.float64).itemsize
-        stored = [
-            pattern
-            for pattern, slot in zip(
-                self._program.patterns[self.n :], self._program.slots, strict=True
-            )
-            if slot < 0
-        ]
-        return sum(pattern.nnz for pattern in stored) * itemsize * (self.batch or 1)
+        kept, scratch = 0, 0
+        for pattern, slot in zip(
+            self._program.patterns[self.n :], self._program.slots, strict=True
+        ):
+            if slot < 0:
+                kept += pattern.nnz
+            else:
+                scratch = max(scratch, pattern.nnz)
+        return itemsize * (kept * (self.batch or 1) + scratch * 2 * thread_count())
 
     def exclusive_scan(
         self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None

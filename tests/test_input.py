@@ -592,3 +592,52 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_steps_of_a_chain_over_one_pattern_are_square():
+    with pytest.raises(InputError, match=r"CSRChain has 3 steps of shape \(1, 2\)"):
+        CSRChain(np.ones((3, 2)), [0, 1], [0, 2], (1, 2))
+    assert len(CSRChain(np.ones((1, 2)), [0, 1], [0, 2], (1, 2))) == 1
+
+
+class Liar(list):
+    """A sequence that says one length and gives another."""
+
+    def __init__(self, length, items):
+        super().__init__(items)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_a_sequence_that_lies_about_its_length_is_harmless(given):
+    matrix = sp.csr_array(np.eye(3) + np.eye(3, k=1))
+    plan = sparsescan.plan([matrix] * 2)
+    expected = plan.inclusive_scan(np.ones(3), [matrix] * 2)
+    if given < 2:
+        with pytest.raises(InputError, match="gave 1 steps; expected 2"):
+            plan.inclusive_scan(np.ones(3), Liar(2, [matrix] * given))
+    else:
+        result = plan.inclusive_scan(np.ones(3), Liar(2, [matrix] * given))
+        assert np.array_equal(result, expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [("data", [1.0] * 3), ("indices", [0, 1, 2])])
+def test_attributes_that_somebody_replaced_are_read_or_refused(name, value):
+    matrix = sp.csr_array(np.eye(3))
+    plan = sparsescan.plan([matrix] * 2)
+    replaced = matrix.copy()
+    for call in (plan.inclusive_scan, sparsescan.inclusive_scan):
+        setattr(replaced, name, value)
+        assert np.array_equal(call(np.ones(3), [matrix, replaced]), np.ones((3, 3)))
+        setattr(replaced, name, None)
+        with pytest.raises(sparsescan.SparseScanError, match=r"jacobians\[1\] has"):
+            call(np.ones(3), [matrix, replaced])
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, 2**70])
+def test_a_diagonal_pattern_has_a_size(size):
+    with pytest.raises(sparsescan.SparseScanError, match="size has shape"):
+        Pattern.diagonal(size)

@@ -444,3 +444,21 @@ def test_overflow_of_the_linear_scan_is_never_a_wrong_number():
             for k in range(24):
                 off = np.abs(result[k] - expected.exact[k]) > expected.bounds[k]
                 assert not (np.isfinite(result[k]) & off).any()
+
+
+def test_a_column_that_becomes_zero_forgets_how_large_it_was():
+    """A product of an exploding unit that is then masked has nothing left of it."""
+    steps = np.stack([np.diag([2.0**30, 1.0])] * 8 + [np.diag([0.0, 1.0])] + [np.eye(2)] * 15)
+    steps, grad = steps.astype(np.float32), np.array([0.0, 2.0**-121], np.float32)
+    for schedule in (Schedule.blelloch(24), Schedule.chunked(24, 2), Schedule.truncated(24, 3)):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        assert np.array_equal(result, sparsescan.exclusive_scan(grad, steps))
+
+
+def test_tiny_entries_beside_ordinary_ones_survive_a_product():
+    small = np.array([[2.0**-20, 2.0**-20], [0.0, 2.0**-40]])
+    first, diagonal = np.array([[2.0**-20, 0], [2.0**-40, 0]]), np.diag([2.0**-20, 2.0**-40])
+    steps = np.stack([np.eye(2)] * 3 + [first, diagonal, small, diagonal] + [np.eye(2)] * 2)
+    steps, grad = steps.astype(np.float32), np.full(2, 2.0**100, np.float32)
+    result = sparsescan.exclusive_scan(grad, steps, schedule="blelloch")
+    assert np.allclose(result, sparsescan.exclusive_scan(grad, steps), rtol=1e-6, atol=0)
