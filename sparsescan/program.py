@@ -266,7 +266,7 @@ class Workspace:
             indices=np.empty(0, index_dtype),
         )
 
-    def _set(self, slot: Book, array: NDArray[Any]) -> None:
+    def _set(self, slot: int, array: NDArray[Any]) -> None:
         """Write the address of an array into the book, and keep the array."""
         self._book[slot] = array.ctypes.data
         self._kept.append(array)

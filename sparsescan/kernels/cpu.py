@@ -18,7 +18,6 @@ Indices are unsigned in the inner loops: Numba would test a signed one for wrapp
 from __future__ import annotations
 
 import math
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,83 +54,153 @@ _ZERO, _ONE = np.int64(0), np.int64(1)
 _WORD = 8
 
 
-class Kind(IntEnum):
+class _Kind(NamedTuple):
     """Which kernels a matrix gets."""
 
-    DENSE, CSR, DIAGONAL = range(3)
+    DENSE: int = 0
+    CSR: int = 1
+    DIAGONAL: int = 2
 
 
-class Store(IntEnum):
+Kind = _Kind()
+
+
+class _Store(NamedTuple):
     """Where the values of a node are: with the caller, in the pool, or in a thread's two slots."""
 
-    CALLER, POOL, SCRATCH = range(3)
+    CALLER: int = 0
+    POOL: int = 1
+    SCRATCH: int = 2
 
 
-class Node(IntEnum):
+Store = _Store()
+
+
+class _Node(NamedTuple):
     """Columns of the node table: one row for each Jacobian, then one for each product."""
 
-    KIND, ROWS, COLS, NNZ = range(4)
-    INDPTR, INDICES = 4, 5  # addresses; not followed for dense and diagonal nodes
-    STORE, BATCHED = 6, 7
-    VALUES = 8  # the Jacobian, the place in the pool, or the slot
-    EXPONENTS, LOCAL = 9, 10  # places in those arrays
-    WIDTH = 11
+    KIND: int = 0
+    ROWS: int = 1
+    COLS: int = 2
+    NNZ: int = 3
+    # addresses; not followed for dense and diagonal nodes
+    INDPTR: int = 4
+    INDICES: int = 5
+    STORE: int = 6
+    BATCHED: int = 7
+    # the Jacobian, the place in the pool, or the slot
+    VALUES: int = 8
+    # places in those arrays
+    EXPONENTS: int = 9
+    LOCAL: int = 10
+    WIDTH: int = 11
 
 
-class Op(IntEnum):
+Node = _Node()
+
+
+class _Op(NamedTuple):
     """Columns of the operation table: ``out = left ◇ right``.
 
     Of a vector operation, `LEFT` and `OUT` number gradients; all else numbers nodes.
     """
 
-    VECTOR, LEFT, RIGHT, OUT = range(4)
-    WIDTH = 4
+    VECTOR: int = 0
+    LEFT: int = 1
+    RIGHT: int = 2
+    OUT: int = 3
+    WIDTH: int = 4
 
 
-class Stage(IntEnum):
+Op = _Op()
+
+
+class _Stage(NamedTuple):
     """Columns of the stage table. A stage has `BLOCKS` units, for each of its runs."""
 
-    KIND, FIRST, BLOCKS, SAMPLE = range(4)
-    WIDTH = 4
+    KIND: int = 0
+    FIRST: int = 1
+    BLOCKS: int = 2
+    SAMPLE: int = 3
+    WIDTH: int = 4
 
 
-class Work(IntEnum):
+Stage = _Stage()
+
+
+class _Work(NamedTuple):
     """Kinds of a stage: whole runs, or one operation with its rows shared out."""
 
     # Runs from FIRST on, their samples in blocks.
-    RUNS = 0
+    RUNS: int = 0
     # The operation FIRST makes a gradient, for all samples.
-    VECTOR = 1
+    VECTOR: int = 1
     # The operation FIRST makes a product for one SAMPLE, in three stages.
-    CHECK, MULTIPLY, SETTLE = 2, 3, 4
+    CHECK: int = 2
+    MULTIPLY: int = 3
+    SETTLE: int = 4
 
 
-class Book(IntEnum):
+Work = _Work()
+
+
+class _Book(NamedTuple):
     """Slots of the book: counters, sizes, limits, and the addresses of all tables.
 
     One array of integers, because every array that a kernel is passed costs it seven arguments.
     """
 
     # Counters that threads share, each on a cache line of its own.
-    NEXT, DONE, STATUS, OPERANDS, RESULT = range(0, 80, 16)
-    BATCH, LOCAL, UNITS, STAGE_COUNT = range(80, 84)
+    NEXT: int = 0
+    DONE: int = 16
+    STATUS: int = 32
+    OPERANDS: int = 48
+    RESULT: int = 64
+    BATCH: int = 80
+    LOCAL: int = 81
+    UNITS: int = 82
+    STAGE_COUNT: int = 83
     # Columns of a thread's accumulator, and those of which it can interleave eight samples.
-    ACCUMULATOR, LANES = range(84, 86)
+    ACCUMULATOR: int = 84
+    LANES: int = 85
     # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
-    SCRATCH_NNZ, SCRATCH_COLS, SCRATCH_ROWS = range(86, 89)
-    SCRATCH_VALUES, SCRATCH_EXPONENTS, SCRATCH_LOCAL = range(89, 92)
+    SCRATCH_NNZ: int = 86
+    SCRATCH_COLS: int = 87
+    SCRATCH_ROWS: int = 88
+    SCRATCH_VALUES: int = 89
+    SCRATCH_EXPONENTS: int = 90
+    SCRATCH_LOCAL: int = 91
     # Bit patterns of infinity and of the ends of the band, the exponents of those, and the exponent
     # to which a column is brought that has left the band.
-    INFINITY, HIGH, LOW, HIGH_EXPONENT, LOW_EXPONENT, TARGET = range(92, 98)
+    INFINITY: int = 92
+    HIGH: int = 93
+    LOW: int = 94
+    HIGH_EXPONENT: int = 95
+    LOW_EXPONENT: int = 96
+    TARGET: int = 97
     # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
     # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
     # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
     # (n + 2,): where each gradient starts in `out`, for one sample.
-    FIRST_UNIT, STAGES, RUNS, OPS, NODES, LEAVES, LOCAL_GRADS, OFFSETS = range(98, 106)
+    FIRST_UNIT: int = 98
+    STAGES: int = 99
+    RUNS: int = 100
+    OPS: int = 101
+    NODES: int = 102
+    LEAVES: int = 103
+    LOCAL_GRADS: int = 104
+    OFFSETS: int = 105
     # Addresses of values: gradients, products, what local gradients inside a product add up to, a
     # row for each thread that is zero between uses, and one for interleaved samples.
-    OUT, POOL, LOCAL_POOL, ACCUMULATORS, INTERLEAVED = range(106, 111)
-    WIDTH = 111
+    OUT: int = 106
+    POOL: int = 107
+    LOCAL_POOL: int = 108
+    ACCUMULATORS: int = 109
+    INTERLEAVED: int = 110
+    WIDTH: int = 111
+
+
+Book = _Book()
 
 
 class Tables(NamedTuple):
