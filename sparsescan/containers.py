@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,7 +19,7 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 class _SharedPattern:
     """Values whose last axis follows one pattern."""
 
-    _leading: tuple[str, ...]  # what the axes before the last may be, for error messages
+    _forms: ClassVar[dict[int, str]]  # the shapes that the values may have, by number of axes
 
     def __init__(
         self, data: ArrayLike, indices: ArrayLike, indptr: ArrayLike, shape: tuple[int, int]
@@ -27,13 +27,7 @@ class _SharedPattern:
         name = type(self).__name__
         shape = check_shape(name, shape)
         indptr, indices = check_index_arrays(name, indptr, indices, shape)
-        array = check_float(f"{name} data", data)
-        if f"({array.ndim})" not in self._leading or array.shape[-1] != len(indices):
-            expected = " or ".join(self._leading[1::2])
-            raise InputError(
-                f"{name} has data of shape {array.shape}; expected {expected} with "
-                f"nnz = {len(indices)}"
-            )
+        array = self._check_data(data, len(indices))
         if unsorted_row(indptr, indices) >= 0:
             array, indices, indptr = canonical(array, indices, indptr, shape)
         self._pattern = Pattern(indptr, indices, shape, name=name)
@@ -52,17 +46,21 @@ class _SharedPattern:
             The pattern.
         """
         made = object.__new__(cls)
-        made._data = check_float(f"{cls.__name__} data", data)
-        shape = made._data.shape
-        if f"({len(shape)})" not in cls._leading or shape[-1] != pattern.nnz:
-            expected = " or ".join(cls._leading[1::2])
-            raise InputError(
-                f"{cls.__name__} has data of shape {shape}; expected {expected} with "
-                f"nnz = {pattern.nnz}"
-            )
+        made._data = cls._check_data(data, pattern.nnz)
         made._pattern = pattern
         made._check()
         return made
+
+    @classmethod
+    def _check_data(cls, data: ArrayLike, nnz: int) -> NDArray[np.floating[Any]]:
+        array = check_float(f"{cls.__name__} data", data)
+        if array.ndim not in cls._forms or array.shape[-1] != nnz:
+            expected = " or ".join(cls._forms.values())
+            raise InputError(
+                f"{cls.__name__} has data of shape {array.shape}; expected {expected} with "
+                f"nnz = {nnz}"
+            )
+        return array
 
     def _check(self) -> None:
         """Raise what only one of the classes refuses."""
@@ -137,7 +135,7 @@ class BatchedCSR(_SharedPattern):
     BatchedCSR((3, 3), batch=16, nnz=3, float64)
     """
 
-    _leading = ("(2)", "(batch, nnz)")
+    _forms: ClassVar = {2: "(batch, nnz)"}
 
     @property
     def batch(self) -> int:
@@ -189,7 +187,7 @@ class CSRChain(_SharedPattern):
     (100, 3)
     """
 
-    _leading = ("(2)", "(n, nnz)", "(3)", "(n, batch, nnz)")
+    _forms: ClassVar = {2: "(n, nnz)", 3: "(n, batch, nnz)"}
 
     def _check(self) -> None:
         if len(self) > 1 and self.shape[0] != self.shape[1]:
