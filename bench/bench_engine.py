@@ -7,19 +7,21 @@ from functools import lru_cache
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .contests import CONTESTS, OURS, Contest, Work
+from . import contests, table1
+from .contests import OURS, Contest, Work
 from .peers import MissingPeerError, fastest
 
+_CONTESTS = contests.CONTESTS + table1.CONTESTS
 _CASES = [
     pytest.param(contest, contender, id=f"{contest.name}-{contender}".replace(" ", "_"))
-    for contest in CONTESTS
+    for contest in _CONTESTS
     for contender in (OURS, *contest.required)
 ]
 
 
 @lru_cache(maxsize=1)
 def _work(name: str, reduced: bool) -> Work:
-    return next(contest for contest in CONTESTS if contest.name == name).make(reduced)
+    return next(contest for contest in _CONTESTS if contest.name == name).make(reduced)
 
 
 @pytest.mark.parametrize(("contest", "contender"), _CASES)

@@ -8,18 +8,15 @@ the rounds in which nobody else used the machine, as far as there are any; every
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import sys
 import time
-from datetime import datetime, timezone
 from itertools import chain, compress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import machine
+from . import machine, table1
 from .contests import CONTESTS, OURS, Contest
 from .peers import Call, MissingPeerError, fastest, seconds
 from .startup import STARTUPS, Startup
@@ -45,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     commit, dirty = machine.commit()  # now: it is what has been imported
     load = [os.getloadavg()]
     engine, missed = [], 0
-    for contest in CONTESTS:
+    for contest in CONTESTS + table1.CONTESTS:
         if options.only in contest.name:
             engine.append(_contest(contest, rounds, options.reduced))
             missed += _print_contest(engine[-1])
@@ -59,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     load.append(os.getloadavg())
     results = {"load_before_and_after": load, "engine": engine, "startup": startups}
-    path = _write(options.output, commit, dirty, results)
+    path = machine.write(options.output, "cpu", "bench.compare", (commit, dirty), results)
     print(f"\n{missed} lines missed; written to {path}")
     return 0
 
@@ -95,7 +92,8 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
             time.sleep(0 if reduced else _PAUSE)
             _warm_up(call)
             turn, cpu = time.perf_counter(), time.process_time()
-            samples[name].append(seconds(call, times[name]))
+            part = work.repeats.get(name, 1)
+            samples[name].append([part * taken for taken in seconds(call, times[name])])
             cores[name].append((time.process_time() - cpu) / (time.perf_counter() - turn))
         others.append((machine.others() - others_start) / (time.perf_counter() - start))
     quiet = _quiet(others)
@@ -129,6 +127,7 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
         "floor": floor,
         "multiple_of_floor": medians[OURS] / floor["seconds"],
         "variants": variants,
+        "parts_of_which_one_was_timed": dict(work.repeats),
         "cores_used": {name: median(compress(cores[name], counted)) for name in calls},
         "cores_others_used": others,
         "rounds_that_count": counted,
@@ -205,22 +204,6 @@ def _print_startup(result: dict[str, Any]) -> int:
         _LINE.format(result["work"], "", "", f"{taken * 1e3:.0f}", "", "", wanted, note), flush=True
     )
     return int(miss)
-
-
-def _write(folder: Path, commit: str, dirty: bool, results: dict[str, Any]) -> Path:
-    about = machine.describe()
-    now = datetime.now(timezone.utc)
-    cpu = re.sub(r"[^a-z0-9]+", "-", about["device"]["cpu"].lower()).strip("-")
-    path = folder / f"cpu-{cpu}-{now:%Y-%m-%d}-{commit[:8]}{'-dirty' * dirty}.json"
-    head = {
-        "commit": commit,
-        "dirty": dirty,
-        "date": now.isoformat(timespec="seconds"),
-        "command": " ".join(["python -m bench.compare", *sys.argv[1:]]),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head | about | results, indent=1, ensure_ascii=False) + "\n")
-    return path
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Benchmarks are collected for ``pytest --benchmark-only``, and for nothing else."""
+"""Benchmarks are collected for ``pytest --benchmark-only`` only, their own tests otherwise."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    wanted = collection_path.is_dir() or collection_path.name.startswith("bench_")
-    if config.getoption("benchmark_only") and wanted:
-        return None
-    return True
+    kind = "bench_" if config.getoption("benchmark_only") else "test_"
+    wanted = collection_path.is_dir() or collection_path.name.startswith(kind)
+    return None if wanted else True
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +22,17 @@ from numpy.typing import NDArray
 
 from .peers import THREADS, seconds
 
-_LIBRARIES = ("numpy", "scipy", "numba", "llvmlite", "mkl", "sparse_dot_mkl", "jax", "jaxlib")
+_LIBRARIES = (
+    "numpy",
+    "scipy",
+    "numba",
+    "llvmlite",
+    "mkl",
+    "sparse_dot_mkl",
+    "jax",
+    "jaxlib",
+    "torch",
+)
 _ROOT = Path(__file__).parent.parent
 
 
@@ -54,6 +68,25 @@ def describe() -> dict[str, Any]:
 def commit() -> tuple[str, bool]:
     """The commit that is checked out, and whether files differ from it."""
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
+
+
+def write(
+    folder: Path, prefix: str, module: str, commit: tuple[str, bool], results: dict[str, Any]
+) -> Path:
+    """Write what a run gave as JSON, with where it comes from; the path."""
+    about, now = describe(), datetime.now(timezone.utc)
+    cpu = re.sub(r"[^a-z0-9]+", "-", about["device"]["cpu"].lower()).strip("-")
+    name = f"{prefix}-{cpu}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
+    head = {
+        "commit": commit[0],
+        "dirty": commit[1],
+        "date": now.isoformat(timespec="seconds"),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps(head | about | results, indent=1, ensure_ascii=False) + "\n")
+    return path
 
 
 def others() -> float:

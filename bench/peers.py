@@ -188,3 +188,40 @@ def _jax() -> ModuleType:
     except ImportError as error:
         raise MissingPeerError(f"{error}: pip install jax") from None
     return jax
+
+
+def torch_columns(
+    module: Any, x: NDArray[Any], columns: NDArray[np.int64], *, batched: bool
+) -> dict[str, Call]:
+    """Some columns of the transposed Jacobian of a layer: one at a time, or all by vmap."""
+    torch = _torch()
+    x_torch = torch.from_numpy(x)[None].requires_grad_()
+    y = module(x_torch)
+    unit = torch.zeros_like(y)
+    flat = unit.view(-1)
+
+    def column(j: int) -> Any:
+        flat[j] = 1
+        (grad,) = torch.autograd.grad(y, x_torch, unit, retain_graph=True)
+        flat[j] = 0
+        return grad
+
+    def one_at_a_time() -> NDArray[Any]:
+        return np.stack([column(j).numpy() for j in columns.tolist()])
+
+    def by_vmap() -> NDArray[Any]:
+        units = torch.zeros(len(columns), *y.shape)
+        units.view(len(columns), -1)[torch.arange(len(columns)), torch.from_numpy(columns)] = 1
+        _, pullback = torch.func.vjp(module, x_torch.detach())
+        return np.asarray(torch.func.vmap(pullback)(units)[0])
+
+    return {"vmap of vjp": by_vmap} if batched else {"autograd.grad": one_at_a_time}
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise MissingPeerError("PyTorch is not installed: pip install torch") from None
+    torch.set_num_threads(THREADS)
+    return torch

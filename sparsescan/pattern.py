@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import DeviceError, InputError, InputTypeError
 
-__all__ = ["Pattern", "multiply_adds", "product"]
+__all__ = ["Pattern", "block_diagonal", "multiply_adds", "product", "trusted"]
 
 Kind = Literal["diagonal", "dense", "general"]
 
@@ -192,7 +192,7 @@ def product(a: Pattern, b: Pattern) -> Pattern:
     dtype = index_dtype(shape, nnz)
     indices = np.empty(nnz, dtype)
     _product_indices(a.indptr, a.indices, b.indptr, b.indices, shape[1], indptr, indices)
-    return _intern(indptr.astype(dtype), indices, shape)
+    return trusted(indptr.astype(dtype), indices, shape)
 
 
 def multiply_adds(a: Pattern, b: Pattern) -> int:
@@ -206,6 +206,27 @@ def multiply_adds(a: Pattern, b: Pattern) -> int:
     if a.kind == "dense":
         return a.shape[0] * b.nnz
     return int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
+
+
+def block_diagonal(block: Pattern, count: int) -> Pattern:
+    """The pattern of `count` copies of a matrix along a diagonal."""
+    if count == 1:
+        return block
+    shape = block.shape[0] * count, block.shape[1] * count
+    if block.kind == "diagonal":
+        return Pattern.diagonal(shape[0])
+    nnz = block.nnz * count
+    dtype = index_dtype(shape, nnz)
+    step = np.arange(count, dtype=dtype)[:, None]
+    indptr = np.zeros(shape[0] + 1, dtype)
+    np.add(block.indptr[1:], step * dtype.type(block.nnz), out=indptr[1:].reshape(count, -1))
+    indices = block.indices + step * dtype.type(block.shape[1])
+    return trusted(indptr, indices.reshape(-1), shape)
+
+
+def trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
+    """The pattern of arrays that were just made, are canonical, and are nobody else's."""
+    return _intern(indptr, indices, shape, copy=False)
 
 
 def index_dtype(shape: tuple[int, int], nnz: int) -> np.dtype[Any]:
@@ -300,7 +321,9 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _intern(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
+def _intern(
+    indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int], *, copy: bool = True
+) -> Pattern:
     """The one pattern with these canonical arrays, which are copied if they are new."""
     rows, cols = shape
     nnz = len(indices)
@@ -316,8 +339,8 @@ def _intern(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int])
         if found is None:
             found = _new("general", shape, nnz)
             # A copy, because what the caller holds may change under us.
-            found._indptr = _frozen(indptr.copy())
-            found._indices = _frozen(indices.copy())
+            found._indptr = _frozen(indptr.copy() if copy else indptr)
+            found._indices = _frozen(indices.copy() if copy else indices)
             _interned[key] = found
         return found
 

@@ -1,0 +1,68 @@
+"""Layers as sparse transposed Jacobians: pattern once, values on every iteration.
+
+Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain of them.
+
+>>> import numpy as np
+>>> from sparsescan.jacobians import Linear, Sequential, Tanh
+>>> net = Sequential([Linear(3, 2, rng=0), Tanh(input_shape=(2,))])
+>>> xs = net.activations(np.ones((5, 3), np.float32))
+>>> grads = net.plan().inclusive_scan(np.ones((5, 2), np.float32), net.values(xs))
+>>> [grad.shape for grad in grads]
+[(5, 2), (5, 2), (5, 3)]
+"""
+
+from ._operator import Operator
+from ._torch import from_torch
+from .activations import (
+    ELU,
+    GELU,
+    Hardtanh,
+    LeakyReLU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
+from .conv import Conv1d, Conv2d, ConvTranspose2d
+from .linear import Linear
+from .normalization import BatchNorm2d, LayerNorm
+from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from .recurrent import GRUCell, LSTMCell, RNNCell
+from .reshape import Dropout, Flatten, Permute
+from .sequential import Residual, Sequential
+from .upsample import Upsample
+
+__all__ = [
+    "ELU",
+    "GELU",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose2d",
+    "Dropout",
+    "Flatten",
+    "GRUCell",
+    "Hardtanh",
+    "LSTMCell",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "MaxPool2d",
+    "Operator",
+    "Permute",
+    "RNNCell",
+    "ReLU",
+    "Residual",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+    "Upsample",
+    "from_torch",
+]

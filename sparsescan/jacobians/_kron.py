@@ -1,0 +1,149 @@
+"""Layers that treat the two axes of an image one after the other, as Kronecker products."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._arrays import Constant
+from ..errors import InputError
+from ..pattern import Pattern, index_dtype, trusted
+from ._operator import Operator, check_sizes
+
+__all__ = ["Images", "Separable", "Taps", "kron_pattern"]
+
+Array = Any
+
+
+class Taps:
+    """Along one axis, the inputs that each output reads, and by which weights.
+
+    Parameters
+    ----------
+    size : int
+        Size of the input.
+    inputs : ndarray of int, shape (size_out, taps)
+        What each output reads, in increasing order; may lie outside where the weight is 0.
+    weights : ndarray of float64, shape (size_out, taps)
+        The weights; 0 where there is no input to be read.
+
+    Attributes
+    ----------
+    row, column : ndarray of int, shape (nnz,)
+        Input and output of each weight that is not 0, sorted by them.
+    ptr : ndarray of int, shape (size + 1,)
+        The input `i` has its entries from ``ptr[i]`` to ``ptr[i + 1]``.
+    tap : ndarray of int, shape (nnz,)
+        Which of the taps of its output an entry is.
+    """
+
+    def __init__(self, size: int, inputs: NDArray[Any], weights: NDArray[Any]) -> None:
+        self.size, self.size_out = size, len(inputs)
+        self.inputs, self.weights = inputs, weights
+        column, tap = np.nonzero(weights)
+        order = np.lexsort((column, inputs[column, tap]))
+        self.column, self.tap = column[order], tap[order]
+        self.row = inputs[self.column, self.tap]
+        self.ptr = np.zeros(size + 1, np.int64)
+        np.cumsum(np.bincount(self.row, minlength=size), out=self.ptr[1:])
+
+    @property
+    def nnz(self) -> int:
+        """Entries of the matrix."""
+        return len(self.row)
+
+    @property
+    def rank(self) -> NDArray[Any]:
+        """How many entries come before each in its row."""
+        before: NDArray[Any] = np.arange(self.nnz) - self.ptr[self.row]
+        return before
+
+    @cached_property
+    def _read(self) -> tuple[Constant, Constant, Constant]:
+        """By tap and output: an input, its weight, and whether it is to be read."""
+        inside = np.clip(self.inputs, 0, self.size - 1)
+        return Constant(inside.T), Constant(self.weights.T), Constant(self.weights.T != 0)
+
+    def read(self, xp: Any, x: Array, axis: int, fill: float) -> Array:
+        """What the outputs read along an axis, which becomes two: taps, and outputs."""
+        inputs, _, met = self._read
+        values = x[(slice(None),) * axis + (inputs.on(xp),)]
+        if self.weights.all():
+            return values
+        mask = met.on(xp).reshape(met.on(xp).shape + (1,) * (x.ndim - axis - 1))
+        return xp.where(mask, values, x.dtype.type(fill))
+
+    def apply(self, xp: Any, x: Array, axis: int) -> Array:
+        """Weighted sums along an axis."""
+        weights = self._read[1].on(xp).astype(x.dtype, copy=False)
+        weights = weights.reshape(weights.shape + (1,) * (x.ndim - axis - 1))
+        return (self.read(xp, x, axis, 0) * weights).sum(axis=axis)
+
+
+class Images(Operator):
+    """A layer that reads images one by one: ``(…, height, width)``."""
+
+    def _set_images(self, input_shape: Any) -> None:
+        shape = check_sizes("input_shape", input_shape)
+        if len(shape) < 3:
+            raise InputError(
+                f"input_shape is {shape}; expected (channels, height, width), maybe after more axes"
+            )
+        self._set_shapes(shape, 2)
+
+
+class Separable(Images):
+    """``(∂y/∂x)ᵀ = I ⊗ A_y ⊗ A_x`` with two sparse matrices that do not depend on the input."""
+
+    _reads_input = False
+    _y: Taps
+    _x: Taps
+
+    def _set_taps(self, y: Taps, x: Taps) -> None:
+        self._y, self._x = y, x
+        self._set_output((y.size_out, x.size_out))
+
+    def _core_nnz(self) -> int:
+        return self._y.nnz * self._x.nnz
+
+    def _core_pattern(self) -> Pattern:
+        return kron_pattern(self._y, self._x)
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        return self._x.apply(xp, self._y.apply(xp, x, 1), 2)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        out[...] = self._values.on(xp).astype(out.dtype, copy=False)
+
+    @cached_property
+    def _values(self) -> Constant:
+        """Values of the Kronecker product, in the order of its pattern."""
+        values = np.empty(self._core_nnz())
+        by_row = (axis.weights[axis.column, axis.tap] for axis in (self._y, self._x))
+        values[_places(self._y, self._x)] = np.outer(*by_row)
+        return Constant(values)
+
+
+def kron_pattern(y: Taps, x: Taps) -> Pattern:
+    """The pattern of the Kronecker product of two matrices, transposed: rows are inputs."""
+    shape = y.size * x.size, y.size_out * x.size_out
+    dtype = index_dtype(shape, y.nnz * x.nnz)
+    indptr = np.empty(shape[0] + 1, dtype)
+    starts = y.ptr[:-1, None] * x.nnz + np.diff(y.ptr)[:, None] * x.ptr[:-1]
+    indptr[:-1], indptr[-1] = starts.reshape(-1), y.nnz * x.nnz
+    indices = np.empty(y.nnz * x.nnz, dtype)
+    column = y.column.astype(dtype)[:, None] * dtype.type(x.size_out) + x.column.astype(dtype)
+    indices[_places(y, x)] = column
+    return trusted(indptr, indices, shape)
+
+
+def _places(y: Taps, x: Taps) -> NDArray[Any]:
+    """Place in the Kronecker product of each pair of entries, shape ``(y.nnz, x.nnz)``."""
+    # A row of the product holds, for each entry of the row of y, all entries of the row of x.
+    rows = np.diff(y.ptr)[y.row, None] * x.ptr[x.row]
+    within = y.rank[:, None] * np.diff(x.ptr)[x.row] + x.rank
+    places: NDArray[Any] = y.ptr[y.row, None] * x.nnz + rows + within
+    return places

@@ -1,0 +1,406 @@
+"""What all operators have in common."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import ArrayLike, DTypeLike
+
+from .._arrays import Constant, check_array, check_memory, is_cupy, namespace, output
+from ..containers import BatchedCSR, check_float
+from ..errors import InputError, InputTypeError
+from ..pattern import Pattern, block_diagonal, index_dtype
+
+__all__ = [
+    "Operator",
+    "Parameter",
+    "Parametrised",
+    "as_matrix",
+    "check_mask",
+    "check_sizes",
+    "initial",
+    "masked",
+]
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+class Operator(ABC):
+    """A layer ``y = f(x; θ)`` and its transposed Jacobian ``(∂y/∂x)ᵀ``, sparse.
+
+    Vectors are arrays of :attr:`input_shape` and :attr:`output_shape`, flattened in C order. A
+    layer that reads only the last axes of its input, such as a convolution, does the same along all
+    axes before them; its Jacobian is then block diagonal.
+
+    Attributes
+    ----------
+    input_shape, output_shape : tuple of int
+        Shapes of one sample of ``x`` and ``y``.
+    pattern : Pattern
+        Where the transposed Jacobian may have nonzeros, whatever the input and the parameters.
+
+    See Also
+    --------
+    Sequential : Layers one after the other.
+    """
+
+    input_shape: Shape
+    output_shape: Shape
+    _core: Shape  # the last axes of the input, which the layer reads
+    _core_out: Shape
+    _blocks: int  # product of the axes before
+    # Whether the values depend on the input; if not, all samples share them.
+    _reads_input: bool = True
+
+    def _set_shapes(self, input_shape: Any, axes: int | None) -> None:
+        """Note the shape of a sample, of which the layer reads the last `axes` axes; None: all."""
+        shape = check_sizes("input_shape", input_shape)
+        axes = len(shape) if axes is None else axes
+        if len(shape) < axes:
+            raise InputError(f"input_shape is {shape}; expected at least {axes} axes")
+        self.input_shape = shape
+        self._core = shape[len(shape) - axes :]
+        self._blocks = math.prod(shape[: len(shape) - axes])
+
+    def _set_output(self, core: Shape) -> None:
+        """Note the shape of what the layer makes of the axes it reads."""
+        self._core_out = core
+        self.output_shape = (*self.input_shape[: len(self.input_shape) - len(self._core)], *core)
+
+    # -- What each layer says -------------------------------------------------------------------
+
+    @abstractmethod
+    def _core_nnz(self) -> int:
+        """Entries of the pattern of one block, without making it."""
+
+    @abstractmethod
+    def _core_pattern(self) -> Pattern:
+        """The pattern of one block."""
+
+    @abstractmethod
+    def _forward(self, xp: Any, x: Array) -> Array:
+        """Output ``(m, *core_out)`` for input ``(m, *core)``."""
+
+    @abstractmethod
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        """Write the values of every block: `out` is ``(m, nnz)``, `x` is ``(m, *core)`` or None.
+
+        `y` is the output for `x`, or None if it is not at hand. If the values do not depend on the
+        input, `out` is ``(1, nnz)``.
+        """
+
+    # -- What a caller uses ---------------------------------------------------------------------
+
+    @cached_property
+    def nnz(self) -> int:
+        """Entries of the pattern, which is not made for this."""
+        return self._blocks * self._core_nnz()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape ``(inputs, outputs)`` of the transposed Jacobian."""
+        return math.prod(self.input_shape), math.prod(self.output_shape)
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """Where the transposed Jacobian may have nonzeros; made when it is first asked for.
+
+        Raises
+        ------
+        MemoryLimitError
+            If it would take more memory than there is.
+        """
+        self._check_memory()
+        return block_diagonal(self._core_pattern(), self._blocks)
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by their names, not copied; empty for most layers."""
+        return {}
+
+    def forward(self, x: Array) -> Array:
+        """The output of the layer.
+
+        Parameters
+        ----------
+        x : array_like of float32 or float64, shape input_shape or (batch, *input_shape)
+            The input, of NumPy or CuPy.
+
+        Returns
+        -------
+        ndarray, shape output_shape or (batch, *output_shape)
+            The output.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If the shape or the dtype is wrong.
+        DeviceError
+            If input and parameters are not in one place.
+        """
+        x, lead = self._read("x", x, self.input_shape)
+        xp = namespace(x, *self.params.values())
+        y = self._forward(xp, x.reshape(-1, *self._core))
+        return y.reshape(*lead, *self.output_shape)
+
+    def values(self, x: Array = None, y: Array = None, *, out: Array = None) -> Array:
+        """Values of the transposed Jacobian, in the order of the pattern.
+
+        Parameters
+        ----------
+        x : array_like, shape input_shape or (batch, *input_shape)
+            The input. May be left out where the values do not depend on it.
+        y : array_like, shape output_shape or (batch, *output_shape), optional
+            The output for `x`, if it is at hand: some layers then compute less.
+        out : ndarray, optional
+            Where to write the values: contiguous, of the shape and dtype that is returned.
+
+        Returns
+        -------
+        ndarray, shape (nnz,) or (batch, nnz)
+            One row for each sample, or one for all if the values do not depend on the input. Of
+            the dtype to which `x` and the parameters promote.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If a shape or a dtype is wrong.
+        DeviceError
+            If input, parameters and `out` are not in one place.
+        MemoryLimitError
+            If the values would take more memory than there is.
+        """
+        lead: Shape = ()
+        params = self.params.values()
+        dtypes = [param.dtype for param in params]
+        if x is not None:
+            x, lead = self._read("x", x, self.input_shape)
+            dtypes.append(x.dtype)
+        elif self._reads_input:
+            raise InputError(f"x is None; the values of {self!r} depend on it")
+        if y is not None:
+            y, y_lead = self._read("y", y, self.output_shape)
+            if x is not None and y_lead != lead:
+                raise InputError(
+                    f"y has shape {y.shape}; expected {(*lead, *self.output_shape)}, as x has "
+                    f"shape {x.shape}"
+                )
+        xp = namespace(x, y, *params) if dtypes else _of(out)
+        if not dtypes:
+            dtypes = [np.dtype(np.float64) if out is None else check_array("out", out).dtype]
+        dtype = dtypes[0] if dtypes.count(dtypes[0]) == len(dtypes) else np.result_type(*dtypes)
+        shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
+        out = output(xp, out, shape, dtype, what=self)
+        if out.size == 0:
+            return out
+        rows = out.reshape(-1, self.nnz // self._blocks)
+        if self._reads_input:
+            x = x.reshape(-1, *self._core)
+            y = None if y is None else y.reshape(-1, *self._core_out)
+            self._fill(xp, x, y, rows)
+        else:
+            self._fill(xp, None, None, rows[:1])
+            rows[1:] = rows[:1]
+        return out
+
+    def jacobian(self, x: Array = None, y: Array = None) -> sp.csr_array | BatchedCSR:
+        """The transposed Jacobian ``(∂y/∂x)ᵀ``.
+
+        Parameters
+        ----------
+        x, y
+            As for :meth:`values`.
+
+        Returns
+        -------
+        csr_array or BatchedCSR, shape (inputs, outputs)
+            A BatchedCSR if `x` is a batch and the values depend on it.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`values`.
+        """
+        return as_matrix(self.values(x, y), self.pattern)
+
+    def param_grads(self, x: Array, grad_y: Array) -> dict[str, Array]:
+        """Gradients of the loss in the parameters, summed over the batch.
+
+        ``∇θ = (∂y/∂θ)ᵀ ∇y``: equation 2 of BPPSA (MLSys 2020), which needs no other layer.
+
+        Parameters
+        ----------
+        x : array_like, shape input_shape or (batch, *input_shape)
+            The input.
+        grad_y : array_like, shape output_shape or (d,), or the same after a batch axis
+            Gradient in the output, as a scan returns it or in the shape of the output.
+
+        Returns
+        -------
+        dict of str to ndarray
+            A gradient of the shape of each parameter in :attr:`params`.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`forward`.
+        """
+        x, lead = self._read("x", x, self.input_shape)
+        grad_y = check_array("grad_y", grad_y)
+        allowed = [(*lead, *self.output_shape), (*lead, math.prod(self.output_shape))]
+        if grad_y.shape not in allowed:
+            raise InputError(
+                f"grad_y has shape {grad_y.shape}; expected {allowed[0]} or {allowed[1]}, as x has "
+                f"shape {x.shape}"
+            )
+        xp = namespace(x, grad_y, *self.params.values())
+        if not self.params:
+            return {}
+        return self._param_grads(
+            xp, x.reshape(-1, *self._core), grad_y.reshape(-1, *self._core_out)
+        )
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        """The same for input ``(m, *core)`` and gradients ``(m, *core_out)``."""
+        return {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.input_shape} → {self.output_shape}, nnz={self.nnz})"
+
+    def _read(self, name: str, array: Any, shape: Shape) -> tuple[Array, Shape]:
+        """An array of one or more samples, and the shape of what comes before a sample."""
+        array = check_array(name, array)
+        if array.shape == shape:
+            return array, ()
+        if array.shape[1:] == shape and array.ndim == len(shape) + 1:
+            return array, array.shape[:1]
+        batched = ", ".join(map(str, ("batch", *shape)))
+        raise InputError(f"{name} has shape {array.shape}; expected {shape} or ({batched})")
+
+    def _check_memory(self) -> None:
+        rows, cols = self.shape
+        size = index_dtype((rows, cols), self.nnz).itemsize
+        # Diagonal and dense patterns keep no index arrays.
+        if self.nnz != rows * cols:
+            check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
+
+
+class Parameter:
+    """An attribute that is an array of fixed shape: drawn when first read, or set by the caller.
+
+    The owner, a :class:`Parametrised`, says what the shape is and how it is drawn. An array that is
+    set is kept, not copied, so that what an optimiser does to it in place is seen.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        if self._name not in layer._shapes:
+            return None
+        if self._name not in layer._arrays:
+            layer._arrays[self._name] = layer._draw(self._name)
+        return layer._arrays[self._name]
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        name = f"{type(layer).__name__}.{self._name}"
+        shape = layer._shapes.get(self._name)
+        if shape is None:
+            raise InputError(f"{name} cannot be set: the layer was made without it")
+        array = check_array(name, value)
+        if array.shape != shape:
+            raise InputError(f"{name} is set to an array of shape {array.shape}; expected {shape}")
+        layer._arrays[self._name] = array
+
+
+class Parametrised:
+    """Parameters by name: their shapes, and the arrays there are."""
+
+    def _set_parameters(
+        self,
+        shapes: dict[str, Shape | None],
+        draw: Callable[[str, Shape], Array],
+    ) -> None:
+        """Declare the parameters, except those whose shape is None, and how to draw one."""
+        self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+        self._arrays: dict[str, Array] = {}
+        self._drawer = draw
+
+    def _draw(self, name: str) -> Array:
+        return self._drawer(name, self._shapes[name])
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by their names, not copied."""
+        return {name: getattr(self, name) for name in self._shapes}
+
+
+def initial(
+    bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None
+) -> Callable[[str, Shape], Array]:
+    """Draws from the uniform distribution on ``[-bound, bound]``, as PyTorch initialises."""
+    checked = np.dtype(dtype)
+    if checked not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise InputTypeError(f"dtype is {checked}; expected float32 or float64")
+    generator = np.random.default_rng(rng)
+    return lambda name, shape: generator.uniform(-bound, bound, shape).astype(checked)
+
+
+def check_sizes(name: str, value: Any, count: int | None = None, least: int = 1) -> Shape:
+    """`value` as a tuple of integers; one integer stands for `count` of them.
+
+    Raises an error that names it if it is something else, has another length, or has an entry below
+    `least`.
+    """
+    try:
+        if count is not None and not isinstance(value, Sequence):
+            sizes = (operator.index(value),) * count
+        else:
+            sizes = tuple(operator.index(size) for size in value)
+    except TypeError:
+        wanted = "integers" if count is None else f"an integer or {count} integers"
+        raise InputTypeError(f"{name} is {value!r}; expected {wanted}") from None
+    if count is not None and len(sizes) != count:
+        raise InputError(f"{name} is {value!r}; expected {count} integers")
+    if any(size < least for size in sizes):
+        raise InputError(f"{name} is {value!r}; expected integers of at least {least}")
+    return sizes
+
+
+def as_matrix(values: Array, pattern: Pattern) -> sp.csr_array | BatchedCSR:
+    """Values ``(nnz,)`` as a SciPy array, ``(batch, nnz)`` as a BatchedCSR."""
+    values = check_float("values", values)
+    if values.ndim == 2:
+        return BatchedCSR.from_pattern(values, pattern)
+    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+
+
+def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | None:
+    """A mask over weights of this shape, copied, or an error that names it; None for None."""
+    if mask is None:
+        return None
+    array = np.array(mask)
+    if array.dtype != np.bool_:
+        raise InputTypeError(f"{name} has dtype {array.dtype}; expected bool")
+    if array.shape != shape:
+        raise InputError(f"{name} has shape {array.shape}; expected {shape}, the weight's")
+    return Constant(array)
+
+
+def masked(xp: Any, array: Array, mask: Constant | None) -> Array:
+    """`array`, 0 where the mask says that a weight is pruned."""
+    return array if mask is None else xp.where(mask.on(xp), array, array.dtype.type(0))
+
+
+def _of(out: Any) -> Any:
+    return namespace(out) if is_cupy(out) else np

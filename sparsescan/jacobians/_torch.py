@@ -1,0 +1,177 @@
+"""From PyTorch modules to operators. PyTorch is imported here only, and when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._arrays import on_device
+from ..errors import InputError, InputTypeError, SparseScanError
+from ._operator import Operator, Shape, check_sizes
+from .activations import (
+    ELU,
+    GELU,
+    Hardtanh,
+    LeakyReLU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
+from .conv import Conv1d, Conv2d, ConvTranspose2d
+from .linear import Linear
+from .normalization import BatchNorm2d, LayerNorm
+from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from .reshape import Dropout, Flatten
+from .upsample import Upsample
+
+__all__ = ["from_torch"]
+
+# For each layer the names of the arguments that its module keeps as attributes.
+_CONV = "in_channels out_channels kernel_size stride padding dilation groups padding_mode"
+_LAYERS: dict[Callable[..., Operator], str] = {
+    AdaptiveAvgPool2d: "output_size",
+    AvgPool2d: "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    BatchNorm2d: "num_features eps momentum affine track_running_stats training",
+    Conv1d: _CONV,
+    Conv2d: _CONV,
+    ConvTranspose2d: f"{_CONV} output_padding",
+    Dropout: "p",
+    ELU: "alpha",
+    Flatten: "start_dim end_dim",
+    GELU: "approximate",
+    Hardtanh: "min_val max_val",
+    LayerNorm: "normalized_shape eps elementwise_affine",
+    LeakyReLU: "negative_slope",
+    Linear: "in_features out_features",
+    MaxPool2d: "kernel_size stride padding dilation ceil_mode",
+    ReLU: "",
+    Sigmoid: "",
+    SiLU: "",
+    Softmax: "dim",
+    Softplus: "beta threshold",
+    Tanh: "",
+    Upsample: "size scale_factor mode align_corners",
+}
+_WITH_BIAS = (Conv1d, Conv2d, ConvTranspose2d, LayerNorm, Linear)
+
+
+def from_torch(module: Any, input_shape: Any) -> list[Operator]:
+    """The operators of a PyTorch module, sharing its parameters.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A ``torch.nn.Sequential`` of layers that :mod:`sparsescan.jacobians` has, nested or not, or
+        one such layer. Weights pruned by ``torch.nn.utils.prune`` leave the pattern.
+    input_shape : tuple of int
+        Shape of one sample, without the batch axis. Only if a ``BatchNorm2d`` is in training mode,
+        which couples the samples of a batch, the shape of the whole batch.
+
+    Returns
+    -------
+    list of Operator
+        One for each layer, without those that do nothing (``Identity``), for :class:`Sequential`.
+        Their parameters, and running statistics, are the module's memory, not copies: what an
+        optimiser does in place is seen at once.
+
+    Raises
+    ------
+    ImportError
+        If PyTorch is not installed.
+    InputError
+        If there is a layer that this package does not have, or one in a mode that it does not have;
+        it is named.
+    InputTypeError
+        If `module` is no module, or a parameter is not of float32 or float64.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.jacobians import from_torch
+    >>> from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (3,))
+    [Linear((3,) → (2,), nnz=6), Tanh((2,) → (2,), nnz=2)]
+    """
+    from torch import nn
+
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    shape = check_sizes("input_shape", input_shape)
+    layers = list(_layers(module, "module"))
+    joint = any(type(layer) is nn.BatchNorm2d and layer.training for _, layer in layers)
+    types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
+    ops: list[Operator] = []
+    for name, layer in layers:
+        operator = types.get(type(layer))
+        if operator is None:
+            raise InputError(
+                f"{name} is a {type(layer).__name__}, which has no operator; expected one of "
+                f"{', '.join(sorted(known.__name__ for known in types))}"
+            )
+        try:
+            ops.append(_operator(operator, layer, shape, joint))
+        except SparseScanError as error:
+            raise type(error)(f"{name} ({type(layer).__name__}): {error}") from error
+        shape = ops[-1].output_shape
+    return ops
+
+
+def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every layer and its place; what a Sequential calls, in that order."""
+    from torch import nn
+
+    if type(module) is nn.Sequential:
+        for key, child in module.named_children():
+            yield from _layers(child, f"{name}[{key}]" if key.isdigit() else f"{name}.{key}")
+    elif type(module) is not nn.Identity:
+        yield name, module
+
+
+def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint: bool) -> Operator:
+    """The operator of a layer, with the layer's own parameters."""
+    arguments = {name: getattr(layer, name) for name in _LAYERS[operator].split()}
+    _refuse_modes(layer, joint)
+    if joint:
+        # Axes count a batch axis before the samples; here the batch is a part of the sample.
+        for name in ("dim", "start_dim", "end_dim"):
+            if arguments.get(name, -1) is not None and arguments.get(name, -1) >= 0:
+                arguments[name] += 1
+    if operator in _WITH_BIAS:
+        arguments["bias"] = layer.bias is not None
+    mask = getattr(layer, "weight_mask", None)
+    if mask is not None:
+        arguments["weight_mask"] = _array(mask) != 0
+    made = operator(**arguments, input_shape=shape)
+    for name in ("weight", "bias"):
+        # Pruning keeps the parameter under another name, and recomputes the one that is read.
+        parameter = getattr(layer, f"{name}_orig", getattr(layer, name, None))
+        if parameter is not None:
+            setattr(made, name, _array(parameter))
+    for name in ("running_mean", "running_var"):
+        if getattr(layer, name, None) is not None:
+            setattr(made, name, _array(getattr(layer, name)))
+    return made
+
+
+def _refuse_modes(layer: Any, joint: bool) -> None:
+    """Raise if a layer works in a way that its operator does not."""
+    from torch import nn
+
+    if type(layer) is nn.Dropout and layer.training and layer.p > 0:
+        raise InputError(
+            "it draws its own mask in training mode; call .eval(), or build "
+            "sparsescan.jacobians.Dropout with a mask"
+        )
+    for name, wanted in (("return_indices", False), ("recompute_scale_factor", None)):
+        if getattr(layer, name, wanted) not in (wanted, False):
+            raise InputError(f"{name} is {getattr(layer, name)}; expected {wanted}")
+    if getattr(layer, "bias_mask", None) is not None:
+        raise InputError("its bias is pruned; expected a pruned weight at most")
+
+
+def _array(tensor: Any) -> Any:
+    """The memory of a tensor as an array of NumPy, or of CuPy if it is on a GPU."""
+    tensor = tensor.detach()
+    return on_device(tensor) if tensor.is_cuda else tensor.numpy()

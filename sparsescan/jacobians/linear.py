@@ -1,0 +1,137 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from .._arrays import Constant
+from ..errors import InputError
+from ..kernels.stencil import transpose
+from ..pattern import Pattern, index_dtype, trusted
+from ..schedule import check_count
+from ._operator import Operator, Parameter, Parametrised, check_mask, initial, masked
+
+__all__ = ["Linear"]
+
+Array = Any
+
+
+class Linear(Parametrised, Operator):
+    """Matrix product: ``y = W x + b``, so ``(∂y/∂x)ᵀ = Wᵀ``.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Length of the input and the output.
+    bias : bool, default True
+        Whether there is one.
+    input_shape : tuple of int, optional
+        ``(in_features,)``, the default, maybe after more axes.
+    weight_mask : array_like of bool, shape (out_features, in_features), optional
+        True where a weight is kept. A pruned weight counts as 0, has a gradient of 0, and leaves
+        the pattern.
+    dtype : {float32, float64}, default float32
+        Dtype of initial parameters.
+    rng : numpy.random.Generator or int, optional
+        What draws initial parameters, from the same distribution as PyTorch.
+
+    Attributes
+    ----------
+    weight : ndarray, shape (out_features, in_features)
+        The weight; an array that is set is shared, not copied.
+    bias : ndarray or None, shape (out_features,)
+        The bias.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.Linear`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.jacobians import Linear
+    >>> layer = Linear(3, 2, weight_mask=[[True, False, True], [False, True, False]])
+    >>> layer.weight = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    >>> layer.jacobian().toarray()
+    array([[1., 0.],
+           [0., 5.],
+           [3., 0.]])
+    """
+
+    weight = Parameter()
+    bias = Parameter()
+    _reads_input = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_shape: Any = None,
+        weight_mask: ArrayLike | None = None,
+        dtype: DTypeLike = np.float32,
+        rng: np.random.Generator | int | None = None,
+    ) -> None:
+        self.in_features = check_count("in_features", in_features, 1)
+        self.out_features = check_count("out_features", out_features, 1)
+        self._set_shapes((self.in_features,) if input_shape is None else input_shape, 1)
+        if self._core != (self.in_features,):
+            raise InputError(
+                f"input_shape is {self.input_shape}; expected a last axis of {self.in_features}, "
+                "in_features"
+            )
+        self._set_output((self.out_features,))
+        shape = self.out_features, self.in_features
+        self._mask = check_mask("weight_mask", weight_mask, shape)
+        # Place in the flattened weight of every entry of a masked pattern.
+        self._sources: Constant | None = None
+        self._set_parameters(
+            {"weight": shape, "bias": (self.out_features,) if bias else None},
+            initial(1 / math.sqrt(self.in_features), dtype, rng),
+        )
+
+    def _core_nnz(self) -> int:
+        if self._mask is None:
+            return self.in_features * self.out_features
+        return int(np.count_nonzero(self._mask.on(np)))
+
+    def _core_pattern(self) -> Pattern:
+        shape = self.in_features, self.out_features
+        if self._mask is None:
+            return Pattern.dense(shape)
+        kept = self._mask.on(np).T
+        dtype = index_dtype(shape, self.nnz)
+        indptr = np.zeros(shape[0] + 1, dtype)
+        np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
+        return trusted(indptr, np.nonzero(kept)[1].astype(dtype), shape)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        if self._mask is None:
+            matrix = out.reshape(self.in_features, self.out_features)
+            if xp is np:
+                transpose(self.weight, matrix)
+            else:
+                matrix[...] = self.weight.T
+            return
+        if self._sources is None:
+            inputs, outputs = np.nonzero(self._mask.on(np).T)
+            self._sources = Constant(outputs * self.in_features + inputs)
+        out[0] = self.weight.reshape(-1)[self._sources.on(xp)]
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = xp.matmul(x, masked(xp, self.weight, self._mask).T)
+        return y if self.bias is None else y + self.bias
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        grads = {"weight": masked(xp, xp.matmul(grad_y.T, x), self._mask)}
+        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=0)}

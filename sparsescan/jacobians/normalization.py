@@ -1,0 +1,423 @@
+"""Normalisations, by the statistics of each sample or of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .._arrays import namespace
+from ..errors import InputError, InputTypeError
+from ..pattern import Pattern, index_dtype, trusted
+from ..schedule import check_count
+from ._operator import Operator, Parameter, Parametrised, Shape, check_sizes
+from .activations import check_number
+
+__all__ = ["BatchNorm2d", "LayerNorm"]
+
+Array = Any
+
+
+class LayerNorm(Parametrised, Operator):
+    """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by the mean and variance over the last axes.
+
+    With ``m`` elements normalised together and ``σ² = Σ_k (x_k - μ)²/m + eps``,
+
+        ∂y_j/∂x_i = γ_j/σ (δ_ij - 1/m - x̂_i x̂_j/m).
+
+    Parameters
+    ----------
+    normalized_shape : int or tuple of int
+        Shape of the last axes, which are normalised together.
+    eps : float, default 1e-5
+        Added to the variance; at least 0.
+    elementwise_affine : bool, default True
+        Whether there is a weight ``γ``; otherwise it is 1, and ``β`` is 0.
+    bias : bool, default True
+        Whether there is a bias ``β`` besides the weight; otherwise it is 0.
+    input_shape : tuple of int, optional
+        `normalized_shape`, the default, maybe after more axes.
+    dtype : {float32, float64}, default float32
+        Dtype of the initial parameters.
+
+    Attributes
+    ----------
+    weight, bias : ndarray or None, shape normalized_shape
+        ``γ``, initially 1, and ``β``, initially 0; an array that is set is shared, not copied.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.LayerNorm`. The Jacobian has a dense block for every group of elements that
+    are normalised together. A single element is always normalised to 0, and without `eps` two
+    elements to ±1, whatever they are: then the pattern is empty.
+
+    Statistics of float32 are computed in float64, which neither overflows nor cancels.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import LayerNorm
+    >>> LayerNorm(3, input_shape=(2, 3)).pattern
+    Pattern((6, 6), nnz=18, general)
+    >>> LayerNorm(3, eps=0).jacobian([-1.0, 0.0, 1.0]).toarray().round(3)
+    array([[ 0.204, -0.408,  0.204],
+           [-0.408,  0.816, -0.408],
+           [ 0.204, -0.408,  0.204]])
+    """
+
+    weight = Parameter()
+    bias = Parameter()
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        input_shape: Any = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        one = isinstance(normalized_shape, int | np.integer)
+        shape = check_sizes("normalized_shape", (normalized_shape,) if one else normalized_shape)
+        if not shape:
+            raise InputError("normalized_shape is (); expected at least 1 axis")
+        self.normalized_shape = shape
+        self.eps = _check_eps(eps)
+        self._set_shapes(shape if input_shape is None else input_shape, len(shape))
+        if self._core != shape:
+            raise InputError(
+                f"input_shape is {self.input_shape}; expected the last axes to be {shape}, "
+                "normalized_shape"
+            )
+        self._set_output(shape)
+        self._set_parameters(
+            {
+                "weight": shape if elementwise_affine else None,
+                "bias": shape if elementwise_affine and bias else None,
+            },
+            _ones_and_zeros(dtype),
+        )
+
+    def _core_nnz(self) -> int:
+        size = math.prod(self._core)
+        constant = size == 1 or (size == 2 and self.eps == 0)
+        return 0 if constant else size * size
+
+    def _core_pattern(self) -> Pattern:
+        size = math.prod(self._core)
+        if self._core_nnz():
+            return Pattern.dense((size, size))
+        dtype = index_dtype((size, size), 0)
+        return trusted(np.zeros(size + 1, dtype), np.empty(0, dtype), (size, size))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = _times(self._normalise(xp, x)[0], self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        normal, inverse = self._normalise(xp, x)
+        slope = _times(inverse, self.weight)
+        size = math.prod(self._core)
+        _fill_blocks(xp, normal.reshape(-1, 1, 1, size), slope.reshape(len(x), 1, -1), out)
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        grads = {"weight": (grad_y * self._normalise(xp, x)[0]).sum(axis=0)}
+        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=0)}
+
+    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
+        return _normalise(xp, x, tuple(range(1, x.ndim)), self.eps)
+
+
+class BatchNorm2d(Parametrised, Operator):
+    """``y = γ x̂ + β`` with ``x̂ = (x - μ)/σ``, by a mean and variance for each channel.
+
+    In evaluation these are running statistics, ``σ² = running_var + eps``, and the Jacobian is
+    diagonal, the same for all samples: ``∂y_i/∂x_i = γ_c/σ_c`` in channel ``c``.
+
+    In training they are those of the batch, over its ``m = N·H·W`` elements of the channel, with
+    ``σ² = Σ_k (x_k - μ)²/m + eps``. That couples the samples, so a whole batch is one vector, and
+    for ``i`` and ``j`` in channel ``c``, ``∂y_j/∂x_i = γ_c/σ_c (δ_ij - 1/m - x̂_i x̂_j/m)``.
+
+    Parameters
+    ----------
+    num_features : int
+        Channels ``C``.
+    eps : float, default 1e-5
+        Added to the variance; at least 0, and in training more.
+    momentum : float or None, default 0.1
+        Weight of the newest batch in the running statistics; None gives all batches the same.
+    affine : bool, default True
+        Whether there are parameters ``γ`` and ``β``; otherwise they are 1 and 0.
+    track_running_stats : bool, default True
+        Whether there are running statistics, which evaluation needs.
+    input_shape : tuple of int
+        In evaluation ``(C, H, W)``, maybe after more axes; in training ``(N, C, H, W)``, the shape
+        of a batch.
+    training : bool, default False
+        Whether to normalise by the statistics of the batch.
+    dtype : {float32, float64}, default float32
+        Dtype of the initial parameters and running statistics.
+
+    Attributes
+    ----------
+    weight, bias : ndarray or None, shape (C,)
+        ``γ``, initially 1, and ``β``, initially 0; an array that is set is shared, not copied.
+    running_mean, running_var : ndarray or None, shape (C,)
+        The running statistics, initially 0 and 1, which are no parameters; an array that is set is
+        shared, not copied. They have no say in the dtype of a result.
+    num_batches_tracked : int
+        Batches that :meth:`update_running_stats` has seen.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.BatchNorm2d`, except that :meth:`forward` never changes the running
+    statistics: :meth:`update_running_stats` does.
+
+    In training, the batch axis that :meth:`forward` and :meth:`values` accept before `input_shape`
+    counts batches, not samples: each is normalised by itself.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import BatchNorm2d
+    >>> BatchNorm2d(3, input_shape=(3, 2, 2))
+    BatchNorm2d((3, 2, 2) → (3, 2, 2), nnz=12)
+    >>> BatchNorm2d(1, input_shape=(2, 1, 1, 1), training=True, eps=1.0).jacobian(
+    ...     [[[[1.0]]], [[[-1.0]]]]
+    ... ).toarray().round(3)
+    array([[ 0.177, -0.177],
+           [-0.177,  0.177]])
+    """
+
+    weight = Parameter()
+    bias = Parameter()
+    running_mean = Parameter()
+    running_var = Parameter()
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        input_shape: Any,
+        training: bool = False,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        self.num_features = check_count("num_features", num_features, 1)
+        self.eps = _check_eps(eps)
+        self.momentum = None if momentum is None else check_number("momentum", momentum)
+        self.track_running_stats = track_running_stats
+        self.training = training
+        self.num_batches_tracked = 0
+        self._set_shapes(input_shape, None if training else 3)
+        self._check_arguments()
+        self._set_output(self._core)
+        self._reads_input = training
+        channels = (self.num_features,)
+        self._set_parameters(
+            {
+                "weight": channels if affine else None,
+                "bias": channels if affine else None,
+                "running_mean": channels if track_running_stats else None,
+                "running_var": channels if track_running_stats else None,
+            },
+            _ones_and_zeros(dtype),
+        )
+
+    def _check_arguments(self) -> None:
+        shape = self.input_shape
+        if self.training and len(shape) != 4:
+            raise InputError(
+                f"input_shape is {shape}; expected (N, C, H, W), since training couples the "
+                "samples of a batch"
+            )
+        if self._core[-3] != self.num_features:
+            raise InputError(
+                f"input_shape is {shape}; expected {self.num_features} channels, num_features, "
+                "before the last two axes"
+            )
+        if self.training and self._count == 1:
+            raise InputError(
+                f"input_shape is {shape}; expected more than 1 value per channel in training"
+            )
+        if self.training and self.eps == 0:
+            raise InputError("eps is 0; expected more in training")
+        if not self.training and not self.track_running_stats:
+            raise InputError(
+                "training and track_running_stats are both False; expected one of them to be True: "
+                "without running statistics PyTorch uses those of the batch, as in training"
+            )
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by their names, not copied; without the running statistics."""
+        return {} if self.weight is None else {"weight": self.weight, "bias": self.bias}
+
+    def update_running_stats(self, x: Array) -> None:
+        """Let the running statistics take in a batch, as PyTorch does in a forward in training.
+
+        The newest statistics ``s`` enter by ``running = (1 - momentum) running + momentum s``; if
+        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased one. The
+        arrays are changed in place.
+
+        Parameters
+        ----------
+        x : array_like, shape (N, C, H, W) or (batch, N, C, H, W)
+            The input; several batches are taken in one after the other.
+
+        Raises
+        ------
+        InputError
+            If the layer is not in training, or has no running statistics, or the shape is wrong.
+        InputTypeError
+            If the dtype is wrong.
+        DeviceError
+            If input and statistics are not in one place.
+        """
+        if not (self.training and self.track_running_stats):
+            raise InputError(
+                "update_running_stats needs a layer made with training=True and "
+                "track_running_stats=True"
+            )
+        x, _ = self._read("x", x, self.input_shape)
+        namespace(x, self.running_mean, self.running_var)
+        x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            means, variances = x.mean(axis=_JOINT), x.var(axis=_JOINT, ddof=1)
+            for mean, variance in zip(means, variances, strict=True):
+                self.num_batches_tracked += 1
+                part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+                for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                    running *= 1 - part
+                    running += part * new
+
+    @property
+    def _count(self) -> int:
+        """Elements that are normalised together in training."""
+        return math.prod(self._core) // self.num_features
+
+    def _core_nnz(self) -> int:
+        return math.prod(self._core) * (self._count if self.training else 1)
+
+    def _core_pattern(self) -> Pattern:
+        size = math.prod(self._core)
+        if not self.training:
+            return Pattern.diagonal(size)
+        if self.num_features == 1:
+            return Pattern.dense((size, size))
+        batch, channels, height, width = self._core
+        dtype = index_dtype((size, size), self._core_nnz())
+        indptr = np.arange(size + 1, dtype=dtype) * dtype.type(self._count)
+        # All rows of a channel have the same columns: the places of that channel.
+        columns = np.arange(size, dtype=dtype).reshape(batch, channels, -1).swapaxes(0, 1)
+        indices = np.empty((batch, channels, height * width, self._count), dtype)
+        indices[...] = columns.reshape(channels, 1, -1)
+        return trusted(indptr, indices.reshape(-1), (size, size))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = self._normalise(xp, x)[0]
+        if self.weight is None:
+            return y
+        return _times(y, self.weight[:, None, None]) + self.bias[:, None, None]
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        if not self.training:
+            slope = _times(self._running(out)[1], self.weight)
+            out.reshape(self.num_features, -1)[...] = slope[:, None]
+            return
+        normal, inverse = self._normalise(xp, x)
+        batch, channels, height, width = self._core
+        normal = normal.reshape(-1, batch, channels, height * width)
+        slope = _times(inverse.reshape(-1, channels), self.weight)
+        _fill_blocks(xp, normal, slope[..., None], out)
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - 3)
+        normal = self._normalise(xp, x)[0]
+        return {"weight": (grad_y * normal).sum(axis=axes), "bias": grad_y.sum(axis=axes)}
+
+    def _normalise(self, xp: Any, x: Array) -> tuple[Array, Array]:
+        if self.training:
+            return _normalise(xp, x, _JOINT, self.eps)
+        mean, inverse = (array[:, None, None] for array in self._running(x))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return (x - mean) * inverse, inverse
+
+    def _running(self, like: Array) -> tuple[Array, Array]:
+        """Running mean and ``1/σ`` in the dtype of an array, which is in the same place."""
+        xp = namespace(like, self.running_mean, self.running_var)
+        mean, variance = (
+            array.astype(like.dtype, copy=False) for array in (self.running_mean, self.running_var)
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return mean, 1 / xp.sqrt(variance + self.eps)
+
+
+# Axes of (batches, N, C, H, W) over which a channel is normalised in training.
+_JOINT = (1, 3, 4)
+
+
+def _normalise(xp: Any, x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
+    """``x̂`` and ``1/σ``, by the statistics over some axes, which stay as axes of length 1."""
+    # PyTorch, too, makes NaN of what is normalised together with a value that is not finite.
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64, copy=False)
+        wide = wide - wide.mean(axis=axes, keepdims=True)
+        inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + eps)
+        wide *= inverse
+        return wide.astype(x.dtype, copy=False), inverse.astype(x.dtype, copy=False)
+
+
+def _times(array: Array, weight: Array) -> Array:
+    """``array·weight``, where None is 1, and infinity times zero silently NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array if weight is None else array * weight
+
+
+def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
+    """Write ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)`` for `i` and `j` in one channel.
+
+    `normal` is ``x̂``, shape ``(b, n, c, s)``, where ``m = n·s`` places of a channel belong
+    together; `slope` has shape ``(b, c, m)``, or 1 for ``m``.
+    """
+    b, n, c, s = normal.shape
+    out = out.reshape(b, n, c, s, n * s)
+    normal = normal.astype(out.dtype, copy=False)
+    part = -slope / (n * s)
+    columns = normal.swapaxes(1, 2).reshape(b, 1, c, 1, n * s)
+    with np.errstate(over="ignore", invalid="ignore"):
+        xp.multiply(normal[..., None], columns * part[:, None, :, None], out=out)
+        xp.add(out, part[:, None, :, None], out=out)
+        places = xp.arange(n * s)
+        # Indexed axes come first.
+        out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
+
+
+def _ones_and_zeros(dtype: DTypeLike) -> Callable[[str, Shape], Array]:
+    """Initial parameters: scales are 1, shifts 0."""
+    checked = np.dtype(dtype)
+    if checked not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise InputTypeError(f"dtype is {checked}; expected float32 or float64")
+    return lambda name, shape: np.full(shape, name in ("weight", "running_var"), checked)
+
+
+def _check_eps(eps: Any) -> float:
+    value = check_number("eps", eps)
+    if value < 0:
+        raise InputError(f"eps is {eps}; expected at least 0")
+    return value

@@ -1,0 +1,336 @@
+"""Pooling: windows that slide over images, of which the largest input or the mean is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._arrays import Constant
+from ..errors import InputError
+from ..kernels.pooling import Windows, mark_in_tiles, mark_in_windows
+from ..pattern import Pattern
+from ..schedule import check_count
+from ._kron import Images, Separable, Taps, kron_pattern
+from ._operator import Shape, check_sizes
+from ._windows import pooled_size, windows
+
+__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
+
+Array = Any
+
+
+class _Pooling(Images):
+    """Windows of one size, at equal distances."""
+
+    kernel_size: Shape
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+    ceil_mode: bool
+
+    def _set_windows(
+        self,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        input_shape: Any,
+    ) -> list[NDArray[Any]]:
+        """Note the arguments; for both axes, what lies under the taps of each window."""
+        self._set_images(input_shape)
+        self.kernel_size = check_sizes("kernel_size", kernel_size, 2)
+        self.stride = self.kernel_size if stride is None else check_sizes("stride", stride, 2)
+        self.padding = check_sizes("padding", padding, 2, 0)
+        self.dilation = check_sizes("dilation", dilation, 2)
+        self.ceil_mode = bool(ceil_mode)
+        half = tuple(kernel // 2 for kernel in self.kernel_size)
+        if any(p > most for p, most in zip(self.padding, half, strict=True)):
+            raise InputError(f"padding is {padding}; expected at most {half}, half the kernel")
+        axes = list(
+            zip(self._core, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        )
+        sizes = tuple(pooled_size(*axis, self.ceil_mode) for axis in axes)
+        if min(sizes) < 1:
+            raise InputError(
+                f"input_shape is {self.input_shape}; too small for kernel_size "
+                f"{self.kernel_size}: the output would be of size {sizes}"
+            )
+        return [
+            (np.arange(count) * s - p)[:, None] + np.arange(k) * d
+            for count, (_, k, s, p, d) in zip(sizes, axes, strict=True)
+        ]
+
+
+class MaxPool2d(_Pooling):
+    """The largest input of each window: ``y_o = max_{i ∈ window(o)} x_i``.
+
+    The transposed Jacobian has 1 in the row of that input, and 0 in the rows of the others:
+
+        (∂y/∂x)ᵀ[i, o] = 1 if i = argmax window(o) else 0,  for i in window(o).
+
+    Parameters
+    ----------
+    kernel_size : int or two ints
+        Size of a window.
+    stride : int or two ints, optional
+        From a window to the next one; by default `kernel_size`.
+    padding : int or two ints, default 0
+        What is added around the input, at most half of `kernel_size`; it is never the largest.
+    dilation : int or two ints, default 1
+        From an input in the window to the next one.
+    ceil_mode : bool, default False
+        Whether a last window may reach beyond the padding.
+    input_shape : tuple of int
+        ``(channels, height, width)``, maybe after more axes.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.MaxPool2d`; of equal inputs the first one counts, and NaN, the last one,
+    before all others. The Jacobian is that of BPPSA (MLSys 2020), Appendix D.3, for any
+    windows. If padding and
+    dilation leave a window without inputs, its output is ``-∞``, and its column empty.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import MaxPool2d
+    >>> pool = MaxPool2d(2, input_shape=(1, 2, 4))
+    >>> pool.values([[[1.0, 2.0, 5.0, 5.0], [4.0, 3.0, 5.0, 0.0]]]).reshape(2, 4)
+    array([[0., 0., 1., 0.],
+           [1., 0., 0., 0.]])
+    """
+
+    def __init__(
+        self,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        *,
+        ceil_mode: bool = False,
+        input_shape: Any,
+    ) -> None:
+        inputs = self._set_windows(kernel_size, stride, padding, dilation, ceil_mode, input_shape)
+        self._y, self._x = (
+            Taps(size, under, ((under >= 0) & (under < size)).astype(np.float64))
+            for size, under in zip(self._core, inputs, strict=True)
+        )
+        self._set_output((self._y.size_out, self._x.size_out))
+        tiles = self.kernel_size == self.stride == (2, 2) and self.dilation == (1, 1)
+        self._tiles = tiles and self._core_out == tuple(size // 2 for size in self._core)
+
+    def _core_nnz(self) -> int:
+        return self._y.nnz * self._x.nnz
+
+    def _core_pattern(self) -> Pattern:
+        return kron_pattern(self._y, self._x)
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        for axis, taps in ((1, self._y), (2, self._x)):
+            x = taps.read(xp, x, axis, -np.inf).max(axis=axis)
+        return x
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        if xp is not np:
+            self._fill_by_windows(xp, x, out)
+        elif self._tiles:
+            mark_in_tiles(np.ascontiguousarray(x), out)
+        else:
+            # A window without inputs is the only one of its axis, so that there is no entry to fill.
+            y_windows, x_windows = self._windows
+            mark_in_windows(np.ascontiguousarray(x), y_windows, x_windows, out)
+
+    @cached_property
+    def _windows(self) -> list[Windows]:
+        """Both axes, as the kernel takes them."""
+        return [
+            _kernel_windows(taps, dilation)
+            for taps, dilation in zip((self._y, self._x), self.dilation, strict=True)
+        ]
+
+    def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
+        """The same in steps that a GPU takes on all windows at once."""
+        ends = tuple(
+            max(0, taps.inputs.max() + 1 - taps.size - padding)
+            for taps, padding in zip((self._y, self._x), self.padding, strict=True)
+        )
+        view = windows(
+            xp,
+            x[:, None],
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            -np.inf,
+            ends,
+        )
+        inputs, rows, columns = (constant.on(xp) for constant in self._tables)
+        values = view.reshape(len(x), *inputs.shape)
+        largest = values.max(axis=-1, keepdims=True)
+        is_nan = values != values
+        first = ((values == largest) & (inputs >= 0)).argmax(axis=-1)
+        last_nan = inputs.shape[1] - 1 - is_nan[..., ::-1].argmax(axis=-1)
+        tap = xp.where(is_nan.any(axis=-1), last_nan, first)
+        chosen = inputs[xp.arange(len(inputs)), tap]
+        out[...] = chosen[:, columns] == rows
+
+    @cached_property
+    def _tables(self) -> tuple[Constant, Constant, Constant]:
+        """The input under each tap of each window, or -1; row and column of every entry."""
+        y, x = (np.where(taps.weights != 0, taps.inputs, -1) for taps in (self._y, self._x))
+        y, x = y[:, None, :, None], x[None, :, None, :]
+        inputs = np.where((y >= 0) & (x >= 0), y * self._core[1] + x, -1)
+        pattern = self._core_pattern()
+        rows = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr))
+        inputs = inputs.reshape(pattern.shape[1], -1)
+        return Constant(inputs), Constant(rows), Constant(pattern.indices)
+
+
+class AvgPool2d(_Pooling, Separable):
+    """The mean of each window: ``y_o = Σ_{i ∈ window(o)} x_i / d_o``.
+
+    The transposed Jacobian has ``1 / d_o`` in column ``o``, in the rows of the inputs of its
+    window. The divisor ``d_o`` is the size of the window, as far as it does not reach beyond the
+    padding.
+
+    Parameters
+    ----------
+    kernel_size : int or two ints
+        Size of a window.
+    stride : int or two ints, optional
+        From a window to the next one; by default `kernel_size`.
+    padding : int or two ints, default 0
+        Zeros around the input, at most half of `kernel_size`.
+    ceil_mode : bool, default False
+        Whether a last window may reach beyond the padding.
+    count_include_pad : bool, default True
+        Whether ``d_o`` counts the padding.
+    divisor_override : int, optional
+        What to divide by instead of ``d_o``; not 0.
+    input_shape : tuple of int
+        ``(channels, height, width)``, maybe after more axes.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.AvgPool2d`.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import AvgPool2d
+    >>> AvgPool2d(2, input_shape=(1, 2, 2)).jacobian().toarray().ravel()
+    array([0.25, 0.25, 0.25, 0.25])
+    """
+
+    def __init__(
+        self,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        input_shape: Any,
+    ) -> None:
+        inputs = self._set_windows(kernel_size, stride, padding, 1, ceil_mode, input_shape)
+        self.count_include_pad = bool(count_include_pad)
+        if divisor_override is not None:
+            divisor_override = check_count("divisor_override", divisor_override, 1)
+        self.divisor_override = divisor_override
+        divisors: Sequence[int | None] = (None, None)
+        if divisor_override is not None:
+            divisors = divisor_override, 1
+        self._set_taps(
+            *(
+                Taps(size, under, self._weights(size, under, p, divisor))
+                for size, under, p, divisor in zip(
+                    self._core, inputs, self.padding, divisors, strict=True
+                )
+            )
+        )
+
+    def _weights(
+        self, size: int, inputs: NDArray[Any], padding: int, divisor: int | None
+    ) -> NDArray[Any]:
+        """The factor of one axis in the weights."""
+        inside = (inputs >= 0) & (inputs < size)
+        counted = inputs < size + padding if self.count_include_pad else inside
+        counts = counted.sum(axis=1, keepdims=True) if divisor is None else divisor
+        weights: NDArray[Any] = inside / counts
+        return weights
+
+
+class AdaptiveAvgPool2d(Separable):
+    """The means of windows that divide the image: ``y_o = Σ_{i ∈ window(o)} x_i / |window(o)|``.
+
+    The transposed Jacobian has ``1 / |window(o)|`` in column ``o``, in the rows of the inputs of
+    its window. Along an axis of size ``H``, with ``O`` outputs, output ``o`` reads the inputs
+
+        ⌊o H / O⌋, …, ⌈(o + 1) H / O⌉ - 1.
+
+    Parameters
+    ----------
+    output_size : int or two of int and None
+        Height and width of the output; None for those of the input.
+    input_shape : tuple of int
+        ``(channels, height, width)``, maybe after more axes.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.AdaptiveAvgPool2d`.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import AdaptiveAvgPool2d
+    >>> AdaptiveAvgPool2d((1, 2), input_shape=(1, 1, 3)).jacobian().toarray()
+    array([[0.5, 0. ],
+           [0.5, 0.5],
+           [0. , 0.5]])
+    """
+
+    def __init__(self, output_size: Any, *, input_shape: Any) -> None:
+        self._set_images(input_shape)
+        self.output_size = output_size
+        if isinstance(output_size, Sequence) and len(output_size) == 2:
+            output_size = [
+                size if given is None else given
+                for given, size in zip(output_size, self._core, strict=True)
+            ]
+        sizes = check_sizes("output_size", output_size, 2)
+        self._set_taps(*(_parts(*pair) for pair in zip(self._core, sizes, strict=True)))
+
+
+def _parts(size: int, count: int) -> Taps:
+    """An axis in `count` parts of almost equal size; they overlap where it is no multiple."""
+    output = np.arange(count)[:, None]
+    first, end = output * size // count, -(-(output + 1) * size // count)
+    inputs = first + np.arange((end - first).max())
+    return Taps(size, inputs, (inputs < end) / (end - first))
+
+
+def _kernel_windows(taps: Taps, dilation: int) -> Windows:
+    """One axis of max pooling, as the kernel takes it."""
+    met = taps.weights != 0
+    low = met.argmax(axis=1)
+    rank = np.zeros(taps.inputs.shape, np.int64)
+    rank[taps.column, taps.tap] = taps.rank
+    return Windows(low, low + met.sum(axis=1), taps.inputs, rank, taps.ptr, dilation)

@@ -1,0 +1,237 @@
+"""Layers that move or drop elements: their Jacobians do not depend on the values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .._arrays import is_cupy, namespace
+from ..errors import InputError, InputTypeError
+from ..pattern import Pattern, index_dtype, trusted
+from ._operator import Operator, Shape, check_sizes
+from .activations import check_dim, check_number
+
+__all__ = ["Dropout", "Flatten", "Permute"]
+
+Array = Any
+
+
+class Dropout(Operator):
+    """``y = x·mask/(1 - p)``, so ``(∂y/∂x)ᵀ = diag(mask)/(1 - p)``.
+
+    Without a mask, as in evaluation, both are the identity.
+
+    Parameters
+    ----------
+    p : float, default 0.5
+        The probability, from 0 to 1, with which the caller drops an element.
+    input_shape : tuple of int
+        Shape of one sample.
+    mask : array_like of bool, shape input_shape or (batch, *input_shape), optional
+        True where an element is kept, for all samples or for each.
+
+    Attributes
+    ----------
+    mask : ndarray of bool or None
+        The mask, to be set before every iteration; it is shared, not copied.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.Dropout`, but the caller draws the mask, since forward and Jacobian must use
+    the same. If it has a batch axis, so must the input, and the values then depend on the sample.
+
+    An element that is dropped stays in the pattern. Only with ``p = 1``, where a mask can keep
+    none, the pattern of a layer with a mask is empty.
+
+    Without a mask, :meth:`forward` returns `x` itself or a view of it.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Dropout
+    >>> Dropout(0.75, input_shape=(3,), mask=[True, False, True]).values()
+    array([4., 0., 4.])
+    """
+
+    def __init__(self, p: float = 0.5, *, input_shape: Any, mask: Any = None) -> None:
+        self.p = check_number("p", p)
+        if not 0 <= self.p <= 1:
+            raise InputError(f"p is {p}; expected 0 to 1")
+        self._set_shapes(input_shape, None)
+        self._set_output(self._core)
+        self.mask = mask
+
+    @property
+    def mask(self) -> Array:
+        """Which elements are kept, or None for all, without the factor ``1/(1 - p)``."""
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Any) -> None:
+        if mask is not None:
+            mask = mask if is_cupy(mask) else np.asarray(mask)
+            if mask.dtype != np.bool_:
+                raise InputTypeError(f"mask has dtype {mask.dtype}; expected bool")
+            if self.input_shape not in (mask.shape, mask.shape[1:]):
+                batched = ", ".join(map(str, ("batch", *self.input_shape)))
+                raise InputError(
+                    f"mask has shape {mask.shape}; expected {self.input_shape} or ({batched})"
+                )
+        self._mask = mask
+        self._reads_input = mask is not None and mask.shape != self.input_shape
+        # With p = 1, whether there is a mask decides the pattern.
+        vars(self).pop("pattern", None)
+        vars(self).pop("nnz", None)
+
+    def _read(self, name: str, array: Any, shape: Shape) -> tuple[Array, Shape]:
+        array, lead = super()._read(name, array, shape)
+        if self._reads_input and array.shape != self.mask.shape:
+            raise InputError(
+                f"{name} has shape {array.shape}, but the mask has shape {self.mask.shape}; "
+                "expected the same"
+            )
+        return array, lead
+
+    def _core_nnz(self) -> int:
+        return 0 if self.p == 1 and self.mask is not None else math.prod(self._core)
+
+    def _core_pattern(self) -> Pattern:
+        size = math.prod(self._core)
+        if self._core_nnz():
+            return Pattern.diagonal(size)
+        dtype = index_dtype((size, size), 0)
+        return trusted(np.zeros(size + 1, dtype), np.empty(0, dtype), (size, size))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        if self.mask is None:
+            return x
+        namespace(x, self.mask)
+        # As in PyTorch, an infinite element that is dropped becomes NaN.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return x * (self.mask * x.dtype.type(self._scale))
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        if self.mask is None:
+            out.fill(1)
+        else:
+            namespace(out, self.mask)
+            xp.multiply(self.mask.reshape(out.shape), out.dtype.type(self._scale), out=out)
+
+    @property
+    def _scale(self) -> float:
+        return 0.0 if self.p == 1 else 1 / (1 - self.p)
+
+
+class _Moved(Operator):
+    """The elements of the input, each at one place of the output."""
+
+    _reads_input = False
+
+    def _core_nnz(self) -> int:
+        return math.prod(self._core)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        out.fill(1)
+
+
+class Flatten(_Moved):
+    """``y = x`` with some axes joined to one, so ``(∂y/∂x)ᵀ = I``.
+
+    Parameters
+    ----------
+    start_dim, end_dim : int, default 1 and -1
+        The first and the last of the axes, counted on an array with the batch axis; not 0, the
+        batch.
+    input_shape : tuple of int
+        Shape of one sample.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.Flatten`. :meth:`forward` returns a view of `x` where it can.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Flatten
+    >>> Flatten(input_shape=(3, 4, 4))
+    Flatten((3, 4, 4) → (48,), nnz=48)
+    """
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1, *, input_shape: Any) -> None:
+        self._set_shapes(input_shape, None)
+        start = check_dim("start_dim", start_dim, self._core)
+        stop = check_dim("end_dim", end_dim, self._core) + 1
+        if start >= stop:
+            raise InputError(
+                f"start_dim is {start_dim}, but end_dim is {end_dim}; expected it at or after it"
+            )
+        self.start_dim, self.end_dim = start_dim, end_dim
+        joined = math.prod(self._core[start:stop])
+        self._set_output((*self._core[:start], joined, *self._core[stop:]))
+
+    def _core_pattern(self) -> Pattern:
+        return Pattern.diagonal(math.prod(self._core))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        return x
+
+
+class Permute(_Moved):
+    """``y = x`` with its axes in another order: ``(∂y/∂x)ᵀ`` is a permutation matrix.
+
+    Parameters
+    ----------
+    dims : tuple of int
+        For each axis of the output, which of the input's it is, counted on an array with the batch
+        axis, which stays the first: ``dims[0]`` is 0.
+    input_shape : tuple of int
+        Shape of one sample.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torchvision.ops.Permute`. :meth:`forward` returns a view of `x` where it can.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Permute
+    >>> Permute((0, 2, 1), input_shape=(2, 2)).jacobian().toarray()
+    array([[1., 0., 0., 0.],
+           [0., 0., 1., 0.],
+           [0., 1., 0., 0.],
+           [0., 0., 0., 1.]])
+    """
+
+    def __init__(self, dims: Any, *, input_shape: Any) -> None:
+        self._set_shapes(input_shape, None)
+        axes = len(self._core) + 1
+        self.dims = check_sizes("dims", dims, least=-axes)
+        self._order = tuple(dim + axes if dim < 0 else dim for dim in self.dims)
+        if self._order[:1] != (0,) or sorted(self._order) != list(range(axes)):
+            raise InputError(f"dims is {dims!r}; expected 0, the batch, then 1 to {axes - 1}")
+        self._set_output(tuple(self._core[dim - 1] for dim in self._order[1:]))
+
+    def _core_pattern(self) -> Pattern:
+        size = math.prod(self._core)
+        dtype = index_dtype((size, size), size)
+        # Where in the output each element of the input is.
+        back = np.argsort(self._order[1:])
+        indices = np.arange(size, dtype=dtype).reshape(self._core_out).transpose(back).reshape(-1)
+        return trusted(np.arange(size + 1, dtype=dtype), indices, (size, size))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        return x.transpose(self._order)

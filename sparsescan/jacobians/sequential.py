@@ -1,0 +1,552 @@
+"""Layers one after the other, and around each other: Sequential and Residual."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from .. import api
+from .._arrays import Constant, check_array, check_memory, namespace, output
+from ..containers import BatchedCSR
+from ..errors import InputError, InputTypeError
+from ..pattern import Pattern, index_dtype, multiply_adds, trusted
+from ..plan import ScanPlan
+from ._operator import Operator, as_matrix
+
+__all__ = ["Residual", "Sequential"]
+
+Array = Any
+
+
+class Sequential:
+    """Layers one after the other: their chain for a scan, and what the scan's result gives.
+
+    A :class:`Residual` among them becomes the steps of its layers, which carry the input of the
+    block beside their own; so nothing is multiplied, and nothing fills in.
+
+    Parameters
+    ----------
+    ops : iterable of Operator
+        The layers, from the first to the last; the output shape of each is the input shape of the
+        next.
+
+    Attributes
+    ----------
+    ops : tuple of Operator
+        The layers as they were given.
+    layers : tuple of Operator
+        The same with the layers of every :class:`Residual` in its place.
+    input_shape, output_shape : tuple of int
+        Shapes of one sample.
+
+    Raises
+    ------
+    InputError
+        If the shapes do not chain, or there are no layers.
+    InputTypeError
+        If something is no operator.
+
+    Notes
+    -----
+    BPPSA (MLSys 2020), section 3: equation 3 is the scan over :meth:`jacobians`, and equation 2 is
+    :meth:`param_grads`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.jacobians import Conv2d, Flatten, Linear, ReLU, Sequential
+    >>> net = Sequential([
+    ...     Conv2d(1, 4, 3, input_shape=(1, 8, 8), rng=0),
+    ...     ReLU(input_shape=(4, 6, 6)),
+    ...     Flatten(input_shape=(4, 6, 6)),
+    ...     Linear(144, 10, rng=0),
+    ... ])
+    >>> plan = net.plan()  # once
+    >>> x = np.random.default_rng(0).random((16, 1, 8, 8), np.float32)
+    >>> xs = net.activations(x)  # on every iteration
+    >>> grad = xs[-1] / len(x)  # of the loss, in the output
+    >>> grads = plan.exclusive_scan(grad, net.values(xs))
+    >>> [g["weight"].shape for g in net.param_grads(xs, grads) if g]
+    [(4, 1, 3, 3), (10, 144)]
+    """
+
+    def __init__(self, ops: Iterable[Operator]) -> None:
+        self.ops = tuple(ops)
+        if not self.ops:
+            raise InputError("ops is empty; expected at least one operator")
+        for k, op in enumerate(self.ops):
+            if not isinstance(op, Operator):
+                raise InputTypeError(f"ops[{k}] is a {type(op).__name__}; expected an Operator")
+            if k > 0 and op.input_shape != self.ops[k - 1].output_shape:
+                raise InputError(
+                    f"ops[{k}] has input_shape {op.input_shape}; expected "
+                    f"{self.ops[k - 1].output_shape}, the output of ops[{k - 1}]"
+                )
+        self._steps = _steps(self.ops, 0)
+        self.layers = tuple(step.op for step in self._steps if isinstance(step, _Layer))
+        self.input_shape = self.ops[0].input_shape
+        self.output_shape = self.ops[-1].output_shape
+
+    @cached_property
+    def patterns(self) -> list[Pattern]:
+        """Pattern of every step, from the LAST to the first.
+
+        Raises
+        ------
+        MemoryLimitError
+            If they would take more memory than there is.
+        """
+        entries = sum({id(op): op.nnz for op in self.layers if op.nnz > sum(op.shape)}.values())
+        check_memory(f"the patterns of {self!r}", entries * np.dtype(np.int32).itemsize)
+        return [step.pattern for step in reversed(self._steps)]
+
+    def plan(self, **options: Any) -> ScanPlan:
+        """The plan of the chain; `options` are those of :func:`sparsescan.plan`."""
+        return api.plan(self.patterns, **options)
+
+    def forward(self, x: Array) -> Array:
+        """The output of the last layer.
+
+        Parameters
+        ----------
+        x : array_like, shape input_shape or (batch, *input_shape)
+            The input.
+
+        Returns
+        -------
+        ndarray, shape output_shape or (batch, *output_shape)
+            The output.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`Operator.forward`.
+        """
+        return self.activations(x)[-1]
+
+    def activations(self, x: Array) -> list[Array]:
+        """The input of every step, and the output of the last: ``[x_0, x_1, …, x_n]``.
+
+        Parameters
+        ----------
+        x : array_like, shape input_shape or (batch, *input_shape)
+            The input.
+
+        Returns
+        -------
+        list of ndarray
+            One more than there are steps. A step that does nothing to an array repeats it.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`Operator.forward`.
+        """
+        x = check_array("x", x)
+        found: list[Array] = [x]
+        skipped: list[Array] = []
+        for step in self._steps:
+            x = step.forward(x, skipped)
+            found.append(x)
+        return found
+
+    def values(
+        self, activations: Sequence[Array], *, out: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Values of every Jacobian, from the LAST to the first, for the scans of a plan.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            What :meth:`activations` returned.
+        out : list of ndarray, optional
+            What this method returned for an input of the same shape and dtype: it is overwritten.
+
+        Returns
+        -------
+        list of ndarray
+            Arrays ``(nnz,)``, shared by all samples, or ``(batch, nnz)``.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`Operator.values`.
+        """
+        self._check_count("activations", activations, len(self._steps) + 1)
+        buffers = [None] * len(self._steps) if out is None else list(out)
+        self._check_count("out", buffers, len(self._steps))
+        return [
+            step.values(x, y, buffer)
+            for step, x, y, buffer in zip(
+                reversed(self._steps),
+                activations[-2::-1],
+                activations[:0:-1],
+                buffers,
+                strict=True,
+            )
+        ]
+
+    def jacobians(self, activations: Sequence[Array]) -> list[sp.csr_array | BatchedCSR]:
+        """The chain for :func:`sparsescan.exclusive_scan`: transposed, from the LAST to the first.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            What :meth:`activations` returned.
+
+        Returns
+        -------
+        list of csr_array or BatchedCSR
+            One for each step; a BatchedCSR where the values differ between samples.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`Operator.values`.
+        """
+        return [
+            as_matrix(values, pattern)
+            for values, pattern in zip(self.values(activations), self.patterns, strict=True)
+        ]
+
+    def param_grads(
+        self, activations: Sequence[Array], gradients: Sequence[Array]
+    ) -> list[dict[str, Array]]:
+        """Gradients in the parameters of every layer, summed over the batch.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            What :meth:`activations` returned.
+        gradients : list of ndarray
+            What the scan returned, from the LAST to the first.
+
+        Returns
+        -------
+        list of dict
+            For every layer of :attr:`layers` the gradients by the names of the parameters, empty
+            where it has none. They are computed independently of each other.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`Operator.param_grads`.
+        """
+        count = len(self._steps)
+        self._check_count("activations", activations, count + 1)
+        if len(gradients) not in (count, count + 1):
+            raise InputError(
+                f"gradients has {len(gradients)} entries; expected {count}, as the exclusive scan "
+                f"returns, or {count + 1}"
+            )
+        return [
+            step.param_grads(x, gradients[count - 1 - k])
+            for k, (step, x) in enumerate(zip(self._steps, activations[:-1], strict=True))
+            if isinstance(step, _Layer)
+        ]
+
+    def _check_count(self, name: str, arrays: Sequence[Array], count: int) -> None:
+        if len(arrays) != count:
+            raise InputError(f"{name} has {len(arrays)} entries; expected {count}")
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        return f"Sequential({self.input_shape} → {self.output_shape}, {len(self)} steps)"
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(f"  {op!r}" for op in self.ops)])
+
+
+class Residual(Operator):
+    """Layers around which their input is led, and added: ``y = x + f_k(…f_1(x))``.
+
+        (∂y/∂x)ᵀ = I + J_1 J_2 ⋯ J_k,  J_i the transposed Jacobian of f_i.
+
+    Its own pattern and values are this product, which fills in. A :class:`Sequential` does without:
+    it makes a step of every layer, and carries ``x`` along.
+
+    Parameters
+    ----------
+    *ops : Operator
+        The layers ``f_1, …, f_k``; the last has the output shape that the first has for input.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If the shapes do not chain, or something is no operator.
+
+    Notes
+    -----
+    Residual networks (He, Zhang, Ren and Sun, CVPR 2016), equation 1. Parameters are named as in
+    :class:`torch.nn.Sequential`: ``"0.weight"`` is that of the first layer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.jacobians import Linear, Residual, Tanh
+    >>> block = Residual(Linear(2, 2), Tanh(input_shape=(2,)))
+    >>> block.ops[0].weight = np.array([[0.0, 1.0], [0.0, 0.0]])
+    >>> block.ops[0].bias = np.zeros(2)
+    >>> block.jacobian(np.zeros(2)).toarray()
+    array([[1., 0.],
+           [1., 1.]])
+    """
+
+    def __init__(self, *ops: Operator) -> None:
+        self._inner = Sequential(ops)
+        self.ops = self._inner.ops
+        if self._inner.output_shape != self._inner.input_shape:
+            raise InputError(
+                f"ops end with output_shape {self._inner.output_shape}; expected "
+                f"{self._inner.input_shape}, the input to which it is added"
+            )
+        self._set_shapes(self._inner.input_shape, None)
+        self._set_output(self._core)
+        self._reads_input = any(op._reads_input for op in self.ops)
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters of all layers, not copied."""
+        return {
+            f"{k}.{name}": param
+            for k, op in enumerate(self.ops)
+            for name, param in op.params.items()
+        }
+
+    def _core_nnz(self) -> int:
+        return self._sum.nnz
+
+    def _core_pattern(self) -> Pattern:
+        return self._sum
+
+    def _check_memory(self) -> None:
+        """Nothing: the pattern is made in order to count its entries."""
+
+    @cached_property
+    def _products(self) -> list[_Product]:
+        """Products ``J_1 J_2``, then ``J_3``, and so on."""
+        products: list[_Product] = []
+        pattern = self.ops[0].pattern
+        for op in self.ops[1:]:
+            products.append(_Product(pattern, op.pattern))
+            pattern = products[-1].pattern
+        return products
+
+    @cached_property
+    def _sum(self) -> Pattern:
+        """The pattern of the identity and the product, and where each lies in it."""
+        product = self._products[-1].pattern if self._products else self.ops[0].pattern
+        size = product.shape[0]
+        ones = np.arange(size, dtype=np.int64)
+        keys = np.concatenate([_keys(product), ones * (size + 1)])
+        pattern, place = _pattern_of(keys, product.shape)
+        self._places = Constant(place[: product.nnz]), Constant(place[product.nnz :])
+        return pattern
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        return x + self._inner.forward(x)
+
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        values = None
+        for k, op in enumerate(self.ops):
+            step = op.values(x)
+            values = step if values is None else self._products[k - 1].values(xp, values, step)
+            x = op.forward(x) if x is not None and k + 1 < len(self.ops) else None
+        product, diagonal = (place.on(xp) for place in self._places)
+        out[...] = 0
+        out[:, product] = values
+        out[:, diagonal] += 1
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        inner = self._inner
+        xs = inner.activations(x)
+        grads: Any = api.exclusive_scan(grad_y.reshape(len(x), -1), inner.jacobians(xs))
+        return {
+            f"{place}.{name}": grad
+            for place, found in zip(_places(self.ops), inner.param_grads(xs, grads), strict=True)
+            for name, grad in found.items()
+        }
+
+
+class _Step(ABC):
+    """One step of a chain: it changes the first part of the state, and carries the rest along.
+
+    The state is ``[x, s_1, s_2, …]``: what the layers work on, and the inputs of the residual
+    blocks around them, from the innermost to the outermost.
+    """
+
+    @property
+    @abstractmethod
+    def pattern(self) -> Pattern:
+        """Pattern of the transposed Jacobian of the whole state."""
+
+    @abstractmethod
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        """The next ``x``; `skipped` holds the rest of the state."""
+
+    @abstractmethod
+    def values(self, x: Array, y: Array, out: Array) -> Array:
+        """Values in the order of the pattern."""
+
+
+class _Layer(_Step):
+    """A layer, and `carried` entries that pass by."""
+
+    def __init__(self, op: Operator, carried: int) -> None:
+        self.op = op
+        self._carried = carried
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        own = self.op.pattern
+        if self._carried == 0:
+            return own
+        shape = own.shape[0] + self._carried, own.shape[1] + self._carried
+        dtype = index_dtype(shape, own.nnz + self._carried)
+        more = np.arange(1, self._carried + 1)
+        return trusted(
+            np.concatenate([own.indptr, own.nnz + more]).astype(dtype),
+            np.concatenate([own.indices, own.shape[1] - 1 + more]).astype(dtype),
+            shape,
+        )
+
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        return self.op.forward(x)
+
+    def values(self, x: Array, y: Array, out: Array) -> Array:
+        if self._carried == 0:
+            return self.op.values(x, y, out=out)
+        own = self.op.values(x, y)
+        shape = (*own.shape[:-1], own.shape[-1] + self._carried)
+        out = output(namespace(own), out, shape, own.dtype)
+        out[..., : own.shape[-1]] = own
+        out[..., own.shape[-1] :] = 1
+        return out
+
+    def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
+        """Parameter gradients from the gradient of the whole state."""
+        size = math.prod(self.op.output_shape)
+        return self.op.param_grads(x, grad[..., :size])
+
+
+class _Ones(_Step):
+    """A step whose values are all one."""
+
+    def __init__(self, size: int, carried: int) -> None:
+        self._size, self._carried = size, carried
+
+    def values(self, x: Array, y: Array, out: Array) -> Array:
+        out = output(namespace(x), out, (self.pattern.nnz,), x.dtype)
+        out[...] = 1
+        return out
+
+
+class _Fork(_Ones):
+    """``[x, s, …] ↦ [x, x, s, …]``: a residual block begins."""
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        size, carried = self._size, self._carried
+        own = np.arange(size)
+        indices = np.concatenate(
+            [np.stack([own, size + own], axis=1).ravel(), 2 * size + np.arange(carried)]
+        )
+        indptr = np.concatenate([2 * np.arange(size), 2 * size + np.arange(carried + 1)])
+        return _trusted(indptr, indices, (size + carried, 2 * size + carried))
+
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        skipped.append(x)
+        return x
+
+
+class _Join(_Ones):
+    """``[f, x, s, …] ↦ [f + x, s, …]``: a residual block ends."""
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        size, carried = self._size, self._carried
+        own = np.arange(size)
+        indices = np.concatenate([own, own, size + np.arange(carried)])
+        shape = 2 * size + carried, size + carried
+        return _trusted(np.arange(shape[0] + 1), indices, shape)
+
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        return x + skipped.pop()
+
+
+class _Product:
+    """The product of two sparse matrices by gathers: what meets is found once."""
+
+    def __init__(self, a: Pattern, b: Pattern) -> None:
+        pairs = multiply_adds(a, b)
+        check_memory(f"the product of {a} and {b}", 6 * 8 * pairs)
+        counts = np.diff(b.indptr).astype(np.int64)[a.indices]
+        left = np.repeat(np.arange(a.nnz), counts)
+        within = np.arange(pairs) - np.repeat(np.cumsum(counts) - counts, counts)
+        right = b.indptr.astype(np.int64)[a.indices[left]] + within
+        row_of = np.repeat(np.arange(a.shape[0]), np.diff(a.indptr))
+        keys = row_of[left] * b.shape[1] + b.indices[right]
+        order = np.argsort(keys, kind="stable")
+        self.pattern, place = _pattern_of(keys, (a.shape[0], b.shape[1]))
+        self._left, self._right = Constant(left[order]), Constant(right[order])
+        self._starts = Constant(np.searchsorted(place[order], np.arange(self.pattern.nnz)))
+
+    def values(self, xp: Any, a: Array, b: Array) -> Array:
+        """Values of ``A B``, shape ``(…, nnz)``."""
+        terms = a[..., self._left.on(xp)] * b[..., self._right.on(xp)]
+        if terms.shape[-1] == 0:
+            return terms
+        return xp.add.reduceat(terms, self._starts.on(xp), axis=-1)
+
+
+def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
+    """The steps of layers beside which `carried` entries pass by."""
+    steps: list[_Step] = []
+    for op in ops:
+        if isinstance(op, Residual):
+            size = math.prod(op.input_shape)
+            steps.append(_Fork(size, carried))
+            steps += _steps(op.ops, carried + size)
+            steps.append(_Join(size, carried))
+        else:
+            steps.append(_Layer(op, carried))
+    return steps
+
+
+def _places(ops: Sequence[Operator]) -> Iterator[str]:
+    """The place of every layer, in the order of the chain: ``"2.0"`` is the first in the third."""
+    for k, op in enumerate(ops):
+        if isinstance(op, Residual):
+            yield from (f"{k}.{place}" for place in _places(op.ops))
+        else:
+            yield str(k)
+
+
+def _keys(pattern: Pattern) -> NDArray[np.int64]:
+    """Every entry as one number, that increases in the order of the pattern."""
+    row_of = np.repeat(np.arange(pattern.shape[0], dtype=np.int64), np.diff(pattern.indptr))
+    return row_of * pattern.shape[1] + pattern.indices
+
+
+def _pattern_of(
+    keys: NDArray[np.int64], shape: tuple[int, int]
+) -> tuple[Pattern, NDArray[np.int64]]:
+    """The pattern with these entries, and the place of each of them in it."""
+    unique, place = np.unique(keys, return_inverse=True)
+    rows, cols = np.divmod(unique, max(shape[1], 1))
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=shape[0]))])
+    return _trusted(indptr, cols, shape), place.reshape(-1)
+
+
+def _trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
+    dtype = index_dtype(shape, len(indices))
+    return trusted(indptr.astype(dtype), indices.astype(dtype), shape)

@@ -1,0 +1,158 @@
+"""Upsampling: images of another size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, InputTypeError
+from ._kron import Separable, Taps
+from ._operator import check_sizes
+
+__all__ = ["Upsample"]
+
+# Fractions with larger denominators than this are not meant by a float.
+_LARGEST_DENOMINATOR = 10**6
+
+
+class Upsample(Separable):
+    """Images of another size, by the nearest input or by linear interpolation along both axes.
+
+    With the position ``t`` of an output in the input, ``i = ⌊t⌋`` and ``λ = t - i``, along each
+    axis
+
+        y = x_i                         for "nearest",
+        y = (1 - λ) x_i + λ x_{i + 1}   for "bilinear";
+
+    the transposed Jacobian has these weights, or the products of two of them, if they are not 0.
+
+    Parameters
+    ----------
+    size : int or two ints, optional
+        Height and width of the output.
+    scale_factor : float or two floats, optional
+        Instead of `size`, how many outputs there are for an input: ``⌊height * scale_factor⌋``.
+    mode : {"nearest", "bilinear"}
+        How to interpolate.
+    align_corners : bool, optional
+        Only for "bilinear": whether the centres of the corners lie on each other, not their edges;
+        by default they do not.
+    input_shape : tuple of int
+        ``(channels, height, width)``, maybe after more axes.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    As :class:`torch.nn.Upsample`, which computes ``t`` from `scale_factor`, if it is given, and not
+    from the sizes; for "nearest" in float32. For "bilinear" ``t`` is exact here, with the simplest
+    fraction that `scale_factor` may stand for: where PyTorch leaves rounding errors instead of a
+    weight of 0, there is no entry.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Upsample
+    >>> up = Upsample(size=(1, 3), mode="bilinear", align_corners=True, input_shape=(1, 1, 2))
+    >>> up.jacobian().toarray()
+    array([[1. , 0.5, 0. ],
+           [0. , 0.5, 1. ]])
+    """
+
+    def __init__(
+        self,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        *,
+        input_shape: Any,
+    ) -> None:
+        self._set_images(input_shape)
+        self.size, self.scale_factor = size, scale_factor
+        self.mode, self.align_corners = mode, align_corners
+        if mode not in ("nearest", "bilinear"):
+            raise InputError(f"mode is {mode!r}; expected 'nearest' or 'bilinear'")
+        if mode == "nearest" and align_corners is not None:
+            raise InputError(
+                f"align_corners is {align_corners}; expected None, since mode is 'nearest'"
+            )
+        if (size is None) == (scale_factor is None):
+            raise InputError(
+                f"size is {size} and scale_factor is {scale_factor}; expected one of them"
+            )
+        scales: Sequence[float | None] = (None, None)
+        if size is not None:
+            sizes = check_sizes("size", size, 2)
+        else:
+            scales = factors = _read_scales(scale_factor)
+            sizes = tuple(int(n * s) for n, s in zip(self._core, factors, strict=True))
+            if min(sizes) < 1:
+                raise InputError(
+                    f"scale_factor is {scale_factor}; too small for input_shape "
+                    f"{self.input_shape}: the output would be of size {sizes}"
+                )
+        axes = zip(self._core, sizes, scales, strict=True)
+        if mode == "nearest":
+            self._set_taps(*(_nearest(*axis) for axis in axes))
+        else:
+            self._set_taps(*(_linear(*axis, bool(align_corners)) for axis in axes))
+
+
+def _read_scales(scale_factor: Any) -> tuple[float, ...]:
+    """Two positive numbers, from two or one."""
+    pair = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * 2
+    try:
+        scales = tuple(float(scale) for scale in pair)
+    except (TypeError, ValueError):
+        scales = ()
+    if len(scales) != 2:
+        raise InputTypeError(f"scale_factor is {scale_factor!r}; expected a number or 2 numbers")
+    if not all(0 < scale < math.inf for scale in scales):
+        raise InputError(f"scale_factor is {scale_factor}; expected positive, finite numbers")
+    return scales
+
+
+def _nearest(size: int, size_out: int, scale: float | None) -> Taps:
+    """One axis of nearest neighbours, each at the position rounded down, as PyTorch rounds it."""
+    output = np.arange(size_out)
+    if size_out == size:
+        inputs = output
+    elif size_out == 2 * size:
+        inputs = output // 2
+    else:
+        step = np.float32(size) / np.float32(size_out) if scale is None else np.float32(1 / scale)
+        inputs = np.floor(output.astype(np.float32) * step).astype(np.int64)
+    return Taps(size, np.minimum(inputs, size - 1)[:, None], np.ones((size_out, 1)))
+
+
+def _linear(size: int, size_out: int, scale: float | None, align_corners: bool) -> Taps:
+    """One axis of linear interpolation."""
+    if size_out == size:
+        step = Fraction(1)
+    elif align_corners:
+        step = Fraction(size - 1, max(size_out - 1, 1))
+    else:
+        step = Fraction(size, size_out) if scale is None else 1 / _simplest(scale)
+    offset = Fraction(0 if align_corners else 1, 2)
+    inputs = np.zeros((size_out, 2), np.int64)
+    weights = np.zeros((size_out, 2))
+    for output in range(size_out):
+        position = max((output + offset) * step - offset, Fraction(0))
+        position = min(position, Fraction(size - 1))
+        first = math.floor(position)
+        inputs[output] = first, first + 1
+        weights[output] = 1 - (position - first), position - first
+    return Taps(size, inputs, weights)
+
+
+def _simplest(number: float) -> Fraction:
+    """The fraction that a float stands for, such as 1/3, if there is a simple one."""
+    simple = Fraction(number).limit_denominator(_LARGEST_DENOMINATOR)
+    return simple if float(simple) == number else Fraction(number)
