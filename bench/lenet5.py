@@ -1,18 +1,21 @@
-"""``python -m bench.lenet5``: Figure 6 of the paper, two LeNet-5 that learn the same images.
+"""``python -m bench.lenet5``: Figure 6 of the paper, LeNet-5 by the scan and by autograd.
 
-One is trained by PyTorch's autograd, the other by the scan over sparse transposed Jacobians; both
+One network is trained by PyTorch's autograd, one by the scan over sparse transposed Jacobians; both
 start from the same parameters and see the same batches, with the paper's optimiser (SGD with
-momentum 0.9, batches of 256). The images are scikit-learn's handwritten digits scaled up to 32×32,
-or CIFAR-10 from a local folder. Writes the losses and the versions as JSON, and draws the curves.
+momentum 0.9, batches of 256). A third is trained by autograd with the images of each batch in
+reverse order, which changes nothing but the rounding: so far may two equal trainings drift apart.
+The images are scikit-learn's handwritten digits scaled up to 32×32, or CIFAR-10 from a local
+folder. Writes the losses and the versions as JSON, and draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
 import pickle
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ Array = NDArray[Any]
 
 _RESULTS = Path(__file__).parent / "results"
 # The paper's for CIFAR-10; on the digits, of which there are few, it would take all day.
-_RATES = {"cifar10": 0.001, "digits": 0.02}
+_RATES = {"cifar10": 0.001, "digits": 0.005}
 SIDE = 32
 TEST_DIGITS = 360
 
@@ -61,20 +64,15 @@ def main(arguments: list[str] | None = None) -> int:
     rate = options.rate or _RATES[images.name]
     found = run(images, options.epochs, batch, rate)
     differences = {
-        kind: max(
-            abs(a - b) / abs(b)
-            for a, b in zip(
-                getattr(found["scan"], kind), getattr(found["autograd"], kind), strict=True
-            )
-        )
-        for kind in Losses._fields
+        name: {kind: _largest_difference(found, name, kind) for kind in Losses._fields}
+        for name in ("scan", "reversed")
     }
     results = {
         "images": images.name,
         "epochs": options.epochs,
         "batch": batch,
         "learning_rate": rate,
-        "largest_relative_difference": differences,
+        "largest_difference_from_autograd": differences,
         "losses": {name: losses._asdict() for name, losses in found.items()},
     }
     prefix = f"lenet5-{images.name}"
@@ -82,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(found, images.name, path.with_suffix(".png"))
     for name, losses in found.items():
         print(f"{name:<9} train loss {losses.train[-1]:.4f}, test loss {losses.test[-1]:.4f}")
-    print(f"largest relative difference of a loss: {differences}; written to {path}")
+    print(f"largest difference of a loss from autograd's: {differences}; written to {path}")
     return 0
 
 
@@ -110,6 +108,7 @@ def run(images: Images, epochs: int, batch: int, rate: float, seed: int = 0) -> 
     trainers = {
         "autograd": _Autograd(images, rate, seed),
         "scan": _Scan(images, rate, seed),
+        "reversed": _Autograd(images, rate, seed),
     }
     found = {name: Losses([], []) for name in trainers}
     rng = np.random.default_rng(seed)
@@ -118,11 +117,18 @@ def run(images: Images, epochs: int, batch: int, rate: float, seed: int = 0) -> 
         for start in range(0, len(order) - batch + 1, batch):
             chosen = order[start : start + batch]
             for name, trainer in trainers.items():
-                loss = trainer.learn(images.train[chosen], images.train_labels[chosen])
+                order_of = chosen[::-1] if name == "reversed" else chosen
+                loss = trainer.learn(images.train[order_of], images.train_labels[order_of])
                 found[name].train.append(loss)
         for name, trainer in trainers.items():
             found[name].test.append(trainer.test_loss(images))
     return found
+
+
+def _largest_difference(found: dict[str, Losses], name: str, kind: str) -> float:
+    """How far a loss is from autograd's at most."""
+    losses = [getattr(found[which], kind) for which in (name, "autograd")]
+    return float(np.abs(np.subtract(*losses)).max())
 
 
 class _Autograd:
@@ -139,7 +145,7 @@ class _Autograd:
         )
         loss.backward()
         self.optimiser.step()
-        return float(loss)
+        return loss.item()
 
     def test_loss(self, images: Images) -> float:
         with torch.no_grad():
@@ -169,7 +175,7 @@ class _Scan(_Autograd):
         for parameter, grad in zip(self.module.parameters(), ours, strict=True):
             parameter.grad = torch.from_numpy(grad)
         self.optimiser.step()
-        return float(loss)
+        return loss.item()
 
 
 def load_digits() -> Images:
@@ -195,11 +201,17 @@ def load_cifar10(folder: Path) -> Images:
 class _Arrays(pickle.Unpickler):
     """Reads nothing but NumPy arrays and what is built in, since a pickle may run anything."""
 
-    _ALLOWED = ("_reconstruct", "ndarray", "dtype")
+    _ALLOWED: ClassVar = {
+        # NumPy has moved the first of them, which the files know by its old place.
+        "_reconstruct": np.empty(0).__reduce__()[0],
+        "ndarray": np.ndarray,
+        "dtype": np.dtype,
+        "encode": codecs.encode,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "numpy" and name in self._ALLOWED:
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        if module.partition(".")[0] in ("numpy", "_codecs") and name in self._ALLOWED:
+            return self._ALLOWED[name]
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR-10 file")
 
 
@@ -218,6 +230,7 @@ def draw(found: dict[str, Losses], name: str, path: Path) -> None:
     per_epoch = len(found["scan"].train) // len(found["scan"].test)
     styles = {
         "autograd": {"color": "tab:blue", "lw": 5, "alpha": 0.5, "label": "PyTorch autograd"},
+        "reversed": {"color": "black", "lw": 1, "ls": ":", "label": "autograd, batches reversed"},
         "scan": {"color": "tab:orange", "lw": 1.3, "label": "sparsescan"},
     }
     for axes, kind in zip(figure.subplots(1, 2), Losses._fields, strict=True):
@@ -237,7 +250,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=60, help="passes over the images (60)")
     parser.add_argument("--batch", type=int, default=256, help="images of a batch (256)")
     parser.add_argument(
-        "--rate", type=float, help="learning rate (0.001 on CIFAR-10, 0.02 on digits)"
+        "--rate", type=float, help="learning rate (0.001 on CIFAR-10, 0.005 on digits)"
     )
     parser.add_argument("--cifar10", type=Path, metavar="FOLDER", help="cifar-10-batches-py")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder (bench/results)")

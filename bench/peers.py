@@ -191,9 +191,13 @@ def _jax() -> ModuleType:
 
 
 def torch_columns(
-    module: Any, x: NDArray[Any], columns: NDArray[np.int64], *, batched: bool
+    module: Any, x: NDArray[Any], columns: NDArray[np.int64], way: str
 ) -> dict[str, Call]:
-    """Some columns of the transposed Jacobian of a layer: one at a time, or all by vmap."""
+    """Some columns of the transposed Jacobian of a layer.
+
+    One at a time, kept without their zeros ("csr") or as they are and then forgotten ("column"); or
+    all at once ("vmap").
+    """
     torch = _torch()
     x_torch = torch.from_numpy(x)[None].requires_grad_()
     y = module(x_torch)
@@ -206,8 +210,19 @@ def torch_columns(
         flat[j] = 0
         return grad
 
-    def one_at_a_time() -> NDArray[Any]:
-        return np.stack([column(j).numpy() for j in columns.tolist()])
+    def one_at_a_time() -> list[Any]:
+        return [column(j) for j in columns.tolist()]
+
+    def as_csr() -> tuple[NDArray[Any], ...]:
+        """Data, indices and indptr of the Jacobian, whose rows are these columns."""
+        places, entries, ends = [], [], [0]
+        for grad in map(column, columns.tolist()):
+            flat = grad.view(-1)
+            place = flat.nonzero().squeeze(1)
+            places.append(place)
+            entries.append(flat[place])
+            ends.append(ends[-1] + len(place))
+        return torch.cat(entries).numpy(), torch.cat(places).numpy(), np.array(ends)
 
     def by_vmap() -> NDArray[Any]:
         units = torch.zeros(len(columns), *y.shape)
@@ -215,7 +230,11 @@ def torch_columns(
         _, pullback = torch.func.vjp(module, x_torch.detach())
         return np.asarray(torch.func.vmap(pullback)(units)[0])
 
-    return {"vmap of vjp": by_vmap} if batched else {"autograd.grad": one_at_a_time}
+    return {
+        "csr": {"autograd.grad, nonzero": as_csr},
+        "column": {"autograd.grad": one_at_a_time},
+        "vmap": {"vmap of vjp": by_vmap},
+    }[way]
 
 
 def _torch() -> Any:

@@ -37,6 +37,11 @@ def is_cupy(array: Any) -> bool:
 
 def namespace(*arrays: Any) -> Any:
     """The module, ``numpy`` or ``cupy``, whose functions take these arrays; Nones do not count."""
+    for array in arrays:
+        if type(array) is not np.ndarray and array is not None:
+            break
+    else:
+        return np
     on_device = [is_cupy(array) for array in arrays if array is not None]
     if True not in on_device:
         return np
@@ -82,7 +87,7 @@ class Constant:
 
 def check_array(name: str, array: Any) -> Any:
     """`array` as an array of float32 or float64, of NumPy or CuPy, or an error that names it."""
-    if not is_cupy(array):
+    if type(array) is np.ndarray or not is_cupy(array):
         return check_float(name, array)
     if array.dtype not in _FLOATS:
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
@@ -95,7 +100,7 @@ def output(
     """`out` if it is a contiguous array of this shape and dtype, a new one if it is None."""
     if out is None:
         needed = math.prod(shape) * dtype.itemsize
-        if needed >= _SMALL:
+        if xp is np and needed >= _SMALL:
             check_memory(f"an array of shape {shape} for {what}", needed)
         return xp.empty(shape, dtype)
     if not isinstance(out, xp.ndarray):
@@ -103,15 +108,14 @@ def output(
             f"out is a {type(out).__module__}.{type(out).__name__}; expected an array of "
             f"{xp.__name__}"
         )
-    flags = out.flags
-    if out.shape != shape or out.dtype != dtype or not flags.c_contiguous:
-        order = "" if flags.c_contiguous else " that is not contiguous"
+    # NumPy's carray: contiguous, aligned and writeable.
+    usable = out.flags.carray if xp is np else out.flags.c_contiguous
+    if out.shape != shape or out.dtype != dtype or not usable:
+        order = "" if usable else ", not contiguous, aligned and writeable"
         raise InputError(
             f"out is an array of shape {out.shape} and dtype {out.dtype}{order}; expected a "
             f"contiguous one of shape {shape} and dtype {dtype}"
         )
-    if xp is np and not (flags.writeable and flags.aligned):
-        raise InputError("out cannot be written to; expected an aligned array that can")
     return out
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .chain import Chain, check_chain, length, pattern_of
-from .containers import CSRChain
-from .errors import DeviceError, InputError, InputTypeError
+from .containers import CSRChain, check_dtype
+from .errors import DeviceError, InputError
 from .pattern import Pattern
 from .plan import Gradients, ScanPlan
 from .schedule import Schedule, check_count
@@ -191,7 +191,7 @@ def plan(
     """
     _check_device(device)
     chosen_batch = None if batch is None else check_count("batch", batch, 1)
-    chosen_dtype = None if dtype is None else _check_dtype(dtype)
+    chosen_dtype = None if dtype is None else check_dtype(dtype)
     limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
     patterns = _patterns(jacobians)
     chosen, reason = _choose(schedule, len(patterns))
@@ -247,16 +247,6 @@ def _choose(schedule: Schedule | str, n: int) -> tuple[Schedule, str]:
             f"schedule is {schedule!r}; expected 'auto', 'linear', 'blelloch' or a Schedule"
         )
     return makers[schedule](n), "asked for"
-
-
-def _check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    try:
-        chosen = np.dtype(dtype)
-    except TypeError:
-        raise InputTypeError(f"dtype is {dtype!r}; expected float32 or float64") from None
-    if chosen not in (np.float32, np.float64):
-        raise InputTypeError(f"dtype is {chosen}; expected float32 or float64")
-    return chosen
 
 
 def _check_device(device: str | None) -> None:

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .errors import InputError, InputTypeError
 from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
 
-__all__ = ["BatchedCSR", "CSRChain", "canonical", "check_float"]
+__all__ = ["BatchedCSR", "CSRChain", "canonical", "check_dtype", "check_float"]
 
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
@@ -221,6 +221,17 @@ def check_float(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
     if array.dtype.newbyteorder("=") not in _FLOATS:
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """`dtype` if it is float32 or float64, or an error that names it."""
+    try:
+        chosen = np.dtype(dtype)
+    except TypeError:
+        raise InputTypeError(f"dtype is {dtype!r}; expected float32 or float64") from None
+    if chosen not in (np.float32, np.float64):
+        raise InputTypeError(f"dtype is {chosen}; expected float32 or float64")
+    return chosen
 
 
 def canonical(

@@ -11,6 +11,9 @@ import torch
 from sparsescan import BatchedCSR
 from sparsescan.jacobians import Operator
 
+# Small arrays; and its threads would wait for each other wherever something else runs.
+torch.set_num_threads(1)
+
 EPS = float(np.finfo(np.float64).eps)
 # Batches of random input after which every entry of a pattern must have been nonzero.
 _DRAWS = 60

@@ -169,6 +169,20 @@ def test_vgg11_first_convolution_has_the_sparsity_of_table_1() -> None:
     assert round(1 - 3 * 3 / (32 * 32), 5) == 0.99121
 
 
+def test_a_batch_may_be_empty() -> None:
+    for op in (
+        Conv1d(2, 4, 3, input_shape=(2, 6)),
+        Conv2d(2, 4, 3, groups=2, input_shape=(2, 6, 6)),
+        ConvTranspose2d(2, 4, 3, input_shape=(2, 6, 6)),
+        Linear(5, 4),
+    ):
+        x = np.empty((0, *op.input_shape), np.float32)
+        y = op.forward(x)
+        assert y.shape == (0, *op.output_shape)
+        for name, grad in op.param_grads(x, y).items():
+            np.testing.assert_array_equal(grad, np.zeros_like(op.params[name]))
+
+
 def test_float32_stays_float32() -> None:
     rng = np.random.default_rng(0)
     for op, x in [

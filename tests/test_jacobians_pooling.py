@@ -11,7 +11,7 @@ from autodiff import check_operator, entries
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparsescan import InputError, InputTypeError
+from sparsescan import InputError, InputTypeError, pattern
 from sparsescan.jacobians._windows import pooled_size, windows
 from sparsescan.jacobians.pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 
@@ -228,6 +228,16 @@ def test_a_pooled_image_is_smaller() -> None:
     )
     assert AvgPool2d(7, input_shape=(512, 7, 7)).output_shape == (512, 1, 1)
     assert AdaptiveAvgPool2d((None, 7), input_shape=(3, 5, 9)).output_shape == (3, 5, 7)
+
+
+@pytest.mark.parametrize("layer", [MaxPool2d, AvgPool2d])
+def test_patterns_beyond_32_bits(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = layer(3, 2, 1, input_shape=(2, 5, 6)).pattern
+    monkeypatch.setattr(pattern, "INT32_MAX", 20)
+    op = layer(3, 2, 1, input_shape=(2, 5, 6))
+    assert op.pattern.index_dtype == np.int64
+    np.testing.assert_array_equal(op.pattern.indptr, narrow.indptr)
+    np.testing.assert_array_equal(op.pattern.indices, narrow.indices)
 
 
 @pytest.mark.parametrize(

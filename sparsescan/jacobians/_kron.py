@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from .._arrays import Constant
 from ..errors import InputError
 from ..pattern import Pattern, index_dtype, trusted
-from ._operator import Operator, check_sizes
+from ._checks import check_sizes
+from ._operator import Operator
 
 __all__ = ["Images", "Separable", "Taps", "kron_pattern"]
 
@@ -142,8 +143,12 @@ def kron_pattern(y: Taps, x: Taps) -> Pattern:
 
 def _places(y: Taps, x: Taps) -> NDArray[Any]:
     """Place in the Kronecker product of each pair of entries, shape ``(y.nnz, x.nnz)``."""
+    dtype = index_dtype((0, 0), y.nnz * x.nnz)
     # A row of the product holds, for each entry of the row of y, all entries of the row of x.
-    rows = np.diff(y.ptr)[y.row, None] * x.ptr[x.row]
-    within = y.rank[:, None] * np.diff(x.ptr)[x.row] + x.rank
-    places: NDArray[Any] = y.ptr[y.row, None] * x.nnz + rows + within
+    before_row, before = ((axis.ptr[axis.row]).astype(dtype) for axis in (y, x))
+    of_row, entries = (np.diff(axis.ptr)[axis.row].astype(dtype) for axis in (y, x))
+    places: NDArray[Any] = np.multiply.outer(y.rank.astype(dtype), entries)
+    places += x.rank.astype(dtype)
+    places += np.multiply.outer(of_row, before)
+    places += (before_row * dtype.type(x.nnz))[:, None]
     return places

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import math
-import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import ArrayLike, DTypeLike
 
-from .._arrays import Constant, check_array, check_memory, is_cupy, namespace, output
+from .._arrays import check_array, check_memory, namespace, output
 from ..containers import BatchedCSR, check_float
-from ..errors import InputError, InputTypeError
+from ..errors import InputError
+from ..kernels._threads import share
 from ..pattern import Pattern, block_diagonal, index_dtype
+from ._checks import Shape, check_sizes
 
-__all__ = [
-    "Operator",
-    "Parameter",
-    "Parametrised",
-    "as_matrix",
-    "check_mask",
-    "check_sizes",
-    "initial",
-    "masked",
-]
+__all__ = ["Operator", "as_matrix"]
+
+# Nanoseconds of work below which another thread takes longer to wake than it saves.
+_GRAIN = 200_000
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 class Operator(ABC):
@@ -59,6 +51,10 @@ class Operator(ABC):
     _blocks: int  # product of the axes before
     # Whether the values depend on the input; if not, all samples share them.
     _reads_input: bool = True
+    # Whether values of some samples can be written without the others, and roughly how long one
+    # value takes.
+    _samples_apart = True
+    _nanoseconds = 0.1
 
     def _set_shapes(self, input_shape: Any, axes: int | None) -> None:
         """Note the shape of a sample, of which the layer reads the last `axes` axes; None: all."""
@@ -126,6 +122,7 @@ class Operator(ABC):
         """The parameters by their names, not copied; empty for most layers."""
         return {}
 
+    @np.errstate(over="ignore", invalid="ignore")
     def forward(self, x: Array) -> Array:
         """The output of the layer.
 
@@ -149,7 +146,7 @@ class Operator(ABC):
         x, lead = self._read("x", x, self.input_shape)
         xp = namespace(x, *self.params.values())
         y = self._forward(xp, x.reshape(-1, *self._core))
-        return y.reshape(*lead, *self.output_shape)
+        return y.reshape((*lead, *self.output_shape))
 
     def values(self, x: Array = None, y: Array = None, *, out: Array = None) -> Array:
         """Values of the transposed Jacobian, in the order of the pattern.
@@ -167,7 +164,8 @@ class Operator(ABC):
         -------
         ndarray, shape (nnz,) or (batch, nnz)
             One row for each sample, or one for all if the values do not depend on the input. Of
-            the dtype to which `x` and the parameters promote.
+            the dtype to which `x` and the parameters promote; without any of them, of that of
+            `out`, or float64.
 
         Raises
         ------
@@ -179,11 +177,9 @@ class Operator(ABC):
             If the values would take more memory than there is.
         """
         lead: Shape = ()
-        params = self.params.values()
-        dtypes = [param.dtype for param in params]
+        params = [*self.params.values()]
         if x is not None:
             x, lead = self._read("x", x, self.input_shape)
-            dtypes.append(x.dtype)
         elif self._reads_input:
             raise InputError(f"x is None; the values of {self!r} depend on it")
         if y is not None:
@@ -193,23 +189,41 @@ class Operator(ABC):
                     f"y has shape {y.shape}; expected {(*lead, *self.output_shape)}, as x has "
                     f"shape {x.shape}"
                 )
-        xp = namespace(x, y, *params) if dtypes else _of(out)
-        if not dtypes:
-            dtypes = [np.dtype(np.float64) if out is None else check_array("out", out).dtype]
-        dtype = dtypes[0] if dtypes.count(dtypes[0]) == len(dtypes) else np.result_type(*dtypes)
+        given = params if x is None else [x, *params]
+        if given:
+            xp, dtype = namespace(y, *given), given[0].dtype
+            if len(given) > 1:
+                dtype = np.result_type(*[array.dtype for array in given])
+        else:
+            xp = np if out is None else namespace(out)
+            dtype = np.dtype(np.float64) if out is None else check_array("out", out).dtype
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
         out = output(xp, out, shape, dtype, what=self)
         if out.size == 0:
             return out
-        rows = out.reshape(-1, self.nnz // self._blocks)
         if self._reads_input:
             x = x.reshape(-1, *self._core)
             y = None if y is None else y.reshape(-1, *self._core_out)
-            self._fill(xp, x, y, rows)
+            self._fill_all(xp, x, y, out.reshape(len(x), -1))
         else:
+            rows = out.reshape(self._blocks, -1)
             self._fill(xp, None, None, rows[:1])
             rows[1:] = rows[:1]
         return out
+
+    def _fill_all(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        """The same as `_fill`, shared between threads where that pays."""
+        parts = min(len(out), int(out.size * self._nanoseconds / _GRAIN)) if xp is np else 1
+        if parts < 2 or not self._samples_apart:
+            self._fill(xp, x, y, out)
+            return
+        ends = [len(out) * i // parts for i in range(parts + 1)]
+
+        def fill(i: int) -> None:
+            part = slice(ends[i], ends[i + 1])
+            self._fill(xp, x[part], None if y is None else y[part], out[part])
+
+        share(fill, parts)
 
     def jacobian(self, x: Array = None, y: Array = None) -> sp.csr_array | BatchedCSR:
         """The transposed Jacobian ``(∂y/∂x)ᵀ``.
@@ -231,6 +245,7 @@ class Operator(ABC):
         """
         return as_matrix(self.values(x, y), self.pattern)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def param_grads(self, x: Array, grad_y: Array) -> dict[str, Array]:
         """Gradients of the loss in the parameters, summed over the batch.
 
@@ -293,114 +308,9 @@ class Operator(ABC):
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
 
 
-class Parameter:
-    """An attribute that is an array of fixed shape: drawn when first read, or set by the caller.
-
-    The owner, a :class:`Parametrised`, says what the shape is and how it is drawn. An array that is
-    set is kept, not copied, so that what an optimiser does to it in place is seen.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        if self._name not in layer._shapes:
-            return None
-        if self._name not in layer._arrays:
-            layer._arrays[self._name] = layer._draw(self._name)
-        return layer._arrays[self._name]
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        name = f"{type(layer).__name__}.{self._name}"
-        shape = layer._shapes.get(self._name)
-        if shape is None:
-            raise InputError(f"{name} cannot be set: the layer was made without it")
-        array = check_array(name, value)
-        if array.shape != shape:
-            raise InputError(f"{name} is set to an array of shape {array.shape}; expected {shape}")
-        layer._arrays[self._name] = array
-
-
-class Parametrised:
-    """Parameters by name: their shapes, and the arrays there are."""
-
-    def _set_parameters(
-        self,
-        shapes: dict[str, Shape | None],
-        draw: Callable[[str, Shape], Array],
-    ) -> None:
-        """Declare the parameters, except those whose shape is None, and how to draw one."""
-        self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-        self._arrays: dict[str, Array] = {}
-        self._drawer = draw
-
-    def _draw(self, name: str) -> Array:
-        return self._drawer(name, self._shapes[name])
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """The parameters by their names, not copied."""
-        return {name: getattr(self, name) for name in self._shapes}
-
-
-def initial(
-    bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None
-) -> Callable[[str, Shape], Array]:
-    """Draws from the uniform distribution on ``[-bound, bound]``, as PyTorch initialises."""
-    checked = np.dtype(dtype)
-    if checked not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise InputTypeError(f"dtype is {checked}; expected float32 or float64")
-    generator = np.random.default_rng(rng)
-    return lambda name, shape: generator.uniform(-bound, bound, shape).astype(checked)
-
-
-def check_sizes(name: str, value: Any, count: int | None = None, least: int = 1) -> Shape:
-    """`value` as a tuple of integers; one integer stands for `count` of them.
-
-    Raises an error that names it if it is something else, has another length, or has an entry below
-    `least`.
-    """
-    try:
-        if count is not None and not isinstance(value, Sequence):
-            sizes = (operator.index(value),) * count
-        else:
-            sizes = tuple(operator.index(size) for size in value)
-    except TypeError:
-        wanted = "integers" if count is None else f"an integer or {count} integers"
-        raise InputTypeError(f"{name} is {value!r}; expected {wanted}") from None
-    if count is not None and len(sizes) != count:
-        raise InputError(f"{name} is {value!r}; expected {count} integers")
-    if any(size < least for size in sizes):
-        raise InputError(f"{name} is {value!r}; expected integers of at least {least}")
-    return sizes
-
-
 def as_matrix(values: Array, pattern: Pattern) -> sp.csr_array | BatchedCSR:
     """Values ``(nnz,)`` as a SciPy array, ``(batch, nnz)`` as a BatchedCSR."""
     values = check_float("values", values)
     if values.ndim == 2:
         return BatchedCSR.from_pattern(values, pattern)
     return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
-
-
-def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | None:
-    """A mask over weights of this shape, copied, or an error that names it; None for None."""
-    if mask is None:
-        return None
-    array = np.array(mask)
-    if array.dtype != np.bool_:
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected bool")
-    if array.shape != shape:
-        raise InputError(f"{name} has shape {array.shape}; expected {shape}, the weight's")
-    return Constant(array)
-
-
-def masked(xp: Any, array: Array, mask: Constant | None) -> Array:
-    """`array`, 0 where the mask says that a weight is pruned."""
-    return array if mask is None else xp.where(mask.on(xp), array, array.dtype.type(0))
-
-
-def _of(out: Any) -> Any:
-    return namespace(out) if is_cupy(out) else np

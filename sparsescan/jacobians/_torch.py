@@ -7,7 +7,8 @@ from typing import Any
 
 from .._arrays import on_device
 from ..errors import InputError, InputTypeError, SparseScanError
-from ._operator import Operator, Shape, check_sizes
+from ._checks import Shape, check_sizes
+from ._operator import Operator
 from .activations import (
     ELU,
     GELU,
@@ -142,7 +143,7 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
         arguments["bias"] = layer.bias is not None
     mask = getattr(layer, "weight_mask", None)
     if mask is not None:
-        arguments["weight_mask"] = _array(mask) != 0
+        arguments["weight_mask"] = _array(mask.cpu()) != 0
     made = operator(**arguments, input_shape=shape)
     for name in ("weight", "bias"):
         # Pruning keeps the parameter under another name, and recomputes the one that is read.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import operator
 from abc import abstractmethod
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from .._arrays import special
-from ..errors import InputError, InputTypeError
+from ..errors import InputError
 from ..kernels import values as kernels
 from ..pattern import Pattern, index_dtype, trusted
+from ._checks import check_dim, check_number
 from ._operator import Operator
 
 __all__ = [
@@ -34,6 +33,8 @@ Array = Any
 
 class Elementwise(Operator):
     """``y_i = f(x_i)``, so ``(∂y/∂x)ᵀ = diag(f'(x))``."""
+
+    _nanoseconds = 2.0
 
     def __init__(self, *, input_shape: Any) -> None:
         self._set_shapes(input_shape, None)
@@ -79,13 +80,15 @@ class ReLU(Elementwise):
     array([0., 0., 1.])
     """
 
+    _nanoseconds = 0.1
+
     def _forward(self, xp: Any, x: Array) -> Array:
         return xp.maximum(x, 0)
 
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if xp is np:
             # NumPy writes the comparison as bool first, which takes twice as long.
-            kernels.relu(x.ravel(), out.reshape(-1))
+            kernels.relu(x.reshape(-1), out.reshape(-1))
         else:
             xp.logical_not(x <= 0, out=out)
 
@@ -115,6 +118,8 @@ class LeakyReLU(Elementwise):
     >>> LeakyReLU(0.25, input_shape=(3,)).values([-1.0, 0.0, 2.0])
     array([0.25, 0.25, 1.  ])
     """
+
+    _nanoseconds = 0.1
 
     def __init__(self, negative_slope: float = 0.01, *, input_shape: Any) -> None:
         super().__init__(input_shape=input_shape)
@@ -426,6 +431,8 @@ class Hardtanh(Elementwise):
     array([0., 0., 1., 0.])
     """
 
+    _nanoseconds = 0.1
+
     def __init__(self, min_val: float = -1.0, max_val: float = 1.0, *, input_shape: Any) -> None:
         super().__init__(input_shape=input_shape)
         self.min_val = check_number("min_val", min_val, finite=False)
@@ -509,25 +516,3 @@ class Softmax(Operator):
         i = xp.arange(length)
         # Indexed axes come first.
         out[:, i, :, i] = (y * (1 - y)).transpose(1, 0, 2)
-
-
-def check_number(name: str, value: Any, *, finite: bool = True) -> float:
-    """`value` as a float, or an error that names it."""
-    if not isinstance(value, Real):
-        raise InputTypeError(f"{name} is {value!r}; expected a number")
-    if math.isnan(value) or (finite and math.isinf(value)):
-        raise InputError(f"{name} is {value}; expected a{' finite' * finite} number")
-    return float(value)
-
-
-def check_dim(name: str, dim: Any, shape: tuple[int, ...]) -> int:
-    """The axis of a sample of this shape that `dim` means, which counts the batch axis."""
-    try:
-        axis = operator.index(dim)
-    except TypeError:
-        raise InputTypeError(f"{name} is {dim!r}; expected an integer") from None
-    axis += len(shape) + 1 if axis < 0 else 0
-    if not 1 <= axis <= len(shape):
-        axes = ", ".join(map(str, ("batch", *shape)))
-        raise InputError(f"{name} is {dim}; expected an axis of ({axes}) other than the batch")
-    return axis - 1

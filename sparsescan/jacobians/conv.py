@@ -12,16 +12,9 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..errors import InputError
 from ..pattern import Pattern
 from ..schedule import check_count
-from ._operator import (
-    Operator,
-    Parameter,
-    Parametrised,
-    Shape,
-    check_mask,
-    check_sizes,
-    initial,
-    masked,
-)
+from ._checks import Shape, check_sizes
+from ._operator import Operator
+from ._parameters import Parameter, Parametrised, check_mask, initial, masked
 from ._stencil import Stencil, axis, hits
 from ._windows import windows
 
@@ -246,9 +239,10 @@ class _Forward(_Convolution):
         x = self._images(x)
         ends = tuple(a - b for a, b in zip(self._after, self._before, strict=True))
         view = windows(xp, x, self._kernel, self._stride, self._before, self._dilation, ends=ends)
-        view = view.reshape(len(x), self.groups, -1, *view.shape[2:])
+        ins = self.in_channels // self.groups
+        view = view.reshape(len(x), self.groups, ins, *view.shape[2:])
         return view.transpose(0, 1, 2, 5, 6, 3, 4).reshape(
-            len(x), self.groups, -1, math.prod(self._size_out)
+            len(x), self.groups, ins * math.prod(self._kernel), math.prod(self._size_out)
         )
 
     def _forward(self, xp: Any, x: Array) -> Array:
@@ -258,7 +252,8 @@ class _Forward(_Convolution):
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         columns = self._columns(xp, x)
-        grads = grad_y.reshape(len(x), self.groups, -1, columns.shape[-1])
+        outs = self.out_channels // self.groups
+        grads = grad_y.reshape(len(x), self.groups, outs, columns.shape[-1])
         weight = xp.matmul(grads, columns.swapaxes(-1, -2)).sum(axis=0)
         return self._weight_grads(xp, weight, self._images(grad_y))
 
@@ -453,7 +448,7 @@ class ConvTranspose2d(_Convolution):
     def _forward(self, xp: Any, x: Array) -> Array:
         # Each weight adds the whole input, spread by the stride, at its own place of the output.
         weight = self._grouped_weight(xp)
-        inputs = x.reshape(len(x), self.groups, -1, math.prod(self._size))
+        inputs = x.reshape(len(x), self.groups, weight.shape[1], math.prod(self._size))
         rows = weight.reshape(self.groups, weight.shape[1], -1).swapaxes(-1, -2)
         parts = xp.matmul(rows, inputs).reshape(
             len(x), self.out_channels, *self._kernel, *self._size
@@ -485,11 +480,12 @@ class ConvTranspose2d(_Convolution):
         view = windows(xp, grad_y, self._kernel, self._stride, self._before, self._dilation)
         height, width = self._size
         view = view[:, :, :height, :width]
-        columns = view.reshape(len(x), self.groups, -1, *view.shape[2:])
+        ins, outs = self.in_channels // self.groups, self.out_channels // self.groups
+        columns = view.reshape(len(x), self.groups, outs, *view.shape[2:])
         columns = columns.transpose(0, 1, 3, 4, 2, 5, 6).reshape(
-            len(x), self.groups, height * width, -1
+            len(x), self.groups, height * width, outs * math.prod(self._kernel)
         )
-        inputs = x.reshape(len(x), self.groups, -1, height * width)
+        inputs = x.reshape(len(x), self.groups, ins, height * width)
         weight = xp.matmul(inputs, columns).sum(axis=0)
         return self._weight_grads(xp, weight, grad_y)
 

@@ -13,7 +13,8 @@ from ..errors import InputError
 from ..kernels.stencil import transpose
 from ..pattern import Pattern, index_dtype, trusted
 from ..schedule import check_count
-from ._operator import Operator, Parameter, Parametrised, check_mask, initial, masked
+from ._operator import Operator
+from ._parameters import Parameter, Parametrised, check_mask, initial, masked
 
 __all__ = ["Linear"]
 

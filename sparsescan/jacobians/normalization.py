@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .._arrays import namespace
-from ..errors import InputError, InputTypeError
+from ..containers import check_dtype
+from ..errors import InputError
 from ..pattern import Pattern, index_dtype, trusted
 from ..schedule import check_count
-from ._operator import Operator, Parameter, Parametrised, Shape, check_sizes
-from .activations import check_number
+from ._checks import Shape, check_number, check_sizes
+from ._operator import Operator
+from ._parameters import Parameter, Parametrised
 
 __all__ = ["BatchNorm2d", "LayerNorm"]
 
@@ -272,8 +274,8 @@ class BatchNorm2d(Parametrised, Operator):
         """Let the running statistics take in a batch, as PyTorch does in a forward in training.
 
         The newest statistics ``s`` enter by ``running = (1 - momentum) running + momentum s``; if
-        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased one. The
-        arrays are changed in place.
+        `momentum` is None, ``1/num_batches_tracked`` takes its place. The variance is the unbiased
+        one. The arrays are changed in place.
 
         Parameters
         ----------
@@ -410,9 +412,7 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
 
 def _ones_and_zeros(dtype: DTypeLike) -> Callable[[str, Shape], Array]:
     """Initial parameters: scales are 1, shifts 0."""
-    checked = np.dtype(dtype)
-    if checked not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise InputTypeError(f"dtype is {checked}; expected float32 or float64")
+    checked = check_dtype(dtype)
     return lambda name, shape: np.full(shape, name in ("weight", "running_var"), checked)
 
 

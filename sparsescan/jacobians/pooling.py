@@ -14,8 +14,8 @@ from ..errors import InputError
 from ..kernels.pooling import Windows, mark_in_tiles, mark_in_windows
 from ..pattern import Pattern
 from ..schedule import check_count
+from ._checks import Shape, check_sizes
 from ._kron import Images, Separable, Taps, kron_pattern
-from ._operator import Shape, check_sizes
 from ._windows import pooled_size, windows
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
@@ -96,9 +96,8 @@ class MaxPool2d(_Pooling):
     Notes
     -----
     As :class:`torch.nn.MaxPool2d`; of equal inputs the first one counts, and NaN, the last one,
-    before all others. The Jacobian is that of BPPSA (MLSys 2020), Appendix D.3, for any
-    windows. If padding and
-    dilation leave a window without inputs, its output is ``-∞``, and its column empty.
+    before all others. The Jacobian is that of BPPSA (MLSys 2020), Appendix D.3, for any windows. If
+    padding and dilation leave a window without inputs, its output is ``-∞``, and its column empty.
 
     Examples
     --------
@@ -125,6 +124,7 @@ class MaxPool2d(_Pooling):
             for size, under in zip(self._core, inputs, strict=True)
         )
         self._set_output((self._y.size_out, self._x.size_out))
+        # With padding, or a window that reaches beyond the end, there would be more of them.
         tiles = self.kernel_size == self.stride == (2, 2) and self.dilation == (1, 1)
         self._tiles = tiles and self._core_out == tuple(size // 2 for size in self._core)
 
@@ -145,7 +145,7 @@ class MaxPool2d(_Pooling):
         elif self._tiles:
             mark_in_tiles(np.ascontiguousarray(x), out)
         else:
-            # A window without inputs is the only one of its axis, so that there is no entry to fill.
+            # No window is without inputs: it would be the only one, and there would be no entries.
             y_windows, x_windows = self._windows
             mark_in_windows(np.ascontiguousarray(x), y_windows, x_windows, out)
 
@@ -160,7 +160,7 @@ class MaxPool2d(_Pooling):
     def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
         """The same in steps that a GPU takes on all windows at once."""
         ends = tuple(
-            max(0, taps.inputs.max() + 1 - taps.size - padding)
+            max(0, int(taps.inputs.max()) + 1 - taps.size - padding)
             for taps, padding in zip((self._y, self._x), self.padding, strict=True)
         )
         view = windows(

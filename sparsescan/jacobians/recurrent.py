@@ -27,7 +27,8 @@ from ..errors import InputError
 from ..kernels.recurrent import fill_entries, fill_gru, fill_lstm, fill_rnn
 from ..pattern import Pattern, index_dtype, trusted
 from ..schedule import check_count
-from ._operator import Parameter, Parametrised, as_matrix, check_mask, initial, masked
+from ._operator import as_matrix
+from ._parameters import Parameter, Parametrised, check_mask, initial, masked
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
 

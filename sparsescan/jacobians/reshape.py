@@ -10,8 +10,8 @@ import numpy as np
 from .._arrays import is_cupy, namespace
 from ..errors import InputError, InputTypeError
 from ..pattern import Pattern, index_dtype, trusted
-from ._operator import Operator, Shape, check_sizes
-from .activations import check_dim, check_number
+from ._checks import Shape, check_dim, check_number, check_sizes
+from ._operator import Operator
 
 __all__ = ["Dropout", "Flatten", "Permute"]
 
@@ -58,6 +58,8 @@ class Dropout(Operator):
     >>> Dropout(0.75, input_shape=(3,), mask=[True, False, True]).values()
     array([4., 0., 4.])
     """
+
+    _samples_apart = False  # a sample does not know which mask is its own
 
     def __init__(self, p: float = 0.5, *, input_shape: Any, mask: Any = None) -> None:
         self.p = check_number("p", p)

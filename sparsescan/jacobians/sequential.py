@@ -358,7 +358,9 @@ class Residual(Operator):
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         values = None
         for k, op in enumerate(self.ops):
-            step = op.values(x)
+            # Neither input nor parameters may say where the values have to be.
+            nowhere = x is None and not op.params
+            step = op.values(x, out=xp.empty(op.nnz, out.dtype) if nowhere else None)
             values = step if values is None else self._products[k - 1].values(xp, values, step)
             x = op.forward(x) if x is not None and k + 1 < len(self.ops) else None
         product, diagonal = (place.on(xp) for place in self._places)
@@ -495,17 +497,28 @@ class _Product:
         right = b.indptr.astype(np.int64)[a.indices[left]] + within
         row_of = np.repeat(np.arange(a.shape[0]), np.diff(a.indptr))
         keys = row_of[left] * b.shape[1] + b.indices[right]
-        order = np.argsort(keys, kind="stable")
         self.pattern, place = _pattern_of(keys, (a.shape[0], b.shape[1]))
-        self._left, self._right = Constant(left[order]), Constant(right[order])
-        self._starts = Constant(np.searchsorted(place[order], np.arange(self.pattern.nnz)))
+        # The first pair of every entry, then the second of those that have one, and so on.
+        order = np.argsort(place, kind="stable")
+        first = np.searchsorted(place[order], np.arange(self.pattern.nnz))
+        turn = np.empty(pairs, np.int64)
+        turn[order] = np.arange(pairs) - first[place[order]]
+        order = np.argsort(turn, kind="stable")
+        ends = np.cumsum(np.bincount(turn))
+        self._turns = [
+            tuple(Constant(array[chosen]) for array in (place, left, right))
+            for chosen in np.split(order, ends[:-1])
+        ]
 
     def values(self, xp: Any, a: Array, b: Array) -> Array:
-        """Values of ``A B``, shape ``(…, nnz)``."""
-        terms = a[..., self._left.on(xp)] * b[..., self._right.on(xp)]
-        if terms.shape[-1] == 0:
-            return terms
-        return xp.add.reduceat(terms, self._starts.on(xp), axis=-1)
+        """Values of ``A B``, shape ``(…, nnz)``; the sums are always taken in the same order."""
+        lead = max(a.shape[:-1], b.shape[:-1], key=len)
+        sums = xp.zeros((*lead, self.pattern.nnz), a.dtype)
+        for turn in self._turns:
+            place, left, right = (array.on(xp) for array in turn)
+            with np.errstate(over="ignore", invalid="ignore"):
+                sums[..., place] += a[..., left] * b[..., right]
+        return sums
 
 
 def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, InputTypeError
+from ._checks import check_sizes
 from ._kron import Separable, Taps
-from ._operator import check_sizes
 
 __all__ = ["Upsample"]
 

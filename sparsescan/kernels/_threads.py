@@ -8,6 +8,7 @@ its own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from .cpu import abort
 
-__all__ = ["thread_count", "work"]
+__all__ = ["share", "thread_count", "work"]
 
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -54,6 +55,31 @@ def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:
     for helper in helpers:
         if not helper.cancelled():
             helper.result()
+
+
+def share(call: Callable[[int], None], parts: int) -> None:
+    """Call ``call(i)`` for every `i` below `parts`, on this thread and on helpers.
+
+    Each takes the next part that nobody has taken, so one that comes late delays nobody.
+    """
+    take = itertools.count().__next__
+
+    def work_off() -> None:
+        while (i := take()) < parts:
+            call(i)
+
+    helpers: list[Future[None]] = []
+    try:
+        for _ in range(min(parts, thread_count()) - 1):
+            try:
+                helpers.append(_executor().submit(work_off))
+            except RuntimeError:
+                break
+        work_off()
+    finally:
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
 
 
 def _wait(helpers: list[Future[None]], tables: Any) -> None:
