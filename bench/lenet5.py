@@ -241,7 +241,7 @@ def draw(found: dict[str, Losses], name: str, path: Path) -> None:
         axes.set(xlabel="iteration", ylabel=f"{kind} loss", ylim=(0, None))
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"LeNet-5 on {name}: the curves lie on each other (Figure 6 of the paper)")
+    figure.suptitle(f"LeNet-5 on {name}, by the scan and by autograd (Figure 6 of the paper)")
     figure.savefig(path, dpi=120)
 
 
