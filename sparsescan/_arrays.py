@@ -76,13 +76,20 @@ class Constant:
     """A NumPy array, and its copy on a device, made when that is first asked for."""
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._copies: dict[Any, Any] = {np: array}
+        self._host = array
+        self._device: Any = None
 
     def on(self, xp: Any) -> Any:
         """The array as one of `xp`."""
-        if xp not in self._copies:
-            self._copies[xp] = xp.asarray(self._copies[np])
-        return self._copies[xp]
+        if xp is np:
+            return self._host
+        if self._device is None:
+            self._device = xp.asarray(self._host)
+        return self._device
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, maybe in another process, makes its own where it needs one.
+        return {"_host": self._host, "_device": None}
 
 
 def check_array(name: str, array: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsescan import BatchedCSR
+from sparsescan import BatchedCSR, Pattern
 from sparsescan.jacobians import Operator
 
 # Small arrays; and its threads would wait for each other wherever something else runs.
@@ -86,6 +86,8 @@ def entries(op: Operator) -> tuple[np.ndarray, np.ndarray]:
     pattern = op.pattern
     assert pattern.nnz == op.nnz
     assert pattern.shape == op.shape
+    # Operators vouch for the arrays of their patterns; here they are checked.
+    assert Pattern(pattern.indptr, pattern.indices, pattern.shape) is pattern
     return np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr)), pattern.indices
 
 

@@ -301,3 +301,12 @@ def test_softmax_needs_a_whole_axis():
         Softmax(None, input_shape=(4, 5))
     with pytest.raises(InputError, match=r"dim is 1; expected an axis of \(batch\)"):
         Softmax(1, input_shape=())
+
+
+def test_out_has_memory_of_its_own() -> None:
+    x = np.linspace(-1, 1, 5)
+    for op in (ELU(input_shape=(5,)), ReLU(input_shape=(5,)), Sigmoid(input_shape=(5,))):
+        y = op.forward(x)
+        for out in (x, y):
+            with pytest.raises(InputError, match="out shares memory with the input"):
+                op.values(x, y, out=out)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparsescan
 from sparsescan import BatchedCSR, InputError, InputTypeError, MemoryLimitError, Pattern
-from sparsescan.jacobians import Conv2d, Linear, Residual, Sequential, Tanh
+from sparsescan.jacobians import Conv2d, Dropout, Linear, Residual, Sequential, Tanh
 
 SCHEDULES = ["linear", "blelloch"]
 seeds = st.integers(0, 2**32 - 1)
@@ -193,9 +193,62 @@ def test_jacobians_are_csr_or_batched_and_of_the_patterns() -> None:
     assert "Tanh" in str(net)
 
 
+def test_a_residual_block_is_printed_without_its_product() -> None:
+    conv = Conv2d(64, 64, 3, padding=1, input_shape=(64, 56, 56))
+    net = Sequential([Residual(conv, Tanh(input_shape=(64, 56, 56)), conv)])
+    assert "nnz=1" in str(net)
+    assert "pattern" not in vars(conv)
+
+
+@pytest.mark.parametrize("size", [3, 60_000])
+def test_masks_in_a_residual_block_may_change(size: int) -> None:
+    drop = Dropout(input_shape=(size,))
+    block = Residual(drop)
+    assert block.values(out=np.empty(size)).shape == (size,)
+    drop.mask = np.random.default_rng(0).random((50, size)) < 0.5
+    x = np.ones((50, size), np.float32)
+    np.testing.assert_array_equal(block.values(x), 1 + 2 * drop.mask)
+    drop.mask = None
+    np.testing.assert_array_equal(block.values(x), np.full(size, 2))
+
+
+def test_an_operator_may_stand_twice() -> None:
+    linear = Linear(3, 3, rng=0, dtype=np.float64)
+    tanh = Tanh(input_shape=(3,))
+    net = Sequential([linear, tanh, linear, tanh])
+    x = np.random.default_rng(0).standard_normal((2, 3))
+    xs = net.activations(x)
+    grads = net.plan().exclusive_scan(np.ones((2, 3)), net.values(xs))
+    found = net.param_grads(xs, grads)
+    weight = torch.tensor(linear.weight, requires_grad=True)
+    bias = torch.tensor(linear.bias)
+    y = torch.tensor(x)
+    for _ in range(2):
+        y = torch.tanh(y @ weight.T + bias)
+    y.sum().backward()
+    close(found[0]["weight"] + found[2]["weight"], weight.grad.numpy())
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        (lambda: Sequential(Linear(2, 3)), InputTypeError, "ops is a Linear; expected a list"),
+        (lambda: Sequential([Linear(2, 3)]).values(5), InputTypeError, "activations is a int"),
+        (
+            lambda: Sequential([Linear(2, 3)]).values([np.ones(2), np.ones(3)], out=5),
+            InputTypeError,
+            "out is a int; expected a list",
+        ),
+        (
+            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], 5),
+            InputTypeError,
+            "gradients is a int",
+        ),
+        (
+            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], [np.ones(9)]),
+            InputError,
+            r"a gradient has shape \(9,\); expected \(·, 3\)",
+        ),
         (lambda: Sequential([]), InputError, "ops is empty"),
         (lambda: Sequential([Linear(2, 3), "x"]), InputTypeError, r"ops\[1\] is a str"),
         (

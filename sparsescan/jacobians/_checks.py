@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -22,7 +21,7 @@ def check_sizes(name: str, value: Any, count: int | None = None, least: int = 1)
     `least`.
     """
     try:
-        if count is not None and not isinstance(value, Sequence):
+        if count is not None and not hasattr(value, "__len__"):
             sizes = (operator.index(value),) * count
         else:
             sizes = tuple(operator.index(size) for size in value)

@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..kernels._threads import share
 from ..pattern import Pattern, block_diagonal, index_dtype
 from ._checks import Shape, check_sizes
+from ._fixed import Fixed
 
 __all__ = ["Operator", "as_matrix"]
 
@@ -25,7 +26,7 @@ _GRAIN = 200_000
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-class Operator(ABC):
+class Operator(Fixed, ABC):
     """A layer ``y = f(x; θ)`` and its transposed Jacobian ``(∂y/∂x)ᵀ``, sparse.
 
     Vectors are arrays of :attr:`input_shape` and :attr:`output_shape`, flattened in C order. A
@@ -158,7 +159,8 @@ class Operator(ABC):
         y : array_like, shape output_shape or (batch, *output_shape), optional
             The output for `x`, if it is at hand: some layers then compute less.
         out : ndarray, optional
-            Where to write the values: contiguous, of the shape and dtype that is returned.
+            Where to write the values: contiguous, of the shape and dtype that is returned, and in
+            memory of its own.
 
         Returns
         -------
@@ -198,7 +200,14 @@ class Operator(ABC):
             xp = np if out is None else namespace(out)
             dtype = np.dtype(np.float64) if out is None else check_array("out", out).dtype
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
-        out = output(xp, out, shape, dtype, what=self)
+        given_out, out = out, output(xp, out, shape, dtype, what=self)
+        if xp is np and out is given_out:
+            for array in (*given, y):
+                if array is not None and np.may_share_memory(out, array):
+                    raise InputError(
+                        "out shares memory with the input, the output or a parameter of the layer; "
+                        "expected an array of its own"
+                    )
         if out.size == 0:
             return out
         if self._reads_input:
@@ -236,7 +245,8 @@ class Operator(ABC):
         Returns
         -------
         csr_array or BatchedCSR, shape (inputs, outputs)
-            A BatchedCSR if `x` is a batch and the values depend on it.
+            A BatchedCSR if `x` is a batch and the values depend on it. The index arrays are those
+            of the pattern, which cannot be written to: copy the array to change its structure.
 
         Raises
         ------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from ..containers import check_dtype
 from ..errors import InputError, InputTypeError
 from ..pattern import check_host
 
-__all__ = ["Parameter", "Parametrised", "check_mask", "initial", "masked"]
+__all__ = ["Initial", "Parameter", "Parametrised", "check_mask", "initial", "masked"]
 
 Array = Any
 Shape = tuple[int, ...]
+# What says, for a parameter's name and shape, how it is drawn when it is first read. The latter is
+# kept in the layer, so it can be pickled.
+Initial = Callable[[str, Shape], Callable[[], Array]]
 
 
 class Parameter:
@@ -32,11 +36,21 @@ class Parameter:
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
         if layer is None:
             return self
-        if self._name not in layer._shapes:
-            return None
-        if self._name not in layer._arrays:
-            layer._arrays[self._name] = layer._draw(self._name)
-        return layer._arrays[self._name]
+        name, attributes = self._name, layer.__dict__
+        array = attributes.get(name)
+        shapes = attributes["_shapes"]
+        if array is None:
+            if name not in shapes:
+                return None
+            # Of threads that draw at once, all get the same array.
+            array = attributes.setdefault(name, layer._draws[name]())
+        # Whoever shares the array may have reshaped it in place, and kernels check no bounds.
+        if array.shape != shapes[name]:
+            raise InputError(
+                f"{type(layer).__name__}.{name} has become an array of shape {array.shape}; "
+                f"expected {shapes[name]}"
+            )
+        return array
 
     def __set__(self, layer: Any, value: Any) -> None:
         name = f"{type(layer).__name__}.{self._name}"
@@ -46,24 +60,16 @@ class Parameter:
         array = check_array(name, value)
         if array.shape != shape:
             raise InputError(f"{name} is set to an array of shape {array.shape}; expected {shape}")
-        layer._arrays[self._name] = array
+        vars(layer)[self._name] = array
 
 
 class Parametrised:
-    """Parameters by name: their shapes, and the arrays there are."""
+    """Parameters by name: their shapes, and what draws them."""
 
-    def _set_parameters(
-        self,
-        shapes: dict[str, Shape | None],
-        draw: Callable[[str, Shape], Array],
-    ) -> None:
-        """Declare the parameters, except those whose shape is None, and how to draw one."""
+    def _set_parameters(self, shapes: dict[str, Shape | None], initial: Initial) -> None:
+        """Declare the parameters, except those whose shape is None."""
         self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-        self._arrays: dict[str, Array] = {}
-        self._drawer = draw
-
-    def _draw(self, name: str) -> Array:
-        return self._drawer(name, self._shapes[name])
+        self._draws = {name: initial(name, shape) for name, shape in self._shapes.items()}
 
     @property
     def params(self) -> dict[str, Array]:
@@ -71,13 +77,28 @@ class Parametrised:
         return {name: getattr(self, name) for name in self._shapes}
 
 
-def initial(
-    bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None
-) -> Callable[[str, Shape], Array]:
-    """Draws from the uniform distribution on ``[-bound, bound]``, as PyTorch initialises."""
+def initial(bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None) -> Initial:
+    """Initial parameters from the uniform distribution on ``[-bound, bound]``, as in PyTorch.
+
+    Each has a seed of its own, so that it does not matter which of them is drawn first.
+    """
     checked = check_dtype(dtype)
-    generator = np.random.default_rng(rng)
-    return lambda name, shape: generator.uniform(-bound, bound, shape).astype(checked)
+    expected = (
+        f"rng is {rng!r}; expected a numpy.random.Generator, an integer of at least 0 or None"
+    )
+    try:
+        generator = np.random.default_rng(rng)
+    except TypeError:
+        raise InputTypeError(expected) from None
+    except ValueError:
+        raise InputError(expected) from None
+    return lambda name, shape: partial(
+        _uniform, int(generator.integers(1 << 63)), bound, shape, checked
+    )
+
+
+def _uniform(seed: int, bound: float, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    return np.random.default_rng(seed).uniform(-bound, bound, shape).astype(dtype)
 
 
 def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | None:

@@ -21,7 +21,7 @@ from ..kernels.stencil import (
 )
 from ..pattern import Pattern, index_dtype, trusted
 
-__all__ = ["Stencil", "axis", "hits"]
+__all__ = ["Stencil", "axis"]
 
 Array = Any
 
@@ -107,39 +107,20 @@ class Stencil:
         fill_values(self._channels, self._y, self._x, self._templates.ptr, values, out)
 
 
-def hits(
-    size: int,
-    size_out: int,
-    kernel: int,
-    stride: int,
-    padding: int,
-    dilation: int,
-    transposed: bool,
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which weights each place of an axis meets, and at which output; arrays ``(size, kernel)``."""
-    place = np.arange(size)[:, None]
-    weight = np.arange(kernel) * dilation
-    if transposed:
-        output = place * stride - padding + weight
-        met = np.ones(output.shape, bool)
-    else:
-        output, remainder = np.divmod(place + padding - weight, stride)
-        met = remainder == 0
-    return met & (output >= 0) & (output < size_out), output
+def axis(ptr: NDArray[Any], weight: NDArray[Any], output: NDArray[Any]) -> Axis:
+    """The places of an axis in classes, from the :func:`meetings` of each.
 
-
-def axis(met: NDArray[np.bool_], output: NDArray[np.int64]) -> Axis:
-    """The places of an axis, sorted into classes that meet the same weights."""
-    if output.shape[1] > 1 and output[0, 1] < output[0, 0]:
-        met, output, reverse = met[:, ::-1], output[:, ::-1], True
-    else:
-        reverse = False
-    classes, example, of = np.unique(met, axis=0, return_index=True, return_inverse=True)
-    first = np.where(met, output, np.iinfo(np.int64).max).min(axis=1)
-    first[~met.any(axis=1)] = 0
-    chosen, weight = np.nonzero(classes)
-    distance = output[example[chosen], weight] - first[example[chosen]]
-    ptr = np.concatenate([[0], np.cumsum(classes.sum(axis=1))])
-    if reverse:
-        weight = met.shape[1] - 1 - weight
-    return Axis(of.reshape(-1), first, ptr, weight, distance)
+    The weights of a place are equally far apart, so the first one and their number tell them all.
+    """
+    count = np.diff(ptr)
+    start = np.minimum(ptr[:-1], max(len(weight) - 1, 0))
+    met = count > 0
+    first = np.where(met, output[start], 0) if len(output) else np.zeros_like(count)
+    key = np.where(met, weight[start], 0) if len(weight) else np.zeros_like(count)
+    key = key * (count.max() + 1) + count
+    _, example, of = np.unique(key, return_index=True, return_inverse=True)
+    sizes = count[example]
+    class_ptr = np.concatenate([[0], np.cumsum(sizes)])
+    entry = np.arange(class_ptr[-1]) + np.repeat(ptr[example] - class_ptr[:-1], sizes)
+    distance = output[entry] - np.repeat(first[example], sizes)
+    return Axis(of.reshape(-1), first, class_ptr, weight[entry], distance)

@@ -57,6 +57,7 @@ _LAYERS: dict[Callable[..., Operator], str] = {
     Upsample: "size scale_factor mode align_corners",
 }
 _WITH_BIAS = (Conv1d, Conv2d, ConvTranspose2d, LayerNorm, Linear)
+_PRUNABLE = (Conv1d, Conv2d, ConvTranspose2d, Linear)
 
 
 def from_torch(module: Any, input_shape: Any) -> list[Operator]:
@@ -66,7 +67,8 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     ----------
     module : torch.nn.Module
         A ``torch.nn.Sequential`` of layers that :mod:`sparsescan.jacobians` has, nested or not, or
-        one such layer. Weights pruned by ``torch.nn.utils.prune`` leave the pattern.
+        one such layer. Weights pruned by ``torch.nn.utils.prune`` leave the pattern. Other hooks
+        of a forward, and ``torch.nn.utils.parametrize``, are refused.
     input_shape : tuple of int
         Shape of one sample, without the batch axis. Only if a ``BatchNorm2d`` is in training mode,
         which couples the samples of a batch, the shape of the whole batch.
@@ -74,19 +76,22 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     Returns
     -------
     list of Operator
-        One for each layer, without those that do nothing (``Identity``), for :class:`Sequential`.
-        Their parameters, and running statistics, are the module's memory, not copies: what an
-        optimiser does in place is seen at once.
+        One for each call of a layer, without those that do nothing (``Identity``), for
+        :class:`Sequential`. Their parameters, and running statistics, are the module's memory, not
+        copies: what an optimiser does in place is seen at once. Operators of a layer that is called
+        twice share its parameters, whose gradient is the sum of theirs. The counter
+        ``num_batches_tracked`` of a ``BatchNorm2d`` is copied, not shared.
 
     Raises
     ------
     ImportError
         If PyTorch is not installed.
     InputError
-        If there is a layer that this package does not have, or one in a mode that it does not have;
-        it is named.
+        If there is a layer that this package does not have, or one in a mode that it does not have,
+        or whose hooks or parametrisations may change what it computes; it is named.
     InputTypeError
-        If `module` is no module, or a parameter is not of float32 or float64.
+        If `module` is no module, or a parameter is not of float32 or float64, or on a device that
+        is neither a CPU nor a CUDA device.
 
     Examples
     --------
@@ -96,6 +101,7 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     [Linear((3,) → (2,), nnz=6), Tanh((2,) → (2,), nnz=2)]
     """
     from torch import nn
+    from torch.nn.utils.parametrize import is_parametrized
 
     if not isinstance(module, nn.Module):
         raise InputTypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
@@ -105,12 +111,20 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
     ops: list[Operator] = []
     for name, layer in layers:
+        if is_parametrized(layer):
+            # The module then is of a class of its own, which would not tell why it is refused.
+            raise InputError(
+                f"{name} ({type(layer).__name__}): it has parametrisations of "
+                f"{', '.join(layer.parametrizations)}; expected none: remove them by "
+                "torch.nn.utils.parametrize.remove_parametrizations"
+            )
         operator = types.get(type(layer))
         if operator is None:
             raise InputError(
                 f"{name} is a {type(layer).__name__}, which has no operator; expected one of "
                 f"{', '.join(sorted(known.__name__ for known in types))}"
             )
+        _refuse_hooks(name, layer)
         try:
             ops.append(_operator(operator, layer, shape, joint))
         except SparseScanError as error:
@@ -123,11 +137,13 @@ def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Every layer and its place; what a Sequential calls, in that order."""
     from torch import nn
 
-    if type(module) is nn.Sequential:
-        for key, child in module.named_children():
-            yield from _layers(child, f"{name}[{key}]" if key.isdigit() else f"{name}.{key}")
-    elif type(module) is not nn.Identity:
+    if type(module) not in (nn.Sequential, nn.Identity):
         yield name, module
+        return
+    _refuse_hooks(name, module)
+    # Not named_children, which leaves out a layer that is there a second time.
+    for key, child in module._modules.items():
+        yield from _layers(child, f"{name}[{key}]" if key.isdigit() else f"{name}.{key}")
 
 
 def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint: bool) -> Operator:
@@ -141,18 +157,22 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
                 arguments[name] += 1
     if operator in _WITH_BIAS:
         arguments["bias"] = layer.bias is not None
-    mask = getattr(layer, "weight_mask", None)
-    if mask is not None:
-        arguments["weight_mask"] = _array(mask.cpu()) != 0
+    pruned = _pruned(layer)
+    if pruned and operator not in _PRUNABLE:
+        raise InputError(
+            f"its {' and '.join(sorted(pruned))} is pruned; only convolutions and Linear may be "
+            "pruned"
+        )
+    if "bias" in pruned:
+        raise InputError("its bias is pruned; expected a pruned weight at most")
+    arrays = _arrays(layer, pruned)
+    if "weight" in pruned:
+        arguments["weight_mask"] = (layer.weight_mask != 0).cpu().numpy()
     made = operator(**arguments, input_shape=shape)
-    for name in ("weight", "bias"):
-        # Pruning keeps the parameter under another name, and recomputes the one that is read.
-        parameter = getattr(layer, f"{name}_orig", getattr(layer, name, None))
-        if parameter is not None:
-            setattr(made, name, _array(parameter))
-    for name in ("running_mean", "running_var"):
-        if getattr(layer, name, None) is not None:
-            setattr(made, name, _array(getattr(layer, name)))
+    for name, array in arrays.items():
+        setattr(made, name, array)
+    if isinstance(made, BatchNorm2d) and layer.num_batches_tracked is not None:
+        made.num_batches_tracked = int(layer.num_batches_tracked)
     return made
 
 
@@ -168,11 +188,58 @@ def _refuse_modes(layer: Any, joint: bool) -> None:
     for name, wanted in (("return_indices", False), ("recompute_scale_factor", None)):
         if getattr(layer, name, wanted) not in (wanted, False):
             raise InputError(f"{name} is {getattr(layer, name)}; expected {wanted}")
-    if getattr(layer, "bias_mask", None) is not None:
-        raise InputError("its bias is pruned; expected a pruned weight at most")
 
 
-def _array(tensor: Any) -> Any:
+def _refuse_hooks(name: str, module: Any) -> None:
+    """Raise if a module has a hook that may change what its forward computes."""
+    from torch.nn.utils.prune import BasePruningMethod
+
+    for kind, hooks in (
+        ("forward hook", module._forward_hooks),
+        ("forward pre-hook", module._forward_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if kind == "forward hook" or not isinstance(hook, BasePruningMethod):
+                raise InputError(
+                    f"{name} ({type(module).__name__}): it has the {kind} "
+                    f"{getattr(hook, '__name__', type(hook).__name__)}, which may change what it "
+                    "computes; expected no hooks but those of torch.nn.utils.prune"
+                )
+
+
+def _pruned(layer: Any) -> set[str]:
+    """Names of the parameters that are pruned, once all hooks are known to be of pruning."""
+    return {hook._tensor_name for hook in layer._forward_pre_hooks.values()}
+
+
+def _arrays(layer: Any, pruned: set[str]) -> dict[str, Any]:
+    """The parameters and running statistics that a layer has."""
+    from torch import nn
+
+    arrays = {}
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        # Pruning keeps the parameter under another name, and recomputes the one that is read.
+        tensor = getattr(layer, f"{name}_orig" if name in pruned else name, None)
+        if tensor is None:
+            continue
+        if name in ("weight", "bias") and not isinstance(tensor, nn.Parameter):
+            raise InputError(
+                f"its {name} is a {type(tensor).__name__} that something else computes; expected a "
+                "torch.nn.Parameter"
+            )
+        arrays[name] = _array(name, tensor)
+    return arrays
+
+
+def _array(name: str, tensor: Any) -> Any:
     """The memory of a tensor as an array of NumPy, or of CuPy if it is on a GPU."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float64"):
+        raise InputTypeError(f"{name} has dtype {dtype}; expected float32 or float64")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InputTypeError(
+            f"{name} is on the device {tensor.device}; expected float32 or float64 on a CPU or a "
+            "CUDA device"
+        )
     tensor = tensor.detach()
     return on_device(tensor) if tensor.is_cuda else tensor.numpy()

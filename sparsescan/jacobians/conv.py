@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError
+from ..kernels.stencil import meetings
 from ..pattern import Pattern
 from ..schedule import check_count
 from ._checks import Shape, check_sizes
 from ._operator import Operator
 from ._parameters import Parameter, Parametrised, check_mask, initial, masked
-from ._stencil import Stencil, axis, hits
+from ._stencil import Stencil, axis
 from ._windows import windows
 
 __all__ = ["Conv1d", "Conv2d", "ConvTranspose2d"]
@@ -126,12 +127,16 @@ class _Convolution(Parametrised, Operator):
     # -- Pattern and values ---------------------------------------------------------------------
 
     def _core_nnz(self) -> int:
-        counts = [met.sum(axis=0) for met, _ in self._hits()]
+        weights = [weight for _, weight, _ in self._meetings]
         if self._mask is None:
             pairs = self.in_channels * self.out_channels // self.groups
-            return int(pairs * counts[0].sum() * counts[1].sum())
+            return pairs * len(weights[0]) * len(weights[1])
         kept = self._mask.on(np).reshape(-1, *self._kernel).sum(axis=0)
-        return int(counts[0] @ kept @ counts[1])
+        rows, cols = (
+            np.bincount(weight, minlength=size)
+            for weight, size in zip(weights, self._kernel, strict=True)
+        )
+        return int(rows @ kept @ cols)
 
     def _core_pattern(self) -> Pattern:
         return self._stencil.pattern()
@@ -139,10 +144,11 @@ class _Convolution(Parametrised, Operator):
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         self._stencil.fill(xp, self._by_input(self.weight), out[0])
 
-    def _hits(self) -> list[tuple[Any, Any]]:
-        """For each axis, which weights each place meets, and at which output."""
+    @cached_property
+    def _meetings(self) -> list[tuple[Any, Any, Any]]:
+        """For each axis, which outputs each place meets, and by which weights."""
         return [
-            hits(n, out, k, s, p, d, self._transposed)
+            meetings(n, out, k, s, p, d, self._transposed)
             for n, out, k, s, p, d in zip(
                 self._size,
                 self._size_out,
@@ -156,7 +162,7 @@ class _Convolution(Parametrised, Operator):
 
     @cached_property
     def _stencil(self) -> Stencil:
-        y, x = (axis(*met) for met in self._hits())
+        y, x = (axis(*found) for found in self._meetings)
         ins, outs = self.in_channels // self.groups, self.out_channels // self.groups
         group = np.arange(self.in_channels) // ins
         return Stencil(

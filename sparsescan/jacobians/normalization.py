@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from ..containers import check_dtype
 from ..errors import InputError
 from ..pattern import Pattern, index_dtype, trusted
 from ..schedule import check_count
-from ._checks import Shape, check_number, check_sizes
+from ._checks import check_number, check_sizes
 from ._operator import Operator
-from ._parameters import Parameter, Parametrised
+from ._parameters import Initial, Parameter, Parametrised
 
 __all__ = ["BatchNorm2d", "LayerNorm"]
 
@@ -225,7 +225,7 @@ class BatchNorm2d(Parametrised, Operator):
         self.momentum = None if momentum is None else check_number("momentum", momentum)
         self.track_running_stats = track_running_stats
         self.training = training
-        self.num_batches_tracked = 0
+        self._batches = 0
         self._set_shapes(input_shape, None if training else 3)
         self._check_arguments()
         self._set_output(self._core)
@@ -269,6 +269,15 @@ class BatchNorm2d(Parametrised, Operator):
     def params(self) -> dict[str, Array]:
         """The parameters by their names, not copied; without the running statistics."""
         return {} if self.weight is None else {"weight": self.weight, "bias": self.bias}
+
+    @property
+    def num_batches_tracked(self) -> int:
+        """Batches that the running statistics have taken in."""
+        return self._batches
+
+    @num_batches_tracked.setter
+    def num_batches_tracked(self, count: int) -> None:
+        self._batches = check_count("num_batches_tracked", count, 0)
 
     def update_running_stats(self, x: Array) -> None:
         """Let the running statistics take in a batch, as PyTorch does in a forward in training.
@@ -410,10 +419,10 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
         out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
 
 
-def _ones_and_zeros(dtype: DTypeLike) -> Callable[[str, Shape], Array]:
+def _ones_and_zeros(dtype: DTypeLike) -> Initial:
     """Initial parameters: scales are 1, shifts 0."""
     checked = check_dtype(dtype)
-    return lambda name, shape: np.full(shape, name in ("weight", "running_var"), checked)
+    return lambda name, shape: partial(np.full, shape, name in ("weight", "running_var"), checked)
 
 
 def _check_eps(eps: Any) -> float:

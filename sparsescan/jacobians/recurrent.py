@@ -27,6 +27,7 @@ from ..errors import InputError
 from ..kernels.recurrent import fill_entries, fill_gru, fill_lstm, fill_rnn
 from ..pattern import Pattern, index_dtype, trusted
 from ..schedule import check_count
+from ._fixed import Fixed
 from ._operator import as_matrix
 from ._parameters import Parameter, Parametrised, check_mask, initial, masked
 
@@ -72,7 +73,7 @@ class _Layout(NamedTuple):
     place: Constant
 
 
-class Cell(Parametrised, ABC):
+class Cell(Parametrised, Fixed, ABC):
     """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)`` and ``(∂s_t/∂s_{t-1})ᵀ``, sparse.
 
     The methods take any number of axes before the last one, such as ``(T, batch)``: all steps and

@@ -18,6 +18,7 @@ from ..containers import BatchedCSR
 from ..errors import InputError, InputTypeError
 from ..pattern import Pattern, index_dtype, multiply_adds, trusted
 from ..plan import ScanPlan
+from ._fixed import Fixed
 from ._operator import Operator, as_matrix
 
 __all__ = ["Residual", "Sequential"]
@@ -25,7 +26,7 @@ __all__ = ["Residual", "Sequential"]
 Array = Any
 
 
-class Sequential:
+class Sequential(Fixed):
     """Layers one after the other: their chain for a scan, and what the scan's result gives.
 
     A :class:`Residual` among them becomes the steps of its layers, which carry the input of the
@@ -78,6 +79,8 @@ class Sequential:
     """
 
     def __init__(self, ops: Iterable[Operator]) -> None:
+        if not isinstance(ops, Iterable):
+            raise InputTypeError(f"ops is a {type(ops).__name__}; expected a list of operators")
         self.ops = tuple(ops)
         if not self.ops:
             raise InputError("ops is empty; expected at least one operator")
@@ -180,7 +183,7 @@ class Sequential:
             As :meth:`Operator.values`.
         """
         self._check_count("activations", activations, len(self._steps) + 1)
-        buffers = [None] * len(self._steps) if out is None else list(out)
+        buffers = [None] * len(self._steps) if out is None else out
         self._check_count("out", buffers, len(self._steps))
         return [
             step.values(x, y, buffer)
@@ -241,18 +244,26 @@ class Sequential:
         """
         count = len(self._steps)
         self._check_count("activations", activations, count + 1)
+        if not isinstance(gradients, (Sequence, np.ndarray)):
+            raise InputTypeError(
+                f"gradients is a {type(gradients).__name__}; expected what a scan returned"
+            )
         if len(gradients) not in (count, count + 1):
             raise InputError(
                 f"gradients has {len(gradients)} entries; expected {count}, as the exclusive scan "
                 f"returns, or {count + 1}"
             )
         return [
-            step.param_grads(x, gradients[count - 1 - k])
+            step.param_grads(
+                x, check_array(f"gradients[{count - 1 - k}]", gradients[count - 1 - k])
+            )
             for k, (step, x) in enumerate(zip(self._steps, activations[:-1], strict=True))
             if isinstance(step, _Layer)
         ]
 
-    def _check_count(self, name: str, arrays: Sequence[Array], count: int) -> None:
+    def _check_count(self, name: str, arrays: Any, count: int) -> None:
+        if not isinstance(arrays, Sequence):
+            raise InputTypeError(f"{name} is a {type(arrays).__name__}; expected a list of arrays")
         if len(arrays) != count:
             raise InputError(f"{name} has {len(arrays)} entries; expected {count}")
 
@@ -311,7 +322,14 @@ class Residual(Operator):
             )
         self._set_shapes(self._inner.input_shape, None)
         self._set_output(self._core)
-        self._reads_input = any(op._reads_input for op in self.ops)
+
+    @property
+    def _reads_input(self) -> bool:  # type: ignore[override]
+        return any(op._reads_input for op in self.ops)
+
+    @property
+    def _samples_apart(self) -> bool:  # type: ignore[override]
+        return all(op._samples_apart for op in self.ops)
 
     @property
     def params(self) -> dict[str, Array]:
@@ -321,6 +339,10 @@ class Residual(Operator):
             for k, op in enumerate(self.ops)
             for name, param in op.params.items()
         }
+
+    def __repr__(self) -> str:
+        # Its own entries are not counted for this: the product may be huge.
+        return f"Residual({', '.join(map(repr, self.ops))})"
 
     def _core_nnz(self) -> int:
         return self._sum.nnz
@@ -437,6 +459,11 @@ class _Layer(_Step):
     def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
         """Parameter gradients from the gradient of the whole state."""
         size = math.prod(self.op.output_shape)
+        if grad.shape[-1] != size + self._carried:
+            raise InputError(
+                f"a gradient has shape {grad.shape}; expected (·, {size + self._carried}) behind "
+                f"{self.op!r}"
+            )
         return self.op.param_grads(x, grad[..., :size])
 
 
@@ -447,6 +474,7 @@ class _Ones(_Step):
         self._size, self._carried = size, carried
 
     def values(self, x: Array, y: Array, out: Array) -> Array:
+        x = check_array("activations", x)
         out = output(namespace(x), out, (self.pattern.nnz,), x.dtype)
         out[...] = 1
         return out

@@ -16,6 +16,7 @@ __all__ = [
     "fill_templates",
     "fill_values",
     "gather",
+    "meetings",
     "transpose",
 ]
 
@@ -62,6 +63,40 @@ class Templates(NamedTuple):
     ptr: NDArray[Any]
     columns: NDArray[Any]
     sources: NDArray[Any]
+
+
+@njit(nogil=True, cache=True)
+def meetings(size, size_out, kernel, stride, padding, dilation, transposed):  # type: ignore[no-untyped-def]
+    """Which outputs each place of an axis meets, increasing, and by which weights.
+
+    Place ``i`` has its meetings from ``ptr[i]`` to ``ptr[i + 1]`` of the other two arrays.
+    """
+    ptr = np.zeros(size + 1, np.int64)
+    weight = np.empty(0, np.int64)
+    output = np.empty(0, np.int64)
+    for filling in (False, True):
+        if filling:
+            weight = np.empty(ptr[-1], np.int64)
+            output = np.empty(ptr[-1], np.int64)
+        p = 0
+        for i in range(size):
+            if transposed:
+                start = i * stride - padding
+                low = max(0, -(start // dilation))
+                high = min(kernel - 1, (size_out - 1 - start) // dilation)
+            else:
+                start = i + padding
+                low = max(0, -((dilation * (kernel - 1) - start) // stride))
+                high = min(size_out - 1, start // stride)
+            for j in range(low, high + 1):
+                if not transposed and (start - j * stride) % dilation:
+                    continue
+                if filling:
+                    weight[p] = j if transposed else (start - j * stride) // dilation
+                    output[p] = start + j * dilation if transposed else j
+                p += 1
+            ptr[i + 1] = p
+    return ptr, weight, output
 
 
 @njit(nogil=True, cache=True)
