@@ -179,7 +179,7 @@ class Operator(Fixed, ABC):
             If the values would take more memory than there is.
         """
         lead: Shape = ()
-        params = [*self.params.values()]
+        params = self.params.values()
         if x is not None:
             x, lead = self._read("x", x, self.input_shape)
         elif self._reads_input:
@@ -191,7 +191,7 @@ class Operator(Fixed, ABC):
                     f"y has shape {y.shape}; expected {(*lead, *self.output_shape)}, as x has "
                     f"shape {x.shape}"
                 )
-        given = params if x is None else [x, *params]
+        given = [*params] if x is None else [x, *params]
         if given:
             xp, dtype = namespace(y, *given), given[0].dtype
             if len(given) > 1:
@@ -200,14 +200,12 @@ class Operator(Fixed, ABC):
             xp = np if out is None else namespace(out)
             dtype = np.dtype(np.float64) if out is None else check_array("out", out).dtype
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
-        given_out, out = out, output(xp, out, shape, dtype, what=self)
-        if xp is np and out is given_out:
-            for array in (*given, y):
-                if array is not None and np.may_share_memory(out, array):
-                    raise InputError(
-                        "out shares memory with the input, the output or a parameter of the layer; "
-                        "expected an array of its own"
-                    )
+        if out is None:
+            out = output(xp, None, shape, dtype, what=self)
+        else:
+            out = output(xp, out, shape, dtype)
+            if xp is np:
+                _refuse_overlap(out, given if y is None else [y, *given])
         if out.size == 0:
             return out
         if self._reads_input:
@@ -222,10 +220,11 @@ class Operator(Fixed, ABC):
 
     def _fill_all(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         """The same as `_fill`, shared between threads where that pays."""
-        parts = min(len(out), int(out.size * self._nanoseconds / _GRAIN)) if xp is np else 1
-        if parts < 2 or not self._samples_apart:
+        nanoseconds = out.size * self._nanoseconds
+        if nanoseconds < 2 * _GRAIN or len(out) < 2 or xp is not np or not self._samples_apart:
             self._fill(xp, x, y, out)
             return
+        parts = min(len(out), int(nanoseconds / _GRAIN))
         ends = [len(out) * i // parts for i in range(parts + 1)]
 
         def fill(i: int) -> None:
@@ -316,6 +315,16 @@ class Operator(Fixed, ABC):
         # Diagonal and dense patterns keep no index arrays.
         if self.nnz != rows * cols:
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
+
+
+def _refuse_overlap(out: Array, arrays: list[Array]) -> None:
+    """Raise if `out` may lie in the memory of one of the arrays."""
+    for array in arrays:
+        if np.may_share_memory(out, array):
+            raise InputError(
+                "out shares memory with the input, the output or a parameter of the layer; "
+                "expected an array of its own"
+            )
 
 
 def as_matrix(values: Array, pattern: Pattern) -> sp.csr_array | BatchedCSR:

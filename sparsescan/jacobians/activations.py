@@ -85,12 +85,15 @@ class ReLU(Elementwise):
     def _forward(self, xp: Any, x: Array) -> Array:
         return xp.maximum(x, 0)
 
-    def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+    def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if xp is np:
             # NumPy writes the comparison as bool first, which takes twice as long.
             kernels.relu(x.reshape(-1), out.reshape(-1))
         else:
-            xp.logical_not(x <= 0, out=out)
+            super()._fill(xp, x, y, out)
+
+    def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        xp.logical_not(x <= 0, out=out)
 
 
 class LeakyReLU(Elementwise):
