@@ -211,25 +211,29 @@ class Operator(Fixed, ABC):
         if self._reads_input:
             x = x.reshape(-1, *self._core)
             y = None if y is None else y.reshape(-1, *self._core_out)
-            self._fill_all(xp, x, y, out.reshape(len(x), -1))
+            rows = out.reshape(len(x), -1)
+            # Most values are written before a thread would have come to help.
+            if out.size * self._nanoseconds < 2 * _GRAIN or xp is not np:
+                self._fill(xp, x, y, rows)
+            else:
+                self._fill_shared(x, y, rows)
         else:
             rows = out.reshape(self._blocks, -1)
             self._fill(xp, None, None, rows[:1])
             rows[1:] = rows[:1]
         return out
 
-    def _fill_all(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        """The same as `_fill`, shared between threads where that pays."""
-        nanoseconds = out.size * self._nanoseconds
-        if nanoseconds < 2 * _GRAIN or len(out) < 2 or xp is not np or not self._samples_apart:
-            self._fill(xp, x, y, out)
+    def _fill_shared(self, x: Array, y: Array, out: Array) -> None:
+        """The same as `_fill`, with samples shared between threads."""
+        if not self._samples_apart:
+            self._fill(np, x, y, out)
             return
-        parts = min(len(out), int(nanoseconds / _GRAIN))
+        parts = min(len(out), int(out.size * self._nanoseconds / _GRAIN))
         ends = [len(out) * i // parts for i in range(parts + 1)]
 
         def fill(i: int) -> None:
             part = slice(ends[i], ends[i + 1])
-            self._fill(xp, x[part], None if y is None else y[part], out[part])
+            self._fill(np, x[part], None if y is None else y[part], out[part])
 
         share(fill, parts)
 
