@@ -679,6 +679,17 @@ class GRUCell(Cell):
     >>> cell.jacobian([0.0], [0.0, 0.0]).toarray()
     array([[0.75, 0.25],
            [0.  , 0.75]])
+
+    Back-propagation through 50 steps, from a loss that reads the last state:
+
+    >>> import sparsescan
+    >>> cell = GRUCell(12, 20, rng=0)
+    >>> plan = sparsescan.plan([cell.pattern] * 50)  # once
+    >>> x = np.random.default_rng(0).standard_normal((50, 16, 12), np.float32)
+    >>> states = cell.unroll(x)
+    >>> grads = plan.exclusive_scan(states[-1], cell.values(x, states[:-1])[::-1])[::-1]
+    >>> cell.param_grads(x, states[:-1], grads)["weight_hh"].shape
+    (60, 20)
     """
 
     # Products u_n, r, z, v_n.
