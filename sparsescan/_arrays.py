@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Constant:
 
 def check_array(name: str, array: Any) -> Any:
     """`array` as an array of float32 or float64, of NumPy or CuPy, or an error that names it."""
-    if type(array) is np.ndarray or not is_cupy(array):
+    if not is_cupy(array):
         return check_float(name, array)
     if array.dtype not in _FLOATS:
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
@@ -102,9 +103,18 @@ def check_array(name: str, array: Any) -> Any:
 
 
 def output(
-    xp: Any, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, what: object = "an array"
+    xp: Any,
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    what: object = "an array",
+    apart: Iterable[Any] = (),
 ) -> Any:
-    """`out` if it is a contiguous array of this shape and dtype, a new one if it is None."""
+    """`out` if it is a contiguous array of this shape and dtype, a new one if it is None.
+
+    What is written to it must not change the arrays of NumPy in `apart`, which are read meanwhile.
+    """
     if out is None:
         needed = math.prod(shape) * dtype.itemsize
         if xp is np and needed >= _SMALL:
@@ -123,6 +133,13 @@ def output(
             f"out is an array of shape {out.shape} and dtype {out.dtype}{order}; expected a "
             f"contiguous one of shape {shape} and dtype {dtype}"
         )
+    if xp is np:
+        for array in apart:
+            if np.may_share_memory(out, array):
+                raise InputError(
+                    "out shares memory with the input, the output or a parameter of the layer; "
+                    "expected an array of its own"
+                )
     return out
 
 

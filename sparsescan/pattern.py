@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import DeviceError, InputError, InputTypeError
 
-__all__ = ["Pattern", "block_diagonal", "multiply_adds", "product", "trusted"]
+__all__ = ["Pattern", "block_diagonal", "multiply_adds", "of_mask", "product", "rows_of", "trusted"]
 
 Kind = Literal["diagonal", "dense", "general"]
 
@@ -192,7 +192,7 @@ def product(a: Pattern, b: Pattern) -> Pattern:
     dtype = index_dtype(shape, nnz)
     indices = np.empty(nnz, dtype)
     _product_indices(a.indptr, a.indices, b.indptr, b.indices, shape[1], indptr, indices)
-    return trusted(indptr.astype(dtype), indices, shape)
+    return trusted(indptr, indices, shape)
 
 
 def multiply_adds(a: Pattern, b: Pattern) -> int:
@@ -226,7 +226,22 @@ def block_diagonal(block: Pattern, count: int) -> Pattern:
 
 def trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
     """The pattern of arrays that were just made, are canonical, and are nobody else's."""
+    dtype = index_dtype(shape, len(indices))
+    indptr, indices = (array.astype(dtype, copy=False) for array in (indptr, indices))
     return _intern(indptr, indices, shape, copy=False)
+
+
+def of_mask(mask: NDArray[np.bool_]) -> Pattern:
+    """The pattern with an entry wherever a matrix is True."""
+    indptr = np.zeros(len(mask) + 1, np.int64)
+    np.cumsum(np.count_nonzero(mask, axis=1), out=indptr[1:])
+    return trusted(indptr, np.nonzero(mask)[1], (mask.shape[0], mask.shape[1]))
+
+
+def rows_of(pattern: Pattern) -> NDArray[np.int64]:
+    """The row of every entry, whose column is in ``pattern.indices``."""
+    rows = np.arange(pattern.shape[0], dtype=np.int64)
+    return np.repeat(rows, np.diff(pattern.indptr))
 
 
 def index_dtype(shape: tuple[int, int], nnz: int) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import check_operator, close, entries
+from autodiff import check_operator, close, entries, share
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_axes_before_those_of_the_layer_are_blocks(make: Any, module: torch.nn.M
     op = make((2, 4, 5))
     rng = np.random.default_rng(5)
     module = module.double()
-    op.weight, op.bias = (p.detach().numpy() for p in (module.weight, module.bias))
+    share(op, module)
     x = rng.standard_normal(op.input_shape)
     jacobian = torch.autograd.functional.jacobian(module, torch.tensor(x))
     expected = jacobian.reshape(op.shape[::-1]).numpy().T

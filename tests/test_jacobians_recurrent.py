@@ -548,3 +548,10 @@ def test_bad_arrays_are_named(error: type, call: Any, words: str) -> None:
 
 def test_repr_counts_the_entries() -> None:
     assert repr(GRUCell(3, 20)) == "GRUCell(3, 20, nnz=400)"
+
+
+def test_out_has_memory_of_its_own() -> None:
+    cell = RNNCell(2, 1, dtype=np.float64, rng=0)
+    state = np.ones((3, 1))
+    with pytest.raises(InputError, match="out shares memory with the input"):
+        cell.values(np.ones((3, 2)), state, out=state)

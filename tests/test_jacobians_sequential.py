@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from autodiff import check_operator, close
+from autodiff import check_operator, close, share
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,14 +36,13 @@ class TorchResidual(torch.nn.Module):
             yield name.replace("layers.", ""), parameter
 
 
-def share(ops: Any, modules: Any) -> None:
+def share_all(ops: Any, modules: Any) -> None:
     """Let operators use the parameters of modules."""
     for op, module in zip(ops, modules, strict=True):
         if isinstance(op, Residual):
-            share(op.ops, module.layers)
-            continue
-        for name, parameter in module.named_parameters():
-            setattr(op, name, parameter.detach().numpy())
+            share_all(op.ops, module.layers)
+        else:
+            share(op, module)
 
 
 def a_residual_net(size: int) -> tuple[list[Any], torch.nn.Sequential]:
@@ -74,7 +73,7 @@ def a_residual_net(size: int) -> tuple[list[Any], torch.nn.Sequential]:
         TorchResidual(nn.Tanh()),
         nn.Linear(size, 2),
     ).double()
-    share(ops, module)
+    share_all(ops, module)
     return ops, module
 
 
@@ -135,7 +134,7 @@ def test_residual_is_an_operator(size: int, inner: int, seed: int) -> None:
     module = TorchResidual(
         torch.nn.Linear(size, inner), torch.nn.Tanh(), torch.nn.Linear(inner, size)
     ).double()
-    share(ops, module.layers)
+    share_all(ops, module.layers)
     check_operator(Residual(*ops), module, np.random.default_rng(seed), shared=True)
 
 

@@ -200,12 +200,8 @@ class Operator(Fixed, ABC):
             xp = np if out is None else namespace(out)
             dtype = np.dtype(np.float64) if out is None else check_array("out", out).dtype
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
-        if out is None:
-            out = output(xp, None, shape, dtype, what=self)
-        else:
-            out = output(xp, out, shape, dtype)
-            if xp is np:
-                _refuse_overlap(out, given if y is None else [y, *given])
+        apart = given if y is None else [y, *given]
+        out = output(xp, out, shape, dtype, what=self, apart=apart)
         if out.size == 0:
             return out
         if self._reads_input:
@@ -319,16 +315,6 @@ class Operator(Fixed, ABC):
         # Diagonal and dense patterns keep no index arrays.
         if self.nnz != rows * cols:
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
-
-
-def _refuse_overlap(out: Array, arrays: list[Array]) -> None:
-    """Raise if `out` may lie in the memory of one of the arrays."""
-    for array in arrays:
-        if np.may_share_memory(out, array):
-            raise InputError(
-                "out shares memory with the input, the output or a parameter of the layer; "
-                "expected an array of its own"
-            )
 
 
 def as_matrix(values: Array, pattern: Pattern) -> sp.csr_array | BatchedCSR:

@@ -149,7 +149,7 @@ def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint: bool) -> Operator:
     """The operator of a layer, with the layer's own parameters."""
     arguments = {name: getattr(layer, name) for name in _LAYERS[operator].split()}
-    _refuse_modes(layer, joint)
+    _refuse_modes(layer)
     if joint:
         # Axes count a batch axis before the samples; here the batch is a part of the sample.
         for name in ("dim", "start_dim", "end_dim"):
@@ -176,7 +176,7 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     return made
 
 
-def _refuse_modes(layer: Any, joint: bool) -> None:
+def _refuse_modes(layer: Any) -> None:
     """Raise if a layer works in a way that its operator does not."""
     from torch import nn
 

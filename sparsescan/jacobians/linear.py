@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from .._arrays import Constant
 from ..errors import InputError
 from ..kernels.stencil import transpose
-from ..pattern import Pattern, index_dtype, trusted
+from ..pattern import Pattern, of_mask
 from ..schedule import check_count
 from ._operator import Operator
 from ._parameters import Parameter, Parametrised, check_mask, initial, masked
@@ -110,11 +110,7 @@ class Linear(Parametrised, Operator):
         shape = self.in_features, self.out_features
         if self._mask is None:
             return Pattern.dense(shape)
-        kept = self._mask.on(np).T
-        dtype = index_dtype(shape, self.nnz)
-        indptr = np.zeros(shape[0] + 1, dtype)
-        np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
-        return trusted(indptr, np.nonzero(kept)[1].astype(dtype), shape)
+        return of_mask(self._mask.on(np).T)
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if self._mask is None:

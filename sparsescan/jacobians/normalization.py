@@ -117,8 +117,7 @@ class LayerNorm(Parametrised, Operator):
         size = math.prod(self._core)
         if self._core_nnz():
             return Pattern.dense((size, size))
-        dtype = index_dtype((size, size), 0)
-        return trusted(np.zeros(size + 1, dtype), np.empty(0, dtype), (size, size))
+        return trusted(np.zeros(size + 1), np.empty(0), (size, size))
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = _times(self._normalise(xp, x)[0], self.weight)

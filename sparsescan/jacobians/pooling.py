@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .._arrays import Constant
 from ..errors import InputError
 from ..kernels.pooling import Windows, mark_in_tiles, mark_in_windows
-from ..pattern import Pattern
+from ..pattern import Pattern, rows_of
 from ..schedule import check_count
 from ._checks import Shape, check_sizes
 from ._kron import Images, Separable, Taps, kron_pattern
@@ -190,9 +190,8 @@ class MaxPool2d(_Pooling):
         y, x = y[:, None, :, None], x[None, :, None, :]
         inputs = np.where((y >= 0) & (x >= 0), y * self._core[1] + x, -1)
         pattern = self._core_pattern()
-        rows = np.repeat(np.arange(pattern.shape[0]), np.diff(pattern.indptr))
         inputs = inputs.reshape(pattern.shape[1], -1)
-        return Constant(inputs), Constant(rows), Constant(pattern.indices)
+        return Constant(inputs), Constant(rows_of(pattern)), Constant(pattern.indices)
 
 
 class AvgPool2d(_Pooling, Separable):

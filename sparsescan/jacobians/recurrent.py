@@ -25,7 +25,7 @@ from .._arrays import Constant, check_array, check_memory, namespace, output
 from ..containers import BatchedCSR, CSRChain
 from ..errors import InputError
 from ..kernels.recurrent import fill_entries, fill_gru, fill_lstm, fill_rnn
-from ..pattern import Pattern, index_dtype, trusted
+from ..pattern import Pattern, of_mask, rows_of
 from ..schedule import check_count
 from ._fixed import Fixed
 from ._operator import as_matrix
@@ -178,12 +178,8 @@ class Cell(Parametrised, Fixed, ABC):
             return Pattern.dense((size, size))
         check_memory(f"the pattern of a cell with {size} states", 17 * size * size)
         shape = self._gates, self.hidden_size, self.hidden_size
-        kept = self._kept(np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape))
-        indices = np.nonzero(kept)[1]
-        dtype = index_dtype((size, size), len(indices))
-        indptr = np.zeros(size + 1, dtype)
-        np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
-        return trusted(indptr, indices.astype(dtype), (size, size))
+        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
+        return of_mask(self._kept(gates))
 
     @property
     def nnz(self) -> int:
@@ -304,7 +300,8 @@ class Cell(Parametrised, Fixed, ABC):
         """
         xp, lead, (x, state) = self._read(x=x, state=state)
         shape = (*lead, self.nnz)
-        out = output(xp, out, shape, state.dtype, what=f"the values of {self!r}")
+        apart = [x, state, *self.params.values()]
+        out = output(xp, out, shape, state.dtype, what=f"the values of {self!r}", apart=apart)
         if out.size == 0:
             return out
         a = self._products(xp, self._rows(xp, x, state))
@@ -480,7 +477,7 @@ class Cell(Parametrised, Fixed, ABC):
     def _layout(self) -> _Layout:
         pattern, hidden = self.pattern, self.hidden_size
         columns = pattern.indices
-        rows = np.repeat(np.arange(self.state_size), np.diff(pattern.indptr))
+        rows = rows_of(pattern)
         sources = (columns % hidden * hidden + rows)[rows < hidden]
         carried = (columns - rows) % hidden == 0
         carried &= rows >= (self.state_size - hidden if self._carries else self.state_size)

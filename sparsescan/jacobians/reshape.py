@@ -107,8 +107,7 @@ class Dropout(Operator):
         size = math.prod(self._core)
         if self._core_nnz():
             return Pattern.diagonal(size)
-        dtype = index_dtype((size, size), 0)
-        return trusted(np.zeros(size + 1, dtype), np.empty(0, dtype), (size, size))
+        return trusted(np.zeros(size + 1), np.empty(0), (size, size))
 
     def _forward(self, xp: Any, x: Array) -> Array:
         if self.mask is None:

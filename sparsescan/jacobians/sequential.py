@@ -16,7 +16,7 @@ from .. import api
 from .._arrays import Constant, check_array, check_memory, namespace, output
 from ..containers import BatchedCSR
 from ..errors import InputError, InputTypeError
-from ..pattern import Pattern, index_dtype, multiply_adds, trusted
+from ..pattern import Pattern, multiply_adds, rows_of, trusted
 from ..plan import ScanPlan
 from ._fixed import Fixed
 from ._operator import Operator, as_matrix
@@ -435,11 +435,10 @@ class _Layer(_Step):
         if self._carried == 0:
             return own
         shape = own.shape[0] + self._carried, own.shape[1] + self._carried
-        dtype = index_dtype(shape, own.nnz + self._carried)
         more = np.arange(1, self._carried + 1)
         return trusted(
-            np.concatenate([own.indptr, own.nnz + more]).astype(dtype),
-            np.concatenate([own.indices, own.shape[1] - 1 + more]).astype(dtype),
+            np.concatenate([own.indptr, own.nnz + more]),
+            np.concatenate([own.indices, own.shape[1] - 1 + more]),
             shape,
         )
 
@@ -491,7 +490,7 @@ class _Fork(_Ones):
             [np.stack([own, size + own], axis=1).ravel(), 2 * size + np.arange(carried)]
         )
         indptr = np.concatenate([2 * np.arange(size), 2 * size + np.arange(carried + 1)])
-        return _trusted(indptr, indices, (size + carried, 2 * size + carried))
+        return trusted(indptr, indices, (size + carried, 2 * size + carried))
 
     def forward(self, x: Array, skipped: list[Array]) -> Array:
         skipped.append(x)
@@ -507,7 +506,7 @@ class _Join(_Ones):
         own = np.arange(size)
         indices = np.concatenate([own, own, size + np.arange(carried)])
         shape = 2 * size + carried, size + carried
-        return _trusted(np.arange(shape[0] + 1), indices, shape)
+        return trusted(np.arange(shape[0] + 1), indices, shape)
 
     def forward(self, x: Array, skipped: list[Array]) -> Array:
         return x + skipped.pop()
@@ -523,8 +522,7 @@ class _Product:
         left = np.repeat(np.arange(a.nnz), counts)
         within = np.arange(pairs) - np.repeat(np.cumsum(counts) - counts, counts)
         right = b.indptr.astype(np.int64)[a.indices[left]] + within
-        row_of = np.repeat(np.arange(a.shape[0]), np.diff(a.indptr))
-        keys = row_of[left] * b.shape[1] + b.indices[right]
+        keys = rows_of(a)[left] * b.shape[1] + b.indices[right]
         self.pattern, place = _pattern_of(keys, (a.shape[0], b.shape[1]))
         # The first pair of every entry, then the second of those that have one, and so on.
         order = np.argsort(place, kind="stable")
@@ -574,8 +572,7 @@ def _places(ops: Sequence[Operator]) -> Iterator[str]:
 
 def _keys(pattern: Pattern) -> NDArray[np.int64]:
     """Every entry as one number, that increases in the order of the pattern."""
-    row_of = np.repeat(np.arange(pattern.shape[0], dtype=np.int64), np.diff(pattern.indptr))
-    return row_of * pattern.shape[1] + pattern.indices
+    return rows_of(pattern) * pattern.shape[1] + pattern.indices
 
 
 def _pattern_of(
@@ -585,9 +582,4 @@ def _pattern_of(
     unique, place = np.unique(keys, return_inverse=True)
     rows, cols = np.divmod(unique, max(shape[1], 1))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=shape[0]))])
-    return _trusted(indptr, cols, shape), place.reshape(-1)
-
-
-def _trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> Pattern:
-    dtype = index_dtype(shape, len(indices))
-    return trusted(indptr.astype(dtype), indices.astype(dtype), shape)
+    return trusted(indptr, cols, shape), place.reshape(-1)

@@ -41,10 +41,7 @@ def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:
     helpers: list[Future[None]] = []
     try:
         for i in range(1, threads):
-            try:
-                helpers.append(_executor().submit(_guard, kernel, tables, i))
-            except RuntimeError:
-                # No thread can be started, for example since the main one has ended: do without.
+            if not _call_help(helpers, _guard, kernel, tables, i):
                 break
         _guard(kernel, tables, 0)
     except BaseException:
@@ -71,15 +68,23 @@ def share(call: Callable[[int], None], parts: int) -> None:
     helpers: list[Future[None]] = []
     try:
         for _ in range(min(parts, thread_count()) - 1):
-            try:
-                helpers.append(_executor().submit(work_off))
-            except RuntimeError:
+            if not _call_help(helpers, work_off):
                 break
         work_off()
     finally:
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+
+
+def _call_help(helpers: list[Future[None]], call: Callable[..., None], *arguments: Any) -> bool:
+    """Add a helper that makes this call; False if there can be none."""
+    try:
+        helpers.append(_executor().submit(call, *arguments))
+    except RuntimeError:
+        # No thread can be started, for example since the main one has ended: do without.
+        return False
+    return True
 
 
 def _wait(helpers: list[Future[None]], tables: Any) -> None:
