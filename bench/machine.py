@@ -33,6 +33,15 @@ _LIBRARIES = (
     "jaxlib",
     "torch",
 )
+_GPU_LIBRARIES = (
+    "numba-cuda",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 _ROOT = Path(__file__).parent.parent
 
 
@@ -65,18 +74,57 @@ def describe() -> dict[str, Any]:
     }
 
 
+def describe_gpu() -> dict[str, Any]:
+    """The current CUDA device, its driver, and versions of the libraries for it."""
+    import cupy
+
+    runtime, device = cupy.cuda.runtime, cupy.cuda.Device()
+    properties = runtime.getDeviceProperties(device.id)
+    return {
+        "device": {
+            "gpu": properties["name"].decode(),
+            "compute capability": device.compute_capability,
+            "multiprocessors": properties["multiProcessorCount"],
+            "memory bytes": properties["totalGlobalMem"],
+            "L2 bytes": properties["l2CacheSize"],
+            "driver": _nvidia_smi("driver_version"),
+            "CUDA versions of driver and runtime": [
+                runtime.driverGetVersion(),
+                runtime.runtimeGetVersion(),
+            ],
+            "clocks, temperature, power": _nvidia_smi(
+                "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+            ),
+        },
+        "versions": {library: _version(library) for library in _GPU_LIBRARIES},
+    }
+
+
 def commit() -> tuple[str, bool]:
     """The commit that is checked out, and whether files differ from it."""
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
 
 
 def write(
-    folder: Path, prefix: str, module: str, commit: tuple[str, bool], results: dict[str, Any]
+    folder: Path,
+    prefix: str,
+    module: str,
+    commit: tuple[str, bool],
+    results: dict[str, Any],
+    gpu: dict[str, Any] | None = None,
 ) -> Path:
-    """Write what a run gave as JSON, with where it comes from; the path."""
+    """Write what a run gave as JSON, with where it comes from; the path.
+
+    What :func:`describe_gpu` said names the file, if the run was on a GPU.
+    """
     about, now = describe(), datetime.now(timezone.utc)
-    cpu = re.sub(r"[^a-z0-9]+", "-", about["device"]["cpu"].lower()).strip("-")
-    name = f"{prefix}-{cpu}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
+    device = about["device"]["cpu"]
+    if gpu is not None:
+        del about["device"]["cores used"]
+        about = {key: about[key] | gpu[key] for key in about}
+        device = gpu["device"]["gpu"]
+    device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    name = f"{prefix}-{device}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
     head = {
         "commit": commit[0],
         "dirty": commit[1],
@@ -159,6 +207,16 @@ def _version(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
+
+
+def _nvidia_smi(query: str) -> str | None:
+    """What the driver's tool says of the first device, if there is such a tool."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def _git(*arguments: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .chain import Chain, check_chain, length, pattern_of
-from .containers import CSRChain, check_dtype
+from ._arrays import is_on_device
+from ._place import place
+from .chain import Chain, check_chain, is_stack, length, pattern_of
+from .containers import check_dtype
 from .errors import DeviceError, InputError
 from .pattern import Pattern
 from .plan import Gradients, ScanPlan
@@ -25,6 +26,7 @@ def exclusive_scan(
     local_grads: Any = None,
     schedule: Schedule | str = "auto",
     device: str | None = None,
+    stream: Any = None,
 ) -> Gradients:
     """Gradients of a chain of layers, from the last layer's output to the first layer's.
 
@@ -38,7 +40,9 @@ def exclusive_scan(
     Parameters
     ----------
     grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n)
-        Gradient ``∇x_n`` of the loss at the end of the chain.
+        Gradient ``∇x_n`` of the loss at the end of the chain. If it is on a CUDA device (CuPy's, or
+        any array with ``__cuda_array_interface__``), so must be all other values, and the result is
+        CuPy's.
     jacobians : sequence, CSRChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
@@ -51,8 +55,12 @@ def exclusive_scan(
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
     schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
         How to combine; ``"auto"`` is never slower than ``"linear"``.
-    device : {None, "cpu"}, optional
-        Where to compute; None is where the data is.
+    device : {None, "cpu", "cuda"}, optional
+        Where to compute; None is where the data is. With "cuda", NumPy input is copied to the
+        current CUDA device, and the result back.
+    stream : optional
+        CUDA stream to work on, of CuPy, PyTorch or anything with ``__cuda_stream__``, or its
+        handle; by default CuPy's current one.
 
     Returns
     -------
@@ -94,7 +102,7 @@ def exclusive_scan(
     >>> sparsescan.exclusive_scan([1.0, 2.0, 3.0], [relu, linear])
     [array([1., 2., 3.]), array([1., 0., 3.])]
     """
-    return _scan_once(grad, jacobians, local_grads, schedule, device, inclusive=False)
+    return _scan_once(grad, jacobians, local_grads, schedule, device, stream, inclusive=False)
 
 
 def inclusive_scan(
@@ -104,6 +112,7 @@ def inclusive_scan(
     local_grads: Any = None,
     schedule: Schedule | str = "auto",
     device: str | None = None,
+    stream: Any = None,
 ) -> Gradients:
     """Gradients of a chain of layers, down to the input of the first.
 
@@ -111,7 +120,7 @@ def inclusive_scan(
 
     Parameters
     ----------
-    grad, jacobians, schedule, device
+    grad, jacobians, schedule, device, stream
         As for :func:`exclusive_scan`.
     local_grads : sequence or ndarray, optional
         As there, with ``n + 1`` entries.
@@ -136,7 +145,7 @@ def inclusive_scan(
            [1., 1.],
            [1., 1.]])
     """
-    return _scan_once(grad, jacobians, local_grads, schedule, device, inclusive=True)
+    return _scan_once(grad, jacobians, local_grads, schedule, device, stream, inclusive=True)
 
 
 def plan(
@@ -161,8 +170,9 @@ def plan(
         Insist on this batch size; by default a plan runs any.
     dtype : {float32, float64}, optional
         Insist on this dtype; by default a plan runs both.
-    device : {None, "cpu"}, optional
-        Where to compute.
+    device : {None, "cpu", "cuda"}, optional
+        Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
+        patterns, where the data of a run is.
     memory_limit : int, optional
         Bytes that the products between the Jacobians may take; see
         :attr:`ScanPlan.workspace_bytes` for what is counted.
@@ -193,14 +203,15 @@ def plan(
     chosen_batch = None if batch is None else check_count("batch", batch, 1)
     chosen_dtype = None if dtype is None else check_dtype(dtype)
     limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
-    patterns = _patterns(jacobians)
-    chosen, reason = _choose(schedule, len(patterns))
+    patterns, on_device = _patterns(jacobians)
+    chosen, reason = _choose(schedule, patterns, chosen_batch or 1, on_device or device == "cuda")
     return ScanPlan(
         patterns,
         chosen,
         reason=reason,
         batch=chosen_batch,
         dtype=chosen_dtype,
+        device="cuda" if on_device else device,
         memory_limit=limit,
     )
 
@@ -211,36 +222,41 @@ def _scan_once(
     local_grads: Any,
     schedule: Schedule | str,
     device: str | None,
+    stream: Any,
     *,
     inclusive: bool,
 ) -> Gradients:
     _check_device(device)
-    chain = Chain(length(jacobians))
-    patterns = chain.read(jacobians)
-    chosen, reason = _choose(schedule, len(patterns))
-    once = ScanPlan(patterns, chosen, reason=reason)
-    return once._scan_once(grad, chain, local_grads, inclusive=inclusive)
+    with place(grad, device, stream):
+        chain = Chain(length(jacobians))
+        patterns = chain.read(jacobians)
+        on_device = device == "cuda" or chain.device is not None
+        chosen, reason = _choose(schedule, patterns, chain.batch or 1, on_device)
+        once = ScanPlan(patterns, chosen, reason=reason, device=device)
+        return once._scan_once(grad, chain, local_grads, inclusive=inclusive)
 
 
-def _patterns(jacobians: Any) -> Sequence[Pattern]:
-    """The patterns of Jacobians, any of which may be a bare pattern."""
+def _patterns(jacobians: Any) -> tuple[Sequence[Pattern], bool]:
+    """The patterns of Jacobians, any of which may be a bare pattern; whether any is on a device."""
     n = length(jacobians)
-    if isinstance(jacobians, (CSRChain, np.ndarray)):
-        return Chain(n).read(jacobians)
-    return check_chain([pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)])
+    if is_stack(jacobians) or not any(isinstance(jacobian, Pattern) for jacobian in jacobians):
+        chain = Chain(n)
+        return chain.read(jacobians), chain.device is not None
+    patterns = [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]
+    return check_chain(patterns), any(is_on_device(jacobian) for jacobian in jacobians)
 
 
-def _choose(schedule: Schedule | str, n: int) -> tuple[Schedule, str]:
+def _choose(
+    schedule: Schedule | str, patterns: Sequence[Pattern], batch: int, on_device: bool
+) -> tuple[Schedule, str]:
     """The schedule that runs, and why."""
+    n = len(patterns)
     if isinstance(schedule, Schedule):
         if schedule.n != n:
             raise InputError(f"schedule is {schedule!r}; expected one for {n} Jacobians")
         return schedule, "asked for"
     if isinstance(schedule, str) and schedule == "auto":
-        return Schedule.linear(n), (
-            "auto: on a CPU the linear scan does the least work, and its threads share the batch "
-            "or the rows of large steps"
-        )
+        return _choose_for_device(patterns, batch) if on_device else (Schedule.linear(n), _ON_CPU)
     makers = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
     if not isinstance(schedule, str) or schedule not in makers:
         raise InputError(
@@ -249,8 +265,27 @@ def _choose(schedule: Schedule | str, n: int) -> tuple[Schedule, str]:
     return makers[schedule](n), "asked for"
 
 
-def _check_device(device: str | None) -> None:
-    if device not in (None, "cpu"):
-        raise DeviceError(
-            f"device is {device!r}; expected None or 'cpu': this version has no other"
+_ON_CPU = (
+    "auto: on a CPU the linear scan does the least work, and its threads share the batch or the "
+    "rows of large steps"
+)
+
+
+def _choose_for_device(patterns: Sequence[Pattern], batch: int) -> tuple[Schedule, str]:
+    """Chunks for small steps of one pattern, which have kernels of their own; else linear."""
+    from .device import chunk_count
+
+    n = len(patterns)
+    chunks = chunk_count(patterns, batch) if n else None
+    if chunks is None or chunks < 2:
+        return Schedule.linear(n), (
+            "auto: the chain is too short, or its steps too large or unlike, to be cut into chunks"
         )
+    return Schedule.chunked(n, chunks), (
+        "auto: small steps of one pattern, a chunk for every block that the device runs at once"
+    )
+
+
+def _check_device(device: str | None) -> None:
+    if device not in (None, "cpu", "cuda"):
+        raise DeviceError(f"device is {device!r}; expected None, 'cpu' or 'cuda'")

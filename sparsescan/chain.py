@@ -10,15 +10,28 @@ import scipy.sparse as sp
 from numba import njit
 from numpy.typing import NDArray
 
-from .containers import BatchedCSR, CSRChain, canonical, check_float
+from . import _arrays
+from ._arrays import (
+    beside,
+    check_array,
+    check_one_place,
+    contiguous,
+    device_of,
+    is_cupy,
+    is_on_device,
+    on_device,
+)
+from .containers import BatchedCSR, CSRChain, layout_of
 from .errors import InputError, InputTypeError, PatternMismatchError
 from .kernels._memory import address_of
-from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
+from .pattern import Pattern, check_shape
 
 __all__ = [
     "Chain",
     "LocalGrads",
     "check_chain",
+    "check_places",
+    "is_stack",
     "length",
     "pattern_of",
     "read_grad",
@@ -33,7 +46,8 @@ _ORDER = "order them from the last layer to the first, each transposed"
 class Chain:
     """The Jacobians of a scan: a pattern for each, and where its values are.
 
-    A chain can be read into again, so that running a plan allocates nothing that grows with it.
+    A chain can be read into again, so that running a plan allocates nothing that grows with it. All
+    values lie in host memory, or on one CUDA device.
 
     Parameters
     ----------
@@ -44,7 +58,13 @@ class Chain:
     ----------
     leaves : ndarray of int64, shape (n, 2)
         Address of the values of every Jacobian, and the bytes from one sample to the next (0 if the
-        samples share them). Valid until :meth:`release`.
+        samples share them). Valid until :meth:`release`. The addresses of a chain that came as one
+        array on a device are not filled in.
+    stack : tuple of int, or None
+        Address of the values of the first Jacobian, bytes to the next one and to the next sample,
+        if they came as one array. Valid as long.
+    device : int or None
+        The CUDA device that has the values; None for host memory.
     batch : int or None
         Number of samples, if any Jacobian has a batch axis.
     dtype : dtype
@@ -61,11 +81,13 @@ class Chain:
         self.leaves = np.zeros((n, 2), np.int64)
         self.batch: int | None = None
         self.dtype = _FLOAT32
+        self.device: int | None = None
         self.stacked = False
+        self.stack: tuple[int, int, int] | None = None
         self._steps = np.arange(n)
         # What the addresses point into: an array for each Jacobian, or one for all.
         self.values: list[Any] = [None] * n
-        self._stack: NDArray[Any] | None = None
+        self._stack: Any = None
         self._mixed = False
         # Patterns that have been found to be one.
         self._uniform: Sequence[Pattern] | None = None
@@ -75,8 +97,14 @@ class Chain:
 
         With `patterns` given they must have these, and may be bare values in that order.
 
+        Index arrays of CuPy's matrices are checked on their device, which is waited for; but not a
+        second time, as long as they live, so that writing new values into a matrix, or making one
+        from the same index arrays, costs nothing.
+
         Raises
         ------
+        DeviceError
+            If not all values are in host memory or on one device.
         InputError
             If a Jacobian is malformed, or they do not chain, or batch sizes differ.
         InputTypeError
@@ -84,13 +112,15 @@ class Chain:
         PatternMismatchError
             If a Jacobian has another pattern than `patterns` says.
         """
+        self.stacked = is_stack(jacobians)
+        if is_on_device(jacobians):
+            jacobians = on_device(jacobians, "jacobians")
         if length(jacobians) != self.n:
             raise InputError(
                 f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made "
                 "for"
             )
-        self.batch = None
-        self.stacked = isinstance(jacobians, (CSRChain, np.ndarray))
+        self.batch = self.device = self.stack = None
         read = self._read_stack if self.stacked else self._read_sequence
         found = read(jacobians, patterns)
         return check_chain(found) if patterns is None else patterns
@@ -100,11 +130,27 @@ class Chain:
         if self.dtype == dtype and not self._mixed:
             return
         if self._stack is not None:
-            self._take_stack(self._stack.astype(dtype))
+            self._take_stack(contiguous(self._stack, dtype))
             return
         for k, array in enumerate(self.values):
             if array is not None and array.dtype != dtype:
-                self._take(k, array.astype(dtype))
+                self._take(k, contiguous(array, dtype))
+
+    def upload(self) -> None:
+        """Copy the values from host memory to the current device: one transfer."""
+        if self._stack is not None:
+            stack = _arrays.upload(self._stack)
+            self.device = device_of(stack)
+            self._take_stack(stack)
+            return
+        values = _arrays.upload_all(self.values, self.dtype)
+        for k, array in enumerate(values):
+            self.device = device_of(array)
+            self._take(k, array)
+
+    def array(self, k: int) -> Any:
+        """The values of the `k`-th Jacobian, ``(nnz,)`` or ``(batch, nnz)``."""
+        return self.values[k] if self._stack is None else self._stack[k]
 
     def release(self) -> None:
         """Forget the caller's arrays."""
@@ -124,6 +170,8 @@ class Chain:
             self._uniform = patterns
         if patterns is not None and not patterns:
             self.dtype, self._mixed = _FLOAT32, False
+            values = jacobians.data if isinstance(jacobians, CSRChain) else jacobians
+            self.device = device_of(values)
             return patterns
         expected = patterns[0] if patterns is not None else None
         if isinstance(jacobians, CSRChain):
@@ -133,17 +181,23 @@ class Chain:
         else:
             pattern, values = _split_dense(name, jacobians, 1, expected)
         self.dtype, self._mixed = values.dtype, False
+        self.device = device_of(values)
         if values.ndim == 3:
             self.batch = values.shape[1]
         self._take_stack(values)
         return patterns if patterns is not None else [pattern] * self.n
 
-    def _take_stack(self, values: NDArray[Any]) -> None:
+    def _take_stack(self, values: Any) -> None:
         values = _walkable(values)
         self._stack = values
-        np.multiply(self._steps, values.strides[0], out=self.leaves[:, 0])
-        self.leaves[:, 0] += values.ctypes.data
-        self.leaves[:, 1] = values.strides[1] if values.ndim == 3 else 0
+        # CuPy has no address for an array without elements, but to kernels 0 says that it is none.
+        address, step = _arrays.address_of(values) or values.itemsize, values.strides[0]
+        sample = values.strides[1] if values.ndim == 3 else 0
+        self.stack = address, step, sample
+        self.leaves[:, 1] = sample
+        if self.device is None:
+            np.multiply(self._steps, step, out=self.leaves[:, 0])
+            self.leaves[:, 0] += address
 
     def _read_sequence(
         self, jacobians: Any, patterns: Sequence[Pattern] | None
@@ -154,10 +208,12 @@ class Chain:
         known: dict[Any, Pattern] = {}
         dtypes = set()
         reference: Pattern | None = None
+        # The types that may go the short way, which is for host memory.
+        short: tuple[type, ...] = _CSR_TYPES
         k = -1
         # Never past the end of the table, whatever the sequence says of its length.
         for k, jacobian in zip(range(self.n), jacobians, strict=False):
-            if type(jacobian) in _CSR_TYPES:
+            if type(jacobian) in short:
                 data, shape = jacobian.data, jacobian.shape
                 wanted = reference
                 if not type(data) is type(jacobian.indices) is type(jacobian.indptr) is np.ndarray:
@@ -185,6 +241,11 @@ class Chain:
                         continue
             expected = None if patterns is None else patterns[k]
             pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
+            device = None if type(values) is np.ndarray else device_of(values)
+            if k == 0 and device is not None:
+                self.device, short = device, ()
+            elif device != self.device:
+                check_one_place(f"jacobians[{k}]", device, "jacobians[0]", self.device)
             if patterns is None:
                 known[pattern.shape, pattern.nnz] = pattern
                 found.append(pattern)
@@ -203,31 +264,37 @@ class Chain:
         self.dtype = np.result_type(*dtypes) if dtypes else _FLOAT32
         return found if patterns is None else patterns
 
-    def _take(self, k: int, values: NDArray[Any]) -> None:
+    def _take(self, k: int, values: Any) -> None:
         values = _walkable(values)
         self.values[k] = values
-        self.leaves[k, 0] = address_of(values)
+        self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
+
+
+def is_stack(jacobians: Any) -> bool:
+    """Whether a chain comes as one array, or a CSRChain."""
+    return isinstance(jacobians, (CSRChain, np.ndarray)) or is_on_device(jacobians)
 
 
 def length(jacobians: Any) -> int:
     """Number of Jacobians, or an error if `jacobians` is no sequence of them."""
-    if isinstance(jacobians, np.ndarray):
+    if is_stack(jacobians) and not isinstance(jacobians, CSRChain):
+        if is_on_device(jacobians):
+            jacobians = on_device(jacobians, "jacobians")
         if jacobians.ndim < 2:
             raise InputError(
                 f"jacobians has shape {jacobians.shape}; expected (n, rows, cols) or "
                 "(n, batch, rows, cols)"
             )
     elif not isinstance(jacobians, CSRChain):
-        check_host("jacobians", jacobians)
-        if sp.issparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
+        if _is_sparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians"
             )
         if not isinstance(jacobians, Sequence):
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
-                "a CSRChain, or a NumPy array (n, rows, cols) or (n, batch, rows, cols)"
+                "a CSRChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
             )
     return len(jacobians)
 
@@ -252,9 +319,9 @@ def check_chain(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
     return patterns
 
 
-def read_grad(grad: Any, size: int | None, batch: int | None) -> NDArray[np.floating[Any]]:
+def read_grad(grad: Any, size: int | None, batch: int | None) -> Any:
     """The gradient at the end of the chain, shape ``(size,)`` or ``(batch, size)``."""
-    array = check_float("grad", grad)
+    array = check_array("grad", grad)
     wanted = "d_n" if size is None else str(size)
     if batch is not None:
         if array.ndim != 2 or array.shape != (batch, array.shape[1] if size is None else size):
@@ -267,12 +334,22 @@ def read_grad(grad: Any, size: int | None, batch: int | None) -> NDArray[np.floa
     return array
 
 
+def check_places(grad: Any, chain: Chain, local: LocalGrads) -> int | None:
+    """The device that all input of a scan lies on, None for host memory; or an error."""
+    device = device_of(grad)
+    if chain.n:
+        check_one_place("grad", device, "jacobians", chain.device)
+    if local.given:
+        check_one_place("local_grads", local.device, "grad", device)
+    return device
+
+
 class LocalGrads:
     """Gradients that are added to those a scan returns, checked.
 
     Parameters
     ----------
-    local_grads : None or sequence or ndarray
+    local_grads : None or sequence or array
         None, or for each returned gradient None or an array of its shape.
     count : int
         Number of returned gradients.
@@ -280,45 +357,117 @@ class LocalGrads:
         Length of each, and maybe of more.
     batch_shape : tuple of int
         ``()`` or ``(batch,)``.
+
+    Attributes
+    ----------
+    given : bool
+        Whether there is anything to add.
+    dtypes : set of dtype
+        What the arrays are of.
+    device : int or None
+        The CUDA device that has them; None for host memory.
     """
 
     def __init__(
         self, local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
     ) -> None:
-        self.values: list[NDArray[Any] | None] = []
+        # What was passed: one array, or a list of arrays and None.
+        self._stack: Any = None
+        self._list: list[Any] = []
+        self.device: int | None = None
+        if is_on_device(local_grads):
+            local_grads = on_device(local_grads, "local_grads")
         if local_grads is not None:
-            self.values = _check_local_grads(local_grads, count, sizes, batch_shape)
-        self.dtypes = {array.dtype for array in self.values if array is not None}
+            _check_count(local_grads, count)
+            sizes = sizes[:count]
+            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
+            if count and is_array and local_grads.dtype in (_FLOAT32, _FLOAT64):
+                self._read_stack(local_grads, sizes, batch_shape)
+            else:
+                self._read_list(local_grads, sizes, batch_shape)
+        given = [self._stack] if self._stack is not None else self._list
+        self.dtypes = {array.dtype for array in given if array is not None}
         self.given = bool(self.dtypes)
 
-    def add_first(self, grad: NDArray[Any], out: NDArray[Any]) -> None:
+    def _read_stack(self, stack: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]) -> None:
+        self._stack = check_array("local_grads", stack)
+        self.device = device_of(self._stack)
+        shape = self._stack.shape[1:]
+        if shape != (*batch_shape, sizes[0]) or len(set(sizes)) > 1:
+            for k, size in enumerate(sizes):
+                if shape != (*batch_shape, size):
+                    raise _wrong_shape(k, shape, (*batch_shape, size))
+
+    def _read_list(self, arrays: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]) -> None:
+        first = -1
+        for k, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
+            if array is not None:
+                name = f"local_grads[{k}]"
+                array = check_array(name, array)
+                if array.shape != (*batch_shape, size):
+                    raise _wrong_shape(k, array.shape, (*batch_shape, size))
+                device = None if type(array) is np.ndarray else device_of(array)
+                if first < 0:
+                    first, self.device = k, device
+                elif device != self.device:
+                    check_one_place(name, device, f"local_grads[{first}]", self.device)
+            self._list.append(array)
+
+    @property
+    def stack(self) -> tuple[int, int] | None:
+        """Address of the first, and bytes to the next, if they came as one array; else None.
+
+        Only for contiguous gradients, as :meth:`convert` makes them.
+        """
+        if self._stack is None:
+            return None
+        return _arrays.address_of(self._stack), self._stack.strides[0]
+
+    def add_first(self, grad: Any, out: Any) -> None:
         """Write the first gradient, with what is added to it, to `out`."""
         out[...] = grad
-        if self.given and self.values[0] is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                out += self.values[0]
+        if self.given:
+            first = self._list[0] if self._stack is None else self._stack[0]
+            if first is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    out += first
 
     def convert(self, dtype: np.dtype[Any]) -> None:
-        """Make all of `dtype` and contiguous."""
-        self.values = [
-            None if array is None else np.ascontiguousarray(array, dtype) for array in self.values
-        ]
+        """Make all of `dtype`, and each contiguous."""
+        if self._stack is not None:
+            if self._stack.dtype != dtype or not self._stack[:1].flags.c_contiguous:
+                self._stack = contiguous(self._stack, dtype)
+            return
+        make = np.ascontiguousarray if self.device is None else contiguous
+        self._list = [None if array is None else make(array, dtype) for array in self._list]
+
+    def upload(self) -> None:
+        """Copy what is in host memory to the current device: one transfer."""
+        if not self.given:
+            return
+        if self._stack is not None:
+            self._stack = _arrays.upload(self._stack)
+            self.device = device_of(self._stack)
+            return
+        self._list = _arrays.upload_all(self._list, np.result_type(*self.dtypes))
+        self.device = next(device_of(array) for array in self._list if array is not None)
 
     def fill(self, addresses: NDArray[np.int64]) -> None:
         """Write the address of each array, or 0."""
-        if self.given:
+        if self._stack is not None:
+            address, step = _arrays.address_of(self._stack), self._stack.strides[0]
+            addresses[: len(self._stack)] = address + step * np.arange(len(self._stack))
+            addresses[len(self._stack) :] = 0
+        elif self.given:
             addresses[:] = 0
-            for k, array in enumerate(self.values):
+            for k, array in enumerate(self._list):
                 if array is not None:
-                    addresses[k] = array.ctypes.data
+                    addresses[k] = _arrays.address_of(array)
 
 
-def _check_local_grads(
-    local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
-) -> list[NDArray[Any] | None]:
-    check_host("local_grads", local_grads)
+def _check_count(local_grads: Any, count: int) -> None:
     if (
-        not isinstance(local_grads, (Sequence, np.ndarray))
+        not (isinstance(local_grads, (Sequence, np.ndarray)) or is_on_device(local_grads))
         or isinstance(local_grads, (str, bytes))
         or getattr(local_grads, "shape", None) == ()
     ):
@@ -330,32 +479,31 @@ def _check_local_grads(
             f"local_grads has {len(local_grads)} entries; expected {count}, one for each returned "
             "gradient"
         )
-    arrays: list[NDArray[Any] | None] = []
-    for k, local in enumerate(local_grads):
-        if local is not None:
-            local = check_float(f"local_grads[{k}]", local)
-            if local.shape != (*batch_shape, sizes[k]):
-                raise InputError(
-                    f"local_grads[{k}] has shape {local.shape}; expected "
-                    f"{(*batch_shape, sizes[k])}, the shape of the gradient it is added to"
-                )
-        arrays.append(local)
-    return arrays
 
 
-def _split(
-    name: str, jacobian: Any, expected: Pattern | None
-) -> tuple[Pattern, NDArray[np.floating[Any]]]:
+def _wrong_shape(k: int, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
+    return InputError(
+        f"local_grads[{k}] has shape {shape}; expected {expected}, the shape of the gradient it is "
+        "added to"
+    )
+
+
+def _is_sparse(matrix: Any) -> bool:
+    """Whether a matrix is one of SciPy's or CuPy's sparse formats."""
+    return sp.issparse(matrix) or type(matrix).__module__.startswith("cupyx.scipy.sparse")
+
+
+def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
     """Pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
     if type(jacobian) is np.ndarray:
         return _split_dense(name, jacobian, 0, expected)
-    if isinstance(jacobian, _CSR_TYPES):
-        pattern, values = _split_csr(name, jacobian)
-    elif isinstance(jacobian, BatchedCSR):
+    if isinstance(jacobian, BatchedCSR):
         pattern, values = jacobian.pattern, jacobian.data
+    elif _is_sparse(jacobian) and jacobian.format == "csr":
+        pattern, values = _split_csr(name, jacobian)
     elif isinstance(jacobian, Pattern):
         raise InputTypeError(f"{name} is a Pattern, which has no values; expected a Jacobian")
-    elif sp.issparse(jacobian):
+    elif _is_sparse(jacobian):
         raise InputTypeError(
             f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
         )
@@ -370,18 +518,18 @@ def _split(
 
 def _split_dense(
     name: str, jacobian: Any, steps: int, expected: Pattern | None
-) -> tuple[Pattern, NDArray[np.floating[Any]]]:
+) -> tuple[Pattern, Any]:
     """The same for a dense array, or for values of an expected pattern.
 
     `steps` is 1 if the array has a leading axis for the steps of a chain, else 0.
     """
-    array = check_float(name, jacobian)
+    array = check_array(name, jacobian)
     shape = array.shape
     leading = "(n, " if steps else "("
     if expected is not None:
         is_full = expected.nnz == expected.shape[0] * expected.shape[1]
         if is_full and array.ndim in (steps + 2, steps + 3) and shape[-2:] == expected.shape:
-            return expected, array.reshape(*shape[:-2], expected.nnz)
+            return expected, _flat(array, expected.nnz)
         if array.ndim in (steps + 1, steps + 2) and shape[-1] == expected.nnz:
             return expected, array
         raise _mismatch(
@@ -395,34 +543,43 @@ def _split_dense(
             "cols)"
         )
     pattern = Pattern.dense(shape[-2:])
-    return pattern, array.reshape(*shape[:-2], pattern.nnz)
+    return pattern, _flat(array, pattern.nnz)
 
 
-def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, NDArray[np.floating[Any]]]:
+def _flat(array: Any, nnz: int) -> Any:
+    """The same with one axis for rows and columns; a view wherever one can be."""
+    shape = (*array.shape[:-2], nnz)
+    if type(array) is np.ndarray:
+        return array.reshape(shape)
+    with beside(array):
+        return array.reshape(shape)
+
+
+def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, Any]:
     shape = check_shape(name, jacobian.shape)
-    indptr, indices = check_index_arrays(name, jacobian.indptr, jacobian.indices, shape)
-    values = check_float(name, jacobian.data)
-    if values.shape != indices.shape:
+    layout = layout_of(name, jacobian.indptr, jacobian.indices, shape)
+    values = check_array(name, jacobian.data)
+    if values.shape != (layout.size,):
         raise InputError(
-            f"{name} has data of shape {values.shape}; expected {indices.shape}, as its indices"
+            f"{name} has data of shape {values.shape}; expected {(layout.size,)}, as its indices"
         )
-    if unsorted_row(indptr, indices) >= 0:
-        values, indices, indptr = canonical(values, indices, indptr, shape)
-    return Pattern(indptr, indices, shape, name=name), values
+    return layout.pattern, layout.values(values)
 
 
 def _mismatch(name: str, expected: Pattern, found: str) -> PatternMismatchError:
     return PatternMismatchError(f"{name} is {found}; expected {expected}, as the plan was made for")
 
 
-def _walkable(values: NDArray[Any]) -> NDArray[Any]:
+def _walkable(values: Any) -> Any:
     """`values` such that the kernels can walk the last axis; a copy where they could not."""
-    if values.flags.c_contiguous and values.flags.aligned:
-        return values
-    last_is_dense = values.shape[-1] <= 1 or values.strides[-1] == values.itemsize
-    if last_is_dense and values.flags.aligned:
-        return values
-    return np.ascontiguousarray(values)
+    flags = values.flags
+    # What lies on a device was found to be aligned.
+    if type(values) is not np.ndarray or flags.aligned:
+        if flags.c_contiguous:
+            return values
+        if values.shape[-1] <= 1 or values.strides[-1] == values.itemsize:
+            return values
+    return contiguous(values, values.dtype)
 
 
 @njit(nogil=True, cache=True)

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ._arrays import (
+    Constant,
+    beside,
+    check_array,
+    check_one_place,
+    contiguous,
+    device_of,
+    is_cupy,
+    is_on_device,
+    namespace,
+    on_device,
+    sparse,
+)
 from .errors import InputError, InputTypeError
-from .pattern import Pattern, check_host, check_index_arrays, check_shape, unsorted_row
+from .pattern import (
+    Pattern,
+    check_index_arrays,
+    check_index_form,
+    check_row_pointers,
+    check_shape,
+    unsorted_row,
+)
 
-__all__ = ["BatchedCSR", "CSRChain", "canonical", "check_dtype", "check_float"]
-
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+__all__ = ["BatchedCSR", "CSRChain", "as_csr", "check_dtype", "layout_of"]
 
 
 class _SharedPattern:
@@ -25,13 +43,9 @@ class _SharedPattern:
         self, data: ArrayLike, indices: ArrayLike, indptr: ArrayLike, shape: tuple[int, int]
     ) -> None:
         name = type(self).__name__
-        shape = check_shape(name, shape)
-        indptr, indices = check_index_arrays(name, indptr, indices, shape)
-        array = self._check_data(data, len(indices))
-        if unsorted_row(indptr, indices) >= 0:
-            array, indices, indptr = canonical(array, indices, indptr, shape)
-        self._pattern = Pattern(indptr, indices, shape, name=name)
-        self._data = array
+        layout = layout_of(name, indptr, indices, check_shape(name, shape))
+        self._data = layout.values(self._check_data(data, layout.size))
+        self._pattern = layout.pattern
         self._check()
 
     @classmethod
@@ -52,8 +66,8 @@ class _SharedPattern:
         return made
 
     @classmethod
-    def _check_data(cls, data: ArrayLike, nnz: int) -> NDArray[np.floating[Any]]:
-        array = check_float(f"{cls.__name__} data", data)
+    def _check_data(cls, data: ArrayLike, nnz: int) -> Any:
+        array = check_array(f"{cls.__name__} data", data)
         if array.ndim not in cls._forms or array.shape[-1] != nnz:
             expected = " or ".join(cls._forms.values())
             raise InputError(
@@ -66,7 +80,7 @@ class _SharedPattern:
         """Raise what only one of the classes refuses."""
 
     @property
-    def data(self) -> NDArray[np.floating[Any]]:
+    def data(self) -> Any:
         """The values, in the order of the pattern: the array that was passed, if canonical."""
         return self._data
 
@@ -98,7 +112,8 @@ class _SharedPattern:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self._data.dtype
+        dtype: np.dtype[Any] = self._data.dtype
+        return dtype
 
 
 class BatchedCSR(_SharedPattern):
@@ -127,6 +142,10 @@ class BatchedCSR(_SharedPattern):
     Rows with unsorted or duplicate columns are made canonical (sorted, duplicates summed) on a
     copy. The index arrays are copied; canonical values are not.
 
+    The values may lie on a CUDA device, as an array of CuPy, or of any library that has
+    ``__cuda_array_interface__``. So may the index arrays, which are checked there; this waits for
+    the device, but not for arrays that were checked before: write nothing else into those.
+
     Examples
     --------
     >>> import numpy as np, sparsescan
@@ -142,9 +161,9 @@ class BatchedCSR(_SharedPattern):
         """Number of samples."""
         return len(self._data)
 
-    def __getitem__(self, sample: int) -> sp.csr_array:
-        """One sample as a SciPy array that shares the values."""
-        return sp.csr_array((self._data[sample], self.indices, self.indptr), shape=self.shape)
+    def __getitem__(self, sample: int) -> Any:
+        """One sample as an array of SciPy, or of CuPy on a device, that shares the values."""
+        return as_csr(self._data[sample], self._pattern)
 
     def __repr__(self) -> str:
         return f"BatchedCSR({self.shape}, batch={self.batch}, nnz={self.nnz}, {self.dtype})"
@@ -176,6 +195,10 @@ class CSRChain(_SharedPattern):
     -----
     Rows with unsorted or duplicate columns are made canonical (sorted, duplicates summed) on a
     copy. The index arrays are copied; canonical values are not.
+
+    The values may lie on a CUDA device, as an array of CuPy, or of any library that has
+    ``__cuda_array_interface__``. So may the index arrays, which are checked there; this waits for
+    the device, but not for arrays that were checked before: write nothing else into those.
 
     Examples
     --------
@@ -209,20 +232,6 @@ class CSRChain(_SharedPattern):
         return f"CSRChain({self.shape}, n={len(self)}{batch}, nnz={self.nnz}, {self.dtype})"
 
 
-def check_float(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
-    """`array` as a NumPy array of float32 or float64 in native byte order, or an error."""
-    if type(array) is np.ndarray and array.dtype in _FLOATS and array.dtype.isnative:
-        return array
-    check_host(name, array)
-    try:
-        array = np.asarray(array)
-    except (TypeError, ValueError) as error:
-        raise InputTypeError(f"{name} is not an array: {error}") from None
-    if array.dtype.newbyteorder("=") not in _FLOATS:
-        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
 def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """`dtype` if it is float32 or float64, or an error that names it."""
     try:
@@ -234,15 +243,124 @@ def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return chosen
 
 
-def canonical(
-    data: NDArray[Any], indices: NDArray[Any], indptr: NDArray[Any], shape: tuple[int, int]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Sorted columns without duplicates; the values of duplicates are summed."""
-    row_of = np.repeat(np.arange(shape[0]), np.diff(indptr))
-    order = np.lexsort((indices, row_of))
-    rows, cols = row_of[order], indices[order]
-    new = np.ones(len(order), bool)
-    new[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
-    data = np.add.reduceat(data[..., order], np.flatnonzero(new), axis=-1)
-    counts = np.bincount(rows[new], minlength=shape[0])
-    return data, cols[new], np.concatenate([[0], np.cumsum(counts)])
+# Index arrays of patterns, with their copies on devices, for as long as there are the patterns.
+_index_arrays: weakref.WeakKeyDictionary[Pattern, tuple[Constant, Constant]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def as_csr(values: Any, pattern: Pattern) -> Any:
+    """A matrix of SciPy, or of CuPy on a device, with these values, which are not copied."""
+    xp = namespace(values)
+    if pattern not in _index_arrays:
+        _index_arrays[pattern] = Constant(pattern.indices), Constant(pattern.indptr)
+    # Older versions of CuPy have no csr_array.
+    made = getattr(sparse(xp), "csr_array", None) or sparse(xp).csr_matrix
+    with beside(values):
+        indices, indptr = (array.on(xp) for array in _index_arrays[pattern])
+        return made((values, indices, indptr), shape=pattern.shape)
+
+
+class Layout:
+    """How the entries of a CSR matrix, in the order they were passed, become those of a pattern.
+
+    Parameters
+    ----------
+    indptr, indices : ndarray
+        Index arrays that are safe to follow.
+    shape : tuple of int
+        ``(rows, cols)``.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        Where the entries are.
+    size : int
+        Number of entries that were passed.
+    """
+
+    def __init__(self, indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int]) -> None:
+        self.size = len(indices)
+        # Of the entries row by row, with sorted columns; None if that is how they were passed.
+        self._order: NDArray[np.intp] | None = None
+        if unsorted_row(indptr, indices) >= 0:
+            row_of = np.repeat(np.arange(shape[0]), np.diff(indptr))
+            self._order = np.lexsort((indices, row_of))
+            rows, cols = row_of[self._order], indices[self._order]
+            new = np.ones(len(rows), bool)
+            new[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
+            # The first of the entries that share a place.
+            self._starts = np.flatnonzero(new)
+            indices = cols[new]
+            counts = np.bincount(rows[new], minlength=shape[0])
+            indptr = np.concatenate([[0], np.cumsum(counts)])
+        self.pattern = Pattern(indptr, indices, shape)
+
+    def values(self, data: Any) -> Any:
+        """`data`, its last axis in the order of the pattern; values that share a place summed."""
+        if self._order is None:
+            return data
+        if not is_cupy(data):
+            return np.add.reduceat(data[..., self._order], self._starts, axis=-1)
+        # CuPy's reduceat takes differences of a running sum, which cancel.
+        xp = namespace(data)
+        counts = np.diff(self._starts, append=self.size)
+        with beside(data):
+            sums = xp.take(data, xp.asarray(self._order[self._starts]), axis=-1)
+            for k in range(1, counts.max()):
+                more = np.flatnonzero(counts > k)
+                terms = xp.take(data, xp.asarray(self._order[self._starts[more] + k]), axis=-1)
+                sums[..., xp.asarray(more)] += terms
+        return sums
+
+
+# Layouts of index arrays on devices, by the ids of the two arrays and the shape. The references
+# tell whether the ids are still of those arrays.
+_layouts: dict[Any, tuple[weakref.ref[Any], weakref.ref[Any], Layout]] = {}
+
+
+def layout_of(name: str, indptr: Any, indices: Any, shape: tuple[int, int]) -> Layout:
+    """The layout that index arrays describe, or an error.
+
+    Those on a device are checked there the first time they are seen, which waits for it.
+    """
+    there = is_on_device(indptr), is_on_device(indices)
+    if there != (True, True):
+        if there[0]:
+            indptr = on_device(indptr, f"{name} indptr").get()
+        if there[1]:
+            indices = on_device(indices, f"{name} indices").get()
+        return Layout(*check_index_arrays(name, indptr, indices, shape), shape)
+    key = id(indptr), id(indices), shape
+    known = _layouts.get(key)
+    if known is not None and known[0]() is indptr and known[1]() is indices:
+        return known[2]
+    layout = Layout(*_check_on_device(name, indptr, indices, shape), shape)
+
+    def forget(_: object) -> None:
+        _layouts.pop(key, None)
+
+    _layouts[key] = weakref.ref(indptr, forget), weakref.ref(indices, forget), layout
+    return layout
+
+
+def _check_on_device(
+    name: str, indptr: Any, indices: Any, shape: tuple[int, int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Copies in host memory of index arrays on a device that are safe to follow; or an error."""
+    from .kernels.cuda_checks import is_safe
+
+    indptr, indices = on_device(indptr, f"{name} indptr"), on_device(indices, f"{name} indices")
+    place = device_of(indptr)
+    check_one_place(f"{name} indices", device_of(indices), f"{name} indptr", place)
+    with beside(indptr):
+        indptr = check_index_form(name, "indptr", indptr)
+        indices = check_index_form(name, "indices", indices)
+        check_row_pointers(name, indptr, shape)
+        # Unsigned integers beyond the range of int64 become negative, which is a fault.
+        wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
+        pointers, columns = (contiguous(array, np.dtype(wide)) for array in (indptr, indices))
+        if is_safe(pointers, columns, shape[1]):
+            return pointers.get(), columns.get()
+        # What is wrong is said in the same words as of arrays of the host.
+        return check_index_arrays(name, indptr.get(), indices.get(), shape)

@@ -30,9 +30,10 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
+from ._arrays import device_of
 from .chain import Chain, length, read_grad
 from .containers import BatchedCSR, CSRChain
-from .errors import ChainFileError, InputError, SparseScanError
+from .errors import ChainFileError, DeviceError, InputError, SparseScanError
 from .pattern import Pattern
 
 __all__ = ["load_chain", "save_chain"]
@@ -86,10 +87,13 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
     """
     chain = Chain(length(jacobians))
     patterns = chain.read(jacobians)
-    arrays: dict[str, Any] = {
-        "version": np.int64(_VERSION),
-        "grad": read_grad(grad, patterns[0].shape[1] if patterns else None, chain.batch),
-    }
+    first = read_grad(grad, patterns[0].shape[1] if patterns else None, chain.batch)
+    for name, device in (("jacobians", chain.device), ("grad", device_of(first))):
+        if device is not None:
+            raise DeviceError(
+                f"{name} is on device {device}; expected host memory (cupy.asnumpy, .get())"
+            )
+    arrays: dict[str, Any] = {"version": np.int64(_VERSION), "grad": first}
     if isinstance(jacobians, CSRChain):
         arrays |= {"layout": "csr_chain", "stack": jacobians.data}
         arrays |= _pack_patterns([jacobians.pattern])

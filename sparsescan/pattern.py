@@ -266,8 +266,8 @@ def check_host(name: str, value: Any) -> None:
     """Refuse what lives on a CUDA device."""
     if hasattr(value, "__cuda_array_interface__") or type(value).__module__.startswith("cupyx."):
         raise DeviceError(
-            f"{name} is a {type(value).__module__}.{type(value).__name__} on a CUDA device; this "
-            "version computes on the CPU: pass NumPy or SciPy arrays (cupy.asnumpy, .get())"
+            f"{name} is a {type(value).__module__}.{type(value).__name__} on a CUDA device; "
+            "expected an array in host memory (cupy.asnumpy, .get())"
         )
 
 
@@ -279,28 +279,20 @@ def check_index_arrays(
     Rows may still be unsorted: see :func:`unsorted_row`. The result is a copy where the input was
     not already of the right form.
     """
-    rows, cols = shape
-    checked = []
-    for label, array in (("indptr", indptr), ("indices", indices)):
-        check_host(f"{name} {label}", array)
+    checked: list[NDArray[Any]] = []
+    for label, given in (("indptr", indptr), ("indices", indices)):
+        check_host(f"{name} {label}", given)
         try:
-            array = np.asarray(array)
+            array = np.asarray(given)
         except ValueError as error:
             raise InputTypeError(f"{name} has no array as {label}: {error}") from None
-        if array.size == 0:
-            array = array.astype(np.int32)
-        if array.dtype.kind not in "iu":
-            raise InputTypeError(f"{name} has {label} of dtype {array.dtype}; expected integers")
-        if array.ndim != 1:
-            raise InputError(f"{name} has {label} of shape {array.shape}; expected one dimension")
+        array = check_index_form(name, label, array)
         if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
             raise InputError(f"{name} has {label} beyond the range of int64")
         checked.append(array)
     indptr, indices = checked
-    if len(indptr) != rows + 1:
-        raise InputError(
-            f"{name} has an indptr of {len(indptr)} entries; expected {rows + 1} for {rows} rows"
-        )
+    check_row_pointers(name, indptr, shape)
+    cols = shape[1]
     # Checked in the dtype that was passed: a cast to int32 first could wrap a bad index into range.
     wide = np.int32 if indptr.dtype == indices.dtype == np.dtype(np.int32) else np.int64
     indptr = np.ascontiguousarray(indptr, dtype=wide)
@@ -310,6 +302,26 @@ def check_index_arrays(
         raise InputError(f"{name} has an {_describe_fault(fault, at, indptr, indices, cols)}")
     dtype = index_dtype(shape, len(indices))
     return indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False)
+
+
+def check_index_form(name: str, label: str, array: Any) -> Any:
+    """An array of NumPy or CuPy that has one dimension and holds integers; or an error."""
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise InputTypeError(f"{name} has {label} of dtype {array.dtype}; expected integers")
+    if array.ndim != 1:
+        raise InputError(f"{name} has {label} of shape {array.shape}; expected one dimension")
+    return array
+
+
+def check_row_pointers(name: str, indptr: Any, shape: tuple[int, int]) -> None:
+    """Raise unless there are as many row pointers as this shape needs."""
+    rows = shape[0]
+    if len(indptr) != rows + 1:
+        raise InputError(
+            f"{name} has an indptr of {len(indptr)} entries; expected {rows + 1} for {rows} rows"
+        )
 
 
 def _describe_fault(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .chain import Chain, LocalGrads, read_grad
+from ._arrays import load_cupy, namespace, upload
+from ._place import place
+from .chain import Chain, LocalGrads, check_places, read_grad
 from .describe import describe
 from .errors import InputError, InputTypeError, MemoryLimitError
 from .kernels._threads import thread_count
 from .pattern import Pattern
 from .program import Program, Workspace
 from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .device import DeviceWorkspace
 
 __all__ = ["ScanPlan"]
 
@@ -46,6 +51,8 @@ class ScanPlan:
         The batch size that the plan insists on, if any.
     dtype : dtype or None
         The dtype that the plan insists on, if any.
+    device : {None, "cpu", "cuda"}
+        Where it runs; None is where the data is.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class ScanPlan:
         reason: str,
         batch: int | None = None,
         dtype: np.dtype[Any] | None = None,
+        device: str | None = None,
         memory_limit: int | None = None,
     ) -> None:
         self.n = len(patterns)
@@ -63,6 +71,7 @@ class ScanPlan:
         self.schedule = schedule
         self.batch = batch
         self.dtype = dtype
+        self.device = device
         self.reason = reason
         self._program = Program(patterns, schedule) if patterns else None
         self._linear: Program | None = None
@@ -83,11 +92,16 @@ class ScanPlan:
         """Bytes of the products between the Jacobians.
 
         For `batch` samples of `dtype`, or one of float64 where the plan insists on none, as if
-        every product differed between samples, and with the scratch of every thread.
+        every product differed between samples, and with the scratch of every thread, or on a device
+        of every run of a level.
         """
         if self._program is None:
             return 0
         itemsize = np.dtype(self.dtype or np.float64).itemsize
+        if self.device == "cuda":
+            from .device import product_bytes
+
+            return product_bytes(self._program, itemsize, self.batch or 1)
         kept, scratch = 0, 0
         for pattern, slot in zip(
             self._program.patterns[self.n :], self._program.slots, strict=True
@@ -99,7 +113,7 @@ class ScanPlan:
         return itemsize * (kept * (self.batch or 1) + scratch * 2 * thread_count())
 
     def exclusive_scan(
-        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
     ) -> Gradients:
         """Gradients of all but the first layer's input; as :func:`sparsescan.exclusive_scan`.
 
@@ -113,6 +127,8 @@ class ScanPlan:
             ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
         local_grads : sequence or ndarray, optional
             What is added to each returned gradient.
+        stream : optional
+            As for :func:`sparsescan.exclusive_scan`.
 
         Returns
         -------
@@ -136,16 +152,16 @@ class ScanPlan:
                [1.5, 1.5],
                [1.5, 1.5]])
         """
-        return self._scan(grad, jacobians, local_grads, inclusive=False)
+        return self._scan(grad, jacobians, local_grads, stream, inclusive=False)
 
     def inclusive_scan(
-        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
     ) -> Gradients:
         """Gradients of every layer's input and output: one more, ``∇x_0``, at the end.
 
         Parameters
         ----------
-        grad, jacobians, local_grads
+        grad, jacobians, local_grads, stream
             As for :meth:`exclusive_scan`; `local_grads` has one entry more.
 
         Returns
@@ -166,21 +182,22 @@ class ScanPlan:
         >>> plan.inclusive_scan([1.0, 2.0], [np.eye(2) * 3])
         [array([1., 2.]), array([3., 6.])]
         """
-        return self._scan(grad, jacobians, local_grads, inclusive=True)
+        return self._scan(grad, jacobians, local_grads, stream, inclusive=True)
 
     def _scan(
-        self, grad: ArrayLike, jacobians: Any, local_grads: Any, *, inclusive: bool
+        self, grad: ArrayLike, jacobians: Any, local_grads: Any, stream: Any, *, inclusive: bool
     ) -> Gradients:
-        try:
-            slot = self._idle.pop()
-        except IndexError:
-            slot = _Slot(Chain(self.n))
-        try:
-            slot.chain.read(jacobians, self.patterns)
-            return self._run(slot, grad, local_grads, inclusive)
-        finally:
-            slot.chain.release()
-            self._idle.append(slot)
+        with place(grad, self.device, stream):
+            try:
+                slot = self._idle.pop()
+            except IndexError:
+                slot = _Slot(Chain(self.n))
+            try:
+                slot.chain.read(jacobians, self.patterns)
+                return self._run(slot, grad, local_grads, inclusive)
+            finally:
+                slot.chain.release()
+                self._idle.append(slot)
 
     def _scan_once(
         self, grad: ArrayLike, chain: Chain, local_grads: Any, *, inclusive: bool
@@ -199,21 +216,36 @@ class ScanPlan:
         count = self.n + inclusive
         sizes = self._sizes if self.n else [first.shape[-1]]
         local = LocalGrads(local_grads, count, sizes, batch_shape)
-        dtype = np.result_type(first, *[chain.dtype] * (self.n > 0), *local.dtypes)
+        check_places(first, chain, local)
+        dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
             raise InputTypeError(
                 f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
             )
+        xp = namespace(first)
         if count == 0:
-            return np.empty((0, *first.shape), dtype) if chain.stacked else []
+            return xp.empty((0, *first.shape), dtype) if chain.stacked else []
+        download = xp is np and self.device == "cuda"
+        if download:
+            xp = load_cupy()
+            first = upload(first)
+            chain.upload()
+            local.upload()
         batch = batch_shape[0] if batch_shape else 1
-        out = np.empty(batch * (self._offsets[count] if self.n else sizes[0]), dtype)
+        out = xp.empty(batch * (self._offsets[count] if self.n else sizes[0]), dtype)
         local.add_first(first, out[: first.size].reshape(first.shape))
         if self._program is not None and count > 1 and batch > 0:
             chain.convert(dtype)
             local.convert(dtype)
-            self._fill(self._program, slot, out, batch, local, inclusive)
-        return self._cut(out, count, sizes, batch_shape, stacked=chain.stacked)
+            if xp is np:
+                self._fill(self._program, slot, out, batch, local, inclusive)
+            else:
+                slot.on_device(self._program, dtype, batch, local).run(
+                    chain, local, out, inclusive=inclusive
+                )
+        return self._cut(
+            out.get() if download else out, count, sizes, batch_shape, stacked=chain.stacked
+        )
 
     def _fill(
         self,
@@ -267,23 +299,46 @@ class _Slot:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self._workspaces: dict[Any, Workspace] = {}
+        self._workspaces: dict[Any, Any] = {}
 
     def workspace(
         self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
     ) -> Workspace:
         threads = thread_count()
-        strides = self.chain.leaves[:, 1]
-        count = int(np.count_nonzero(strides))
-        mixed = strides.astype(bool).tobytes() if 0 < count < len(strides) else b""
-        key = (program, dtype, batch, count, mixed, local.given, threads)
+        batched, key = self._batched()
+        workspace: Workspace = self._kept(
+            (program, dtype, batch, key, local.given, threads),
+            lambda: Workspace(
+                program, self.chain.leaves, dtype, batch, batched, local.given, threads
+            ),
+        )
+        local.fill(workspace.local_grads)
+        return workspace
+
+    def on_device(
+        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
+    ) -> DeviceWorkspace:
+        from .device import DeviceWorkspace
+
+        stacked = self.chain.stack is not None
+        how = None if not local.given else "list" if local.stack is None else "stack"
+        batched, key = self._batched()
+        workspace: DeviceWorkspace = self._kept(
+            (program, dtype, batch, key, stacked, how, self.chain.device),
+            lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how),
+        )
+        return workspace
+
+    def _batched(self) -> tuple[NDArray[np.bool_], tuple[int, bytes]]:
+        """Which Jacobians differ between samples, and the same to look it up by."""
+        batched = self.chain.leaves[:, 1] != 0
+        count = int(np.count_nonzero(batched))
+        return batched, (count, batched.tobytes() if 0 < count < len(batched) else b"")
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
         workspace = self._workspaces.get(key)
         if workspace is None:
             while len(self._workspaces) >= _KEPT:
                 del self._workspaces[next(iter(self._workspaces))]
-            workspace = Workspace(
-                program, self.chain.leaves, dtype, batch, strides != 0, local.given, threads
-            )
-            self._workspaces[key] = workspace
-        local.fill(workspace.local_grads)
+            workspace = self._workspaces[key] = make()
         return workspace

@@ -16,9 +16,9 @@ from .kernels.cpu import Book, Kind, Node, Op, Stage, Store, Work
 from .pattern import Pattern, multiply_adds, product
 from .schedule import Schedule
 
-__all__ = ["Program", "Workspace"]
+__all__ = ["KINDS", "Program", "Workspace", "places"]
 
-_KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
+KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
 # Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
 # they only decide how work is cut up.
@@ -285,7 +285,7 @@ class Workspace:
                     array = array.astype(index_dtype, copy=False)
                     self._kept.append(array)
                     address[i] = array.ctypes.data
-            rows[pattern] = [_KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
+            rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
         nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
         nodes[:, : Node.INDICES + 1] = [rows[pattern] for pattern in program.patterns]
         nodes[: program.n, Node.STORE] = Store.CALLER
@@ -312,9 +312,9 @@ class Workspace:
         kept = program.n + np.flatnonzero(program.slots < 0)
         width = widths[kept]
         nodes[kept, Node.STORE] = Store.POOL
-        nodes[kept, Node.VALUES], values = _places(nodes[kept, Node.NNZ] * width)
-        nodes[kept, Node.EXPONENTS], exponents = _places((nodes[kept, Node.COLS] + 1) * width)
-        nodes[kept, Node.LOCAL], local_values = _places(nodes[kept, Node.ROWS] * batch * local)
+        nodes[kept, Node.VALUES], values = places(nodes[kept, Node.NNZ] * width)
+        nodes[kept, Node.EXPONENTS], exponents = places((nodes[kept, Node.COLS] + 1) * width)
+        nodes[kept, Node.LOCAL], local_values = places(nodes[kept, Node.ROWS] * batch * local)
         # The scratch of the threads follows what is kept.
         slots = 2 * self.threads if len(in_scratch) else 0
         nnz, cols, rows = largest
@@ -337,7 +337,7 @@ class Workspace:
         return bool(book[Book.STATUS] == cpu.FINISHED)
 
 
-def _places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+def places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """Where each of some pieces starts when they lie end to end, and where the last one ends."""
     ends = np.cumsum(sizes, dtype=np.int64)
     return ends - sizes, int(ends[-1]) if len(ends) else 0

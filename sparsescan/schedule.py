@@ -61,6 +61,8 @@ class Schedule:
         Number of Jacobians, which is the number of gradients an exclusive scan returns.
     levels : tuple of Level
         The levels, in the order in which they run.
+    chunks : int or None
+        Number of chunks, of a chunked schedule.
 
     Notes
     -----
@@ -69,10 +71,13 @@ class Schedule:
     are left out. An inclusive scan appends one operation, ``[0, n + 1) = [0, n) ◇ [n, n + 1)``.
     """
 
-    __slots__ = ("_text", "levels", "n")
+    __slots__ = ("_text", "chunks", "levels", "n")
 
-    def __init__(self, n: int, levels: Iterable[Level], text: str) -> None:
+    def __init__(
+        self, n: int, levels: Iterable[Level], text: str, chunks: int | None = None
+    ) -> None:
         self.n = n
+        self.chunks = chunks
         self.levels = tuple(level for level in levels if len(level.ops))
         self._text = text
 
@@ -196,7 +201,7 @@ class Schedule:
             _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),
             _level("sweeps", last),
         ]
-        return cls(n, levels, f"chunked({n}, {chunks})")
+        return cls(n, levels, f"chunked({n}, {chunks})", used)
 
     @property
     def depth(self) -> int:

@@ -44,7 +44,6 @@ from sparsescan.jacobians import (
 
 BATCH = 4
 MIXED = "expected input and parameters in one place"
-HOST_ONLY = "this version computes on the CPU"
 OUT_ON_HOST = r"out is a numpy\.ndarray; expected an array of cupy"
 OUT_ON_DEVICE = r"out is a cupy\.ndarray; expected an array of numpy"
 
@@ -323,13 +322,18 @@ def test_a_mask_of_weights_is_taken_from_the_host(cupy: Any) -> None:
         Linear(4, 3, weight_mask=cupy.asarray(mask(3, 4)))
 
 
-def test_what_needs_sparse_matrices_is_refused_on_a_device(cupy: Any) -> None:
-    with pytest.raises(DeviceError, match=HOST_ONLY):
-        Tanh(input_shape=(3,)).jacobian(cupy.zeros(3))
-    _, block = pair(cupy, "Residual", np.float32)
-    x = cupy.zeros(4, np.float32)
-    with pytest.raises(DeviceError, match=HOST_ONLY):
-        block.param_grads(x, x)
+@every_dtype
+def test_jacobians_on_a_device_are_matrices_there(cupy: Any, dtype: Any) -> None:
+    host, device = pair(cupy, "Tanh", dtype)
+    x = draw(host.input_shape, dtype)
+    found, expected = device.jacobian(cupy.asarray(x)), host.jacobian(x)
+    close(found.data, expected.data)
+    for name in ("indices", "indptr"):
+        np.testing.assert_array_equal(getattr(found, name).get(), getattr(expected, name))
+    again = device.jacobian(cupy.asarray(x))
+    assert again.indices is found.indices
+    batch = device.jacobian(cupy.asarray(np.stack([x, x])))
+    close(batch[1].data, expected.data)
 
 
 # -- Recurrent cells ----------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 
 from .._arrays import check_array, check_memory, namespace, output
-from ..containers import BatchedCSR, check_float
+from ..containers import BatchedCSR, as_csr
 from ..errors import InputError
 from ..kernels._threads import share
 from ..pattern import Pattern, block_diagonal, index_dtype
@@ -233,7 +232,7 @@ class Operator(Fixed, ABC):
 
         share(fill, parts)
 
-    def jacobian(self, x: Array = None, y: Array = None) -> sp.csr_array | BatchedCSR:
+    def jacobian(self, x: Array = None, y: Array = None) -> Any:
         """The transposed Jacobian ``(∂y/∂x)ᵀ``.
 
         Parameters
@@ -244,8 +243,9 @@ class Operator(Fixed, ABC):
         Returns
         -------
         csr_array or BatchedCSR, shape (inputs, outputs)
-            A BatchedCSR if `x` is a batch and the values depend on it. The index arrays are those
-            of the pattern, which cannot be written to: copy the array to change its structure.
+            A BatchedCSR if `x` is a batch and the values depend on it, else an array of SciPy, or
+            of CuPy if the values are on a device. The index arrays are those of the pattern, not to
+            be written to: copy the array to change its structure.
 
         Raises
         ------
@@ -317,9 +317,8 @@ class Operator(Fixed, ABC):
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
 
 
-def as_matrix(values: Array, pattern: Pattern) -> sp.csr_array | BatchedCSR:
-    """Values ``(nnz,)`` as a SciPy array, ``(batch, nnz)`` as a BatchedCSR."""
-    values = check_float("values", values)
+def as_matrix(values: Array, pattern: Pattern) -> Any:
+    """Values ``(nnz,)`` as a CSR array, ``(batch, nnz)`` as a BatchedCSR."""
     if values.ndim == 2:
         return BatchedCSR.from_pattern(values, pattern)
-    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+    return as_csr(values, pattern)

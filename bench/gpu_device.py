@@ -1,0 +1,217 @@
+"""The CUDA device of the benchmarks: arrays, clocks, and how fast it moves and computes at best."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sparsescan
+
+from .peers import Call
+
+# Kernels for the floor and the clocks, compiled by CuPy.
+_SOURCE = r"""
+extern "C" __global__ void multiply_add(float* out, float scale, float shift, int steps) {
+    float x[8];
+    #pragma unroll
+    for (int k = 0; k < 8; k++) x[k] = threadIdx.x + k;
+    for (int i = 0; i < steps; i++) {
+        #pragma unroll
+        for (int k = 0; k < 8; k++) x[k] = fmaf(x[k], scale, shift);
+    }
+    float total = 0;
+    #pragma unroll
+    for (int k = 0; k < 8; k++) total += x[k];
+    out[blockIdx.x * blockDim.x + threadIdx.x] = total;
+}
+
+extern "C" __global__ void wait(unsigned long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+}
+
+extern "C" __global__ void read(const float4* from, long long count, float* out) {
+    float total = 0;
+    long long stride = (long long)gridDim.x * blockDim.x;
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+        float4 x = from[i];
+        total += x.x + x.y + x.z + x.w;
+    }
+    if (total < 0) out[0] = total;
+}
+"""
+_THREADS = 256
+_STEPS = 4096
+_COPIED = 1 << 30
+# Seconds of calls before those that are timed.
+_WARM_UP = 0.01
+# A call whose launches take longer than this is not hidden behind a kernel that waits.
+_LONGEST_WAIT = 0.02
+
+
+class Cuda:
+    """The current device, through CuPy.
+
+    Attributes
+    ----------
+    xp : module
+        CuPy.
+    device : str
+        What a plan is given as `device`.
+    others : str
+        What PyTorch and JAX call such a device: ``("cuda", "gpu")``.
+    cache : int
+        Bytes of the L2 cache.
+    """
+
+    device = "cuda"
+    others = ("cuda", "gpu")
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.xp = cupy
+        runtime = cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.cache = int(properties["l2CacheSize"])
+        self._processors = int(properties["multiProcessorCount"])
+        module = cupy.RawModule(code=_SOURCE)
+        self._multiply_add, self._wait, self._read = map(
+            module.get_function, ("multiply_add", "wait", "read")
+        )
+        # Four times the cache, read before a call that is to find nothing in it. Reading leaves
+        # nothing behind that has to be written back.
+        self._large = cupy.ones(4 * max(self.cache, 1 << 20) // 4, np.float32)
+        self._sink = cupy.empty(self._processors * 32 * _THREADS, np.float32)
+
+    # -- Arrays ---------------------------------------------------------------------------------
+
+    def put(self, array: Any) -> Any:
+        """A copy on the device."""
+        return self.xp.asarray(array)
+
+    def get(self, array: Any) -> NDArray[Any]:
+        """A copy on the host, of an array of any library."""
+        return self.xp.asnumpy(self.xp.asarray(array))
+
+    def csr(self, matrix: Any) -> Any:
+        """A SciPy CSR array as one of CuPy."""
+        from cupyx.scipy.sparse import csr_matrix
+
+        return csr_matrix(matrix)
+
+    def spgemm(self, a: Any, b: Any) -> Any:
+        """CuPy's product of two CSR matrices, by cuSPARSE's SpGEMM."""
+        from cupyx.cusparse import spgemm
+
+        return spgemm(a, b)
+
+    def spmv(self, a: Any, x: Any) -> Any:
+        """CuPy's product of a CSR matrix and a vector, by cuSPARSE's SpMV."""
+        from cupyx.cusparse import spmv
+
+        return spmv(a, x)
+
+    def chain(self, chain: sparsescan.CSRChain) -> sparsescan.CSRChain:
+        """The same chain with values on the device."""
+        return sparsescan.CSRChain.from_pattern(self.put(chain.data), chain.pattern)
+
+    def address(self, array: Any) -> int:
+        """Where the first entry of an array of CuPy lies."""
+        return int(array.data.ptr)
+
+    def stream(self) -> int:
+        """The current stream's handle."""
+        return int(self.xp.cuda.get_current_stream().ptr)
+
+    def free(self) -> None:
+        """Give memory back that no array uses."""
+        gc.collect()
+        self.synchronize()
+        self.xp.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+    # -- Clocks ---------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        self.xp.cuda.runtime.deviceSynchronize()
+
+    def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
+        """Seconds of each of some calls, after a few that are not timed.
+
+        Parameters
+        ----------
+        call : callable
+            What is timed.
+        times : int
+            How often.
+        clock : {"call", "device", "host"}
+            "call" goes by device events, from an idle device until the work is done, so it has what
+            Python and the launches cost; "host" is the same by the host's clock, for a library that
+            works on streams of its own. "device" is the work alone: it is queued up behind a kernel
+            that waits until all of it has been launched.
+        cold : bool
+            Whether the L2 cache holds nothing of use when the call begins.
+        """
+        stop = time.perf_counter() + _WARM_UP
+        while True:
+            call()
+            self.synchronize()
+            if time.perf_counter() > stop:
+                break
+        begin = time.perf_counter()
+        call()
+        launching = min(2 * (time.perf_counter() - begin) + 20e-6, _LONGEST_WAIT)
+        self.synchronize()
+        first, last = self.xp.cuda.Event(), self.xp.cuda.Event()
+        samples = []
+        for _ in range(times):
+            if cold:
+                self._empty_cache()
+            if clock == "device":
+                self._wait((1,), (1,), (np.uint64(launching * 1e9),))
+            else:
+                self.synchronize()
+            begin = time.perf_counter()
+            first.record()
+            call()
+            last.record()
+            self.synchronize()
+            waited = time.perf_counter() - begin
+            between = self.xp.cuda.get_elapsed_time(first, last) / 1e3
+            samples.append(waited if clock == "host" else between)
+        return samples
+
+    def _empty_cache(self) -> None:
+        size = self._large.size // 4
+        blocks = self._processors * 8
+        self._read((blocks,), (_THREADS,), (self._large, np.int64(size), self._sink))
+
+    # -- Ceilings -------------------------------------------------------------------------------
+
+    def bandwidth(self) -> float:
+        """Bytes read and written per second by a large copy."""
+        free, _ = self.xp.cuda.runtime.memGetInfo()
+        source = self.xp.arange(min(_COPIED, free // 4) // 4, dtype=np.float32)
+        target = self.xp.empty_like(source)
+        copying = self.samples(lambda: self.xp.copyto(target, source), 50, "device", cold=False)
+        return 2 * source.nbytes / min(copying)
+
+    def flop_rate(self) -> float:
+        """FLOPs per second of float32 multiply-adds in registers."""
+        blocks = self._sink.size // _THREADS
+        arguments = self._sink, np.float32(0.999), np.float32(0.001), np.int32(_STEPS)
+        computing = self.samples(
+            lambda: self._multiply_add((blocks,), (_THREADS,), arguments), 200, "device", cold=False
+        )
+        return 2 * 8 * _STEPS * self._sink.size / min(computing)

@@ -1,0 +1,507 @@
+"""The races on a GPU: each function makes one, or raises MissingPeerError.
+
+Everybody computes in float32: TF32, which is faster and less exact, is off everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+import sparsescan
+from sparsescan.jacobians import RNNCell
+from sparsescan.schedule import Level
+
+from . import peers, workloads
+from .contests import OURS
+from .gpu_cusparse import NumericSpGEMM, load
+from .gpu_measure import Race, Ratio
+from .peers import Call, MissingPeerError
+
+VALUES = f"{OURS}, with values"
+PARAMETERS = f"{OURS}, with values and parameters"
+CUDNN = "PyTorch/cuDNN"
+CUDNN_GRAPH = "PyTorch/cuDNN in a CUDA graph"
+JAX = "jax.lax.associative_scan"
+SPGEMM = "cupyx.cusparse.spgemm"
+REUSE = "cuSPARSE SpGEMMreuse_compute"
+LOOP = "cupyx csr @ vector"
+PLAIN = "plain launches"
+
+HIDDEN = 20
+STEPS = (1000, 30_000, 10, 30, 100, 300, 3000, 10_000)
+BATCHES = (2, 4, 8, 32, 64, 128, 256)
+RECORD, AIM = 108, 500  # the paper's best ratio, and ours
+_ITEM = 4  # bytes of a float32
+
+
+# -- A tanh RNN against PyTorch -------------------------------------------------------------------
+
+
+class _Network:
+    """One RNN in PyTorch and as a cell, its states, and the Jacobians' values, on the device."""
+
+    def __init__(self, gpu: Any, steps: int, batch: int) -> None:
+        self.torch = torch = peers._torch()
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.manual_seed(0)
+        place = gpu.others[0]
+        self.module = torch.nn.RNN(1, HIDDEN)
+        # Orthogonal weights and faint input: the gradient neither vanishes nor explodes on its way.
+        torch.nn.init.orthogonal_(self.module.weight_hh_l0)
+        for bias in (self.module.bias_ih_l0, self.module.bias_hh_l0):
+            torch.nn.init.zeros_(bias)
+        self.module.to(place)
+        self.x = (1e-4 * torch.randn(steps, batch, 1)).to(place)
+        self.start = torch.zeros(1, batch, HIDDEN, device=place, requires_grad=True)
+        self.grad = torch.randn(1, batch, HIDDEN).to(place)
+        outputs, self.last = self.module(self.x, self.start)
+
+        xp = gpu.xp
+        self.cell = RNNCell(1, HIDDEN)
+        for name in self.cell.params:
+            setattr(self.cell, name, xp.asarray(getattr(self.module, f"{name}_l0").detach()))
+        states = torch.cat([self.start, outputs]).detach()
+        self.inputs, self.states = xp.asarray(self.x), xp.asarray(states)
+        self.last_grad = xp.asarray(self.grad)[0]
+        self.values = self.cell.values(self.inputs, self.states[:-1])
+        self.plan = sparsescan.plan([self.cell.pattern] * steps, device=gpu.device)
+
+    def scan(self, values: Any = None) -> Any:
+        values = self.values if values is None else values
+        return self.plan.exclusive_scan(self.last_grad, values[::-1])
+
+    def scan_with_values(self) -> Any:
+        return self.scan(self.cell.values(self.inputs, self.states[:-1], out=self.values))
+
+    def parameters(self) -> Any:
+        grads = self.scan_with_values()[::-1]
+        return self.cell.param_grads(self.inputs, self.states[:-1], grads)
+
+    def backward(self, sources: Sequence[Any]) -> Any:
+        grad = self.torch.autograd.grad
+        return grad(self.last, sources, self.grad, retain_graph=True)
+
+    def graphed(self) -> Call:
+        """The backward pass, captured once; its forward has to be on the stream of the capture."""
+        cuda = self.torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            start = self.start.detach().clone().requires_grad_()
+            last = self.module(self.x, start)[1]
+            backward = partial(self.torch.autograd.grad, last, start, self.grad, retain_graph=True)
+            for _ in range(3):
+                backward()
+        cuda.current_stream().wait_stream(side)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, stream=side):
+            found = backward()
+
+        def replay() -> Any:
+            graph.replay()
+            return found
+
+        return replay
+
+
+def rnn(gpu: Any, steps: int, batch: int) -> Race:
+    """The gradient of the first state, from that of the last; the forward pass is not timed."""
+    net = _Network(gpu, steps, batch)
+    first = gpu.get(net.values[0]).reshape(batch, HIDDEN, HIDDEN)
+
+    def answer(contender: str, result: Any) -> NDArray[Any]:
+        if not contender.startswith(OURS):
+            return gpu.get(result[0]).reshape(batch, HIDDEN)
+        return np.einsum("bij,bj->bi", first, gpu.get(result[-1]))
+
+    read, written = (steps - 1) * batch * HIDDEN**2, steps * batch * HIDDEN
+    return Race(
+        name=f"rnn T={steps} B={batch}",
+        work=f"backward of a tanh RNN, T={steps}, B={batch}, H={HIDDEN}, to its first state",
+        about={"T": steps, "B": batch},
+        contenders={
+            OURS: lambda: {"plan": net.scan},
+            VALUES: lambda: {"values into out=, plan": net.scan_with_values},
+            CUDNN: lambda: {"autograd.grad": partial(net.backward, [net.start])},
+            CUDNN_GRAPH: lambda: {"CUDAGraph.replay": net.graphed()},
+        },
+        bytes=_ITEM * (read + written),
+        flops=2 * read,
+        # What the three phases of a chunked scan do: all is read twice, and multiplied up.
+        floors={"two passes": (_ITEM * (2 * read + written), 2 * read * (HIDDEN + 1))},
+        dtype=np.dtype(np.float32),
+        answer=answer,
+        ratios=(
+            Ratio(CUDNN),
+            Ratio(CUDNN, VALUES),
+            Ratio(CUDNN_GRAPH),
+            Ratio(CUDNN_GRAPH, VALUES),
+        ),
+        size=_ITEM * read,
+    )
+
+
+def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
+    """The gradients of all parameters, from that of the last state."""
+    net = _Network(gpu, steps, batch)
+    names = list(net.cell.params)
+
+    def answer(contender: str, result: Any) -> NDArray[Any]:
+        found = list(result.values()) if contender.startswith(OURS) else result
+        return np.concatenate([gpu.get(grad).ravel() for grad in found])
+
+    rows = steps * batch
+    return Race(
+        name=f"rnn parameters T={steps} B={batch}",
+        work=f"backward of a tanh RNN, T={steps}, B={batch}, H={HIDDEN}, to its parameters",
+        about={"T": steps, "B": batch},
+        contenders={
+            PARAMETERS: lambda: {"values, plan, param_grads": net.parameters},
+            CUDNN: lambda: {
+                "autograd.grad": partial(
+                    net.backward, [getattr(net.module, f"{name}_l0") for name in names]
+                )
+            },
+        },
+        # States and inputs are read; the products are recomputed, scanned and summed up.
+        bytes=_ITEM * rows * (HIDDEN + 1),
+        flops=2 * rows * HIDDEN * (HIDDEN + 2 * (HIDDEN + 2)),
+        dtype=np.dtype(np.float32),
+        answer=answer,
+        ratios=(Ratio(CUDNN, PARAMETERS),),
+        size=_ITEM * rows * (HIDDEN + 1),
+    )
+
+
+# -- The same chain against JAX --------------------------------------------------------------------
+
+
+def jax_scan(gpu: Any, steps: int, batch: int) -> Race:
+    """By the host's clock, as JAX has streams of its own."""
+    jax = peers._jax()
+    if jax.default_backend() != gpu.others[1]:
+        raise MissingPeerError(
+            f"jax computes on {jax.default_backend()!r} here: install jax with CUDA"
+        )
+    jax.config.update("jax_default_matmul_precision", "highest")
+    data = workloads.tanh_rnn(steps, batch, HIDDEN)
+    grad, jacobians = map(gpu.put, data)
+    plan = sparsescan.plan([sparsescan.Pattern.dense((HIDDEN, HIDDEN))] * steps, device=gpu.device)
+    read = data.jacobians[1:].size
+    return Race(
+        name=f"associative scan T={steps} B={batch}",
+        work=f"T={steps}, B={batch}, H={HIDDEN} dense Jacobians",
+        about={"T": steps, "B": batch},
+        contenders={
+            OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, jacobians)},
+            JAX: cache(lambda: peers.jax_associative_scans(*data)),  # compiled only once
+        },
+        bytes=_ITEM * (read + steps * data.grad.size),
+        flops=2 * read,
+        dtype=np.dtype(np.float32),
+        answer=lambda contender, result: (
+            gpu.get(result) if contender == OURS else np.asarray(result)
+        ),
+        ratios=(Ratio(JAX, clock="host", required=5),),
+        size=_ITEM * read,
+        clocks=("host",),
+    )
+
+
+# -- One level's products --------------------------------------------------------------------------
+
+
+def vgg11(
+    side: int, channels: tuple[int, int, int] = (128, 256, 512), pruned: float = 0.97
+) -> list[sp.csr_array]:
+    """Transposed Jacobians of VGG-11's pruned convolutions from the third on, and of the pools.
+
+    From the last layer to the first, on ``side × side`` images; max-pooling is represented by
+    average pooling, whose pattern is the same.
+    """
+    rng = np.random.default_rng(0)
+    first, second, third = channels
+    layers = [(first, second), (second, second), None, (second, third), (third, third), None]
+    found, last = [], first
+    for layer in [*layers, (third, third), (third, third)]:
+        if layer is None:
+            half = sp.kron(sp.eye_array(side // 2), np.full((2, 1), 0.5))
+            pool = sp.kron(sp.eye_array(last), sp.kron(half, half))
+            found.append(sp.csr_array(pool.astype(np.float32)))
+            side //= 2
+        else:
+            found.append(workloads.pruned_conv(rng, *layer, side, pruned=pruned))
+            last = layer[1]
+    return [*map(_int32, found[::-1])]
+
+
+def _int32(matrix: sp.csr_array) -> sp.csr_array:
+    """The same with int32 indices, which every library is fastest with."""
+    matrix.indices, matrix.indptr = (
+        array.astype(np.int32) for array in (matrix.indices, matrix.indptr)
+    )
+    return matrix
+
+
+def one_level(
+    gpu: Any, jacobians: Sequence[sp.csr_array], products: Sequence[int]
+) -> tuple[Call, Callable[[NDArray[Any]], Any]]:
+    """What runs one level of products and nothing else, and what applies those to a gradient.
+
+    The product of elements ``k`` and ``k + 1`` is made for each `k` in `products`. TO ADAPT if the
+    engine comes to offer the launch of one level: what is timed now is the run of a plan that has
+    only this level, with its check of the values' shapes, its upload and its test for finiteness.
+    """
+    n = len(jacobians) + 1
+    last = sparsescan.Pattern.diagonal(jacobians[-1].shape[0])
+    values = [gpu.put(matrix.data) for matrix in jacobians]
+    values.append(gpu.put(np.ones(last.nnz, np.float32)))
+    made = [(k, k + 1, k + 2) for k in products]
+    applied, k = [], 1
+    while k < n:
+        stop = k + 2 if k in products else k + 1
+        applied.append((0, k, stop))
+        k = stop
+
+    def plan(*levels: list[tuple[int, int, int]]) -> sparsescan.ScanPlan:
+        tables = [
+            Level(f"level {i}", np.array(ops), np.arange(len(ops) + 1))
+            for i, ops in enumerate(levels)
+        ]
+        schedule = sparsescan.Schedule(n, tables, f"products({levels})")
+        return sparsescan.plan([*jacobians, last], schedule=schedule, device=gpu.device)
+
+    product = plan(made)
+    first = gpu.put(np.ones(jacobians[0].shape[1], np.float32))
+
+    def apply(grad: NDArray[Any]) -> Any:
+        whole = plan(made, *([op] for op in applied))
+        return whole.exclusive_scan(gpu.put(grad), values)[n - 1]
+
+    return lambda: product.exclusive_scan(first, values), apply
+
+
+def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Sequence[int]) -> Race:
+    """The values of a level's products, of which the plan and SpGEMMreuse know the patterns."""
+    ours, apply = one_level(gpu, jacobians, products)
+    grad = np.ones(jacobians[0].shape[1], np.float32)
+    pairs = [(jacobians[k], jacobians[k - 1]) for k in products]
+    on_device = [(gpu.csr(a), gpu.csr(b)) for a, b in pairs]
+
+    def answer(contender: str, result: Any) -> NDArray[Any]:
+        if contender == OURS:
+            return gpu.get(apply(grad))
+        made = {k: _host(matrix) for k, matrix in zip(products, result, strict=True)}
+        x, k = grad, 1
+        while k <= len(jacobians):
+            x = (made[k] if k in made else jacobians[k - 1]) @ x
+            k += 2 if k in made else 1
+        return x
+
+    def reuse() -> dict[str, Call]:
+        library = load()
+        prepared = [NumericSpGEMM(gpu, library, a, b) for a, b in on_device]
+        return {"compute": lambda: [product() for product in prepared]}
+
+    moved, flops = 0, 0
+    for a, b in pairs:
+        product = a @ b
+        moved += sum(_bytes(matrix) for matrix in (a, b, product))
+        flops += 2 * int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
+    return Race(
+        name=f"spgemm {work}",
+        work=f"values of one level's products: {work}, 97% pruned, float32",
+        contenders={
+            OURS: lambda: {"a plan of one level": ours},
+            SPGEMM: lambda: {"alpha=1": lambda: [gpu.spgemm(a, b) for a, b in on_device]},
+            REUSE: reuse,
+        },
+        bytes=moved,
+        flops=flops,
+        dtype=np.dtype(np.float32),
+        answer=answer,
+        ratios=(Ratio(SPGEMM, required=5), Ratio(REUSE, clock="device", required=1.2)),
+        size=sum(_bytes(matrix) for pair in pairs for matrix in pair),
+    )
+
+
+def spgemm_pair(gpu: Any, reduced: bool = False) -> Race:
+    pair = workloads.conv_pair(6, (4, 8, 16)) if reduced else workloads.conv_pair()
+    return spgemm(gpu, "conv 64→128→256 at 16×16", [*map(_int32, pair)], (1,))
+
+
+def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
+    network = vgg11(4, (2, 4, 8), pruned=0.5) if reduced else vgg11(8)
+    work = "VGG-11's convs 128→256→256 at 8×8, 256→512→512 at 4×4, 512→512→512 at 2×2"
+    return spgemm(gpu, work, network, (1, 4, 7))
+
+
+def _bytes(matrix: sp.csr_array) -> int:
+    return int(matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes)
+
+
+def _host(matrix: Any) -> Any:
+    return matrix.get() if hasattr(matrix, "get") else matrix
+
+
+# -- Whole plans ----------------------------------------------------------------------------------
+
+
+# TO ADAPT to the engine's internals: it has no public switch between graph replay and plain
+# launches, so these two reach into the workspaces that runs leave behind in a plan.
+
+
+def with_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
+    """The scan, if a graph of it is replayed."""
+    for _ in range(3):
+        scan()
+    graphs = [graph for kept in _workspaces(plan) for graph in getattr(kept, "_graphs", ())]
+    if not any(graph is not None for graph in graphs):
+        raise MissingPeerError("no graph of the scan was captured")
+    return scan
+
+
+def without_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
+    """The scan, with every kernel launched by itself."""
+    scan()
+    for workspace in _workspaces(plan):
+        if not hasattr(workspace, "_may_capture"):
+            raise MissingPeerError("no switch between graph replay and plain launches was found")
+        workspace._may_capture = False
+    return scan
+
+
+def _workspaces(plan: sparsescan.ScanPlan) -> list[Any]:
+    return [kept for slot in plan._idle for kept in slot._workspaces.values()]
+
+
+def launches(gpu: Any, schedule: str, steps: int = 1000, batch: int = 16) -> Race:
+    """Graph replay against plain launches: the one where what the host does is the point."""
+    data = workloads.tanh_rnn(steps, batch, HIDDEN)
+    grad, jacobians = map(gpu.put, data)
+    patterns = [sparsescan.Pattern.dense((HIDDEN, HIDDEN))] * steps
+
+    def scan(change: Callable[[sparsescan.ScanPlan, Call], Call]) -> Call:
+        plan = sparsescan.plan(patterns, schedule=schedule, device=gpu.device)
+        return change(plan, lambda: plan.exclusive_scan(grad, jacobians))
+
+    read = data.jacobians[1:].size
+    return Race(
+        name=f"launches {schedule}",
+        work=f"whole plan, schedule={schedule!r}, T={steps}, B={batch}, H={HIDDEN}, with launches",
+        about={"T": steps, "B": batch},
+        contenders={
+            OURS: lambda: {"graph replay": scan(with_graph)},
+            PLAIN: lambda: {"plan": scan(without_graph)},
+        },
+        bytes=_ITEM * (read + steps * data.grad.size),
+        flops=2 * read,
+        dtype=np.dtype(np.float32),
+        answer=lambda contender, result: gpu.get(result),
+        # The issue asks for it where the schedule is the one that a plan picks.
+        ratios=(Ratio(PLAIN, required=1 if schedule == "auto" else None),),
+        size=_ITEM * read,
+    )
+
+
+def stencil(gpu: Any, steps: int = 12, side: int = 1024) -> Race:
+    """Matrix-vector products with a 5-point stencil, whose steps share a pattern."""
+    data = workloads.stencil(steps, side, np.float32)
+    chain = gpu.chain(data.chain)
+    plan = sparsescan.plan(data.chain, schedule="linear", device=gpu.device)
+    grad = gpu.put(data.grad)
+    values = data.chain.data[:-1]
+    pattern = data.chain.indices.nbytes + data.chain.indptr.nbytes
+    return _linear(
+        gpu,
+        f"n={steps}, {side}×{side} unknowns (5-point stencil), CSRChain",
+        lambda: plan.exclusive_scan(grad, chain),
+        grad,
+        data.matrices(shared=True)[:-1],
+        values.nbytes + steps * data.grad.nbytes + pattern,
+        2 * values.size,
+    )
+
+
+def convolutions(gpu: Any, reduced: bool = False) -> Race:
+    """Matrix-vector products with Jacobians of many patterns."""
+    network = vgg11(4, (2, 4, 8), pruned=0.5) if reduced else vgg11(32)
+    plan = sparsescan.plan(network, schedule="linear", device=gpu.device)
+    values = [gpu.put(matrix.data) for matrix in network]
+    grad = gpu.put(np.ones(network[0].shape[1], np.float32))
+    used = network[:-1]
+    vectors = _ITEM * (used[0].shape[1] + sum(matrix.shape[0] for matrix in used))
+    return _linear(
+        gpu,
+        "VGG-11's pruned convs from the third on, as for 128×128 images, and pools",
+        lambda: plan.exclusive_scan(grad, values),
+        grad,
+        used,
+        sum(map(_bytes, used)) + vectors,
+        2 * sum(matrix.nnz for matrix in used),
+    )
+
+
+def _linear(
+    gpu: Any, work: str, ours: Call, grad: Any, matrices: list[sp.csr_array], moved: int, flops: int
+) -> Race:
+    shared: dict[int, Any] = {}
+
+    def on_device(matrix: sp.csr_array) -> Any:
+        """With index arrays that are on the device once, if the host has them once."""
+        found, address = gpu.csr(matrix), matrix.indices.ctypes.data
+        found.indices, found.indptr = shared.setdefault(address, (found.indices, found.indptr))
+        return found
+
+    def loop(multiply: Callable[[Any, Any], Any]) -> Call:
+        def run() -> list[Any]:
+            gradients = [grad]
+            for matrix in steps:
+                gradients.append(multiply(matrix, gradients[-1]))
+            return gradients
+
+        return run
+
+    def answer(contender: str, result: Any) -> NDArray[Any]:
+        """Each gradient at its own scale."""
+        host = [gpu.get(array) for array in result]
+        return np.concatenate([array / np.abs(array).max() for array in host])
+
+    steps = [on_device(matrix) for matrix in matrices]
+    return Race(
+        name=f"linear {work}",
+        work=f"matrix-vector products: {work}, float32",
+        contenders={
+            OURS: lambda: {"plan, linear": ours},
+            LOOP: lambda: {
+                "matrix @ vector": loop(lambda matrix, x: matrix @ x),
+                "cusparse.spmv": loop(gpu.spmv),
+            },
+        },
+        bytes=moved,
+        flops=flops,
+        dtype=np.dtype(np.float32),
+        answer=answer,
+        ratios=(Ratio(LOOP),),
+        size=moved,
+    )
+
+
+# -- Which races there are ------------------------------------------------------------------------
+
+RACES: dict[str, list[partial[Race]]] = {
+    "rnn": [
+        partial(kind, steps=steps, batch=batch)
+        for steps, batch in [*((steps, 16) for steps in STEPS), *((1000, b) for b in BATCHES)]
+        for kind in (rnn, rnn_parameters)
+    ],
+    "jax": [partial(jax_scan, steps=steps, batch=16) for steps in (1000, 30_000)],
+    "sparse": [partial(kind) for kind in (spgemm_pair, spgemm_level, stencil, convolutions)],
+    "launches": [partial(launches, schedule=schedule) for schedule in ("auto", "blelloch")],
+}

@@ -1,0 +1,87 @@
+"""``python -m bench.plots FILE.json …``: the sweeps over T and B, as in Figure 8 of the paper."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .contests import OURS
+from .gpu_races import CUDNN, CUDNN_GRAPH, RECORD, VALUES
+
+_STYLES: dict[str, dict[str, Any]] = {
+    CUDNN: {"color": "tab:blue", "marker": "s"},
+    CUDNN_GRAPH: {"color": "tab:cyan", "marker": "s"},
+    OURS: {"color": "tab:orange", "marker": "o"},
+    VALUES: {"color": "tab:red", "marker": "o"},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.plots", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    for file in parser.parse_args(arguments).files:
+        draw(json.loads(file.read_text())["races"], file.with_suffix(".png"))
+    return 0
+
+
+def sweep(races: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
+    """The races against PyTorch along T (B=16) or B (T=1,000), to the first state."""
+    other, fixed = ("B", 16) if axis == "T" else ("T", 1000)
+    found = [
+        race
+        for race in races
+        if race["name"].startswith("rnn T=") and race["about"][other] == fixed
+    ]
+    return sorted(found, key=lambda race: race["about"][axis])
+
+
+def draw(races: list[dict[str, Any]], path: Path) -> None:
+    """Times above, speedups over PyTorch below; over T on the left, over B on the right."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    for column, axis in enumerate("TB"):
+        along = sweep(races, axis)
+        sizes = [race["about"][axis] for race in along]
+        calls = [race["median_seconds"]["call, warm"] for race in along]
+        floors = [race["floors"]["the work"]["seconds"] for race in along]
+        times, ratios = axes[:, column]
+        for name, style in _STYLES.items():
+            known = [(x, call) for x, call in zip(sizes, calls, strict=True) if name in call]
+            times.plot(
+                [x for x, _ in known], [1e3 * call[name] for _, call in known], label=name, **style
+            )
+        for name in (OURS, VALUES):
+            faster = [call[CUDNN] / call[name] for call in calls]
+            ratios.plot(sizes, faster, label=name, **_STYLES[name])
+        dotted = {"color": "black", "ls": ":"}
+        times.plot(sizes, [1e3 * floor for floor in floors], label="the floor", **dotted)
+        at_floor = [call[CUDNN] / floor for call, floor in zip(calls, floors, strict=True)]
+        ratios.plot(sizes, at_floor, label="at the floor", **dotted)
+        ratios.axhline(RECORD, color="grey", ls="--", label=f"the paper's best, {RECORD}×")
+        for panel in (times, ratios):
+            panel.set(xscale="log", yscale="log")
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        ratios.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+        ratios.minorticks_off()
+    (top_left, top_right), (left, right) = axes
+    top_left.set(title="T steps, B=16", ylabel="backward pass [ms], launches included")
+    top_right.set(title="B samples, T=1,000")
+    left.set(xlabel="sequence length T", ylabel=f"time of {CUDNN} over ours")
+    right.set(xlabel="batch size B")
+    right.invert_xaxis()  # as in the paper, where the fraction of the GPU for a sample grows
+    for panel in (top_left, left):
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.legend(frameon=False, fontsize="small")
+    figure.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

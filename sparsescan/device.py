@@ -1,0 +1,584 @@
+"""What a program runs in on a CUDA device: tables, memory, launches and their graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._arrays import load_cupy
+from .chain import Chain, LocalGrads
+from .errors import MemoryLimitError
+from .kernels import _device, cuda_chunks
+from .kernels.cpu import Kind, Op, Store
+from .kernels.cuda import STAGE, THREADS, level_kernels
+from .kernels.cuda_tables import Book, Mode, Node, Run, Unit
+from .pattern import Pattern, rows_of
+from .program import KINDS, Program, places
+
+__all__ = ["DeviceWorkspace", "chunk_count", "product_bytes"]
+
+# Multiply-adds of a product that a block makes at least, where it shares the product with others.
+_GRAIN = 64 if _device.SIMULATED else 16384
+# Tiles of a step above which its rows are shared by blocks, even if each step then takes a launch.
+_LARGE = 4
+# Rows, columns and inner dimension from which on a dense product is cuBLAS's.
+_BLAS_SIZE = 6 if _device.SIMULATED else 128
+
+# What a run does, one after the other, given the handle of a stream.
+Action = Callable[[int], None]
+
+
+class Kept(NamedTuple):
+    """A pattern on a device, and when it is there."""
+
+    indptr: Any
+    indices: Any
+    tiles: Any
+    ready: Any
+
+
+# By pattern, then by device and index dtype.
+_patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
+
+
+def chunk_count(patterns: Sequence[Pattern], batch: int) -> int | None:
+    """Into how many chunks the current device would cut a chain, if there are kernels for it."""
+    size = _chunk_size(patterns)
+    if size is None:
+        return None
+    processors = load_cupy().cuda.Device().attributes["MultiProcessorCount"]
+    return cuda_chunks.chunk_count(len(patterns), batch, size, processors)
+
+
+def _chunk_size(patterns: Sequence[Pattern]) -> int | None:
+    """The size of the steps, if all have one pattern for which there are chunked kernels."""
+    first = patterns[0]
+    rows, cols = first.shape
+    if 0 < rows == cols <= cuda_chunks.MAX_SIZE and all(p is first for p in patterns):
+        return rows
+    return None
+
+
+def product_bytes(program: Program, itemsize: int, batch: int) -> int:
+    """Bytes of the products of a program, if all differ between samples."""
+    patterns, n = program.patterns, program.n
+    chunks, size = program.schedule.chunks, _chunk_size(patterns[:n])
+    if chunks is not None and size is not None:
+        return (chunks - 1) * batch * (size + 1) * size * itemsize
+    nnz = np.array([pattern.nnz for pattern in patterns[n:]], np.int64)
+    scratch = _in_scratch(program)
+    seats = 2 * max((len(runs) for _, runs in program.levels), default=0)
+    return itemsize * batch * int(nnz[~scratch].sum() + seats * nnz[scratch].max(initial=0))
+
+
+def _is_large(pattern: Pattern) -> bool:
+    """Whether products of such matrices are cuBLAS's to make."""
+    return pattern.kind == "dense" and min(pattern.shape) >= _BLAS_SIZE
+
+
+def _in_scratch(program: Program) -> NDArray[np.bool_]:
+    """Which products are kept only until the next operation; but cuBLAS knows no scratch."""
+    large = [_is_large(pattern) for pattern in program.patterns[program.n :]]
+    in_scratch: NDArray[np.bool_] = (program.slots >= 0) & ~np.array(large, bool)
+    return in_scratch
+
+
+class DeviceWorkspace:
+    """Memory, tables and launches for a program on the current device, kept from run to run.
+
+    Parameters
+    ----------
+    program : Program
+        What to run.
+    dtype : dtype
+        float32 or float64.
+    batch : int
+        Number of samples, at least 1.
+    batched : ndarray of bool, shape (n,)
+        Which Jacobians differ between samples.
+    stacked : bool
+        Whether the Jacobians come as one array.
+    local : {None, "list", "stack"}
+        Whether there are local gradients, and how they come.
+
+    Raises
+    ------
+    MemoryLimitError
+        If the device has not enough memory left.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        stacked: bool,
+        local: str | None,
+    ) -> None:
+        self._cupy = cupy = load_cupy()
+        self._kept: list[Any] = []  # what tables and launches point into
+        n = program.n
+        leaves = 0 if stacked else 2 * n
+        self._locals = Run.WIDTH + leaves if local == "list" else 0
+        # What the host says of a run, and where the device reads it.
+        self._told = np.zeros(Run.WIDTH + leaves + (n + 1) * (local == "list"), np.int64)
+        self._run = cupy.empty(len(self._told), np.int64)
+        self._chain: Chain | None = None
+        self._may_capture = True
+        self._launches = _Launches(program, dtype, batch, batched, local is not None, self)
+        # Of an exclusive and of an inclusive scan; a graph is made in the second run.
+        self._actions: list[list[Action] | None] = [None, None]
+        self._graphs: list[Any] = [None, None]
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._stream: int | None = None
+
+    @property
+    def run_table(self) -> int:
+        """Address of the run table."""
+        return int(self._run.data.ptr)
+
+    def place(self, array: Any) -> int:
+        """Keep an array, uploaded if it is NumPy's; its address."""
+        array = self._cupy.asarray(array)
+        self._kept.append(array)
+        return int(array.data.ptr)
+
+    def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> int:
+        """Address of new memory for `size` values, or an error that says how much there is."""
+        needed = size * np.dtype(dtype).itemsize
+        free = self._cupy.cuda.Device().mem_info[0]
+        free += self._cupy.get_default_memory_pool().free_bytes()
+        if needed > free:
+            raise MemoryLimitError(
+                f"{what} would take {needed:,} bytes; the device has {free:,} left"
+            )
+        return self.place((self._cupy.zeros if zeros else self._cupy.empty)(size, dtype))
+
+    def keep(self, kept: Kept) -> None:
+        """Keep a pattern, which may have been uploaded on another stream."""
+        self._cupy.cuda.get_current_stream().wait_event(kept.ready)
+        self._kept.append(kept)
+
+    @property
+    def newest(self) -> Any:
+        """The array that was kept last."""
+        return self._kept[-1]
+
+    def run(self, chain: Chain, local: LocalGrads, out: Any, *, inclusive: bool) -> None:
+        """Fill `out`, whose first gradient is there, on the current stream."""
+        told = self._told
+        told[Run.FLAG], told[Run.OUT] = 0, out.data.ptr
+        if chain.stack is not None:
+            told[Run.BASE : Run.SAMPLE + 1] = chain.stack
+        else:
+            told[Run.WIDTH : Run.WIDTH + 2 * chain.n] = chain.leaves.ravel()
+        if local.stack is not None:
+            told[Run.LOCAL_BASE : Run.LOCAL_STEP + 1] = local.stack
+        elif self._locals:
+            told[Run.LOCALS] = self._locals
+            local.fill(told[self._locals : self._locals + chain.n + 1])
+        stream = self._cupy.cuda.get_current_stream()
+        if self._stream not in (None, stream.ptr):
+            # The memory is in use until the run before is done.
+            stream.wait_event(self._done)
+        self._run.set(told, stream=stream)
+        self._chain = chain
+        self._start(stream, inclusive)
+        self._chain = None
+        self._done.record(stream)
+        self._stream = stream.ptr
+
+    def _start(self, stream: Any, inclusive: bool) -> None:
+        actions, graph = self._actions[inclusive], self._graphs[inclusive]
+        if graph is None and actions is not None and self._may_capture:
+            # Kernels have been compiled and loaded, which no capture allows.
+            graph = self._graphs[inclusive] = self._capture(actions)
+        if graph is not None and not stream.is_capturing():
+            graph.launch(stream)
+            return
+        if actions is None:
+            actions = self._actions[inclusive] = self._launches.actions(inclusive)
+        for action in actions:
+            action(stream.ptr)
+
+    def _capture(self, actions: list[Action]) -> Any:
+        """A graph of a run, or None where none can be made."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        runtime_error = self._cupy.cuda.runtime.CUDARuntimeError
+        try:
+            stream.begin_capture()
+            try:
+                for action in actions:
+                    action(stream.ptr)
+            finally:
+                graph = stream.end_capture()
+        except runtime_error:
+            self._may_capture = False
+            return None
+        return graph
+
+    def matmul(
+        self, left: Callable[[Chain], Any], right: Callable[[Chain], Any], out: Any
+    ) -> Action:
+        """``out = left @ right`` by cuBLAS, of arrays that are known when a chain is."""
+        # A graph would keep the addresses of this chain.
+        self._may_capture = False
+
+        def action(stream: int) -> None:
+            assert self._chain is not None
+            self._cupy.matmul(left(self._chain), right(self._chain), out=out)
+
+        return action
+
+
+class _Chunked(NamedTuple):
+    """Kernels for a chain of small steps, the steps of a chunk, and addresses of what they need."""
+
+    kernels: cuda_chunks.ChunkKernels
+    chunk: int
+    memory: tuple[int, int, int]  # places of the entries, products, their exponents
+
+
+class _Launches:
+    """The launches of a program, and the tables that they read."""
+
+    def __init__(
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        local: bool,
+        workspace: DeviceWorkspace,
+    ) -> None:
+        self._program = program
+        self._dtype = dtype
+        self._batch = batch
+        self._workspace = workspace
+        self._run = workspace.run_table
+        n = program.n
+        self._chunked: _Chunked | None = None
+        chunks = program.schedule.chunks
+        if chunks is not None and _chunk_size(program.patterns[:n]) is not None:
+            self._chunked = self._make_room(chunks)
+            return
+        self._batched = program.batched(batched)
+        wide = any(p.index_dtype == np.int64 for p in set(program.patterns))
+        self._index_dtype = np.dtype(np.int64 if wide else np.int32)
+        self._kernels = level_kernels(dtype, self._index_dtype)
+        nodes = self._nodes()
+        self._tiles, self._kinds = nodes[:, Node.TILE_COUNT], nodes[:, Node.KIND]
+        self._shapes, self._nnz = nodes[:, [Node.ROWS, Node.COLS]], nodes[:, Node.NNZ]
+        large = np.array([_is_large(pattern) for pattern in program.patterns])
+        ops = program.ops
+        self._blas = (ops[:, Op.VECTOR] == 0) & large[ops[:, Op.LEFT]] & large[ops[:, Op.RIGHT]]
+        self._views: dict[int, Any] = {}
+        self._place_products(nodes, local)
+        sizes = np.concatenate([[0, self._shapes[0, 1]], self._shapes[:n, 0]])
+        place = workspace.place
+        common = {
+            Book.BATCH: batch,
+            Book.LOCAL: int(local),
+            Book.NODES: place(nodes),
+            Book.OFFSETS: place(np.cumsum(sizes, dtype=np.int64)),
+        }
+        self._book = place(self._slots(common | {Book.OPS: place(program.ops)}))
+        steps = np.arange(n, dtype=np.int64)
+        linear = np.stack([np.ones(n, np.int64), steps, steps, steps + 1], axis=1)
+        self._linear = place(self._slots(common | {Book.OPS: place(linear)}))
+
+    @staticmethod
+    def _slots(book: dict[int, int]) -> NDArray[np.int64]:
+        return np.array([book[slot] for slot in range(Book.WIDTH)], np.int64)
+
+    def actions(self, inclusive: bool) -> list[Action]:
+        """What an exclusive or an inclusive scan does."""
+        program = self._program
+        if self._chunked is not None:
+            return self._chunks(self._chunked, program.n - (not inclusive))
+        actions = [action for _, runs in program.levels for action in self._level(runs)]
+        if inclusive:
+            last = len(program.ops) - 1
+            actions += self._level(np.array([[last, last + 1]], np.int64))
+        if program.products:
+            # By one block for each sample, if the flag is raised.
+            unit = np.array([[0, program.n - (not inclusive), 0, 1, 0, Mode.ALL]], np.int64)
+            actions.append(
+                self._launch(self._kernels.vectors, self._batch, THREADS, self._linear, unit, 1)
+            )
+        return actions
+
+    def _launch(
+        self,
+        kernel: Any,
+        batch: int,
+        threads: int,
+        book: int,
+        units: NDArray[np.int64],
+        guarded: int,
+    ) -> Action:
+        arguments = self._run, book, self._workspace.place(units), batch, guarded
+        return partial(_launch, kernel, len(units) * batch, threads, arguments)
+
+    # -- Chunked --------------------------------------------------------------------------------
+
+    def _chunks(self, chunked: _Chunked, steps: int) -> list[Action]:
+        """The three phases of a chain of small steps."""
+        if steps == 0:
+            return []
+        kernels, chunk, memory = chunked
+        made = cuda_chunks.launches(kernels, self._run, *memory, steps, self._batch, chunk)
+        return [
+            partial(_launch, kernel, blocks, threads, arguments)
+            for kernel, blocks, threads, arguments in made
+        ]
+
+    def _make_room(self, chunks: int) -> _Chunked:
+        """Kernels for chunks, the steps of a chunk, and the memory that they need."""
+        pattern, steps, workspace = self._program.patterns[0], self._program.n, self._workspace
+        kernels = cuda_chunks.chunk_kernels(pattern.shape[0], pattern.nnz, self._dtype)
+        chunk = -(-steps // chunks)
+        values, exponents = kernels.scratch(steps, self._batch, chunk)
+        memory = (
+            0 if pattern.kind == "dense" else workspace.place(_places_of(pattern)),
+            workspace.room("the products of the chunks", values, self._dtype),
+            workspace.room("the exponents of the chunks", exponents, np.int32),
+        )
+        return _Chunked(kernels, chunk, memory)
+
+    # -- Levels ---------------------------------------------------------------------------------
+
+    def _level(self, runs: NDArray[np.int64]) -> list[Action]:
+        """One launch; or one for each operation of the longest run, if the steps are large."""
+        length = runs[:, 1] - runs[:, 0]
+        if length.max() == 1 or not self._large(int(runs[0, 0]), int(runs[-1, 1])):
+            return self._together(runs)
+        actions: list[Action] = []
+        for depth in range(int(length.max())):
+            first = runs[length > depth, 0] + depth
+            part = np.flatnonzero(length > depth)
+            actions += self._together(np.stack([first, first + 1], axis=1), part)
+        return actions
+
+    def _large(self, first: int, last: int) -> bool:
+        """Whether operations are worth more than one block each."""
+        right = self._program.ops[first:last, Op.RIGHT]
+        return bool(self._tiles[right].max() > _LARGE or self._blas[first:last].any())
+
+    def _together(
+        self, runs: NDArray[np.int64], part: NDArray[np.int64] | None = None
+    ) -> list[Action]:
+        """Runs that do not depend on each other; `part` numbers them for their scratch."""
+        ops = self._program.ops
+        part = np.arange(len(runs)) if part is None else part
+        only = np.where(runs[:, 1] - runs[:, 0] == 1, runs[:, 0], -1)
+        blocks = np.where(only >= 0, self._blocks(only), 1)
+        vector = ops[runs[:, 0], Op.VECTOR] == 1
+        out = ops[runs[:, 1] - 1, Op.OUT]
+        batch = self._batch if vector.any() or self._batched[out].any() else 1
+        blas = (only >= 0) & self._blas[only]
+        mode = np.where(blas, Mode.CHECK, Mode.ALL)
+        kernel = self._kernels.vectors if vector.all() else self._kernels.level
+        threads = self._threads(runs)
+        units = _units(runs, blocks, part, mode)
+        actions = [self._launch(kernel, batch, threads, self._book, units, 0)]
+        if blas.any():
+            actions += [self._matmul(int(op)) for op in only[blas]]
+            units = _units(runs[blas], blocks[blas], part[blas], np.full(blas.sum(), Mode.SETTLE))
+            actions.append(self._launch(kernel, batch, threads, self._book, units, 0))
+        return actions
+
+    def _blocks(self, ops: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Parts of the rows of each operation."""
+        table = self._program.ops[ops]
+        right = table[:, Op.RIGHT]
+        product = np.minimum(self._program.work[ops] // _GRAIN, self._shapes[right, 0])
+        return np.maximum(np.where(table[:, Op.VECTOR] == 1, self._tiles[right], product), 1)
+
+    def _threads(self, runs: NDArray[np.int64]) -> int:
+        """Threads of a block: fewer where there would be nothing to do for more."""
+        program = self._program
+        ops = program.ops[runs[:, 0]]
+        left, right = np.where(ops[:, Op.VECTOR] == 1, 0, ops[:, Op.LEFT]), ops[:, Op.RIGHT]
+        nnz = self._nnz
+        # Each thread has a few entries of a tile, or of a product; or one of each row, where rows
+        # are added up one after the other.
+        wanted = np.minimum(nnz[right] // 4, STAGE // 4)
+        added = (
+            (ops[:, Op.VECTOR] == 0)
+            & (self._kinds[left] == Kind.CSR)
+            & (self._kinds[right] != Kind.DIAGONAL)
+        )
+        wanted = np.where(added, nnz[left] // np.maximum(self._shapes[left, 0], 1), wanted)
+        threads = min(32, THREADS)
+        while threads < min(int(np.median(wanted)), THREADS):
+            threads *= 2
+        return threads
+
+    def _matmul(self, op: int) -> Action:
+        left, right, out = self._program.ops[op, [Op.LEFT, Op.RIGHT, Op.OUT]].tolist()
+        return self._workspace.matmul(self._matrix(right), self._matrix(left), self._views[out])
+
+    def _matrix(self, node: int) -> Callable[[Chain], Any]:
+        """A dense node as an array ``(rows, cols)`` or ``(batch, rows, cols)``."""
+        if node >= self._program.n:
+            view = self._views[node]
+            return lambda chain: view
+        shape = self._program.patterns[node].shape
+
+        def matrix(chain: Chain) -> Any:
+            values = chain.array(node)
+            return values.reshape(*values.shape[:-1], *shape)
+
+        return matrix
+
+    # -- Tables ---------------------------------------------------------------------------------
+
+    def _nodes(self) -> NDArray[np.int64]:
+        """The node table, as far as patterns and Jacobians go."""
+        program, n = self._program, self._program.n
+        rows: dict[Pattern, list[int]] = {}
+        for pattern in set(program.patterns):
+            kept = _keep(pattern, self._index_dtype)
+            self._workspace.keep(kept)
+            arrays = kept.indptr, kept.indices, kept.tiles
+            rows[pattern] = [
+                KINDS[pattern.kind],
+                *pattern.shape,
+                pattern.nnz,
+                *(0 if array is None else array.data.ptr for array in arrays),
+                len(kept.tiles) - 1,
+            ]
+        nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
+        nodes[:, : Node.TILE_COUNT + 1] = [rows[pattern] for pattern in program.patterns]
+        nodes[:, Node.BATCHED] = self._batched
+        nodes[:n, Node.STORE] = Store.CALLER
+        nodes[:n, Node.VALUES] = np.arange(n)
+        return nodes
+
+    def _place_products(self, nodes: NDArray[np.int64], local: bool) -> None:
+        """Give every product its place: in the pool, or in the scratch of the run that makes it."""
+        program, n, batch = self._program, self._program.n, self._batch
+        if not program.products:
+            return
+        made = program.ops[program.ops[:, Op.VECTOR] == 0]
+        products = nodes[n:]
+        inner = np.zeros(len(products), np.int64)
+        inner[made[:, Op.OUT] - n] = nodes[made[:, Op.RIGHT], Node.COLS]
+        # What the kernels need for one sample: values, exponents, local gradients.
+        sizes = np.stack(
+            [
+                products[:, Node.NNZ],
+                3 * products[:, Node.COLS] + 1 + inner,
+                products[:, Node.ROWS] * local,
+            ]
+        )
+        in_scratch = _in_scratch(program)
+        kept = ~in_scratch
+        widths = np.where(products[:, Node.BATCHED] == 1, batch, 1)[kept]
+        products[:, Node.STORE] = np.where(in_scratch, Store.SCRATCH, Store.POOL)
+        # Scratch: two slots for each run of a level and each sample.
+        largest = 2 * sizes[:, in_scratch].max(axis=1, initial=0)
+        seats = batch * max(len(runs) for _, runs in program.levels)
+        room = self._workspace.room
+        columns: tuple[tuple[str, int, Any, Any], ...] = (
+            ("the products", Node.VALUES, self._dtype, widths),
+            ("their exponents", Node.EXPONENTS, np.int32, widths),
+            ("their local gradients", Node.LOCAL, self._dtype, batch),
+        )
+        for size, stride, (what, column, dtype, width) in zip(sizes, largest, columns, strict=True):
+            first, total = places(size[kept] * width)
+            pool = room(what, total + int(stride) * seats, dtype)
+            itemsize = np.dtype(dtype).itemsize
+            products[kept, column] = pool + first * itemsize
+            products[kept, column + 1] = size[kept] * itemsize
+            slot = program.slots[in_scratch] * (stride // 2)
+            products[in_scratch, column] = pool + (total + slot) * itemsize
+            products[in_scratch, column + 1] = stride * itemsize
+            if column == Node.VALUES:
+                self._view_products(first, np.flatnonzero(kept), widths)
+        first, total = places(3 * np.where(products[:, Node.BATCHED] == 1, batch, 1))
+        state = room("the state of the products", total, np.int32, zeros=True)
+        products[:, Node.STATE] = state + 4 * first
+
+    def _view_products(
+        self, first: NDArray[np.int64], kept: NDArray[np.int64], widths: NDArray[np.int64]
+    ) -> None:
+        """The large dense products as arrays ``(batch or 1, rows, cols)``, for cuBLAS."""
+        pool, n = self._workspace.newest, self._program.n
+        for place, width, node in zip(first.tolist(), widths.tolist(), kept + n, strict=True):
+            pattern = self._program.patterns[node]
+            if _is_large(pattern):
+                values = pool[place : place + width * pattern.nnz]
+                self._views[int(node)] = values.reshape(width, *pattern.shape)
+
+
+def _launch(
+    kernel: Any, blocks: int, threads: int, arguments: tuple[int, ...], stream: int
+) -> None:
+    _device.launch(kernel, blocks, threads, stream, *arguments)
+
+
+def _units(
+    runs: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    part: NDArray[np.int64],
+    mode: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """A unit for each of the `blocks` parts of each run."""
+    run = np.repeat(np.arange(len(runs)), blocks)
+    units = np.empty((len(run), Unit.WIDTH), np.int64)
+    units[:, [Unit.FIRST, Unit.LAST]] = runs[run]
+    units[:, Unit.BLOCK] = np.arange(len(run)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    units[:, Unit.BLOCKS] = blocks[run]
+    units[:, Unit.PART] = part[run]
+    units[:, Unit.MODE] = mode[run]
+    return units
+
+
+def _keep(pattern: Pattern, index_dtype: np.dtype[Any]) -> Kept:
+    """What kernels read of a pattern, on the current device."""
+    cupy = load_cupy()
+    known = _patterns.setdefault(pattern, {})
+    key = cupy.cuda.Device().id, index_dtype
+    if key not in known:
+        indptr = indices = None
+        if pattern.kind == "general":
+            indptr = cupy.asarray(pattern.indptr.astype(index_dtype, copy=False))
+            indices = cupy.asarray(pattern.indices.astype(index_dtype, copy=False))
+        tiles, ready = cupy.asarray(_tiles(pattern)), cupy.cuda.Event(disable_timing=True)
+        ready.record(cupy.cuda.get_current_stream())
+        known[key] = Kept(indptr, indices, tiles, ready)
+    return known[key]
+
+
+def _tiles(pattern: Pattern) -> NDArray[np.int64]:
+    """First row of every tile, and the number of rows."""
+    rows, cols = pattern.shape
+    if pattern.kind != "general":
+        step = 4 * THREADS
+        if pattern.kind == "dense":
+            # For a row as many threads as have a few entries each, 32 at most.
+            lanes = 1
+            while lanes < 32 and 8 * lanes <= cols:
+                lanes *= 2
+            step = max(1, THREADS // lanes)
+        return np.append(np.arange(0, rows, step, dtype=np.int64), rows)
+    indptr, tiles = pattern.indptr, [0]
+    while tiles[-1] < rows:
+        first = tiles[-1]
+        last = int(np.searchsorted(indptr, int(indptr[first]) + STAGE, side="right")) - 1
+        tiles.append(min(max(last, first + 1), first + THREADS, rows))
+    return np.array(tiles, np.int64)
+
+
+def _places_of(pattern: Pattern) -> NDArray[np.int32]:
+    """``row·cols + column`` of every entry."""
+    rows = rows_of(pattern)
+    return (rows * pattern.shape[1] + pattern.indices).astype(np.int32)

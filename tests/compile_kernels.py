@@ -1,0 +1,63 @@
+"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
+
+``python compile_kernels.py PTXAS FOLDER MAJOR MINOR``, for one compute capability.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types as python
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numba.cuda.dispatcher
+import numpy as np
+from numba import cuda, int64, void
+
+from sparsescan.kernels.cuda import level_kernels
+from sparsescan.kernels.cuda_checks import check_kernel
+from sparsescan.kernels.cuda_chunks import chunk_kernels
+
+F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
+
+
+def cases() -> Iterator[tuple[str, Any, int]]:
+    """Name, kernel and number of arguments, all of int64."""
+    for dtype, index in ((F4, I4), (F8, I8)):
+        kernels = level_kernels(dtype, index)
+        for name in ("vectors", "level"):
+            yield f"{name} {dtype} {index}", getattr(kernels, name), 5
+        yield f"check {index}", check_kernel(index), 6
+    for size, nnz, dtype in (
+        (20, 400, F4),
+        (20, 58, F4),
+        (20, 400, F8),
+        (32, 1024, F8),
+        (64, 4096, F4),
+    ):
+        chunks = chunk_kernels(size, nnz, dtype)
+        for name in ("multiply", "carry", "sweep", "repair"):
+            yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
+
+
+def main(ptxas: str, folder: Path, capability: tuple[int, int]) -> None:
+    # Functions that a kernel calls are compiled for the current device, which there is none.
+    device = python.SimpleNamespace(compute_capability=capability)
+    numba.cuda.dispatcher.get_current_device = lambda: device
+    architecture = f"-arch=sm_{capability[0]}{capability[1]}"
+    for name, kernel, count in cases():
+        signature = void(*[int64] * count)
+        ptx, _ = cuda.compile(
+            kernel.py_func, signature, cc=capability, device=False, abi="numba", output="ptx"
+        )
+        path = folder / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        print(f"KERNEL {name}:", done.stderr.replace("\n", " "))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,62 @@
+"""Chains on a CUDA device: of CuPy where there is a GPU, of its stand-in in Numba's simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from numba import config
+from oracles import Chain
+
+from sparsescan import BatchedCSR, CSRChain
+
+__all__ = ["SIMULATED", "cupy_or_stand_in", "jacobians_on", "to_host"]
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+
+def cupy_or_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CuPy; in the simulator its stand-in, until the test ends."""
+    if not SIMULATED:
+        return pytest.importorskip("cupy")
+    import fake_cupy
+    import simulator
+
+    simulator.install()
+    return fake_cupy.install(monkeypatch)
+
+
+def jacobians_on(cupy: Any, jacobians: Any) -> Any:
+    """The same Jacobians with their values, and the index arrays of CSR matrices, on the device."""
+    if isinstance(jacobians, np.ndarray):
+        # As a view of what is stored, so that reversed stacks stay reversed.
+        return cupy.asarray(jacobians)
+    if isinstance(jacobians, CSRChain):
+        return CSRChain.from_pattern(cupy.asarray(jacobians.data), jacobians.pattern)
+    return [_step_on(cupy, step) for step in jacobians]
+
+
+def _step_on(cupy: Any, step: Any) -> Any:
+    if isinstance(step, BatchedCSR):
+        return BatchedCSR.from_pattern(cupy.asarray(step.data), step.pattern)
+    if sp.issparse(step):
+        from cupyx.scipy.sparse import csr_matrix
+
+        parts = tuple(cupy.asarray(part) for part in (step.data, step.indices, step.indptr))
+        return csr_matrix(parts, shape=step.shape)
+    return cupy.asarray(step)
+
+
+def chain_on(cupy: Any, chain: Chain) -> tuple[Any, Any, Any]:
+    """Gradient, Jacobians and local gradients on the device."""
+    local = chain.local_grads
+    if local is not None:
+        local = [None if array is None else cupy.asarray(array) for array in local]
+    return cupy.asarray(chain.grad), jacobians_on(cupy, chain.jacobians), local
+
+
+def to_host(result: Any) -> Any:
+    """Gradients in host memory."""
+    return [gradient.get() for gradient in result] if isinstance(result, list) else result.get()

@@ -1,0 +1,178 @@
+"""The stand-in for CuPy is as strict as CuPy about devices, streams, graphs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_cupy
+import numpy as np
+import pytest
+from fake_cupy import Tensor, state
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return fake_cupy.install(monkeypatch)
+
+
+def test_arrays_remember_their_device(cupy: Any) -> None:
+    x = cupy.ones((2, 3))
+    with cupy.cuda.Device(1) as device:
+        y = cupy.ones((2, 3))
+        assert (device.id, cupy.cuda.Device().id, cupy.cuda.runtime.getDevice()) == (1, 1, 1)
+        assert (y + y).device.id == 1
+    assert cupy.cuda.Device().id == 0
+    assert (x.device.id, x.data.device_id, y.device.id, y.data.device_id) == (0, 0, 1, 1)
+    # Views are where they came from, copies where they were made.
+    for view in (y[::-1], y.T, y.reshape(3, 2), y.ravel(), y.view(), y.astype(float, copy=False)):
+        assert view.device.id == 1
+    assert y.copy().device.id == 0
+    assert cupy.asarray(y) is y
+    with pytest.raises(RuntimeError, match="invalid device"):
+        cupy.cuda.Device(fake_cupy.DEVICES)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cupy, x, y: x + y,
+        lambda cupy, x, y: cupy.sum(y),
+        lambda cupy, x, y: cupy.add(x, x, out=y),
+        lambda cupy, x, y: cupy.concatenate([x, y]),
+        lambda cupy, x, y: y.fill(0),
+        lambda cupy, x, y: y.astype(np.float32),
+        lambda cupy, x, y: y.T.reshape(6),
+        lambda cupy, x, y: x[cupy.asarray([0])].__iadd__(y),
+        lambda cupy, x, y: x.__setitem__(0, y[0]),
+        lambda cupy, x, y: y.__setitem__(0, 1.0),
+        lambda cupy, x, y: y[cupy.asarray([0])],
+        lambda cupy, x, y: cupy.copyto(x, y),
+        lambda cupy, x, y: cupy.matmul(x, y.T),
+        lambda cupy, x, y: cupy.ascontiguousarray(y),
+    ],
+)
+def test_arrays_of_another_device_are_refused(cupy: Any, use: Callable[..., Any]) -> None:
+    x = cupy.ones((2, 3))
+    with cupy.cuda.Device(1):
+        y = cupy.ones((2, 3))
+    with pytest.raises(ValueError, match=r"resides \(1\) is different from the current device"):
+        use(cupy, x, y)
+
+
+def test_addresses(cupy: Any) -> None:
+    x = cupy.asarray(np.arange(6.0).reshape(2, 3))
+    assert x[1:].data.ptr == x.data.ptr + 24
+    assert x[::-1].data.ptr == x.data.ptr + 24
+    assert x[::-1].strides == (-24, 8)
+    assert x[:0].data.ptr == 0
+    assert x.nbytes == 48
+    again = cupy.ndarray((3,), np.float64, memptr=x.data + 24)
+    again[...] = 7
+    assert x.get().tolist() == [[0, 1, 2], [7, 7, 7]]
+    host = np.arange(3.0)
+    tensor = Tensor(host[::-1], 1)
+    there = cupy.asarray(tensor)
+    assert (there.device.id, there.strides) == (1, (-8,))
+    with cupy.cuda.Device(1):
+        there[0] = 9
+    assert host.tolist() == [0, 1, 9]
+    with pytest.raises(RuntimeError, match="requires grad"):
+        cupy.asarray(Tensor(host, requires_grad=True))
+
+
+def test_new_memory_holds_no_zeros(cupy: Any) -> None:
+    assert np.isnan(cupy.empty((2, 2), np.float32).get()).all()
+    assert (cupy.empty_like(cupy.zeros(3, np.int64)).get() == -1).all()
+    assert np.isnan(cupy.empty(()).get())
+    assert cupy.ndarray((0, 3)).shape == (0, 3)
+
+
+def test_what_waits_is_counted(cupy: Any) -> None:
+    x = cupy.asarray(np.ones(3))
+    stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    event.record(stream)
+    stream.wait_event(event)
+    x.set(np.zeros(3))
+    x.get(out=np.empty(3), blocking=False)
+    assert state.waits == 0
+    for k, wait in enumerate(
+        [
+            x.get,
+            lambda: cupy.asnumpy(x),
+            stream.synchronize,
+            event.synchronize,
+            cupy.cuda.Device().synchronize,
+            cupy.cuda.get_current_stream().synchronize,
+            cupy.cuda.runtime.deviceSynchronize,
+        ]
+    ):
+        wait()
+        assert state.waits == k + 1
+
+
+def test_set_refuses_what_cupy_refuses(cupy: Any) -> None:
+    x = cupy.zeros((2, 3))
+    for wrong in (np.zeros((2, 3), np.float32), np.zeros(6), cupy.zeros((2, 3))):
+        with pytest.raises((TypeError, ValueError)):
+            x.set(wrong)
+    with pytest.raises(RuntimeError, match="non-contiguous"):
+        x[:, ::2].set(np.zeros((2, 2)))
+
+
+def test_streams(cupy: Any) -> None:
+    null = cupy.cuda.get_current_stream()
+    assert null.ptr == 0
+    stream = cupy.cuda.Stream()
+    with stream:
+        assert cupy.cuda.get_current_stream() == stream
+        with cupy.cuda.Device(1):
+            assert cupy.cuda.get_current_stream() == null
+            with pytest.raises(RuntimeError, match="does not match with the current device"):
+                stream.__enter__()
+    assert cupy.cuda.get_current_stream() == null
+    assert cupy.cuda.Stream.from_external(stream) == stream
+    with pytest.warns(DeprecationWarning, match="ExternalStream"):
+        assert cupy.cuda.ExternalStream(stream.ptr) == stream
+
+
+def test_work_is_put_off_while_a_stream_captures(cupy: Any) -> None:
+    a, b, out = cupy.ones((2, 2)), cupy.ones((2, 2)), cupy.zeros((2, 2))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pytest.raises(RuntimeError, match="default"):
+        cupy.cuda.Stream.null.begin_capture()
+    with stream:
+        stream.begin_capture()
+        assert stream.is_capturing()
+        cupy.matmul(a, b, out=out)
+        out *= 3
+        out[0] = 5
+        with pytest.raises(AssertionError, match="a new array"):
+            a + b
+        with pytest.raises(AssertionError, match="a new array"):
+            cupy.asarray(np.ones(3))
+        with pytest.raises(AssertionError, match="host memory"):
+            a.set(np.ones((2, 2)))
+        with pytest.raises(RuntimeError, match="waits while capturing"):
+            a.get()
+        graph = stream.end_capture()
+    assert not stream.is_capturing()
+    assert out.get().tolist() == [[0, 0], [0, 0]]
+    for factor in (1, 2):
+        a.fill(factor)
+        graph.launch(stream)
+        assert out.get().tolist() == [[5, 5], [6 * factor] * 2]
+    # Other streams go on.
+    stream.begin_capture()
+    assert (a + b).get().tolist() == [[3, 3], [3, 3]]
+    stream.end_capture()
+
+
+def test_memory_is_limited(cupy: Any) -> None:
+    state.free[1] = 100
+    cupy.zeros(20)
+    with cupy.cuda.Device(1):
+        assert cupy.cuda.runtime.memGetInfo()[0] == 100
+        cupy.zeros(10)
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match="allocating 160 bytes"):
+            cupy.zeros(20)
