@@ -41,12 +41,14 @@ def _on(cupy: Any, grad: Any, stream: Any) -> Iterator[None]:
     from .kernels import _device
 
     device = cupy.cuda.Device() if grad is None else grad.device
-    with device, _device.current(device.id):
-        if stream is None:
-            yield
-        else:
-            with _stream(cupy, stream, device.id):
-                yield
+    chosen = nullcontext() if stream is None else _stream(cupy, stream, device.id)
+    with device, _device.current(device.id), chosen:
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise DeviceError(
+                "the stream is capturing a graph, but a scan copies addresses to the device; scan "
+                "outside, where a plan's second run is a graph of its own"
+            )
+        yield
 
 
 def _stream(cupy: Any, stream: Any, device: int) -> Any:

@@ -204,6 +204,11 @@ def plan(
     chosen_dtype = None if dtype is None else check_dtype(dtype)
     limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
     patterns, on_device = _patterns(jacobians)
+    if on_device and device == "cpu":
+        raise DeviceError(
+            "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
+            "(cupy.asnumpy)"
+        )
     chosen, reason = _choose(schedule, patterns, chosen_batch or 1, on_device or device == "cuda")
     return ScanPlan(
         patterns,

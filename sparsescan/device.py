@@ -26,6 +26,8 @@ __all__ = ["DeviceWorkspace", "chunk_count", "product_bytes"]
 _GRAIN = 64 if _device.SIMULATED else 16384
 # Tiles of a step above which its rows are shared by blocks, even if each step then takes a launch.
 _LARGE = 4
+# Blocks for each multiprocessor that share the rows of one step.
+_WAVES = 16
 # Rows, columns and inner dimension from which on a dense product is cuBLAS's.
 _BLAS_SIZE = 6 if _device.SIMULATED else 128
 
@@ -39,9 +41,11 @@ class Kept(NamedTuple):
     indptr: Any
     indices: Any
     tiles: Any
+    home: Any  # the stream it was made on
     ready: Any
 
 
+_counts: dict[int, int] = {}
 # By pattern, then by device and index dtype.
 _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
 
@@ -51,8 +55,16 @@ def chunk_count(patterns: Sequence[Pattern], batch: int) -> int | None:
     size = _chunk_size(patterns)
     if size is None:
         return None
-    processors = load_cupy().cuda.Device().attributes["MultiProcessorCount"]
-    return cuda_chunks.chunk_count(len(patterns), batch, size, processors)
+    return cuda_chunks.chunk_count(len(patterns), batch, size, _processors(load_cupy()))
+
+
+def _processors(cupy: Any) -> int:
+    """Multiprocessors of the current device."""
+    device = cupy.cuda.Device()
+    if device.id not in _counts:
+        # CuPy asks for all attributes at once, which takes a while.
+        _counts[device.id] = int(device.attributes["MultiProcessorCount"])
+    return _counts[device.id]
 
 
 def _chunk_size(patterns: Sequence[Pattern]) -> int | None:
@@ -122,6 +134,10 @@ class DeviceWorkspace:
         local: str | None,
     ) -> None:
         self._cupy = cupy = load_cupy()
+        # The streams that the memory was made on, and when no run uses it any more.
+        self._homes = [cupy.cuda.get_current_stream()]
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._done.record(self._homes[0])
         self._kept: list[Any] = []  # what tables and launches point into
         n = program.n
         leaves = 0 if stacked else 2 * n
@@ -135,8 +151,11 @@ class DeviceWorkspace:
         # Of an exclusive and of an inclusive scan; a graph is made in the second run.
         self._actions: list[list[Action] | None] = [None, None]
         self._graphs: list[Any] = [None, None]
-        self._done = cupy.cuda.Event(disable_timing=True)
-        self._stream: int | None = None
+
+    def __del__(self) -> None:
+        # What is freed is given to others on the stream that it was made on.
+        for home in {id(home): home for home in self._homes}.values():
+            home.wait_event(self._done)
 
     @property
     def run_table(self) -> int:
@@ -154,16 +173,19 @@ class DeviceWorkspace:
         needed = size * np.dtype(dtype).itemsize
         free = self._cupy.cuda.Device().mem_info[0]
         free += self._cupy.get_default_memory_pool().free_bytes()
-        if needed > free:
-            raise MemoryLimitError(
-                f"{what} would take {needed:,} bytes; the device has {free:,} left"
-            )
-        return self.place((self._cupy.zeros if zeros else self._cupy.empty)(size, dtype))
+        make = self._cupy.zeros if zeros else self._cupy.empty
+        try:
+            if needed <= free:
+                return self.place(make(size, dtype))
+        except self._cupy.cuda.memory.OutOfMemoryError:
+            pass  # what is free is in pieces
+        raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
 
     def keep(self, kept: Kept) -> None:
         """Keep a pattern, which may have been uploaded on another stream."""
         self._cupy.cuda.get_current_stream().wait_event(kept.ready)
         self._kept.append(kept)
+        self._homes.append(kept.home)
 
     @property
     def newest(self) -> Any:
@@ -184,22 +206,23 @@ class DeviceWorkspace:
             told[Run.LOCALS] = self._locals
             local.fill(told[self._locals : self._locals + chain.n + 1])
         stream = self._cupy.cuda.get_current_stream()
-        if self._stream not in (None, stream.ptr):
-            # The memory is in use until the run before is done.
-            stream.wait_event(self._done)
-        self._run.set(told, stream=stream)
+        # The memory is in use until the run before is done, which may be on another stream.
+        stream.wait_event(self._done)
+        # By way of memory that CuPy keeps until it has been copied: `told` soon changes.
+        self._run[...] = self._cupy.asarray(told)
         self._chain = chain
-        self._start(stream, inclusive)
-        self._chain = None
-        self._done.record(stream)
-        self._stream = stream.ptr
+        try:
+            self._start(stream, inclusive)
+        finally:
+            self._chain = None
+            self._done.record(stream)
 
     def _start(self, stream: Any, inclusive: bool) -> None:
         actions, graph = self._actions[inclusive], self._graphs[inclusive]
         if graph is None and actions is not None and self._may_capture:
             # Kernels have been compiled and loaded, which no capture allows.
             graph = self._graphs[inclusive] = self._capture(actions)
-        if graph is not None and not stream.is_capturing():
+        if graph is not None:
             graph.launch(stream)
             return
         if actions is None:
@@ -210,7 +233,6 @@ class DeviceWorkspace:
     def _capture(self, actions: list[Action]) -> Any:
         """A graph of a run, or None where none can be made."""
         stream = self._cupy.cuda.Stream(non_blocking=True)
-        runtime_error = self._cupy.cuda.runtime.CUDARuntimeError
         try:
             stream.begin_capture()
             try:
@@ -218,7 +240,8 @@ class DeviceWorkspace:
                     action(stream.ptr)
             finally:
                 graph = stream.end_capture()
-        except runtime_error:
+        except Exception:
+            # If it was not for the capture, plain launches will raise it again.
             self._may_capture = False
             return None
         return graph
@@ -261,6 +284,7 @@ class _Launches:
         self._dtype = dtype
         self._batch = batch
         self._workspace = workspace
+        self._processors = _processors(load_cupy())
         self._run = workspace.run_table
         n = program.n
         self._chunked: _Chunked | None = None
@@ -268,7 +292,6 @@ class _Launches:
         if chunks is not None and _chunk_size(program.patterns[:n]) is not None:
             self._chunked = self._make_room(chunks)
             return
-        self._batched = program.batched(batched)
         wide = any(p.index_dtype == np.int64 for p in set(program.patterns))
         self._index_dtype = np.dtype(np.int64 if wide else np.int32)
         self._kernels = level_kernels(dtype, self._index_dtype)
@@ -279,6 +302,8 @@ class _Launches:
         ops = program.ops
         self._blas = (ops[:, Op.VECTOR] == 0) & large[ops[:, Op.LEFT]] & large[ops[:, Op.RIGHT]]
         self._views: dict[int, Any] = {}
+        self._batched = self._differ(program.batched(batched))
+        nodes[:, Node.BATCHED] = self._batched
         self._place_products(nodes, local)
         sizes = np.concatenate([[0, self._shapes[0, 1]], self._shapes[:n, 0]])
         place = workspace.place
@@ -292,6 +317,19 @@ class _Launches:
         steps = np.arange(n, dtype=np.int64)
         linear = np.stack([np.ones(n, np.int64), steps, steps, steps + 1], axis=1)
         self._linear = place(self._slots(common | {Book.OPS: place(linear)}))
+
+    def _differ(self, batched: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which nodes are made for every sample: all of a run that ends with one that differs.
+
+        The blocks of a run, one for each sample, do not wait for each other.
+        """
+        ops = self._program.ops
+        for _, runs in self._program.levels:
+            for first, last in runs[runs[:, 1] - runs[:, 0] > 1].tolist():
+                if not ops[first, Op.VECTOR] and not self._large(first, last):
+                    made = ops[first:last, Op.OUT]
+                    batched[made] |= batched[made[-1]]
+        return batched
 
     @staticmethod
     def _slots(book: dict[int, int]) -> NDArray[np.int64]:
@@ -399,7 +437,9 @@ class _Launches:
         table = self._program.ops[ops]
         right = table[:, Op.RIGHT]
         product = np.minimum(self._program.work[ops] // _GRAIN, self._shapes[right, 0])
-        return np.maximum(np.where(table[:, Op.VECTOR] == 1, self._tiles[right], product), 1)
+        # More blocks than these only wait for each other; a block goes through several tiles.
+        vector = np.minimum(self._tiles[right], _WAVES * self._processors)
+        return np.maximum(np.where(table[:, Op.VECTOR] == 1, vector, product), 1)
 
     def _threads(self, runs: NDArray[np.int64]) -> int:
         """Threads of a block: fewer where there would be nothing to do for more."""
@@ -457,7 +497,6 @@ class _Launches:
             ]
         nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
         nodes[:, : Node.TILE_COUNT + 1] = [rows[pattern] for pattern in program.patterns]
-        nodes[:, Node.BATCHED] = self._batched
         nodes[:n, Node.STORE] = Store.CALLER
         nodes[:n, Node.VALUES] = np.arange(n)
         return nodes
@@ -552,9 +591,10 @@ def _keep(pattern: Pattern, index_dtype: np.dtype[Any]) -> Kept:
         if pattern.kind == "general":
             indptr = cupy.asarray(pattern.indptr.astype(index_dtype, copy=False))
             indices = cupy.asarray(pattern.indices.astype(index_dtype, copy=False))
-        tiles, ready = cupy.asarray(_tiles(pattern)), cupy.cuda.Event(disable_timing=True)
-        ready.record(cupy.cuda.get_current_stream())
-        known[key] = Kept(indptr, indices, tiles, ready)
+        tiles = cupy.asarray(_tiles(pattern))
+        home, ready = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
+        ready.record(home)
+        known[key] = Kept(indptr, indices, tiles, home, ready)
     return known[key]
 
 

@@ -36,6 +36,7 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         (20, 400, F8),
         (32, 1024, F8),
         (64, 4096, F4),
+        (64, 4096, F8),
     ):
         chunks = chunk_kernels(size, nnz, dtype)
         for name in ("multiply", "carry", "sweep", "repair"):

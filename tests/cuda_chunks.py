@@ -115,7 +115,9 @@ def chain_of(
 ) -> tuple[np.ndarray, CSRChain]:
     """A gradient, and steps that neither grow nor decay much."""
     rng = np.random.default_rng([seed, steps, size])
-    where = np.ones((size, size), bool) if structure == "dense" else mask(rng, structure, size, size)
+    where = (
+        np.ones((size, size), bool) if structure == "dense" else mask(rng, structure, size, size)
+    )
     indices, indptr = indices_of(where)
     shape = (steps, len(indices)) if batch is None else (steps, batch, len(indices))
     data = rng.standard_normal(shape) / np.sqrt(max(len(indices) / size, 1))
@@ -254,6 +256,17 @@ def test_columns_may_explode_and_decay_beside_each_other(cupy: Any) -> None:
     np.testing.assert_array_equal(found[:, 0, 1], np.ldexp(np.float32(1), -powers))
 
 
+def test_a_column_of_zeros_beside_a_decaying_one(cupy: Any) -> None:
+    """Its entry of the gradient, by far the largest, is no measure for the others."""
+    chain = CSRChain(np.zeros((26, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
+    chain.data[:, :, 1] = 2.0**-8
+    grad = np.array([[2.0**100, 2.0**90]], np.float32)
+    found, repaired = scan(cupy, grad, chain, 25)
+    assert not repaired
+    np.testing.assert_array_equal(found[1:, 0, 0], 0)
+    np.testing.assert_array_equal(found[:, 0, 1], np.ldexp(np.float32(1), 90 - 8 * np.arange(27)))
+
+
 def test_one_entry_of_a_column_may_be_far_below_the_others(cupy: Any) -> None:
     """It is outside the band in every step, the column is not."""
     grad = np.ones((1, 8), np.float32)
@@ -270,6 +283,25 @@ def test_a_local_gradient_after_long_decay(cupy: Any) -> None:
     local: list[Any] = [None] * 41
     local[2] = local[19] = local[35] = np.ones_like(grad)
     check(scan(cupy, grad, chain, 20, local, tables=True), grad, chain, local)
+
+
+def test_local_gradients_grow_and_decay(cupy: Any) -> None:
+    """What they add to a chunk leaves the band of products, but has no exponent."""
+    grad, chain = chain_of("dense", 24, 1, 3, np.float32, 10)
+    chain.data[:8] *= np.float32(2.0**9)
+    chain.data[8:16] *= np.float32(2.0**-9)
+    grad[:] = 0
+    local: list[Any] = [None] * 25
+    local[1] = local[9] = np.ones_like(grad)
+    check(scan(cupy, grad, chain, 8, local, tables=True), grad, chain, local)
+
+
+def test_gradients_with_entries_far_from_each_other(cupy: Any) -> None:
+    chain = CSRChain(np.ones((6, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
+    grad = np.array([[2.0**100, 2.0**-80]], np.float32)
+    found, repaired = scan(cupy, grad, chain, 2)
+    assert not repaired
+    np.testing.assert_array_equal(found, np.broadcast_to(grad, found.shape))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

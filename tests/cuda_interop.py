@@ -756,7 +756,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         assert str(caught.value) == (
             f"{name} is a fake_cupy.Tensor on a CUDA device, but CuPy cannot be imported: "
-            "pip install 'sparsescan[cuda13]'"
+            "pip install 'sparsescan[cuda13]', or [cuda12]"
         )
         assert caught.value.__cause__ is None
 

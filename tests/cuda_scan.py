@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import test_range
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +122,49 @@ def test_rows_of_all_lengths(cupy: Any, schedule: Any, batch: int | None) -> Non
     for steps in (jacobians_on(cupy, jacobians), [cupy.asarray(step) for step in data]):
         result = plan.exclusive_scan(cupy.asarray(grad), steps)
         assert_within(to_host(result), expected, np.float64)
+
+
+@pytest.mark.parametrize("size", [1, 9, 13])
+def test_sparse_products_that_are_diagonal(cupy: Any, size: int) -> None:
+    """A permutation and its inverse, which no kind of matrix that has kernels would be."""
+    rng = np.random.default_rng(size)
+    shift = sp.csr_array(np.roll(np.eye(size), 1, axis=0))
+    if size == 1:
+        shift = sp.csr_array(np.ones((1, 3)))
+    steps = [shift, shift.T.tocsr()] * 3
+    for step in steps:
+        step.data = rng.standard_normal(step.nnz)
+    steps = [
+        sp.csr_array((rng.standard_normal(s.nnz), s.indices, s.indptr), s.shape) for s in steps
+    ]
+    grad = rng.standard_normal(steps[0].shape[1])
+    for schedule in ("blelloch", Schedule.truncated(6, 1)):
+        result = sparsescan.exclusive_scan(
+            cupy.asarray(grad), jacobians_on(cupy, steps), schedule=schedule
+        )
+        assert_within(to_host(result), sequential(grad, steps), np.float64)
+
+
+def test_runs_that_begin_with_steps_that_samples_share(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any
+) -> None:
+    """Each sample's block makes what it reads, whichever block comes first."""
+    if SIMULATED:
+        import simulator
+
+        simulator.reverse_blocks(monkeypatch)
+    rng = np.random.default_rng(9)
+    steps = [rng.standard_normal((2, 3, 3)) for _ in range(9)]
+    for k in (2, 3, 6):
+        steps[k] = steps[k][0]
+    # One of another pattern, so that the chain has no kernels of its own.
+    steps[8] = sp.csr_array(np.tri(3))
+    grad = rng.standard_normal((2, 3))
+    plan = sparsescan.plan(steps, schedule=Schedule.chunked(9, 3))
+    on_device = cupy.asarray(grad), jacobians_on(cupy, steps)
+    for _ in range(3):
+        result = plan.exclusive_scan(*on_device)
+        assert_within(to_host(result), sequential(grad, steps), np.float64)
 
 
 def test_a_reversed_view_is_read_where_it_lies(cupy: Any) -> None:
@@ -404,6 +448,8 @@ def test_errors_name_what_is_where(cupy: Any) -> None:
         sparsescan.exclusive_scan(*on_device, device="cpu")
     with pytest.raises(DeviceError, match="device is 'gpu'; expected None, 'cpu' or 'cuda'"):
         sparsescan.plan(steps, device="gpu")
+    with pytest.raises(DeviceError, match="device is 'cpu', but jacobians are on a CUDA device"):
+        sparsescan.plan(on_device[1], device="cpu")
     with pytest.raises(DeviceError, match="grad"):
         sparsescan.exclusive_scan(grad, on_device[1])
     with pytest.raises(DeviceError, match="grad"):
@@ -414,6 +460,17 @@ def test_errors_name_what_is_where(cupy: Any) -> None:
         sparsescan.exclusive_scan(grad, steps, stream=5)
     with pytest.raises(InputTypeError, match="stream is a str"):
         sparsescan.exclusive_scan(*on_device, stream="fast")
+
+
+@simulated
+def test_a_stream_that_captures(cupy: Any) -> None:
+    grad, steps = cupy.asarray(np.ones(2)), cupy.asarray(np.ones((3, 2, 2)))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(DeviceError, match="the stream is capturing a graph"):
+            sparsescan.exclusive_scan(grad, steps)
+        stream.end_capture()
 
 
 @simulated

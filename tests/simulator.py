@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import types
 from typing import Any
 
 import numpy as np
-from numba import types
+import pytest
+from numba import types as numba_types
 from numba.cuda.simulator import kernel, kernelapi
 from numba.np import numpy_support
 
@@ -84,7 +86,7 @@ def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = Non
     with _lock:
         array = self._allocations.get(place)
         if array is None:
-            if isinstance(dtype, types.Type):
+            if isinstance(dtype, numba_types.Type):
                 dtype = numpy_support.as_dtype(dtype)
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             garbage = np.random.default_rng().bytes(size)
@@ -111,6 +113,23 @@ _configure = kernel.FakeCUDAKernel.__getitem__
 def _configured(self: Any, configuration: Any) -> Any:
     """A kernel of its own for each grid, so that threads do not set each other's."""
     return _configure(copy.copy(self), configuration)
+
+
+def reverse_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the last block first, until the test ends: no block may wait for one before."""
+    backwards = types.SimpleNamespace(ndindex=lambda *shape: reversed(list(np.ndindex(*shape))))
+    monkeypatch.setattr(kernel, "np", _Also(np, backwards))
+
+
+class _Also:
+    """A module, of which some names are others."""
+
+    def __init__(self, module: Any, others: Any) -> None:
+        self._module, self._others = module, others
+
+    def __getattr__(self, name: str) -> Any:
+        others = self._others
+        return getattr(others if hasattr(others, name) else self._module, name)
 
 
 def install() -> None:

@@ -79,7 +79,8 @@ else:
     from numba.cuda.extending import intrinsic
 
     def _pointer(context, builder, address, index, dtype):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(address, context.get_data_type(dtype).as_pointer())
+        # Global memory is never shared memory: so loads need not wait for stores to that.
+        pointer = builder.inttoptr(address, context.get_data_type(dtype).as_pointer(1))
         return builder.gep(pointer, [index])
 
     @intrinsic

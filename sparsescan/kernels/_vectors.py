@@ -90,13 +90,9 @@ else:
         return ir.VectorType(context.get_data_type(array.dtype), 128 // array.dtype.bitwidth)
 
     def _to_local(context, builder, vector, array, value, index):
-        parts = _parts(
-            builder, _element(context, builder, array, value, index), vector.type.count
-        )
+        parts = _parts(builder, _element(context, builder, array, value, index), vector.type.count)
         for k, part in enumerate(parts):
-            builder.store(
-                builder.extract_element(vector, ir.Constant(ir.IntType(32), k)), part
-            )
+            builder.store(builder.extract_element(vector, ir.Constant(ir.IntType(32), k)), part)
         return context.get_dummy_value()
 
     @intrinsic

@@ -478,6 +478,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         indices = load(x_node, Node.INDICES, _WORD)
         c_indices = load(c_node, Node.INDICES, _WORD)
         c_dense = load(c_node, Node.KIND, _WORD) == Kind.DENSE
+        c_diagonal = load(c_node, Node.KIND, _WORD) == Kind.DIAGONAL
         a_dense = load(a_node, Node.KIND, _WORD) == Kind.DENSE
         found = _IN_BAND
         for j in range(me, min(cols, int64(tile_size)), threads):
@@ -522,11 +523,13 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                 q_start, q_stop = c_start, c_stop
                 if c_dense:
                     q_start, q_stop = c_start + base, min(c_stop, c_start + beyond)
+                elif c_diagonal:
+                    q_start, q_stop = max(c_start, base), min(c_stop, beyond)
                 elif cols > tile_size:
                     q_start = lower_bound(c_indices, c_start, c_stop, base)
                     q_stop = lower_bound(c_indices, q_start, c_stop, beyond)
                 for q in range(q_start + me, q_stop, threads):
-                    j = (q - c_start if c_dense else int64(load(c_indices, q, no_index))) - base
+                    j = (q - c_start if c_dense else column(c_node, q)) - base
                     value = total[j]
                     total[j] = zero
                     store(c, q, value, zero)
@@ -613,7 +616,9 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         if mode != Mode.SETTLE:
             operands = operands_in(book, x_node, x, part, sample, block, blocks)
             found = operands_in(book, a_node, a, part, sample, block, blocks)
-            cuda.atomic.max(seen, 0, int32(max(operands, found)))
+            found = max(operands, found)
+            if found != _IN_BAND:
+                cuda.atomic.max(seen, 0, int32(found))
             cuda.syncthreads()
             operands = seen[0]
         if mode == Mode.CHECK:
@@ -623,10 +628,12 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         first, last = balanced_row(a_node, block, blocks), balanced_row(a_node, block + 1, blocks)
         if mode == Mode.SETTLE:
             found = range_in(c, row_start(c_node, first), row_start(c_node, last))
-            cuda.atomic.max(seen, 1, int32(found))
+            if found != _IN_BAND:
+                cuda.atomic.max(seen, 1, int32(found))
         elif operands == _IN_BAND:
             found = multiply(a_node, a, x_node, x, c_node, c, first, last, shared[0])
-            cuda.atomic.max(seen, 1, int32(found))
+            if found != _IN_BAND:
+                cuda.atomic.max(seen, 1, int32(found))
         if blocks > 1 or mode == Mode.SETTLE:
             # What this part wrote must be there for the others before it says that it is done.
             cuda.threadfence()

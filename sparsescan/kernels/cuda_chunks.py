@@ -1,8 +1,8 @@
 """Kernels for a chain of small square steps on a GPU, in three phases: ``Schedule.chunked``.
 
 *multiply* makes the product of the steps of each chunk, for each sample; *carry* takes the gradient
-over the chunk boundaries; *sweep* goes through each chunk with matrix-vector products. The number of
-launches does not depend on the number of steps.
+over the chunk boundaries; *sweep* goes through each chunk with matrix-vector products. The number
+of launches does not depend on the number of steps.
 
 In a chunk the columns of the product evolve independently, ``p ← J p``, each with an exponent of
 its own; one column more is what local gradients add, which stays in the range that gradients have.
@@ -15,12 +15,12 @@ is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products
 
 * Latency of memory: steps are loaded ahead into registers, 16 bytes at a time if they are aligned,
   and stored to shared memory when the step before is done with.
-* Shared memory, which delivers 16 bytes to each thread of a warp in the time of eight to sixteen
-  multiply-adds: a thread holds `C` columns of `R` rows of a product, so ``R + C`` reads make ``4 R
-  C`` multiply-adds in float32.
+* Shared memory, which delivers 16 bytes to every thread of a warp in the time of eight to sixteen
+  multiply-adds: a thread holds several rows and columns of a product (`_Tiles`), 4×7 for
+  20×20, so that eleven such reads make 112 multiply-adds.
 * Threads of a warp that have nothing to do: a block works on as many chains, each a chunk of a
-  sample, as its warps have room for; a block of one warp needs no barriers.
-* Rare work on every step: only what leaves a band has its exponent looked at.
+  sample, as its warps have room for. A block of one warp needs no barriers.
+* Work on every step that is seldom needed: exponents are looked at when something leaves a band.
 
 Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda_tables`.
 """
@@ -117,12 +117,15 @@ def _tiles(size: int, itemsize: int) -> _Tiles:
             tiles = _Tiles(
                 groups, cols, column_groups, width, parts, stride, chains, 32 * warps, pitch
             )
-            # For what a thread holds of a product and of the next step.
-            registers = 4 * -(-size * size // (vector * stride)) + itemsize // 4 * _ROWS * cols
-            if tiles.room * chains * itemsize > _SHARED or registers > 96:
+            # For what a thread holds of a product, and of the next step: values and places.
+            unit = 1 if size % vector else vector
+            registers = itemsize // 4 * _ROWS * cols
+            registers += -(-size * size // (unit * stride)) * (unit * itemsize // 4 + 1)
+            shared = chains * (tiles.room * itemsize + 4 * cols * column_groups)
+            if shared > _SHARED or registers > 104:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
-            cost = (_ROWS * cols * vector + 8 * (_ROWS + cols)) * warps / chains
+            cost = (4 * _ROWS * cols + 8 * (_ROWS + cols)) * warps / chains
             found.append((cost if warps == 1 else 1.1 * cost, warps, tiles))
         if found:
             return min(found)[-1]
@@ -202,12 +205,12 @@ def chunk_count(steps: int, batch: int, size: int, multiprocessors: int) -> int:
     """The number of chunks into which to cut a chain; 1 if products do not pay."""
     tiles = _tiles(size, 4)
     padded = -(-size // 4) * 4
-    # Cycles from one step to the next where nothing else goes on, of each phase (float32, as their
-    # code has it); and of two more launches.
-    product, sweep, carry = 6 * tiles.cols * padded + 300, 6 * size + 100, 4 * size + 150
+    # Cycles from one step to the next where nothing else goes on, as the code for float32 has it;
+    # and of two launches.
+    multiply, carry, sweep = 8 * tiles.cols * padded + 300, 4 * size + 150, 6 * size + 100
     launch = 6000
-    # Cycles of a multiprocessor for each chain that it has: four instructions, or 20 bytes.
-    multiply = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
+    # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20 bytes.
+    work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
     read = size * size * 4 / 20
 
     def cycles(chunks: int) -> float:
@@ -215,17 +218,17 @@ def chunk_count(steps: int, batch: int, size: int, multiprocessors: int) -> int:
         swept = depth * max(sweep, chains * read)
         if chunks == 1:
             return swept
-        return swept + depth * max(product, chains * multiply) + chunks * carry + launch
+        return swept + depth * max(multiply, chains * work) + chunks * carry + launch
 
-    # Where depth and carries take the same time; but no more than there is room for at a time, with
-    # 128 registers for each thread.
-    most = multiprocessors * (512 // tiles.threads) * tiles.chains // batch
-    best = min(math.isqrt(steps * (product + sweep) // carry), most, steps)
+    # As many chunks as make depth and carries take the same time; but no more than there is room
+    # for at once, with 168 registers for each thread.
+    most = multiprocessors * (384 // tiles.threads) * tiles.chains // batch
+    best = min(math.isqrt(steps * (multiply + sweep) // carry), most, steps)
     return min(1, max(best, 1), key=cycles)
 
 
 @cuda.jit(device=True)
-def _stacks(run, sample):  # type: ignore[no-untyped-def]
+def _stacks(run, sample):
     """Where stacked steps start for a sample, and stacked local gradients; 0 if not stacked.
 
     Then bytes to the next of each, and where the table of local gradients starts.
@@ -243,7 +246,7 @@ def _stacks(run, sample):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
-def _jacobian_after(run, stacks, address, step, steps, sample):  # type: ignore[no-untyped-def]
+def _jacobian_after(run, stacks, address, step, steps, sample):
     """Address of a step, given that of the one before; any after the last."""
     if stacks[0] != 0:
         return address + stacks[2]
@@ -251,7 +254,7 @@ def _jacobian_after(run, stacks, address, step, steps, sample):  # type: ignore[
 
 
 @cuda.jit(device=True)
-def _local_after(run, stacks, address, k, steps):  # type: ignore[no-untyped-def]
+def _local_after(run, stacks, address, k, steps):
     """Address of what is added to gradient `k`, or 0, given that of the one before."""
     if stacks[1] != 0:
         return address + stacks[3]
@@ -281,7 +284,7 @@ def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int)
     slots = max(1, -(-units // stride))
 
     @cuda.jit(device=True)
-    def find(places, lane, offsets):  # type: ignore[no-untyped-def]
+    def find(places, lane, offsets):
         """Where in shared memory a thread puts its values."""
         for slot in range(slots):
             m = lane + slot * stride
@@ -290,7 +293,7 @@ def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int)
                 offsets[slot] = place // size * pitch + place % size
 
     @cuda.jit(device=True)
-    def fetch(address, lane, staged, at):  # type: ignore[no-untyped-def]
+    def fetch(address, lane, staged, at):
         """Load the values of a thread to places `at` and after in registers."""
         if unit > 1 and address & 15 == 0:
             for slot in range(slots):
@@ -305,7 +308,7 @@ def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int)
                         staged[at + slot * unit + v] = load(address, m * unit + v, zero)
 
     @cuda.jit(device=True)
-    def deliver(pool, base, lane, offsets, staged, at):  # type: ignore[no-untyped-def]
+    def deliver(pool, base, lane, offsets, staged, at):
         """Store them to the step that begins at `base`."""
         for slot in range(slots):
             m = lane + slot * stride
@@ -339,7 +342,8 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     warp = threads == 32
     room, matrix_size = tiles.room, _ROWS * groups * pitch
     pool_size, tile_size, left_size = chains * room, _ROWS * cols, _ROWS * vector
-    right_size, powers_size = cols * vector, chains * width
+    right_size, span = cols * vector, cols * column_groups
+    powers_size = chains * span
     padded = -(-size // vector) * vector
     # The thread, of which block, that has the column of local gradients.
     local_part, rest = divmod(size, width)
@@ -347,9 +351,10 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     staging = _staging(size, nnz, dtype, stride, pitch)
     slots, stage_size = staging.slots, staging.values
     find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    none = np.int32(_NONE)
 
     @cuda.jit
-    def multiply(run, places, columns, exponents, steps, batch, chunk, chunks):  # type: ignore[no-untyped-def]
+    def multiply(run, places, columns, exponents, steps, batch, chunk, chunks):
         pool = cuda.shared.array(pool_size, kind, alignment=16)
         tile = cuda.local.array(tile_size, kind)
         left = cuda.local.array(left_size, kind)
@@ -386,9 +391,9 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         barrier(warp)
         if present:
             deliver(pool, base, lane, offsets, staged, 0)
-            for c in range(lane, width, stride):
-                put(powers, group * width + c, _INT)
-                if part * width + c < size:
+            for c in range(lane, span, stride):
+                put(powers, group * span + c, _INT)
+                if c < width and part * width + c < size:
                     put(pool, base + matrix_size + c * pitch + part * width + c, one)
         ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
         barrier(warp)
@@ -417,9 +422,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                     for n in range(cols):
                         for v in range(vector):
                             for r in range(_ROWS):
-                                tile[n * _ROWS + r] += (
-                                    left[r * vector + v] * right[n * vector + v]
-                                )
+                                tile[n * _ROWS + r] += left[r * vector + v] * right[n * vector + v]
                     k += vector
                 for r in range(_ROWS):
                     tile[local_column * _ROWS + r] += added[r]
@@ -442,14 +445,17 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                         peak = zero
                         for r in range(groups):
                             peak = larger(peak, get(pool, columns_at + n * pitch + r))
+                        place = group * span + mine * cols + n
                         if peak > high or (peak < low and peak > zero):
                             shift = min(max(aim - exponent_of(peak), -most), most)
                             factor = scale(one, shift)
                             if row == 0:
-                                place = group * width + mine * cols + n
                                 put(powers, place, np.int32(get(powers, place) - shift))
                             for r in range(_ROWS):
                                 tile[n * _ROWS + r] *= factor
+                        elif peak == zero and row == 0:
+                            # It will stay so, and is not to be taken for the largest.
+                            put(powers, place, none)
                 barrier(warp)
             if busy:
                 for n in range(cols):
@@ -472,7 +478,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                             place = (chain * (size + 1) + j) * size + i
                             store(columns, place, tile[n * _ROWS + r], zero)
                     if row == 0 and j < size:
-                        store(exponents, chain * size + j, get(powers, group * width + c), _INT)
+                        store(exponents, chain * size + j, get(powers, group * span + c), _INT)
             if poison != zero:
                 store(run, Run.FLAG, np.int64(1), _WORD)
 
@@ -493,7 +499,7 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
     most = np.int32(250 if dtype.itemsize == 4 else 2040)
 
     @cuda.jit(device=True)
-    def scaled(value, exponent):  # type: ignore[no-untyped-def]
+    def scaled(value, exponent):
         """``value·2^exponent``, in two steps, of which each can be made."""
         exponent = max(min(exponent, most), np.int32(-most))
         half = np.int32(exponent >> 1)
@@ -501,7 +507,7 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
         return value * power_of_two(np.int32(exponent - half), zero)
 
     @cuda.jit
-    def carry(run, places, columns, exponents, steps, batch, chunk, chunks):  # type: ignore[no-untyped-def]
+    def carry(run, places, columns, exponents, steps, batch, chunk, chunks):
         terms = cuda.shared.array(padded, kind, alignment=16)
         powers = cuda.shared.array(padded_powers, int32, alignment=16)
         some_terms = cuda.local.array(vector, kind)
@@ -527,7 +533,7 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
         for j in range(i, padded, threads):
             put(terms, j, zero)
         for j in range(i, padded_powers, threads):
-            put(powers, j, np.int32(_NONE))
+            put(powers, j, none)
         barrier(warp)
         poison = zero
 
@@ -603,7 +609,7 @@ def _sweeps(
         masked = sparse and linear
 
         @cuda.jit(device=True)
-        def matvecs(run, places, steps, batch, first, last, count, sample, group, lane):  # type: ignore[no-untyped-def]
+        def matvecs(run, places, steps, batch, first, last, count, sample, group, lane):
             pool = cuda.shared.array(pool_size, kind, alignment=16)
             left = cuda.local.array(vector, kind)
             right = cuda.local.array(vector, kind)
@@ -691,7 +697,7 @@ def _sweeps(
     walk_chunk, walk_all = walk(False), walk(True)
 
     @cuda.jit
-    def sweep(run, places, columns, exponents, steps, batch, chunk, chunks):  # type: ignore[no-untyped-def]
+    def sweep(run, places, columns, exponents, steps, batch, chunk, chunks):
         thread = thread_index()
         group, lane = thread // stride, thread % stride
         chain = block_index() * chains + group
@@ -704,7 +710,7 @@ def _sweeps(
         walk_chunk(run, places, steps, batch, first, last, chunk, sample, group, lane)
 
     @cuda.jit
-    def repair(run, places, columns, exponents, steps, batch, chunk, chunks):  # type: ignore[no-untyped-def]
+    def repair(run, places, columns, exponents, steps, batch, chunk, chunks):
         if load(run, Run.FLAG, _WORD) == 0:
             return
         thread = thread_index()
