@@ -19,6 +19,7 @@ from .errors import (
     InputTypeError,
     MemoryLimitError,
     PatternMismatchError,
+    PlanFileError,
     SparseScanError,
 )
 from .io import load_chain, save_chain
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryLimitError",
     "Pattern",
     "PatternMismatchError",
+    "PlanFileError",
     "ScanPlan",
     "Schedule",
     "SparseScanError",

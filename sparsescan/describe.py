@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .plan import ScanPlan
     from .program import Cost, Program
 
-__all__ = ["describe"]
+__all__ = ["describe", "to_dict"]
 
 # Lines of patterns, or of levels of one name, that are spelled out.
 _MOST = 8
@@ -33,6 +34,31 @@ def describe(plan: ScanPlan, program: Program | None) -> str:
     batch = f"a batch of {plan.batch}" if plan.batch else "one sample"
     lines.append(f"  workspace: {_bytes(plan.workspace_bytes)} of products, for {batch} of {dtype}")
     return "\n".join(lines)
+
+
+def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
+    """The same as lists, numbers and strings."""
+    dtype = np.dtype(plan.dtype or np.float64)
+    costs = program.costs(dtype.itemsize) if program is not None else []
+    return {
+        "n": plan.n,
+        "schedule": repr(plan.schedule),
+        "reason": plan.reason,
+        "batch": plan.batch,
+        "dtype": None if plan.dtype is None else plan.dtype.name,
+        "device": plan.device,
+        "workspace_bytes": plan.workspace_bytes,
+        "patterns": [
+            {
+                "count": count,
+                "shape": list(pattern.shape),
+                "nnz": pattern.nnz,
+                "kind": pattern.kind,
+            }
+            for pattern, count in Counter(plan.patterns).items()
+        ],
+        "levels": [asdict(cost) for cost in costs],
+    }
 
 
 def _patterns(patterns: Sequence[Pattern]) -> list[str]:

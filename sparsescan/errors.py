@@ -21,6 +21,10 @@ class ChainFileError(InputError):
     """A file is not a chain written by :func:`sparsescan.save_chain`."""
 
 
+class PlanFileError(InputError):
+    """A file is not a plan written by :meth:`sparsescan.ScanPlan.save`."""
+
+
 class DeviceError(SparseScanError, RuntimeError):
     """A device was asked for, or holds the data, that cannot be used here."""
 

@@ -1,4 +1,4 @@
-"""Chains on disk: an ``.npz`` file, never pickle.
+"""Chains on disk: an ``.npz`` file, never pickle; and what files of plans share with them.
 
 Version 1 of the format has a handful of arrays, however long the chain is:
 
@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,18 @@ from .containers import BatchedCSR, CSRChain
 from .errors import ChainFileError, DeviceError, InputError, SparseScanError
 from .pattern import Pattern
 
-__all__ = ["load_chain", "save_chain"]
+__all__ = [
+    "Arrays",
+    "check_index",
+    "check_used",
+    "load_chain",
+    "pack_patterns",
+    "read_arrays",
+    "refusing",
+    "save_chain",
+    "unpack_patterns",
+    "write_arrays",
+]
 
 _VERSION = 1
 _KINDS = ("general", "diagonal", "dense")
@@ -96,17 +108,15 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
     arrays: dict[str, Any] = {"version": np.int64(_VERSION), "grad": first}
     if isinstance(jacobians, CSRChain):
         arrays |= {"layout": "csr_chain", "stack": jacobians.data}
-        arrays |= _pack_patterns([jacobians.pattern])
+        arrays |= pack_patterns([jacobians.pattern])
     elif isinstance(jacobians, np.ndarray):
         native = jacobians.dtype.newbyteorder("=")
         arrays |= {"layout": "dense_stack", "stack": jacobians.astype(native, copy=False)}
     else:
         unique = list(dict.fromkeys(patterns))
-        arrays |= {"layout": "list"} | _pack_patterns(unique)
+        arrays |= {"layout": "list"} | pack_patterns(unique)
         arrays |= _pack_steps(jacobians, patterns, unique, chain.values)
-    # np.savez would append .npz to a name without it.
-    with open(path, "wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+    write_arrays(path, arrays)
 
 
 def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
@@ -144,20 +154,34 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
     >>> sparsescan.exclusive_scan(grad, jacobians)
     [array([1., 2., 3.]), array([1., 0., 3.])]
     """
-    with open(path, "rb") as file:
-        try:
-            return _unpack(_read_arrays(file))
-        except SparseScanError as error:
-            raise ChainFileError(f"{os.fspath(path)}: {error}; {_REMEDY}") from None
-        except Exception as error:
-            # Whatever the readers of zip and .npy stumble over, from BadZipFile to MemoryError.
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ChainFileError(
-                f"{os.fspath(path)} is no .npz file, or a damaged one ({what}); {_REMEDY}"
-            ) from error
+    with open(path, "rb") as file, refusing(path, ChainFileError, _REMEDY):
+        return _unpack(read_arrays(file))
 
 
-def _pack_patterns(patterns: Sequence[Pattern]) -> dict[str, NDArray[Any]]:
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays to a file of exactly this name."""
+    # np.savez would append .npz to a name without it.
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+@contextmanager
+def refusing(path: Path, refusal: type[InputError], remedy: str) -> Iterator[None]:
+    """Turn whatever is wrong with a file into one kind of error, which names the file."""
+    try:
+        yield
+    except SparseScanError as error:
+        raise refusal(f"{os.fspath(path)}: {error}; {remedy}") from None
+    except Exception as error:
+        # Whatever the readers of zip and .npy stumble over, from BadZipFile to MemoryError.
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise refusal(
+            f"{os.fspath(path)} is no .npz file, or a damaged one ({what}); {remedy}"
+        ) from error
+
+
+def pack_patterns(patterns: Sequence[Pattern]) -> dict[str, NDArray[Any]]:
+    """The arrays that hold different patterns; :func:`unpack_patterns` is the way back."""
     # Without entries nothing else in the file would bound the size of a dense pattern.
     kinds = [pattern.kind if pattern.nnz else "general" for pattern in patterns]
     general = [p for p, kind in zip(patterns, kinds, strict=True) if kind == "general"]
@@ -193,11 +217,14 @@ def _pack_steps(
     return {"steps": steps, **packed}
 
 
-class _Arrays:
+class Arrays:
     """The arrays of a file; an :class:`InputError` for one that is missing or of a wrong type."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = {key: a for key, a in arrays.items() if isinstance(a, np.ndarray)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
 
     def __getitem__(self, key: str) -> NDArray[Any]:
         if key not in self._arrays:
@@ -233,7 +260,8 @@ class _Arrays:
         return array.item()
 
 
-def _read_arrays(file: Any) -> _Arrays:
+def read_arrays(file: Any) -> Arrays:
+    """The arrays of an open file; an error if any byte of them is damaged."""
     # Reading an array with a damaged header may stop before the end, where zip checks its sum.
     with zipfile.ZipFile(file) as archive:
         damaged = archive.testzip()
@@ -241,10 +269,10 @@ def _read_arrays(file: Any) -> _Arrays:
         raise InputError(f"{damaged} is damaged: its checksum is wrong")
     file.seek(0)
     with np.load(file, allow_pickle=False) as arrays:
-        return _Arrays(dict(arrays))
+        return Arrays(dict(arrays))
 
 
-def _unpack(arrays: _Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
+def _unpack(arrays: Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
         raise InputError(f"version is {version}; expected {_VERSION}, the format known here")
@@ -252,14 +280,14 @@ def _unpack(arrays: _Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
     grad = arrays.floats("grad")
     jacobians: Any
     if layout == "csr_chain":
-        patterns = _unpack_patterns(arrays)
+        patterns = unpack_patterns(arrays)
         if len(patterns) != 1:
             raise InputError(f"patterns has {len(patterns)} rows; expected 1 for a csr_chain")
         jacobians = CSRChain.from_pattern(arrays.floats("stack"), patterns[0])
     elif layout == "dense_stack":
         jacobians = arrays.floats("stack")
     elif layout == "list":
-        jacobians = _unpack_steps(arrays, _unpack_patterns(arrays), grad)
+        jacobians = _unpack_steps(arrays, unpack_patterns(arrays), grad)
     else:
         raise InputError(f"layout is {layout!r}; expected 'list', 'csr_chain' or 'dense_stack'")
     chain = Chain(length(jacobians))
@@ -267,12 +295,13 @@ def _unpack(arrays: _Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
     return read_grad(grad, found[0].shape[1] if found else None, chain.batch), jacobians
 
 
-def _unpack_patterns(arrays: _Arrays) -> list[Pattern]:
+def unpack_patterns(arrays: Arrays) -> list[Pattern]:
+    """The patterns in a file."""
     indptr, indices = arrays.integers("indptr"), arrays.integers("indices")
     patterns = []
     row_end = entry_end = 0
     for p, (kind, rows, cols) in enumerate(arrays.integers("patterns", 3).tolist()):
-        _check_index(f"patterns[{p}, 0]", kind, len(_KINDS))
+        check_index(f"patterns[{p}, 0]", kind, len(_KINDS))
         name = _KINDS[kind]
         if min(rows, cols) < (name != "general") or (name == "diagonal" and rows != cols):
             raise InputError(f"patterns[{p}] is {name} of shape {(rows, cols)}; that cannot be")
@@ -287,13 +316,13 @@ def _unpack_patterns(arrays: _Arrays) -> list[Pattern]:
             entries = indices[entry_end : entry_end + nnz]
             patterns.append(Pattern(pointers, entries, (rows, cols), name=f"patterns[{p}]"))
             row_end, entry_end = row_end + rows + 1, entry_end + nnz
-    _check_used("indptr", len(indptr), row_end)
-    _check_used("indices", len(indices), entry_end)
+    check_used("indptr", len(indptr), row_end)
+    check_used("indices", len(indices), entry_end)
     return patterns
 
 
 def _unpack_steps(
-    arrays: _Arrays, patterns: Sequence[Pattern], grad: NDArray[np.floating[Any]]
+    arrays: Arrays, patterns: Sequence[Pattern], grad: NDArray[np.floating[Any]]
 ) -> list[Any]:
     batch = grad.shape[0] if grad.ndim == 2 else None
     steps = arrays.integers("steps", 3)
@@ -305,7 +334,7 @@ def _unpack_steps(
             )
     for column, count in enumerate((len(_FORMS), len(patterns), len(_DTYPES))):
         for index in {steps[:, column].min(), steps[:, column].max()} if len(steps) else ():
-            _check_index(f"steps[:, {column}]", int(index), count)
+            check_index(f"steps[:, {column}]", int(index), count)
     ends = [0] * len(_DTYPES)
     jacobians: list[Any] = []
     for k, (form, p, dtype) in enumerate(steps.tolist()):
@@ -318,10 +347,10 @@ def _unpack_steps(
         start = ends[dtype]
         ends[dtype] = start + pattern.nnz * (batch if shape else 1)
         part = values[dtype][start : ends[dtype]]
-        _check_used(_DTYPES[dtype], start + len(part), ends[dtype])
+        check_used(_DTYPES[dtype], start + len(part), ends[dtype])
         jacobians.append(_jacobian(k, name, pattern, part, shape))
     for name, array, end in zip(_DTYPES, values, ends, strict=True):
-        _check_used(name, len(array), end)
+        check_used(name, len(array), end)
     return jacobians
 
 
@@ -338,11 +367,13 @@ def _jacobian(
     return values.reshape(*batch_shape, rows, cols)
 
 
-def _check_index(what: str, value: int, count: int) -> None:
+def check_index(what: str, value: int, count: int) -> None:
+    """Raise unless `value` is one of 0 to ``count - 1``."""
     if not 0 <= value < count:
         raise InputError(f"{what} is {value}; expected 0 to {count - 1}")
 
 
-def _check_used(key: str, found: int, expected: int) -> None:
+def check_used(key: str, found: int, expected: int) -> None:
+    """Raise unless an array has as many entries as the rest of the file says."""
     if found != expected:
         raise InputError(f"{key} has {found} entries; expected {expected}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 from ._arrays import load_cupy, namespace, upload
 from ._place import place
 from .chain import Chain, LocalGrads, check_places, read_grad
-from .describe import describe
+from .describe import describe, to_dict
 from .errors import InputError, InputTypeError, MemoryLimitError
 from .kernels._threads import thread_count
 from .pattern import Pattern
+from .prediction import Prediction, predict
 from .program import Program, Workspace
-from .schedule import Schedule
+from .schedule import Schedule, check_count
 
 if TYPE_CHECKING:
     from .device import DeviceWorkspace
@@ -183,6 +185,120 @@ class ScanPlan:
         [array([1., 2.]), array([3., 6.])]
         """
         return self._scan(grad, jacobians, local_grads, stream, inclusive=True)
+
+    def predict(self, workers: int) -> Prediction:
+        """What an exclusive scan of one sample would take with any number of workers.
+
+        Parameters
+        ----------
+        workers : int
+            How many, at least 1: more than this machine has, if you like.
+
+        Returns
+        -------
+        Prediction
+            Steps and multiply-adds, on the critical path and in all.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If `workers` is no positive integer.
+
+        Examples
+        --------
+        >>> import sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.diagonal(8)] * 1000, schedule="blelloch")
+        >>> plan.predict(1).steps, plan.predict(128).steps, plan.predict(1000).steps
+        (1984, 26, 18)
+        """
+        return predict(self._program, check_count("workers", workers, 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the plan prints, for programs: made of lists, numbers and strings, as JSON is.
+
+        Returns
+        -------
+        dict
+            ``levels`` has a dict for each level: the counts are for one sample, bytes for the dtype
+            of the plan, or float64.
+
+        Examples
+        --------
+        >>> import sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 4, schedule="blelloch")
+        >>> plan.to_dict()["levels"][0]["multiply_adds"]
+        12
+        """
+        return to_dict(self, self._program)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, in NumPy's ``.npz`` format and without pickle.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file, written under exactly this name; one that exists is replaced.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
+
+        See Also
+        --------
+        load : The way back.
+
+        Notes
+        -----
+        Stored are the patterns, the schedule and the options, but no products and no memory limit.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan, tempfile, os
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 3, schedule="blelloch")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "plan.npz")
+        ...     plan.save(path)
+        ...     loaded = sparsescan.ScanPlan.load(path)
+        >>> loaded
+        ScanPlan(3 Jacobians, Schedule.blelloch(3))
+        >>> loaded.exclusive_scan([1.0, 2.0], np.full((3, 4), 0.5))
+        array([[1. , 2. ],
+               [1.5, 1.5],
+               [1.5, 1.5]])
+        """
+        from .plan_file import save_plan
+
+        save_plan(path, self)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ScanPlan:
+        """Read a plan that :meth:`save` has written.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Returns
+        -------
+        ScanPlan
+            It prints the same, and gives the same bits. One for a device can be loaded without it.
+
+        Raises
+        ------
+        PlanFileError
+            If the file is damaged or something else. It is a :class:`ValueError`.
+        OSError
+            If the file cannot be opened, such as :class:`FileNotFoundError`.
+
+        See Also
+        --------
+        save : Has an example.
+        """
+        from .plan_file import load_plan
+
+        return load_plan(path)
 
     def _scan(
         self, grad: ArrayLike, jacobians: Any, local_grads: Any, stream: Any, *, inclusive: bool

@@ -13,7 +13,10 @@ schedule: an operand is an element or has been made before, and every prefix is 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,9 @@ __all__ = ["Level", "Schedule", "check_count"]
 @dataclass(frozen=True, eq=False)
 class Level:
     """Runs that do not depend on each other; the operations of one run follow one another.
+
+    A run makes prefixes; or one product, to which each operation adds an operand on the right. What
+    is made on the way to a product is read by the next operation only.
 
     Attributes
     ----------
@@ -53,7 +59,8 @@ class Level:
 class Schedule:
     """An order in which an exclusive scan over ``n`` Jacobians combines its elements.
 
-    Make one with :meth:`linear`, :meth:`blelloch`, :meth:`truncated` or :meth:`chunked`.
+    Make one with :meth:`linear`, :meth:`blelloch`, :meth:`truncated` or :meth:`chunked`, or any
+    other with :meth:`from_levels`.
 
     Attributes
     ----------
@@ -71,15 +78,22 @@ class Schedule:
     are left out. An inclusive scan appends one operation, ``[0, n + 1) = [0, n) ◇ [n, n + 1)``.
     """
 
-    __slots__ = ("_text", "chunks", "levels", "n")
+    __slots__ = ("_key", "_text", "chunks", "levels", "n")
 
     def __init__(
-        self, n: int, levels: Iterable[Level], text: str, chunks: int | None = None
+        self,
+        n: int,
+        levels: Iterable[Level],
+        text: str,
+        chunks: int | None = None,
+        key: str | None = None,
     ) -> None:
         self.n = n
         self.chunks = chunks
         self.levels = tuple(level for level in levels if len(level.ops))
         self._text = text
+        # Equal schedules have equal keys.
+        self._key = key or text
 
     @classmethod
     def linear(cls, n: int) -> Schedule:
@@ -203,6 +217,72 @@ class Schedule:
         ]
         return cls(n, levels, f"chunked({n}, {chunks})", used)
 
+    @classmethod
+    def from_levels(cls, n: int, levels: Iterable[Level | tuple[str, Iterable[Any]]]) -> Schedule:
+        """Any schedule, operation by operation; it is checked.
+
+        An operation ``(start, mid, stop)`` makes ``[start, stop) = [start, mid) ◇ [mid, stop)``,
+        the product of elements ``start`` to ``stop - 1``; element 0 is the gradient, element ``k``
+        the ``k``-th Jacobian of the chain, which are ``[0, 1)`` and ``[k, k + 1)``.
+
+        Parameters
+        ----------
+        n : int
+            Number of Jacobians.
+        levels : iterable of (name, runs)
+            The levels, in the order in which they run. `runs` is a sequence of runs, and each run
+            one of operations, three integers each. Instead of a pair there may be a :class:`Level`.
+            Levels and runs without operations are left out.
+
+        Returns
+        -------
+        Schedule
+            Equal to another one made here if their levels are; the other constructors' are known by
+            their arguments.
+
+        Raises
+        ------
+        InputError
+            If this is no schedule for `n` Jacobians; the operation is named. Every operand must be
+            an element, or have been made by an earlier level or earlier in the same run; no
+            operation touches element ``n``; no interval is made twice, and every prefix
+            ``[0, 2), …, [0, n)`` once. A run that makes more than one interval makes prefixes only;
+            or it makes one product ``[start, stop)``, one operand after the other from the left,
+            and nothing else reads what is made on the way.
+        InputTypeError
+            If something is not of the right type.
+
+        Examples
+        --------
+        >>> import sparsescan
+        >>> pairs = [[(0, 1, 2)], [(2, 3, 4)]]
+        >>> schedule = sparsescan.Schedule.from_levels(
+        ...     5, [("pairs", pairs), ("prefixes", [[(0, 2, 3)], [(0, 2, 4), (0, 4, 5)]])]
+        ... )
+        >>> schedule.depth
+        3
+        >>> schedule.scan("abcde", lambda a, b: a + b)
+        ['a', 'ab', 'abc', 'abcd', 'abcde']
+        """
+        n = check_count("n", n, 0)
+        if not isinstance(levels, Iterable):
+            raise InputTypeError(f"levels is {_short(levels)}; expected pairs (name, runs)")
+        given = [_read_level(i, level, n) for i, level in enumerate(levels)]
+        _Operations(n, given).check()
+        # Of offsets that are equal there is an empty run between.
+        kept = [Level(level.name, level.ops, np.unique(level.runs)) for level in given]
+        kept = [level for level in kept if len(level.ops)]
+        digest = hashlib.blake2b(str(n).encode(), digest_size=16)
+        for level in kept:
+            digest.update(f"\n{level.name}\n{len(level.runs)} {len(level.ops)}\n".encode())
+            for array in (level.runs, level.ops):
+                array.setflags(write=False)
+                digest.update(array.data)
+        key = digest.hexdigest()
+        count = sum(len(level.ops) for level in kept)
+        text = f"from_levels({n}, <{len(kept)} levels, {count} operations, {key[:8]}>)"
+        return cls(n, kept, text, key=key)
+
     @property
     def depth(self) -> int:
         """Operations on the critical path, with as many workers as there are runs."""
@@ -251,10 +331,10 @@ class Schedule:
         return f"Schedule.{self._text}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self._text == other._text
+        return isinstance(other, Schedule) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self._key)
 
 
 def check_count(name: str, value: int, least: int) -> int:
@@ -315,3 +395,157 @@ def _single(name: str, *columns: NDArray[np.int64], keep: NDArray[np.bool_]) -> 
     """A level in which every run is one operation."""
     ops = np.stack(columns, axis=1)[keep]
     return Level(name, ops, np.arange(len(ops) + 1, dtype=np.int64))
+
+
+def _read_level(i: int, level: Any, n: int) -> Level:
+    """The `i`-th level as new arrays, with operations on intervals within ``[0, n)``."""
+    ops: Any
+    if isinstance(level, Level):
+        name, ops, runs = level.name, level.ops, np.array(level.runs)
+        good = runs.dtype.kind in "iu" and runs.ndim == 1 and len(runs) > 0
+        if not good or runs[0] != 0 or runs[-1] != len(ops) or (runs[1:] < runs[:-1]).any():
+            raise InputError(
+                f"levels[{i}].runs is {_short(runs.tolist())}; expected integers that rise from 0 "
+                f"to {len(ops)}, the number of operations"
+            )
+    else:
+        try:
+            name, given = level
+            parts = [run if isinstance(run, Sequence) else list(run) for run in given]
+        except (TypeError, ValueError):
+            raise InputTypeError(
+                f"levels[{i}] is {_short(level)}; expected (name, runs), each run a sequence of "
+                "operations (start, mid, stop)"
+            ) from None
+        runs = np.cumsum([0] + [len(part) for part in parts])
+        ops = list(itertools.chain.from_iterable(parts))
+    if not isinstance(name, str):
+        raise InputTypeError(f"levels[{i}] has the name {_short(name)}; expected a string")
+    if not name.isprintable():
+        raise InputError(f"levels[{i}] has the name {_short(name)}; expected printable characters")
+    runs = runs.astype(np.int64)
+    return Level(name, _read_ops(ops, n, lambda op: _where(i, name, runs, op)), runs)
+
+
+def _read_ops(given: Any, n: int, where: Callable[[int], str]) -> NDArray[np.int64]:
+    """A new array of operations; an error says `where` there is something else."""
+    if len(given) == 0:
+        return np.empty((0, 3), np.int64)
+    try:
+        ops = np.array(given, order="C")
+    except (TypeError, ValueError, OverflowError):
+        ops = np.empty(0)
+    if ops.dtype.kind in "iu" and ops.shape == (len(given), 3):
+        start, mid, stop = ops.T
+        if ((start >= 0) & (start < mid) & (mid < stop) & (stop <= n)).all():
+            return ops.astype(np.int64)
+    checked = []
+    for k, op in enumerate(given):
+        try:
+            start, mid, stop = map(operator.index, op)
+        except (TypeError, ValueError):
+            raise InputTypeError(
+                f"{where(k)} has operation {_short(op)}; expected integers (start, mid, stop)"
+            ) from None
+        checked.append((start, mid, stop))
+        if not 0 <= start < mid < stop <= n:
+            raise InputError(
+                f"{where(k)} has operation {checked[-1]}; expected 0 <= start < mid < stop <= {n}"
+            )
+    return np.array(checked, np.int64)
+
+
+class _Operations:
+    """The operations of all levels, on intervals within ``[0, n)``, and whether they are sound."""
+
+    def __init__(self, n: int, levels: Sequence[Level]) -> None:
+        none = np.empty((0, 3), np.int64)
+        counts = np.array([len(level.ops) for level in levels], np.int64)
+        lengths = np.concatenate([none[:, 0], *[np.diff(level.runs) for level in levels]])
+        self._n = n
+        self._levels = levels
+        self._ops = np.concatenate([none, *[level.ops for level in levels]])
+        self._level_of = np.repeat(np.arange(len(levels)), counts)
+        self._run_of = np.repeat(np.arange(len(lengths)), lengths)
+
+    def check(self) -> None:
+        """Raise unless this is a schedule."""
+        # Prefixes come first: from there on the square of `n` is an int64, since there are as many.
+        self._check_prefixes()
+        self._check_runs(self._count_readers())
+
+    def _check_prefixes(self) -> None:
+        ends = np.unique(self._ops[self._ops[:, 0] == 0, 2])
+        if len(ends) < self._n - 1:
+            gap = np.append(ends != np.arange(2, len(ends) + 2), True).argmax()
+            raise InputError(
+                f"levels make no [0, {gap + 2}); expected all prefixes, [0, 2) to [0, {self._n})"
+            )
+
+    def _count_readers(self) -> NDArray[np.int64]:
+        """How many operations read the result of each, if all operands are there in time."""
+        start, mid, stop = self._ops.T
+        count = len(self._ops)
+        made = start * (self._n + 1) + stop
+        order = np.argsort(made, kind="stable")
+        in_order = made[order]
+        again = order[1:][in_order[1:] == in_order[:-1]]
+        if len(again):
+            op = int(again.min())
+            raise self._error(op, f", but {self._result(op)} has been made before")
+
+        left, right = np.concatenate([start, mid]), np.concatenate([mid, stop])
+        products = np.flatnonzero(right - left > 1)
+        wanted = left[products] * (self._n + 1) + right[products]
+        reader = products % max(count, 1)
+        maker = order[np.minimum(np.searchsorted(in_order, wanted), count - 1)]
+        in_time = self._level_of[maker] < self._level_of[reader]
+        in_time |= (self._run_of[maker] == self._run_of[reader]) & (maker < reader)
+        fine = (made[maker] == wanted) & in_time
+        if not fine.all():
+            first = int(np.where(fine, count, reader).argmin())
+            operand = f"[{left[products[first]]}, {right[products[first]]})"
+            raise self._error(
+                int(reader[first]),
+                f", which reads {operand}; expected an element, or what an earlier level, or an "
+                "earlier operation of the same run, makes",
+            )
+        return np.bincount(maker, minlength=count)
+
+    def _check_runs(self, readers: NDArray[np.int64]) -> None:
+        """Raise unless every run makes prefixes, or one product from the left to the right."""
+        start, mid, stop = self._ops.T
+        op = np.flatnonzero(self._run_of[1:] == self._run_of[:-1])
+        mixed = op[(start[op] == 0) != (start[op + 1] == 0)]
+        if len(mixed):
+            raise self._error(
+                int(mixed[0]) + 1, "; expected a run to make prefixes only, or other products only"
+            )
+        extends = (start[op + 1] == start[op]) & (mid[op + 1] == stop[op]) & (readers[op] == 1)
+        broken = op[(start[op] > 0) & ~extends]
+        if len(broken):
+            raise self._error(
+                int(broken[0]),
+                f"; expected {self._result(int(broken[0]))} to be the left operand of the run's "
+                "next operation, and of no other",
+            )
+
+    def _result(self, op: int) -> str:
+        start, _, stop = self._ops[op]
+        return f"[{start}, {stop})"
+
+    def _error(self, op: int, fault: str) -> InputError:
+        i = int(self._level_of[op])
+        level = self._levels[i]
+        where = _where(i, level.name, level.runs, op - int(np.searchsorted(self._level_of, i)))
+        return InputError(f"{where} has operation {tuple(self._ops[op].tolist())}{fault}")
+
+
+def _where(i: int, name: str, runs: NDArray[np.int64], op: int) -> str:
+    """Which run holds the operation `op` of a level."""
+    return f"run {np.searchsorted(runs, op, side='right') - 1} of levels[{i}] ({name!r})"
+
+
+def _short(value: Any) -> str:
+    """`value` as an error shows it, however long it is."""
+    return reprlib.repr(value)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparsescan import InputError, InputTypeError, Schedule
+from sparsescan.schedule import Level
 
 LENGTHS = range(201)
 
@@ -220,3 +227,288 @@ def test_numpy_integers_are_counts():
 def test_scan_wants_enough_items():
     with pytest.raises(InputError, match="items has 2 elements; expected at least 3"):
         Schedule.linear(3).scan("ab", str.__add__)
+
+
+# ---------------------------------------------------------------------------------------------
+# From levels
+# ---------------------------------------------------------------------------------------------
+
+Runs = list[list[tuple[int, int, int]]]
+
+
+def random_levels(rng: np.random.Generator, n: int) -> list[tuple[str, Runs]]:
+    """A random tree between linear and Blelloch, level by level.
+
+    Neighbours are joined into groups, the groups into larger ones, and so on; what is left in the
+    end is scanned linearly, and each group then swept from its left end. A group is multiplied up
+    in one run, or in levels of their own, whose results its sweep starts from.
+    """
+    up: list[tuple[str, Runs]] = []
+    down: list[tuple[str, Runs]] = []
+    bounds = list(range(n + 1))
+    while len(bounds) > 2 and rng.random() < 0.8:
+        depth = len(down)
+        inner = np.array(bounds[1:-1])
+        ends = [0, *inner[rng.random(len(inner)) < rng.uniform(0.2, 0.9)].tolist(), n]
+        first: Runs = []
+        later: list[Runs] = [[] for _ in range(n)]
+        sweeps: Runs = []
+        for start, stop in itertools.pairwise(ends):
+            nodes = [k for k in bounds if start <= k <= stop]
+            steps = [(start, mid, last) for mid, last in itertools.pairwise(nodes[1:])]
+            if start == 0:
+                first.append(steps)
+            elif rng.random() < 0.5:
+                first.append(steps)
+                sweeps.append([(0, mid, last) for mid, last in itertools.pairwise(nodes[:-1])])
+            else:
+                for k, step in enumerate(steps):
+                    later[k].append([step])
+                sweeps += [[(0, start, mid)] for mid in nodes[1:-1]]
+        up.append((f"up {depth}", first))
+        up += [(f"up {depth}, step {k}", runs) for k, runs in enumerate(later)]
+        down.append((f"down {depth}", sweeps))
+        bounds = ends
+    linear = [(0, mid, stop) for mid, stop in itertools.pairwise(bounds[1:])]
+    # The first group of each level has made its prefixes already.
+    made = {(0, k) for _, runs in up for run in runs for start, _, k in run if start == 0}
+    levels = [*up, ("linear", [linear]), *reversed(down)]
+    return [
+        (name, [[op for op in run if name[:2] == "up" or (0, op[2]) not in made] for run in runs])
+        for name, runs in levels
+    ]
+
+
+def is_schedule(n: int, levels: list[tuple[str, Runs]]) -> bool:
+    """The definition, one operation after the other."""
+    nodes = {(k, k + 1) for k in range(n)}
+    read = Counter(
+        node
+        for _, runs in levels
+        for run in runs
+        for start, mid, stop in run
+        for node in ((start, mid), (mid, stop))
+    )
+    for _, runs in levels:
+        before = set(nodes)
+        for run in runs:
+            own = set()
+            for start, mid, stop in run:
+                operands = {(start, mid), (mid, stop)}
+                fits = 0 <= start < mid < stop <= n
+                if not fits or (start, stop) in nodes or not operands <= before | own:
+                    return False
+                own.add((start, stop))
+                nodes.add((start, stop))
+            for (a, _, b), (start, mid, _) in itertools.pairwise(run):
+                if (a == 0) != (start == 0):
+                    return False
+                if a > 0 and ((start, mid) != (a, b) or read[a, b] != 1):
+                    return False
+    return all((0, k) in nodes for k in range(1, n + 1))
+
+
+def as_given(levels: tuple[Level, ...]) -> list[tuple[str, Runs]]:
+    """Levels as nested lists."""
+    return [
+        (level.name, [level.ops[a:b].tolist() for a, b in itertools.pairwise(level.runs)])
+        for level in levels
+    ]
+
+
+@FAMILIES
+def test_every_schedule_can_be_made_from_its_levels(family):
+    for n in LENGTHS:
+        for schedule in members(family, n):
+            made = Schedule.from_levels(n, schedule.levels)
+            assert (made.n, made.depth, made.chunks) == (n, schedule.depth, None)
+            for found, level in zip(made.levels, schedule.levels, strict=True):
+                assert found.name == level.name
+                assert np.array_equal(found.ops, level.ops)
+                assert np.array_equal(found.runs, level.runs)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40))
+def test_any_tree_gives_the_prefixes(seed, n):
+    levels = random_levels(np.random.default_rng(seed), n)
+    assert is_schedule(n, levels)
+    schedule = Schedule.from_levels(n, levels)
+    text = letters(n)
+    assert schedule.scan(text, str.__add__) == [text[: k + 1] for k in range(n)]
+    # Levels and runs without operations are left out; what is left is what was given.
+    kept = [(name, [run for run in runs if run]) for name, runs in levels]
+    assert as_given(schedule.levels) == [
+        (name, [[list(op) for op in run] for run in runs]) for name, runs in kept if runs
+    ]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 12))
+def test_a_tree_with_one_mistake_is_refused_if_it_is_no_schedule(seed, n):
+    rng = np.random.default_rng(seed)
+    levels = random_levels(rng, n)
+    runs = [run for _, all_runs in levels for run in all_runs if run]
+    run = runs[rng.integers(len(runs))]
+    k = rng.integers(len(run))
+    mistake = rng.integers(5)
+    if mistake == 0:
+        changed = list(run[k])
+        changed[rng.integers(3)] += int(rng.choice([-2, -1, 1, 2]))
+        run[k] = tuple(changed)
+    elif mistake == 1:
+        del run[k]
+    elif mistake == 2:
+        runs[rng.integers(len(runs))].append(run.pop(k))
+    elif mistake == 3:
+        runs[rng.integers(len(runs))].insert(0, run[k])
+    else:
+        i, j = rng.integers(len(levels), size=2)
+        levels[i], levels[j] = levels[j], levels[i]
+    if is_schedule(n, levels):
+        Schedule.from_levels(n, levels)
+    else:
+        with pytest.raises(InputError, match=r"expected|has been made before"):
+            Schedule.from_levels(n, levels)
+
+
+def test_equal_levels_are_equal_schedules():
+    levels = random_levels(np.random.default_rng(3), 20)
+    first, second = (Schedule.from_levels(20, levels) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert repr(first) == repr(second)
+    assert first == Schedule.from_levels(np.int32(20), first.levels)
+    arrays = [(name, [np.array(run, np.uint8) for run in runs]) for name, runs in levels]
+    assert first == Schedule.from_levels(20, iter(arrays))
+    columns = [Level(level.name, level.ops.copy("F"), level.runs) for level in first.levels]
+    assert first == Schedule.from_levels(20, columns)
+    renamed = [(f"my {name}", runs) for name, runs in levels]
+    others = [
+        Schedule.from_levels(20, renamed),
+        Schedule.from_levels(20, Schedule.blelloch(20).levels),
+        Schedule.from_levels(20, Schedule.linear(20).levels),
+        Schedule.linear(20),
+    ]
+    assert len({first, *others}) == 5
+    assert len({*map(repr, [first, *others])}) == 5
+    assert copy.deepcopy(first) == first
+
+
+def test_runs_are_not_levels():
+    """The same operations are another schedule if other ones may run side by side."""
+    ops = [(0, 1, 2), (0, 2, 3)]
+    together = Schedule.from_levels(3, [("a", [ops])])
+    apart = Schedule.from_levels(3, [("a", [ops[:1]]), ("a", [ops[1:]])])
+    assert together != apart
+
+
+def test_a_schedule_from_levels_says_how_large_it_is():
+    schedule = Schedule.from_levels(3, [("a", [[(0, 1, 2), (0, 2, 3)]])])
+    assert repr(schedule).startswith("Schedule.from_levels(3, <1 levels, 2 operations, ")
+
+
+def test_what_is_passed_is_copied():
+    ops, runs = np.array([[0, 1, 2], [0, 2, 3]]), np.array([0, 2])
+    schedule = Schedule.from_levels(3, [Level("a", ops, runs)])
+    ops[:] = runs[:] = 0
+    assert as_given(schedule.levels) == [("a", [[[0, 1, 2], [0, 2, 3]]])]
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.levels[0].ops[0] = 0
+
+
+def test_long_schedules_are_checked_fast():
+    schedule = Schedule.blelloch(30_000)
+    given = as_given(schedule.levels)
+    start = time.perf_counter()
+    made = Schedule.from_levels(30_000, given)
+    assert made == Schedule.from_levels(30_000, schedule.levels)
+    assert time.perf_counter() - start < 1  # measured: 0.07
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ([], r"levels make no \[0, 2\); expected all prefixes, \[0, 2\) to \[0, 5\)"),
+        ([[[(0, 1, 2), (0, 2, 3), (0, 3, 5)]]], r"levels make no \[0, 4\)"),
+        ([[[(0, 1, 6)]]], r"\(0, 1, 6\); expected 0 <= start < mid < stop <= 5"),
+        ([[[(0, 1, 2)], [], [(-1, 1, 6)]]], r"run 2 of levels\[0\] \('a'\) .* \(-1, 1, 6\)"),
+        ([[[(0, 1, 2**80)]]], f"operation \\(0, 1, {2**80}\\)"),
+        ([np.array([[(0, 1, 2**64 - 1)]], np.uint64)], f"operation \\(0, 1, {2**64 - 1}\\)"),
+        ([[[(0, 2, 2)]]], r"operation \(0, 2, 2\)"),
+        (
+            [[[(0, 1, 2)]], "linear"],
+            r"run 0 of levels\[1\] \('b'\) .* \(0, 1, 2\), but \[0, 2\) has",
+        ),
+        (
+            [[[(0, 1, 2), (0, 2, 3), (0, 3, 5)]], [[(3, 4, 5)]], [[(0, 3, 4)]]],
+            r"\(0, 3, 5\), which reads \[3, 5\); expected an element",
+        ),
+        ([[[(0, k, k + 1)] for k in range(1, 5)]], r"run 1 .* \(0, 2, 3\), which reads \[0, 2\)"),
+        ([[[(0, k, k + 1) for k in (1, 3, 2, 4)]]], r"\(0, 3, 4\), which reads \[0, 3\)"),
+        (
+            [[[(0, 1, 2), (2, 3, 4)]], "others"],
+            r"\(2, 3, 4\); expected a run to make prefixes only",
+        ),
+        (
+            [[[(2, 3, 4), (0, 1, 2)]], "others"],
+            r"\(0, 1, 2\); expected a run to make prefixes only",
+        ),
+        ([[[(1, 2, 3), (3, 4, 5)]], "linear"], r"\(1, 2, 3\); expected \[1, 3\) to be the left"),
+        ([[[(3, 4, 5), (2, 3, 5)]], "linear"], r"\(3, 4, 5\); expected \[3, 5\) to be the left"),
+        (
+            [[[(1, 2, 3), (1, 3, 4)]], [[(0, 1, 2)], [(0, 1, 3)], [(0, 1, 4)]], [[(0, 4, 5)]]],
+            r"\(1, 2, 3\); expected \[1, 3\) .* next operation, and of no other",
+        ),
+    ],
+)
+def test_a_mistake_is_named(levels, message):
+    usual = {
+        "linear": [[(0, k, k + 1) for k in range(1, 5)]],
+        "others": [[(0, 2, 3), (0, 3, 4), (0, 4, 5)]],
+    }
+    named = [
+        (name, usual[runs] if isinstance(runs, str) else runs)
+        for name, runs in zip("abc", levels, strict=False)
+    ]
+    with pytest.raises(InputError, match=message):
+        Schedule.from_levels(5, named)
+
+
+def test_a_number_of_jacobians_that_is_too_large_is_no_problem():
+    for n in (2**31, 2**62, 2**80):
+        with pytest.raises(InputError, match=r"levels make no \[0, 3\)"):
+            Schedule.from_levels(n, [("a", [[(0, 1, 2)]])])
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        (None, "levels is None; expected pairs"),
+        ([None], r"levels\[0\] is None; expected \(name, runs\)"),
+        ([("a", None)], r"levels\[0\] is \('a', None\); expected \(name, runs\)"),
+        ([("a", [None])], r"levels\[0\] is \('a', \[None\]\)"),
+        ([("a", [[None]])], "operation None; expected integers"),
+        ([("a", [[(0, 1)]])], r"operation \(0, 1\); expected integers"),
+        ([("a", [[(0, 1, 2), (0, 1, 2, 3)]])], r"operation \(0, 1, 2, 3\); expected integers"),
+        ([("a", [[(0, 1, 2), (0, 2.0, 3)]])], r"operation \(0, 2.0, 3\); expected integers"),
+        ([("a", ["bcd"])], "operation 'b'; expected integers"),
+        ([(1, [[(0, 1, 2)]])], r"levels\[0\] has the name 1; expected a string"),
+    ],
+)
+def test_levels_of_another_type_are_refused(levels: Any, message: str) -> None:
+    with pytest.raises(InputTypeError, match=message):
+        Schedule.from_levels(3, levels)
+
+
+def test_a_name_has_one_line():
+    with pytest.raises(InputError, match=r"levels\[0\] has the name 'a\\n'; expected printable"):
+        Schedule.from_levels(2, [("a\n", [[(0, 1, 2)]])])
+
+
+@pytest.mark.parametrize(
+    "runs", [[], [0], [1], [0, 1], [0, 2, 1], [1, 2], [0, 3, 2], [[0, 2]], [0.0, 2.0]]
+)
+def test_the_runs_of_a_level_are_offsets(runs):
+    with pytest.raises(
+        InputError, match=r"levels\[0\].runs is .*; expected integers that rise from"
+    ):
+        Schedule.from_levels(3, [Level("a", np.array([[0, 1, 2], [0, 2, 3]]), np.array(runs))])

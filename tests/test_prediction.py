@@ -1,0 +1,98 @@
+"""Steps and work on any number of workers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import every_schedule
+
+import sparsescan
+from sparsescan import InputError, InputTypeError, Pattern, Schedule
+
+
+def plan(n: int, schedule: Schedule, size: int = 3) -> sparsescan.ScanPlan:
+    return sparsescan.plan([Pattern.dense((size, size))] * n, schedule=schedule)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 100, 1000, 1023, 1024])
+def test_steps_of_the_blelloch_scan(n: int) -> None:
+    """Equation 6: Θ(log n) steps for more workers than steps, else Θ(n/p + log p)."""
+    made = plan(n, Schedule.blelloch(n))
+    for workers in sorted({1, 2, 3, 10, max(n // 3, 1), n, n + 1, 10 * n}):
+        steps = made.predict(workers).steps
+        assert steps >= (n - 1) / workers
+        if workers > n:
+            assert steps <= 2 * math.ceil(math.log2(n + 1)) - 1
+        else:
+            # Levels with fewer runs than workers take a step each, of the others rounding takes
+            # one at most.
+            assert (
+                steps <= 2 * n / workers + 2 * math.log2(n / workers) + 2 * math.log2(workers) + 2
+            )
+
+
+@pytest.mark.parametrize("n", [1, 2, 100, 1000, 1024])
+def test_work_of_scans(n: int) -> None:
+    """Equation 7: Θ(n) operations, whoever does them; twice those of the linear scan at most."""
+    for schedule in every_schedule(n):
+        made = plan(n, schedule)
+        found = {made.predict(workers).operations for workers in (1, 2, n, 2 * n)}
+        assert found == {schedule.operations}
+        assert n - 1 <= schedule.operations <= 2 * n
+
+
+@given(st.integers(0, 60), st.integers(1, 70))
+def test_bounds_of_any_schedule(n: int, workers: int) -> None:
+    for schedule in every_schedule(n):
+        made = plan(n, schedule)
+        found, alone = made.predict(workers), made.predict(1)
+        assert alone.steps == alone.operations == schedule.operations
+        assert alone.critical_multiply_adds == alone.multiply_adds
+        unbounded = made.predict(10**6)
+        assert unbounded.steps == schedule.depth
+        assert unbounded.steps <= found.steps <= alone.steps
+        # Nobody works on more than one thing at a time, and no greedy order is twice the best.
+        assert found.steps >= math.ceil(found.operations / workers)
+        best = max(unbounded.critical_multiply_adds, alone.multiply_adds / workers)
+        assert found.critical_multiply_adds >= best
+        together = unbounded.critical_multiply_adds + alone.multiply_adds / workers
+        assert found.critical_multiply_adds <= together
+
+
+def test_multiply_adds_are_those_of_the_matrices() -> None:
+    """Up-sweep of four 3×3 steps: one vector, one product; then two vectors one after the other."""
+    found = plan(4, Schedule.blelloch(4)).predict(2)
+    assert found.multiply_adds == 27 + 3 * 9
+    assert found.critical_multiply_adds == 27 + 9 + 9
+    assert (found.steps, found.operations) == (3, 4)
+
+
+def test_workers_that_cannot_be() -> None:
+    made = plan(3, Schedule.linear(3))
+    with pytest.raises(InputError, match="workers is 0; expected at least 1"):
+        made.predict(0)
+    with pytest.raises(InputTypeError, match="workers is 'all'; expected an integer"):
+        made.predict("all")
+
+
+def test_a_plan_as_a_dictionary() -> None:
+    import json
+
+    made = sparsescan.plan(
+        [Pattern.dense((3, 3))] * 4, schedule="blelloch", batch=2, dtype=np.float32
+    )
+    found = json.loads(json.dumps(made.to_dict()))
+    assert found["n"] == 4
+    assert found["schedule"] == "Schedule.blelloch(4)"
+    assert (found["batch"], found["dtype"], found["device"]) == (2, "float32", None)
+    assert found["workspace_bytes"] == made.workspace_bytes
+    assert [level["name"] for level in found["levels"]] == [
+        level.name for level in made.schedule.levels
+    ]
+    assert sum(level["multiply_adds"] for level in found["levels"]) == made.predict(1).multiply_adds
+    assert found["patterns"] == [{"count": 4, "shape": [3, 3], "nnz": 9, "kind": "dense"}]
+    assert sparsescan.plan([]).to_dict()["levels"] == []
