@@ -40,8 +40,13 @@ _AHEAD = 4
 # How the range of some values is; the worst counts.
 _IN_BAND, _OUT_OF_BAND, _NOT_FINITE = 0, 1, 2
 
+# The flag behind the exponents of a product: none, or each column its own, or all columns one.
+_UNSCALED, _EACH, _ALL = 0, 1, 2
+
 # Less than any exponent.
 _NONE = -(1 << 30)
+# Columns whose largest entries are no more powers of two apart are given one exponent.
+_APART = 30
 _WORD, _INT = np.int64(0), np.int32(0)
 
 
@@ -312,8 +317,12 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         return _OUT_OF_BAND if math.isfinite(value) else _NOT_FINITE
 
     @cuda.jit(device=True)
-    def normalise(node, c, e):
-        """Bring every column with an entry outside the band to the target, and note it in `e`."""
+    def normalise(node, c, e, span):
+        """Bring every column with an entry outside the band to the target, and note it in `e`.
+
+        All columns by one power of two, if that will do: what a product is multiplied by then needs
+        no more care. `span`, two integers of shared memory, are less than any exponent.
+        """
         me, threads = int64(cuda.threadIdx.x), int64(cuda.blockDim.x)
         nnz, cols = load(node, Node.NNZ, _WORD), load(node, Node.COLS, _WORD)
         # After the exponents and their flag: the largest exponent of each column, and minus the
@@ -331,16 +340,25 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                 atomic_max(lows, j, int32(-own))
         cuda.syncthreads()
         for j in range(me, cols, threads):
+            cuda.atomic.max(span, 0, load(highs, j, _INT))
+            cuda.atomic.max(span, 1, load(lows, j, _INT))
+        flag = load(e, cols, _INT)
+        cuda.syncthreads()
+        top, bottom = int64(span[0]), -int64(span[1])
+        if top == _NONE:
+            return
+        together = flag != _EACH and bottom - (top - target) >= low_exponent
+        for j in range(me, cols, threads):
             largest, smallest = int64(load(highs, j, _INT)), -int64(load(lows, j, _INT))
             shift = int64(0)
-            if largest == _NONE:
-                store(e, j, int32(0), _INT)
-            elif largest > high_exponent or smallest < low_exponent:
+            if together:
+                shift = top - target
+            elif largest != _NONE and (largest > high_exponent or smallest < low_exponent):
                 shift = largest - target
-                store(e, j, int32(load(e, j, _INT) + shift), _INT)
+            store(e, j, int32(load(e, j, _INT) + shift), _INT)
             store(highs, j, int32(shift), _INT)
-            if load(e, j, _INT) != 0:
-                store(e, cols, int32(1), _INT)
+        if me == 0:
+            store(e, cols, int32(_ALL if together else _EACH), _INT)
         cuda.syncthreads()
         for p in range(me, nnz, threads):
             shift = int64(load(highs, column(node, p), _INT))
@@ -363,8 +381,11 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         return int64(-1)
 
     @cuda.jit(device=True)
-    def multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e):
-        """``C diag(2^e) = A diag(2^a_e) X diag(2^x_e)`` for operands of any range, by one block."""
+    def multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
+        """``C diag(2^e) = A diag(2^a_e) X diag(2^x_e)`` for operands of any range, by one block.
+
+        `span` is as for `normalise`, and again so afterwards.
+        """
         me, threads = int64(cuda.threadIdx.x), int64(cuda.blockDim.x)
         inner, cols = load(a_node, Node.COLS, _WORD), load(c_node, Node.COLS, _WORD)
         # The largest exponent of every column of A, and of every column of what it is applied to
@@ -392,7 +413,15 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                     atomic_max(tops, column(x_node, q), int32(exponent_of(value) + by))
         cuda.syncthreads()
         for j in range(me, cols, threads):
-            own = int64(load(tops, j, _INT))
+            own = load(tops, j, _INT)
+            if own != _NONE:
+                cuda.atomic.max(span, 0, own)
+                cuda.atomic.max(span, 1, -own)
+        cuda.syncthreads()
+        highest, together = int64(span[0]), int64(span[0]) + int64(span[1]) <= _APART
+        cuda.syncthreads()
+        for j in range(me, cols, threads):
+            own = highest if together else int64(load(tops, j, _INT))
             if own != _NONE:
                 own -= target
                 store(tops, j, int32(own), _INT)
@@ -402,7 +431,9 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                 own = int64(0)
             store(e, j, int32(own), _INT)
         if me == 0:
-            store(e, cols, int32(1), _INT)
+            one = together and (x_e == 0 or load(x_e, cols, _INT) == _ALL)
+            store(e, cols, int32(_ALL if one else _EACH), _INT)
+            span[0] = span[1] = _NONE
         cuda.syncthreads()
         for q in range(me, load(c_node, Node.NNZ, _WORD), threads):
             i, j = row_of(c_node, q), column(c_node, q)
@@ -570,11 +601,16 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         return found
 
     @cuda.jit(device=True)
-    def operands_in(book, node, values, part, sample, block, blocks):
-        """How the range of an operand is, as far as this thread sees."""
+    def operand_in(book, node, values, part, sample, block, blocks, later):
+        """How the range of an operand is, as far as this thread sees.
+
+        Entries of products are in the band. Exponents count where columns meet rows: those of the
+        `later` operand, unless they are all one.
+        """
         if load(node, Node.STORE, _WORD) != Store.CALLER:
-            scaled = scaled_by(book, node, part, sample) != 0
-            return _OUT_OF_BAND if scaled else _IN_BAND
+            e = scaled_by(book, node, part, sample)
+            apart = later and e != 0 and load(e, load(node, Node.COLS, _WORD), _INT) == _EACH
+            return _OUT_OF_BAND if apart else _IN_BAND
         nnz = load(node, Node.NNZ, _WORD)
         return range_in(values, nnz * block // blocks, nnz * (block + 1) // blocks)
 
@@ -599,6 +635,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         `Mode.CHECK` only looks at the operands, `Mode.SETTLE` does all but that and multiplying.
         """
         seen = cuda.shared.array(3, int32)
+        span = cuda.shared.array(2, int32)
         me = int64(cuda.threadIdx.x)
         nodes = load(book, Book.NODES, _WORD)
         x_node = nodes + load(op, Op.LEFT, _WORD) * Node.WIDTH * 8
@@ -611,11 +648,13 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         state = load(c_node, Node.STATE, _WORD) + 12 * sample
         if me < 3:
             seen[me] = 0
+        if me < 2:
+            span[me] = _NONE
         cuda.syncthreads()
         operands = _IN_BAND
         if mode != Mode.SETTLE:
-            operands = operands_in(book, x_node, x, part, sample, block, blocks)
-            found = operands_in(book, a_node, a, part, sample, block, blocks)
+            operands = operand_in(book, x_node, x, part, sample, block, blocks, False)
+            found = operand_in(book, a_node, a, part, sample, block, blocks, True)
             found = max(operands, found)
             if found != _IN_BAND:
                 cuda.atomic.max(seen, 0, int32(found))
@@ -658,14 +697,22 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         a_e = scaled_by(book, a_node, part, sample)
         if seen[0] == _NOT_FINITE or (seen[0] == _IN_BAND and seen[1] == _NOT_FINITE):
             raise_flag(run)
-        for j in range(me, cols + 1, cuda.blockDim.x):
-            store(e, j, int32(0), _INT)
-        cuda.syncthreads()
+        x_e = scaled_by(book, x_node, part, sample)
         if seen[0] == _OUT_OF_BAND:
-            x_e = scaled_by(book, x_node, part, sample)
-            multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e)
+            multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e, span)
+        else:
+            # The one exponent of all columns of A, and those of X.
+            common = load(a_e, 0, _INT) if a_e != 0 else _INT
+            for j in range(me, cols, cuda.blockDim.x):
+                store(e, j, int32(common + (load(x_e, j, _INT) if x_e != 0 else _INT)), _INT)
+            if me == 0:
+                flag = int32(_UNSCALED if a_e == 0 else _ALL)
+                if x_e != 0:
+                    flag = load(x_e, cols, _INT)
+                store(e, cols, flag, _INT)
+            cuda.syncthreads()
         if seen[0] == _OUT_OF_BAND or (seen[0] == _IN_BAND and seen[1] == _OUT_OF_BAND):
-            normalise(c_node, c, e)
+            normalise(c_node, c, e, span)
         if load(book, Book.LOCAL, _WORD) != 0:
             cuda.syncthreads()
             # Samples that share a product do not share its local gradients.

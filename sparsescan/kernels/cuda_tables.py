@@ -81,7 +81,7 @@ class _Node(NamedTuple):
     # the next
     VALUES: int = 10
     VALUES_STEP: int = 11
-    # int32: exponents of the columns, their flag, then room for 2·cols + inner more
+    # int32: exponents of the columns, their flag (0 if there are none), room for 2·cols + inner
     EXPONENTS: int = 12
     EXPONENTS_STEP: int = 13
     # what local gradients inside a product add up to
