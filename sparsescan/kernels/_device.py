@@ -21,6 +21,7 @@ __all__ = [
     "cuda",
     "current",
     "exponent_of",
+    "intrinsic",
     "launch",
     "load",
     "scale",
@@ -30,6 +31,7 @@ __all__ = [
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
 if SIMULATED:
+    intrinsic: Any = None  # what compiles to instructions of one's own is Python there
     _CTYPES = {
         np.float32: ctypes.c_float,
         np.float64: ctypes.c_double,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ._device import SIMULATED, cuda, load
+from ._device import SIMULATED, cuda, intrinsic, load
 
 __all__ = [
     "barrier",
@@ -78,7 +78,6 @@ if SIMULATED:
 else:
     from llvmlite import ir
     from numba.core import cgutils
-    from numba.cuda.extending import intrinsic
 
     def _element(context, builder, array, value, index):
         return builder.gep(context.make_array(array)(context, builder, value).data, [index])

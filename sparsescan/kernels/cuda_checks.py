@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import namespace
 from ._device import atomic_max, cuda, current, launch, load
 
 __all__ = ["check_kernel", "is_safe"]
@@ -21,8 +22,7 @@ def is_safe(indptr: Any, indices: Any, cols: int) -> bool:
 
     Both must be contiguous, of one dtype, int32 or int64. Rows may be unsorted.
     """
-    import cupy
-
+    cupy = namespace(indptr)
     fault = cupy.zeros(1, np.int32)
     # Whole warps, but of few threads for few entries.
     size = max(indptr.size, indices.size)
