@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--epochs", type=int, default=100, help="passes over the images")
     training.add_argument("--batch", type=int, default=16, help="images of a batch")
     _add_schedule(training)
-    training.add_argument("--device", default="cpu", help="where the scan runs")
+    _add_device(training)
     training.add_argument("--output", default="demo.png", help="PNG file for the loss curves")
     training.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     training.set_defaults(command=_demo)
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("plan", help="print the plan for a chain")
     show.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
     _add_schedule(show)
+    _add_device(show)
     show.set_defaults(command=_plan)
 
     scan = commands.add_parser(
@@ -121,8 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         "--inclusive", action="store_true", help="the gradient of the first layer's input, too"
     )
     _add_schedule(scan)
+    _add_device(scan)
     scan.set_defaults(command=_scan)
     return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="where the scan runs: cpu or cuda")
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +178,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         schedule=arguments.schedule(len(jacobians)),
         batch=(len(grad) or None) if grad.ndim == 2 else None,
         dtype=np.result_type(grad, *{part.dtype for part in parts}),
+        device=arguments.device,
     )
     print(made)
 
@@ -180,7 +187,8 @@ def _scan(arguments: argparse.Namespace) -> None:
     grad, jacobians = load_chain(arguments.file)
     scan = inclusive_scan if arguments.inclusive else exclusive_scan
     start = time.perf_counter()
-    gradients = scan(grad, jacobians, schedule=arguments.schedule(len(jacobians)))
+    schedule = arguments.schedule(len(jacobians))
+    gradients = scan(grad, jacobians, schedule=schedule, device=arguments.device)
     seconds = time.perf_counter() - start
     arrays: dict[str, Any]
     if isinstance(gradients, np.ndarray):

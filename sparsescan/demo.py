@@ -278,7 +278,7 @@ def run(
         fill a batch.
     schedule : Schedule or str, default "auto"
         How the scan combines the Jacobians of the 64 steps.
-    device : {None, "cpu"}, optional
+    device : {None, "cpu", "cuda"}, optional
         Where the scan runs.
     output : str or path-like, default "demo.png"
         The PNG file to write.

@@ -160,6 +160,13 @@ def test_a_wrong_schedule_gives_one_line(capsys, stacked, schedule):
 
 
 @pytest.mark.parametrize("command", ["plan", "scan"])
+def test_a_wrong_device_gives_one_line(capsys, tmp_path, stacked, command):
+    more = ["-o", tmp_path / "out.npz"] if command == "scan" else []
+    words = "device is 'abacus'; expected None, 'cpu' or 'cuda'"
+    assert_one_line(capsys, [command, stacked, *more, "--device", "abacus"], words)
+
+
+@pytest.mark.parametrize("command", ["plan", "scan"])
 def test_a_wrong_file_gives_one_line(capsys, tmp_path, stacked, command):
     more = ["-o", tmp_path / "out.npz"] if command == "scan" else []
     missing, text, cut = tmp_path / "missing.npz", tmp_path / "text.npz", tmp_path / "cut.npz"
