@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import __version__, demo, exclusive_scan, inclusive_scan, load_chain, plan
+from .costs import machine_file
 from .errors import InputError, SparseScanError
 from .kernels._memory import address_of
 from .kernels._threads import thread_count
@@ -104,6 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="print versions, devices, threads and cache folder")
     info.set_defaults(command=_info)
 
+    calibration = commands.add_parser(
+        "calibrate",
+        help="measure what operations take on this machine, for predicted times",
+        description="Scan chains of all kinds for some fifteen seconds, and keep what operations "
+        "take on this machine in the cache folder. Best when nothing else runs.",
+    )
+    calibration.set_defaults(command=_calibrate)
+
     show = commands.add_parser("plan", help="print the plan for a chain")
     show.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
     _add_schedule(show)
@@ -166,8 +175,22 @@ def _info(arguments: argparse.Namespace) -> None:
     rows += [("CUDA GPUs", ", ".join(_gpu_names()) or "none")]
     rows += [("threads", f"{thread_count()} (NUMBA_NUM_THREADS)")]
     rows += [("Numba cache", f"{address_of.stats.cache_path} (NUMBA_CACHE_DIR)")]
+    rows += [("calibration", str(machine_file()) if machine_file().exists() else "none")]
     for name, value in rows:
         print(f"{name:<12}{value}")
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from .calibrate import calibrate
+    from .costs import FAMILIES, save_machine
+
+    machine = calibrate()
+    print(f"{'nanoseconds of':<16}{'multiply-add':>14}{'entry':>10}{'operation':>12}")
+    for name, constants in machine.families.items():
+        for family, (multiply_add, entry, operation) in zip(FAMILIES, constants, strict=True):
+            print(f"{family:<16}{multiply_add:>14.3f}{entry:>10.3f}{operation:>12.0f}  {name}")
+    print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
+    print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_machine(machine)}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .costs import Operations, level_times, load_machine
+from .kernels._threads import thread_count
 from .pattern import Pattern
 
 if TYPE_CHECKING:
@@ -29,9 +31,16 @@ def describe(plan: ScanPlan, program: Program | None) -> str:
     if program is None:
         return "\n".join(lines)
     costs = program.costs(dtype.itemsize)
+    run, times = _times(plan, program)
     lines.append(f"  levels, for one sample of {dtype}:")
-    lines += _table(costs)
+    lines += _table(costs, times)
     batch = f"a batch of {plan.batch}" if plan.batch else "one sample"
+    if times is not None:
+        threads = thread_count()
+        lines.append(
+            f"  predicted: {_time(run + sum(times))} for {batch} on {threads} "
+            f"thread{'s' * (threads > 1)}, of which {_time(run)} are spent once a run"
+        )
     lines.append(f"  workspace: {_bytes(plan.workspace_bytes)} of products, for {batch} of {dtype}")
     return "\n".join(lines)
 
@@ -40,6 +49,7 @@ def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
     """The same as lists, numbers and strings."""
     dtype = np.dtype(plan.dtype or np.float64)
     costs = program.costs(dtype.itemsize) if program is not None else []
+    run, times = _times(plan, program) if program is not None else (0.0, [])
     return {
         "n": plan.n,
         "schedule": repr(plan.schedule),
@@ -57,8 +67,22 @@ def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
             }
             for pattern, count in Counter(plan.patterns).items()
         ],
-        "levels": [asdict(cost) for cost in costs],
+        "run_nanoseconds": None if times is None else run,
+        "levels": [
+            asdict(cost) | {"nanoseconds": None if times is None else times[k]}
+            for k, cost in enumerate(costs)
+        ],
     }
+
+
+def _times(plan: ScanPlan, program: Program) -> tuple[float, list[float] | None]:
+    """Predicted nanoseconds of a run itself, and of each level; None on a device."""
+    if plan.device == "cuda":
+        return 0.0, None
+    dtype, batch = np.dtype(plan.dtype or np.float64), plan.batch or 1
+    batched = np.full(program.n, batch > 1)
+    operations = Operations.of(program, dtype.itemsize, batch, batched)
+    return level_times(program, operations, load_machine(), dtype, batch, thread_count())
 
 
 def _patterns(patterns: Sequence[Pattern]) -> list[str]:
@@ -78,11 +102,11 @@ def _density(pattern: Pattern) -> str:
     return f"{pattern.nnz / size:.3g}" if size else "0"
 
 
-def _table(costs: Sequence[Cost]) -> list[str]:
+def _table(costs: Sequence[Cost], times: list[float] | None) -> list[str]:
     header = ["level", "matvecs", "products", "steps", "nnz in", "nnz out", "fill-in", "FLOP"]
-    header += ["critical", "bytes"]
+    header += ["critical", "bytes", *["time"] * (times is not None)]
     rows = [header]
-    for cost in costs:
+    for k, cost in enumerate(costs):
         fill_in = f"{2 * cost.nnz_out / cost.nnz_in:.2f}" if cost.nnz_in else "-"
         rows.append(
             [
@@ -96,6 +120,7 @@ def _table(costs: Sequence[Cost]) -> list[str]:
                 _count(2 * cost.multiply_adds),
                 _count(2 * cost.critical),
                 _bytes(cost.bytes),
+                *([] if times is None else [_time(times[k])]),
             ]
         )
     total = [
@@ -107,6 +132,7 @@ def _table(costs: Sequence[Cost]) -> list[str]:
         _count(2 * sum(cost.multiply_adds for cost in costs)),
         _count(2 * sum(cost.critical for cost in costs)),
         _bytes(sum(cost.bytes for cost in costs)),
+        *([] if times is None else [_time(sum(times))]),
     ]
     rows.append(total)
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -126,6 +152,10 @@ def _count(number: int) -> str:
 
 def _bytes(number: int) -> str:
     return _scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def _time(nanoseconds: float) -> str:
+    return _scaled(round(nanoseconds), 1000, [" ns", " µs", " ms", " s"])
 
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from .kernels.cpu import Book, Kind, Node, Op, Stage, Store, Work
 from .pattern import Pattern, multiply_adds, product
 from .schedule import Schedule
 
-__all__ = ["KINDS", "Program", "Workspace", "places"]
+__all__ = ["KINDS", "ROW_GRAIN", "RUN_GRAIN", "Program", "Workspace", "places"]
 
 KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
@@ -25,8 +25,8 @@ KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 _NANOSECONDS = {"dense": 0.2, "general": 0.7, "diagonal": 0.5}
 # Nanoseconds of work below which more threads cost more than they save: for a run, which has to
 # wake them, and for a block of the rows of one operation, after which they meet.
-_RUN_GRAIN = 200_000
-_ROW_GRAIN = 10_000
+RUN_GRAIN = 200_000
+ROW_GRAIN = 10_000
 # Bytes of a step below which its samples are not shared out: threads that skip through memory in
 # pieces this small take longer than one that reads on (half as fast with pieces of 13 kB, from
 # 25 to 75 MB, on the machine of bench/results).
@@ -373,7 +373,7 @@ class _Stages:
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
         rate = np.array([_NANOSECONDS[pattern.kind] for pattern in program.patterns])
         cost = program.work * self._width * rate[ops[:, Op.RIGHT]]
-        if cost.sum() < _RUN_GRAIN:
+        if cost.sum() < RUN_GRAIN:
             threads = 1
         for _, runs in program.levels:
             self._level(runs, cost, threads)
@@ -386,7 +386,7 @@ class _Stages:
 
     def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
-        large = cost >= 2 * _ROW_GRAIN
+        large = cost >= 2 * ROW_GRAIN
         mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
         if (
             threads == 1
@@ -406,7 +406,7 @@ class _Stages:
                     self._add_runs(np.array([[op, small]], np.int64), threads)
                     op = small
                 else:
-                    self._add_rows(op, min(threads, int(cost[op] / _ROW_GRAIN)))
+                    self._add_rows(op, min(threads, int(cost[op] / ROW_GRAIN)))
                     op += 1
 
     def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> bool:

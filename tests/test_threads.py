@@ -57,8 +57,8 @@ def with_threads(monkeypatch):
         monkeypatch.setattr(plan, "thread_count", lambda: count)
         monkeypatch.setattr(_threads, "_pool", pools[-1])
 
-    monkeypatch.setattr(sparsescan.program, "_RUN_GRAIN", 1)
-    monkeypatch.setattr(sparsescan.program, "_ROW_GRAIN", 1)
+    monkeypatch.setattr(sparsescan.program, "RUN_GRAIN", 1)
+    monkeypatch.setattr(sparsescan.program, "ROW_GRAIN", 1)
     yield set_threads
     for pool in pools:
         pool.shutdown()
@@ -236,7 +236,7 @@ FORKS = """
     import os, signal, sys, threading
     import numpy as np, sparsescan, sparsescan.program
 
-    sparsescan.program._RUN_GRAIN = sparsescan.program._ROW_GRAIN = 1
+    sparsescan.program.RUN_GRAIN = sparsescan.program.ROW_GRAIN = 1
     rng = np.random.default_rng(0)
     jacobians, grad = 0.2 * rng.standard_normal((40, 12, 12)), rng.standard_normal(12)
     plan = sparsescan.plan(jacobians, schedule="blelloch")
@@ -342,7 +342,7 @@ def test_a_thread_may_outlive_the_main_one(tmp_path):
     """No worker can be started then; the thread's scans go on without."""
     code = """
         import threading, numpy as np, sparsescan, sparsescan.program
-        sparsescan.program._RUN_GRAIN = 1
+        sparsescan.program.RUN_GRAIN = 1
         jacobians, grad = np.full((40, 4, 6, 6), 0.1), np.ones((4, 6))
         expected = sparsescan.exclusive_scan(grad, jacobians, schedule="blelloch")
 

@@ -1,0 +1,174 @@
+"""Measure the constants of :mod:`sparsescan.costs` on this machine: ``sparsescan calibrate``."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from .costs import FAMILIES, Machine, Operations
+from .kernels._threads import share, thread_count
+from .pattern import Pattern, of_mask, trusted
+from .program import Program, Workspace
+from .schedule import Schedule
+
+__all__ = ["calibrate"]
+
+# Seconds for which each chain is scanned, and how often at least.
+_SECONDS, _TIMES = 0.03, 5
+
+
+class _Chain(NamedTuple):
+    """A chain; `shared`: samples share the values, and so do steps of one pattern."""
+
+    patterns: list[Pattern]
+    schedule: Schedule
+    batch: int
+    shared: bool
+
+
+def calibrate() -> Machine:
+    """The constants of this machine, from scans of chains of all kinds; takes some ten seconds.
+
+    Returns
+    -------
+    Machine
+
+    Notes
+    -----
+    Times of one thread are explained by counts of multiply-adds, entries and operations: a least
+    squares problem in relative errors, with constants that are not negative.
+    """
+    families, runs = {}, []
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        chains = list(_chains())
+        rows = np.array([_features(chain, dtype) for chain in chains])
+        times = np.array([_time(chain, dtype, 1) for chain in chains])
+        constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
+        runs.append(constants[0])
+        families[dtype.name] = constants[1:].reshape(len(FAMILIES), 3).tolist()
+    cache, bandwidth, memory_threads = _memory()
+    wake, meet = _meetings() if thread_count() > 1 else (0.0, 0.0)
+    return Machine(
+        name=platform.processor() or platform.machine(),
+        families=families,
+        run=float(np.mean(runs)),
+        wake=wake,
+        meet=meet,
+        cache=cache,
+        bandwidth=bandwidth,
+        memory_threads=memory_threads,
+    )
+
+
+def _chains() -> Iterator[_Chain]:
+    """Chains in which each family does much of the work at some size."""
+    rng = np.random.default_rng(0)
+
+    def sparse(size: int, share: float) -> Pattern:
+        return of_mask(rng.random((size, size)) < share)
+
+    def banded(size: int) -> Pattern:
+        return of_mask(np.abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 2)
+
+    steps = [Pattern.dense((size, size)) for size in (2, 8, 20, 48, 128)]
+    steps += [Pattern.diagonal(size) for size in (4, 64, 1024, 8192)]
+    steps += [banded(size) for size in (8, 64, 512, 2048)]
+    steps += [sparse(64, 0.2), sparse(512, 0.05)]
+    for step in steps:
+        # As long as real ones: the tables of thousands of operations do not stay in a near cache.
+        n = min(max(100_000 // step.nnz, 16), 2000)
+        for batch in (1, 8):
+            yield _Chain([step] * n, Schedule.linear(n), batch, shared=False)
+        if step.kind == "general":
+            yield _Chain([step] * n, Schedule.linear(n), 16, shared=True)
+        if step.shape[0] <= 512:
+            yield _Chain([step] * n, Schedule.truncated(n, 1), 1, shared=False)
+            yield _Chain([step] * n, Schedule.truncated(n, 2), 4, shared=False)
+    for size in (8, 48, 200):
+        kinds = [Pattern.dense((size, size)), Pattern.diagonal(size), banded(size)]
+        for a in kinds:
+            for b in kinds:
+                if a is not b:
+                    yield _Chain([a, b] * 16, Schedule.truncated(32, 1), 1, shared=False)
+
+
+def _features(chain: _Chain, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """What the constants are multiplied by: that of a run, then those of the families."""
+    program = Program(chain.patterns, chain.schedule)
+    operations = Operations.of(program, dtype.itemsize, chain.batch, _batched(chain))
+    table = np.zeros((len(FAMILIES), 3))
+    np.add.at(table, operations.family[:-1], operations.counts[:-1])
+    return np.concatenate([[1.0], table.ravel()])
+
+
+def _batched(chain: _Chain) -> NDArray[np.bool_]:
+    return np.full(len(chain.patterns), chain.batch > 1 and not chain.shared)
+
+
+def _time(chain: _Chain, dtype: np.dtype[Any], threads: int) -> float:
+    """Nanoseconds of an exclusive scan: the median of many."""
+    program, batched = Program(chain.patterns, chain.schedule), _batched(chain)
+    rng = np.random.default_rng(1)
+    values, made = [], {}
+    for pattern in chain.patterns:
+        # Row sums of one, so that nothing grows.
+        per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
+        shape = (chain.batch, pattern.nnz) if batched[0] else (pattern.nnz,)
+        if pattern not in made or not chain.shared:
+            made[pattern] = ((rng.random(shape) + 0.5) / per_row).astype(dtype)
+        values.append(made[pattern])
+    leaves = np.array(
+        [[array.ctypes.data, array.strides[0] if batched[0] else 0] for array in values], np.int64
+    )
+    workspace = Workspace(program, leaves, dtype, chain.batch, batched, False, threads)
+    sizes = [chain.patterns[0].shape[1], *(pattern.shape[0] for pattern in chain.patterns)]
+    out = np.ones(chain.batch * sum(sizes), dtype)
+    samples: list[int] = []
+    workspace.run(out, False)
+    deadline = time.perf_counter() + _SECONDS
+    while len(samples) < _TIMES or time.perf_counter() < deadline:
+        start = time.perf_counter_ns()
+        workspace.run(out, False)
+        samples.append(time.perf_counter_ns() - start)
+    return median(samples)
+
+
+def _memory() -> tuple[float, float, float]:
+    """Bytes that caches hold; bytes a nanosecond from memory to one thread; to many over that."""
+    large = np.ones(1 << 25, np.float32)
+
+    def read(parts: int, array: NDArray[Any]) -> float:
+        pieces, samples = np.array_split(array, parts), []
+        for _ in range(_TIMES):
+            start = time.perf_counter_ns()
+            share(lambda i: pieces[i].max(), parts)
+            samples.append(time.perf_counter_ns() - start)
+        return array.nbytes / median(samples)
+
+    alone, together = read(1, large), read(thread_count(), large)
+    cache = 1 << 20
+    while cache < large.nbytes // 2 and read(1, large[: cache // 4]) > 1.3 * alone:
+        cache *= 2
+    return float(cache), alone, max(together / alone, 1.0)
+
+
+def _meetings() -> tuple[float, float]:
+    """Nanoseconds to wake helpers, and to wait for each other: by steps whose rows are shared."""
+    threads, dtype = thread_count(), np.dtype(np.float64)
+    # Blocks of two: enough work for a thread, in few cache lines.
+    size = 20_000
+    columns = np.repeat(np.arange(size).reshape(-1, 2), 2, axis=0)
+    step = trusted(np.arange(0, 2 * size + 1, 2), columns.ravel(), (size, size))
+    lost = []
+    for n in (3, 33):
+        chain = _Chain([step] * n, Schedule.linear(n), 1, shared=True)
+        lost.append(_time(chain, dtype, threads) - _time(chain, dtype, 1) / threads)
+    meet = max(lost[1] - lost[0], 0.0) / 30
+    return max(lost[0] - 2 * meet, 0.0), meet
