@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,9 +154,11 @@ class DeviceWorkspace:
         self._graphs: list[Any] = [None, None]
 
     def __del__(self) -> None:
-        # What is freed is given to others on the stream that it was made on.
-        for home in {id(home): home for home in self._homes}.values():
-            home.wait_event(self._done)
+        # What is freed is given to others on the stream that it was made on. When a process ends
+        # CuPy may be gone already, and so is whatever would have to wait.
+        with suppress(Exception):
+            for home in {id(home): home for home in self._homes}.values():
+                home.wait_event(self._done)
 
     @property
     def run_table(self) -> int:

@@ -46,7 +46,7 @@ import pytest
 import scipy.sparse as sp
 import scipy.special
 
-__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "state", "watch"]
+__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
@@ -1098,6 +1098,16 @@ _MODULES = (
     *(_cupyx, _scipy, _sparse, _special),
 )
 state = State()
+
+
+def real() -> Any:
+    """CuPy itself, if it is there and has a device; else None."""
+    try:
+        import cupy as found
+
+        return found if found.cuda.runtime.getDeviceCount() else None
+    except Exception:
+        return None
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
