@@ -1,0 +1,55 @@
+"""The grid of chains and schedules, without the waiting."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sparsescan import Pattern
+
+from . import grid
+
+
+def test_every_chain_can_be_planned() -> None:
+    made = {name: make() for name, make in grid.chains().items() if "VGG" not in name}
+    assert len(grid.chains()) >= 30
+    for name, (patterns, batch) in made.items():
+        assert batch >= 1, name
+        for later, earlier in pairwise(patterns):
+            assert later.shape[0] == earlier.shape[1], name
+
+
+def test_a_run_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(grid, "_RESULTS", tmp_path)
+    monkeypatch.setattr(grid.machine, "pin", lambda: None)
+    assert grid.main(["--rounds", "2", "--only", "T=10, B=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "RNN 20, T=10, B=16" in printed
+    (path,) = tmp_path.glob("grid-*.json")
+    found = json.loads(path.read_text())
+    chain = found["chains"]["RNN 20, T=10, B=1"]
+    assert chain["auto is"] == "Schedule.linear(10)"
+    assert set(chain["samples_seconds"]) == set(chain["predicted_seconds"])
+    assert all(len(samples) == 2 for samples in chain["samples_seconds"].values())
+    assert 0 <= found["pairs_in_order"][0] <= found["pairs_in_order"][1]
+
+
+def test_pairs_are_counted_if_they_differ_clearly() -> None:
+    result = {
+        "median_seconds": {"auto": 9.0, "a": 1.0, "b": 1.1, "c": 2.0},
+        "predicted_seconds": {"auto": 0.0, "a": 3.0, "b": 1.0, "c": 2.0},
+    }
+    # a and b are too close; b before c is right, a before c is not.
+    assert grid.ranked(result) == (1, 2)
+
+
+def test_only_schedules_with_small_products_are_tried() -> None:
+    assert len(grid.schedules([Pattern.dense((1001, 1000))] * 3)) == 1
+    names = [repr(schedule) for schedule in grid.schedules([Pattern.diagonal(4)] * 20)]
+    assert names[0] == "Schedule.linear(20)"
+    assert len(set(names)) == 7
