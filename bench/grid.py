@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         result = results[name] = measure(make, options.rounds)
         times = dict(result["median_seconds"])
-        auto, linear = times.pop("auto"), next(iter(times.values()))
+        auto = times.pop("auto")
         linear = times[next(name for name in times if "linear" in name)]
         best = min(times, key=lambda schedule: times[schedule])
         ordered, clear = ranked(result)

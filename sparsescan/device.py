@@ -171,15 +171,17 @@ class DeviceWorkspace:
         self._kept.append(array)
         return int(array.data.ptr)
 
-    def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> int:
-        """Address of new memory for `size` values, or an error that says how much there is."""
+    def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> Any:
+        """A new array of `size` values, kept, or an error that says how much memory there is."""
         needed = size * np.dtype(dtype).itemsize
         free = self._cupy.cuda.Device().mem_info[0]
         free += self._cupy.get_default_memory_pool().free_bytes()
         make = self._cupy.zeros if zeros else self._cupy.empty
         try:
             if needed <= free:
-                return self.place(make(size, dtype))
+                array = make(size, dtype)
+                self._kept.append(array)
+                return array
         except self._cupy.cuda.memory.OutOfMemoryError:
             pass  # what is free is in pieces
         raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
@@ -189,11 +191,6 @@ class DeviceWorkspace:
         self._cupy.cuda.get_current_stream().wait_event(kept.ready)
         self._kept.append(kept)
         self._homes.append(kept.home)
-
-    @property
-    def newest(self) -> Any:
-        """The array that was kept last."""
-        return self._kept[-1]
 
     def run(self, chain: Chain, local: LocalGrads, out: Any, *, inclusive: bool) -> None:
         """Fill `out`, whose first gradient is there, on the current stream."""
@@ -295,9 +292,7 @@ class _Launches:
         if chunks is not None and _chunk_size(program.patterns[:n]) is not None:
             self._chunked = self._make_room(chunks)
             return
-        wide = any(p.index_dtype == np.int64 for p in set(program.patterns))
-        self._index_dtype = np.dtype(np.int64 if wide else np.int32)
-        self._kernels = level_kernels(dtype, self._index_dtype)
+        self._kernels = level_kernels(dtype, program.index_dtype)
         nodes = self._nodes()
         self._tiles, self._kinds = nodes[:, Node.TILE_COUNT], nodes[:, Node.KIND]
         self._shapes, self._nnz = nodes[:, [Node.ROWS, Node.COLS]], nodes[:, Node.NNZ]
@@ -308,13 +303,12 @@ class _Launches:
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched
         self._place_products(nodes, local)
-        sizes = np.concatenate([[0, self._shapes[0, 1]], self._shapes[:n, 0]])
         place = workspace.place
         common = {
             Book.BATCH: batch,
             Book.LOCAL: int(local),
             Book.NODES: place(nodes),
-            Book.OFFSETS: place(np.cumsum(sizes, dtype=np.int64)),
+            Book.OFFSETS: place(program.offsets),
         }
         self._book = place(self._slots(common | {Book.OPS: place(program.ops)}))
         steps = np.arange(n, dtype=np.int64)
@@ -388,8 +382,8 @@ class _Launches:
         values, exponents = kernels.scratch(steps, self._batch, chunk)
         memory = (
             0 if pattern.kind == "dense" else workspace.place(_places_of(pattern)),
-            workspace.room("the products of the chunks", values, self._dtype),
-            workspace.room("the exponents of the chunks", exponents, np.int32),
+            workspace.room("the products of the chunks", values, self._dtype).data.ptr,
+            workspace.room("the exponents of the chunks", exponents, np.int32).data.ptr,
         )
         return _Chunked(kernels, chunk, memory)
 
@@ -488,7 +482,7 @@ class _Launches:
         program, n = self._program, self._program.n
         rows: dict[Pattern, list[int]] = {}
         for pattern in set(program.patterns):
-            kept = _keep(pattern, self._index_dtype)
+            kept = _keep(pattern, program.index_dtype)
             self._workspace.keep(kept)
             arrays = kept.indptr, kept.indices, kept.tiles
             rows[pattern] = [
@@ -538,22 +532,26 @@ class _Launches:
             first, total = places(size[kept] * width)
             pool = room(what, total + int(stride) * seats, dtype)
             itemsize = np.dtype(dtype).itemsize
-            products[kept, column] = pool + first * itemsize
+            products[kept, column] = pool.data.ptr + first * itemsize
             products[kept, column + 1] = size[kept] * itemsize
             slot = program.slots[in_scratch] * (stride // 2)
-            products[in_scratch, column] = pool + (total + slot) * itemsize
+            products[in_scratch, column] = pool.data.ptr + (total + slot) * itemsize
             products[in_scratch, column + 1] = stride * itemsize
             if column == Node.VALUES:
-                self._view_products(first, np.flatnonzero(kept), widths)
+                self._view_products(pool, first, np.flatnonzero(kept), widths)
         first, total = places(3 * np.where(products[:, Node.BATCHED] == 1, batch, 1))
         state = room("the state of the products", total, np.int32, zeros=True)
-        products[:, Node.STATE] = state + 4 * first
+        products[:, Node.STATE] = state.data.ptr + 4 * first
 
     def _view_products(
-        self, first: NDArray[np.int64], kept: NDArray[np.int64], widths: NDArray[np.int64]
+        self,
+        pool: Any,
+        first: NDArray[np.int64],
+        kept: NDArray[np.int64],
+        widths: NDArray[np.int64],
     ) -> None:
         """The large dense products as arrays ``(batch or 1, rows, cols)``, for cuBLAS."""
-        pool, n = self._workspace.newest, self._program.n
+        n = self._program.n
         for place, width, node in zip(first.tolist(), widths.tolist(), kept + n, strict=True):
             pattern = self._program.patterns[node]
             if _is_large(pattern):

@@ -71,6 +71,10 @@ class Program:
         ``(name, runs)``, with the first and last-plus-one operation of every run.
     slots : ndarray of int64
         For every product -1, or the scratch slot of one that only the next operation reads.
+    index_dtype : dtype
+        Of index arrays that all kernels of a run read: int64 if any pattern needs it.
+    offsets : ndarray of int64, shape (n + 2,)
+        Where each gradient starts, and the last one ends, for one sample.
     """
 
     def __init__(self, patterns: Sequence[Pattern], schedule: Schedule) -> None:
@@ -120,6 +124,10 @@ class Program:
         self.ops = np.concatenate(all_ops)
         self.work = np.concatenate(all_work)
         self.slots = self._scratch_slots()
+        wide = any(pattern.index_dtype == np.int64 for pattern in set(self.patterns))
+        self.index_dtype = np.dtype(np.int64 if wide else np.int32)
+        sizes = [patterns[0].shape[1], *(pattern.shape[0] for pattern in patterns)]
+        self.offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
     @property
     def products(self) -> int:
@@ -236,7 +244,7 @@ class Workspace:
         self.local_grads = np.zeros(n + 1, np.int64)
         self._kernel = cpu.run if program.products else cpu.run_vectors
 
-        nodes, index_dtype = self._nodes(program)
+        nodes = self._nodes(program)
         nodes[:, Node.BATCHED] = node_batched
         self._book = np.zeros(Book.WIDTH, np.int64)
         exponents = self._place_products(program, nodes, widths, dtype, batch, local)
@@ -244,7 +252,6 @@ class Workspace:
         shared = (nodes[:n, Node.KIND] == Kind.CSR) & ~batched
         lanes = int(nodes[:n, Node.COLS][shared].max(initial=0)) if batch > 2 else 0
         columns = int(nodes[n:, Node.COLS].max(initial=0))
-        sizes = [program.patterns[0].shape[1], *nodes[:n, Node.ROWS].tolist()]
         self._set(Book.FIRST_UNIT, self._stages.first_unit)
         self._set(Book.STAGES, self._stages.stages)
         self._set(Book.RUNS, self._stages.runs)
@@ -252,7 +259,7 @@ class Workspace:
         self._set(Book.NODES, nodes)
         self._set(Book.LEAVES, leaves)
         self._set(Book.LOCAL_GRADS, self.local_grads)
-        self._set(Book.OFFSETS, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+        self._set(Book.OFFSETS, program.offsets)
         self._set(Book.ACCUMULATORS, np.zeros((self.threads, columns), dtype))
         self._set(Book.INTERLEAVED, np.empty((self.threads, 8 * lanes), dtype))
         self._book[Book.BATCH], self._book[Book.LOCAL] = batch, local
@@ -263,7 +270,7 @@ class Workspace:
             exponents=np.zeros(exponents, np.int32),
             values=np.empty(0, dtype),
             bits=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
-            indices=np.empty(0, index_dtype),
+            indices=np.empty(0, program.index_dtype),
         )
 
     def _set(self, slot: int, array: NDArray[Any]) -> None:
@@ -271,18 +278,15 @@ class Workspace:
         self._book[slot] = array.ctypes.data
         self._kept.append(array)
 
-    def _nodes(self, program: Program) -> tuple[NDArray[np.int64], np.dtype[Any]]:
-        """The node table with what follows from patterns, and the dtype of the index arrays."""
-        unique = set(program.patterns)
-        wide = any(pattern.index_dtype == np.int64 for pattern in unique)
-        index_dtype = np.dtype(np.int64 if wide else np.int32)
+    def _nodes(self, program: Program) -> NDArray[np.int64]:
+        """The node table with what follows from patterns."""
         rows: dict[Pattern, list[int]] = {}
-        for pattern in unique:
+        for pattern in set(program.patterns):
             # No kernel follows the indices of a dense or diagonal node, so they are not made.
             address = [0, 0]
             if pattern.kind == "general":
                 for i, array in enumerate((pattern.indptr, pattern.indices)):
-                    array = array.astype(index_dtype, copy=False)
+                    array = array.astype(program.index_dtype, copy=False)
                     self._kept.append(array)
                     address[i] = array.ctypes.data
             rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
@@ -290,7 +294,7 @@ class Workspace:
         nodes[:, : Node.INDICES + 1] = [rows[pattern] for pattern in program.patterns]
         nodes[: program.n, Node.STORE] = Store.CALLER
         nodes[: program.n, Node.VALUES] = np.arange(program.n)
-        return nodes, index_dtype
+        return nodes
 
     def _place_products(
         self,
