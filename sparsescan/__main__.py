@@ -19,6 +19,7 @@ from .costs import machine_file
 from .errors import InputError, SparseScanError
 from .kernels._memory import address_of
 from .kernels._threads import thread_count
+from .plot import plot_plan
 from .schedule import Schedule
 
 __all__ = ["main"]
@@ -108,15 +109,20 @@ def _parser() -> argparse.ArgumentParser:
     calibration = commands.add_parser(
         "calibrate",
         help="measure what operations take on this machine, for predicted times",
-        description="Scan chains of all kinds for some fifteen seconds, and keep what operations "
-        "take on this machine in the cache folder. Best when nothing else runs.",
+        description="Scan chains of all kinds for some fifteen seconds, or on a GPU for some "
+        "minutes, and keep what operations take on this machine in the cache folder. Best when "
+        "nothing else runs.",
+    )
+    calibration.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
     )
     calibration.set_defaults(command=_calibrate)
 
-    show = commands.add_parser("plan", help="print the plan for a chain")
+    show = commands.add_parser("plan", help="print the plan for a chain, or draw it")
     show.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
     _add_schedule(show)
     _add_device(show)
+    show.add_argument("--plot", metavar="OUT.png", help="PNG file for the FLOP of every step")
     show.set_defaults(command=_plan)
 
     scan = commands.add_parser(
@@ -181,16 +187,32 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    if arguments.device == "cuda":
+        from .calibrate_device import calibrate_device
+        from .device_costs import save_gpu
+
+        gpu = calibrate_device()
+        _print_families(gpu.families)
+        print(f"a run {gpu.run:.0f} ns, a launch {gpu.launch:.0f} ns")
+        blocks = f"{gpu.blocks:.0f} blocks at once"
+        print(f"{blocks}, memory {gpu.bandwidth:.0f} GB/s; kept in {save_gpu(gpu)}")
+        return
     from .calibrate import calibrate
-    from .costs import FAMILIES, save_machine
+    from .costs import save_machine
 
     machine = calibrate()
-    print(f"{'nanoseconds of':<16}{'multiply-add':>14}{'entry':>10}{'operation':>12}")
-    for name, constants in machine.families.items():
-        for family, (multiply_add, entry, operation) in zip(FAMILIES, constants, strict=True):
-            print(f"{family:<16}{multiply_add:>14.3f}{entry:>10.3f}{operation:>12.0f}  {name}")
+    _print_families(machine.families)
     print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
     print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_machine(machine)}")
+
+
+def _print_families(families: dict[str, list[list[float]]]) -> None:
+    from .costs import FAMILIES
+
+    print(f"{'nanoseconds of':<16}{'multiply-add':>14}{'entry':>10}{'operation':>12}")
+    for name, constants in families.items():
+        for family, (multiply_add, entry, operation) in zip(FAMILIES, constants, strict=True):
+            print(f"{family:<16}{multiply_add:>14.3f}{entry:>10.3f}{operation:>12.0f}  {name}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -204,6 +226,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         device=arguments.device,
     )
     print(made)
+    if arguments.plot is not None:
+        plot_plan(made, arguments.plot)
+        print(f"FLOP of every step: {arguments.plot}")
 
 
 def _scan(arguments: argparse.Namespace) -> None:

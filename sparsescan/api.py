@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ._arrays import is_on_device
 from ._place import place
 from .chain import Chain, check_chain, is_stack, length, pattern_of
 from .containers import check_dtype
-from .errors import DeviceError, InputError
-from .pattern import Pattern
-from .plan import Gradients, ScanPlan
+from .costs import Model
+from .errors import DeviceError, InputError, MemoryLimitError
+from .measure import measure
+from .pattern import Pattern, TooLargeError
+from .plan import Gradients, ScanPlan, needed_bytes
+from .planner import Choice, choose, choose_for, model_for
+from .program import Program
 from .schedule import Schedule, check_count
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
+
+# What "auto" said of the chains of single scans, by the keys of their patterns.
+_choices: dict[Any, Choice] = {}
+_KEPT = 64
 
 
 def exclusive_scan(
@@ -92,7 +104,8 @@ def exclusive_scan(
     of its largest entry; what is smaller may be lost. Where a value is not finite, the result is
     that of the linear scan.
 
-    The same input gives the same bits, whatever the number of threads (``NUMBA_NUM_THREADS``).
+    The same input gives the same bits. By a schedule that is named it does so whatever the number
+    of threads (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another one for another number.
 
     Examples
     --------
@@ -156,6 +169,7 @@ def plan(
     dtype: DTypeLike | None = None,
     device: str | None = None,
     memory_limit: int | None = None,
+    effort: str = "estimate",
 ) -> ScanPlan:
     """The part of a scan that depends on patterns only, to be run many times.
 
@@ -165,17 +179,22 @@ def plan(
         Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
         :class:`Pattern` objects; from the LAST layer to the first.
     schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
-        How to combine; ``"auto"`` is never slower than ``"linear"``.
+        How to combine. ``"auto"`` is the tree, anything between the linear and the Blelloch scan,
+        that takes least on this machine; it is never slower than ``"linear"``.
     batch : int, optional
-        Insist on this batch size; by default a plan runs any.
+        Insist on this batch size; by default a plan runs any, and is made for one sample.
     dtype : {float32, float64}, optional
-        Insist on this dtype; by default a plan runs both.
+        Insist on this dtype; by default a plan runs both, and is made for float64.
     device : {None, "cpu", "cuda"}, optional
         Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
         patterns, where the data of a run is.
     memory_limit : int, optional
-        Bytes that the products between the Jacobians may take; see
-        :attr:`ScanPlan.workspace_bytes` for what is counted.
+        Bytes that the plan and a run may take beside Jacobians and gradients, as
+        :attr:`ScanPlan.workspace_bytes` counts them.
+    effort : {"estimate", "measure"}, default "estimate"
+        How ``"auto"`` finds what takes least: by predicted times (see ``sparsescan calibrate``),
+        which is the same plan every time; or by scanning made-up values with those that are
+        predicted to be the fastest, which takes a second or more.
 
     Returns
     -------
@@ -187,7 +206,13 @@ def plan(
     InputError, InputTypeError, DeviceError
         As :func:`exclusive_scan`.
     MemoryLimitError
-        If the schedule needs more than `memory_limit`. It is a :class:`MemoryError`.
+        If the schedule, or with ``"auto"`` every one, needs more than `memory_limit`. It is a
+        :class:`MemoryError`, and says how much the least would need.
+
+    Notes
+    -----
+    Of every schedule the products are stored in that form, their own pattern or dense, which takes
+    least: node and edge elimination as in DeePa (section 4).
 
     Examples
     --------
@@ -209,15 +234,24 @@ def plan(
             "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
             "(cupy.asnumpy)"
         )
-    chosen, reason = _choose(schedule, patterns, chosen_batch or 1, on_device or device == "cuda")
+    if effort not in ("estimate", "measure"):
+        raise InputError(f"effort is {effort!r}; expected 'estimate' or 'measure'")
+    if effort == "measure" and schedule != "auto":
+        raise InputError(f"effort is 'measure', but schedule is {schedule!r}; expected 'auto'")
+    device = "cuda" if on_device else device
+    model = model_for(device, chosen_dtype or np.dtype(np.float64), chosen_batch or 1)
+    choice = _choose(schedule, patterns, model, device, limit, measured=effort == "measure")
     return ScanPlan(
         patterns,
-        chosen,
-        reason=reason,
+        choice.schedule,
+        reason=choice.reason,
         batch=chosen_batch,
         dtype=chosen_dtype,
-        device="cuda" if on_device else device,
+        device=device,
         memory_limit=limit,
+        dense=choice.dense,
+        alternatives=choice.alternatives,
+        program=choice.program,
     )
 
 
@@ -235,9 +269,19 @@ def _scan_once(
     with place(grad, device, stream):
         chain = Chain(length(jacobians))
         patterns = chain.read(jacobians)
-        on_device = device == "cuda" or chain.device is not None
-        chosen, reason = _choose(schedule, patterns, chain.batch or 1, on_device)
-        once = ScanPlan(patterns, chosen, reason=reason, device=device)
+        device = "cuda" if chain.device is not None else device
+        shape: tuple[int, ...] = getattr(grad, "shape", ())
+        batch = int(shape[0]) if len(shape) == 2 else 1
+        model = model_for(device, chain.dtype, max(batch, 1))
+        choice = _choose_once(schedule, patterns, model, device)
+        once = ScanPlan(
+            patterns,
+            choice.schedule,
+            reason=choice.reason,
+            device=device,
+            dense=choice.dense,
+            program=choice.program,
+        )
         return once._scan_once(grad, chain, local_grads, inclusive=inclusive)
 
 
@@ -252,43 +296,79 @@ def _patterns(jacobians: Any) -> tuple[Sequence[Pattern], bool]:
 
 
 def _choose(
-    schedule: Schedule | str, patterns: Sequence[Pattern], batch: int, on_device: bool
-) -> tuple[Schedule, str]:
+    schedule: Schedule | str,
+    patterns: Sequence[Pattern],
+    model: Model,
+    device: str | None,
+    memory_limit: int | None = None,
+    *,
+    measured: bool = False,
+) -> Choice:
     """The schedule that runs, and why."""
     n = len(patterns)
+    makers = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
     if isinstance(schedule, Schedule):
         if schedule.n != n:
             raise InputError(f"schedule is {schedule!r}; expected one for {n} Jacobians")
-        return schedule, "asked for"
-    if isinstance(schedule, str) and schedule == "auto":
-        return _choose_for_device(patterns, batch) if on_device else (Schedule.linear(n), _ON_CPU)
-    makers = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
-    if not isinstance(schedule, str) or schedule not in makers:
+    elif not isinstance(schedule, str) or schedule not in (*makers, "auto"):
         raise InputError(
             f"schedule is {schedule!r}; expected 'auto', 'linear', 'blelloch' or a Schedule"
         )
-    return makers[schedule](n), "asked for"
+    elif schedule != "auto":
+        schedule = makers[schedule](n)
+    dtype, batch = model.dtype, model.batch
+
+    def fits(program: Program) -> bool:
+        return memory_limit is None or (needed_bytes(program, dtype, batch, device) <= memory_limit)
+
+    nbytes = math.inf if memory_limit is None else memory_limit
+    if isinstance(schedule, Schedule):
+        try:
+            return choose_for(patterns, schedule, model, fits=fits, nbytes=nbytes)
+        except TooLargeError:
+            least = needed_bytes(Program(patterns, Schedule.linear(n)), dtype, batch, device)
+            raise MemoryLimitError(
+                f"memory_limit is {memory_limit} bytes; {schedule} needs more, and "
+                f"the least, Schedule.linear({n}), {least}"
+            ) from None
+    return choose(
+        patterns,
+        model,
+        fits=fits,
+        nbytes=nbytes,
+        more=_for_device(patterns, batch) if device == "cuda" else (),
+        measure=partial(measure, patterns, dtype, batch, device) if measured else None,
+    )
 
 
-_ON_CPU = (
-    "auto: on a CPU the linear scan does the least work, and its threads share the batch or the "
-    "rows of large steps"
-)
+def _choose_once(
+    schedule: Schedule | str, patterns: Sequence[Pattern], model: Model, device: str | None
+) -> Choice:
+    """The same for one scan; what "auto" says of a chain is remembered."""
+    if schedule != "auto":
+        return _choose(schedule, patterns, model, device)
+    numbers: dict[Pattern, int] = {}
+    steps = [numbers.setdefault(pattern, len(numbers)) for pattern in patterns]
+    chain = tuple(pattern.key for pattern in numbers), np.array(steps).tobytes()
+    key = chain, model.dtype, model.batch, model.workers, device
+    choice = _choices.get(key)
+    if choice is None:
+        while len(_choices) >= _KEPT:
+            _choices.pop(next(iter(_choices)), None)
+        choice = _choose(schedule, patterns, model, device)
+        # The program would keep the patterns.
+        _choices[key] = replace(choice, program=None)
+    return choice
 
 
-def _choose_for_device(patterns: Sequence[Pattern], batch: int) -> tuple[Schedule, str]:
-    """Chunks for small steps of one pattern, which have kernels of their own; else linear."""
+def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
+    """Chunks for small steps of one pattern, which have kernels of their own, even for one."""
     from .device import chunk_count
 
-    n = len(patterns)
-    chunks = chunk_count(patterns, batch) if n else None
-    if chunks is None or chunks < 2:
-        return Schedule.linear(n), (
-            "auto: the chain is too short, or its steps too large or unlike, to be cut into chunks"
-        )
-    return Schedule.chunked(n, chunks), (
-        "auto: small steps of one pattern, a chunk for every block that the device runs at once"
-    )
+    n, chunks = len(patterns), chunk_count(patterns, batch) if patterns else None
+    if chunks is None:
+        return []
+    return [Schedule.chunked(n, count) for count in sorted({1, chunks})]
 
 
 def _check_device(device: str | None) -> None:

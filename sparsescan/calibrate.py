@@ -18,19 +18,32 @@ from .pattern import Pattern, of_mask, trusted
 from .program import Program, Workspace
 from .schedule import Schedule
 
-__all__ = ["calibrate"]
+__all__ = ["Trial", "calibrate", "trials"]
 
 # Seconds for which each chain is scanned, and how often at least.
 _SECONDS, _TIMES = 0.03, 5
+# Steps of a chain at most.
+_STEPS = 2000
 
 
-class _Chain(NamedTuple):
-    """A chain; `shared`: samples share the values, and so do steps of one pattern."""
+class Trial(NamedTuple):
+    """A chain that is scanned.
+
+    `shared`: samples share the values, and so do steps of one pattern; `dense`: products are
+    stored densely.
+    """
 
     patterns: list[Pattern]
     schedule: Schedule
     batch: int
     shared: bool
+    dense: bool = False
+
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        made = {(a, b) for level in self.schedule.levels for a, _, b in level.ops.tolist() if a > 0}
+        return Program(self.patterns, self.schedule, dense=made if self.dense else ())
 
 
 def calibrate() -> Machine:
@@ -47,7 +60,7 @@ def calibrate() -> Machine:
     """
     families, runs = {}, []
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        chains = list(_chains())
+        chains = list(trials(_STEPS))
         rows = np.array([_features(chain, dtype) for chain in chains])
         times = np.array([_time(chain, dtype, 1) for chain in chains])
         constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
@@ -67,8 +80,8 @@ def calibrate() -> Machine:
     )
 
 
-def _chains() -> Iterator[_Chain]:
-    """Chains in which each family does much of the work at some size."""
+def trials(steps: int) -> Iterator[Trial]:
+    """Chains of so many steps at most, in which each family does much of the work at some size."""
     rng = np.random.default_rng(0)
 
     def sparse(size: int, share: float) -> Pattern:
@@ -77,44 +90,45 @@ def _chains() -> Iterator[_Chain]:
     def banded(size: int) -> Pattern:
         return of_mask(np.abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 2)
 
-    steps = [Pattern.dense((size, size)) for size in (2, 8, 20, 48, 128)]
-    steps += [Pattern.diagonal(size) for size in (4, 64, 1024, 8192)]
-    steps += [banded(size) for size in (8, 64, 512, 2048)]
-    steps += [sparse(64, 0.2), sparse(512, 0.05)]
-    for step in steps:
+    patterns = [Pattern.dense((size, size)) for size in (2, 8, 20, 48, 128)]
+    patterns += [Pattern.diagonal(size) for size in (4, 64, 1024, 8192)]
+    patterns += [banded(size) for size in (8, 64, 512, 2048)]
+    patterns += [sparse(64, 0.2), sparse(512, 0.05)]
+    for step in patterns:
         # As long as real ones: the tables of thousands of operations do not stay in a near cache.
-        n = min(max(100_000 // step.nnz, 16), 2000)
+        n = min(max(100_000 // step.nnz, 16), steps)
         for batch in (1, 8):
-            yield _Chain([step] * n, Schedule.linear(n), batch, shared=False)
+            yield Trial([step] * n, Schedule.linear(n), batch, shared=False)
         if step.kind == "general":
-            yield _Chain([step] * n, Schedule.linear(n), 16, shared=True)
+            yield Trial([step] * n, Schedule.linear(n), 16, shared=True)
         if step.shape[0] <= 512:
-            yield _Chain([step] * n, Schedule.truncated(n, 1), 1, shared=False)
-            yield _Chain([step] * n, Schedule.truncated(n, 2), 4, shared=False)
+            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False)
+            yield Trial([step] * n, Schedule.truncated(n, 2), 4, shared=False)
+        if step.kind == "general" and step.shape[0] <= 512:
+            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False, dense=True)
     for size in (8, 48, 200):
         kinds = [Pattern.dense((size, size)), Pattern.diagonal(size), banded(size)]
         for a in kinds:
             for b in kinds:
                 if a is not b:
-                    yield _Chain([a, b] * 16, Schedule.truncated(32, 1), 1, shared=False)
+                    yield Trial([a, b] * 16, Schedule.truncated(32, 1), 1, shared=False)
 
 
-def _features(chain: _Chain, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+def _features(chain: Trial, dtype: np.dtype[Any]) -> NDArray[np.float64]:
     """What the constants are multiplied by: that of a run, then those of the families."""
-    program = Program(chain.patterns, chain.schedule)
-    operations = Operations.of(program, dtype.itemsize, chain.batch, _batched(chain))
+    operations = Operations.of(chain.program, dtype.itemsize, chain.batch, _batched(chain))
     table = np.zeros((len(FAMILIES), 3))
     np.add.at(table, operations.family[:-1], operations.counts[:-1])
     return np.concatenate([[1.0], table.ravel()])
 
 
-def _batched(chain: _Chain) -> NDArray[np.bool_]:
+def _batched(chain: Trial) -> NDArray[np.bool_]:
     return np.full(len(chain.patterns), chain.batch > 1 and not chain.shared)
 
 
-def _time(chain: _Chain, dtype: np.dtype[Any], threads: int) -> float:
+def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
     """Nanoseconds of an exclusive scan: the median of many."""
-    program, batched = Program(chain.patterns, chain.schedule), _batched(chain)
+    program, batched = chain.program, _batched(chain)
     rng = np.random.default_rng(1)
     values, made = [], {}
     for pattern in chain.patterns:
@@ -168,7 +182,7 @@ def _meetings() -> tuple[float, float]:
     step = trusted(np.arange(0, 2 * size + 1, 2), columns.ravel(), (size, size))
     lost = []
     for n in (3, 33):
-        chain = _Chain([step] * n, Schedule.linear(n), 1, shared=True)
+        chain = Trial([step] * n, Schedule.linear(n), 1, shared=True)
         lost.append(_time(chain, dtype, threads) - _time(chain, dtype, 1) / threads)
     meet = max(lost[1] - lost[0], 0.0) / 30
     return max(lost[0] - 2 * meet, 0.0), meet

@@ -12,28 +12,36 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .kernels.cpu import Kind, Op
+from .pattern import Pattern
 from .program import KINDS, ROW_GRAIN, RUN_GRAIN, Program
 
 __all__ = [
     "FAMILIES",
+    "Cost",
+    "CpuModel",
     "Machine",
+    "Matrices",
+    "Model",
     "Operations",
-    "level_times",
+    "level_costs",
     "load_machine",
     "machine_file",
+    "read_constants",
     "save_machine",
+    "write_constants",
 ]
 
 # Products with a vector, by the kind of the matrix; with a CSR matrix that samples share. Products
-# of matrices, by the kinds of the later and of the earlier one.
+# of matrices, by the kinds of the later and of the earlier one; the last is stored densely.
 FAMILIES = (
     "dense·x",
     "csr·x",
@@ -45,8 +53,11 @@ FAMILIES = (
     "dense·csr",
     "csr·dense",
     "csr·csr",
+    "csr·csr, dense",
 )
 _SHARED, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6
+# Nanoseconds that a step, and an entry, hardly ever exceed in a linear scan.
+_STEP, _ENTRY = 100, 2
 # Samples that one pass over a shared CSR matrix serves.
 _LANES = 8
 
@@ -85,8 +96,50 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a level does, for one sample."""
+
+    name: str
+    operations: int
+    depth: int
+    products: int
+    multiply_adds: int
+    critical: int  # multiply-adds of its longest run
+    nnz_in: int  # entries of the operands of its products
+    nnz_out: int  # entries of the products
+    bytes: int  # that its operations read and write, if nothing stays in a cache
+
+
+class Matrices:
+    """What the cost of an operation depends on, of every matrix that operations read or make.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        Their patterns.
+    jacobian : ndarray of bool
+        Which are the caller's, and not products.
+    differs : ndarray of bool
+        Which differ between samples.
+    """
+
+    def __init__(
+        self, patterns: Sequence[Pattern], jacobian: NDArray[np.bool_], differs: NDArray[np.bool_]
+    ) -> None:
+        self.kind = np.array([KINDS[pattern.kind] for pattern in patterns], np.int64)
+        shapes = np.array([pattern.shape for pattern in patterns], np.int64).reshape(-1, 2)
+        self.rows, self.cols = shapes.T
+        self.nnz = np.array([pattern.nnz for pattern in patterns], np.int64)
+        # Dense and diagonal matrices load no indices.
+        index = np.array([pattern.index_dtype.itemsize for pattern in patterns], np.int64)
+        self.index_bytes = np.where(self.kind == Kind.CSR, index * (self.nnz + self.rows + 1), 0)
+        self.jacobian = jacobian
+        self.differs = differs
+
+
+@dataclass(frozen=True)
 class Operations:
-    """Counts of all operations of a program, for all samples of a batch.
+    """Counts of operations, for all samples of a batch.
 
     Attributes
     ----------
@@ -94,47 +147,64 @@ class Operations:
         Which of :data:`FAMILIES`.
     counts : ndarray of float64, shape (m, 3)
         What ``(a, b, c)`` are multiplied by.
-    bytes : ndarray of float64, shape (m,)
-        Values and indices that are read and written.
+    bytes : ndarray of int64, shape (m,)
+        Values, indices and vectors that are read and written.
     """
 
     family: NDArray[np.int64]
     counts: NDArray[np.float64]
-    bytes: NDArray[np.float64]
+    bytes: NDArray[np.int64]
 
     @classmethod
     def of(
         cls, program: Program, itemsize: int, batch: int, batched: NDArray[np.bool_]
     ) -> Operations:
         """Those of `program`, if these Jacobians differ between samples."""
-        patterns, n, ops = program.patterns, program.n, program.ops
-        nnz = np.array([pattern.nnz for pattern in patterns], np.float64)
-        rows = np.array([pattern.shape[0] for pattern in patterns], np.float64)
-        kind = np.array([KINDS[pattern.kind] for pattern in patterns], np.int64)
-        index = np.where(
-            kind == Kind.CSR, [pattern.index_dtype.itemsize for pattern in patterns], 0
-        )
-        differs = program.batched(batched)
-        left, right, out = ops[:, Op.LEFT], ops[:, Op.RIGHT], ops[:, Op.OUT]
+        jacobian = np.arange(len(program.patterns)) < program.n
+        matrices = Matrices(program.patterns, jacobian, program.batched(batched))
+        ops = program.ops
         vector = ops[:, Op.VECTOR] == 1
-        # A gradient has the number of a Jacobian, or one more: no node.
-        left, out = np.where(vector, 0, left), np.where(vector, 0, out)
-        shared = vector & (right < n) & (kind[right] == Kind.CSR) & ~differs[right] & (batch > 2)
-        family = np.select(
-            [shared, vector, kind[right] == Kind.DIAGONAL, kind[left] == Kind.DIAGONAL],
-            [_SHARED, kind[right], _BY_DIAGONAL, _OF_DIAGONAL],
-            _PRODUCTS + 2 * (kind[right] == Kind.CSR) + (kind[left] == Kind.CSR),
+        # A gradient has the number of a Jacobian, or one more: no matrix.
+        left, out = (np.where(vector, 0, ops[:, column]) for column in (Op.LEFT, Op.OUT))
+        return cls.count(
+            vector, left, ops[:, Op.RIGHT], out, program.work, matrices, itemsize, batch
         )
-        times = np.where(vector | differs[out], float(batch), 1.0)
+
+    @classmethod
+    def count(
+        cls,
+        vector: NDArray[np.bool_],
+        left: NDArray[np.int64],
+        right: NDArray[np.int64],
+        out: NDArray[np.int64],
+        work: NDArray[np.int64],
+        matrices: Matrices,
+        itemsize: int,
+        batch: int,
+    ) -> Operations:
+        """Those with these operands and results, numbers of matrices, and multiply-adds.
+
+        Of operations that make a vector, only `right` is looked at.
+        """
+        m = matrices
+        csr = m.kind == Kind.CSR
+        shared = vector & m.jacobian[right] & csr[right] & ~m.differs[right] & (batch > 2)
+        both = csr[right] & csr[left]
+        family = np.select(
+            [shared, vector, m.kind[right] == Kind.DIAGONAL, m.kind[left] == Kind.DIAGONAL],
+            [_SHARED, m.kind[right], _BY_DIAGONAL, _OF_DIAGONAL],
+            _PRODUCTS + 2 * csr[right] + csr[left] + (both & (m.kind[out] == Kind.DENSE)),
+        )
+        times = np.where(vector | m.differs[out], batch, 1)
         passes = np.where(shared, math.ceil(batch / _LANES), times)
-        looked_at = nnz[left] * (left < n) + nnz[right] * (right < n)
-        entries = np.where(vector, rows[right], nnz[out] + looked_at)
-        counts = np.stack([program.work * passes, entries * times, times], axis=1)
-        size = itemsize + index
-        values = np.where(differs, batch, 1) * nnz * itemsize + nnz * index
-        moved = values[right] + np.where(vector, 2 * rows[right] * batch * itemsize, 0)
-        moved += np.where(vector, 0, values[left] + (nnz * size)[out] * times)
-        return cls(family, counts, moved)
+        looked_at = m.nnz[left] * m.jacobian[left] + m.nnz[right] * m.jacobian[right]
+        entries = np.where(vector, m.rows[right], m.nnz[out] + looked_at)
+        counts = np.stack([work * passes, entries * times, times], axis=1).astype(np.float64)
+        size = np.where(m.differs, batch, 1) * m.nnz * itemsize + m.index_bytes
+        moved = np.where(
+            vector, (m.rows + m.cols)[right] * batch * itemsize, size[left] + size[out]
+        )
+        return cls(family, counts, size[right] + moved)
 
     def nanoseconds(self, machine: Machine, dtype: np.dtype[Any]) -> NDArray[np.float64]:
         """What each takes one thread, in a cache."""
@@ -156,62 +226,203 @@ def machine_file() -> Path:
 
 def load_machine(path: Path | None = None) -> Machine:
     """The constants that were measured, or those built in where none were, or none that can be."""
-    try:
-        found = json.loads((path or machine_file()).read_text())
-        machine = Machine(**found)
-        tables = [np.array(machine.families[name], np.float64) for name in _FLOATS]
-        scalars = [value for key, value in found.items() if key not in ("name", "families")]
-        numbers = np.concatenate([*(table.ravel() for table in tables), np.array(scalars, float)])
-        usable = all(table.shape == (len(FAMILIES), 3) for table in tables)
-        if usable and np.isfinite(numbers).all() and (numbers >= 0).all() and machine.bandwidth > 0:
-            return machine
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
-    return _BUILT_IN
+    tables, positive = {"families": (len(FAMILIES), 3)}, ("bandwidth", "memory_threads")
+    return read_constants(path or machine_file(), Machine, tables, positive) or _BUILT_IN
 
 
 def save_machine(machine: Machine, path: Path | None = None) -> Path:
     """Write constants to a file; the path."""
-    path = path or machine_file()
+    return write_constants(machine, path or machine_file())
+
+
+def read_constants(
+    path: Path,
+    kind: type[_Constants],
+    tables: Mapping[str, tuple[int, ...]],
+    positive: Sequence[str],
+) -> _Constants | None:
+    """Constants from a file, which is read again only if it has changed; None if they cannot be.
+
+    Attributes are numbers, but for the name, and for `tables`, with a table of this shape for each
+    dtype. Those in `positive` are not zero.
+    """
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    written = about.st_mtime_ns, about.st_size
+    if _read.get(path, (None, None))[0] != written:
+        _read[path] = written, _parse(path, kind, tables, positive)
+    found: _Constants | None = _read[path][1]
+    return found
+
+
+def _parse(
+    path: Path,
+    kind: type[_Constants],
+    tables: Mapping[str, tuple[int, ...]],
+    positive: Sequence[str],
+) -> _Constants | None:
+    try:
+        constants = kind(**json.loads(path.read_text()))
+        for key, value in vars(constants).items():
+            if key == "name":
+                continue
+            parts = [value[dtype] for dtype in _FLOATS] if key in tables else [value]
+            for numbers in map(np.array, parts):
+                usable = numbers.dtype.kind in "if" and numbers.shape == tables.get(key, ())
+                if not usable or not (np.isfinite(numbers) & (numbers >= 0)).all():
+                    return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return constants if all(getattr(constants, key) > 0 for key in positive) else None
+
+
+def write_constants(constants: Any, path: Path) -> Path:
+    """Write constants to a file; the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(machine), indent=1) + "\n")
+    path.write_text(json.dumps(asdict(constants), indent=1) + "\n")
     return path
 
 
+_Constants = TypeVar("_Constants")
+# When a file was written, with how many bytes, and what it says.
+_read: dict[Path, tuple[tuple[int, int] | None, Any]] = {}
 _FLOATS = ("float32", "float64")
 
 
-def level_times(
-    program: Program,
-    operations: Operations,
-    machine: Machine,
-    dtype: np.dtype[Any],
-    batch: int,
-    threads: int,
-) -> tuple[float, list[float]]:
-    """Nanoseconds of an exclusive scan by the CPU engine: of the run itself, and of each level."""
-    taken = operations.nanoseconds(machine, dtype)
-    from_memory = operations.bytes[:-1].sum() > machine.cache
-    if taken[:-1].sum() < RUN_GRAIN:
-        threads = 1
-    times = []
-    for _, runs in program.levels:
+def level_costs(program: Program, itemsize: int) -> list[Cost]:
+    """What every level does, for one sample with values of `itemsize` bytes."""
+    nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
+    moved = Operations.of(program, itemsize, 1, np.zeros(program.n, bool)).bytes
+    costs = []
+    for name, runs in program.levels:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
-        level = taken[first:last]
-        time = float(level.sum()) / threads
-        if threads > 1:
-            # Rows of large operations are shared; samples of all others, where there are several.
-            large = level >= 2 * ROW_GRAIN
-            piece = np.where(large, level / threads, level / min(threads, batch))
-            time = max(time, float(np.add.reduceat(piece, runs[:, 0] - first).max()))
-            # Threads meet after each operation that they share, unless they share out whole runs.
-            meetings = int(large.sum()) if len(runs) * batch < threads else 0
-            time += machine.meet * (1 + meetings)
-        if from_memory:
-            bandwidth = machine.bandwidth * (machine.memory_threads if threads > 1 else 1)
-            time = max(time, float(operations.bytes[first:last].sum()) / bandwidth)
-        times.append(time)
-    return machine.run + machine.wake * (threads > 1), times
+        ops, macs = program.ops[first:last], program.work[first:last]
+        made = ops[ops[:, Op.VECTOR] == 0]
+        cost = Cost(
+            name=name,
+            operations=last - first,
+            depth=int((runs[:, 1] - runs[:, 0]).max()),
+            products=len(made),
+            multiply_adds=int(macs.sum()),
+            critical=int(np.add.reduceat(macs, runs[:, 0] - first).max()),
+            nnz_in=int(nnz[made[:, Op.LEFT]].sum() + nnz[made[:, Op.RIGHT]].sum()),
+            nnz_out=int(nnz[made[:, Op.OUT]].sum()),
+            bytes=int(moved[first:last].sum()),
+        )
+        costs.append(cost)
+    return costs
+
+
+class Model(Protocol):
+    """What scans of some batch size and dtype take somewhere, if all Jacobians differ."""
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float64."""
+
+    @property
+    def where(self) -> str:
+        """What it is a model of, for people."""
+
+    @property
+    def workers(self) -> int:
+        """Runs of a level that are worked on at once."""
+
+    @property
+    def meet(self) -> float:
+        """Nanoseconds that a level takes beside its operations."""
+
+    def leaves_idle(self, steps: int, entries: int) -> bool:
+        """Whether a linear scan of so many steps and entries might leave workers idle."""
+
+    def step(self, operations: Operations) -> NDArray[np.float64]:
+        """Nanoseconds that each takes where it is the only one of its level."""
+
+    def share(self, operations: Operations) -> NDArray[np.float64]:
+        """Nanoseconds that each adds to a level with work for all workers."""
+
+    def level_times(self, program: Program) -> tuple[float, list[float]]:
+        """Nanoseconds of an exclusive scan: of the run itself, and of each level."""
+
+
+@dataclass(frozen=True)
+class CpuModel:
+    """The CPU engine's :class:`Model`, with so many threads."""
+
+    machine: Machine
+    dtype: np.dtype[Any]
+    batch: int
+    threads: int
+
+    @property
+    def where(self) -> str:
+        """How many threads."""
+        return f"{self.threads} thread{'s' * (self.threads > 1)}"
+
+    @property
+    def workers(self) -> int:
+        """Threads for each sample."""
+        return max(self.threads // self.batch, 1)
+
+    @property
+    def meet(self) -> float:
+        """Nanoseconds until all threads have come."""
+        return self.machine.meet if self.threads > 1 else 0.0
+
+    def leaves_idle(self, steps: int, entries: int) -> bool:
+        """Whether a linear scan of so many steps and entries might leave threads idle.
+
+        One thread does all where that takes less time than to wake the others.
+        """
+        work = self.batch * (_STEP * steps + _ENTRY * entries)
+        return self.workers > 1 and work > RUN_GRAIN
+
+    def step(self, operations: Operations) -> NDArray[np.float64]:
+        """Rows of large operations are shared; of others the samples, where there are several."""
+        taken = operations.nanoseconds(self.machine, self.dtype)
+        large = taken >= 2 * ROW_GRAIN
+        return np.where(large, taken / self.threads + self.meet, self._piece(taken))
+
+    def share(self, operations: Operations) -> NDArray[np.float64]:
+        """What each takes one thread, divided by the threads."""
+        return operations.nanoseconds(self.machine, self.dtype) / self.threads
+
+    def level_times(self, program: Program) -> tuple[float, list[float]]:
+        """Threads share whole runs; where there are few, the samples, or the rows of large ones."""
+        machine, threads = self.machine, self.threads
+        batched = np.full(program.n, self.batch > 1)
+        operations = Operations.of(program, self.dtype.itemsize, self.batch, batched)
+        taken = operations.nanoseconds(machine, self.dtype)
+        from_memory = operations.bytes[:-1].sum() > machine.cache
+        if taken[:-1].sum() < RUN_GRAIN:
+            threads = 1
+        times = []
+        for _, runs in program.levels:
+            first, last = int(runs[0, 0]), int(runs[-1, 1])
+            level = taken[first:last]
+            time = float(level.sum()) / threads
+            if threads > 1:
+                large = level >= 2 * ROW_GRAIN
+                piece = np.where(large, level / threads, self._piece(level))
+                time = max(time, float(np.add.reduceat(piece, runs[:, 0] - first).max()))
+                # Threads meet after each operation that they share, unless they share out runs.
+                meetings = int(large.sum()) if len(runs) * self.batch < threads else 0
+                time += machine.meet * (1 + meetings)
+            if from_memory:
+                bandwidth = machine.bandwidth * (machine.memory_threads if threads > 1 else 1)
+                time = max(time, float(operations.bytes[first:last].sum()) / bandwidth)
+            times.append(time)
+        return machine.run + machine.wake * (threads > 1), times
+
+    def _piece(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What operations take that only their samples divide."""
+        return taken / min(self.threads, self.batch)
 
 
 # Of an AMD EPYC with two cores, 2026, in a virtual machine.
@@ -229,6 +440,7 @@ _BUILT_IN = Machine(
             [0.0, 2.2, 890],
             [0.0, 0.52, 1200],
             [0.46, 2.4, 1100],
+            [0.46, 0.4, 1100],
         ],
         "float64": [
             [0.099, 0.87, 16],
@@ -241,6 +453,7 @@ _BUILT_IN = Machine(
             [0.0, 2.7, 860],
             [0.0, 0.75, 2200],
             [0.51, 2.6, 1100],
+            [0.51, 0.6, 1100],
         ],
     },
     run=9000,

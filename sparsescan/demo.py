@@ -12,7 +12,6 @@ with the loop that one would write in NumPy, from the same start and on the same
 from __future__ import annotations
 
 import errno
-import importlib.util
 import itertools
 import os
 import time
@@ -27,6 +26,7 @@ from .api import plan
 from .errors import InputError
 from .pattern import Pattern
 from .plan import ScanPlan
+from .plot import check_packages
 from .schedule import Schedule, check_count
 
 __all__ = ["STEPS", "Figures", "run"]
@@ -36,6 +36,8 @@ CLASSES = 10
 TEST_IMAGES = 360
 LEARNING_RATE = 1e-3  # falls linearly to 0; with much more, rounding drives two equal runs apart
 CLIP = 1.0  # largest norm of a gradient
+
+_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 Array = NDArray[np.floating[Any]]
 
@@ -303,7 +305,7 @@ def run(
     for name, value, least in (("hidden", hidden, 1), ("epochs", epochs, 1), ("batch", batch, 1)):
         check_count(name, value, least)
     check_count("seed", seed, 0)
-    _check_packages()
+    check_packages("the demo", "demo", _PACKAGES)
     _check_output(output)
     from tqdm import tqdm
 
@@ -427,15 +429,6 @@ def _difference(found: Array, expected: Array, hidden: int) -> float:
 
 def _means(losses: list[float], per_epoch: int) -> list[float]:
     return [float(mean) for mean in np.reshape(losses, (-1, per_epoch)).mean(axis=1)]
-
-
-def _check_packages() -> None:
-    packages = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
-    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
-    if missing:
-        raise ImportError(
-            f"the demo needs {', '.join(missing)}; install with: pip install 'sparsescan[demo]'"
-        )
 
 
 def _check_output(output: str | os.PathLike[str]) -> None:

@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .costs import Operations, level_times, load_machine
-from .kernels._threads import thread_count
+from .costs import Cost, level_costs
 from .pattern import Pattern
+from .planner import Alternative, model_for
+from .tree import tree
 
 if TYPE_CHECKING:
     from .plan import ScanPlan
-    from .program import Cost, Program
+    from .program import Program
 
 __all__ = ["describe", "to_dict"]
 
-# Lines of patterns, or of levels of one name, that are spelled out.
+# Patterns, and schedules that were looked at, that are spelled out.
 _MOST = 8
+# Characters of the tree.
+_WIDTH = 90
 
 
 def describe(plan: ScanPlan, program: Program | None) -> str:
@@ -30,26 +33,36 @@ def describe(plan: ScanPlan, program: Program | None) -> str:
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(plan.patterns)]
     if program is None:
         return "\n".join(lines)
-    costs = program.costs(dtype.itemsize)
-    run, times = _times(plan, program)
+    lines.append(f"  tree: {tree(plan.schedule, _WIDTH)}")
+    if plan.dense:
+        lines.append(f"  stored densely: {len(plan.dense):,} products whose patterns are sparse")
+    costs = level_costs(program, dtype.itemsize)
+    model = model_for(plan.device, dtype, plan.batch or 1)
+    run, times = model.level_times(program)
     lines.append(f"  levels, for one sample of {dtype}:")
     lines += _table(costs, times)
     batch = f"a batch of {plan.batch}" if plan.batch else "one sample"
-    if times is not None:
-        threads = thread_count()
-        lines.append(
-            f"  predicted: {_time(run + sum(times))} for {batch} on {threads} "
-            f"thread{'s' * (threads > 1)}, of which {_time(run)} are spent once a run"
-        )
-    lines.append(f"  workspace: {_bytes(plan.workspace_bytes)} of products, for {batch} of {dtype}")
+    lines.append(
+        f"  predicted: {_time(run + sum(times))} for {batch} on {model.where}, of which "
+        f"{_time(run)} are spent once a run"
+    )
+    lines.append(
+        f"  memory: at most {_bytes(plan.workspace_bytes)} beside Jacobians and gradients, for "
+        f"{batch} of {dtype}"
+    )
+    if plan.alternatives:
+        lines += ["  looked at, when this was planned:", *_alternatives(plan.alternatives)]
     return "\n".join(lines)
 
 
 def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
     """The same as lists, numbers and strings."""
     dtype = np.dtype(plan.dtype or np.float64)
-    costs = program.costs(dtype.itemsize) if program is not None else []
-    run, times = _times(plan, program) if program is not None else (0.0, [])
+    costs: list[Cost] = []
+    run, times = 0.0, list[float]()
+    if program is not None:
+        costs = level_costs(program, dtype.itemsize)
+        run, times = model_for(plan.device, dtype, plan.batch or 1).level_times(program)
     return {
         "n": plan.n,
         "schedule": repr(plan.schedule),
@@ -58,6 +71,9 @@ def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
         "dtype": None if plan.dtype is None else plan.dtype.name,
         "device": plan.device,
         "workspace_bytes": plan.workspace_bytes,
+        "memory_limit": plan.memory_limit,
+        "dense": sorted([start, stop] for start, stop in plan.dense),
+        "alternatives": [asdict(alternative) for alternative in plan.alternatives],
         "patterns": [
             {
                 "count": count,
@@ -67,22 +83,21 @@ def to_dict(plan: ScanPlan, program: Program | None) -> dict[str, Any]:
             }
             for pattern, count in Counter(plan.patterns).items()
         ],
-        "run_nanoseconds": None if times is None else run,
+        "run_nanoseconds": run,
         "levels": [
-            asdict(cost) | {"nanoseconds": None if times is None else times[k]}
-            for k, cost in enumerate(costs)
+            asdict(cost) | {"nanoseconds": time} for cost, time in zip(costs, times, strict=True)
         ],
     }
 
 
-def _times(plan: ScanPlan, program: Program) -> tuple[float, list[float] | None]:
-    """Predicted nanoseconds of a run itself, and of each level; None on a device."""
-    if plan.device == "cuda":
-        return 0.0, None
-    dtype, batch = np.dtype(plan.dtype or np.float64), plan.batch or 1
-    batched = np.full(program.n, batch > 1)
-    operations = Operations.of(program, dtype.itemsize, batch, batched)
-    return level_times(program, operations, load_machine(), dtype, batch, thread_count())
+def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
+    rows = [["schedule", "steps", "products", "predicted", "measured"]]
+    for each in alternatives[:_MOST]:
+        times = ["-" if time is None else _time(time) for time in (each.nanoseconds, each.measured)]
+        rows.append([each.schedule, f"{each.steps:,}", f"{each.products:,}", *times])
+    if len(alternatives) > _MOST:
+        rows.append([f"and {len(alternatives) - _MOST:,} more", "", "", "", ""])
+    return _aligned(rows)
 
 
 def _patterns(patterns: Sequence[Pattern]) -> list[str]:
@@ -102,11 +117,11 @@ def _density(pattern: Pattern) -> str:
     return f"{pattern.nnz / size:.3g}" if size else "0"
 
 
-def _table(costs: Sequence[Cost], times: list[float] | None) -> list[str]:
+def _table(costs: Sequence[Cost], times: Sequence[float]) -> list[str]:
     header = ["level", "matvecs", "products", "steps", "nnz in", "nnz out", "fill-in", "FLOP"]
-    header += ["critical", "bytes", *["time"] * (times is not None)]
+    header += ["critical", "bytes", "time"]
     rows = [header]
-    for k, cost in enumerate(costs):
+    for cost, time in zip(costs, times, strict=True):
         fill_in = f"{2 * cost.nnz_out / cost.nnz_in:.2f}" if cost.nnz_in else "-"
         rows.append(
             [
@@ -120,7 +135,7 @@ def _table(costs: Sequence[Cost], times: list[float] | None) -> list[str]:
                 _count(2 * cost.multiply_adds),
                 _count(2 * cost.critical),
                 _bytes(cost.bytes),
-                *([] if times is None else [_time(times[k])]),
+                _time(time),
             ]
         )
     total = [
@@ -132,10 +147,15 @@ def _table(costs: Sequence[Cost], times: list[float] | None) -> list[str]:
         _count(2 * sum(cost.multiply_adds for cost in costs)),
         _count(2 * sum(cost.critical for cost in costs)),
         _bytes(sum(cost.bytes for cost in costs)),
-        *([] if times is None else [_time(sum(times))]),
+        _time(sum(times)),
     ]
     rows.append(total)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "    "
         + "  ".join(

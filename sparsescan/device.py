@@ -21,16 +21,28 @@ from .kernels.cuda_tables import Book, Mode, Node, Run, Unit
 from .pattern import Pattern, rows_of
 from .program import KINDS, Program, places
 
-__all__ = ["DeviceWorkspace", "chunk_count", "product_bytes"]
+__all__ = [
+    "BLAS_SIZE",
+    "GRAIN",
+    "LARGE",
+    "DeviceWorkspace",
+    "Shares",
+    "chunk_count",
+    "chunk_size",
+    "device_bytes",
+]
 
 # Multiply-adds of a product that a block makes at least, where it shares the product with others.
-_GRAIN = 64 if _device.SIMULATED else 16384
+GRAIN = 64 if _device.SIMULATED else 16384
 # Tiles of a step above which its rows are shared by blocks, even if each step then takes a launch.
-_LARGE = 4
+LARGE = 4
 # Blocks for each multiprocessor that share the rows of one step.
 _WAVES = 16
 # Rows, columns and inner dimension from which on a dense product is cuBLAS's.
-_BLAS_SIZE = 6 if _device.SIMULATED else 128
+BLAS_SIZE = 6 if _device.SIMULATED else 128
+
+# Bytes of which CuPy's memory pool gives a multiple.
+_UNIT = 512
 
 # What a run does, one after the other, given the handle of a stream.
 Action = Callable[[int], None]
@@ -49,11 +61,12 @@ class Kept(NamedTuple):
 _counts: dict[int, int] = {}
 # By pattern, then by device and index dtype.
 _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
+_tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
 
 
 def chunk_count(patterns: Sequence[Pattern], batch: int) -> int | None:
     """Into how many chunks the current device would cut a chain, if there are kernels for it."""
-    size = _chunk_size(patterns)
+    size = chunk_size(patterns)
     if size is None:
         return None
     return cuda_chunks.chunk_count(len(patterns), batch, size, _processors(load_cupy()))
@@ -68,7 +81,7 @@ def _processors(cupy: Any) -> int:
     return _counts[device.id]
 
 
-def _chunk_size(patterns: Sequence[Pattern]) -> int | None:
+def chunk_size(patterns: Sequence[Pattern]) -> int | None:
     """The size of the steps, if all have one pattern for which there are chunked kernels."""
     first = patterns[0]
     rows, cols = first.shape
@@ -77,21 +90,97 @@ def _chunk_size(patterns: Sequence[Pattern]) -> int | None:
     return None
 
 
-def product_bytes(program: Program, itemsize: int, batch: int) -> int:
-    """Bytes of the products of a program, if all differ between samples."""
-    patterns, n = program.patterns, program.n
-    chunks, size = program.schedule.chunks, _chunk_size(patterns[:n])
+class Shares(NamedTuple):
+    """How blocks share the operations of a program."""
+
+    blocks: NDArray[np.int64]  # parts of the rows, where an operation is the only one of its run
+    large: NDArray[np.bool_]  # whether it is worth more than one block
+    blas: NDArray[np.bool_]  # whether cuBLAS multiplies
+
+    @classmethod
+    def of(cls, program: Program) -> Shares:
+        """Those of `program`, on a device of any size."""
+        ops, patterns = program.ops, program.patterns
+        left, right, product = ops[:, Op.LEFT], ops[:, Op.RIGHT], ops[:, Op.VECTOR] == 0
+        tiles = {pattern: len(_tiles_of(pattern)) - 1 for pattern in set(patterns)}
+        count = np.array([tiles[pattern] for pattern in patterns], np.int64)[right]
+        rows = np.array([pattern.shape[0] for pattern in patterns], np.int64)[right]
+        large = np.array([_is_large(pattern) for pattern in patterns])
+        blas = product & large[left] & large[right]
+        blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
+        return cls(np.maximum(blocks, 1), (count > LARGE) | blas, blas)
+
+
+def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
+    """Bytes of device memory that scans of a program take beside Jacobians and gradients, at most.
+
+    They are those of its products, tables and patterns, once both scans have run: as if all
+    Jacobians differed between samples, and with local gradients. What cuBLAS keeps for itself is
+    not among them.
+    """
+    n, itemsize, first = program.n, dtype.itemsize, program.patterns[0]
+    told = 8 * (Run.WIDTH + 3 * n + 1)
+    # The run table, and what is copied to it.
+    sizes = [told, told]
+    chunks, size = program.schedule.chunks, chunk_size(program.patterns[:n])
     if chunks is not None and size is not None:
-        return (chunks - 1) * batch * (size + 1) * size * itemsize
-    nnz = np.array([pattern.nnz for pattern in patterns[n:]], np.int64)
-    scratch = _in_scratch(program)
-    seats = 2 * max((len(runs) for _, runs in program.levels), default=0)
-    return itemsize * batch * int(nnz[~scratch].sum() + seats * nnz[scratch].max(initial=0))
+        products = (-(-n // -(-n // chunks)) - 1) * batch
+        sizes += [products * (size + 1) * size * itemsize, products * size * 4]
+        sizes += [] if first.kind == "dense" else [4 * first.nnz]
+    else:
+        sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
+        tables = [Node.WIDTH * len(program.patterns), len(program.offsets), program.ops.size]
+        tables += [Op.WIDTH * n, Book.WIDTH, Book.WIDTH]
+        sizes += [8 * table for table in tables]
+        sizes += [8 * Unit.WIDTH * units for units in _unit_counts(program)]
+    return sum(-(-size // _UNIT) * _UNIT for size in sizes)
+
+
+def _product_bytes(program: Program, itemsize: int, batch: int) -> list[int]:
+    """Of values, exponents, local gradients and state, as if all differed between samples."""
+    if not program.products:
+        return []
+    sizes, in_scratch = _product_sizes(program), _in_scratch(program)
+    seats = 2 * max(len(runs) for _, runs in program.levels)
+    scratch = seats * sizes[:, in_scratch].max(axis=1, initial=0)
+    needed = batch * (sizes[:, ~in_scratch].sum(axis=1) + scratch)
+    return [*(needed * [itemsize, 4, itemsize]).tolist(), 12 * batch * program.products]
+
+
+def _pattern_bytes(program: Program) -> list[int]:
+    """Of the tiles of every pattern, and of the index arrays of those that have some."""
+    sizes = []
+    for pattern in set(program.patterns):
+        sizes.append(8 * len(_tiles_of(pattern)))
+        if pattern.kind == "general":
+            width = program.index_dtype.itemsize
+            sizes += [width * (pattern.shape[0] + 1), width * pattern.nnz]
+    return sizes
+
+
+def _unit_counts(program: Program) -> list[int]:
+    """Units of each launch of an exclusive and of an inclusive scan."""
+    shares, counts = Shares.of(program), []
+    for _, runs in program.levels:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        length = runs[:, 1] - runs[:, 0]
+        blocks, blas = shares.blocks[first:last], shares.blas[first:last]
+        if length.max() == 1 or not shares.large[first:last].any():
+            alone = np.repeat(length == 1, length)
+            counts.append(int(blocks[alone].sum() + (length > 1).sum()))
+            counts.append(int(blocks[alone & blas].sum()))
+        else:
+            # One operation of each run after the other.
+            depth = np.arange(last - first) - np.repeat(runs[:, 0] - first, length)
+            counts += np.bincount(depth, blocks).astype(int).tolist()
+            counts += np.bincount(depth, blocks * blas).astype(int).tolist()
+    guard = 1 if program.products else 0
+    return [*counts, guard, *counts, guard, int(shares.blocks[-1])]
 
 
 def _is_large(pattern: Pattern) -> bool:
     """Whether products of such matrices are cuBLAS's to make."""
-    return pattern.kind == "dense" and min(pattern.shape) >= _BLAS_SIZE
+    return pattern.kind == "dense" and min(pattern.shape) >= BLAS_SIZE
 
 
 def _in_scratch(program: Program) -> NDArray[np.bool_]:
@@ -99,6 +188,16 @@ def _in_scratch(program: Program) -> NDArray[np.bool_]:
     large = [_is_large(pattern) for pattern in program.patterns[program.n :]]
     in_scratch: NDArray[np.bool_] = (program.slots >= 0) & ~np.array(large, bool)
     return in_scratch
+
+
+def _product_sizes(program: Program) -> NDArray[np.int64]:
+    """What kernels need for a sample of each product: values, exponents, local gradients."""
+    made = program.ops[program.ops[:, Op.VECTOR] == 0]
+    patterns, n = program.patterns, program.n
+    inner = np.zeros(program.products, np.int64)
+    inner[made[:, Op.OUT] - n] = [patterns[right].shape[1] for right in made[:, Op.RIGHT].tolist()]
+    rows, cols, nnz = np.array([(*p.shape, p.nnz) for p in patterns[n:]], np.int64).T
+    return np.stack([nnz, 3 * cols + 1 + inner, rows])
 
 
 class DeviceWorkspace:
@@ -289,16 +388,14 @@ class _Launches:
         n = program.n
         self._chunked: _Chunked | None = None
         chunks = program.schedule.chunks
-        if chunks is not None and _chunk_size(program.patterns[:n]) is not None:
+        if chunks is not None and chunk_size(program.patterns[:n]) is not None:
             self._chunked = self._make_room(chunks)
             return
         self._kernels = level_kernels(dtype, program.index_dtype)
         nodes = self._nodes()
-        self._tiles, self._kinds = nodes[:, Node.TILE_COUNT], nodes[:, Node.KIND]
-        self._shapes, self._nnz = nodes[:, [Node.ROWS, Node.COLS]], nodes[:, Node.NNZ]
-        large = np.array([_is_large(pattern) for pattern in program.patterns])
-        ops = program.ops
-        self._blas = (ops[:, Op.VECTOR] == 0) & large[ops[:, Op.LEFT]] & large[ops[:, Op.RIGHT]]
+        self._kinds, self._nnz = nodes[:, Node.KIND], nodes[:, Node.NNZ]
+        self._rows = nodes[:, Node.ROWS]
+        self._shares = Shares.of(program)
         self._views: dict[int, Any] = {}
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched
@@ -402,9 +499,8 @@ class _Launches:
         return actions
 
     def _large(self, first: int, last: int) -> bool:
-        """Whether operations are worth more than one block each."""
-        right = self._program.ops[first:last, Op.RIGHT]
-        return bool(self._tiles[right].max() > _LARGE or self._blas[first:last].any())
+        """Whether some of these operations are worth more than one block."""
+        return bool(self._shares.large[first:last].any())
 
     def _together(
         self, runs: NDArray[np.int64], part: NDArray[np.int64] | None = None
@@ -417,7 +513,7 @@ class _Launches:
         vector = ops[runs[:, 0], Op.VECTOR] == 1
         out = ops[runs[:, 1] - 1, Op.OUT]
         batch = self._batch if vector.any() or self._batched[out].any() else 1
-        blas = (only >= 0) & self._blas[only]
+        blas = (only >= 0) & self._shares.blas[only]
         mode = np.where(blas, Mode.CHECK, Mode.ALL)
         kernel = self._kernels.vectors if vector.all() else self._kernels.level
         threads = self._threads(runs)
@@ -431,12 +527,9 @@ class _Launches:
 
     def _blocks(self, ops: NDArray[np.int64]) -> NDArray[np.int64]:
         """Parts of the rows of each operation."""
-        table = self._program.ops[ops]
-        right = table[:, Op.RIGHT]
-        product = np.minimum(self._program.work[ops] // _GRAIN, self._shapes[right, 0])
-        # More blocks than these only wait for each other; a block goes through several tiles.
-        vector = np.minimum(self._tiles[right], _WAVES * self._processors)
-        return np.maximum(np.where(table[:, Op.VECTOR] == 1, vector, product), 1)
+        blocks, vector = self._shares.blocks[ops], self._program.ops[ops, Op.VECTOR] == 1
+        # More of them only wait for each other; a block goes through several tiles.
+        return np.where(vector, np.minimum(blocks, _WAVES * self._processors), blocks)
 
     def _threads(self, runs: NDArray[np.int64]) -> int:
         """Threads of a block: fewer where there would be nothing to do for more."""
@@ -452,7 +545,7 @@ class _Launches:
             & (self._kinds[left] == Kind.CSR)
             & (self._kinds[right] != Kind.DIAGONAL)
         )
-        wanted = np.where(added, nnz[left] // np.maximum(self._shapes[left, 0], 1), wanted)
+        wanted = np.where(added, nnz[left] // np.maximum(self._rows[left], 1), wanted)
         threads = min(32, THREADS)
         while threads < min(int(np.median(wanted)), THREADS):
             threads *= 2
@@ -503,18 +596,9 @@ class _Launches:
         program, n, batch = self._program, self._program.n, self._batch
         if not program.products:
             return
-        made = program.ops[program.ops[:, Op.VECTOR] == 0]
         products = nodes[n:]
-        inner = np.zeros(len(products), np.int64)
-        inner[made[:, Op.OUT] - n] = nodes[made[:, Op.RIGHT], Node.COLS]
-        # What the kernels need for one sample: values, exponents, local gradients.
-        sizes = np.stack(
-            [
-                products[:, Node.NNZ],
-                3 * products[:, Node.COLS] + 1 + inner,
-                products[:, Node.ROWS] * local,
-            ]
-        )
+        sizes = _product_sizes(program)
+        sizes[2] *= local
         in_scratch = _in_scratch(program)
         kept = ~in_scratch
         widths = np.where(products[:, Node.BATCHED] == 1, batch, 1)[kept]
@@ -592,15 +676,22 @@ def _keep(pattern: Pattern, index_dtype: np.dtype[Any]) -> Kept:
         if pattern.kind == "general":
             indptr = cupy.asarray(pattern.indptr.astype(index_dtype, copy=False))
             indices = cupy.asarray(pattern.indices.astype(index_dtype, copy=False))
-        tiles = cupy.asarray(_tiles(pattern))
+        tiles = cupy.asarray(_tiles_of(pattern))
         home, ready = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
         ready.record(home)
         known[key] = Kept(indptr, indices, tiles, home, ready)
     return known[key]
 
 
-def _tiles(pattern: Pattern) -> NDArray[np.int64]:
+def _tiles_of(pattern: Pattern) -> NDArray[np.int64]:
     """First row of every tile, and the number of rows."""
+    found = _tiles.get(pattern)
+    if found is None:
+        found = _tiles[pattern] = _cut(pattern)
+    return found
+
+
+def _cut(pattern: Pattern) -> NDArray[np.int64]:
     rows, cols = pattern.shape
     if pattern.kind != "general":
         step = 4 * THREADS

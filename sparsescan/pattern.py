@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import os
 import threading
@@ -15,13 +16,29 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import DeviceError, InputError, InputTypeError
 
-__all__ = ["Pattern", "block_diagonal", "multiply_adds", "of_mask", "product", "rows_of", "trusted"]
+__all__ = [
+    "Pattern",
+    "Products",
+    "TooLargeError",
+    "block_diagonal",
+    "multiply_adds",
+    "of_mask",
+    "product",
+    "product_nnz",
+    "rows_of",
+    "trusted",
+]
 
 Kind = Literal["diagonal", "dense", "general"]
 
 # Largest value that a 32-bit index may take; tests lower it to walk the 64-bit paths.
 INT32_MAX = int(np.iinfo(np.int32).max)
 _INT64_MAX = int(np.iinfo(np.int64).max)
+
+# Rows of a product that are looked at to estimate its entries.
+_SAMPLE = 64
+# Multiply-adds of a product above which its pattern is estimated before it is worked out.
+_EXACT = 10_000_000
 
 # What can be wrong with index arrays.
 _START, _FALL, _END, _RANGE = 1, 2, 3, 4
@@ -81,11 +98,12 @@ class Pattern:
     True
     """
 
-    __slots__ = ("__weakref__", "_indices", "_indptr", "kind", "nnz", "shape")
+    __slots__ = ("__weakref__", "_indices", "_indptr", "key", "kind", "nnz", "shape")
 
     shape: tuple[int, int]
     nnz: int
     kind: Kind
+    key: tuple[Any, ...]  # equal for equal patterns, and holds none
     _indptr: NDArray[np.integer[Any]] | None
     _indices: NDArray[np.integer[Any]] | None
 
@@ -183,8 +201,8 @@ def product(a: Pattern, b: Pattern) -> Pattern:
         return b
     if b.kind == "diagonal":
         return a
-    if a.kind == "dense" and b.kind == "dense" and a.shape[1] > 0:
-        return Pattern.dense(shape)
+    if "dense" in (a.kind, b.kind):
+        return _outer(*_met(a, b))
     indptr = _product_indptr(a.indptr, a.indices, b.indptr, b.indices, shape[1])
     nnz = int(indptr[-1])
     if nnz == shape[0] * shape[1]:
@@ -193,6 +211,27 @@ def product(a: Pattern, b: Pattern) -> Pattern:
     indices = np.empty(nnz, dtype)
     _product_indices(a.indptr, a.indices, b.indptr, b.indices, shape[1], indptr, indices)
     return trusted(indptr, indices, shape)
+
+
+def _met(a: Pattern, b: Pattern) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Rows and columns of ``A @ B`` with entries, wherever they cross, if `A` or `B` is dense."""
+    rows, cols = np.zeros(a.shape[0], bool), np.zeros(b.shape[1], bool)
+    if a.shape[1] > 0:
+        rows[:] = True if a.kind == "dense" else np.diff(a.indptr) > 0
+        cols[slice(None) if b.kind == "dense" else b.indices] = True
+    return rows, cols
+
+
+def _outer(rows: NDArray[np.bool_], cols: NDArray[np.bool_]) -> Pattern:
+    """The pattern with an entry in these rows and columns, wherever they cross."""
+    shape = len(rows), len(cols)
+    if rows.all() and cols.all():
+        return Pattern.dense(shape)
+    columns = np.flatnonzero(cols)
+    indptr = np.zeros(shape[0] + 1, np.int64)
+    np.cumsum(rows * len(columns), out=indptr[1:])
+    dtype = index_dtype(shape, int(indptr[-1]))
+    return trusted(indptr, np.tile(columns.astype(dtype), np.count_nonzero(rows)), shape)
 
 
 def multiply_adds(a: Pattern, b: Pattern) -> int:
@@ -205,7 +244,85 @@ def multiply_adds(a: Pattern, b: Pattern) -> int:
         return a.nnz * b.shape[1]
     if a.kind == "dense":
         return a.shape[0] * b.nnz
-    return int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
+    return int(_multiply_adds(a.indices, b.indptr))
+
+
+def product_nnz(a: Pattern, b: Pattern) -> int:
+    """About how many entries the pattern of ``A @ B`` has, from at most :data:`_SAMPLE` rows of it.
+
+    The rows are drawn at random, but the same ones each time; where there are no more than those
+    the number is exact. None of it takes memory that grows with the product.
+    """
+    if "diagonal" in (a.kind, b.kind):
+        return product(a, b).nnz
+    if "dense" in (a.kind, b.kind):
+        met_rows, met_cols = _met(a, b)
+        return int(met_rows.sum()) * int(met_cols.sum())
+    if a.shape[0] == 0:
+        return 0
+    count = min(a.shape[0], _SAMPLE)
+    rows = np.random.default_rng(0).choice(a.shape[0], count, replace=False, shuffle=False)
+    found = _rows_nnz(a.indptr, a.indices, b.indptr, b.indices, b.shape[1], rows)
+    return round(int(found) * a.shape[0] / count)
+
+
+def _nnz(a: Pattern, b: Pattern) -> int:
+    """Entries of the pattern of ``A @ B`` of sparse ones, counted one by one."""
+    every = np.arange(a.shape[0])
+    return int(_rows_nnz(a.indptr, a.indices, b.indptr, b.indices, b.shape[1], every))
+
+
+class Products:
+    """Products of patterns, each worked out once.
+
+    The pattern of a product that takes more than :data:`_EXACT` multiply-adds and seems to be more
+    than half full is taken to be full: stored densely it needs less than with its indices.
+
+    Parameters
+    ----------
+    work : float, optional
+        Multiply-adds of sparse products together, beyond which they are given up.
+    nbytes : float, optional
+        Bytes that the index arrays of all together may take; and that an index for each entry of
+        one may take, beyond which it is given up. It has taken no memory then.
+    """
+
+    def __init__(self, work: float = math.inf, nbytes: float = math.inf) -> None:
+        self._known: dict[tuple[Pattern, Pattern], Pattern] = {}
+        self._work = work
+        self._nbytes = self._largest = nbytes
+
+    def __call__(self, a: Pattern, b: Pattern) -> Pattern:
+        """The pattern of ``A @ B``; or :class:`TooLargeError`."""
+        found = self._known.get((a, b))
+        if found is None:
+            found = self._known[a, b] = self._product(a, b)
+        return found
+
+    def _product(self, a: Pattern, b: Pattern) -> Pattern:
+        if "diagonal" in (a.kind, b.kind):
+            return product(a, b)
+        shape, sparse = (a.shape[0], b.shape[1]), "dense" not in (a.kind, b.kind)
+        work = multiply_adds(a, b) if sparse else 0
+        if work > self._work:
+            raise TooLargeError
+        entries = product_nnz(a, b) if work > _EXACT or self._largest < math.inf else 0
+        if entries > self._largest / 4 and 4 * (_nnz(a, b) if sparse else entries) > self._largest:
+            raise TooLargeError
+        if work > _EXACT and 2 * entries > shape[0] * shape[1]:
+            return Pattern.dense(shape)
+        found = product(a, b)
+        taken = found.index_dtype.itemsize * (found.nnz + shape[0] + 1)
+        taken *= found.kind == "general"
+        if taken > self._nbytes:
+            raise TooLargeError
+        self._work -= work
+        self._nbytes -= taken
+        return found
+
+
+class TooLargeError(Exception):
+    """A product that :class:`Products` gave up."""
 
 
 def block_diagonal(block: Pattern, count: int) -> Pattern:
@@ -364,7 +481,7 @@ def _intern(
     with _lock:
         found = _interned.get(key)
         if found is None:
-            found = _new("general", shape, nnz)
+            found = _new("general", shape, nnz, key)
             # A copy, because what the caller holds may change under us.
             found._indptr = _frozen(indptr.copy() if copy else indptr)
             found._indices = _frozen(indices.copy() if copy else indices)
@@ -377,13 +494,14 @@ def _intern_kind(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
     with _lock:
         found = _interned.get(key)
         if found is None:
-            found = _interned[key] = _new(kind, shape, nnz)
+            found = _interned[key] = _new(kind, shape, nnz, key)
         return found
 
 
-def _new(kind: Kind, shape: tuple[int, int], nnz: int) -> Pattern:
+def _new(kind: Kind, shape: tuple[int, int], nnz: int, key: tuple[Any, ...]) -> Pattern:
     pattern = object.__new__(Pattern)
     pattern.kind, pattern.shape, pattern.nnz = kind, shape, nnz
+    pattern.key = key
     # Those of diagonal and dense patterns are made when somebody asks.
     pattern._indptr = pattern._indices = None
     return pattern
@@ -438,6 +556,30 @@ def _product_indptr(a_indptr, a_indices, b_indptr, b_indices, cols):  # type: ig
                     count += 1
         indptr[i + 1] = indptr[i] + count
     return indptr
+
+
+@njit(nogil=True, cache=True)
+def _multiply_adds(a_indices, b_indptr):  # type: ignore[no-untyped-def]
+    count = np.int64(0)
+    for k in a_indices:
+        count += b_indptr[k + 1] - b_indptr[k]
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _rows_nnz(a_indptr, a_indices, b_indptr, b_indices, cols, rows):  # type: ignore[no-untyped-def]
+    """Entries of these rows of a product."""
+    seen = np.full(cols, -1, np.int64)
+    count = np.int64(0)
+    for i in rows:
+        for p in range(a_indptr[i], a_indptr[i + 1]):
+            k = a_indices[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                j = b_indices[q]
+                if seen[j] != i:
+                    seen[j] = i
+                    count += 1
+    return count
 
 
 @njit(nogil=True, cache=True)

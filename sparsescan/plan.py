@@ -17,19 +17,29 @@ from .describe import describe, to_dict
 from .errors import InputError, InputTypeError, MemoryLimitError
 from .kernels._threads import thread_count
 from .pattern import Pattern
+from .planner import Alternative
 from .prediction import Prediction, predict
-from .program import Program, Workspace
+from .program import Program, Workspace, workspace_bytes
 from .schedule import Schedule, check_count
 
 if TYPE_CHECKING:
     from .device import DeviceWorkspace
 
-__all__ = ["ScanPlan"]
+__all__ = ["ScanPlan", "needed_bytes"]
 
 # Workspaces that one slot of a plan keeps, e.g. for different batch sizes.
 _KEPT = 4
 
 Gradients = list[NDArray[Any]] | NDArray[Any]
+
+
+def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:
+    """Bytes that a program and a run of it take beside Jacobians and gradients, at most."""
+    if device == "cuda":
+        from .device import device_bytes
+
+        return device_bytes(program, dtype, batch)
+    return workspace_bytes(program, dtype, batch, thread_count())
 
 
 class ScanPlan:
@@ -55,6 +65,13 @@ class ScanPlan:
         The dtype that the plan insists on, if any.
     device : {None, "cpu", "cuda"}
         Where it runs; None is where the data is.
+    memory_limit : int or None
+        Bytes that it may take.
+    dense : frozenset of tuple
+        The products ``(start, stop)``, of elements as a schedule numbers them, that are stored
+        densely although their patterns are sparse.
+    alternatives : tuple of Alternative
+        The schedules that the planner looked at, with the nanoseconds predicted then.
     """
 
     def __init__(
@@ -67,6 +84,9 @@ class ScanPlan:
         dtype: np.dtype[Any] | None = None,
         device: str | None = None,
         memory_limit: int | None = None,
+        dense: frozenset[tuple[int, int]] = frozenset(),
+        alternatives: tuple[Alternative, ...] = (),
+        program: Program | None = None,
     ) -> None:
         self.n = len(patterns)
         self.patterns = tuple(patterns)
@@ -75,7 +95,12 @@ class ScanPlan:
         self.dtype = dtype
         self.device = device
         self.reason = reason
-        self._program = Program(patterns, schedule) if patterns else None
+        self.memory_limit = memory_limit
+        self.dense = dense
+        self.alternatives = alternatives
+        if patterns and program is None:
+            program = Program(patterns, schedule, dense=dense)
+        self._program = program
         self._linear: Program | None = None
         self._sizes = [patterns[0].shape[1]] if patterns else []
         self._sizes += [pattern.shape[0] for pattern in patterns]
@@ -83,36 +108,35 @@ class ScanPlan:
         # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[_Slot] = deque()
-        if memory_limit is not None and self.workspace_bytes > memory_limit:
-            raise MemoryLimitError(
-                f"memory_limit is {memory_limit} bytes; the products of {schedule} need "
-                f"{self.workspace_bytes}, those of Schedule.linear({self.n}) none"
-            )
+        if program is not None:
+            self._admit(program, np.dtype(dtype or np.float64), batch or 1)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the products between the Jacobians.
+        """Bytes that the plan and a run take beside Jacobians and gradients, at most.
 
-        For `batch` samples of `dtype`, or one of float64 where the plan insists on none, as if
-        every product differed between samples, and with the scratch of every thread, or on a device
-        of every run of a level.
+        The products with their indices, scratch of every thread, and tables; for `batch` samples of
+        `dtype`, or one of float64 where the plan insists on none, as if every Jacobian differed
+        between samples.
         """
         if self._program is None:
             return 0
-        itemsize = np.dtype(self.dtype or np.float64).itemsize
-        if self.device == "cuda":
-            from .device import product_bytes
+        dtype = np.dtype(self.dtype or np.float64)
+        return needed_bytes(self._program, dtype, self.batch or 1, self.device)
 
-            return product_bytes(self._program, itemsize, self.batch or 1)
-        kept, scratch = 0, 0
-        for pattern, slot in zip(
-            self._program.patterns[self.n :], self._program.slots, strict=True
-        ):
-            if slot < 0:
-                kept += pattern.nnz
-            else:
-                scratch = max(scratch, pattern.nnz)
-        return itemsize * (kept * (self.batch or 1) + scratch * 2 * thread_count())
+    def _admit(self, program: Program, dtype: np.dtype[Any], batch: int) -> None:
+        """Raise if a program and a run of it need more than the limit."""
+        if self.memory_limit is None:
+            return
+        needed = needed_bytes(program, dtype, batch, self.device)
+        if needed <= self.memory_limit:
+            return
+        linear = Program(self.patterns, Schedule.linear(self.n))
+        least = needed_bytes(linear, dtype, batch, self.device)
+        raise MemoryLimitError(
+            f"memory_limit is {self.memory_limit} bytes; {self.schedule} needs {needed}, and the "
+            f"least, Schedule.linear({self.n}), {least}"
+        )
 
     def exclusive_scan(
         self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
@@ -250,7 +274,7 @@ class ScanPlan:
 
         Notes
         -----
-        Stored are the patterns, the schedule and the options, but no products and no memory limit.
+        Stored are the patterns, the schedule and the options, but no products.
 
         Examples
         --------
@@ -289,6 +313,8 @@ class ScanPlan:
         ------
         PlanFileError
             If the file is damaged or something else. It is a :class:`ValueError`.
+        MemoryLimitError
+            If a run on this machine, with more threads maybe, needs more than the plan's limit.
         OSError
             If the file cannot be opened, such as :class:`FileNotFoundError`.
 
@@ -307,7 +333,7 @@ class ScanPlan:
             try:
                 slot = self._idle.pop()
             except IndexError:
-                slot = _Slot(Chain(self.n))
+                slot = _Slot(Chain(self.n), self._admit)
             try:
                 slot.chain.read(jacobians, self.patterns)
                 return self._run(slot, grad, local_grads, inclusive)
@@ -319,7 +345,7 @@ class ScanPlan:
         self, grad: ArrayLike, chain: Chain, local_grads: Any, *, inclusive: bool
     ) -> Gradients:
         """Scan the chain that the plan was made from, which has been read already."""
-        return self._run(_Slot(chain), grad, local_grads, inclusive)
+        return self._run(_Slot(chain, self._admit), grad, local_grads, inclusive)
 
     def _run(self, slot: _Slot, grad: ArrayLike, local_grads: Any, inclusive: bool) -> Gradients:
         chain = slot.chain
@@ -413,8 +439,9 @@ class ScanPlan:
 class _Slot:
     """What one run at a time uses, and leaves to the next."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, admit: Callable[[Program, np.dtype[Any], int], None]) -> None:
         self.chain = chain
+        self._admit = admit
         self._workspaces: dict[Any, Any] = {}
 
     def workspace(
@@ -451,9 +478,10 @@ class _Slot:
         count = int(np.count_nonzero(batched))
         return batched, (count, batched.tobytes() if 0 < count < len(batched) else b"")
 
-    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         workspace = self._workspaces.get(key)
         if workspace is None:
+            self._admit(*key[:3])
             while len(self._workspaces) >= _KEPT:
                 del self._workspaces[next(iter(self._workspaces))]
             workspace = self._workspaces[key] = make()

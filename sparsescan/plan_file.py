@@ -13,6 +13,11 @@ that is loaded has its symbolic phase done again. Version 1 of the format:
 ``level_runs``   int (l,): the number of its runs
 ``run_lengths``  int (r,): the number of operations of each run
 ``ops``          int (m, 3): ``(start, mid, stop)`` of each operation
+``dense``        int (d, 2): ``(start, stop)`` of the products that are stored densely
+``alternatives`` strings (a,): the schedules that the planner looked at
+``counts``       int (a, 2): steps and products of each
+``predicted``    float (a,): nanoseconds of each, or NaN
+``measured``     float (a,): the same as measured, or NaN
 ``option.*``     one integer or string for each of ``_OPTIONS``; none for an option that is None
 ===============  =================================================================================
 
@@ -23,8 +28,9 @@ is what was saved, or nothing.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +52,7 @@ from .io import (
 )
 from .pattern import Pattern
 from .plan import ScanPlan
+from .planner import Alternative
 from .schedule import Level, Schedule, check_count
 
 __all__ = ["load_plan", "save_plan"]
@@ -60,6 +67,7 @@ _OPTIONS: dict[str, type[int] | type[str]] = {
     "batch": int,
     "dtype": str,
     "device": str,
+    "memory_limit": int,
 }
 _PREFIX = "option."
 
@@ -70,6 +78,8 @@ def save_plan(path: Path, plan: ScanPlan) -> None:
     number = {pattern: p for p, pattern in enumerate(unique)}
     steps = [number[pattern] for pattern in plan.patterns]
     arrays = pack_patterns(unique) | _pack_schedule(plan.schedule) | _pack_options(plan)
+    arrays |= _pack_alternatives(plan.alternatives)
+    arrays["dense"] = np.array(sorted(plan.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
     write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
@@ -95,6 +105,8 @@ def _pack_options(plan: ScanPlan) -> dict[str, NDArray[Any]]:
     options: dict[str, Any] = {name: getattr(plan, name) for name in _OPTIONS}
     if plan.dtype is not None:
         options["dtype"] = plan.dtype.name
+    if plan.memory_limit is not None:
+        options["memory_limit"] = min(plan.memory_limit, np.iinfo(np.int64).max)
     return {
         _PREFIX + name: np.array(value, np.int64 if _OPTIONS[name] is int else np.str_)
         for name, value in options.items()
@@ -117,6 +129,20 @@ def _pack_schedule(schedule: Schedule) -> dict[str, NDArray[Any]]:
     }
 
 
+def _pack_alternatives(alternatives: Sequence[Alternative]) -> dict[str, NDArray[Any]]:
+    def times(found: Iterable[float | None]) -> NDArray[np.float64]:
+        return np.array([np.nan if time is None else time for time in found], np.float64)
+
+    return {
+        "alternatives": np.array([each.schedule for each in alternatives], np.str_),
+        "counts": np.array(
+            [(each.steps, each.products) for each in alternatives], np.int64
+        ).reshape(-1, 2),
+        "predicted": times(each.nanoseconds for each in alternatives),
+        "measured": times(each.measured for each in alternatives),
+    }
+
+
 def _unpack(arrays: Arrays) -> tuple[Sequence[Pattern], Schedule, dict[str, Any]]:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
@@ -129,7 +155,40 @@ def _unpack(arrays: Arrays) -> tuple[Sequence[Pattern], Schedule, dict[str, Any]
     for p in {steps.min(), steps.max()} if len(steps) else ():
         check_index("steps", int(p), len(unique))
     patterns = check_chain([unique[p] for p in steps.tolist()])
-    return patterns, _unpack_schedule(arrays, len(patterns)), _unpack_options(arrays)
+    schedule, options = _unpack_schedule(arrays, len(patterns)), _unpack_options(arrays)
+    options["dense"] = _unpack_dense(arrays, schedule)
+    options["alternatives"] = _unpack_alternatives(arrays)
+    return patterns, schedule, options
+
+
+def _unpack_dense(arrays: Arrays, schedule: Schedule) -> frozenset[tuple[int, int]]:
+    found = frozenset((start, stop) for start, stop in arrays.integers("dense", 2).tolist())
+    ops = [op for level in schedule.levels for op in level.ops.tolist()]
+    unknown = found.difference((start, stop) for start, _, stop in ops if start > 0)
+    if unknown:
+        raise InputError(f"dense has {min(unknown)}; expected products of the schedule")
+    return found
+
+
+def _unpack_alternatives(arrays: Arrays) -> tuple[Alternative, ...]:
+    names, columns = arrays["alternatives"], [arrays["predicted"], arrays["measured"]]
+    for name, array, kind in zip(
+        ("alternatives", "predicted", "measured"), (names, *columns), "Uff", strict=True
+    ):
+        if array.dtype.kind != kind or array.shape != (names.size,):
+            raise InputError(
+                f"{name} has dtype {array.dtype} and shape {array.shape}; expected one dimension "
+                f"of {'strings' if kind == 'U' else 'floats'}, as long as alternatives"
+            )
+    counts = arrays.integers("counts", 2)
+    check_used("counts", len(counts), len(names))
+    rows = zip(
+        names.tolist(), counts.tolist(), *(column.tolist() for column in columns), strict=True
+    )
+    return tuple(
+        Alternative(name, *count, *(None if math.isnan(time) else time for time in times))
+        for name, count, *times in rows
+    )
 
 
 def _unpack_options(arrays: Arrays) -> dict[str, Any]:
@@ -144,6 +203,8 @@ def _unpack_options(arrays: Arrays) -> dict[str, Any]:
         options[name] = arrays.scalar(key, kinds, what)
     if options["reason"] is None:
         raise InputError(f"the key '{_PREFIX}reason' is missing")
+    if options["memory_limit"] is not None:
+        check_count("option.memory_limit", options["memory_limit"], 0)
     if options["batch"] is not None:
         check_count("option.batch", options["batch"], 1)
     if options["dtype"] is not None:

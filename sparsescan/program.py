@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,29 @@ from .errors import InputError
 from .kernels import cpu
 from .kernels._threads import work
 from .kernels.cpu import Book, Kind, Node, Op, Stage, Store, Work
-from .pattern import Pattern, multiply_adds, product
+from .pattern import Pattern, Products, multiply_adds
 from .schedule import Schedule
 
-__all__ = ["KINDS", "ROW_GRAIN", "RUN_GRAIN", "Program", "Workspace", "places"]
+__all__ = [
+    "KINDS",
+    "ROW_GRAIN",
+    "RUN_GRAIN",
+    "Program",
+    "Workspace",
+    "places",
+    "stored",
+    "table_bytes",
+    "workspace_bytes",
+]
 
 KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
+# Bytes of tables and objects, at most: of a run, for a step, a product, and a stage.
+_RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES, _STAGE_BYTES = 24_576, 1024, 3072, 128
+
 # Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
 # they only decide how work is cut up.
-_NANOSECONDS = {"dense": 0.2, "general": 0.7, "diagonal": 0.5}
+_NANOSECONDS = {"dense": 0.2, "general": 0.5, "diagonal": 0.5}
 # Nanoseconds of work below which more threads cost more than they save: for a run, which has to
 # wake them, and for a block of the rows of one operation, after which they meet.
 RUN_GRAIN = 200_000
@@ -31,21 +43,6 @@ ROW_GRAIN = 10_000
 # pieces this small take longer than one that reads on (half as fast with pieces of 13 kB, from
 # 25 to 75 MB, on the machine of bench/results).
 _BLOCK_BYTES = 32_768
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a level does, for one sample."""
-
-    name: str
-    operations: int
-    depth: int
-    products: int
-    multiply_adds: int
-    critical: int  # multiply-adds of its longest run
-    nnz_in: int  # entries of the operands of its products
-    nnz_out: int  # entries of the products
-    bytes: int  # that its operations read and write, if nothing stays in a cache
 
 
 class Program:
@@ -57,11 +54,16 @@ class Program:
         The pattern of every Jacobian; at least one.
     schedule : Schedule
         For as many Jacobians.
+    dense : collection of tuple, optional
+        Products ``(start, stop)`` that are stored densely whatever their patterns. (One by a
+        diagonal matrix is stored as the other operand is.)
+    products : Products, optional
+        Products of patterns that are known already.
 
     Attributes
     ----------
     patterns : list of Pattern
-        The pattern of every node: first the Jacobians, then the products.
+        What is stored of every node: first the Jacobians, then the products.
     ops : ndarray of int64, shape (m + 1, 4)
         Columns as in :class:`~sparsescan.kernels.cpu.Op`. The last operation is the one more that
         an inclusive scan has.
@@ -71,13 +73,22 @@ class Program:
         ``(name, runs)``, with the first and last-plus-one operation of every run.
     slots : ndarray of int64
         For every product -1, or the scratch slot of one that only the next operation reads.
+    index_bytes : int
+        Bytes of the index arrays that the symbolic phase made for products.
     index_dtype : dtype
         Of index arrays that all kernels of a run read: int64 if any pattern needs it.
     offsets : ndarray of int64, shape (n + 2,)
         Where each gradient starts, and the last one ends, for one sample.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        schedule: Schedule,
+        *,
+        dense: Collection[tuple[int, int]] = (),
+        products: Products | None = None,
+    ) -> None:
         n = len(patterns)
         if schedule.n != n:
             raise InputError(f"schedule is for {schedule.n} Jacobians; expected {n}")
@@ -85,7 +96,10 @@ class Program:
         self.schedule = schedule
         self.patterns: list[Pattern] = list(patterns)
         self.levels: list[tuple[str, NDArray[np.int64]]] = []
-        known: dict[tuple[Pattern, Pattern], tuple[Pattern, int]] = {}
+        # Where the entries of every node are: they may be stored among zeros.
+        exact: list[Pattern] = list(patterns)
+        multiply = products or Products()
+        known: dict[tuple[Pattern, Pattern], int] = {}
         nodes: dict[tuple[int, int], int] = {}
         nnz = np.array([pattern.nnz for pattern in patterns], np.int64)
         all_ops, all_work, first = [], [], 0
@@ -107,11 +121,12 @@ class Program:
                 left = a - 1 if m == a + 1 else nodes[a, m]
                 pair = self.patterns[right], self.patterns[left]
                 if pair not in known:
-                    known[pair] = product(*pair), multiply_adds(*pair)
-                pattern, macs[i] = known[pair]
+                    known[pair] = multiply_adds(*pair)
+                macs[i] = known[pair]
                 nodes[a, b] = ops[i, Op.OUT] = len(self.patterns)
                 ops[i, Op.LEFT] = left
-                self.patterns.append(pattern)
+                exact.append(multiply(exact[right], exact[left]))
+                self.patterns.append(stored(*pair, exact[-1], dense=(a, b) in dense))
             leaf = (start == 0) & (stop == mid + 1)
             macs[leaf] = nnz[mid[leaf] - 1]
             all_ops.append(ops)
@@ -123,6 +138,8 @@ class Program:
         all_work.append(nnz[-1:])
         self.ops = np.concatenate(all_ops)
         self.work = np.concatenate(all_work)
+        made = {p for p in exact[n:] if p.kind == "general"}.difference(patterns)
+        self.index_bytes = sum(p.index_dtype.itemsize * (p.nnz + p.shape[0] + 1) for p in made)
         self.slots = self._scratch_slots()
         wide = any(pattern.index_dtype == np.int64 for pattern in set(self.patterns))
         self.index_dtype = np.dtype(np.int64 if wide else np.int32)
@@ -133,47 +150,6 @@ class Program:
     def products(self) -> int:
         """Number of matrix-matrix products."""
         return len(self.patterns) - self.n
-
-    def costs(self, itemsize: int) -> list[Cost]:
-        """What every level does, with values of `itemsize` bytes."""
-        nnz = np.array([pattern.nnz for pattern in self.patterns], np.int64)
-        shapes = np.array([pattern.shape for pattern in self.patterns], np.int64)
-        # Dense and diagonal nodes load no indices.
-        index = [
-            pattern.index_dtype.itemsize * (pattern.nnz + pattern.shape[0] + 1)
-            if pattern.kind == "general"
-            else 0
-            for pattern in self.patterns
-        ]
-        matrix = nnz * itemsize + np.array(index, np.int64)
-        vectors = shapes.sum(axis=1) * itemsize
-        return [self._cost(name, runs, nnz, matrix, vectors) for name, runs in self.levels]
-
-    def _cost(
-        self,
-        name: str,
-        runs: NDArray[np.int64],
-        nnz: NDArray[np.int64],
-        matrix: NDArray[np.int64],
-        vectors: NDArray[np.int64],
-    ) -> Cost:
-        first, last = int(runs[0, 0]), int(runs[-1, 1])
-        ops, macs = self.ops[first:last], self.work[first:last]
-        made = ops[ops[:, Op.VECTOR] == 0]
-        right = ops[ops[:, Op.VECTOR] == 1, Op.RIGHT]
-        moved = matrix[right].sum() + vectors[right].sum()
-        moved += sum(matrix[made[:, column]].sum() for column in (Op.LEFT, Op.RIGHT, Op.OUT))
-        return Cost(
-            name=name,
-            operations=last - first,
-            depth=int((runs[:, 1] - runs[:, 0]).max()),
-            products=len(made),
-            multiply_adds=int(macs.sum()),
-            critical=int(np.add.reduceat(macs, runs[:, 0] - first).max()),
-            nnz_in=int(nnz[made[:, Op.LEFT]].sum() + nnz[made[:, Op.RIGHT]].sum()),
-            nnz_out=int(nnz[made[:, Op.OUT]].sum()),
-            bytes=int(moved),
-        )
 
     def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which nodes differ between samples, if these Jacobians do."""
@@ -202,6 +178,54 @@ class Program:
                     if readers[out] == 1 and not vector[op + 1] and following[Op.LEFT] == out:
                         slots[out - self.n] = (op - first) % 2
         return slots
+
+
+def stored(right: Pattern, left: Pattern, exact: Pattern, *, dense: bool) -> Pattern:
+    """What is stored of the product of two nodes with entries at `exact`."""
+    if right.kind == "diagonal":
+        return left
+    if left.kind == "diagonal":
+        return right
+    return Pattern.dense(exact.shape) if dense else exact
+
+
+def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads: int) -> int:
+    """Bytes that a program and a run of it take beside Jacobians and gradients, at most.
+
+    As if every Jacobian differed between samples, with local gradients, and with products that
+    leave the range of floating point; with the linear scan that is run if a value is not finite.
+    """
+    n, patterns = program.n, program.patterns
+    rows, cols = np.array([pattern.shape for pattern in patterns], np.int64).T
+    nnz = np.array([pattern.nnz for pattern in patterns], np.int64)
+    kept = n + np.flatnonzero(program.slots < 0)
+    scratch = n + np.flatnonzero(program.slots >= 0)
+    values = batch * int((nnz[kept] + rows[kept]).sum())
+    exponents = batch * int((cols[kept] + 1).sum())
+    if len(scratch):
+        values += 2 * threads * int(nnz[scratch].max() + batch * rows[scratch].max())
+        exponents += 2 * threads * int(cols[scratch].max() + 1)
+    if program.products:
+        # An accumulator, and both operands and the earlier one again while they are scaled.
+        made = program.ops[program.ops[:, Op.VECTOR] == 0]
+        read = made[:, [Op.LEFT, Op.RIGHT]]
+        largest = int((nnz[read] @ [2, 1]).max() + 2 * cols[read].max())
+        values += threads * int(cols[n:].max() + largest)
+        exponents += threads * int(cols[read].max() + rows[read].max()) * 6
+    csr = [pattern for pattern in set(patterns) if pattern.kind == "general"]
+    values += threads * 8 * max((p.shape[1] for p in csr), default=0) * (batch > 2)
+    copied = [p for p in csr if p.index_dtype != program.index_dtype]
+    indices = program.index_bytes + sum(8 * (p.nnz + p.shape[0] + 1) for p in copied)
+    tables = table_bytes(n, program.products)
+    if threads > 1:
+        # Stages of products whose rows are shared: three for each sample.
+        tables += _STAGE_BYTES * 3 * batch * program.products
+    return dtype.itemsize * values + 4 * exponents + indices + tables
+
+
+def table_bytes(n: int, products: int) -> int:
+    """Bytes of tables and objects, at most, for so many steps and products."""
+    return _RUN_BYTES + _STEP_BYTES * n + _PRODUCT_BYTES * products
 
 
 class Workspace:
@@ -249,7 +273,7 @@ class Workspace:
         self._book = np.zeros(Book.WIDTH, np.int64)
         exponents = self._place_products(program, nodes, widths, dtype, batch, local)
         # Only where samples share a sparse Jacobian are they interleaved.
-        shared = (nodes[:n, Node.KIND] == Kind.CSR) & ~batched
+        shared = (nodes[:n, Node.KIND] == Kind.CSR) & (nodes[:n, Node.SINGLE] == 0) & ~batched
         lanes = int(nodes[:n, Node.COLS][shared].max(initial=0)) if batch > 2 else 0
         columns = int(nodes[n:, Node.COLS].max(initial=0))
         self._set(Book.FIRST_UNIT, self._stages.first_unit)
@@ -283,15 +307,16 @@ class Workspace:
         rows: dict[Pattern, list[int]] = {}
         for pattern in set(program.patterns):
             # No kernel follows the indices of a dense or diagonal node, so they are not made.
-            address = [0, 0]
+            address, single = [0, 0], False
             if pattern.kind == "general":
                 for i, array in enumerate((pattern.indptr, pattern.indices)):
                     array = array.astype(program.index_dtype, copy=False)
                     self._kept.append(array)
                     address[i] = array.ctypes.data
-            rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address]
+                single = bool((np.diff(pattern.indptr) == 1).all())
+            rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address, single]
         nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
-        nodes[:, : Node.INDICES + 1] = [rows[pattern] for pattern in program.patterns]
+        nodes[:, : Node.SINGLE + 1] = [rows[pattern] for pattern in program.patterns]
         nodes[: program.n, Node.STORE] = Store.CALLER
         nodes[: program.n, Node.VALUES] = np.arange(program.n)
         return nodes

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from .errors import InputError, InputTypeError
 
-__all__ = ["Level", "Schedule", "check_count"]
+__all__ = ["Level", "Schedule", "check_count", "chunk_levels"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,17 +204,7 @@ class Schedule:
         n = check_count("n", n, 0)
         chunks = check_count("chunks", chunks, 1)
         used = max(1, min(chunks, n))
-        bounds = [n * c // used for c in range(used + 1)]
-        first = [_sweep(0, bounds[1])]
-        first += [_reduction(bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
-        boundaries = [(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
-        # A boundary is the last prefix of its chunk, so the sweep of that chunk stops before it.
-        last = [_sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)]
-        levels = [
-            _level("chunks", first),
-            _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),
-            _level("sweeps", last),
-        ]
+        levels = chunk_levels([n * c // used for c in range(used + 1)])
         return cls(n, levels, f"chunked({n}, {chunks})", used)
 
     @classmethod
@@ -335,6 +325,21 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+
+def chunk_levels(bounds: Sequence[int]) -> list[Level]:
+    """The levels of a chunked scan, of elements ``bounds[c]`` to ``bounds[c + 1] - 1`` each."""
+    used = len(bounds) - 1
+    first = [_sweep(0, bounds[1])]
+    first += [_reduction(bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
+    boundaries = [(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
+    # A boundary is the last prefix of its chunk, so the sweep of that chunk stops before it.
+    last = [_sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)]
+    return [
+        _level("chunks", first),
+        _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),
+        _level("sweeps", last),
+    ]
 
 
 def check_count(name: str, value: int, least: int) -> int:

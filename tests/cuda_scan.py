@@ -18,6 +18,7 @@ from oracles import (
     assert_within,
     chains,
     every_schedule,
+    patterns_of,
     same_bits,
     schedules,
     sequential,
@@ -32,6 +33,7 @@ from sparsescan import (
     InputTypeError,
     MemoryLimitError,
     Pattern,
+    ScanPlan,
     Schedule,
 )
 from sparsescan.jacobians import Linear, Residual, Tanh
@@ -91,6 +93,24 @@ def test_a_plan_runs_again_with_new_values(cupy: Any, data: Any) -> None:
     bare = values_only(chain.jacobians)
     on_device = jacobians_on(cupy, bare)
     assert same_bits(to_host(run(grad, on_device, local_grads=local)), result)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_products_may_be_stored_densely(cupy: Any, data: Any) -> None:
+    chain = data.draw(chains(max_n=7, max_size=8, min_size=1))
+    n = len(chain.jacobians)
+    if n == 0:
+        return
+    patterns = patterns_of(chain.jacobians)
+    schedule = data.draw(st.sampled_from([*every_schedule(n)]))
+    made = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
+    dense = frozenset(interval for interval in made if data.draw(st.booleans()))
+    plan = ScanPlan(patterns, schedule, reason="", dense=dense)
+    grad, jacobians, local = chain_on(cupy, chain)
+    run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
+    result = run(grad, jacobians, local_grads=local)
+    assert_within(to_host(result), chain.oracle(), chain.dtype)
 
 
 @settings(max_examples=30)
@@ -427,8 +447,11 @@ def test_auto_takes_chunks_for_small_steps_of_one_pattern(cupy: Any) -> None:
     small = sparsescan.plan([Pattern.dense((2, 2))] * 1000, device="cuda")
     assert small.schedule.chunks is not None
     assert small.device == "cuda"
-    unlike = [Pattern.dense((2, 2)), Pattern.diagonal(2)] * 500
-    assert sparsescan.plan(unlike, device="cuda").schedule == Schedule.linear(1000)
+    unlike = sparsescan.plan([Pattern.dense((2, 2)), Pattern.diagonal(2)] * 500, device="cuda")
+    predicted = {each.schedule: each.nanoseconds for each in unlike.alternatives}
+    assert predicted[repr(unlike.schedule)] < 0.5 * predicted["Schedule.linear(1000)"]
+    large = sparsescan.plan([Pattern.diagonal(1_000_000)] * 9, device="cuda")
+    assert large.schedule == Schedule.linear(9)
     assert sparsescan.plan([Pattern.dense((2, 2))] * 1000).schedule == Schedule.linear(1000)
     on_device = sparsescan.plan(cupy.asarray(np.ones((1000, 2, 2))))
     assert on_device.device == "cuda"

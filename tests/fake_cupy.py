@@ -23,7 +23,7 @@ Where CuPy computes in another way than NumPy, and it matters, so does this: see
 There are :data:`DEVICES` devices, whose memory is the host's; addresses are real, so kernels in
 Numba's simulator read and write it. Everything is done at once: streams and events are there, but
 nothing shows that work on two streams would not wait for each other. :data:`state` counts what
-waits for a device, and :func:`watch` lists the launches of kernels.
+waits for a device and the bytes of arrays, and :func:`watch` lists the launches of kernels.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ import operator
 import pkgutil
 import sys
 import threading
+import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +52,8 @@ __all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "w
 
 DEVICES = 2
 MULTIPROCESSORS = 4
+# CuPy's memory pool gives multiples of so many bytes.
+UNIT = 512
 
 
 class State:
@@ -61,6 +65,8 @@ class State:
     def reset(self) -> None:
         self.waits = 0  # how often the host has waited for a device
         self.free = [1 << 34] * DEVICES  # bytes that a new array may have
+        self.used = [0] * DEVICES  # bytes of all arrays, in units
+        self.peak = [0] * DEVICES  # the most that there were; to be set back
         self.captures: dict[int, list[Callable[[], None]]] = {}  # by the handle of the stream
         self.current = _Current()
 
@@ -227,7 +233,7 @@ class Event:
     def __init__(
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
-        pass
+        self.timing = not disable_timing
 
     @property
     def done(self) -> bool:
@@ -235,9 +241,17 @@ class Event:
 
     def record(self, stream: _Stream | None = None) -> None:
         assert stream is None or isinstance(stream, _Stream)
+        self.at = time.perf_counter()
 
     def synchronize(self) -> None:
         state.wait(-1)
+
+
+def _elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds between two events."""
+    assert start_event.timing
+    assert end_event.timing
+    return 1e3 * (end_event.at - start_event.at)
 
 
 class Graph:
@@ -273,12 +287,21 @@ def _do(work: Callable[[], Any], stream: _Stream | None = None) -> None:
         work()
 
 
-def _new(nbytes: int) -> None:
-    """Whether there may be a new array of so many bytes now."""
+def _new(array: np.ndarray) -> None:
+    """Whether there may be this new array now; it is counted as long as anything is left of it."""
     if _current_stream().ptr in state.captures:
         raise AssertionError("a new array while the stream captures")
-    if nbytes > state.free[state.current.device]:
-        raise OutOfMemoryError(f"Out of memory allocating {nbytes:,} bytes")
+    device, used, peak = state.current.device, state.used, state.peak
+    if array.nbytes > state.free[device]:
+        raise OutOfMemoryError(f"Out of memory allocating {array.nbytes:,} bytes")
+    taken = -(-array.nbytes // UNIT) * UNIT
+    used[device] += taken
+    peak[device] = max(peak[device], used[device])
+
+    def give_back() -> None:
+        used[device] -= taken
+
+    weakref.finalize(array if array.base is None else array.base, give_back)
 
 
 class Memory:
@@ -422,7 +445,7 @@ class ndarray:  # noqa: N801
         """A view; or a copy, where NumPy could not make one."""
         if array.size and not np.may_share_memory(array, self._array):
             _here(self)
-            _new(array.nbytes)
+            _new(array)
         return ndarray._of(array, self._device)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -677,7 +700,7 @@ def _wrap(value: Any, *sources: ndarray) -> Any:
     for source in sources:
         _here(source)
     array = np.asarray(value)
-    _new(array.nbytes)
+    _new(array)
     return ndarray._of(array)
 
 
@@ -1032,6 +1055,7 @@ _runtime = _module(
     "cupy.cuda.runtime",
     CUDARuntimeError=CUDARuntimeError,
     deviceSynchronize=lambda: state.wait(-1),
+    getDeviceProperties=lambda device: {"name": b"Stand-in GPU", "l2CacheSize": 1 << 16},
     getDevice=lambda: state.current.device,
     getDeviceCount=lambda: DEVICES,
     memGetInfo=lambda: Device().mem_info,
@@ -1054,6 +1078,7 @@ _cuda = _module(
     Stream=Stream,
     UnownedMemory=Memory,
     get_current_stream=_current_stream,
+    get_elapsed_time=_elapsed_time,
     is_available=lambda: True,
     memory=_memory,
     runtime=_runtime,

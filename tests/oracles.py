@@ -13,8 +13,9 @@ error has room too. `U` is for what falls among the subnormal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ import scipy.sparse as sp
 from hypothesis import strategies as st
 
 from sparsescan import BatchedCSR, CSRChain, Pattern, Schedule
+from sparsescan.costs import FAMILIES, Machine
+from sparsescan.pattern import of_mask
 
 # ---------------------------------------------------------------------------------------------
 # The oracle
@@ -303,3 +306,86 @@ def patterns_of(jacobians: Any) -> list[Pattern]:
         else Pattern.dense(step.shape[-2:])
         for step in jacobians
     ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans
+# ---------------------------------------------------------------------------------------------
+
+
+def random_patterns(
+    rng: np.random.Generator,
+    n: int,
+    low: int,
+    high: int,
+    structures: Sequence[str] = STRUCTURES,
+) -> list[Pattern]:
+    """Patterns that chain, with sizes from `low` to `high`; maybe some are the same."""
+    size = int(rng.integers(low, high + 1))
+    square, again = rng.random(2) < 0.5
+    known: dict[Any, Pattern] = {}
+    patterns = []
+    for _ in range(n):
+        structure = str(rng.choice(structures))
+        rows = size if square or rng.random() < 0.5 else int(rng.integers(low, high + 1))
+        key = structure, rows, size
+        if not (again and key in known):
+            known[key] = of_mask(mask(rng, structure, rows, size))
+        patterns.append(known[key])
+        size = rows
+    return patterns
+
+
+def random_machine(rng: np.random.Generator) -> Machine:
+    """Constants of all sizes: whatever may be dear elsewhere is cheap on one of these."""
+
+    def between(low: float, high: float) -> float:
+        return float(10 ** rng.uniform(low, high))
+
+    families = {
+        name: [[between(-2, 0.5), between(-2, 0.5), between(0, 2.5)] for _ in FAMILIES]
+        for name in ("float32", "float64")
+    }
+    return Machine(
+        name="random",
+        families=families,
+        run=between(0, 2.5),
+        wake=between(0, 2.5),
+        meet=between(0, 2.5),
+        cache=between(4, 8),
+        bandwidth=between(0, 2),
+        memory_threads=rng.uniform(1, 4),
+    )
+
+
+def every_tree(n: int) -> list[Schedule]:
+    """All trees whose levels join groups of neighbours, each in a run, and sweep what comes first.
+
+    A level may also sweep some of the first elements. Groups are swept in the reverse order.
+    """
+    return [Schedule.from_levels(n, levels) for levels in _trees(list(range(n + 1)))]
+
+
+def _trees(bounds: list[int]) -> Iterator[list[tuple[str, Any]]]:
+    """Levels that make all prefixes; the first of the elements between `bounds` is one."""
+    yield [("linear", [[(0, mid, stop) for mid, stop in pairwise(bounds[1:])]])]
+    count = len(bounds) - 2
+    for head in range(count):
+        for sizes in _compositions(count - head):
+            ends = np.cumsum([head + 1, *sizes]).tolist()
+            groups = [bounds[a : b + 1] for a, b in pairwise(ends) if b > a + 1]
+            up = [[(0, mid, stop) for mid, stop in pairwise(bounds[1 : head + 2])]]
+            up += [[(group[0], mid, stop) for mid, stop in pairwise(group[1:])] for group in groups]
+            down = [[(0, mid, stop) for mid, stop in pairwise(group[:-1])] for group in groups]
+            if groups:
+                for inner in _trees([0, *(bounds[end] for end in ends)]):
+                    yield [("up", up), *inner, ("down", down)]
+
+
+def _compositions(total: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of positive numbers with this sum."""
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in _compositions(total - first):
+            yield first, *rest

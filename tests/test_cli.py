@@ -70,6 +70,16 @@ def test_plan_prints_the_plan(capsys, stacked):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
+def test_plan_draws_the_plan(capsys, stacked, tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "steps"
+    assert main(["plan", str(stacked), "--schedule", "blelloch"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["plan", str(stacked), "--schedule", "blelloch", "--plot", str(output)]) == 0
+    assert capsys.readouterr().out == f"{printed}FLOP of every step: {output}\n"
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch", "truncated:1", "chunked:2"])
 @pytest.mark.parametrize("inclusive", [False, True])
 def test_scan_writes_the_gradients_of_a_list(capsys, listed, tmp_path, schedule, inclusive):
@@ -197,6 +207,27 @@ def test_missing_packages_give_one_line_that_names_the_extra(capsys, monkeypatch
     )
     words = ["matplotlib, scikit-learn;", "pip install 'sparsescan[demo]'"]
     assert_one_line(capsys, ["demo"], *words)
+
+
+def test_a_picture_that_cannot_be_drawn_gives_one_line(capsys, monkeypatch, stacked, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def complaint(*arguments):
+        assert main(["plan", *map(str, arguments)]) == 2
+        return capsys.readouterr().err.splitlines()
+
+    (line,) = complaint(stacked, "--plot", tmp_path)
+    assert f"{tmp_path}: Is a directory" in line
+    (line,) = complaint(stacked, "--plot", tmp_path / "no" / "steps.png")
+    assert "No such file" in line
+    single = tmp_path / "single.npz"
+    sparsescan.save_chain(single, np.ones(3), np.ones((1, 3, 3)))
+    (line,) = complaint(single, "--plot", tmp_path / "steps.png")
+    assert "expected at least 2 Jacobians" in line
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (line,) = complaint(stacked, "--plot", tmp_path / "steps.png")
+    assert "pip install 'sparsescan[plot]'" in line
+    assert not (tmp_path / "steps.png").exists()
 
 
 def test_ctrl_c_ends_quietly(capsys, monkeypatch):

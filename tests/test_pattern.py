@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -16,7 +18,14 @@ from oracles import STRUCTURES, assert_within, chains, indices_of, mask, schedul
 import sparsescan.pattern
 import sparsescan.program
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, Schedule
-from sparsescan.pattern import multiply_adds, product
+from sparsescan.pattern import (
+    Products,
+    TooLargeError,
+    multiply_adds,
+    of_mask,
+    product,
+    product_nnz,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 12)
@@ -259,7 +268,7 @@ def counted(monkeypatch):
         calls.append((a, b))
         return product(a, b)
 
-    monkeypatch.setattr(sparsescan.program, "product", counting)
+    monkeypatch.setattr(sparsescan.pattern, "product", counting)
     return calls
 
 
@@ -293,3 +302,144 @@ def test_a_plan_multiplies_patterns_once_and_values_each_time(counted):
         chain = CSRChain(data, pattern.indices, pattern.indptr, (8, 8))
         assert_within(plan.exclusive_scan(grad, data), sequential(grad, chain), np.float64)
     assert len(counted) == done
+
+
+# ---------------------------------------------------------------------------------------------
+# Products with dense operands, estimates, and limits
+# ---------------------------------------------------------------------------------------------
+
+
+def structure(a, b):
+    """Where SciPy has entries in a product, and how many terms they sum; by ones, exactly."""
+    made = ones(a) @ ones(b)
+    return made.toarray() > 0, round(float(made.sum()))
+
+
+@given(st.sampled_from(STRUCTURES), st.tuples(SIZES, SIZES, SIZES), st.booleans(), SEEDS)
+def test_products_with_a_dense_operand(other, sizes, first, seed):
+    """Rows and columns without entries, and sizes of zero, are left out of a full one."""
+    a, b = make_pair(*(("full", other) if first else (other, "full")), sizes, False, seed)
+    where, terms = structure(a, b)
+    c = product(a, b)
+    assert_canonical(c)
+    np.testing.assert_array_equal(ones(c).toarray() > 0, where)
+    assert c is Pattern(*indices_of(where)[::-1], where.shape)
+    assert product_nnz(a, b) == where.sum()
+    assert multiply_adds(a, b) == terms
+
+
+@pairs
+def test_multiply_adds_are_the_terms_that_scipy_sums(left, right, sizes, square, seed):
+    a, b = make_pair(left, right, sizes, square, seed)
+    assert multiply_adds(a, b) == structure(a, b)[1]
+
+
+@given(st.sampled_from(STRUCTURES), st.sampled_from(STRUCTURES), st.integers(0, 64), SEEDS)
+def test_entries_of_a_product_of_up_to_64_rows_are_counted(left, right, rows, seed):
+    rng = np.random.default_rng(seed)
+    a = random_pattern(rng, left, rows, int(rng.integers(1, 40)))
+    b = random_pattern(rng, right, a.shape[1], int(rng.integers(1, 40)))
+    assert product_nnz(a, b) == structure(a, b)[0].sum()
+
+
+@given(SEEDS)
+def test_entries_of_a_larger_product_are_estimated(seed):
+    """From 64 rows out of up to 2000, whose lengths vary: within six standard errors and 2 %."""
+    rng = np.random.default_rng(seed)
+    rows, inner, cols = rng.integers(100, 2000, 3).tolist()
+    a, b = (
+        of_mask(rng.random(shape) < rng.uniform(0, 20, (shape[0], 1)) / shape[1])
+        for shape in ((rows, inner), (inner, cols))
+    )
+    made = ones(a) @ ones(b)
+    made.sum_duplicates()
+    lengths = np.diff(made.indptr)
+    found = product_nnz(a, b)
+    assert found == product_nnz(a, b)
+    error = 6 * rows * lengths.std() / 64**0.5
+    assert abs(found - made.nnz) <= error + 0.02 * made.nnz
+
+
+def test_an_estimate_takes_no_memory_that_grows_with_the_product():
+    """A row and a column of 30,000 entries: their product would have 900 million."""
+    n = 30_000
+    column = Pattern(np.arange(n + 1), np.zeros(n, int), (n, n))
+    row = Pattern([0] + [n] * n, np.arange(n), (n, n))
+    product_nnz(column, row)
+    tracemalloc.start()
+    assert product_nnz(column, row) == n * n
+    assert tracemalloc.get_traced_memory()[1] < 20 * n
+    tracemalloc.stop()
+
+
+def no_product(a, b):
+    raise AssertionError("it was worked out")
+
+
+def test_products_beyond_the_work_allowed_are_not_worked_out(monkeypatch):
+    rng = np.random.default_rng(8)
+    a, b = random_pattern(rng, "sparse", 30, 30), random_pattern(rng, "sparse", 30, 30)
+    work = multiply_adds(a, b)
+    assert Products(work)(a, b) is product(a, b)
+    monkeypatch.setattr(sparsescan.pattern, "product", no_product)
+    with pytest.raises(TooLargeError):
+        Products(work - 1)(a, b)
+
+
+def test_what_is_given_up_leaves_the_work_to_others():
+    """Of the products asked for, all those are made that the work allowed suffices for."""
+    rng = np.random.default_rng(9)
+    small, large = random_pattern(rng, "sparse", 10, 10), random_pattern(rng, "sparse", 10, 1000)
+    products = Products(2 * multiply_adds(small, small))
+    with pytest.raises(TooLargeError):
+        products(small, large)
+    assert products(small, small) is product(small, small)
+
+
+def test_a_product_is_worked_out_and_counted_once(counted):
+    rng = np.random.default_rng(10)
+    a, b = random_pattern(rng, "sparse", 30, 30), random_pattern(rng, "sparse", 30, 30)
+    products = Products(multiply_adds(a, b))
+    assert products(a, b) is products(a, b)
+    assert counted == [(a, b)]
+    with pytest.raises(TooLargeError):
+        products(b, a)
+
+
+def test_products_by_a_diagonal_cost_nothing():
+    rng = np.random.default_rng(11)
+    a, diagonal = random_pattern(rng, "sparse", 30, 30), Pattern.diagonal(30)
+    products = Products(0, 0)
+    assert products(a, diagonal) is products(diagonal, a) is a
+
+
+def test_products_with_too_many_entries_take_no_memory():
+    n = 5000
+    column = Pattern(np.arange(n + 1), np.zeros(n, int), (n, n))
+    row = Pattern([0] + [n] * n, np.arange(n), (n, n))
+    with pytest.raises(TooLargeError):
+        Products(nbytes=40)(column, row)
+    tracemalloc.start()
+    with pytest.raises(TooLargeError):
+        Products(nbytes=4 * (n * n - 1))(column, row)
+    assert tracemalloc.get_traced_memory()[1] < 100 * n
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("nbytes", [math.inf, 1e9])
+def test_a_large_product_that_seems_to_be_more_than_half_full_is_taken_to_be_full(
+    monkeypatch, nbytes
+):
+    rng = np.random.default_rng(12)
+    size = 300
+    thin, thick = (
+        of_mask(np.eye(size, dtype=bool) | (rng.random((size, size)) < share))
+        for share in (0.005, 0.1)
+    )
+    for a, b in ((thin, thin), (thick, thick)):
+        assert product(a, b).kind == "general"
+        assert Products(nbytes=nbytes)(a, b) is product(a, b)
+    monkeypatch.setattr(sparsescan.pattern, "_EXACT", multiply_adds(thin, thin) - 1)
+    assert Products(nbytes=nbytes)(thin, thin) is product(thin, thin)
+    monkeypatch.setattr(sparsescan.pattern, "product", no_product)
+    assert Products(nbytes=nbytes)(thick, thick) is Pattern.dense((size, size))

@@ -7,7 +7,8 @@ import pytest
 import scipy.sparse as sp
 
 import sparsescan
-from sparsescan import MemoryLimitError, Pattern, Schedule
+from sparsescan import Pattern, Schedule
+from sparsescan.costs import level_costs
 from sparsescan.program import Program
 
 
@@ -31,7 +32,8 @@ def test_costs_are_those_of_the_products_that_scipy_would_make(chunks: int) -> N
     jacobians = banded(np.random.default_rng(chunks), n, size)
     structures = [abs(matrix).sign() for matrix in jacobians]
     schedule = Schedule.chunked(n, chunks)
-    costs = Program([pattern_of(matrix) for matrix in jacobians], schedule).costs(8)
+    program = Program([pattern_of(matrix) for matrix in jacobians], schedule)
+    costs = level_costs(program, 8)
     nodes = {(k + 1, k + 2): structure for k, structure in enumerate(structures)}
     for level, cost in zip(schedule.levels, costs, strict=True):
         macs, nnz_in, nnz_out, products = [], 0, 0, 0
@@ -60,18 +62,10 @@ def test_a_printed_plan_names_levels_fill_in_flops_bytes_and_the_reason() -> Non
     assert "8 × 3×3 dense, nnz 9 (1 dense)" in text
     # Three products of 27 multiply-adds, and one matrix-vector product of 9.
     assert re.search(r"up-sweep 0 +1 +3 +1 +54 +27 +1\.00 +180 +54 ", text)
-    # Three products of the first level and one of the second, of 9 entries, 4 bytes, 5 samples.
-    assert "workspace: 720 B of products, for a batch of 5 of float32" in text
+    assert "tree: 1 (2 3) ((4 5) (6 7))" in text
+    assert re.search(r"memory: at most \d.* KiB beside .* for a batch of 5 of float32", text)
     assert "auto:" in str(sparsescan.plan([Pattern.diagonal(2)]))
     assert "none" in str(sparsescan.plan([]))
-
-
-def test_a_memory_limit_that_is_too_small_says_how_much_is_needed() -> None:
-    patterns = [Pattern.dense((3, 3))] * 8
-    assert sparsescan.plan(patterns, schedule="blelloch", memory_limit=4 * 9 * 8).n == 8
-    with pytest.raises(MemoryLimitError, match=r"287 bytes.* need 288"):
-        sparsescan.plan(patterns, schedule="blelloch", memory_limit=287)
-    assert sparsescan.plan(patterns, schedule="linear", memory_limit=0).workspace_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -85,6 +79,11 @@ def test_a_memory_limit_that_is_too_small_says_how_much_is_needed() -> None:
         ({"dtype": "nothing"}, "dtype is 'nothing'; expected float32 or float64"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"memory_limit": -1}, "memory_limit is -1; expected at least 0"),
+        ({"effort": "most"}, "effort is 'most'; expected 'estimate' or 'measure'"),
+        (
+            {"effort": "measure", "schedule": "linear"},
+            "effort is 'measure', but schedule is 'linear'; expected 'auto'",
+        ),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(options: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import time
 import zipfile
@@ -27,6 +28,7 @@ from oracles import (
 from test_schedule import random_levels
 
 import sparsescan
+import sparsescan.costs
 from sparsescan import (
     ChainFileError,
     Pattern,
@@ -37,6 +39,7 @@ from sparsescan import (
     save_chain,
 )
 from sparsescan.plan_file import load_plan, save_plan
+from sparsescan.planner import Alternative
 
 
 def assert_same(found: ScanPlan, expected: ScanPlan) -> None:
@@ -44,7 +47,10 @@ def assert_same(found: ScanPlan, expected: ScanPlan) -> None:
     assert found.schedule == expected.schedule
     assert found.schedule.chunks == expected.schedule.chunks
     assert found.patterns == expected.patterns
-    for name in ("n", "reason", "batch", "dtype", "device", "workspace_bytes"):
+    for name in (
+        *("n", "reason", "batch", "dtype", "device", "memory_limit", "workspace_bytes"),
+        *("dense", "alternatives"),
+    ):
         assert getattr(found, name) == getattr(expected, name), name
 
 
@@ -76,6 +82,7 @@ def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> N
         batch=data.draw(st.sampled_from([None, chain.batch or None])),
         dtype=data.draw(st.sampled_from([None, chain.dtype])),
         device=data.draw(st.sampled_from([None, "cpu"])),
+        memory_limit=data.draw(st.sampled_from([None, 10**9])),
     )
     path = folder / "any name"
     save_plan(path, plan)
@@ -113,6 +120,69 @@ def test_options_come_back(tmp_path: Path, batch: Any, dtype: Any, device: Any) 
     )
     save_plan(tmp_path / "p", plan)
     assert_same(load_plan(tmp_path / "p"), plan)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2**62])
+def test_a_memory_limit_comes_back(tmp_path: Path, limit: int) -> None:
+    patterns = [Pattern.dense((2, 2))] * 5 if limit == 2**62 else []
+    plan = sparsescan.plan(patterns, memory_limit=limit)
+    save_plan(tmp_path / "p", plan)
+    assert_same(load_plan(tmp_path / "p"), plan)
+
+
+def products_of(schedule: Schedule) -> list[tuple[int, int]]:
+    ops = [op for level in schedule.levels for op in level.ops.tolist()]
+    return [(start, stop) for start, _, stop in ops if start > 0]
+
+
+TIMES = st.none() | st.floats(0, 1e12)
+
+
+@given(st.data())
+def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
+    """Products that are stored densely, and the schedules that it looked at."""
+    chain = data.draw(chains())
+    n = len(chain.jacobians)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    schedule = Schedule.from_levels(n, random_levels(rng, n))
+    names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
+    counts = st.integers(0, 2**40)
+    plan = ScanPlan(
+        patterns_of(chain.jacobians),
+        schedule,
+        reason="so it is",
+        dense=frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
+        alternatives=tuple(
+            data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES, TIMES)))
+        ),
+    )
+    save_plan(folder / "planned", plan)
+    loaded = load_plan(folder / "planned")
+    assert_same(loaded, plan)
+    assert loaded.to_dict() == plan.to_dict()
+    assert same_bits(run(loaded, chain), run(plan, chain))
+
+
+def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that "auto" says about it, made for more threads than there are here."""
+    monkeypatch.setattr(sparsescan.costs, "machine_file", lambda: tmp_path / "none")
+    for name in ("plan", "planner"):
+        module = importlib.import_module(f"sparsescan.{name}")
+        monkeypatch.setattr(module, "thread_count", lambda: 64)
+    sparse = sp.random_array((1024, 1024), density=0.001, rng=np.random.default_rng(0)).tocsr()
+    sparse.sort_indices()
+    order = np.random.default_rng(0).permutation(1024)
+    patterns = [
+        Pattern(sparse.indptr, sparse.indices, sparse.shape),
+        Pattern(np.arange(1025), order, (1024, 1024)),
+        Pattern.diagonal(1024),
+    ]
+    plan = sparsescan.plan(patterns * 60, dtype="f4", batch=1)
+    assert len(plan.alternatives) > 2
+    save_plan(tmp_path / "p", plan)
+    loaded = load_plan(tmp_path / "p")
+    assert_same(loaded, plan)
+    assert loaded.to_dict() == plan.to_dict()
 
 
 def test_a_reason_is_any_text(tmp_path: Path) -> None:
@@ -182,7 +252,20 @@ def saved(folder: Path) -> dict[str, bytes]:
     }
     found = {}
     for name, schedule in schedules.items():
-        plan = sparsescan.plan(patterns, schedule=schedule, batch=2, dtype="f4", device="cpu")
+        plan = ScanPlan(
+            patterns,
+            schedule,
+            reason="asked for",
+            batch=2,
+            dtype=np.dtype("f4"),
+            device="cpu",
+            memory_limit=1 << 30,
+            dense=frozenset(products_of(schedule)[:2]),
+            alternatives=(
+                Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
+                Alternative("Schedule.chunked(7, 2)", 4, 1, None),
+            ),
+        )
         save_plan(folder / name, plan)
         found[name] = (folder / name).read_bytes()
     return found
@@ -282,6 +365,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_plan(
     """Checksums are right here: only the reader's own checks stand between file and kernels."""
     arrays = arrays_of(saved[name])
     keys = ["patterns", "indptr", "indices", "steps", "level_runs", "run_lengths", "ops"]
+    keys += ["dense", "counts"]
     key = data.draw(st.sampled_from(keys))
     array = arrays[key].astype(np.int64).reshape(-1)
     values = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 7, 8, 2**31 - 1]
@@ -314,11 +398,18 @@ KEYS = {
     "level_runs": "integers",
     "run_lengths": "integers",
     "ops": "integers",
+    "dense": "integers",
+    "alternatives": "one dimension of strings",
+    "counts": "integers",
+    "predicted": "one dimension of floats",
+    "measured": "one dimension of floats",
     "option.reason": "one string",
     "option.batch": "one integer",
     "option.dtype": "one string",
     "option.device": "one string",
+    "option.memory_limit": "one integer",
 }
+OPTIONAL = {"option.batch", "option.dtype", "option.device", "option.memory_limit"}
 
 
 def test_a_file_has_no_other_keys(saved: dict[str, bytes]) -> None:
@@ -326,9 +417,7 @@ def test_a_file_has_no_other_keys(saved: dict[str, bytes]) -> None:
         assert set(arrays_of(contents)) == set(KEYS)
 
 
-@pytest.mark.parametrize(
-    "key", sorted(set(KEYS) - {"option.batch", "option.dtype", "option.device"})
-)
+@pytest.mark.parametrize("key", sorted(set(KEYS) - OPTIONAL))
 def test_each_key_is_needed(tmp_path: Path, saved: dict[str, bytes], key: str) -> None:
     contents = rewritten(saved["levels"], **{key.replace(".", "__"): None})
     assert_refused(tmp_path / "p", contents, f"the key '{key}' is missing")
@@ -339,6 +428,8 @@ def test_each_key_is_needed(tmp_path: Path, saved: dict[str, bytes], key: str) -
 def test_each_key_has_its_dtype(
     tmp_path: Path, saved: dict[str, bytes], key: str, dtype: Any
 ) -> None:
+    if dtype is np.float64 and "floats" in KEYS[key]:
+        dtype = np.int64
     damaged = np.zeros(arrays_of(saved["levels"])[key].shape, dtype)
     contents = rewritten(saved["levels"], **{key.replace(".", "__"): damaged})
     what = f"{key} has dtype .*expected {KEYS[key]}"
@@ -388,6 +479,19 @@ def test_each_key_has_its_shape(tmp_path: Path, saved: dict[str, bytes], key: st
         ("ops", lambda a: a[::-1], "has operation"),
         ("ops", lambda a: a + 1, "expected all prefixes|expected 0 <= start"),
         ("ops", lambda a: a - np.uint64(2**63), "expected 0 <= start < mid < stop <= 7"),
+        ("dense", lambda a: a + 1, r"dense has \(3, 5\); expected products of the schedule"),
+        ("dense", lambda a: a[:, ::-1], r"dense has \(4, 2\); expected products of the schedule"),
+        ("dense", lambda a: a * [[0, 1]], r"dense has \(0, 4\); expected products"),
+        (
+            "dense",
+            lambda a: a.astype("u8") + np.uint64(2**63),
+            "expected products of the schedule",
+        ),
+        ("alternatives", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
+        ("counts", lambda a: a[:-1], "counts has 1 entries; expected 2"),
+        ("predicted", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
+        ("measured", lambda a: a[:-1], "measured has .* floats, as long as alternatives"),
+        ("option.memory_limit", lambda a: a * 0 - 1, "option.memory_limit is -1; expected at"),
         ("option.batch", lambda a: a * 0, "option.batch is 0; expected at least 1"),
         ("option.dtype", lambda a: np.array("f2"), "dtype is float16; expected float32"),
         ("option.dtype", lambda a: np.array("O"), "dtype is object; expected float32"),

@@ -506,11 +506,22 @@ def test_a_plan_insists_on_its_dtype(dtype):
 def test_a_plan_keeps_to_its_memory_limit():
     jacobians = np.ones((64, 8, 8))
     need = sparsescan.plan(jacobians, schedule="blelloch").workspace_bytes
-    assert need > 0
+    least = sparsescan.plan(jacobians, schedule="linear").workspace_bytes
+    assert need > least > 0
     sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need)
-    with pytest.raises(MemoryLimitError, match=rf"memory_limit is {need - 1} bytes"):
+    with pytest.raises(
+        MemoryLimitError,
+        match=rf"memory_limit is {need - 1} bytes; .* needs {need}, and the least, .* {least}",
+    ):
         sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need - 1)
-    sparsescan.plan(jacobians, schedule="linear", memory_limit=0)
+    assert sparsescan.plan(jacobians, memory_limit=least).schedule == Schedule.linear(64)
+    with pytest.raises(MemoryLimitError, match=rf"needs {least}, and the least"):
+        sparsescan.plan(jacobians, memory_limit=least - 1)
+    # A run of more samples is held to it too.
+    plan = sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need)
+    plan.exclusive_scan(np.ones(8), jacobians)
+    with pytest.raises(MemoryLimitError, match=rf"memory_limit is {need} bytes"):
+        plan.exclusive_scan(np.ones((9, 8)), jacobians)
 
 
 def test_a_failed_run_leaves_the_plan_as_it_was():

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from oracles import assert_within, every_schedule, indices_of, mask, sequential
+from oracles import assert_within, every_schedule, indices_of, mask, same_bits, sequential
 
 import sparsescan
 import sparsescan.program
@@ -80,6 +80,7 @@ def cases():
 
     yield "csr", csr(37), ()
     yield "csr, shared by a batch", csr(37), (5,)
+    yield "csr, shared by eleven", csr(37), (11,)
     yield "batched csr", csr(37, 5), (5,)
     yield "dense", dense(37), ()
     yield "batched dense", dense(37, 5), (5,)
@@ -92,6 +93,10 @@ def cases():
     holes = dense(9)
     holes[4, 3, 3] = np.nan
     yield "not finite", holes, ()
+    moved = np.eye(size, dtype=bool)[rng.integers(0, size, size)]
+    single = CSRChain(rng.standard_normal((37, size)), *indices_of(moved), (size, size))
+    yield "one entry in a row", single, ()
+    yield "one entry in a row, shared by eleven", single, (11,)
 
 
 CASES = {name: (jacobians, leading) for name, jacobians, leading in cases()}
@@ -115,6 +120,20 @@ def test_any_number_of_threads_gives_the_same_bits(name, local, with_threads):
         assert len(seen) == 1, schedule
         if name not in ("scaled", "not finite"):
             assert_within(result, sequential(grad, jacobians, local_grads), np.float64)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "shared" in name])
+def test_a_sample_has_the_bits_that_it_has_alone(name, with_threads):
+    jacobians, leading = CASES[name]
+    grad = np.random.default_rng(1).standard_normal((*leading, 23))
+    for schedule in every_schedule(len(jacobians)):
+        plan = sparsescan.plan(jacobians, schedule=schedule)
+        with_threads(1)
+        alone = [plan.exclusive_scan(sample, jacobians) for sample in grad]
+        for threads in (1, 2, 3, 5):
+            with_threads(threads)
+            together = plan.exclusive_scan(grad, jacobians)
+            assert same_bits(together.swapaxes(0, 1), alone), schedule
 
 
 def test_the_cases_are_cut_into_pieces(with_threads):
@@ -157,6 +176,32 @@ def test_processes_with_other_numbers_of_threads_give_the_same_bits(tmp_path):
     printed = [run_python(SHA, tmp_path, NUMBA_NUM_THREADS=str(k)).split() for k in (1, 2, 3, 5)]
     assert [int(threads) for threads, _ in printed] == [1, 2, 3, 5]
     assert len({sha for _, sha in printed}) == 1
+
+
+CSR_SHA = """
+    import hashlib, numpy as np
+    from numba import config
+    from sparsescan.kernels import cpu
+    rng = np.random.default_rng(0)
+    sha = hashlib.sha256()
+    lengths = np.arange(41)
+    indptr = np.append(0, lengths.cumsum())
+    indices = rng.integers(0, 50, indptr[-1])
+    for dtype in (np.float32, np.float64):
+        m, x = rng.standard_normal(len(indices)).astype(dtype), rng.standard_normal((50, 8))
+        for read in (x[:, 0].astype(dtype), x.astype(dtype)):
+            y = np.zeros(8 * 41, dtype)
+            cpu._csr_matvec(0, 41, indptr, indices, m, read, y, 41, 8)
+            sha.update(y.tobytes())
+    print(config.CPU_NAME, sha.hexdigest())
+"""
+
+
+def test_processors_without_wide_vectors_give_the_same_bits(tmp_path):
+    """Of CSR matrices times vectors, where sums of eight samples take several smaller vectors."""
+    _, here = run_python(CSR_SHA, tmp_path).split()
+    environment = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    assert run_python(CSR_SHA, tmp_path, **environment).split() == ["generic", here]
 
 
 # ---------------------------------------------------------------------------------------------

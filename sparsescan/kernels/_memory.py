@@ -1,4 +1,4 @@
-"""What Numba lacks for whole-chain kernels: arrays at an address, and atomics between threads.
+"""What Numba lacks for whole-chain kernels: arrays at an address, vectors, atomics between threads.
 
 A compiled call walks thousands of arrays that Python would take longer to unpack than the kernel
 takes to run, so the kernels get tables of addresses. Whoever fills such a table has checked the
@@ -13,9 +13,21 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_model
 
-__all__ = ["address_of", "array_at", "dot_two_rows", "fetch_add", "load", "relax"]
+__all__ = [
+    "add_term",
+    "address_of",
+    "array_at",
+    "dot_two_rows",
+    "eights_at",
+    "fetch_add",
+    "load",
+    "plus",
+    "relax",
+    "store",
+    "zero",
+]
 
 
 @njit(nogil=True, cache=True)
@@ -38,6 +50,12 @@ def _pointer(typingctx, address, like):
 def array_at(address, size, like):
     """`size` elements at `address`, as an array of the dtype of `like`."""
     return carray(_pointer(address, like), np.int64(size))
+
+
+@njit(inline="always")
+def eights_at(address, rows, like):
+    """`rows` times eight elements at `address`, as an array of the dtype of `like`."""
+    return carray(_pointer(address, like), (np.int64(rows), np.int64(8)))
 
 
 def _element(context, builder, signature, args):
@@ -143,6 +161,94 @@ def dot_two_rows(typingctx, m, start, cols, x, y, i):
         return context.get_dummy_value()
 
     return types.void(m, types.uint64, types.uint64, x, y, types.uint64), codegen
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums of a number, or of eight numbers at once
+# ---------------------------------------------------------------------------------------------
+
+
+class _Eight(types.Type):
+    """Eight numbers, added and multiplied at once in as many registers as that takes."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        super().__init__(name=f"Eight({dtype})")
+
+
+@register_model(_Eight)
+class _EightModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        element = dmm.lookup(fe_type.dtype).get_value_type()
+        super().__init__(dmm, fe_type, ir.VectorType(element, 8))
+
+
+@intrinsic
+def zero(typingctx, x):
+    """The zero that goes with ``x[j]``: a number, or eight if `x` has rows of eight."""
+    total = x.dtype if x.ndim == 1 else _Eight(x.dtype)
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(total), 0.0 if x.ndim == 1 else [0.0] * 8)
+
+    return total(x), codegen
+
+
+@intrinsic
+def plus(typingctx, a, b):
+    """``a + b``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return a(a, a), codegen
+
+
+@intrinsic
+def add_term(typingctx, total, m, indices, x, p):
+    """``total + m[p]·x[indices[p]]``, the product rounded before it is added."""
+
+    def codegen(context, builder, signature, args):
+        def element(k, index):
+            array = context.make_array(signature.args[k])(context, builder, args[k])
+            return builder.gep(array.data, [index])
+
+        factor, j = builder.load(element(1, args[4])), builder.load(element(2, args[4]))
+        if indices.dtype.bitwidth < 64:
+            j = builder.zext(j, ir.IntType(64))
+        if x.ndim == 1:
+            value = builder.load(element(3, j))
+        else:
+            eight, i32 = context.get_value_type(total), ir.IntType(32)
+            place = element(3, builder.mul(j, j.type(8)))
+            value = builder.load(builder.bitcast(place, eight.as_pointer()))
+            value.align = x.dtype.bitwidth // 8
+            first = builder.insert_element(ir.Constant(eight, ir.Undefined), factor, i32(0))
+            lanes = ir.Constant(ir.VectorType(i32, 8), [0] * 8)
+            factor = builder.shuffle_vector(first, first, lanes)
+        return builder.fadd(args[0], builder.fmul(factor, value))
+
+    return total(total, m, indices, x, types.uint64), codegen
+
+
+@intrinsic
+def store(typingctx, y, i, total, stride, count):
+    """``y[i] = total``; of eight numbers the first `count`, from `i` on and `stride` apart."""
+
+    def codegen(context, builder, signature, args):
+        array, i, value, stride, count = args
+        data = context.make_array(y)(context, builder, array).data
+        if not isinstance(total, _Eight):
+            builder.store(value, builder.gep(data, [i]))
+            return context.get_dummy_value()
+        for lane in range(8):
+            with builder.if_then(builder.icmp_unsigned("<", count.type(lane), count)):
+                number = builder.extract_element(value, ir.IntType(32)(lane))
+                place = builder.add(i, builder.mul(stride, stride.type(lane)))
+                builder.store(number, builder.gep(data, [place]))
+        return context.get_dummy_value()
+
+    return types.void(y, types.uint64, total, types.uint64, types.uint64), codegen
 
 
 if os.name == "posix":

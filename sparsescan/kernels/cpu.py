@@ -24,7 +24,18 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from ._memory import array_at, dot_two_rows, fetch_add, load, relax
+from ._memory import (
+    add_term,
+    array_at,
+    dot_two_rows,
+    eights_at,
+    fetch_add,
+    load,
+    plus,
+    relax,
+    store,
+    zero,
+)
 
 __all__ = [
     "BAND",
@@ -48,6 +59,9 @@ FINISHED, NOT_FINITE, ABORTED = 0, 1, 1 << 32
 
 # What a check of the range finds: one of these, or NOT_FINITE.
 _IN_BAND, _OUT_OF_BAND = 0, 2
+
+# In place of the exponent of a column that is zero.
+_EMPTY = -(1 << 30)
 
 # A plain literal would compile each kernel that takes it a second time, for that literal.
 _ZERO, _ONE = np.int64(0), np.int64(1)
@@ -86,14 +100,16 @@ class _Node(NamedTuple):
     # addresses; not followed for dense and diagonal nodes
     INDPTR: int = 4
     INDICES: int = 5
-    STORE: int = 6
-    BATCHED: int = 7
+    # whether it is CSR with exactly one entry in every row
+    SINGLE: int = 6
+    STORE: int = 7
+    BATCHED: int = 8
     # the Jacobian, the place in the pool, or the slot
-    VALUES: int = 8
+    VALUES: int = 9
     # places in those arrays
-    EXPONENTS: int = 9
-    LOCAL: int = 10
-    WIDTH: int = 11
+    EXPONENTS: int = 10
+    LOCAL: int = 11
+    WIDTH: int = 12
 
 
 Node = _Node()
@@ -386,52 +402,51 @@ def _dense_matvec(first, last, cols, m, x, y):
 
 
 @njit
-def _csr_matvec(first, last, indptr, indices, m, x, y):
+def _csr_matvec(first, last, indptr, indices, m, x, y, rows, samples):
+    """Rows of ``y = M x``; or of ``y[l] = M x[:, l]`` for up to eight samples, if `x` has eight.
+
+    One function, so that a sample has the same bits in both. Four sums, since an addition waits for
+    the one before; they are zero, and change nothing, in rows of fewer than four entries.
+    """
+    one, two, three, four = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     p = np.uint64(indptr[first])
     for i in range(np.uint64(first), np.uint64(last)):
-        stop = np.uint64(indptr[i + np.uint64(1)])
-        total = m.dtype.type(0)
-        while p < stop:
-            total += m[p] * x[np.uint64(indices[p])]
-            p += np.uint64(1)
-        y[i] = total
+        stop = np.uint64(indptr[i + one])
+        t0 = t1 = t2 = t3 = zero(x)
+        while p + four <= stop:
+            t0 = add_term(t0, m, indices, x, p)
+            t1 = add_term(t1, m, indices, x, p + one)
+            t2 = add_term(t2, m, indices, x, p + two)
+            t3 = add_term(t3, m, indices, x, p + three)
+            p += four
+        total = plus(plus(t0, t1), plus(t2, t3))
+        # Three more at most: a loop is slower, which the compiler unrolls as if they were many.
+        if p < stop:
+            total = add_term(total, m, indices, x, p)
+            if p + one < stop:
+                total = add_term(total, m, indices, x, p + one)
+                if p + two < stop:
+                    total = add_term(total, m, indices, x, p + two)
+        store(y, i, total, np.uint64(rows), np.uint64(samples))
+        p = stop
+
+
+@njit
+def _single_matvec(first, last, indices, m, x, y):
+    """As :func:`_csr_matvec`, if every row has one entry."""
+    for i in range(np.uint64(first), np.uint64(last)):
+        # As a sum, which is never -0.
+        y[i] = m.dtype.type(0) + m[i] * x[np.uint64(indices[i])]
 
 
 @njit
 def _interleave(x, cols, samples, interleaved):
-    """``interleaved[8 j + l] = x[l, j]`` for up to eight samples that lie end to end in `x`."""
+    """``interleaved[j, l] = x[l, j]`` for up to eight samples that lie end to end in `x`."""
     for j in range(np.uint64(cols)):
         for lane in range(np.uint64(samples)):
-            interleaved[np.uint64(8) * j + lane] = x[lane * np.uint64(cols) + j]
+            interleaved[j, lane] = x[lane * np.uint64(cols) + j]
         for lane in range(np.uint64(samples), np.uint64(8)):
-            interleaved[np.uint64(8) * j + lane] = 0
-
-
-@njit
-def _csr_matvec_8(first, last, indptr, indices, m, x, samples, rows, y):
-    """As :func:`_csr_matvec` for up to eight interleaved samples, each summed in the same order."""
-    one, eight = np.uint64(1), np.uint64(8)
-    p = np.uint64(indptr[first])
-    for i in range(np.uint64(first), np.uint64(last)):
-        stop = np.uint64(indptr[i + one])
-        t0 = t1 = t2 = t3 = t4 = t5 = t6 = t7 = m.dtype.type(0)
-        while p < stop:
-            value, j = m[p], eight * np.uint64(indices[p])
-            # Eight scalars, which the compiler turns into one vector; an array it would not.
-            t0 += value * x[j]
-            t1 += value * x[j + np.uint64(1)]
-            t2 += value * x[j + np.uint64(2)]
-            t3 += value * x[j + np.uint64(3)]
-            t4 += value * x[j + np.uint64(4)]
-            t5 += value * x[j + np.uint64(5)]
-            t6 += value * x[j + np.uint64(6)]
-            t7 += value * x[j + np.uint64(7)]
-            p += one
-        at = i
-        for lane, total in enumerate((t0, t1, t2, t3, t4, t5, t6, t7)):
-            if lane < samples:
-                y[at] = total
-            at += np.uint64(rows)
+            interleaved[j, lane] = 0
 
 
 @njit(inline="always")
@@ -442,8 +457,11 @@ def _matvec(t, node, first, last, m, x, y):
     elif node[Node.KIND] == Kind.DIAGONAL:
         for i in range(np.uint64(first), np.uint64(last)):
             y[i] = m[i] * x[i]
+    elif node[Node.SINGLE]:
+        _single_matvec(first, last, _indices(t, node), m, x, y)
     else:
-        _csr_matvec(first, last, _indptr(t, node), _indices(t, node), m, x, y)
+        indptr, indices = _indptr(t, node), _indices(t, node)
+        _csr_matvec(first, last, indptr, indices, m, x, y, node[Node.ROWS], _ONE)
 
 
 @njit
@@ -515,20 +533,21 @@ def _apply_product(t, node, b, thread, first, last, x, y):
 def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread):
     """Rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
     leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
-    if leaf[1] == 0 and node[Node.KIND] == Kind.CSR and last_sample - first_sample > 2:
+    shared = leaf[1] == 0 and last_sample - first_sample > 2
+    if shared and node[Node.KIND] == Kind.CSR and not node[Node.SINGLE]:
         # The samples share the Jacobian: read it once for eight of them.
         rows, cols = node[Node.ROWS], node[Node.COLS]
         indptr, indices = _indptr(t, node), _indices(t, node)
         m = array_at(leaf[0], node[Node.NNZ], t.values)
-        size = 8 * t.book[Book.LANES]
-        place = t.book[Book.INTERLEAVED] + thread * size * t.values.itemsize
-        interleaved = array_at(place, size, t.values)
+        lanes = t.book[Book.LANES]
+        place = t.book[Book.INTERLEAVED] + thread * 8 * lanes * t.values.itemsize
+        interleaved = eights_at(place, lanes, t.values)
         for b in range(first_sample, last_sample, 8):
             samples = min(np.int64(8), last_sample - b)
             x = array_at(_gradient(t, left, b).ctypes.data, samples * cols, t.values)
             y = array_at(_gradient(t, out, b).ctypes.data, samples * rows, t.values)
             _interleave(x, cols, samples, interleaved)
-            _csr_matvec_8(first, last, indptr, indices, m, interleaved, samples, rows, y)
+            _csr_matvec(first, last, indptr, indices, m, interleaved, y, rows, samples)
     else:
         rows, cols, nnz = node[Node.ROWS], node[Node.COLS], node[Node.NNZ]
         m_at = leaf[0] + first_sample * leaf[1]
@@ -686,6 +705,19 @@ def _normalise(t, node, values, e):
 
 
 @njit
+def _mark_empty_columns(t, node, values, e):
+    """Columns that are zero have no exponent: the rows that they multiply do not count."""
+    indices, cols = _indices(t, node), node[Node.COLS]
+    empty = np.ones(cols, np.bool_)
+    for p in range(node[Node.NNZ]):
+        if values[p] != 0:
+            empty[_column(node, indices, p)] = False
+    for j in range(cols):
+        if empty[j]:
+            e[j] = _EMPTY
+
+
+@njit
 def _prescale(t, node, values, e, by):
     """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at the target, and new exponents."""
     indptr, indices = _indptr(t, node), _indices(t, node)
@@ -693,6 +725,8 @@ def _prescale(t, node, values, e, by):
     none = -(1 << 60)
     top = np.full(cols, none, np.int64)
     for k in range(node[Node.ROWS]):
+        if by[k] == _EMPTY:
+            continue
         start, stop = _row(node, indptr, k)
         for q in range(start, stop):
             if values[q] != 0:
@@ -700,6 +734,8 @@ def _prescale(t, node, values, e, by):
                 top[j] = max(top[j], _exponent(values[q]) + by[k] - t.book[Book.TARGET])
     scaled = np.zeros_like(values)
     for k in range(node[Node.ROWS]):
+        if by[k] == _EMPTY:
+            continue
         start, stop = _row(node, indptr, k)
         for q in range(start, stop):
             if values[q] != 0:
@@ -732,6 +768,7 @@ def _multiply_scaled(t, left, right, out, b, thread):
     """The product of two nodes of any range, not normalised; how its range is."""
     x, x_e = _operand(t, left, b, thread)
     y, y_e = _operand(t, right, b, thread)
+    _mark_empty_columns(t, right, y, y_e)
     x, x_e = _prescale(t, left, x, x_e, y_e)
     e = _exponents(t, out, b, thread)
     for j in range(len(e)):
