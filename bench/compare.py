@@ -76,12 +76,13 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
     variants, skipped = {}, {}
     for contender, make in work.contenders.items():
         try:
-            variants[contender], call = fastest(make(), trials=1 if reduced else 5)
+            made = make()
         except MissingPeerError as missing:
             skipped[contender] = str(missing)
             continue
-        work.check(contender, call())
-        calls[contender] = call
+        variants[contender], calls[contender] = fastest(made, trials=1 if reduced else 5)
+        for call in made.values():
+            work.check(contender, call())
     times = {name: _calls_a_turn(call) for name, call in calls.items()}
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     cores: dict[str, list[float]] = {name: [] for name in calls}
@@ -96,6 +97,8 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
             samples[name].append([part * taken for taken in seconds(call, times[name])])
             cores[name].append((time.process_time() - cpu) / (time.perf_counter() - turn))
         others.append((machine.others() - others_start) / (time.perf_counter() - start))
+    for name, call in calls.items():
+        work.check(name, call())  # no call may have changed what the next one reads
     quiet = _quiet(others)
     counted = quiet if any(quiet) else [True] * len(quiet)
     kept = {name: [*chain(*compress(turns, counted))] for name, turns in samples.items()}

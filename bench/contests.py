@@ -25,6 +25,8 @@ from .peers import (
     load_mkl,
     mkl_products,
     numpy_loops,
+    of_sample,
+    scipy_batch_loops,
     scipy_loop,
 )
 
@@ -48,6 +50,8 @@ class Work:
         For a contender whose call does only a part of the work, how many such parts there are.
     unchecked : tuple
         Contenders that compute something else, such as a floor.
+    right : ndarray, optional
+        The answer in float64; without it, contenders must agree with the engine's first peer.
     """
 
     contenders: dict[str, Callable[[], dict[str, Call]]]
@@ -57,9 +61,10 @@ class Work:
     answer: Callable[[str, Any], NDArray[Any]] = lambda contender, result: np.asarray(result)
     repeats: Mapping[str, float] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
+    right: NDArray[Any] | None = None
 
     def check(self, contender: str, result: Any) -> None:
-        """Stop if a contender did not compute what the engine's first peer did."""
+        """Stop if a contender did not compute what is right."""
         if contender in self.unchecked:
             return
         found, expected = self.answer(contender, result), self._expected
@@ -69,6 +74,8 @@ class Work:
 
     @cached_property
     def _expected(self) -> NDArray[Any]:
+        if self.right is not None:
+            return self.right
         peer = next(name for name in self.contenders if not name.startswith(OURS))
         call = next(iter(self.contenders[peer]().values()))
         return self.answer(peer, call())
@@ -193,6 +200,54 @@ def rnn(reduced: bool) -> Work:
     )
 
 
+def vgg11(batch: int) -> Callable[[bool], Work]:
+    """Back-propagation through a pruned network; the samples share the Jacobians of its weights."""
+
+    def make(reduced: bool) -> Work:
+        net = workloads.vgg11(0.97, 8, 8) if reduced else workloads.vgg11(0.97)
+        rng = np.random.default_rng(4)
+        images = rng.standard_normal((batch, *net.input_shape), np.float32)
+        jacobians = net.jacobians(net.activations(images))
+        values = [jacobian.data for jacobian in jacobians]
+        grad = rng.standard_normal((batch, net.patterns[0].shape[1]), np.float32)
+        plan = net.plan(schedule="auto", batch=batch, dtype=np.float32)
+
+        exact = [
+            scipy_loop(x, [of_sample(jacobian, b).astype(np.float64) for jacobian in jacobians])()
+            for b, x in enumerate(grad.astype(np.float64))
+        ]
+        gradients = [np.stack(samples) for samples in zip(*exact, strict=True)]
+
+        def answer(contender: str, result: Any) -> NDArray[Any]:
+            """All gradients, each relative to its largest entry."""
+            if contender != OURS:
+                result = [x.T if isinstance(x, np.ndarray) else np.stack(x) for x in result]
+            pairs = zip(result, gradients, strict=True)
+            return np.concatenate([(x / np.abs(right).max()).ravel() for x, right in pairs])
+
+        read = net.patterns[:-1]
+        indices = sum(
+            pattern.indices.nbytes + pattern.indptr.nbytes
+            for pattern in set(read)
+            if pattern.kind == "general"
+        )
+        return Work(
+            contenders={
+                OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, values)},
+                "SciPy loop": lambda: scipy_batch_loops(grad, jacobians),
+            },
+            bytes=sum(data.nbytes for data in values[:-1])
+            + indices
+            + grad.itemsize * sum(x.size for x in gradients),
+            flops=2 * batch * sum(pattern.nnz for pattern in read),
+            dtype=grad.dtype,
+            answer=answer,
+            right=answer(OURS, gradients),
+        )
+
+    return make
+
+
 def _stencil_bytes(data: workloads.Stencil) -> int:
     grad, chain = data
     pattern = chain.indices.nbytes + chain.indptr.nbytes
@@ -240,5 +295,14 @@ CONTESTS = (
             "jax.lax.associative_scan": 30,
             "jax.lax.scan": 1.3,
         },
+    ),
+    *(
+        Contest(
+            f"vgg11-pruned-B={batch}-float32",
+            f"VGG-11 pruned by 97%, 32×32 images, B={batch}, plan reused, float32",
+            vgg11(batch),
+            {"SciPy loop": 1.5},
+        )
+        for batch in (1, 16)
     ),
 )

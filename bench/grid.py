@@ -21,14 +21,21 @@ from numpy.typing import NDArray
 
 import sparsescan
 from sparsescan import Pattern, Schedule
+from sparsescan.costs import CpuModel, load_machine
 from sparsescan.jacobians import Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from sparsescan.measure import made_up
 from sparsescan.pattern import of_mask
+from sparsescan.planner import Search
 
-from . import machine
+from . import machine, workloads
 
 _RESULTS = Path(__file__).parent / "results"
 # How much slower than the linear one a schedule may be predicted to be, and be run all the same.
 _HOPELESS = 20
+# Threads of a machine that would profit from products, and how many of its schedules are tried.
+_MANY, _TREES = 64, 3
+# Entries of a step above which the samples share its values.
+_SHARED = 100_000
 # Pairs whose times differ by more than this must be predicted in their order.
 _CLEAR = 1.2
 
@@ -89,9 +96,9 @@ def chains() -> dict[str, Callable[[], Chain]]:
             1,
         ),
         "LeNet-5, B=16": lambda: (_lenet5(), 16),
-        "VGG-11, pruned by 97%, B=1": lambda: (_vgg11(0.97), 1),
-        "VGG-11, pruned by 97%, B=16": lambda: (_vgg11(0.97), 16),
-        "VGG-11 at 8×8, B=1": lambda: (_vgg11(0.0, 8, 4), 1),
+        "VGG-11, pruned by 97%, B=1": lambda: (workloads.vgg11(0.97).patterns, 1),
+        "VGG-11, pruned by 97%, B=16": lambda: (workloads.vgg11(0.97).patterns, 16),
+        "VGG-11 at 8×8, B=1": lambda: (workloads.vgg11(0.0, 8, 4).patterns, 1),
     }
     return found
 
@@ -114,50 +121,47 @@ def _lenet5() -> list[Pattern]:
     return [layer.pattern for layer in reversed(layers)]
 
 
-def _vgg11(pruned: float, side: int = 32, narrow: int = 1) -> list[Pattern]:
-    """The convolutional part, whose weights are dropped at random."""
-    rng, channels, layers = np.random.default_rng(1), 3, []
-    for wide, pools in ((64, 1), (128, 1), (256, 0), (256, 1), (512, 0), (512, 1), (512, 0)):
-        out = wide // narrow
-        mask = rng.random((out, channels, 3, 3)) >= pruned if pruned else None
-        shape = (channels, side, side)
-        layers.append(Conv2d(channels, out, 3, padding=1, input_shape=shape, weight_mask=mask))
-        layers.append(ReLU(input_shape=(out, side, side)))
-        if pools and side > 2:
-            layers.append(MaxPool2d(2, input_shape=(out, side, side)))
-            side //= 2
-        channels = out
-    return [layer.pattern for layer in reversed(layers)]
+def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
+    """One of each kind, the linear one first, and trees for a machine with many threads.
 
-
-def schedules(patterns: list[Pattern]) -> list[Schedule]:
-    """One of each kind, the linear one first; only those whose products are small."""
+    Of chains with large steps only the trees, since other products would fill the memory.
+    """
     n = len(patterns)
     found = [Schedule.linear(n)]
-    if max(pattern.nnz for pattern in patterns) > 1_000_000:
-        return found
-    found += [Schedule.truncated(n, levels) for levels in (1, 3)]
-    found += [Schedule.chunked(n, chunks) for chunks in (2, 4, 16) if chunks < n]
-    return [*found, Schedule.blelloch(n)]
+    if max(pattern.nnz for pattern in patterns) <= 1_000_000:
+        found += [Schedule.truncated(n, levels) for levels in (1, 3)]
+        found += [Schedule.chunked(n, chunks) for chunks in (2, 4, 16) if chunks < n]
+        found.append(Schedule.blelloch(n))
+    model = CpuModel(load_machine(), np.dtype(np.float32), batch, _MANY)
+    search = Search(patterns, model, fits=lambda program: True)
+    search.run()
+    for candidate in sorted(search.found, key=lambda made: made.nanoseconds)[:_TREES]:
+        if candidate.schedule not in found:
+            found.append(candidate.schedule)
+    return found
 
 
-def measure(make: Callable[[], Chain], rounds: int) -> dict[str, Any]:
+def measure(make: Callable[[], Chain], rounds: int, device: str) -> dict[str, Any]:
     """Times of all schedules of one chain, and of ``auto``."""
     patterns, batch = make()
-    rng = np.random.default_rng(2)
-    grad = rng.standard_normal((batch, patterns[0].shape[1])).astype(np.float32)
-    values, known = [], {}
-    for pattern in patterns:
-        # Rows that sum to about one. Large ones are made once.
-        per_row = max(pattern.nnz / pattern.shape[0], 1)
-        if pattern.nnz < 100_000 or pattern not in known:
-            drawn = rng.random((batch, pattern.nnz) if pattern.nnz < 100_000 else pattern.nnz)
-            known[pattern] = ((drawn + 0.5) / per_row).astype(np.float32)
-        values.append(known[pattern])
-    options = {"batch": batch, "dtype": np.float32}
+    grad = np.random.default_rng(2).standard_normal((batch, patterns[0].shape[1])).astype("f4")
+    values = made_up(patterns, grad.dtype, batch)
+    # Samples share large steps.
+    values = [v[0] if v.size > _SHARED * batch else v for v in values]
+    if device == "cuda":
+        import cupy
+
+        grad, values = cupy.asarray(grad), [cupy.asarray(array) for array in values]
+
+    def scan(plan: sparsescan.ScanPlan) -> None:
+        plan.exclusive_scan(grad, values)
+        if device == "cuda":
+            cupy.cuda.get_current_stream().synchronize()
+
+    options = {"batch": batch, "dtype": np.float32, "device": device}
     contenders = {"auto": sparsescan.plan(patterns, **options)}
     linear = None
-    for schedule in schedules(patterns):
+    for schedule in schedules(patterns, batch):
         plan = sparsescan.plan(patterns, schedule=schedule, **options)
         predicted = _predicted(plan)
         linear = predicted if linear is None else linear
@@ -166,9 +170,9 @@ def measure(make: Callable[[], Chain], rounds: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, plan in contenders.items():
-            plan.exclusive_scan(grad, values)
+            scan(plan)
             start = time.perf_counter()
-            plan.exclusive_scan(grad, values)
+            scan(plan)
             if turn:
                 samples[name].append(time.perf_counter() - start)
     return {
@@ -198,6 +202,8 @@ def ranked(result: dict[str, Any]) -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.grid", description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for the JSON file")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="chains whose name contains this")
     options = parser.parse_args(arguments)
     machine.pin()
@@ -208,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, make in chains().items():
         if options.only not in name:
             continue
-        result = results[name] = measure(make, options.rounds)
+        result = results[name] = measure(make, options.rounds, options.device)
         times = dict(result["median_seconds"])
         auto = times.pop("auto")
         linear = times[next(name for name in times if "linear" in name)]
@@ -222,7 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print(f"{right} of {pairs} pairs of schedules are predicted in their order")
     found = {"pairs_in_order": [right, pairs], "chains": results}
-    print(machine.write(_RESULTS, "grid", "bench.grid", commit, found))
+    gpu = machine.describe_gpu() if options.device == "cuda" else None
+    print(machine.write(options.output, "grid", "bench.grid", commit, found, gpu))
     return 0
 
 

@@ -105,6 +105,35 @@ def commit() -> tuple[str, bool]:
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
 
 
+def head(
+    module: str, commit: tuple[str, bool], gpu: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
+    """Where results come from, and the name of the device.
+
+    That is what :func:`describe_gpu` said, if the run was on a GPU.
+    """
+    about = describe()
+    device = about["device"]["cpu"]
+    if gpu is not None:
+        del about["device"]["cores used"]
+        about = {key: about[key] | gpu[key] for key in about}
+        device = gpu["device"]["gpu"]
+    come_from = {
+        "commit": commit[0],
+        "dirty": commit[1],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+    }
+    return come_from | about, device
+
+
+def file_name(prefix: str, device: str, commit: tuple[str, bool]) -> str:
+    """The name of a file of results."""
+    device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    now = datetime.now(timezone.utc)
+    return f"{prefix}-{device}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
+
+
 def write(
     folder: Path,
     prefix: str,
@@ -113,27 +142,11 @@ def write(
     results: dict[str, Any],
     gpu: dict[str, Any] | None = None,
 ) -> Path:
-    """Write what a run gave as JSON, with where it comes from; the path.
-
-    What :func:`describe_gpu` said names the file, if the run was on a GPU.
-    """
-    about, now = describe(), datetime.now(timezone.utc)
-    device = about["device"]["cpu"]
-    if gpu is not None:
-        del about["device"]["cores used"]
-        about = {key: about[key] | gpu[key] for key in about}
-        device = gpu["device"]["gpu"]
-    device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    name = f"{prefix}-{device}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
-    head = {
-        "commit": commit[0],
-        "dirty": commit[1],
-        "date": now.isoformat(timespec="seconds"),
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
-    }
+    """Write what a run gave as JSON, with where it comes from; the path."""
+    about, device = head(module, commit, gpu)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(json.dumps(head | about | results, indent=1, ensure_ascii=False) + "\n")
+    path = folder / file_name(prefix, device, commit)
+    path.write_text(json.dumps(about | results, indent=1, ensure_ascii=False) + "\n")
     return path
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
+
+from sparsescan import BatchedCSR
 
 Call = Callable[[], Any]
 
@@ -55,6 +57,95 @@ def scipy_loop(grad: NDArray[Any], matrices: list[sp.csr_array]) -> Call:
         return gradients
 
     return run
+
+
+def of_sample(jacobian: sp.csr_array | BatchedCSR, b: int) -> sp.csr_array:
+    """The Jacobian of sample `b`, which shares its values."""
+    return jacobian[b] if isinstance(jacobian, BatchedCSR) else jacobian
+
+
+def scipy_batch_loops(
+    grad: NDArray[Any], jacobians: Sequence[sp.csr_array | BatchedCSR]
+) -> dict[str, Call]:
+    """Back-propagation of a batch: as a list of vectors, or as a matrix ``(d, batch)``.
+
+    A Jacobian that the samples share takes all columns of the matrix at once; one that they do not
+    share takes them one by one, or is one block-diagonal matrix. Diagonal ones may be multiplied as
+    plain arrays. Matrices are made beforehand, but no copy of values that differ between samples
+    and so change on every iteration: they are not transposed, and explicit zeros stay.
+    """
+    listed, matrix = list(grad), np.ascontiguousarray(grad.T)
+    by_sample, by_block = (
+        f"csr_array @ (d, batch), others {how}" for how in ("by sample", "block-diagonal")
+    )
+    # The first gradient, and what makes a step of a Jacobian that is shared, one that is not, and
+    # one that is diagonal.
+    forms: dict[str, tuple[Any, _MakeStep, _MakeStep, _MakeStep]] = {
+        "by sample": (listed, _vectors, _vectors, _vectors),
+        "by sample, ReLU elementwise": (listed, _vectors, _vectors, _scaled_vectors),
+        by_sample: (matrix, _matrix, _columns, _columns),
+        f"{by_sample}, ReLU elementwise": (matrix, _matrix, _columns, _scaled_matrix),
+        by_block: (matrix, _matrix, _blocks, _blocks),
+        f"{by_block}, ReLU elementwise": (matrix, _matrix, _blocks, _scaled_matrix),
+    }
+
+    def make_step(
+        jacobian: sp.csr_array | BatchedCSR, shared: _MakeStep, own: _MakeStep, diagonal: _MakeStep
+    ) -> _Step:
+        if not isinstance(jacobian, BatchedCSR):
+            return shared(jacobian, len(grad))
+        return (diagonal if _is_diagonal(jacobian) else own)(jacobian, len(grad))
+
+    def loop(first: Any, *makers: _MakeStep) -> Call:
+        steps = [make_step(jacobian, *makers) for jacobian in jacobians[:-1]]
+
+        def run() -> list[Any]:
+            gradients = [first]
+            for step in steps:
+                gradients.append(step(gradients[-1]))
+            return gradients
+
+        return run
+
+    return {name: loop(*form) for name, form in forms.items()}
+
+
+_Step = Callable[[Any], Any]
+_MakeStep = Callable[[Any, int], _Step]
+
+
+def _is_diagonal(jacobian: BatchedCSR) -> bool:
+    rows, cols = jacobian.shape
+    return rows == cols and np.array_equal(jacobian.indices, np.arange(rows))
+
+
+def _vectors(jacobian: sp.csr_array | BatchedCSR, batch: int) -> _Step:
+    matrices = [of_sample(jacobian, b) for b in range(batch)]
+    return lambda xs: [matrix @ x for matrix, x in zip(matrices, xs, strict=True)]
+
+
+def _scaled_vectors(jacobian: BatchedCSR, batch: int) -> _Step:
+    diagonals = list(jacobian.data)
+    return lambda xs: [diagonal * x for diagonal, x in zip(diagonals, xs, strict=True)]
+
+
+def _matrix(jacobian: sp.csr_array, batch: int) -> _Step:
+    return lambda x: jacobian @ x
+
+
+def _columns(jacobian: BatchedCSR, batch: int) -> _Step:
+    step = _vectors(jacobian, batch)
+    return lambda x: np.stack(step(x.T), axis=1)
+
+
+def _blocks(jacobian: BatchedCSR, batch: int) -> _Step:
+    matrix = sp.block_diag([jacobian[b] for b in range(batch)], "csr")
+    return lambda x: (matrix @ x.T.reshape(-1)).reshape(batch, -1).T
+
+
+def _scaled_matrix(jacobian: BatchedCSR, batch: int) -> _Step:
+    diagonals = jacobian.data.T
+    return lambda x: diagonals * x
 
 
 def numpy_loops(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:

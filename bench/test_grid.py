@@ -6,9 +6,11 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from sparsescan import Pattern
+from sparsescan import Pattern, Schedule
+from sparsescan.pattern import of_mask
 
 from . import grid
 
@@ -25,9 +27,8 @@ def test_every_chain_can_be_planned() -> None:
 def test_a_run_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grid, "_RESULTS", tmp_path)
     monkeypatch.setattr(grid.machine, "pin", lambda: None)
-    assert grid.main(["--rounds", "2", "--only", "T=10, B=1"]) == 0
+    assert grid.main(["--rounds", "2", "--only", "T=10, B=1", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "RNN 20, T=10, B=16" in printed
     (path,) = tmp_path.glob("grid-*.json")
@@ -48,8 +49,15 @@ def test_pairs_are_counted_if_they_differ_clearly() -> None:
     assert grid.ranked(result) == (1, 2)
 
 
-def test_only_schedules_with_small_products_are_tried() -> None:
-    assert len(grid.schedules([Pattern.dense((1001, 1000))] * 3)) == 1
-    names = [repr(schedule) for schedule in grid.schedules([Pattern.diagonal(4)] * 20)]
-    assert names[0] == "Schedule.linear(20)"
-    assert len(set(names)) == 7
+def test_large_products_are_not_tried() -> None:
+    large = [Pattern.dense((1001, 1000)), Pattern.dense((1000, 1001))] * 4
+    assert Schedule.blelloch(8) not in grid.schedules(large, 1)
+    found = grid.schedules([Pattern.diagonal(4)] * 20, 1)
+    assert found[0] == Schedule.linear(20)
+    assert len(set(found)) == len(found) >= 7
+
+
+def test_trees_for_many_threads_are_tried() -> None:
+    permutation = of_mask(np.roll(np.eye(1024, dtype=bool), 1, axis=1))
+    found = grid.schedules([permutation] * 200, 1)
+    assert any("truncated(200, 4)" in repr(schedule) for schedule in found)

@@ -1,7 +1,8 @@
 """Seeded data that looks like the real thing, from the last layer to the first.
 
-No value is zero, and no product of the chains below vanishes or explodes, so no peer is slowed down
-by denormal numbers or sped up by zeros.
+No product of the chains below vanishes or explodes, so no peer is slowed down by denormal numbers.
+No value is zero but what is zero in a network: the slopes of ReLU, and the inputs that max pooling
+drops.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import scipy.sparse as sp
 from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
+from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU, Sequential
 
 
 class Dense(NamedTuple):
@@ -75,6 +77,31 @@ def conv_pair(
     first, middle, last = channels
     j1 = pruned_conv(rng, first, middle, side)
     return [pruned_conv(rng, middle, last, side), j1]
+
+
+def vgg11(pruned: float, side: int = 32, narrow: int = 1) -> Sequential:
+    """The convolutional part of VGG-11, for ``side × side`` images, maybe `narrow` times narrower.
+
+    Of the random normal weights of each layer the fraction `pruned` with the smallest magnitude is
+    dropped. The others are scaled as by He et al. (2015), so that activations keep their size.
+    """
+    rng, channels = np.random.default_rng(3), 3
+    layers: list[Operator] = []
+    for width in (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"):
+        shape = (channels, side, side)
+        if width == "M":
+            if side > 1:
+                layers.append(MaxPool2d(2, input_shape=shape))
+                side //= 2
+            continue
+        out = width // narrow
+        weight = rng.standard_normal((out, channels, 3, 3), np.float32)
+        kept = np.abs(weight) >= np.quantile(np.abs(weight), pruned)
+        conv = Conv2d(channels, out, 3, padding=1, input_shape=shape, weight_mask=kept, rng=rng)
+        conv.weight = weight * np.sqrt(2 * out / np.sum(weight[kept] ** 2))
+        layers += [conv, ReLU(input_shape=conv.output_shape)]
+        channels = out
+    return Sequential(layers)
 
 
 def stencil(n: int, side: int, dtype: DTypeLike) -> Stencil:
