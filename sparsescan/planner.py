@@ -377,11 +377,14 @@ def _merge_in_forms(
     model: Model,
 ) -> list[_Merge]:
     """The same for products of so many multiply-adds, stored sparsely or densely."""
+    sparsely = _merge(pairs, products, model)
+    if all(isinstance(out, Pattern) or out.kind == "dense" for _, out in products):
+        return sparsely
     dense = [
         (work, out if isinstance(out, Pattern) else _Guess.of(out.shape, math.prod(out.shape)))
         for work, out in products
     ]
-    ways = zip(_merge(pairs, products, model), _merge(pairs, dense, model), strict=True)
+    ways = zip(sparsely, _merge(pairs, dense, model), strict=True)
     return [max(way, key=lambda merge: merge.gain) for way in ways]
 
 
