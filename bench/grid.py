@@ -168,8 +168,11 @@ def measure(make: Callable[[], Chain], rounds: int, device: str) -> dict[str, An
         if predicted <= _HOPELESS * linear:
             contenders[repr(schedule)] = plan
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    rng = np.random.default_rng(3)
     for turn in range(rounds + 1):
-        for name, plan in contenders.items():
+        # In another order each time: what comes first follows the slowest, and is slower for it.
+        for name in rng.permutation(list(contenders)).tolist():
+            plan = contenders[name]
             scan(plan)
             start = time.perf_counter()
             scan(plan)
