@@ -90,7 +90,7 @@ def threads(request: Any, with_threads: Any) -> int:  # noqa: F811
 
 
 def test_short_chains_of_small_steps(threads: int) -> None:
-    for seed in range(120):
+    for seed in range(40):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 40))
         case = Case(rng, random_patterns(rng, n, 1, 30), any_schedule(rng, n))
