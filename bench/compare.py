@@ -70,7 +70,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
+def _contest(
+    contest: Contest, rounds: int, reduced: bool, patience: int = _PATIENCE
+) -> dict[str, Any]:
+    """All that the contenders took; up to `patience` times as many rounds if others disturb."""
     work = contest.make(reduced)
     calls: dict[str, Call] = {}
     variants, skipped = {}, {}
@@ -87,7 +90,7 @@ def _contest(contest: Contest, rounds: int, reduced: bool) -> dict[str, Any]:
     samples: dict[str, list[list[float]]] = {name: [] for name in calls}
     cores: dict[str, list[float]] = {name: [] for name in calls}
     others: list[float] = []
-    while len(others) < rounds * _PATIENCE and _quiet(others).count(True) < rounds:
+    while len(others) < rounds * patience and _quiet(others).count(True) < rounds:
         start, others_start = time.perf_counter(), machine.others()
         for name, call in calls.items():
             time.sleep(0 if reduced else _PAUSE)

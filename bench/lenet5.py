@@ -1,19 +1,18 @@
-"""``python -m bench.lenet5``: Figure 6 of the paper, LeNet-5 by the scan and by autograd.
+"""Figure 6 of the paper: LeNet-5 by the scan and by autograd.
 
 One network is trained by PyTorch's autograd, one by the scan over sparse transposed Jacobians; both
 start from the same parameters and see the same batches, with the paper's optimiser (SGD with
 momentum 0.9, batches of 256). A third is trained by autograd with the images of each batch in
 reverse order, which changes nothing but the rounding: so far may two equal trainings drift apart.
-The images are scikit-learn's handwritten digits scaled up to 32×32, or CIFAR-10 from a local
-folder. Writes the losses and the versions as JSON, and draws the curves.
+The images are CIFAR-10 from a local folder, or scikit-learn's handwritten digits scaled up to
+32×32.
 """
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import pickle
-import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,18 +22,30 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
+from sparsescan._arrays import load_cupy
 from sparsescan.jacobians import Sequential, from_torch
 
-from . import machine
+from .experiment import Drawing, Experiment, Options, Piece, Results
 from .peers import THREADS
 
 Array = NDArray[Any]
 
-_RESULTS = Path(__file__).parent / "results"
-# The paper's for CIFAR-10; on the digits, of which there are few, it would take all day.
-_RATES = {"cifar10": 0.001, "digits": 0.005}
 SIDE = 32
 TEST_DIGITS = 360
+AUTOGRAD, REVERSED, SCAN = "PyTorch autograd", "autograd, batches reversed", "sparsescan"
+
+_BATCH, _MOMENTUM = 256, 0.9
+# The paper's for CIFAR-10; on the digits, of which there are few, it would take all day.
+_RATES = {"cifar10": 0.001, "digits": 0.005}
+_EPOCHS = 60
+# A quick run has no time for small steps.
+_QUICK_EPOCHS, _QUICK_RATE = 28, 0.01
+# Colours that everybody can tell apart (Okabe and Ito, 2008).
+_STYLES: dict[str, dict[str, Any]] = {
+    AUTOGRAD: {"color": "#56b4e9", "lw": 5, "alpha": 0.6},
+    SCAN: {"color": "#d55e00", "lw": 1.3},
+    REVERSED: {"color": "black", "lw": 1.2, "ls": ":"},
+}
 
 
 class Images(NamedTuple):
@@ -54,34 +65,7 @@ class Losses(NamedTuple):
     test: list[float]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = _parse(arguments)
-    machine.pin()
-    commit = machine.commit()  # now: it is what has been imported
-    torch.set_num_threads(THREADS)
-    images = load_cifar10(options.cifar10) if options.cifar10 else load_digits()
-    batch = min(options.batch, len(images.train))
-    rate = options.rate or _RATES[images.name]
-    found = run(images, options.epochs, batch, rate)
-    differences = {
-        name: {kind: _largest_difference(found, name, kind) for kind in Losses._fields}
-        for name in ("scan", "reversed")
-    }
-    results = {
-        "images": images.name,
-        "epochs": options.epochs,
-        "batch": batch,
-        "learning_rate": rate,
-        "largest_difference_from_autograd": differences,
-        "losses": {name: losses._asdict() for name, losses in found.items()},
-    }
-    prefix = f"lenet5-{images.name}"
-    path = machine.write(options.output, prefix, "bench.lenet5", commit, results)
-    draw(found, images.name, path.with_suffix(".png"))
-    for name, losses in found.items():
-        print(f"{name:<9} train loss {losses.train[-1]:.4f}, test loss {losses.test[-1]:.4f}")
-    print(f"largest difference of a loss from autograd's: {differences}; written to {path}")
-    return 0
+# -- The networks ---------------------------------------------------------------------------------
 
 
 def lenet5(channels: int, seed: int) -> nn.Sequential:
@@ -103,79 +87,81 @@ def lenet5(channels: int, seed: int) -> nn.Sequential:
     )
 
 
-def run(images: Images, epochs: int, batch: int, rate: float, seed: int = 0) -> dict[str, Losses]:
-    """Train both; the losses of each by its name."""
-    trainers = {
-        "autograd": _Autograd(images, rate, seed),
-        "scan": _Scan(images, rate, seed),
-        "reversed": _Autograd(images, rate, seed),
-    }
-    found = {name: Losses([], []) for name in trainers}
+def train(
+    contender: str, images: Images, epochs: int, rate: float, device: str = "cpu", seed: int = 0
+) -> Losses:
+    """Train one network; equal seeds are equal parameters and batches."""
+    trainer = (_Scan if contender == SCAN else _Autograd)(images, rate, device, seed)
+    found = Losses([], [])
     rng = np.random.default_rng(seed)
-    for _ in tqdm(range(epochs), unit=" epochs"):
+    batch = min(_BATCH, len(images.train))
+    for _ in tqdm(range(epochs), unit=" epochs", desc=contender, leave=False):
         order = rng.permutation(len(images.train))
         for start in range(0, len(order) - batch + 1, batch):
             chosen = order[start : start + batch]
-            for name, trainer in trainers.items():
-                order_of = chosen[::-1] if name == "reversed" else chosen
-                loss = trainer.learn(images.train[order_of], images.train_labels[order_of])
-                found[name].train.append(loss)
-        for name, trainer in trainers.items():
-            found[name].test.append(trainer.test_loss(images))
+            if contender == REVERSED:
+                chosen = chosen[::-1]
+            found.train.append(trainer.learn(images.train[chosen], images.train_labels[chosen]))
+        found.test.append(trainer.test_loss(images))
     return found
-
-
-def _largest_difference(found: dict[str, Losses], name: str, kind: str) -> float:
-    """How far a loss is from autograd's at most."""
-    losses = [getattr(found[which], kind) for which in (name, "autograd")]
-    return float(np.abs(np.subtract(*losses)).max())
 
 
 class _Autograd:
     """A network that learns by PyTorch's back-propagation."""
 
-    def __init__(self, images: Images, rate: float, seed: int) -> None:
-        self.module = lenet5(images.train.shape[1], seed)
-        self.optimiser = torch.optim.SGD(self.module.parameters(), lr=rate, momentum=0.9)
+    def __init__(self, images: Images, rate: float, device: str, seed: int) -> None:
+        self.device = device
+        self.module = lenet5(images.train.shape[1], seed).to(device)
+        self.optimiser = torch.optim.SGD(self.module.parameters(), lr=rate, momentum=_MOMENTUM)
+
+    def put(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def learn(self, x: Array, labels: Array) -> float:
         self.optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(
-            self.module(torch.from_numpy(x)), torch.from_numpy(labels)
-        )
+        loss = nn.functional.cross_entropy(self.module(self.put(x)), self.put(labels))
         loss.backward()
         self.optimiser.step()
         return loss.item()
 
     def test_loss(self, images: Images) -> float:
         with torch.no_grad():
-            y = self.module(torch.from_numpy(images.test))
-            return float(nn.functional.cross_entropy(y, torch.from_numpy(images.test_labels)))
+            y = self.module(self.put(images.test))
+            return float(nn.functional.cross_entropy(y, self.put(images.test_labels)))
 
 
 class _Scan(_Autograd):
     """The same network, whose gradients are a scan over its Jacobians."""
 
-    def __init__(self, images: Images, rate: float, seed: int) -> None:
-        super().__init__(images, rate, seed)
+    def __init__(self, images: Images, rate: float, device: str, seed: int) -> None:
+        super().__init__(images, rate, device, seed)
+        self.xp = load_cupy() if device == "cuda" else np
         self.net = Sequential(from_torch(self.module, images.train.shape[1:]))
         self.plan = self.net.plan()
         self._values: list[Any] | None = None
 
     def learn(self, x: Array, labels: Array) -> float:
-        activations = self.net.activations(x)
-        y = torch.from_numpy(activations[-1]).requires_grad_()
-        loss = nn.functional.cross_entropy(y, torch.from_numpy(labels))
+        activations = self.net.activations(self.xp.asarray(x))
+        y = torch.as_tensor(activations[-1], device=self.device).requires_grad_()
+        loss = nn.functional.cross_entropy(y, self.put(labels))
         loss.backward()
         self._values = self.net.values(activations, out=self._values)
-        grads = self.plan.exclusive_scan(y.grad.numpy(), self._values)
+        grads = self.plan.exclusive_scan(self.xp.asarray(y.grad), self._values)
         # The operators share the module's parameters, so a step of its optimiser is all it takes.
         found = self.net.param_grads(activations, grads)
         ours = [grad for layer in found for grad in layer.values()]
         for parameter, grad in zip(self.module.parameters(), ours, strict=True):
-            parameter.grad = torch.from_numpy(grad)
+            parameter.grad = torch.as_tensor(grad, device=self.device)
         self.optimiser.step()
         return loss.item()
+
+
+# -- Images ---------------------------------------------------------------------------------------
+
+
+def load_images(folder: Path | None) -> Images:
+    """CIFAR-10 from its folder, or the digits without one."""
+    return load_digits() if folder is None else load_cifar10(folder)
 
 
 def load_digits() -> Images:
@@ -222,40 +208,94 @@ def _cifar_batch(path: Path) -> tuple[Array, Array]:
     return images, np.asarray(batch[b"labels"], np.int64)
 
 
-def draw(found: dict[str, Losses], name: str, path: Path) -> None:
-    """Training and test losses, the curves of the one over those of the other."""
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _epochs_and_rate(options: Options, images: Images) -> tuple[int, float]:
+    return (_QUICK_EPOCHS, _QUICK_RATE) if options.quick else (_EPOCHS, _RATES[images.name])
+
+
+def _pieces(options: Options) -> list[Piece]:
+    torch.set_num_threads(THREADS)
+    images = cache(partial(load_images, options.data))
+
+    def piece(contender: str) -> dict[str, Any]:
+        epochs, rate = _epochs_and_rate(options, images())
+        return train(contender, images(), epochs, rate, options.device)._asdict()
+
+    return [Piece(contender, partial(piece, contender)) for contender in _STYLES]
+
+
+def _about(options: Options) -> dict[str, Any]:
+    images = load_images(options.data)
+    epochs, rate = _epochs_and_rate(options, images)
+    return {
+        "images": images.name,
+        "images to train on": len(images.train),
+        "images to test on": len(images.test),
+        "epochs": epochs,
+        "batch": min(_BATCH, len(images.train)),
+        "optimiser": f"SGD, momentum {_MOMENTUM}",
+        "learning rate": rate,
+        "dtype": "float32",
+    }
+
+
+def differences(pieces: Results, contender: str, kind: str) -> Array:
+    """How far the losses of a contender are from autograd's."""
+    ours, theirs = (pieces[name][kind] for name in (contender, AUTOGRAD))
+    return np.abs(np.subtract(ours, theirs))
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    """The curves of the one over those of the other, and how far they are apart."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    per_epoch = len(found["scan"].train) // len(found["scan"].test)
-    styles = {
-        "autograd": {"color": "tab:blue", "lw": 5, "alpha": 0.5, "label": "PyTorch autograd"},
-        "reversed": {"color": "black", "lw": 1, "ls": ":", "label": "autograd, batches reversed"},
-        "scan": {"color": "tab:orange", "lw": 1.3, "label": "sparsescan"},
-    }
-    for axes, kind in zip(figure.subplots(1, 2), Losses._fields, strict=True):
-        for contender, style in styles.items():
-            losses = getattr(found[contender], kind)
-            every = per_epoch if kind == "test" else 1
-            axes.plot(every * np.arange(1, len(losses) + 1), losses, **style)
+    pieces = {name: results["pieces"][name] for name in _STYLES if name in results["pieces"]}
+    if not pieces:
+        return []
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    *curves, apart = figure.subplots(1, 3)
+    for axes, kind in zip(curves, Losses._fields, strict=True):
+        for name, losses in pieces.items():
+            label = name if kind == "train" else None
+            axes.plot(_iterations(losses, kind), losses[kind], label=label, **_STYLES[name])
         axes.set(xlabel="iteration", ylabel=f"{kind} loss", ylim=(0, None))
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"LeNet-5 on {name}, by the scan and by autograd (Figure 6 of the paper)")
-    figure.savefig(path, dpi=120)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.lenet5", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=60, help="passes over the images (60)")
-    parser.add_argument("--batch", type=int, default=256, help="images of a batch (256)")
-    parser.add_argument(
-        "--rate", type=float, help="learning rate (0.001 on CIFAR-10, 0.005 on digits)"
+    caption = (
+        f"LeNet-5 on {results['about']['images']}, trained by the scan and by PyTorch's autograd "
+        "from the same parameters on the same batches: the paper's Figure 6, where the curves lie "
+        "on each other as well. The dotted training is autograd's with the images of every batch "
+        "in reverse order, so it differs by rounding alone, and training makes that grow as well."
     )
-    parser.add_argument("--cifar10", type=Path, metavar="FOLDER", help="cifar-10-batches-py")
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder (bench/results)")
-    return parser.parse_args(arguments)
+    others = [name for name in (SCAN, REVERSED) if name in pieces and AUTOGRAD in pieces]
+    for name in others:
+        found = differences(pieces, name, "train")
+        apart.plot(np.maximum.accumulate(found), **_STYLES[name])
+        caption += f" Train losses, {name} and autograd: {found.max():.1e} apart at most."
+    if others:
+        rounding = np.spacing(np.array(pieces[AUTOGRAD]["train"], np.float32))
+        apart.plot(rounding, color="grey", ls="--", lw=1, label="spacing of float32 at the loss")
+        apart.set(xlabel="iteration", ylabel="largest difference so far", yscale="log")
+    else:
+        apart.set_axis_off()
+    for axes in (*curves, apart):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=3)
+    return [Drawing("Convergence of LeNet-5", caption, figure)]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _iterations(losses: dict[str, list[float]], kind: str) -> Array:
+    """After which iteration each loss was."""
+    per_epoch = len(losses["train"]) // len(losses["test"])
+    every = per_epoch if kind == "test" else 1
+    return every * np.arange(1, len(losses[kind]) + 1)
+
+
+EXPERIMENT = Experiment(
+    name="lenet5",
+    title="LeNet-5: does the scan change what is learnt?",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=lambda results: [],
+)

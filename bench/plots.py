@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .contests import OURS
 from .gpu_races import CUDNN, CUDNN_GRAPH, RECORD, VALUES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLES: dict[str, dict[str, Any]] = {
     CUDNN: {"color": "tab:blue", "marker": "s"},
@@ -39,12 +42,17 @@ def sweep(races: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
 
 
 def draw(races: list[dict[str, Any]], path: Path) -> None:
+    """Write :func:`figure` to a file."""
+    figure(races).savefig(path, dpi=120)
+
+
+def figure(races: list[dict[str, Any]]) -> Figure:
     """Times above, speedups over PyTorch below; over T on the left, over B on the right."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharex="col", sharey="row")
+    drawn = Figure(figsize=(11, 7.5), layout="constrained")
+    axes = drawn.subplots(2, 2, sharex="col", sharey="row")
     for column, axis in enumerate("TB"):
         along = sweep(races, axis)
         sizes = [race["about"][axis] for race in along]
@@ -79,8 +87,8 @@ def draw(races: list[dict[str, Any]], path: Path) -> None:
     for panel in (top_left, left):
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.legend(frameon=False, fontsize="small")
-    figure.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
-    figure.savefig(path, dpi=120)
+    drawn.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
+    return drawn
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""``python -m bench NAME``: the paper's experiments by name; ``python -m bench report``: the page.
+
+Every experiment writes a JSON file, piece by piece, and goes on where it was cut off. The report
+turns all files there are into one HTML page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .experiment import NAMES, RESULTS, Options, load, run
+
+_README = Path(__file__).parent.parent / "README.md"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
+    for name in NAMES:
+        command = commands.add_parser(name)
+        command.add_argument("--quick", action="store_true", help="less than two minutes")
+        command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+        command.add_argument("--data", type=Path, help="folder with the data set")
+        command.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    report = commands.add_parser("report")
+    report.add_argument("--results", type=Path, default=RESULTS, help="folder with the results")
+    report.add_argument("--output", type=Path, default=Path("report.html"), help="file to write")
+    report.add_argument(
+        "--readme",
+        type=Path,
+        nargs="?",
+        const=_README,
+        metavar="FILE",
+        help="put the tables into the README, between their markers",
+    )
+    options = parser.parse_args(arguments)
+    if options.command == "report":
+        from .report import update_readme, write
+
+        print(write(options.results, options.output))
+        if options.readme:
+            update_readme(options.readme, options.results)
+        return 0
+    chosen = Options(options.quick, options.device, options.data)
+    print(run(load(options.command), chosen, options.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What all experiments share: their options, and results that outlive a run that is cut off.
+
+An experiment is a list of *pieces*, such as one sequence length each. What a piece has measured is
+written at once; a run by the same commit on the same device goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from . import machine
+
+__all__ = [
+    "NAMES",
+    "RESULTS",
+    "Drawing",
+    "Experiment",
+    "Options",
+    "Piece",
+    "Results",
+    "Row",
+    "load",
+    "run",
+]
+
+Results = dict[str, Any]
+
+RESULTS = Path(__file__).parent / "results"
+
+# The module of each has an Experiment called EXPERIMENT; imported when it is asked for, since one
+# does not need the peers of another.
+NAMES = ("rnn", "gru", "vgg11", "lenet5", "table1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for.
+
+    Attributes
+    ----------
+    quick : bool
+        Sizes that fit two minutes on two cores.
+    device : {"cpu", "cuda"}
+        Where it runs.
+    data : Path or None
+        A folder with the data set, where there is one to be had.
+    """
+
+    quick: bool
+    device: str
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part that is measured on its own.
+
+    Attributes
+    ----------
+    key : str
+        Its name, unique in the experiment.
+    measure : callable
+        Gives what it found, as JSON can hold it. Peers that are missing are named under
+        ``"missing"``, a dict of reasons.
+    """
+
+    key: str
+    measure: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture of the report.
+
+    Attributes
+    ----------
+    title, caption : str
+        Plain text; the caption says what is seen, and which published numbers the dashed lines are.
+    figure : matplotlib.figure.Figure
+        The picture.
+    """
+
+    title: str
+    caption: str
+    figure: Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the tables: ours beside one peer.
+
+    Attributes
+    ----------
+    work : str
+        What is timed, with its sizes.
+    peer : str
+        Against whom.
+    theirs, ours : float
+        Seconds, medians of samples that were taken in turns.
+    paper : float or None
+        The ratio that the paper published for this, if any.
+    """
+
+    work: str
+    peer: str
+    theirs: float
+    ours: float
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment that can be run by name.
+
+    Attributes
+    ----------
+    name : str
+        On the command line, and of the file.
+    title : str
+        For people.
+    pieces : callable
+        The pieces, in their order; making them measures nothing.
+    about : callable
+        What holds for all pieces: sizes, settings, the data that was used.
+    drawings, rows : callable
+        Pictures and lines of the tables, from what a file holds, of however many pieces.
+    """
+
+    name: str
+    title: str
+    pieces: Callable[[Options], Iterable[Piece]]
+    about: Callable[[Options], dict[str, Any]]
+    drawings: Callable[[Results], list[Drawing]]
+    rows: Callable[[Results], list[Row]]
+
+
+def load(name: str) -> Experiment:
+    """The experiment of this name."""
+    found: Experiment = importlib.import_module(f"bench.{name}").EXPERIMENT
+    return found
+
+
+def run(experiment: Experiment, options: Options, folder: Path) -> Path:
+    """Measure what has not been measured yet; the file with everything.
+
+    The keys of the file: `experiment`, `title`, `quick`, `data`, `about`, `pieces` by their keys,
+    `done`; and `commit`, `dirty`, `date`, `command`, `device`, `versions` as of all results.
+    """
+    machine.pin()
+    commit = machine.commit()
+    gpu = machine.describe_gpu() if options.device == "cuda" else None
+    head, device = machine.head("bench", commit, gpu)
+    name = machine.file_name(experiment.name + "-quick" * options.quick, device, commit)
+    data = str(options.data) if options.data else None
+    path, kept = _cut_off(folder, name, data) or (folder / name, {})
+    if kept:
+        print(f"going on with {path.name}, which has {len(kept)} pieces", file=sys.stderr)
+    results = head | {
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "quick": options.quick,
+        "data": data,
+        "about": experiment.about(options),
+        "pieces": kept,
+        "done": False,
+    }
+    pieces = list(experiment.pieces(options))
+    progress = tqdm(pieces, unit=" pieces", desc=experiment.name)
+    for piece in progress:
+        progress.set_postfix_str(piece.key)
+        if piece.key not in kept:
+            kept[piece.key] = piece.measure()
+            _save(path, results)
+    _save(path, results | {"done": True})
+    return path
+
+
+def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """A file of the same data, whatever its date, that is not done; and its pieces."""
+    names = re.sub(r"-\d{4}-\d\d-\d\d-", "-????-??-??-", name)
+    for path in sorted(folder.glob(names), reverse=True):
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            continue
+        if not found.get("done", True) and found.get("data") == data:
+            return path, found["pieces"]
+    return None
+
+
+def _save(path: Path, results: dict[str, Any]) -> None:
+    """Replace the file at once: a run that is cut off here leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    results["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    new.replace(path)

@@ -1,0 +1,120 @@
+"""The JSON files of all runs: what each is, what is to be said against it, and which to show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .experiment import Results
+
+__all__ = ["OTHERS", "File", "lines", "newest", "read"]
+
+# Results that are no experiment's, by a key that only they have.
+_KEYS = {"engine": "engine", "chains": "grid", "cases": "memory", "races": "gpu"}
+OTHERS = tuple(_KEYS.values())
+_COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
+
+
+@dataclass(frozen=True, eq=False)
+class File:
+    """What a run wrote.
+
+    Attributes
+    ----------
+    path : Path
+        The JSON file.
+    kind : str
+        The name of the experiment, or one of :data:`OTHERS`.
+    results : dict
+        What it holds.
+    """
+
+    path: Path
+    kind: str
+    results: Results
+
+    @property
+    def device(self) -> str:
+        about = self.results["device"]
+        return str(about.get("gpu") or about["cpu"])
+
+    @property
+    def place(self) -> str:
+        """The device, and how much of it."""
+        cores = self.results["device"].get("cores used")
+        return f"{self.device}, {cores} cores" if cores else self.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return "gpu" in self.results["device"]
+
+    @property
+    def commit(self) -> str:
+        return str(self.results["commit"])[:8]
+
+    @property
+    def day(self) -> str:
+        return str(self.results["date"])[:10]
+
+    @property
+    def marks(self) -> list[str]:
+        """What is to be said against it."""
+        results = self.results
+        marks = {
+            "uncommitted changes": results["dirty"],
+            "quick": results.get("quick", False),
+            "unfinished": not results.get("done", True),
+            "a part": self.kind in ("grid", "memory") and "--only" in results["command"],
+            "old form": self.kind not in OTHERS and "experiment" not in results,
+        }
+        failed = [what for what, part in results.get("parts", {}).items() if not part["ok"]]
+        return [mark for mark, holds in marks.items() if holds] + [f"{p} failed" for p in failed]
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Larger for what is to be preferred."""
+        return -len(self.marks), self.results["date"]
+
+
+def read(folder: Path) -> tuple[list[File], dict[str, str]]:
+    """All results in a folder, those to be preferred last; and what others lack, by their names."""
+    files, unread = [], {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results = json.loads(path.read_text())
+            missing = [key for key in _COME_FROM if key not in results]
+            kind = results.get("experiment") or next(
+                (kind for key, kind in _KEYS.items() if key in results),
+                "lenet5" if "losses" in results else None,
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            unread[path.name] = f"not a JSON object: {error}"
+            continue
+        if missing:
+            unread[path.name] = f"without {', '.join(missing)}"
+        elif kind is None:
+            unread[path.name] = "of no known kind"
+        else:
+            files.append(File(path, kind, results))
+    return sorted(files, key=lambda file: file.rank), unread
+
+
+def newest(files: Iterable[File]) -> dict[tuple[str, str], File]:
+    """Of each kind and device the file to be shown, from files in the order of :func:`read`."""
+    return {(file.kind, file.device): file for file in files}
+
+
+def lines(files: Iterable[File], key: str) -> list[tuple[File, Results]]:
+    """Of each device and name the line to be shown of those that the engine's files have at `key`.
+
+    One by one, since a run may measure a few of them.
+    """
+    found = {
+        (file.device, line["name"]): (file, line)
+        for file in files
+        if file.kind == "engine"
+        for line in file.results[key]
+    }
+    return list(found.values())

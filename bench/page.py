@@ -1,0 +1,247 @@
+"""One HTML page that needs nothing else: its style and its pictures are inside.
+
+Pictures are SVG with letters as paths, which look the same everywhere and sharp on paper; in the
+dark their lightness is turned around, and their hues stay.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO
+from itertools import groupby
+from math import floor, log10
+from typing import Any
+
+from .experiment import Drawing
+
+__all__ = [
+    "Html",
+    "exactly",
+    "figure",
+    "image",
+    "join",
+    "listed",
+    "page",
+    "significant",
+    "table",
+    "tag",
+]
+
+# Bytes of an SVG above which a picture of its pixels is the smaller one.
+_LARGE = 1_000_000
+
+_STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fdfdfb; --ink: #1e2126; --soft: #5c636e; --rule: #d8dbe0; --link: #1d5c8a;
+  --warn: #9a3b00;
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --paper: #15171a; --ink: #e2e4e7; --soft: #9ba2ad; --rule: #373b42; --link: #8fbfe3;
+    --warn: #f0a36a;
+  }
+  img { filter: invert(1) hue-rotate(180deg); }
+}
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
+body {
+  margin: 0 auto; padding: 2.5rem 1.25rem 5rem; max-width: 62rem;
+  background: var(--paper); color: var(--ink);
+  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+}
+h1, h2, h3 { line-height: 1.25; font-weight: 600; text-wrap: balance; }
+h1 { margin: 0 0 .75rem; font-size: 1.9rem; letter-spacing: -.01em; }
+h2 { margin: 3.5rem 0 .75rem; padding-top: 1.1rem; border-top: 1px solid var(--rule);
+     font-size: 1.35rem; }
+h3 { margin: 2rem 0 .5rem; font-size: 1.05rem; }
+p, dl, ul { margin: .6rem 0; max-width: 44rem; }
+ul { padding-left: 1.2rem; }
+li { margin: .15rem 0; }
+a { color: var(--link); text-underline-offset: .15em; text-decoration-thickness: 1px; }
+nav a { display: inline-block; margin-right: 1.1rem; }
+code { font: .88em/1.4 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
+       overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
+dt { color: var(--soft); }
+dd { margin: 0; overflow-wrap: anywhere; }
+.soft { max-width: none; color: var(--soft); font-size: .9rem; }
+.warn { color: var(--warn); font-weight: 600; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .9rem; line-height: 1.4;
+        font-variant-numeric: tabular-nums lining-nums; }
+th { padding: .3rem 1.1rem .35rem 0; text-align: left; vertical-align: bottom;
+     color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--soft); }
+td { padding: .26rem 1.1rem .26rem 0; vertical-align: top; border-top: 1px solid var(--rule); }
+th:last-child, td:last-child { padding-right: 0; }
+tbody tr:first-child td, tr.group + tr td { border-top: 0; }
+.group th { padding-top: 1rem; color: var(--ink); font-weight: 600; border-bottom: 0; }
+.group th > span { position: sticky; left: 0; display: inline-block;
+                   max-width: calc(min(100vw, 62rem) - 2.5rem); }
+.group .soft { font-weight: 400; }
+.tight { white-space: nowrap; }
+.number { text-align: right; white-space: nowrap; }
+td:first-child { min-width: 13rem; }
+td i::after { content: attr(data-pad); visibility: hidden; font-style: normal; }
+figure { margin: 1.75rem 0; }
+figure .wide { margin: 0; }
+img { display: block; max-width: 100%; height: auto; }
+figcaption { margin-top: .5rem; max-width: 44rem; color: var(--soft); font-size: .9rem; }
+figcaption b { color: var(--ink); font-weight: 600; }
+@media (max-width: 40rem) {
+  body { padding-top: 1.5rem; }
+  h1 { font-size: 1.55rem; }
+  dl { grid-template-columns: 1fr; }
+  dd { margin-bottom: .3rem; }
+  td:first-child { min-width: 8rem; }
+  img { max-width: max(100%, 40rem); }
+}
+@media print {
+  :root { color-scheme: light; }
+  body { max-width: none; padding: 0; font-size: 9.5pt; }
+  nav { display: none; }
+  a { color: inherit; text-decoration: none; }
+  h2, h3 { break-after: avoid; }
+  figure, tr { break-inside: avoid; }
+  .group { break-after: avoid; }
+  .wide { overflow: visible; }
+  td:first-child { min-width: 0; }
+  td, th { padding-right: .8rem; }
+}
+"""
+
+
+class Html(str):
+    """What is HTML already; all other text is escaped."""
+
+    __slots__ = ()
+
+
+def join(*parts: str) -> Html:
+    """One after the other."""
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+
+
+def tag(name: str, *parts: str, **attributes: str) -> Html:
+    """An element; `kind` is its class."""
+    names = {"kind": "class"}
+    said = "".join(f' {names.get(key, key)}="{escape(v)}"' for key, v in attributes.items())
+    return Html(f"<{name}{said}>{join(*parts)}</{name}>")
+
+
+def listed(items: Sequence[str]) -> Html:
+    """An unordered list."""
+    return tag("ul", *(tag("li", item) for item in items))
+
+
+def significant(x: float, digits: int = 3) -> str:
+    """Rounded to so many digits, with thousands set apart: ``49.6``, ``0.940``, ``79,700``."""
+    rounded = float(f"{x:.{digits - 1}e}")
+    places = digits - 1 - floor(log10(abs(rounded))) if rounded else 0
+    return f"{rounded:,.{max(places, 0)}f}"
+
+
+def exactly(x: float | None) -> str:
+    """A ratio that was published or is asked for."""
+    return "" if x is None else f"{x:,.10g}×"
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numbers: Sequence[str] = (),
+    *,
+    grouped: bool = False,
+) -> Html:
+    """A table; the columns whose heads are `numbers` are aligned on the decimal point.
+
+    Rows that are grouped stand below their first cell, which has a line of its own; unless most
+    groups would have one row.
+    """
+    groups = [first for first, _ in groupby(row[0] for row in rows)]
+    grouped = grouped and 2 * len(groups) <= len(rows)
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    for index, head in enumerate(heads):
+        if head in numbers and columns:
+            columns[index] = _aligned(columns[index])
+    kinds: list[dict[str, str]] = [{"kind": "number"} if h in numbers else {} for h in heads]
+
+    def line(name: str, cells: Sequence[str], **attributes: str) -> Html:
+        own = kinds[-len(cells) :]
+        made = [tag(name, cell, **kind) for cell, kind in zip(cells, own, strict=True)]
+        return tag("tr", *made, **attributes)
+
+    body, before = [], None
+    for first, *others in zip(*columns, strict=True):
+        if not grouped:
+            body.append(line("td", [first, *others]))
+            continue
+        if first != before:
+            body.append(
+                tag("tr", tag("th", tag("span", first), colspan=str(len(others))), kind="group")
+            )
+        body.append(line("td", others))
+        before = first
+    head = line("th", heads[1:] if grouped else heads)
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), kind="wide")
+
+
+def _aligned(cells: list[str]) -> list[str]:
+    """Numbers, perhaps with a unit, that end in room for the decimals that they do not have."""
+    decimals = [len("".join(re.findall(r"\.\d+", cell))) for cell in cells]
+    most = max(decimals)
+    return [
+        join(cell, tag("i", **{"data-pad": ".00000000"[own:most]})) if cell and own < most else cell
+        for cell, own in zip(cells, decimals, strict=True)
+    ]
+
+
+def figure(drawing: Drawing) -> Html:
+    """A picture with its caption."""
+    width = round(96 * drawing.figure.get_size_inches()[0])
+    return image(drawing.title, drawing.caption, *_picture(drawing.figure), width)
+
+
+def image(title: str, caption: str, kind: str, data: bytes, width: int) -> Html:
+    """The same of a file; the caption is also what is read out in place of the picture."""
+    source = f"data:image/{kind};base64,{b64encode(data).decode()}"
+    shown = Html(f'<img alt="{escape(caption)}" width="{width}" src="{source}">')
+    said = tag("figcaption", tag("b", title), ". ", caption)
+    return tag("figure", tag("div", shown, kind="wide"), said)
+
+
+def _picture(drawn: Any) -> tuple[str, bytes]:
+    """A matplotlib figure as SVG, the same bytes every time; as PNG if that would be large."""
+    from matplotlib import rc_context
+
+    svg, png = BytesIO(), BytesIO()
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "sparsescan"}):
+        drawn.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    if svg.tell() <= _LARGE:
+        return "svg+xml", svg.getvalue()
+    drawn.savefig(png, format="png", transparent=True, dpi=200)
+    return "png", png.getvalue()
+
+
+def page(title: str, head: Html, sections: dict[str, Html]) -> str:
+    """The whole page; sections by their titles."""
+    anchors = {name: re.sub(r"\W+", "-", name.lower()).strip("-") for name in sections}
+    contents = tag(
+        "nav", *(join(tag("a", name, href=f"#{anchors[name]}"), " ") for name in sections)
+    )
+    body = [
+        tag("section", tag("h2", name, id=anchors[name]), section)
+        for name, section in sections.items()
+    ]
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join([tag("h1", title), head, contents, *body])
+        + "\n</body>\n</html>\n"
+    )

@@ -1,0 +1,719 @@
+"""A recurrent classifier in PyTorch, its backward pass by autograd or by the scan.
+
+The forward pass is PyTorch's own, cuDNN's on a GPU. Backward, :class:`LastState` makes the
+transposed Jacobians of all steps at once, scans, and sums up the gradients of the parameters.
+:func:`measure` lets both ways take turns, and the parts they are made of; :func:`train` lets both
+learn from the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+
+import sparsescan
+from sparsescan._arrays import load_cupy
+from sparsescan._place import place
+from sparsescan.jacobians import GRUCell, RNNCell
+from sparsescan.kernels._threads import share
+
+from . import machine, peers
+from .experiment import Row
+from .peers import THREADS, Call, MissingPeerError, fastest
+
+__all__ = ["Classifier", "LastState", "Model", "Recurrence", "Trainer", "measure", "train"]
+
+Layer = nn.RNN | nn.GRU
+Batch = tuple[Tensor, Tensor]
+Found = dict[str, Any]
+
+HIDDEN = 20
+
+# What is measured of a size.
+FORWARD = "forward"
+RECORDED = "forward, recorded for autograd"
+AUTOGRAD = "PyTorch autograd"
+CHAIN = "PyTorch autograd, no parameters"
+OURS = "sparsescan"
+GIVEN = "sparsescan, Jacobians given"
+VALUES = "sparsescan, no parameters"
+SCAN = "sparsescan, scan alone"
+JAX_SCAN, JAX_ASSOCIATIVE = "jax.lax.scan", "jax.lax.associative_scan"
+STEP, STEP_OURS = "training step, PyTorch autograd", "training step, sparsescan"
+
+# What is trained, and how it is drawn.
+REVERSED = "autograd, batches reversed"
+TRAINING_LABELS = "training loss", "largest distance from autograd so far"
+_TRAININGS: dict[str, dict[str, Any]] = {
+    AUTOGRAD: {"color": "#0072b2", "lw": 1.6},
+    OURS: {"color": "#d55e00", "lw": 1.6},
+    REVERSED: {"color": "black", "lw": 1, "ls": ":"},
+}
+
+# Seconds: the pause in which the threads of one contender fall asleep, and how long the next one
+# warms up, and is then timed.
+_PAUSE, _TURN = 0.25, 0.1
+_QUICK_PAUSE, _QUICK_TURN = 0.1, 0.05
+# How often they take turns, and how many calls tell which variant is fastest; and of more rows than
+# so many, one for each step and sample.
+_ROUNDS, _TRIALS = 7, 3
+_FEW_ROUNDS, _FEW_TRIALS, _LONG = 3, 1, 100_000
+# Bytes of Jacobians that stay in the cache.
+_CACHE = 8_000_000
+# Rows that a thread takes, which fit its cache with what is made of them; so few are not shared.
+_ROWS, _FEW_ROWS = 8192, 2048
+# Iterations for which a training has the machine for itself.
+_BLOCK = 50
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and where.
+
+    Attributes
+    ----------
+    kind : {"RNN", "GRU"}
+        The layer: of PyTorch, with :data:`HIDDEN` units.
+    inputs, classes : int
+        Length of an input, and how many classes there are.
+    rate : float
+        Adam's.
+    device : {"cpu", "cuda"}
+        Where.
+    """
+
+    kind: Literal["RNN", "GRU"]
+    inputs: int
+    classes: int
+    rate: float
+    device: str
+
+    def classifier(self, sizes: tuple[int, int] | None = None) -> Classifier:
+        """One with its initial parameters, backward by a scan of these sizes if there are any."""
+        torch.manual_seed(0)
+        layer: Layer = getattr(nn, self.kind)(self.inputs, HIDDEN)
+        return Classifier(layer, self.classes).to(self.device).by_scan(sizes)
+
+    def trainer(self, sizes: tuple[int, int] | None = None) -> Trainer:
+        """The same, to learn."""
+        return Trainer(self.classifier(sizes), self.rate)
+
+
+# -- The backward pass by a scan ------------------------------------------------------------------
+
+
+class Recurrence:
+    """What a layer's backward pass by a scan needs: a cell, plans, and memory for Jacobians.
+
+    On a GPU one scan is over all steps. On the CPU, whose schedule is the linear one, the steps are
+    cut into segments, the last one first, whose Jacobians stay in the cache from when they are made
+    until they have been multiplied.
+
+    Parameters
+    ----------
+    layer : torch.nn.RNN or torch.nn.GRU
+        Of one layer and direction, time first. Its parameters are shared, so it must stay where
+        it is.
+    steps, batch : int
+        Sizes of the input.
+    """
+
+    def __init__(self, layer: Layer, steps: int, batch: int) -> None:
+        weight = layer.weight_hh_l0
+        self.layer = layer
+        self.device: torch.device = weight.device
+        self.batch = batch
+        self.xp: Any = load_cupy() if weight.is_cuda else np
+        kind = {"RNN_TANH": RNNCell, "GRU": GRUCell}[layer.mode]
+        self.cell = kind(layer.input_size, layer.hidden_size, layer.bias)
+        for name in self.cell.params:
+            setattr(self.cell, name, self.array(getattr(layer, f"{name}_l0")))
+        dtype = self.cell.weight_hh.dtype
+        longest = steps
+        if self.xp is np:
+            longest = max(1, _CACHE // (batch * self.cell.nnz * dtype.itemsize))
+        count = -(-steps // longest)
+        self.ends = [steps * k // count for k in range(count + 1)]
+        self.plans = {n: self.plan(n) for n in {b - a for a, b in pairwise(self.ends)}}
+        self.kept = self.xp.empty((max(self.plans), batch, self.cell.nnz), dtype)
+
+    def plan(self, steps: int) -> sparsescan.ScanPlan:
+        """A plan for so many steps."""
+        return sparsescan.plan(
+            [self.cell.pattern] * steps,
+            batch=self.batch,
+            dtype=self.cell.weight_hh.dtype,
+            device=None if self.xp is np else "cuda",
+        )
+
+    def array(self, tensor: Tensor) -> Any:
+        """The same memory as an array of NumPy or CuPy."""
+        return self.xp.asarray(tensor.detach())
+
+    def tensor(self, array: Any) -> Tensor:
+        """The same memory as a tensor."""
+        return torch.as_tensor(array, device=self.device)
+
+    def host(self, array: Any) -> NDArray[Any]:
+        """The array for NumPy."""
+        return np.asarray(array if self.xp is np else self.xp.asnumpy(array))
+
+    def values(self, x: Any, states: Any, out: Any) -> Any:
+        """Values of the transposed Jacobians of some steps, in the order of time."""
+        self._share(len(x), lambda k: self.cell.values(x[k], states[k], out=out[k]))
+        return out
+
+    def state_grads(self, x: Any, states: Any, grad: Any) -> Any:
+        """Gradients of the states h₁, …, h_T from that of the last one."""
+        found = self.xp.empty_like(states)
+        for start, stop in reversed([*pairwise(self.ends)]):
+            part = slice(start, stop)
+            values = self.values(x[part], states[part], self.kept[: stop - start])
+            grads = self.plans[stop - start].inclusive_scan(grad, values[::-1])
+            found[part] = grads[-2::-1]
+            grad = grads[-1]
+        return found
+
+    def param_grads(self, x: Any, states: Any, grads: Any) -> dict[str, Any]:
+        """Gradients of the parameters."""
+        found = self._share(len(x), lambda k: self.cell.param_grads(x[k], states[k], grads[k]))
+        return {name: sum(part[name] for part in found) for name in self.cell.params}
+
+    def _share(self, steps: int, call: Callable[[slice], Any]) -> list[Any]:
+        """What `call` gives for parts of the steps: all at once, or on two threads of the CPU."""
+        rows = steps * self.batch
+        if self.xp is not np or rows < _FEW_ROWS:
+            return [call(slice(None))]
+        count = max(THREADS, rows // _ROWS)
+        ends = [steps * k // count for k in range(count + 1)]
+        found: list[Any] = [None] * count
+
+        def part(k: int) -> None:
+            found[k] = call(slice(ends[k], ends[k + 1]))
+
+        share(part, count)
+        return found
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Let CuPy work on PyTorch's device and current stream."""
+        stream = None if self.xp is np else torch.cuda.current_stream(self.device)
+        return place(self.cell.weight_hh, None, stream)
+
+
+def states_before(outputs: Tensor) -> Tensor:
+    """The states before all steps from those after them; the first is zero."""
+    return torch.cat([torch.zeros_like(outputs[:1]), outputs[:-1]])
+
+
+class LastState(torch.autograd.Function):
+    """The last state of a layer: ``LastState.apply(x, recurrence, *parameters)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recurrence: Recurrence, *parameters: Tensor) -> Tensor:
+        outputs, last = recurrence.layer(x)
+        ctx.recurrence = recurrence
+        # The parameters are not read here, but PyTorch then tells if one has changed meanwhile.
+        ctx.save_for_backward(x, outputs, *parameters)
+        return last[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, outputs, *_ = ctx.saved_tensors
+        recurrence = ctx.recurrence
+        with recurrence.on_stream():
+            given = [recurrence.array(t) for t in (x, states_before(outputs))]
+            grads = recurrence.state_grads(*given, recurrence.array(grad.contiguous()))
+            found = recurrence.param_grads(*given, grads)
+            wanted = ctx.needs_input_grad[0]
+            of_x = recurrence.cell.input_grads(*given, grads) if wanted else None
+            return (
+                None if of_x is None else recurrence.tensor(of_x),
+                None,
+                *map(recurrence.tensor, found.values()),
+            )
+
+
+class Classifier(nn.Module):
+    """A recurrent layer, and a linear map of its last state to the scores of the classes."""
+
+    def __init__(self, layer: Layer, classes: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.linear = nn.Linear(layer.hidden_size, classes)
+        self.recurrence: Recurrence | None = None
+
+    def by_scan(self, sizes: tuple[int, int] | None) -> Classifier:
+        """Scan backward, through inputs of these sizes, or leave it to autograd."""
+        self.recurrence = None if sizes is None else Recurrence(self.layer, *sizes)
+        return self
+
+    def last_state(self, x: Tensor) -> Tensor:
+        """h_T, shape ``(batch, HIDDEN)``, from an input ``(steps, batch, inputs)``."""
+        if self.recurrence is None:
+            return self.layer(x)[1][0]
+        return LastState.apply(x, self.recurrence, *self.layer.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.last_state(x))
+
+
+class Trainer:
+    """A classifier that learns by Adam.
+
+    Attributes
+    ----------
+    threads : int
+        How many PyTorch uses.
+    """
+
+    def __init__(self, classifier: Classifier, rate: float) -> None:
+        self.classifier = classifier
+        self.optimiser = torch.optim.Adam(classifier.parameters(), lr=rate)
+        self.threads = THREADS
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch, with its gradients left in the parameters."""
+        torch.set_num_threads(self.threads)
+        self.optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(self.classifier(x), labels)
+        loss.backward()
+        return loss
+
+    def learn(self, x: Tensor, labels: Tensor) -> float:
+        """One iteration; the loss before it."""
+        loss = self.loss(x, labels)
+        self.optimiser.step()
+        return loss.item()
+
+
+# -- Times ----------------------------------------------------------------------------------------
+
+
+def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Found:
+    """The times of forward and backward passes and of training steps, of one batch.
+
+    Parameters
+    ----------
+    model : Model
+        What is measured.
+    batch : (Tensor, Tensor)
+        Input ``(steps, batch, inputs)`` and labels ``(batch,)``.
+    quick : bool
+        Whether to take fewer samples.
+    jax : bool
+        Whether to wait for JAX, too, which compiles its variants first.
+
+    Returns
+    -------
+    dict
+        For each contender its ``samples`` in seconds and the ``variant`` that was fastest;
+        ``missing`` peers, ``floors`` in seconds, ``cores_others_used`` in each round, and the
+        ``largest_difference`` of each gradient from autograd's, relative to its largest entry.
+    """
+    _set_up(model.device)
+    race = _Race(model, *batch)
+    made: dict[str, Callable[[], dict[str, Call]]] = race.contenders()
+    missing = {}
+    for name in (JAX_SCAN, JAX_ASSOCIATIVE):
+        if jax:
+            made[name] = partial(race.jax, name)
+        else:
+            missing[name] = "left out of this size with --quick"
+    few = quick or race.steps * race.batch > _LONG
+    calls, variants = {}, {}
+    for name, make in made.items():
+        try:
+            options = {key: _done(call, model.device) for key, call in make().items()}
+        except MissingPeerError as error:
+            missing[name] = str(error)
+            continue
+        variants[name], calls[name] = fastest(options, _FEW_TRIALS if few else _TRIALS)
+    differences = race.differences(calls)
+    pause, turn = (_QUICK_PAUSE, _QUICK_TURN) if quick else (_PAUSE, _TURN)
+    samples, others = _take_turns(calls, _FEW_ROUNDS if few else _ROUNDS, pause, turn)
+    return {
+        "steps": race.steps,
+        "batch": race.batch,
+        "samples": samples,
+        "variants": variants,
+        "missing": missing,
+        "floors": floors(model, race.steps, race.batch),
+        "largest_difference": differences,
+        "cores_others_used": others,
+    }
+
+
+class _Race:
+    """The contenders for one batch."""
+
+    def __init__(self, model: Model, x: Tensor, labels: Tensor) -> None:
+        self.model, self.x, self.labels = model, x.to(model.device), labels.to(model.device)
+        self.steps, self.batch = x.shape[:2]
+        sizes = self.steps, self.batch
+        self.theirs, self.ours = model.classifier(), model.classifier(sizes)
+        self.trainers = model.trainer(), model.trainer(sizes)
+        # A gradient of the size that a loss has.
+        rng = np.random.default_rng(0)
+        grad = rng.standard_normal((self.batch, HIDDEN), np.float32) / self.batch
+        self.grad = torch.from_numpy(grad).to(model.device)
+        # The same for the scan, with the Jacobians of the whole chain from the last to the first.
+        self.recurrence = recurrence = Recurrence(self.theirs.layer, *sizes)
+        self.plan = recurrence.plan(self.steps)
+        with torch.no_grad():
+            outputs = self.theirs.layer(self.x)[0]
+        self.given = [recurrence.array(t) for t in (self.x, states_before(outputs))]
+        self.values = recurrence.cell.values(*self.given)[::-1]
+
+    def contenders(self) -> dict[str, Callable[[], dict[str, Call]]]:
+        """What makes the variants of each."""
+        layer, recurrence = self.theirs.layer, self.recurrence
+        grad = recurrence.array(self.grad)
+
+        def state_grads() -> Any:
+            with recurrence.on_stream():
+                return recurrence.state_grads(*self.given, grad)
+
+        def scan() -> Any:
+            with recurrence.on_stream():
+                return self.plan.exclusive_scan(grad, self.values)
+
+        def param_grads() -> Any:
+            with recurrence.on_stream():
+                return recurrence.param_grads(*self.given, scan()[::-1])
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return layer(self.x)
+
+        frozen = self.model.classifier().layer.requires_grad_(False)
+        start = torch.zeros(1, self.batch, HIDDEN, device=self.x.device, requires_grad=True)
+        last = frozen(self.x, start)[1][0]
+        of_start = partial(torch.autograd.grad, last, start, self.grad, retain_graph=True)
+
+        def step(trainer: Trainer) -> dict[str, Call]:
+            def learn(threads: int) -> float:
+                trainer.threads = threads
+                return trainer.learn(self.x, self.labels)
+
+            return {f"{n} threads": partial(learn, n) for n in self._thread_counts()}
+
+        return {
+            OURS: lambda: self._threaded(self._backward(self.ours)),
+            AUTOGRAD: lambda: self._threaded(self._backward(self.theirs)),
+            CHAIN: lambda: self._threaded(of_start),
+            GIVEN: lambda: {"plan": param_grads},
+            VALUES: lambda: {"plan": state_grads},
+            SCAN: lambda: {"plan": scan},
+            FORWARD: lambda: self._threaded(forward),
+            RECORDED: lambda: self._threaded(lambda: layer(self.x)),
+            STEP_OURS: lambda: step(self.trainers[1]),
+            STEP: lambda: step(self.trainers[0]),
+        }
+
+    def jax(self, name: str) -> dict[str, Call]:
+        """The pure chain: the gradients of all states from dense Jacobians."""
+        if self.model.device == "cuda":
+            # Or it takes most of the device's memory for itself.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        jax = peers._jax()
+        try:
+            (device, *_) = jax.devices("gpu" if self.model.device == "cuda" else "cpu")
+        except RuntimeError as error:
+            raise MissingPeerError(f"jax does not compute there: {error}") from None
+        jax.config.update("jax_default_matmul_precision", "highest")
+        make = peers.jax_scans if name == JAX_SCAN else peers.jax_associative_scans
+        values = np.ascontiguousarray(self.recurrence.host(self.values))
+        dense = values.reshape(*values.shape[:2], HIDDEN, HIDDEN)
+        with jax.default_device(device):
+            return make(self.grad.cpu().numpy(), dense)
+
+    def differences(self, calls: dict[str, Call]) -> dict[str, float]:
+        """How far our gradients are from theirs, relative to the largest entry; small, or it stops.
+
+        Of every parameter from autograd's, and of all states from JAX's.
+        """
+        found = {}
+        names = [name for name, _ in self.theirs.layer.named_parameters()]
+        for name, ours, theirs in zip(names, calls[OURS](), calls[AUTOGRAD](), strict=True):
+            found[name] = float((ours - theirs).abs().max() / theirs.abs().max())
+        ours = self.recurrence.host(calls[SCAN]())
+        for name in (JAX_SCAN, JAX_ASSOCIATIVE):
+            if name in calls:
+                error = np.abs(ours - np.asarray(calls[name]())).max()
+                found[f"states, {name}"] = float(error / np.abs(ours).max())
+        for name, difference in found.items():
+            if not difference < np.sqrt(np.finfo(np.float32).eps):
+                raise AssertionError(f"{name}: the relative difference is {difference:.1e}")
+        return found
+
+    def _backward(self, classifier: Classifier) -> Call:
+        last = classifier.last_state(self.x)
+        parameters = list(classifier.layer.parameters())
+        return partial(torch.autograd.grad, last, parameters, self.grad, retain_graph=True)
+
+    def _thread_counts(self) -> tuple[int, ...]:
+        return (THREADS,) if self.model.device == "cuda" else (THREADS, 1)
+
+    def _threaded(self, call: Call) -> dict[str, Call]:
+        """With PyTorch on two threads or one: steps may be too small to share."""
+
+        def run(threads: int) -> Any:
+            torch.set_num_threads(threads)
+            return call()
+
+        return {f"{n} threads": partial(run, n) for n in self._thread_counts()}
+
+
+def floors(model: Model, steps: int, batch: int) -> dict[str, float]:
+    """Seconds that must pass at least, at the rates measured on this device.
+
+    For all of ours: inputs and states are read; products are recomputed, multiplied by gradients,
+    and summed up into those of the parameters. For the scan: Jacobians are read, gradients written.
+    """
+    rows, gates = steps * batch, {"RNN": 1, "GRU": 3}[model.kind]
+    jacobians, row = rows * HIDDEN**2, model.inputs + 1 + HIDDEN
+    work = {
+        SCAN: (4 * (jacobians + rows * HIDDEN), 2 * jacobians),
+        OURS: (4 * rows * row, 2 * gates * rows * HIDDEN * (2 * row + HIDDEN)),
+    }
+    found = {}
+    for name, (moved, flops) in work.items():
+        bandwidth, rate = _rates(model.device, moved)
+        found[name] = max(moved / bandwidth, flops / rate)
+    return found
+
+
+def _rates(device: str, moved: int) -> tuple[float, float]:
+    """Bytes, of so many, and FLOPs per second."""
+    if device == "cpu":
+        return machine.bandwidth(moved), machine.flop_rate(np.dtype(np.float32))
+    return _device_rates()
+
+
+@cache
+def _device_rates() -> tuple[float, float]:
+    from .gpu_device import Cuda
+
+    gpu = Cuda()
+    return gpu.bandwidth(), gpu.flop_rate()
+
+
+def _set_up(device: str) -> None:
+    torch.set_num_threads(THREADS)
+    # We share our rows ourselves; NumPy's threads would spin while they wait for a product.
+    threadpool_limits(1, user_api="blas")
+    if device == "cuda":
+        # Everybody computes in float32.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _done(call: Call, device: str) -> Call:
+    """A call that lasts until the device is idle."""
+    if device == "cpu":
+        return call
+
+    def run() -> Any:
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return run
+
+
+def _take_turns(
+    calls: dict[str, Call], rounds: int, pause: float, turn: float
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of all calls, and how many cores others used in each round."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    others = []
+    for _ in range(rounds):
+        start, others_start = time.perf_counter(), machine.others()
+        for name, call in calls.items():
+            time.sleep(pause)
+            _call_for(call, turn)
+            samples[name] += [round(taken, 9) for taken in _call_for(call, turn)]
+        others.append((machine.others() - others_start) / (time.perf_counter() - start))
+    return samples, others
+
+
+def _call_for(call: Call, length: float) -> list[float]:
+    """Seconds of each of as many calls as fit, at least one."""
+    samples: list[float] = []
+    while not samples or sum(samples) < length:
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+# -- Training -------------------------------------------------------------------------------------
+
+
+def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int, int]) -> Found:
+    """Train by autograd and by the scan, from the same parameters, on the same batches.
+
+    A third training is autograd's with the samples of every batch in reverse order, which differs
+    by rounding alone. They take turns, a block of iterations each.
+
+    Parameters
+    ----------
+    model : Model
+        What is trained.
+    batches : sequence of callable
+        What makes each batch.
+    sizes : (int, int)
+        Steps and samples of a batch.
+
+    Returns
+    -------
+    dict
+        ``losses`` and ``seconds`` of every iteration by training, and the ``largest_difference``
+        of a loss from autograd's.
+    """
+    _set_up(model.device)
+    trainers = {
+        AUTOGRAD: model.trainer(),
+        OURS: model.trainer(sizes),
+        REVERSED: model.trainer(),
+    }
+    losses: dict[str, list[float]] = {name: [] for name in trainers}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for block in _blocks(batches, model.device):
+        for name, trainer in trainers.items():
+            if not losses[name]:
+                _choose_threads(trainer, block[0], model.device)
+            time.sleep(_QUICK_PAUSE)
+            trainer.loss(*block[0])  # warms up
+            for x, labels in block:
+                given = (x.flip(1), labels.flip(0)) if name == REVERSED else (x, labels)
+                start = time.perf_counter()
+                losses[name].append(trainer.learn(*given))
+                seconds[name].append(round(time.perf_counter() - start, 9))
+    return {
+        "steps": sizes[0],
+        "batch": sizes[1],
+        "losses": losses,
+        "seconds": seconds,
+        "largest_difference": {
+            name: float(np.abs(np.subtract(losses[name], losses[AUTOGRAD])).max())
+            for name in (OURS, REVERSED)
+        },
+    }
+
+
+def _blocks(batches: Sequence[Callable[[], Batch]], device: str) -> Iterator[list[Batch]]:
+    for first in range(0, len(batches), _BLOCK):
+        made = [make() for make in batches[first : first + _BLOCK]]
+        yield [(x.to(device), labels.to(device)) for x, labels in made]
+
+
+def _choose_threads(trainer: Trainer, batch: Batch, device: str) -> None:
+    """As many as are fastest, before it has learnt anything."""
+
+    def gradients(threads: int) -> None:
+        trainer.threads = threads
+        trainer.loss(*batch)
+
+    if device == "cpu":
+        options: dict[str, Call] = {str(n): partial(gradients, n) for n in (THREADS, 1)}
+        trainer.threads = int(fastest(options)[0])
+
+
+# -- What was found -------------------------------------------------------------------------------
+
+
+def speedup(piece: Found, theirs: str, ours: str) -> tuple[float, float, float]:
+    """The ratio of the medians in the middle; from the quartiles how low and how high it may be."""
+    of_theirs, of_ours = quartiles(piece, theirs), quartiles(piece, ours)
+    low, middle, high = (x / y for x, y in zip(of_theirs, of_ours[::-1], strict=True))
+    return low, middle, high
+
+
+def quartiles(piece: Found, name: str, scale: float = 1) -> tuple[float, float, float]:
+    """The quartiles of a contender's samples, the median in the middle."""
+    low, middle, high = scale * np.quantile(piece["samples"][name], (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
+
+
+def row(what: str, piece: Found, theirs: str, ours: str, paper: float | None = None) -> Row | None:
+    """A line of a table, if this peer is there."""
+    if theirs not in piece["samples"]:
+        return None
+    (_, of_theirs, _), (_, of_ours, _) = quartiles(piece, theirs), quartiles(piece, ours)
+    return Row(what, theirs.removeprefix("training step, "), of_theirs, of_ours, paper)
+
+
+def plot_with_spread(
+    axes: Any, points: Mapping[Any, tuple[float, float, float]], **style: Any
+) -> None:
+    """Middles over their places, with bars from the low to the high ends."""
+    if points:
+        low, middle, high = np.array(list(points.values())).T
+        bars = [middle - low, high - middle]
+        looks: dict[str, Any] = {"ms": 4.5, "lw": 1.2, "elinewidth": 1, "capsize": 2}
+        axes.errorbar(list(points), middle, bars, **looks, **style)
+
+
+def plot_training(losses: Any, differences: Any, training: Found) -> None:
+    """Losses over the time they took; how far they have been from autograd's, over iterations."""
+    for name, style in _TRAININGS.items():
+        found, passed = training["losses"][name], np.cumsum(training["seconds"][name])
+        if name != REVERSED:
+            losses.plot(passed, found, lw=0.5, alpha=0.25, color=style["color"])
+            losses.plot(passed, _smooth(found), label=name, **style)
+        if name != AUTOGRAD:
+            apart = np.abs(np.subtract(found, training["losses"][AUTOGRAD]))
+            largest = np.maximum.accumulate(apart)
+            differences.plot(1 + np.arange(len(apart)), largest, label=name, **style)
+    losses.set(xlabel="seconds", xlim=(0, None))
+    # A difference of nothing is drawn at the bottom.
+    differences.set_yscale("symlog", linthresh=1e-8, linscale=0.3)
+    differences.set(xlabel="iteration", ylim=(0, None))
+
+
+def add_legend(figure: Any, panels: Iterable[Any], columns: int = 4) -> None:
+    """One for all panels, below them."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(list(handles.values()), list(handles), **place)
+
+
+def said_of_losses(training: Found) -> str:
+    """How far they are apart, for a caption."""
+    apart = training["largest_difference"]
+    ours, theirs = (f"{apart[name]:.1e}" if apart[name] else "0" for name in (OURS, REVERSED))
+    return (
+        f"Losses of the scan differ from autograd's by at most {ours}; autograd's own, with the "
+        f"samples of every batch in reverse order, by at most {theirs}."
+    )
+
+
+def said_of_seconds(training: Found) -> str:
+    """How long both took, for a caption."""
+    theirs, ours = (sum(training["seconds"][name]) for name in (AUTOGRAD, OURS))
+    return f"autograd took {theirs:.3g} s, the scan {ours:.3g} s, a ratio of {theirs / ours:.2f}"
+
+
+def _smooth(losses: Sequence[float]) -> NDArray[Any]:
+    """Means over a window of a tenth of the run, which is shorter at its ends."""
+    half = len(losses) // 20
+    total = np.concatenate([[0], np.cumsum(losses)])
+    middle = np.arange(len(losses))
+    start, stop = np.maximum(middle - half, 0), np.minimum(middle + half + 1, len(losses))
+    smooth: NDArray[Any] = (total[stop] - total[start]) / (stop - start)
+    return smooth

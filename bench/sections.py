@@ -1,0 +1,276 @@
+"""Sections of the report, and what they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import page, pictures, plots
+from .contests import OURS
+from .experiment import Drawing, Results, Row
+from .files import File
+from .grid import ranked, ratios
+from .page import Html, exactly, join, listed, significant, table, tag
+
+__all__ = [
+    "TIMES",
+    "cells",
+    "missing_peers",
+    "of_engine",
+    "of_gpu",
+    "of_grid",
+    "of_memory",
+    "old_lenet5",
+    "origin",
+    "plain",
+    "state",
+]
+
+_MIB = 1 << 20
+TIMES = ["theirs, ms", "ours, ms", "ratio", "the paper's"]
+
+
+# -- What all are made of -------------------------------------------------------------------------
+
+
+def origin(file: File) -> Html:
+    """The line that says where numbers come from."""
+    said = f"{file.place} · {file.day} · commit {file.commit} · "
+    marks = join(" · ", state(file)) if file.marks else ""
+    return tag("p", said, tag("code", file.path.name), marks, kind="soft")
+
+
+def state(file: File) -> Html:
+    """What is to be said against it, if anything."""
+    return tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
+
+
+def missing_peers(peers: dict[str, list[str]]) -> Html:
+    """The list of missing peers, each with where it is missing, unless that is everywhere."""
+    if not peers:
+        return Html("")
+    said = [peer + (f" ({', '.join(where)})" if where else "") for peer, where in peers.items()]
+    return join(tag("p", "Missing:"), listed(said))
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else significant(1e3 * seconds)
+
+
+def _ratio(x: float | None) -> str:
+    return "" if x is None else f"{significant(x)}×"
+
+
+def cells(row: Row) -> list[str]:
+    """Work, peer and :data:`TIMES`."""
+    ratio = _ratio(row.theirs / row.ours)
+    return [row.work, row.peer, _ms(row.theirs), _ms(row.ours), ratio, exactly(row.paper)]
+
+
+def plain(value: Any) -> str:
+    """What JSON holds, for people."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {plain(x)}" for key, x in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def old_lenet5(results: Results) -> Drawing:
+    found, apart = results["losses"], results["largest_difference_from_autograd"]
+    said = (
+        f"Images: {results['images']}, {results['epochs']} epochs in batches of "
+        f"{results['batch']}. Losses differ from autograd's by at most "
+        f"{apart['scan']['train']:.2g} in training and {apart['scan']['test']:.2g} on test images; "
+        f"those of autograd itself, with every batch in reverse order, by "
+        f"{apart['reversed']['train']:.2g} and {apart['reversed']['test']:.2g}."
+    )
+    return Drawing("Losses of LeNet-5 by the scan and by autograd", said, pictures.losses(found))
+
+
+# -- The engine -----------------------------------------------------------------------------------
+
+
+def of_engine(engine: list[tuple[File, Results]], startups: list[tuple[File, Results]]) -> Html:
+    rows = [
+        [join(line["work"], tag("span", f" · commit {file.commit}", kind="soft")), *cells]
+        for file, line in engine
+        for cells in _contest(line)
+    ]
+    missing: dict[str, list[str]] = {}
+    for _, line in engine:
+        for peer, ratio in line["ratios"].items():
+            if ratio["skipped"]:
+                missing.setdefault(f"{peer}: {ratio['skipped']}", []).append(line["work"])
+    picture = Drawing(
+        "The engine beside its peers",
+        "How many times as long as ours each peer takes, on a logarithmic axis: the median of its "
+        "samples, and their quartiles as a bar. Grey marks are the ratios asked for, which for "
+        "Jacobian values by autograd are the paper's. Dotted lines are the floor: what must be "
+        "moved and computed, at the rates measured in the same run.",
+        pictures.engine([line for _, line in engine]),
+    )
+    files = dict.fromkeys(file for file, _ in engine + startups)
+    numbers = [*TIMES[:3], "asked for"]
+    shown = table(["work", "against", *numbers, ""], rows, numbers, grouped=True)
+    parts = [*map(origin, files), page.figure(picture), shown, missing_peers(missing)]
+    if startups:
+        parts += [tag("h3", "What a new process pays"), _startups(startups)]
+    return join(*parts)
+
+
+def _contest(line: Results) -> list[list[str]]:
+    """Lines of a contest, but for the first cell."""
+    medians, ours = line["median_seconds"], _ms(line["median_seconds"][OURS])
+    found = []
+    for peer, ratio in line["ratios"].items():
+        if peer in medians:
+            asked, measured = ratio["required"], ratio["measured"]
+            missed = asked is not None and measured < asked
+            said = tag("span", "missed", kind="warn") if missed else ""
+            times = [_ms(medians[peer]), ours, _ratio(measured)]
+            found.append([peer, *times, exactly(asked), said])
+    floor = line["floor"]["seconds"]
+    return [*found, ["the floor", _ms(floor), ours, _ratio(floor / medians[OURS]), "", ""]]
+
+
+def _startups(startups: list[tuple[File, Results]]) -> Html:
+    rows = [
+        [line["work"], _ms(line["median_seconds"]), _ms(line["limit_seconds"]), file.commit]
+        for file, line in startups
+    ]
+    return table(["what", "taken, ms", "limit, ms", "commit"], rows, ["taken, ms", "limit, ms"])
+
+
+# -- Schedules and memory -------------------------------------------------------------------------
+
+
+def of_grid(results: Results) -> Html:
+    chains = results["chains"]
+    right, pairs = results["pairs_in_order"]
+    said = (
+        f"Every schedule on {len(chains)} chains. Of {pairs:,} pairs of schedules whose times are "
+        f"a fifth or more apart, predictions rank {right:,} as the medians do"
+        + (f": {right / pairs:.1%}." if pairs else ".")
+    )
+    picture = Drawing(
+        "The schedule that auto chose",
+        "Its time over that of the best schedule (left) and of the linear one (right) for each "
+        "chain: the median of turns, and the quartiles of its samples as a bar. Every other turn "
+        "says which is the best, the others how good it is. Dashed lines are at 1.05 and 1.10.",
+        pictures.schedules(chains),
+    )
+    rows = []
+    for name, result in chains.items():
+        medians = result["median_seconds"]
+        found = ratios(result["samples_seconds"])
+        times = [_ms(medians[which]) for which in (found["linear"], "auto", found["best"])]
+        times += [_ratio(found[f"auto/{which}"]) for which in ("linear", "best")]
+        order = "{} of {}".format(*ranked(result))
+        names = [_schedule(schedule) for schedule in (result["auto is"], found["best"])]
+        rows.append([name, *times, *names, order])
+    numbers = ["linear, ms", "auto, ms", "best, ms", "auto/linear", "auto/best", "in order"]
+    heads = ["chain", *numbers[:5], "auto is", "best is", *numbers[5:]]
+    return join(tag("p", said), page.figure(picture), table(heads, rows, numbers))
+
+
+def _schedule(name: str) -> str:
+    """Without what all have in common, on one line, and cut where a tree is long."""
+    short = name.removeprefix("Schedule.").replace(" ", "\xa0")
+    return short if len(short) <= 30 else short[:29] + "…"
+
+
+def of_memory(results: Results) -> Html:
+    rows = []
+    for case in results["cases"]:
+        sizes = [case[f"{what}_bytes"] / _MIB for what in ("limit", "workspace", "taken")]
+        over = "" if case["within_limit"] else tag("span", "over the limit", kind="warn")
+        names = [case["chain"], _schedule(case["schedule"]), str(case["threads"])]
+        rows.append([*names, *map(significant, sizes), over])
+    numbers = ["threads", "limit, MiB", "counted, MiB", "taken, MiB"]
+    said = (
+        "Beside the Jacobians and the gradients that are returned: the limit, what the plan "
+        "counts, and what planning and two runs really take at their peak."
+    )
+    return join(tag("p", said), table(["chain", "schedule", *numbers, ""], rows, numbers))
+
+
+# -- On a GPU -------------------------------------------------------------------------------------
+
+
+def of_gpu(results: Results) -> Html:
+    races, parts = results["races"], results["parts"]
+    shown = []
+    if results["wanted"]:
+        shown += [tag("h3", "What is asked for"), _wanted(results["wanted"])]
+    if plots.sweep(races, "T"):
+        shown.append(page.figure(Drawing(*_SWEEPS, plots.figure(races))))
+    if races:
+        shown += [tag("h3", "Races"), _races(races)]
+    missing: dict[str, list[str]] = {}
+    for part in parts.values():
+        missing |= {f"{what}: {why}": [] for what, why in part.get("missing", {}).items()}
+    for race in races:
+        for peer, reason in race.get("skipped", {}).items():
+            missing.setdefault(f"{peer}: {reason}", []).append(race["name"])
+    rows = [
+        [what, "ok" if part["ok"] else tag("span", "failed", kind="warn"), part["summary"]]
+        for what, part in parts.items()
+    ]
+    failed = [f"{what}: {why}" for what, part in parts.items() for why in _failures(part)]
+    shown += [missing_peers(missing), tag("h3", "Parts of the run"), table(["part", "", ""], rows)]
+    return join(*shown, listed(failed))
+
+
+def _failures(part: Results) -> list[str]:
+    """Of tests, of random chains, or of races with the reason."""
+    failed = part.get("failed", [])
+    found = failed.items() if isinstance(failed, dict) else [(one,) for one in failed]
+    return [": ".join(map(plain, one)) for one in found]
+
+
+_SWEEPS = (
+    "Backward pass of a tanh RNN",
+    "As in Figure 8 of the paper: times over the length T and the batch B, and how many times as "
+    "fast as PyTorch. The dashed line is the paper's best ratio, 108; dotted ones are the floor.",
+)
+
+
+def _wanted(wanted: list[Results]) -> Html:
+    states = {
+        True: "met",
+        False: tag("span", "missed", kind="warn"),
+        None: tag("span", "not measured", kind="warn"),
+    }
+    rows = [
+        [
+            line["what"],
+            line["against"],
+            _ratio(line["measured"]),
+            "≥ " + exactly(line["at least"])
+            if "at least" in line
+            else "≤ " + exactly(line["at most"]),
+            states[line["met"]],
+        ]
+        for line in wanted
+    ]
+    return table(["what", "against", "measured", "asked for", ""], rows, ["measured", "asked for"])
+
+
+def _races(races: list[Results]) -> Html:
+    rows = []
+    for race in races:
+        for ratio in race["ratios"]:
+            medians = race["median_seconds"].get(f"{ratio['clock']}, warm", {})
+            times = [_ms(medians.get(ratio[which])) for which in ("theirs", "ours")]
+            ratios = [_ratio(ratio["measured"].get(cache)) for cache in ("warm", "cold")]
+            names = [ratio["theirs"], ratio["ours"], ratio["clock"]]
+            rows.append([race["work"], *names, *times, *ratios])
+        floor = race["floors"]["the work"]
+        device = race["median_seconds"].get("device, warm", {}).get(OURS)
+        over = _ratio(floor["seconds"] / device) if device else ""
+        times = [_ms(floor["seconds"]), _ms(device)]
+        rows.append([race["work"], "the floor", OURS, "device", *times, over, ""])
+    numbers = [*TIMES[:2], "ratio, warm cache", "cold"]
+    return table(["work", "against", "ours", "clock", *numbers], rows, numbers, grouped=True)
