@@ -8,26 +8,26 @@ learn from the same batches.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 import sparsescan
+from sparsescan import CSRChain, PeriodicChain
 from sparsescan._arrays import load_cupy
 from sparsescan._place import place
 from sparsescan.jacobians import GRUCell, RNNCell
-from sparsescan.kernels._threads import share
+from sparsescan.jacobians._cell import Linearization
 
 from . import machine, peers
 from .experiment import Row
@@ -70,10 +70,8 @@ _QUICK_PAUSE, _QUICK_TURN = 0.1, 0.05
 # so many, one for each step and sample.
 _ROUNDS, _TRIALS = 7, 3
 _FEW_ROUNDS, _FEW_TRIALS, _LONG = 3, 1, 100_000
-# Bytes of Jacobians that stay in the cache.
-_CACHE = 8_000_000
-# Rows that a thread takes, which fit its cache with what is made of them; so few are not shared.
-_ROWS, _FEW_ROWS = 8192, 2048
+# Of glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Iterations for which a training has the machine for itself.
 _BLOCK = 50
 
@@ -115,11 +113,10 @@ class Model:
 
 
 class Recurrence:
-    """What a layer's backward pass by a scan needs: a cell, plans, and memory for Jacobians.
+    """What a layer's backward pass by a scan needs: a cell, and a plan.
 
-    On a GPU one scan is over all steps. On the CPU, whose schedule is the linear one, the steps are
-    cut into segments, the last one first, whose Jacobians stay in the cache from when they are made
-    until they have been multiplied.
+    On a GPU the scan is over the Jacobians of the steps. On the CPU, where it is the linear one, it
+    is over the two factors of each.
 
     Parameters
     ----------
@@ -134,26 +131,15 @@ class Recurrence:
         weight = layer.weight_hh_l0
         self.layer = layer
         self.device: torch.device = weight.device
-        self.batch = batch
         self.xp: Any = load_cupy() if weight.is_cuda else np
         kind = {"RNN_TANH": RNNCell, "GRU": GRUCell}[layer.mode]
         self.cell = kind(layer.input_size, layer.hidden_size, layer.bias)
         for name in self.cell.params:
             setattr(self.cell, name, self.array(getattr(layer, f"{name}_l0")))
-        dtype = self.cell.weight_hh.dtype
-        longest = steps
-        if self.xp is np:
-            longest = max(1, _CACHE // (batch * self.cell.nnz * dtype.itemsize))
-        count = -(-steps // longest)
-        self.ends = [steps * k // count for k in range(count + 1)]
-        self.plans = {n: self.plan(n) for n in {b - a for a, b in pairwise(self.ends)}}
-        self.kept = self.xp.empty((max(self.plans), batch, self.cell.nnz), dtype)
-
-    def plan(self, steps: int) -> sparsescan.ScanPlan:
-        """A plan for so many steps."""
-        return sparsescan.plan(
-            [self.cell.pattern] * steps,
-            batch=self.batch,
+        patterns = self.cell.factor_patterns if self.xp is np else (self.cell.pattern,)
+        self.plan = sparsescan.plan(
+            [*patterns] * steps,
+            batch=batch,
             dtype=self.cell.weight_hh.dtype,
             device=None if self.xp is np else "cuda",
         )
@@ -170,51 +156,26 @@ class Recurrence:
         """The array for NumPy."""
         return np.asarray(array if self.xp is np else self.xp.asnumpy(array))
 
-    def values(self, x: Any, states: Any, out: Any) -> Any:
-        """Values of the transposed Jacobians of some steps, in the order of time."""
-        self._share(len(x), lambda k: self.cell.values(x[k], states[k], out=out[k]))
-        return out
+    def linearize(self, x: Tensor, outputs: Tensor) -> Linearization:
+        """The layer at its inputs and outputs."""
+        after = self.array(outputs)
+        before = self.xp.zeros_like(after)
+        before[1:] = after[:-1]
+        return self.cell.linearize(self.array(x), before)
 
-    def state_grads(self, x: Any, states: Any, grad: Any) -> Any:
-        """Gradients of the states h₁, …, h_T from that of the last one."""
-        found = self.xp.empty_like(states)
-        for start, stop in reversed([*pairwise(self.ends)]):
-            part = slice(start, stop)
-            values = self.values(x[part], states[part], self.kept[: stop - start])
-            grads = self.plans[stop - start].inclusive_scan(grad, values[::-1])
-            found[part] = grads[-2::-1]
-            grad = grads[-1]
-        return found
+    def jacobians(self, steps: Linearization) -> PeriodicChain | CSRChain:
+        """The Jacobians, as the plan takes them."""
+        return steps.factors() if self.xp is np else steps.jacobian()
 
-    def param_grads(self, x: Any, states: Any, grads: Any) -> dict[str, Any]:
-        """Gradients of the parameters."""
-        found = self._share(len(x), lambda k: self.cell.param_grads(x[k], states[k], grads[k]))
-        return {name: sum(part[name] for part in found) for name in self.cell.params}
-
-    def _share(self, steps: int, call: Callable[[slice], Any]) -> list[Any]:
-        """What `call` gives for parts of the steps: all at once, or on two threads of the CPU."""
-        rows = steps * self.batch
-        if self.xp is not np or rows < _FEW_ROWS:
-            return [call(slice(None))]
-        count = max(THREADS, rows // _ROWS)
-        ends = [steps * k // count for k in range(count + 1)]
-        found: list[Any] = [None] * count
-
-        def part(k: int) -> None:
-            found[k] = call(slice(ends[k], ends[k + 1]))
-
-        share(part, count)
-        return found
+    def scan(self, grad: Any, jacobians: PeriodicChain | CSRChain) -> Any:
+        """Gradients of the states after all steps, from that of the last one."""
+        grads = self.plan.exclusive_scan(grad, jacobians)
+        return (grads[0] if self.xp is np else grads)[::-1]
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Let CuPy work on PyTorch's device and current stream."""
         stream = None if self.xp is np else torch.cuda.current_stream(self.device)
         return place(self.cell.weight_hh, None, stream)
-
-
-def states_before(outputs: Tensor) -> Tensor:
-    """The states before all steps from those after them; the first is zero."""
-    return torch.cat([torch.zeros_like(outputs[:1]), outputs[:-1]])
 
 
 class LastState(torch.autograd.Function):
@@ -233,11 +194,11 @@ class LastState(torch.autograd.Function):
         x, outputs, *_ = ctx.saved_tensors
         recurrence = ctx.recurrence
         with recurrence.on_stream():
-            given = [recurrence.array(t) for t in (x, states_before(outputs))]
-            grads = recurrence.state_grads(*given, recurrence.array(grad.contiguous()))
-            found = recurrence.param_grads(*given, grads)
-            wanted = ctx.needs_input_grad[0]
-            of_x = recurrence.cell.input_grads(*given, grads) if wanted else None
+            steps = recurrence.linearize(x, outputs)
+            jacobians = recurrence.jacobians(steps)
+            grads = recurrence.scan(recurrence.array(grad.contiguous()), jacobians)
+            found = steps.param_grads(grads)
+            of_x = steps.input_grads(grads) if ctx.needs_input_grad[0] else None
             return (
                 None if of_x is None else recurrence.tensor(of_x),
                 None,
@@ -368,30 +329,32 @@ class _Race:
         rng = np.random.default_rng(0)
         grad = rng.standard_normal((self.batch, HIDDEN), np.float32) / self.batch
         self.grad = torch.from_numpy(grad).to(model.device)
-        # The same for the scan, with the Jacobians of the whole chain from the last to the first.
-        self.recurrence = recurrence = Recurrence(self.theirs.layer, *sizes)
-        self.plan = recurrence.plan(self.steps)
+        self.recurrence = Recurrence(self.theirs.layer, *sizes)
         with torch.no_grad():
-            outputs = self.theirs.layer(self.x)[0]
-        self.given = [recurrence.array(t) for t in (self.x, states_before(outputs))]
-        self.values = recurrence.cell.values(*self.given)[::-1]
+            self.outputs = self.theirs.layer(self.x)[0]
+        # The whole Jacobians, which JAX multiplies as well.
+        self.chain = self.recurrence.linearize(self.x, self.outputs).jacobian()
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Call]]]:
         """What makes the variants of each."""
         layer, recurrence = self.theirs.layer, self.recurrence
         grad = recurrence.array(self.grad)
+        steps = recurrence.linearize(self.x, self.outputs)
+        jacobians = recurrence.jacobians(steps)
+        plan = sparsescan.plan(self.chain)
 
         def state_grads() -> Any:
             with recurrence.on_stream():
-                return recurrence.state_grads(*self.given, grad)
+                made = recurrence.linearize(self.x, self.outputs)
+                return recurrence.scan(grad, recurrence.jacobians(made))
 
         def scan() -> Any:
             with recurrence.on_stream():
-                return self.plan.exclusive_scan(grad, self.values)
+                return plan.exclusive_scan(grad, self.chain)
 
         def param_grads() -> Any:
             with recurrence.on_stream():
-                return recurrence.param_grads(*self.given, scan()[::-1])
+                return steps.param_grads(recurrence.scan(grad, jacobians))
 
         def forward() -> Any:
             with torch.no_grad():
@@ -434,7 +397,7 @@ class _Race:
             raise MissingPeerError(f"jax does not compute there: {error}") from None
         jax.config.update("jax_default_matmul_precision", "highest")
         make = peers.jax_scans if name == JAX_SCAN else peers.jax_associative_scans
-        values = np.ascontiguousarray(self.recurrence.host(self.values))
+        values = np.ascontiguousarray(self.recurrence.host(self.chain.data))
         dense = values.reshape(*values.shape[:2], HIDDEN, HIDDEN)
         with jax.default_device(device):
             return make(self.grad.cpu().numpy(), dense)
@@ -512,11 +475,21 @@ def _device_rates() -> tuple[float, float]:
 
 def _set_up(device: str) -> None:
     torch.set_num_threads(THREADS)
-    # We share our rows ourselves; NumPy's threads would spin while they wait for a product.
-    threadpool_limits(1, user_api="blas")
+    _keep_memory()
     if device == "cuda":
         # Everybody computes in float32.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _keep_memory() -> None:
+    """Let glibc keep what is freed, for everybody: it else gives pages back and asks anew.
+
+    That is what PyTorch's tuning guide advises for a CPU. It is done by mallopt.
+    """
+    with suppress(AttributeError):  # another libc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
 def _done(call: Call, device: str) -> Call:

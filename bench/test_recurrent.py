@@ -34,24 +34,12 @@ QUICK, FULL = Options(True, "cpu"), Options(False, "cpu")
     inputs=st.integers(1, 5),
     hidden=st.integers(1, 6),
     bias=st.booleans(),
-    rows=st.sampled_from([1, 10, 8192]),
     seed=st.integers(0, 2**32),
 )
 def test_gradients_are_autograds(
-    kind: str, steps: int, batch: int, inputs: int, hidden: int, bias: bool, rows: int, seed: int
+    kind: str, steps: int, batch: int, inputs: int, hidden: int, bias: bool, seed: int
 ) -> None:
-    """However many segments the steps are cut into, and parts those."""
     torch.manual_seed(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent, "_CACHE", 1000 * rows)
-        patch.setattr(recurrent, "_ROWS", rows)
-        patch.setattr(recurrent, "_FEW_ROWS", rows)
-        check_gradients(kind, steps, batch, inputs, hidden, bias)
-
-
-def check_gradients(
-    kind: str, steps: int, batch: int, inputs: int, hidden: int, bias: bool
-) -> None:
     layer = getattr(torch.nn, kind)(inputs, hidden, bias=bias).double()
     x = torch.randn(steps, batch, inputs, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(batch, hidden, dtype=torch.float64)
@@ -158,9 +146,9 @@ def test_a_size_is_measured(kind: Any) -> None:
 
 @pytest.mark.usefixtures("few_samples")
 def test_gradients_that_differ_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.Recurrence.state_grads
+    right = recurrent.Recurrence.scan
     monkeypatch.setattr(
-        recurrent.Recurrence, "state_grads", lambda self, *given: 1.01 * right(self, *given)
+        recurrent.Recurrence, "scan", lambda self, *given: 1.01 * right(self, *given)
     )
     batch = torch.randn(7, 2, 3), torch.tensor([3, 1])
     with pytest.raises(AssertionError, match="the relative difference is 1"):

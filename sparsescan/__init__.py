@@ -11,7 +11,7 @@ array([[1. , 3. ],
 from importlib.metadata import PackageNotFoundError, version
 
 from .api import exclusive_scan, inclusive_scan, plan
-from .containers import BatchedCSR, CSRChain
+from .containers import BatchedCSR, CSRChain, PeriodicChain
 from .errors import (
     ChainFileError,
     DeviceError,
@@ -37,6 +37,7 @@ __all__ = [
     "MemoryLimitError",
     "Pattern",
     "PatternMismatchError",
+    "PeriodicChain",
     "PlanFileError",
     "ScanPlan",
     "Schedule",

@@ -55,13 +55,14 @@ def exclusive_scan(
         Gradient ``∇x_n`` of the loss at the end of the chain. If it is on a CUDA device (CuPy's, or
         any array with ``__cuda_array_interface__``), so must be all other values, and the result is
         CuPy's.
-    jacobians : sequence, CSRChain or ndarray
+    jacobians : sequence, CSRChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
         :class:`BatchedCSR`, or a dense array ``(rows, cols)`` or ``(batch, rows, cols)``; all
         samples share an element without a batch axis. Or all in one: a :class:`CSRChain`, or a
         dense array ``(n, rows, cols)`` or ``(n, batch, rows, cols)``. A reversed view ``J[::-1]``
-        is not copied. The last one, ``J_1``, does not enter the result.
+        is not copied. Or an array for each of a few patterns that take turns: a
+        :class:`PeriodicChain`. The last one, ``J_1``, does not enter the result.
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
@@ -79,7 +80,8 @@ def exclusive_scan(
     list of ndarray, or ndarray
         The ``n`` gradients ``[∇x_n, …, ∇x_1]``, each of shape ``(d_i,)`` or ``(batch, d_i)`` and of
         the dtype to which all input promotes. One array, with a leading axis of length ``n``, if
-        the Jacobians came as one. The arrays of a list are views of one buffer.
+        the Jacobians came as one; one for each pattern of a :class:`PeriodicChain`. The arrays of a
+        list are views of one buffer.
 
     Raises
     ------
@@ -175,7 +177,7 @@ def plan(
 
     Parameters
     ----------
-    jacobians : sequence, CSRChain or ndarray
+    jacobians : sequence, CSRChain, PeriodicChain or ndarray
         Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
         :class:`Pattern` objects; from the LAST layer to the first.
     schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"

@@ -99,7 +99,7 @@ def trials(steps: int) -> Iterator[Trial]:
         n = min(max(100_000 // step.nnz, 16), steps)
         for batch in (1, 8):
             yield Trial([step] * n, Schedule.linear(n), batch, shared=False)
-        if step.kind == "general":
+        if step.kind != "diagonal":
             yield Trial([step] * n, Schedule.linear(n), 16, shared=True)
         if step.shape[0] <= 512:
             yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False)

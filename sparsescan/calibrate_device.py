@@ -103,7 +103,11 @@ def _gpu(constants: NDArray[np.float64]) -> Gpu:
     """One with these constants for each dtype, and without limits: see `_row` for their order."""
     families = constants[:, 6:].reshape(len(_DTYPES), len(FAMILIES), 3)
     # On a device nothing is special about these.
-    for family, like in (("shared csr·x", "csr·x"), ("csr·csr, dense", "csr·csr")):
+    for family, like in (
+        ("shared csr·x", "csr·x"),
+        ("shared dense·x", "dense·x"),
+        ("csr·csr, dense", "csr·csr"),
+    ):
         families[:, FAMILIES.index(family)] = families[:, FAMILIES.index(like)]
     names = [dtype.name for dtype in _DTYPES]
     return Gpu(

@@ -21,7 +21,7 @@ from ._arrays import (
     is_on_device,
     on_device,
 )
-from .containers import BatchedCSR, CSRChain, layout_of
+from .containers import BatchedCSR, CSRChain, PeriodicChain, layout_of
 from .errors import InputError, InputTypeError, PatternMismatchError
 from .kernels._memory import address_of
 from .pattern import Pattern, check_shape
@@ -40,6 +40,7 @@ __all__ = [
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _CSR_TYPES = (sp.csr_array, sp.csr_matrix)
+_CHAINS = (CSRChain, PeriodicChain)
 _ORDER = "order them from the last layer to the first, each transposed"
 
 
@@ -71,9 +72,9 @@ class Chain:
         What the Jacobians promote to; float32 for an empty chain.
     values : list of ndarray
         Values of every Jacobian in the order of its pattern, ``(nnz,)`` or ``(batch, nnz)``; None
-        for those that came as one array.
-    stacked : bool
-        Whether they came as one array.
+        for those that came in stacks.
+    period : int
+        In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
     """
 
     def __init__(self, n: int) -> None:
@@ -82,15 +83,16 @@ class Chain:
         self.batch: int | None = None
         self.dtype = _FLOAT32
         self.device: int | None = None
-        self.stacked = False
+        self.period = 0
         self.stack: tuple[int, int, int] | None = None
         self._steps = np.arange(n)
-        # What the addresses point into: an array for each Jacobian, or one for all.
+        # What the addresses point into: an array for each Jacobian, or a few that take turns.
         self.values: list[Any] = [None] * n
-        self._stack: Any = None
+        self._stacks: list[Any] = []
         self._mixed = False
-        # Patterns that have been found to be one.
-        self._uniform: Sequence[Pattern] | None = None
+        # Patterns that have been found to be these in turn.
+        self._taken: Sequence[Pattern] | None = None
+        self._turns: list[Pattern] = []
 
     def read(self, jacobians: Any, patterns: Sequence[Pattern] | None = None) -> Sequence[Pattern]:
         """Take Jacobians, and return their patterns.
@@ -112,7 +114,9 @@ class Chain:
         PatternMismatchError
             If a Jacobian has another pattern than `patterns` says.
         """
-        self.stacked = is_stack(jacobians)
+        self.period = 0
+        if is_stack(jacobians):
+            self.period = len(jacobians.patterns) if isinstance(jacobians, PeriodicChain) else 1
         if is_on_device(jacobians):
             jacobians = on_device(jacobians, "jacobians")
         if length(jacobians) != self.n:
@@ -121,16 +125,21 @@ class Chain:
                 "for"
             )
         self.batch = self.device = self.stack = None
-        read = self._read_stack if self.stacked else self._read_sequence
-        found = read(jacobians, patterns)
+        self._stacks = []
+        if isinstance(jacobians, PeriodicChain):
+            found = self._read_periodic(jacobians, patterns)
+        elif self.period:
+            found = self._read_stack(jacobians, patterns)
+        else:
+            found = self._read_sequence(jacobians, patterns)
         return check_chain(found) if patterns is None else patterns
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
         if self.dtype == dtype and not self._mixed:
             return
-        if self._stack is not None:
-            self._take_stack(contiguous(self._stack, dtype))
+        if self._stacks:
+            self._take_stacks([contiguous(stack, dtype) for stack in self._stacks])
             return
         for k, array in enumerate(self.values):
             if array is not None and array.dtype != dtype:
@@ -138,10 +147,10 @@ class Chain:
 
     def upload(self) -> None:
         """Copy the values from host memory to the current device: one transfer."""
-        if self._stack is not None:
-            stack = _arrays.upload(self._stack)
-            self.device = device_of(stack)
-            self._take_stack(stack)
+        if self._stacks:
+            stacks = [_arrays.upload(stack) for stack in self._stacks]
+            self.device = device_of(stacks[0])
+            self._take_stacks(stacks)
             return
         values = _arrays.upload_all(self.values, self.dtype)
         for k, array in enumerate(values):
@@ -150,24 +159,24 @@ class Chain:
 
     def array(self, k: int) -> Any:
         """The values of the `k`-th Jacobian, ``(nnz,)`` or ``(batch, nnz)``."""
-        return self.values[k] if self._stack is None else self._stack[k]
+        if not self._stacks:
+            return self.values[k]
+        step, turn = divmod(k, self.period)
+        stack = self._stacks[turn]
+        return stack if stack.ndim == 1 else stack[step]
 
     def release(self) -> None:
         """Forget the caller's arrays."""
-        if self._stack is not None:
-            self._stack = None
+        if self._stacks:
+            self._stacks = []
             return
         for k in range(self.n):
             self.values[k] = None
 
     def _read_stack(self, jacobians: Any, patterns: Sequence[Pattern] | None) -> Sequence[Pattern]:
         name = "jacobians"
-        if patterns is not None and patterns is not self._uniform:
-            if any(pattern is not patterns[0] for pattern in patterns):
-                raise InputError(
-                    f"{name} is one array, but the plan has several patterns; pass a list"
-                )
-            self._uniform = patterns
+        if patterns and self._turn_of(patterns, [patterns[0]]) is not None:
+            raise InputError(f"{name} is one array, but the plan has several patterns; pass a list")
         if patterns is not None and not patterns:
             self.dtype, self._mixed = _FLOAT32, False
             values = jacobians.data if isinstance(jacobians, CSRChain) else jacobians
@@ -184,20 +193,53 @@ class Chain:
         self.device = device_of(values)
         if values.ndim == 3:
             self.batch = values.shape[1]
-        self._take_stack(values)
+        self._take_stacks([values])
         return patterns if patterns is not None else [pattern] * self.n
 
-    def _take_stack(self, values: Any) -> None:
-        values = _walkable(values)
-        self._stack = values
-        # CuPy has no address for an array without elements, but to kernels 0 says that it is none.
-        address, step = _arrays.address_of(values) or values.itemsize, values.strides[0]
-        sample = values.strides[1] if values.ndim == 3 else 0
-        self.stack = address, step, sample
-        self.leaves[:, 1] = sample
-        if self.device is None:
-            np.multiply(self._steps, step, out=self.leaves[:, 0])
-            self.leaves[:, 0] += address
+    def _read_periodic(
+        self, jacobians: PeriodicChain, patterns: Sequence[Pattern] | None
+    ) -> Sequence[Pattern]:
+        turns = jacobians.patterns
+        if patterns is not None:
+            k = self._turn_of(patterns, turns)
+            if k is not None:
+                raise _mismatch(f"jacobians[{k}]", patterns[k], str(turns[k % len(turns)]))
+        self.batch, self.dtype = jacobians.batch, jacobians.dtype
+        self._mixed = any(array.dtype != self.dtype for array in jacobians.values)
+        self.device = device_of(jacobians.values[0])
+        for j, array in enumerate(jacobians.values):
+            check_one_place(f"values[{j}]", device_of(array), "values[0]", self.device)
+        self._take_stacks(jacobians.values)
+        return patterns if patterns is not None else turns * jacobians.steps
+
+    def _turn_of(self, patterns: Sequence[Pattern], turns: list[Pattern]) -> int | None:
+        """The first of the patterns that is another one than its turn says; None if there is none.
+
+        What has been found to be right is not looked at again.
+        """
+        if patterns is not self._taken or turns != self._turns:
+            for k, pattern in enumerate(patterns):
+                if pattern is not turns[k % len(turns)]:
+                    return k
+            self._taken, self._turns = patterns, turns
+        return None
+
+    def _take_stacks(self, stacks: Sequence[Any]) -> None:
+        self._stacks = [_walkable(stack) for stack in stacks]
+        period = len(self._stacks)
+        for turn, stack in enumerate(self._stacks):
+            # CuPy has no address for an array without elements, but to kernels 0 says that it is
+            # none.
+            address = _arrays.address_of(stack) or stack.itemsize
+            step = stack.strides[0] if stack.ndim > 1 else 0
+            sample = stack.strides[1] if stack.ndim == 3 else 0
+            addresses, samples = self.leaves[turn::period].T
+            samples[:] = sample
+            if period == 1:
+                self.stack = address, step, sample
+            if self.device is None or period > 1:
+                np.multiply(self._steps[: len(addresses)], step, out=addresses)
+                addresses += address
 
     def _read_sequence(
         self, jacobians: Any, patterns: Sequence[Pattern] | None
@@ -272,13 +314,13 @@ class Chain:
 
 
 def is_stack(jacobians: Any) -> bool:
-    """Whether a chain comes as one array, or a CSRChain."""
-    return isinstance(jacobians, (CSRChain, np.ndarray)) or is_on_device(jacobians)
+    """Whether a chain comes as one array, a CSRChain or a PeriodicChain."""
+    return isinstance(jacobians, (*_CHAINS, np.ndarray)) or is_on_device(jacobians)
 
 
 def length(jacobians: Any) -> int:
     """Number of Jacobians, or an error if `jacobians` is no sequence of them."""
-    if is_stack(jacobians) and not isinstance(jacobians, CSRChain):
+    if is_stack(jacobians) and not isinstance(jacobians, _CHAINS):
         if is_on_device(jacobians):
             jacobians = on_device(jacobians, "jacobians")
         if jacobians.ndim < 2:
@@ -286,7 +328,7 @@ def length(jacobians: Any) -> int:
                 f"jacobians has shape {jacobians.shape}; expected (n, rows, cols) or "
                 "(n, batch, rows, cols)"
             )
-    elif not isinstance(jacobians, CSRChain):
+    elif not isinstance(jacobians, _CHAINS):
         if _is_sparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians"
@@ -294,7 +336,7 @@ def length(jacobians: Any) -> int:
         if not isinstance(jacobians, Sequence):
             raise InputTypeError(
                 f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
-                "a CSRChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
+                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
             )
     return len(jacobians)
 
@@ -357,6 +399,8 @@ class LocalGrads:
         Length of each, and maybe of more.
     batch_shape : tuple of int
         ``()`` or ``(batch,)``.
+    period : int
+        If more than 1, `local_grads` has one array or None for each of so many, that take turns.
 
     Attributes
     ----------
@@ -369,30 +413,60 @@ class LocalGrads:
     """
 
     def __init__(
-        self, local_grads: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
+        self,
+        local_grads: Any,
+        count: int,
+        sizes: Sequence[int],
+        batch_shape: tuple[int, ...],
+        period: int = 0,
     ) -> None:
-        # What was passed: one array, or a list of arrays and None.
-        self._stack: Any = None
+        # What was passed: arrays that take turns, or one for each gradient; some may be None.
+        self._stacks: list[Any] = []
         self._list: list[Any] = []
         self.device: int | None = None
         if is_on_device(local_grads):
             local_grads = on_device(local_grads, "local_grads")
         if local_grads is not None:
-            _check_count(local_grads, count)
             sizes = sizes[:count]
+            if period > 1:
+                self._read_periodic(local_grads, sizes, batch_shape, period)
+                local_grads = None
+        if local_grads is not None:
+            _check_count(local_grads, count)
             is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
             if count and is_array and local_grads.dtype in (_FLOAT32, _FLOAT64):
                 self._read_stack(local_grads, sizes, batch_shape)
             else:
                 self._read_list(local_grads, sizes, batch_shape)
-        given = [self._stack] if self._stack is not None else self._list
+        given = self._stacks or self._list
         self.dtypes = {array.dtype for array in given if array is not None}
         self.given = bool(self.dtypes)
 
+    def _read_periodic(
+        self, stacks: Any, sizes: Sequence[int], batch_shape: tuple[int, ...], period: int
+    ) -> None:
+        _check_count(stacks, period, "pattern")
+        given = []
+        for turn, stack in enumerate(stacks):
+            if stack is not None:
+                name = f"local_grads[{turn}]"
+                stack = check_array(name, stack)
+                own = sizes[turn::period]
+                if stack.shape != (len(own), *batch_shape, *own[:1]):
+                    raise InputError(
+                        f"{name} has shape {stack.shape}; expected "
+                        f"{(len(own), *batch_shape, *own[:1])}, the shape of the gradients it is "
+                        "added to"
+                    )
+                given.append((name, device_of(stack)))
+                check_one_place(name, given[-1][1], *given[0])
+                self.device = given[0][1]
+            self._stacks.append(stack)
+
     def _read_stack(self, stack: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]) -> None:
-        self._stack = check_array("local_grads", stack)
-        self.device = device_of(self._stack)
-        shape = self._stack.shape[1:]
+        stack = check_array("local_grads", stack)
+        self._stacks, self.device = [stack], device_of(stack)
+        shape = stack.shape[1:]
         if shape != (*batch_shape, sizes[0]) or len(set(sizes)) > 1:
             for k, size in enumerate(sizes):
                 if shape != (*batch_shape, size):
@@ -419,25 +493,25 @@ class LocalGrads:
 
         Only for contiguous gradients, as :meth:`convert` makes them.
         """
-        if self._stack is None:
+        if len(self._stacks) != 1:
             return None
-        return _arrays.address_of(self._stack), self._stack.strides[0]
+        return _arrays.address_of(self._stacks[0]), self._stacks[0].strides[0]
 
     def add_first(self, grad: Any, out: Any) -> None:
         """Write the first gradient, with what is added to it, to `out`."""
         out[...] = grad
         if self.given:
-            first = self._list[0] if self._stack is None else self._stack[0]
+            (first, *_) = self._stacks or self._list
             if first is not None:
+                first = first[0] if self._stacks else first
                 with np.errstate(over="ignore", invalid="ignore"):
                     out += first
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make all of `dtype`, and each contiguous."""
-        if self._stack is not None:
-            if self._stack.dtype != dtype or not self._stack[:1].flags.c_contiguous:
-                self._stack = contiguous(self._stack, dtype)
-            return
+        for turn, stack in enumerate(self._stacks):
+            if stack is not None and (stack.dtype != dtype or not stack[:1].flags.c_contiguous):
+                self._stacks[turn] = contiguous(stack, dtype)
         make = np.ascontiguousarray if self.device is None else contiguous
         self._list = [None if array is None else make(array, dtype) for array in self._list]
 
@@ -445,27 +519,28 @@ class LocalGrads:
         """Copy what is in host memory to the current device: one transfer."""
         if not self.given:
             return
-        if self._stack is not None:
-            self._stack = _arrays.upload(self._stack)
-            self.device = device_of(self._stack)
-            return
-        self._list = _arrays.upload_all(self._list, np.result_type(*self.dtypes))
-        self.device = next(device_of(array) for array in self._list if array is not None)
+        self._stacks = [None if each is None else _arrays.upload(each) for each in self._stacks]
+        if self._list:
+            self._list = _arrays.upload_all(self._list, np.result_type(*self.dtypes))
+        given = self._stacks or self._list
+        self.device = next(device_of(array) for array in given if array is not None)
 
     def fill(self, addresses: NDArray[np.int64]) -> None:
         """Write the address of each array, or 0."""
-        if self._stack is not None:
-            address, step = _arrays.address_of(self._stack), self._stack.strides[0]
-            addresses[: len(self._stack)] = address + step * np.arange(len(self._stack))
-            addresses[len(self._stack) :] = 0
-        elif self.given:
-            addresses[:] = 0
-            for k, array in enumerate(self._list):
-                if array is not None:
-                    addresses[k] = _arrays.address_of(array)
+        if not self.given:
+            return
+        addresses[:] = 0
+        for turn, stack in enumerate(self._stacks):
+            if stack is not None:
+                address, step = _arrays.address_of(stack), stack.strides[0]
+                own = addresses[turn :: len(self._stacks)][: len(stack)]
+                own[:] = address + step * np.arange(len(stack))
+        for k, array in enumerate(self._list):
+            if array is not None:
+                addresses[k] = _arrays.address_of(array)
 
 
-def _check_count(local_grads: Any, count: int) -> None:
+def _check_count(local_grads: Any, count: int, of: str = "returned gradient") -> None:
     if (
         not (isinstance(local_grads, (Sequence, np.ndarray)) or is_on_device(local_grads))
         or isinstance(local_grads, (str, bytes))
@@ -476,8 +551,7 @@ def _check_count(local_grads: Any, count: int) -> None:
         )
     if len(local_grads) != count:
         raise InputError(
-            f"local_grads has {len(local_grads)} entries; expected {count}, one for each returned "
-            "gradient"
+            f"local_grads has {len(local_grads)} entries; expected {count}, one for each {of}"
         )
 
 
@@ -507,8 +581,8 @@ def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern,
         raise InputTypeError(
             f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
         )
-    elif isinstance(jacobian, CSRChain):
-        raise InputTypeError(f"{name} is a CSRChain; expected one Jacobian")
+    elif isinstance(jacobian, _CHAINS):
+        raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")
     else:
         return _split_dense(name, jacobian, 0, expected)
     if expected is not None and pattern is not expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +32,14 @@ from .pattern import (
     unsorted_row,
 )
 
-__all__ = ["BatchedCSR", "CSRChain", "as_csr", "check_dtype", "layout_of"]
+__all__ = [
+    "BatchedCSR",
+    "CSRChain",
+    "PeriodicChain",
+    "as_csr",
+    "check_dtype",
+    "layout_of",
+]
 
 
 class _SharedPattern:
@@ -230,6 +238,114 @@ class CSRChain(_SharedPattern):
     def __repr__(self) -> str:
         batch = "" if self.batch is None else f", batch={self.batch}"
         return f"CSRChain({self.shape}, n={len(self)}{batch}, nnz={self.nnz}, {self.dtype})"
+
+
+class PeriodicChain:
+    """A chain in which a few patterns take turns: the layers of a step, time and again.
+
+    Parameters
+    ----------
+    values : sequence of array_like of float32 or float64
+        For each pattern the values of all its Jacobians, from the LAST step to the first:
+        ``(steps, nnz)`` or ``(steps, batch, nnz)``; or ``(nnz,)``, if all steps and samples share
+        them. At least one says how many steps there are.
+    patterns : sequence of Pattern
+        The patterns of one step, from its last layer to the first.
+
+    Attributes
+    ----------
+    values : list of ndarray
+        What was passed.
+    patterns : list of Pattern
+        What was passed.
+    steps : int
+        How often the patterns take turns.
+    batch : int or None
+        Number of samples, or None if no values have a batch axis.
+
+    Raises
+    ------
+    InputError
+        If sizes do not agree, or the Jacobians do not chain.
+    InputTypeError
+        If a type or a dtype is not supported.
+
+    Notes
+    -----
+    A scan returns a list: for each pattern one array ``(steps, …)`` of the gradients that its
+    Jacobians are applied to. The inclusive scan has one more gradient in the first of them.
+    `local_grads` are given in the same way; those of a pattern may be None. With one pattern only,
+    all is as for a :class:`CSRChain`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> from sparsescan import Pattern
+    >>> slopes, weight = np.full((100, 2), 0.5), np.array([0.0, 1.0, 1.0, 0.0])
+    >>> patterns = [Pattern.diagonal(2), Pattern.dense((2, 2))]
+    >>> chain = sparsescan.PeriodicChain([slopes, weight], patterns)
+    >>> chain
+    PeriodicChain((2, 2), (2, 2); steps=100, float64)
+    >>> after, inside = sparsescan.exclusive_scan([1.0, 2.0], chain)
+    >>> after.shape, inside.shape, after[1], inside[1]
+    ((100, 2), (100, 2), array([1. , 0.5]), array([0.5 , 0.25]))
+    """
+
+    def __init__(self, values: Sequence[ArrayLike], patterns: Sequence[Pattern]) -> None:
+        self.patterns = list(patterns)
+        for j, pattern in enumerate(self.patterns):
+            if not isinstance(pattern, Pattern):
+                raise InputTypeError(
+                    f"patterns[{j}] is a {type(pattern).__name__}; expected a Pattern"
+                )
+        if not self.patterns or len(values) != len(self.patterns):
+            raise InputError(
+                f"values has {len(values)} arrays and patterns has {len(self.patterns)}; expected "
+                "as many, at least one"
+            )
+        self.values = [check_array(f"values[{j}]", array) for j, array in enumerate(values)]
+        known: dict[str, tuple[int, int]] = {}  # sizes, and the array that says so
+        for j, (array, pattern) in enumerate(zip(self.values, self.patterns, strict=True)):
+            if array.ndim not in (1, 2, 3) or array.shape[-1] != pattern.nnz:
+                raise InputError(
+                    f"values[{j}] has shape {array.shape}; expected (nnz,), (steps, nnz) or "
+                    f"(steps, batch, nnz) with nnz = {pattern.nnz}"
+                )
+            for axis, size in zip(("steps", "batch"), array.shape[:-1], strict=False):
+                first, expected = known.setdefault(axis, (j, size))
+                if size != expected:
+                    raise InputError(
+                        f"values[{j}] has shape {array.shape}; expected {axis} = {expected}, as "
+                        f"values[{first}] has"
+                    )
+        if "steps" not in known or known["steps"][1] == 0:
+            raise InputError(
+                "values has no steps, or only arrays that all steps share; expected an array of "
+                "shape (steps, nnz) or (steps, batch, nnz)"
+            )
+        self.steps = known["steps"][1]
+        self.batch = known["batch"][1] if "batch" in known else None
+        rows = [pattern.shape[0] for pattern in self.patterns]
+        before = [rows[-1] if self.steps > 1 else self.patterns[0].shape[1], *rows]
+        for j, pattern in enumerate(self.patterns):
+            if pattern.shape[1] != before[j]:
+                raise InputError(
+                    f"patterns[{j}] has shape {pattern.shape}; expected (·, {before[j]}), as the "
+                    f"Jacobian before it has {before[j]} rows"
+                )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype that all values promote to."""
+        return np.result_type(*(array.dtype for array in self.values))
+
+    def __len__(self) -> int:
+        return self.steps * len(self.patterns)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(pattern.shape) for pattern in self.patterns)
+        batch = "" if self.batch is None else f", batch={self.batch}"
+        return f"PeriodicChain({shapes}; steps={self.steps}{batch}, {self.dtype})"
 
 
 def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:

@@ -26,6 +26,7 @@ from .program import KINDS, ROW_GRAIN, RUN_GRAIN, Program
 
 __all__ = [
     "FAMILIES",
+    "LANES",
     "Cost",
     "CpuModel",
     "Machine",
@@ -40,13 +41,14 @@ __all__ = [
     "write_constants",
 ]
 
-# Products with a vector, by the kind of the matrix; with a CSR matrix that samples share. Products
-# of matrices, by the kinds of the later and of the earlier one; the last is stored densely.
+# Products with a vector, by the kind of the matrix; with one that samples share. Products of
+# matrices, by the kinds of the later and of the earlier one; the last is stored densely.
 FAMILIES = (
     "dense·x",
     "csr·x",
     "diagonal·x",
     "shared csr·x",
+    "shared dense·x",
     "diagonal·any",
     "any·diagonal",
     "dense·dense",
@@ -55,11 +57,11 @@ FAMILIES = (
     "csr·csr",
     "csr·csr, dense",
 )
-_SHARED, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6
+_SHARED, _SHARED_DENSE, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6, 7
 # Nanoseconds that a step, and an entry, hardly ever exceed in a linear scan.
 _STEP, _ENTRY = 100, 2
-# Samples that one pass over a shared CSR matrix serves.
-_LANES = 8
+# Samples that one pass over a shared matrix serves.
+LANES = 8
 
 
 @dataclass(frozen=True)
@@ -187,16 +189,16 @@ class Operations:
         Of operations that make a vector, only `right` is looked at.
         """
         m = matrices
-        csr = m.kind == Kind.CSR
-        shared = vector & m.jacobian[right] & csr[right] & ~m.differs[right] & (batch > 2)
+        csr, diagonal = m.kind == Kind.CSR, m.kind == Kind.DIAGONAL
+        shared = vector & m.jacobian[right] & ~diagonal[right] & ~m.differs[right] & (batch > 2)
         both = csr[right] & csr[left]
         family = np.select(
-            [shared, vector, m.kind[right] == Kind.DIAGONAL, m.kind[left] == Kind.DIAGONAL],
-            [_SHARED, m.kind[right], _BY_DIAGONAL, _OF_DIAGONAL],
+            [shared & csr[right], shared, vector, diagonal[right], diagonal[left]],
+            [_SHARED, _SHARED_DENSE, m.kind[right], _BY_DIAGONAL, _OF_DIAGONAL],
             _PRODUCTS + 2 * csr[right] + csr[left] + (both & (m.kind[out] == Kind.DENSE)),
         )
         times = np.where(vector | m.differs[out], batch, 1)
-        passes = np.where(shared, math.ceil(batch / _LANES), times)
+        passes = np.where(shared, math.ceil(batch / LANES), times)
         looked_at = m.nnz[left] * m.jacobian[left] + m.nnz[right] * m.jacobian[right]
         entries = np.where(vector, m.rows[right], m.nnz[out] + looked_at)
         counts = np.stack([work * passes, entries * times, times], axis=1).astype(np.float64)
@@ -434,6 +436,7 @@ _BUILT_IN = Machine(
             [0.5, 0.0, 11],
             [0.12, 0.0, 15],
             [0.78, 0.4, 4],
+            [0.25, 0.7, 8],
             [0.0, 0.15, 760],
             [1.9, 0.0, 550],
             [0.06, 2.0, 900],
@@ -447,6 +450,7 @@ _BUILT_IN = Machine(
             [0.31, 0.7, 14],
             [0.32, 0.0, 11],
             [0.64, 0.76, 2],
+            [0.27, 0.31, 11],
             [0.0, 0.21, 800],
             [2.5, 0.0, 820],
             [0.12, 2.2, 910],

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._arrays import load_cupy
-from .costs import FAMILIES, Operations, machine_file, read_constants, write_constants
+from .costs import FAMILIES, LANES, Operations, machine_file, read_constants, write_constants
 from .device import BLAS_SIZE, GRAIN, LARGE, Shares, chunk_size
 from .errors import DeviceError
 from .kernels.cuda import STAGE, THREADS
@@ -25,8 +25,10 @@ from .program import Program
 
 __all__ = ["Gpu", "GpuModel", "gpu_file", "load_gpu", "save_gpu"]
 
-# Vectors come before products, and those by CSR matrices in two ways.
-_DENSE, _CSR, _SHARED_CSR = map(FAMILIES.index, ("dense·x", "csr·x", "shared csr·x"))
+# Vectors come before products.
+_DENSE, _CSR, _SHARED_CSR, _SHARED_DENSE = map(
+    FAMILIES.index, ("dense·x", "csr·x", "shared csr·x", "shared dense·x")
+)
 _DENSE_PRODUCT = FAMILIES.index("dense·dense")
 
 
@@ -249,24 +251,34 @@ class GpuModel:
 
     def _work(self, operations: Operations, blas: NDArray[np.bool_]) -> _Work:
         a, b, c = np.array(self.gpu.families[self.dtype.name])[operations.family].T
-        macs, entries, times = operations.counts.T
-        samples = np.maximum(times, 1)
-        divided = (np.where(blas, 0.0, a * macs) + b * entries) / samples
-        matmul = np.where(blas, self.gpu.matmul[self.dtype.name] * macs, 0.0)
+        macs, entries, samples = _of_a_sample(operations)
+        divided = np.where(blas, 0.0, a * macs) + b * entries
+        matmul = np.where(blas, self.gpu.matmul[self.dtype.name] * macs * samples, 0.0)
         return _Work(divided, c, samples, matmul)
+
+
+def _of_a_sample(operations: Operations) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Multiply-adds and entries of one sample, and how many samples there are.
+
+    A CPU multiplies a matrix that samples share by several of them at once, a device by each.
+    """
+    macs, entries, times = operations.counts.T
+    samples = np.maximum(times, 1)
+    shared = np.isin(operations.family, (_SHARED_CSR, _SHARED_DENSE))
+    passes = np.where(shared, np.ceil(samples / LANES), samples)
+    return macs / passes, entries / samples, samples
 
 
 def _shares(operations: Operations) -> Shares:
     """How blocks share operations, as far as their counts tell."""
     family = operations.family
-    samples = np.maximum(operations.counts[:, 2], 1)
-    macs, entries = operations.counts[:, 0] / samples, operations.counts[:, 1] / samples
+    macs, entries, _ = _of_a_sample(operations)
     # A tile has as many entries, but no more rows than threads, and at most a warp for each.
-    sparse = (family == _CSR) | (family == _SHARED_CSR)
+    sparse, dense = np.isin(family, (_CSR, _SHARED_CSR)), np.isin(family, (_DENSE, _SHARED_DENSE))
     tiles = np.maximum(macs / STAGE, np.where(sparse, entries / THREADS, 0.0))
-    tiles = np.minimum(tiles, np.where(family == _DENSE, entries * 32 / THREADS, np.inf))
+    tiles = np.minimum(tiles, np.where(dense, entries * 32 / THREADS, np.inf))
     blas = (family == _DENSE_PRODUCT) & (macs >= BLAS_SIZE**3)
-    blocks = np.maximum(np.where(family > _SHARED_CSR, macs // GRAIN, tiles), 1).astype(np.int64)
+    blocks = np.maximum(np.where(family > _SHARED_DENSE, macs // GRAIN, tiles), 1).astype(np.int64)
     return Shares(blocks, (blocks > LARGE) | blas, blas)
 
 
@@ -279,6 +291,7 @@ _BUILT_IN = Gpu(
             [1.0, 0.5, 1100],
             [0.5, 0.0, 900],
             [1.0, 0.5, 1100],
+            [0.5, 0.0, 1000],
             [0.0, 1.5, 3000],
             [0.0, 0.8, 3000],
             [0.05, 0.5, 3000],
@@ -292,6 +305,7 @@ _BUILT_IN = Gpu(
             [1.3, 0.5, 1100],
             [0.7, 0.0, 900],
             [1.3, 0.5, 1100],
+            [0.7, 0.0, 1000],
             [0.0, 2.0, 3000],
             [0.0, 1.0, 3000],
             [0.1, 0.7, 3000],

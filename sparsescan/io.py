@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._arrays import device_of
 from .chain import Chain, length, read_grad
-from .containers import BatchedCSR, CSRChain
+from .containers import BatchedCSR, CSRChain, PeriodicChain
 from .errors import ChainFileError, DeviceError, InputError, SparseScanError
 from .pattern import Pattern
 
@@ -68,7 +68,7 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
         The file, written under exactly this name; one that exists is replaced.
     grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n)
         Gradient at the end of the chain.
-    jacobians : sequence, CSRChain or ndarray
+    jacobians : sequence, CSRChain, PeriodicChain or ndarray
         The transposed Jacobians, from the LAST layer to the first, as for
         :func:`sparsescan.exclusive_scan`. They are checked as there.
 
@@ -109,6 +109,9 @@ def save_chain(path: Path, grad: ArrayLike, jacobians: Any) -> None:
     if isinstance(jacobians, CSRChain):
         arrays |= {"layout": "csr_chain", "stack": jacobians.data}
         arrays |= pack_patterns([jacobians.pattern])
+    elif isinstance(jacobians, PeriodicChain):
+        arrays |= {"layout": "periodic"} | pack_patterns(jacobians.patterns)
+        arrays |= {f"stack_{j}": array for j, array in enumerate(jacobians.values)}
     elif isinstance(jacobians, np.ndarray):
         native = jacobians.dtype.newbyteorder("=")
         arrays |= {"layout": "dense_stack", "stack": jacobians.astype(native, copy=False)}
@@ -131,7 +134,7 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
     -------
     grad : ndarray, shape (d_n,) or (batch, d_n)
         Gradient at the end of the chain.
-    jacobians : list, CSRChain or ndarray
+    jacobians : list, CSRChain, PeriodicChain or ndarray
         What was saved, with the same dtypes and the same bits: a list of ``csr_array``,
         :class:`BatchedCSR` and dense arrays, a :class:`CSRChain`, or one dense array. The values of
         a list are views of one buffer, and matrices of one pattern share read-only index arrays.
@@ -284,12 +287,18 @@ def _unpack(arrays: Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
         if len(patterns) != 1:
             raise InputError(f"patterns has {len(patterns)} rows; expected 1 for a csr_chain")
         jacobians = CSRChain.from_pattern(arrays.floats("stack"), patterns[0])
+    elif layout == "periodic":
+        patterns = unpack_patterns(arrays)
+        values = [arrays.floats(f"stack_{j}") for j in range(len(patterns))]
+        jacobians = PeriodicChain(values, patterns)
     elif layout == "dense_stack":
         jacobians = arrays.floats("stack")
     elif layout == "list":
         jacobians = _unpack_steps(arrays, unpack_patterns(arrays), grad)
     else:
-        raise InputError(f"layout is {layout!r}; expected 'list', 'csr_chain' or 'dense_stack'")
+        raise InputError(
+            f"layout is {layout!r}; expected 'list', 'csr_chain', 'periodic' or 'dense_stack'"
+        )
     chain = Chain(length(jacobians))
     found = chain.read(jacobians)
     return read_grad(grad, found[0].shape[1] if found else None, chain.batch), jacobians

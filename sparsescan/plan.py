@@ -147,7 +147,7 @@ class ScanPlan:
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n)
             Gradient at the end of the chain.
-        jacobians : sequence, CSRChain or ndarray
+        jacobians : sequence, CSRChain, PeriodicChain or ndarray
             Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
             ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
@@ -159,7 +159,8 @@ class ScanPlan:
         Returns
         -------
         list of ndarray, or ndarray
-            The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one.
+            The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one, one for
+            each pattern of a :class:`PeriodicChain`.
 
         Raises
         ------
@@ -357,7 +358,7 @@ class ScanPlan:
             )
         count = self.n + inclusive
         sizes = self._sizes if self.n else [first.shape[-1]]
-        local = LocalGrads(local_grads, count, sizes, batch_shape)
+        local = LocalGrads(local_grads, count, sizes, batch_shape, chain.period)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
@@ -366,7 +367,7 @@ class ScanPlan:
             )
         xp = namespace(first)
         if count == 0:
-            return xp.empty((0, *first.shape), dtype) if chain.stacked else []
+            return xp.empty((0, *first.shape), dtype) if chain.period == 1 else []
         download = xp is np and self.device == "cuda"
         if download:
             xp = load_cupy()
@@ -374,7 +375,11 @@ class ScanPlan:
             chain.upload()
             local.upload()
         batch = batch_shape[0] if batch_shape else 1
-        out = xp.empty(batch * (self._offsets[count] if self.n else sizes[0]), dtype)
+        size = self._offsets[count] if self.n else sizes[0]
+        if chain.period > 1:
+            # Whole periods, the last of which may lack its end.
+            size = -(-count // chain.period) * self._offsets[chain.period]
+        out = xp.empty(batch * size, dtype)
         local.add_first(first, out[: first.size].reshape(first.shape))
         if self._program is not None and count > 1 and batch > 0:
             chain.convert(dtype)
@@ -385,9 +390,7 @@ class ScanPlan:
                 slot.on_device(self._program, dtype, batch, local).run(
                     chain, local, out, inclusive=inclusive
                 )
-        return self._cut(
-            out.get() if download else out, count, sizes, batch_shape, stacked=chain.stacked
-        )
+        return self._cut(out.get() if download else out, count, sizes, batch_shape, chain.period)
 
     def _fill(
         self,
@@ -415,15 +418,24 @@ class ScanPlan:
         count: int,
         sizes: Sequence[int],
         batch_shape: tuple[int, ...],
-        *,
-        stacked: bool,
+        period: int,
     ) -> Gradients:
         """The gradients, which lie one after the other in `out`."""
-        if self._uniform[count - self.n]:
-            stack = out.reshape(count, *batch_shape, sizes[0])
-            return stack if stacked else list(stack)
         batch = batch_shape[0] if batch_shape else 1
         offsets = self._offsets
+        if period > 1:
+            rows = out.reshape(-1, batch * offsets[period])
+            return [
+                rows[: -(-(count - turn) // period), batch * start : batch * stop].reshape(
+                    -1, *batch_shape, size
+                )
+                for turn, (start, stop, size) in enumerate(
+                    zip(offsets[:period], offsets[1:], sizes, strict=False)
+                )
+            ]
+        if self._uniform[count - self.n]:
+            stack = out.reshape(count, *batch_shape, sizes[0])
+            return stack if period else list(stack)
         return [
             out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, sizes[k])
             for k in range(count)

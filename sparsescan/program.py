@@ -212,8 +212,9 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
         largest = int((nnz[read] @ [2, 1]).max() + 2 * cols[read].max())
         values += threads * int(cols[n:].max() + largest)
         exponents += threads * int(cols[read].max() + rows[read].max()) * 6
+    interleaved = [p.shape[1] for p in set(patterns) if p.kind != "diagonal"]
+    values += threads * 8 * max(interleaved, default=0) * (batch > 2)
     csr = [pattern for pattern in set(patterns) if pattern.kind == "general"]
-    values += threads * 8 * max((p.shape[1] for p in csr), default=0) * (batch > 2)
     copied = [p for p in csr if p.index_dtype != program.index_dtype]
     indices = program.index_bytes + sum(8 * (p.nnz + p.shape[0] + 1) for p in copied)
     tables = table_bytes(n, program.products)
@@ -260,7 +261,9 @@ class Workspace:
         threads: int,
     ) -> None:
         n = program.n
+        self._n, self._batch, self._local = n, batch, local
         self._kept: list[NDArray[Any]] = []  # what the tables point into
+        self._arrays: dict[int, NDArray[Any]] = {}  # what the book points to
         node_batched = program.batched(batched)
         widths = np.where(node_batched, batch, 1)
         self._stages = _Stages(program, batch, widths, threads, dtype.itemsize)
@@ -272,8 +275,8 @@ class Workspace:
         nodes[:, Node.BATCHED] = node_batched
         self._book = np.zeros(Book.WIDTH, np.int64)
         exponents = self._place_products(program, nodes, widths, dtype, batch, local)
-        # Only where samples share a sparse Jacobian are they interleaved.
-        shared = (nodes[:n, Node.KIND] == Kind.CSR) & (nodes[:n, Node.SINGLE] == 0) & ~batched
+        # Only where samples share a Jacobian are they interleaved.
+        shared = (nodes[:n, Node.KIND] != Kind.DIAGONAL) & (nodes[:n, Node.SINGLE] == 0) & ~batched
         lanes = int(nodes[:n, Node.COLS][shared].max(initial=0)) if batch > 2 else 0
         columns = int(nodes[n:, Node.COLS].max(initial=0))
         self._set(Book.FIRST_UNIT, self._stages.first_unit)
@@ -300,7 +303,7 @@ class Workspace:
     def _set(self, slot: int, array: NDArray[Any]) -> None:
         """Write the address of an array into the book, and keep the array."""
         self._book[slot] = array.ctypes.data
-        self._kept.append(array)
+        self._arrays[slot] = array
 
     def _nodes(self, program: Program) -> NDArray[np.int64]:
         """The node table with what follows from patterns."""
@@ -352,6 +355,30 @@ class Workspace:
         self._set(Book.POOL, np.empty(values + slots * nnz, dtype))
         self._set(Book.LOCAL_POOL, np.empty(local_values + slots * rows * batch * local, dtype))
         return exponents + slots * (cols + 1)
+
+    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
+        """Values, exponents and local gradients of the `k`-th product, if it is not in scratch.
+
+        Views with a row for each sample; values and exponents have one where all samples share
+        them. The last column of the exponents says whether any is not zero. Without local gradients
+        there are no rows of them.
+        """
+        node = self._arrays[Book.NODES][self._n + k]
+        width = self._batch if node[Node.BATCHED] else 1
+
+        def rows(pool: NDArray[Any], place: int, count: int, size: int) -> NDArray[Any]:
+            return pool[place : place + count * size].reshape(count, size)
+
+        return (
+            rows(self._arrays[Book.POOL], node[Node.VALUES], width, node[Node.NNZ]),
+            rows(self._tables.exponents, node[Node.EXPONENTS], width, node[Node.COLS] + 1),
+            rows(
+                self._arrays[Book.LOCAL_POOL],
+                node[Node.LOCAL],
+                self._batch * self._local,
+                node[Node.ROWS],
+            ),
+        )
 
     def run(self, out: NDArray[Any], inclusive: bool) -> bool:
         """Fill `out`, whose first gradient is there; False if a value is met that is not finite."""

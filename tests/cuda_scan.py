@@ -33,6 +33,7 @@ from sparsescan import (
     InputTypeError,
     MemoryLimitError,
     Pattern,
+    PeriodicChain,
     ScanPlan,
     Schedule,
 )
@@ -111,6 +112,27 @@ def test_any_products_may_be_stored_densely(cupy: Any, data: Any) -> None:
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     result = run(grad, jacobians, local_grads=local)
     assert_within(to_host(result), chain.oracle(), chain.dtype)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+@pytest.mark.parametrize("batch", [None, 3])
+def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -> None:
+    rng = np.random.default_rng(batch or 0)
+    lead = () if batch is None else (batch,)
+    values = [rng.standard_normal((4, *lead, 5)), rng.standard_normal(15), rng.standard_normal(15)]
+    patterns = [Pattern.diagonal(5), Pattern.dense((3, 5)), Pattern.dense((5, 3))]
+    grad, local = rng.standard_normal((*lead, 5)), [None, rng.standard_normal((4, *lead, 5)), None]
+    expected = sparsescan.inclusive_scan(
+        grad, PeriodicChain(values, patterns), local_grads=local, schedule="linear"
+    )
+    plan = sparsescan.plan(PeriodicChain(values, patterns), schedule=schedule, device="cuda")
+    chain = PeriodicChain([cupy.asarray(array) for array in values], patterns)
+    there = [None, cupy.asarray(local[1]), None]
+    on_device = plan.inclusive_scan(cupy.asarray(grad), chain, local_grads=there)
+    there_and_back = plan.inclusive_scan(grad, PeriodicChain(values, patterns), local_grads=local)
+    for found in (to_host(on_device), there_and_back):
+        for array, exact in zip(found, expected, strict=True):
+            np.testing.assert_allclose(array, exact, rtol=1e-12, atol=1e-12, strict=True)
 
 
 @settings(max_examples=30)

@@ -368,6 +368,28 @@ def test_cells_on_a_device(cupy: Any, name: str, dtype: Any, lead: tuple[int, ..
 
 @every_cell
 @every_dtype
+@pytest.mark.parametrize("lead", [(5,), (5, BATCH)], ids=str)
+def test_linearizations_on_a_device(
+    cupy: Any, name: str, dtype: Any, lead: tuple[int, ...]
+) -> None:
+    host, device = pair(cupy, name, dtype)
+    x, state, grad = (
+        draw((*lead, size), dtype, seed)
+        for seed, size in enumerate((host.input_size, host.state_size, host.state_size))
+    )
+    expected = host.linearize(x, state)
+    steps = device.linearize(cupy.asarray(x), cupy.asarray(state))
+    chain = steps.factors()
+    for found, values in zip(chain.values, expected.factors().values, strict=True):
+        close(found, values)
+    close(steps.jacobian().data, expected.jacobian().data)
+    close(steps.input_grads(cupy.asarray(grad)), expected.input_grads(grad))
+    with pytest.raises(DeviceError, match=MIXED):
+        steps.input_grads(grad)
+
+
+@every_cell
+@every_dtype
 @pytest.mark.parametrize("lead", [(), (BATCH,)], ids=str)
 def test_unrolled_cells_on_a_device(
     cupy: Any, name: str, dtype: Any, lead: tuple[int, ...]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Schedule
-from sparsescan.jacobians import recurrent
+from sparsescan.jacobians import _cell
 from sparsescan.jacobians.recurrent import Cell, GRUCell, LSTMCell, RNNCell
 
 KINDS = ["tanh", "relu", "gru", "lstm"]
@@ -136,8 +136,53 @@ def test_without_kernels_the_values_are_the_same(case: Case) -> None:
     other = types.ModuleType("other")
     other.__dict__.update(np.__dict__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent, "namespace", lambda *arrays: other)
+        patch.setattr(_cell, "namespace", lambda *arrays: other)
         close(case.cell.values(case.x, case.state), values, 10)
+
+
+@given(cases(), st.sampled_from([1, 2, 8192]))
+def test_a_linearization_says_what_the_cell_says(case: Case, size: int) -> None:
+    """In any number of parts, however often it is asked, and with products of a few rows."""
+    cell, grad = case.cell, case.rng.standard_normal(case.state.shape)
+    values = cell.values(case.x, case.state)
+    params = cell.param_grads(case.x, case.state, grad)
+    inputs = cell.input_grads(case.x, case.state, grad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cell, "_ROWS", size)
+        patch.setattr(_cell, "_ONE_THREAD", 16 * size)
+        patch.setattr(_cell, "_FEW_ROWS", 1)
+        steps = cell.linearize(case.x, case.state)
+        for _ in range(2):
+            close(steps.values(), values, 10)
+            for name, found in steps.param_grads(grad).items():
+                close(found, params[name], 1e3)
+            found = steps.input_grads(grad)
+            assert found.shape == inputs.shape
+            close(found, inputs, 1e3)
+    out = np.full_like(values, np.nan)
+    assert steps.values(out=out) is out
+    close(out, values, 10)
+
+
+@given(cases(), st.booleans())
+def test_factors_make_the_jacobian(case: Case, kernels: bool) -> None:
+    cell, lead = case.cell, case.state.shape[:-1]
+    if len(lead) not in (1, 2) or 0 in lead:
+        return
+    other = types.ModuleType("other")
+    other.__dict__.update(np.__dict__)
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels:
+            patch.setattr(_cell, "namespace", lambda *arrays: other)
+        chain = cell.linearize(case.x, case.state).factors()
+    slopes, weights = chain.values
+    before, after = (dense(np.ones(each.nnz), each) for each in cell.factor_patterns)
+    assert ((after @ before > 0) >= (dense(np.ones(cell.nnz), cell.pattern) > 0)).all()
+    assert slopes.shape == (*lead, cell.factor_patterns[0].nnz)
+    expected = cell.values(case.x, case.state)[::-1]
+    for row, values in zip(rows(slopes), rows(expected), strict=True):
+        found = dense(weights, cell.factor_patterns[1]) @ dense(row, cell.factor_patterns[0])
+        close(found, dense(values, cell.pattern), 10)
 
 
 @given(cases())
@@ -310,6 +355,21 @@ def test_the_scan_of_500_steps_is_autograd(kind: str, schedule: str) -> None:
     for name, expected in param_grads.items():
         close(found[name], expected)
     close(cell.input_grads(x, states[:-1], grads), input_grads)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.linear(1000), Schedule.chunked(1000, 9)], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scan_of_factors_is_autograd(kind: str, schedule: Schedule) -> None:
+    cell, x, local_grads, state_grads, param_grads, input_grads = sequence_of(kind)
+    steps = cell.linearize(x, cell.unroll(x)[:-1])
+    plan = sparsescan.plan([*cell.factor_patterns] * len(x), schedule=schedule)
+    zero = np.zeros_like(local_grads[0])
+    local = [local_grads[::-1], None]
+    grads = plan.exclusive_scan(zero, steps.factors(), local_grads=local)[0][::-1]
+    close(grads, state_grads)
+    for name, found in steps.param_grads(grads).items():
+        close(found, param_grads[name])
+    close(steps.input_grads(grads), input_grads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -533,6 +593,16 @@ def test_bad_arguments_are_named(error: type, make: Any, words: str) -> None:
             InputError,
             lambda c: c.jacobian(np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 6))),
             "state has 4 axes; expected at most",
+        ),
+        (
+            InputError,
+            lambda c: c.linearize(np.ones((4, 2)), np.ones((4, 6))).param_grads(np.ones((5, 6))),
+            r"grad_state has shape \(5, 6\); expected \(4, 6\)",
+        ),
+        (
+            InputError,
+            lambda c: c.linearize(np.ones(2), np.ones(6)).factors(),
+            r"the steps have the axes \(\); expected \(T,\) or \(T, batch\)",
         ),
         (
             InputError,

@@ -199,6 +199,24 @@ def test_a_list_and_a_stack_give_the_same_bits():
         assert same_bits(stacked, listed)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 20])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 21])
+def test_samples_that_share_dense_jacobians(batch, rows, dtype):
+    """Eight of them at once, and four rows; next to diagonals that differ between samples."""
+    rng = np.random.default_rng(rows)
+    cols = rows + 2
+    jacobians = [
+        rng.standard_normal((rows, cols)).astype(dtype),
+        rng.standard_normal((batch, rows)).astype(dtype),
+        rng.standard_normal((cols, rows)).astype(dtype),
+    ]
+    jacobians[1] = BatchedCSR(jacobians[1], np.arange(rows), np.arange(rows + 1), (rows, rows))
+    grad = rng.standard_normal((batch, cols)).astype(dtype)
+    result = sparsescan.inclusive_scan(grad, jacobians, schedule="linear")
+    assert_within(result, sequential(grad, jacobians, inclusive=True, dtype=dtype), dtype)
+
+
 def test_results_are_the_callers():
     """Later runs of a plan do not touch what an earlier one returned."""
     rng = np.random.default_rng(2)

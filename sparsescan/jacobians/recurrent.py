@@ -1,520 +1,17 @@
-"""Recurrent cells: from a state and an input to the next state.
-
-What a cell makes of its products ``a = W_ih x + b_ih + W_hh h + b_hh`` is elementwise, so
-
-    (∂s_t/∂s_{t-1})ᵀ = Σ_g W_gᵀ diag(d_g) + D,   d_g the slopes of s_t in the product of gate g,
-
-where ``D`` is what the state passes on directly: ``z`` in a GRU, ``f`` in an LSTM. The products of
-all steps are recomputed at once, from rows ``[x, 1, h]``, one for each of `n` steps and samples.
-Arrays over them are ``(products, n, hidden_size)``.
-"""
+"""Recurrent cells with the parameters of PyTorch's."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._arrays import Constant, check_array, check_memory, namespace, output
-from ..containers import BatchedCSR, CSRChain
 from ..errors import InputError
-from ..kernels.recurrent import fill_entries, fill_gru, fill_lstm, fill_rnn
-from ..pattern import Pattern, of_mask, rows_of
-from ..schedule import check_count
-from ._fixed import Fixed
-from ._operator import as_matrix
-from ._parameters import Parameter, Parametrised, check_mask, initial, masked
+from ..kernels.recurrent import fill_gru, fill_lstm, fill_rnn
+from ._cell import Array, Cell, Slopes
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
-
-
-class _Slopes(NamedTuple):
-    """Derivatives of the new state.
-
-    Attributes
-    ----------
-    products : ndarray, shape (products, n, hidden_size)
-        In the products. For an LSTM those of ``c_t`` in i, f and g, and of ``h_t`` in o.
-    carry : ndarray or None, shape (n, hidden_size)
-        In the old state directly: ``z`` or ``f``.
-    inner : ndarray or None, shape (n, hidden_size)
-        Of ``h_t`` in ``c_t``, for an LSTM.
-    """
-
-    products: Array
-    carry: Array = None
-    inner: Array = None
-
-
-class _Layout(NamedTuple):
-    """Where the entries of a pattern come from.
-
-    Attributes
-    ----------
-    columns : ndarray of int, shape (nnz,)
-        Column of every entry.
-    sources : ndarray of int, shape (weighted,)
-        For the entries of the first `hidden_size` rows, their place in the weight of a gate.
-    place : ndarray of int
-        The entries that have a part which the state passes on directly.
-    """
-
-    columns: Constant
-    sources: Constant
-    place: Constant
-
-
-class Cell(Parametrised, Fixed, ABC):
-    """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)`` and ``(∂s_t/∂s_{t-1})ᵀ``, sparse.
-
-    The methods take any number of axes before the last one, such as ``(T, batch)``: all steps and
-    samples at once, since :meth:`unroll` has left the states.
-
-    Parameters
-    ----------
-    input_size, hidden_size : int
-        Length of ``x_t`` and ``h_t``.
-    bias : bool, default True
-        Whether there are biases.
-    weight_ih_mask, weight_hh_mask : array_like of bool, of the shape of the weight, optional
-        True where a weight is kept. A pruned weight counts as 0 and has a gradient of 0; a pruned
-        hidden weight leaves the pattern.
-    dtype : {float32, float64}, default float32
-        Dtype of initial parameters.
-    rng : numpy.random.Generator or int, optional
-        What draws initial parameters, from the same distribution as PyTorch.
-
-    Attributes
-    ----------
-    state_size : int
-        Length of ``s_t``.
-    pattern : Pattern
-        Where ``(∂s_t/∂s_{t-1})ᵀ`` may have nonzeros, whatever the input and the parameters.
-
-    See Also
-    --------
-    RNNCell, GRUCell, LSTMCell
-    """
-
-    weight_ih = Parameter()
-    weight_hh = Parameter()
-    bias_ih = Parameter()
-    bias_hh = Parameter()
-    # For each gate, which product has its part of weight_ih, and which that of weight_hh. The
-    # latter are the last products, in the order of the gates.
-    _ih: ClassVar[tuple[int, ...]]
-    _hh: ClassVar[tuple[int, ...]]
-    _parts: ClassVar[int] = 1  # vectors of length hidden_size that make up the state
-    _carries: ClassVar[bool] = True  # whether the last of them is passed on directly
-    _kernel: ClassVar[Callable[..., None]]
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        *,
-        weight_ih_mask: ArrayLike | None = None,
-        weight_hh_mask: ArrayLike | None = None,
-        dtype: DTypeLike = np.float32,
-        rng: np.random.Generator | int | None = None,
-    ) -> None:
-        self.input_size = check_count("input_size", input_size, 1)
-        self.hidden_size = check_count("hidden_size", hidden_size, 1)
-        self.bias = bool(bias)
-        self.state_size = self._parts * self.hidden_size
-        self._gates = len(self._ih)
-        rows = self._gates * self.hidden_size
-        shapes: dict[str, Shape | None] = {
-            "weight_ih": (rows, self.input_size),
-            "weight_hh": (rows, self.hidden_size),
-            "bias_ih": (rows,) if bias else None,
-            "bias_hh": (rows,) if bias else None,
-        }
-        self._set_parameters(shapes, initial(1 / math.sqrt(self.hidden_size), dtype, rng))
-        self._masks = {
-            "weight_ih": check_mask("weight_ih_mask", weight_ih_mask, self._shapes["weight_ih"]),
-            "weight_hh": check_mask("weight_hh_mask", weight_hh_mask, self._shapes["weight_hh"]),
-        }
-
-    # -- What each cell says --------------------------------------------------------------------
-
-    @abstractmethod
-    def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Where the Jacobian may have nonzeros, from the kept hidden weights of each gate."""
-
-    @abstractmethod
-    def _advance(self, xp: Any, a: Array, state: Array, out: Array) -> None:
-        """Write the new state from the products `a`, which may be overwritten."""
-
-    @abstractmethod
-    def _slopes(self, xp: Any, a: Array, state: Array) -> _Slopes:
-        """The slopes from the products `a`, which may be overwritten."""
-
-    def _columns(self, xp: Any, slopes: _Slopes) -> tuple[Array, Array]:
-        """Slopes ``(gates, n, state_size)`` of the whole state in ``v``, and the direct part."""
-        return slopes.products[-self._gates :], slopes.carry
-
-    def _product_grads(self, xp: Any, slopes: _Slopes, grad: Array) -> Array:
-        """Gradients in the products from that in the new state; the slopes are overwritten."""
-        return xp.multiply(slopes.products, grad, out=slopes.products)
-
-    # -- What a caller uses ---------------------------------------------------------------------
-
-    @cached_property
-    def pattern(self) -> Pattern:
-        """Where the transposed Jacobian may have nonzeros."""
-        size, mask = self.state_size, self._masks["weight_hh"]
-        if mask is None and self._parts == 1:
-            return Pattern.dense((size, size))
-        check_memory(f"the pattern of a cell with {size} states", 17 * size * size)
-        shape = self._gates, self.hidden_size, self.hidden_size
-        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
-        return of_mask(self._kept(gates))
-
-    @property
-    def nnz(self) -> int:
-        """Entries of the pattern."""
-        return self.pattern.nnz
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def forward(self, x: Array, state: Array) -> Array:
-        """The next state.
-
-        Parameters
-        ----------
-        x : array_like of float32 or float64, shape (…, input_size)
-            The input ``x_t``, of NumPy or CuPy.
-        state : array_like, shape (…, state_size)
-            The state ``s_{t-1}``.
-
-        Returns
-        -------
-        ndarray, shape (…, state_size)
-            The state ``s_t``, of the dtype to which all arrays promote.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If a shape or a dtype is wrong.
-        DeviceError
-            If the arrays and the parameters are not in one place.
-        """
-        xp, lead, (x, state) = self._read(x=x, state=state)
-        out = xp.empty(state.shape, state.dtype)
-        self._advance(xp, self._products(xp, self._rows(xp, x, state)), state, out)
-        return out.reshape(*lead, self.state_size)
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def unroll(self, x: Array, state: Array = None) -> Array:
-        """All states of a sequence, one step after the other.
-
-        Parameters
-        ----------
-        x : array_like, shape (T, …, input_size)
-            The inputs ``x_1, …, x_T``.
-        state : array_like, shape (…, state_size), optional
-            The state ``s_0``; by default zeros.
-
-        Returns
-        -------
-        ndarray, shape (T + 1, …, state_size)
-            The states ``s_0, …, s_T``.
-
-        Raises
-        ------
-        InputError, InputTypeError, DeviceError
-            As :meth:`forward`.
-        MemoryLimitError
-            If the states would take more memory than there is.
-        """
-        x = check_array("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.input_size:
-            raise InputError(f"x has shape {x.shape}; expected (T, …, {self.input_size})")
-        steps, lead = x.shape[0], x.shape[1:-1]
-        if state is None:
-            state = namespace(x).zeros((*lead, self.state_size), x.dtype)
-        state = check_array("state", state)
-        if state.shape != (*lead, self.state_size):
-            raise InputError(
-                f"state has shape {state.shape}; expected {(*lead, self.state_size)}, as x has "
-                f"shape {x.shape}"
-            )
-        xp, dtype = self._place(x, state)
-        states = output(xp, None, (steps + 1, *lead, self.state_size), dtype, what="the states")
-        batch = math.prod(lead)
-        flat = states.reshape(steps + 1, batch, self.state_size)
-        flat[0] = state.reshape(batch, self.state_size)
-        x = x.reshape(steps * batch, self.input_size).astype(dtype, copy=False)
-        a = self._products(xp, self._rows(xp, x, None))
-        a = a.reshape(len(a), steps, batch, self.hidden_size)
-        weight = self._weight(xp, "weight_hh", dtype).transpose(0, 2, 1)
-        v = xp.empty((self._gates, batch, self.hidden_size), dtype)
-        for t in range(steps):
-            now = a[:, t]
-            recurrent = now[-self._gates :]
-            recurrent += xp.matmul(flat[t, :, : self.hidden_size], weight, out=v)
-            self._advance(xp, now, flat[t], flat[t + 1])
-        return states
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def values(self, x: Array, state: Array, *, out: Array = None) -> Array:
-        """Values of ``(∂s_t/∂s_{t-1})ᵀ``, in the order of the pattern.
-
-        Parameters
-        ----------
-        x : array_like, shape (…, input_size)
-            The inputs ``x_t``.
-        state : array_like, shape (…, state_size)
-            The states BEFORE each step: ``states[:-1]`` of what :meth:`unroll` returned.
-        out : ndarray, optional
-            Where to write the values: contiguous, of the shape and dtype that is returned.
-
-        Returns
-        -------
-        ndarray, shape (…, nnz)
-            Values of all steps and samples, in the order of time. A scan goes from the last step
-            to the first: give it ``values[::-1]``, which is no copy.
-
-        Raises
-        ------
-        InputError, InputTypeError
-            If a shape or a dtype is wrong.
-        DeviceError
-            If the arrays and the parameters are not in one place.
-        MemoryLimitError
-            If the values would take more memory than there is.
-
-        Notes
-        -----
-        The gates are recomputed, for all steps in one go: BPPSA (MLSys 2020), Appendix E.
-        """
-        xp, lead, (x, state) = self._read(x=x, state=state)
-        shape = (*lead, self.nnz)
-        apart = [x, state, *self.params.values()]
-        out = output(xp, out, shape, state.dtype, what=f"the values of {self!r}", apart=apart)
-        if out.size == 0:
-            return out
-        a = self._products(xp, self._rows(xp, x, state))
-        slopes, direct = self._columns(xp, self._slopes(xp, a, state))
-        self._fill(xp, slopes, direct, out.reshape(-1, self.nnz))
-        return out
-
-    def jacobian(self, x: Array, state: Array) -> sp.csr_array | BatchedCSR | CSRChain:
-        """The transposed Jacobian ``(∂s_t/∂s_{t-1})ᵀ``.
-
-        Parameters
-        ----------
-        x, state
-            As for :meth:`values`, with at most two axes before the last: ``(batch,)`` or
-            ``(T, batch)``.
-
-        Returns
-        -------
-        csr_array, BatchedCSR or CSRChain
-            For none, one or two such axes. A chain runs from the LAST step to the first, for
-            :func:`sparsescan.exclusive_scan`.
-
-        Raises
-        ------
-        InputError, InputTypeError, DeviceError, MemoryLimitError
-            As :meth:`values`.
-        """
-        axes = np.ndim(state) - 1
-        if axes > 2:
-            raise InputError(f"state has {axes + 1} axes; expected at most (T, batch, state_size)")
-        values = self.values(x, state)
-        if axes == 2:
-            return CSRChain.from_pattern(values[::-1], self.pattern)
-        return as_matrix(values, self.pattern)
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def param_grads(self, x: Array, state: Array, grad_state: Array) -> dict[str, Array]:
-        """Gradients of the loss in the parameters, summed over all steps and samples.
-
-        ``∇θ = Σ_t (∂s_t/∂θ)ᵀ ∇s_t``: equation 2 of BPPSA (MLSys 2020).
-
-        Parameters
-        ----------
-        x, state
-            As for :meth:`values`.
-        grad_state : array_like, shape (…, state_size)
-            Gradients ``∇s_t`` in the states AFTER each step. A scan returns them from the last step
-            to the first: pass ``gradients[::-1]``.
-
-        Returns
-        -------
-        dict of str to ndarray
-            A gradient of the shape of each parameter.
-
-        Raises
-        ------
-        InputError, InputTypeError, DeviceError
-            As :meth:`forward`.
-        """
-        xp, _, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
-        rows = self._rows(xp, x, state)
-        slopes = self._slopes(xp, self._products(xp, rows), state)
-        grad_a = self._product_grads(xp, slopes, grad)
-        # ∇A for a = A [x, 1, h].
-        whole = xp.matmul(grad_a.transpose(0, 2, 1), rows)
-        one = self.input_size
-        found = {
-            "weight_ih": whole[list(self._ih), :, :one],
-            "weight_hh": whole[list(self._hh), :, one + 1 :],
-            "bias_ih": whole[list(self._ih), :, one],
-            "bias_hh": whole[list(self._hh), :, one],
-        }
-        return {
-            name: masked(
-                xp, xp.ascontiguousarray(found[name]).reshape(shape), self._masks.get(name)
-            )
-            for name, shape in self._shapes.items()
-        }
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def input_grads(self, x: Array, state: Array, grad_state: Array) -> Array:
-        """Gradients of the loss in the inputs: ``(∂s_t/∂x_t)ᵀ ∇s_t``.
-
-        Parameters
-        ----------
-        x, state, grad_state
-            As for :meth:`param_grads`.
-
-        Returns
-        -------
-        ndarray, shape (…, input_size)
-            The gradients ``∇x_t``, for example for the layer below.
-
-        Raises
-        ------
-        InputError, InputTypeError, DeviceError
-            As :meth:`forward`.
-        """
-        xp, lead, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
-        slopes = self._slopes(xp, self._products(xp, self._rows(xp, x, state)), state)
-        grad_a = self._product_grads(xp, slopes, grad)
-        out = xp.zeros_like(x)
-        for product, weight in zip(self._ih, self._weight(xp, "weight_ih", x.dtype), strict=True):
-            out += xp.matmul(grad_a[product], weight)
-        return out.reshape(*lead, self.input_size)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.input_size}, {self.hidden_size}, nnz={self.nnz})"
-
-    # -- Products and values --------------------------------------------------------------------
-
-    def _read(self, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
-        """The library, the leading axes, and the arrays in one dtype, ``(n, size)`` each."""
-        checked = {name: check_array(name, array) for name, array in arrays.items()}
-        x = checked["x"]
-        lead: Shape = x.shape[:-1]
-        for name, array in checked.items():
-            size = self.input_size if name == "x" else self.state_size
-            if array.ndim == 0 or array.shape != (*lead, size):
-                expected = f"{(*lead, size)}, as x has shape {x.shape}"
-                expected = f"(…, {size})" if name == "x" else expected
-                raise InputError(f"{name} has shape {array.shape}; expected {expected}")
-        xp, dtype = self._place(*checked.values())
-        count = math.prod(lead)
-        rows = [
-            array.reshape(count, array.shape[-1]).astype(dtype, copy=False)
-            for array in checked.values()
-        ]
-        return xp, lead, rows
-
-    def _place(self, *arrays: Array) -> tuple[Any, np.dtype[Any]]:
-        """The library and the dtype that arrays and parameters have in common."""
-        everything = *arrays, *self.params.values()
-        return namespace(*everything), np.result_type(*(array.dtype for array in everything))
-
-    def _weight(self, xp: Any, name: str, dtype: np.dtype[Any]) -> Array:
-        """A weight ``(gates, hidden_size, ·)``, 0 where it is pruned."""
-        weight = masked(xp, getattr(self, name), self._masks[name]).astype(dtype, copy=False)
-        return weight.reshape(self._gates, self.hidden_size, -1)
-
-    def _rows(self, xp: Any, x: Array, state: Array) -> Array:
-        """Rows ``[x, 1, h]``, or ``[x, 1]`` if the state is None."""
-        hidden = 0 if state is None else self.hidden_size
-        rows = xp.empty((len(x), self.input_size + 1 + hidden), x.dtype)
-        rows[:, : self.input_size] = x
-        rows[:, self.input_size] = 1
-        if state is not None:
-            rows[:, self.input_size + 1 :] = state[:, :hidden]
-        return rows
-
-    def _products(self, xp: Any, rows: Array) -> Array:
-        """The products of all rows; without the parts of ``weight_hh`` if those end at the 1."""
-        one, count = self.input_size, max(self._hh) + 1
-        A = xp.zeros((count, one + 1 + self.hidden_size, self.hidden_size), rows.dtype)
-        for name, places, part in (
-            ("ih", self._ih, slice(None, one)),
-            ("hh", self._hh, slice(one + 1, None)),
-        ):
-            for g, weight in enumerate(self._weight(xp, f"weight_{name}", rows.dtype)):
-                A[places[g], part] = weight.T
-                if self.bias:
-                    bias = getattr(self, f"bias_{name}").reshape(self._gates, -1)
-                    A[places[g], one] += bias[g]
-        a = xp.empty((count, len(rows), self.hidden_size), rows.dtype)
-        for k in range(count):
-            # What a product does not read must not reach it as inf·0 either.
-            start = 0 if k in self._ih else one
-            stop = rows.shape[1] if k in self._hh else one + 1
-            xp.matmul(rows[:, start:stop], A[k, start:stop], out=a[k])
-        return a
-
-    @cached_property
-    def _layout(self) -> _Layout:
-        pattern, hidden = self.pattern, self.hidden_size
-        columns = pattern.indices
-        rows = rows_of(pattern)
-        sources = (columns % hidden * hidden + rows)[rows < hidden]
-        carried = (columns - rows) % hidden == 0
-        carried &= rows >= (self.state_size - hidden if self._carries else self.state_size)
-        return _Layout(Constant(columns), Constant(sources), Constant(np.flatnonzero(carried)))
-
-    def _fill(self, xp: Any, slopes: Array, direct: Array, out: Array) -> None:
-        """Write all values; `out` is ``(n, nnz)``, `slopes` is ``(gates, n, state_size)``."""
-        weight = self._weight(xp, "weight_hh", out.dtype)
-        if xp is np and self._masks["weight_hh"] is None:
-            rows = np.tile(weight.transpose(0, 2, 1), (1, 1, self._parts))
-            self._kernel(np.ascontiguousarray(rows), slopes, direct, out)
-            return
-        layout = self._layout
-        weights = xp.take(weight.reshape(self._gates, -1), layout.sources.on(xp), axis=1)
-        columns, place = layout.columns.on(xp), layout.place.on(xp)
-        if direct is None:
-            direct = xp.empty((0, 0), out.dtype)
-        fill = fill_entries if xp is np else _fill_arrays
-        fill(weights, slopes, columns, direct, place, out)
-
-
-def _fill_arrays(
-    weights: Array, slopes: Array, columns: Array, direct: Array, place: Array, out: Array
-) -> None:
-    """As the kernel :func:`fill_entries`, by operations on whole arrays."""
-    weighted = weights.shape[1]
-    out[:, weighted:] = 0
-    first, columns_of_first = out[:, :weighted], columns[:weighted]
-    for g, weight in enumerate(weights):
-        term = slopes[g][:, columns_of_first]
-        term *= weight
-        if g == 0:
-            first[...] = term
-        else:
-            first += term
-    if len(place):
-        out[:, place] += direct[:, columns[place]]
 
 
 def _sigmoid(xp: Any, x: Array) -> Array:
@@ -587,6 +84,7 @@ class RNNCell(Cell):
 
     _ih = _hh = (0,)
     _carries = False
+    _blocks = ((0,),)
     _kernel = staticmethod(fill_rnn)
 
     def __init__(
@@ -624,12 +122,15 @@ class RNNCell(Cell):
         else:
             xp.maximum(a[0], 0, out=out)
 
-    def _slopes(self, xp: Any, a: Array, state: Array) -> _Slopes:
+    def _slopes(self, xp: Any, a: Array, state: Array) -> Slopes:
         if self.nonlinearity == "tanh":
             y = xp.tanh(a, out=a)
-            return _Slopes(_slope_of_tanh(xp, y, out=a))
+            return Slopes(_slope_of_tanh(xp, y, out=a))
         a[...] = ~(a <= 0)  # 1 at NaN, as in PyTorch
-        return _Slopes(a)
+        return Slopes(a)
+
+    def _factor(self, slopes: Slopes) -> list[Array]:
+        return [slopes.products[0]]
 
 
 class GRUCell(Cell):
@@ -692,6 +193,7 @@ class GRUCell(Cell):
     # Products u_n, r, z, v_n.
     _ih = (1, 2, 0)
     _hh = (1, 2, 3)
+    _blocks = ((0,), (0,), (0,), (0,))
     _kernel = staticmethod(fill_gru)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -713,7 +215,7 @@ class GRUCell(Cell):
         out *= z
         out += n
 
-    def _slopes(self, xp: Any, a: Array, state: Array) -> _Slopes:
+    def _slopes(self, xp: Any, a: Array, state: Array) -> Slopes:
         r, z = _sigmoid(xp, a[1:3])
         n, v_n = a[0], a[3]
         slopes = xp.empty_like(a)
@@ -729,7 +231,10 @@ class GRUCell(Cell):
         in_z *= z
         in_z *= rest
         in_r *= xp.subtract(1, r, out=rest)
-        return _Slopes(slopes, z)
+        return Slopes(slopes, z)
+
+    def _factor(self, slopes: Slopes) -> list[Array]:
+        return [*slopes.products[1:], slopes.carry]
 
 
 class LSTMCell(Cell):
@@ -782,6 +287,7 @@ class LSTMCell(Cell):
 
     _ih = _hh = (0, 1, 2, 3)
     _parts = 2
+    _blocks = ((0, 1), (0, 1), (0, 1), (0,), (0, 1))
     _kernel = staticmethod(fill_lstm)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -813,7 +319,7 @@ class LSTMCell(Cell):
         xp.tanh(new_c, out=new_h)
         new_h *= o
 
-    def _slopes(self, xp: Any, a: Array, state: Array) -> _Slopes:
+    def _slopes(self, xp: Any, a: Array, state: Array) -> Slopes:
         i, f, g, o = self._gate_values(xp, a)
         c = state[:, self.hidden_size :]
         slopes = xp.empty_like(a)
@@ -831,9 +337,9 @@ class LSTMCell(Cell):
         rest = tanh_c
         for gate, slope in ((i, in_i), (f, in_f), (o, in_o)):
             slope *= xp.subtract(1, gate, out=rest)
-        return _Slopes(slopes, f, inner)
+        return Slopes(slopes, f, inner)
 
-    def _columns(self, xp: Any, slopes: _Slopes) -> tuple[Array, Array]:
+    def _columns(self, xp: Any, slopes: Slopes) -> tuple[Array, Array]:
         products, f, inner = slopes
         hidden = self.hidden_size
         columns = xp.empty((4, len(f), 2 * hidden), f.dtype)
@@ -843,10 +349,15 @@ class LSTMCell(Cell):
         columns[3, :, hidden:] = 0
         return columns, xp.concatenate([inner * f, f], axis=1)
 
-    def _product_grads(self, xp: Any, slopes: _Slopes, grad: Array) -> Array:
+    def _factor(self, slopes: Slopes) -> list[Array]:
+        (in_i, in_f, in_g, in_o), f, e = slopes
+        return [e * in_i, in_i, e * in_f, in_f, e * in_g, in_g, in_o, e * f, f]
+
+    def _product_grads(self, slopes: Slopes, grad: Array) -> Array:
         products, _, inner = slopes
-        hidden = self.hidden_size
-        grad_h, grad_c = grad[:, :hidden], grad[:, hidden:]
-        products[:3] *= inner * grad_h + grad_c
-        products[3] *= grad_h
-        return products
+        grad_h, grad_c = grad[:, : self.hidden_size], grad[:, self.hidden_size :]
+        in_c = inner * grad_h + grad_c
+        grads: Array = products.copy()
+        grads[:3] *= in_c
+        grads[3] *= grad_h
+        return grads

@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 __all__ = [
+    "add_fused_term",
     "add_term",
     "address_of",
     "array_at",
@@ -204,31 +205,41 @@ def plus(typingctx, a, b):
     return a(a, a), codegen
 
 
-@intrinsic
-def add_term(typingctx, total, m, indices, x, p):
-    """``total + m[p]·x[indices[p]]``, the product rounded before it is added."""
+def _add_term(total, m, x, flags):
+    """Signature and code of what adds a product to a sum, with these flags of LLVM's."""
 
     def codegen(context, builder, signature, args):
         def element(k, index):
             array = context.make_array(signature.args[k])(context, builder, args[k])
             return builder.gep(array.data, [index])
 
-        factor, j = builder.load(element(1, args[4])), builder.load(element(2, args[4]))
-        if indices.dtype.bitwidth < 64:
-            j = builder.zext(j, ir.IntType(64))
+        factor = builder.load(element(1, args[2]))
         if x.ndim == 1:
-            value = builder.load(element(3, j))
+            value = builder.load(element(3, args[4]))
         else:
             eight, i32 = context.get_value_type(total), ir.IntType(32)
-            place = element(3, builder.mul(j, j.type(8)))
+            place = element(3, builder.mul(args[4], args[4].type(8)))
             value = builder.load(builder.bitcast(place, eight.as_pointer()))
             value.align = x.dtype.bitwidth // 8
             first = builder.insert_element(ir.Constant(eight, ir.Undefined), factor, i32(0))
             lanes = ir.Constant(ir.VectorType(i32, 8), [0] * 8)
             factor = builder.shuffle_vector(first, first, lanes)
-        return builder.fadd(args[0], builder.fmul(factor, value))
+        product = builder.fmul(factor, value, flags=flags)
+        return builder.fadd(args[0], product, flags=flags)
 
-    return total(total, m, indices, x, types.uint64), codegen
+    return total(total, m, types.uint64, x, types.uint64), codegen
+
+
+@intrinsic
+def add_term(typingctx, total, m, p, x, j):
+    """``total + m[p]·x[j]``, the product rounded before it is added."""
+    return _add_term(total, m, x, ())
+
+
+@intrinsic
+def add_fused_term(typingctx, total, m, p, x, j):
+    """``total + m[p]·x[j]``, rounded once where the processor can."""
+    return _add_term(total, m, x, ("contract",))
 
 
 @intrinsic

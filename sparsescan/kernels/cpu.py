@@ -25,6 +25,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ._memory import (
+    add_fused_term,
     add_term,
     array_at,
     dot_two_rows,
@@ -414,21 +415,51 @@ def _csr_matvec(first, last, indptr, indices, m, x, y, rows, samples):
         stop = np.uint64(indptr[i + one])
         t0 = t1 = t2 = t3 = zero(x)
         while p + four <= stop:
-            t0 = add_term(t0, m, indices, x, p)
-            t1 = add_term(t1, m, indices, x, p + one)
-            t2 = add_term(t2, m, indices, x, p + two)
-            t3 = add_term(t3, m, indices, x, p + three)
+            t0 = add_term(t0, m, p, x, np.uint64(indices[p]))
+            t1 = add_term(t1, m, p + one, x, np.uint64(indices[p + one]))
+            t2 = add_term(t2, m, p + two, x, np.uint64(indices[p + two]))
+            t3 = add_term(t3, m, p + three, x, np.uint64(indices[p + three]))
             p += four
         total = plus(plus(t0, t1), plus(t2, t3))
         # Three more at most: a loop is slower, which the compiler unrolls as if they were many.
         if p < stop:
-            total = add_term(total, m, indices, x, p)
+            total = add_term(total, m, p, x, np.uint64(indices[p]))
             if p + one < stop:
-                total = add_term(total, m, indices, x, p + one)
+                total = add_term(total, m, p + one, x, np.uint64(indices[p + one]))
                 if p + two < stop:
-                    total = add_term(total, m, indices, x, p + two)
+                    total = add_term(total, m, p + two, x, np.uint64(indices[p + two]))
         store(y, i, total, np.uint64(rows), np.uint64(samples))
         p = stop
+
+
+@njit
+def _dense_matvec_of_eight(first, last, cols, m, x, y, rows, samples):
+    """Rows of ``y[l] = M x[:, l]`` for up to eight samples, `x` of eight; four rows at a time."""
+    one, four, size = np.uint64(1), np.uint64(4), np.uint64(cols)
+    i, stop = np.uint64(first), np.uint64(last)
+    height, count = np.uint64(rows), np.uint64(samples)
+    p0 = i * size
+    while i + four <= stop:
+        p1, p2, p3 = p0 + size, p0 + size + size, p0 + size + size + size
+        t0 = t1 = t2 = t3 = zero(x)
+        for j in range(size):
+            t0 = add_fused_term(t0, m, p0 + j, x, j)
+            t1 = add_fused_term(t1, m, p1 + j, x, j)
+            t2 = add_fused_term(t2, m, p2 + j, x, j)
+            t3 = add_fused_term(t3, m, p3 + j, x, j)
+        store(y, i, t0, height, count)
+        store(y, i + one, t1, height, count)
+        store(y, i + one + one, t2, height, count)
+        store(y, i + one + one + one, t3, height, count)
+        i += four
+        p0 = p3 + size
+    while i < stop:
+        t0 = zero(x)
+        for j in range(size):
+            t0 = add_fused_term(t0, m, p0 + j, x, j)
+        store(y, i, t0, height, count)
+        i += one
+        p0 += size
 
 
 @njit
@@ -533,11 +564,13 @@ def _apply_product(t, node, b, thread, first, last, x, y):
 def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread):
     """Rows `first` to `last` of gradient `out` from gradient `left`, through a Jacobian."""
     leaf = array_at(t.book[Book.LEAVES] + node[Node.VALUES] * 2 * _WORD, 2, t.book)
-    shared = leaf[1] == 0 and last_sample - first_sample > 2
-    if shared and node[Node.KIND] == Kind.CSR and not node[Node.SINGLE]:
+    # The bits of a dense one must not depend on how samples are cut up.
+    dense = node[Node.KIND] == Kind.DENSE
+    samples = t.book[Book.BATCH] if dense else last_sample - first_sample
+    shared = leaf[1] == 0 and samples > 2
+    if shared and node[Node.KIND] != Kind.DIAGONAL and not node[Node.SINGLE]:
         # The samples share the Jacobian: read it once for eight of them.
         rows, cols = node[Node.ROWS], node[Node.COLS]
-        indptr, indices = _indptr(t, node), _indices(t, node)
         m = array_at(leaf[0], node[Node.NNZ], t.values)
         lanes = t.book[Book.LANES]
         place = t.book[Book.INTERLEAVED] + thread * 8 * lanes * t.values.itemsize
@@ -547,7 +580,24 @@ def _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, 
             x = array_at(_gradient(t, left, b).ctypes.data, samples * cols, t.values)
             y = array_at(_gradient(t, out, b).ctypes.data, samples * rows, t.values)
             _interleave(x, cols, samples, interleaved)
-            _csr_matvec(first, last, indptr, indices, m, interleaved, y, rows, samples)
+            if dense:
+                _dense_matvec_of_eight(first, last, cols, m, interleaved, y, rows, samples)
+            else:
+                indptr, indices = _indptr(t, node), _indices(t, node)
+                _csr_matvec(first, last, indptr, indices, m, interleaved, y, rows, samples)
+    elif (
+        node[Node.KIND] == Kind.DIAGONAL
+        and last - first == node[Node.ROWS]
+        and leaf[1] == node[Node.ROWS] * t.values.itemsize
+    ):
+        # The samples lie end to end: one long diagonal.
+        rows = node[Node.ROWS]
+        size = (last_sample - first_sample) * rows
+        m = array_at(leaf[0] + first_sample * leaf[1], size, t.values)
+        x = array_at(_gradient(t, left, first_sample).ctypes.data, size, t.values)
+        y = array_at(_gradient(t, out, first_sample).ctypes.data, size, t.values)
+        for i in range(np.uint64(size)):
+            y[i] = m[i] * x[i]
     else:
         rows, cols, nnz = node[Node.ROWS], node[Node.COLS], node[Node.NNZ]
         m_at = leaf[0] + first_sample * leaf[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = ["fill_entries", "fill_gru", "fill_lstm", "fill_rnn"]
+__all__ = ["fill_entries", "fill_gru", "fill_lstm", "fill_rnn", "put_column"]
 
 # Unsigned indices: Numba would test signed ones for wrapping around.
 _UINT = np.uint64
@@ -81,3 +81,12 @@ def fill_entries(weights, slopes, columns, direct, place, out):  # type: ignore[
             out[n, p] = 0
         for p in place:
             out[n, p] += direct[n, columns[p]]
+
+
+@njit(nogil=True, cache=True)
+def put_column(array, out, start, step):  # type: ignore[no-untyped-def]
+    """``out[n, start + j·step] = array[n, j]``."""
+    first, stride = _UINT(start), _UINT(step)
+    for n in range(array.shape[0]):
+        for j in range(_UINT(array.shape[1])):
+            out[n, first + j * stride] = array[n, j]

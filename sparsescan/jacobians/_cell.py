@@ -1,0 +1,795 @@
+"""What recurrent cells share: from a state and an input to the next state.
+
+What a cell makes of its products ``a = W_ih x + b_ih + W_hh h + b_hh`` is elementwise, so
+
+    (∂s_t/∂s_{t-1})ᵀ = Σ_g W_gᵀ diag(d_g) + D,   d_g the slopes of s_t in the product of gate g,
+
+where ``D`` is what the state passes on directly: ``z`` in a GRU, ``f`` in an LSTM. The products of
+all steps are recomputed at once, from rows ``[x, 1, h]``, one for each of `n` steps and samples.
+Arrays over them are ``(products, n, hidden_size)``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from .._arrays import Constant, check_array, check_memory, namespace, output
+from ..containers import BatchedCSR, CSRChain, PeriodicChain
+from ..errors import InputError
+from ..kernels._threads import share
+from ..kernels.recurrent import fill_entries, put_column
+from ..pattern import Pattern, of_mask, rows_of
+from ..schedule import check_count
+from ._fixed import Fixed
+from ._operator import as_matrix
+from ._parameters import Parameter, Parametrised, check_mask, initial, masked
+
+__all__ = ["Cell", "Linearization", "Slopes"]
+
+# Rows of a part, which fits the cache with what is made of it; multiplications of a product that
+# OpenBLAS gives to one thread, and the rows of one that are worth a call.
+_ROWS = 8192
+_ONE_THREAD, _FEW_ROWS = 1 << 18, 64
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+Shape = tuple[int, ...]
+
+
+class Slopes(NamedTuple):
+    """Derivatives of the new state.
+
+    Attributes
+    ----------
+    products : ndarray, shape (products, n, hidden_size)
+        In the products. For an LSTM those of ``c_t`` in i, f and g, and of ``h_t`` in o.
+    carry : ndarray or None, shape (n, hidden_size)
+        In the old state directly: ``z`` or ``f``.
+    inner : ndarray or None, shape (n, hidden_size)
+        Of ``h_t`` in ``c_t``, for an LSTM.
+    """
+
+    products: Array
+    carry: Array = None
+    inner: Array = None
+
+
+class _Layout(NamedTuple):
+    """Where the entries of a pattern come from.
+
+    Attributes
+    ----------
+    columns : ndarray of int, shape (nnz,)
+        Column of every entry.
+    sources : ndarray of int, shape (weighted,)
+        For the entries of the first `hidden_size` rows, their place in the weight of a gate.
+    place : ndarray of int
+        The entries that have a part which the state passes on directly.
+    """
+
+    columns: Constant
+    sources: Constant
+    place: Constant
+
+
+class Cell(Parametrised, Fixed, ABC):
+    """A recurrent cell ``s_t = f(x_t, s_{t-1}; θ)`` and ``(∂s_t/∂s_{t-1})ᵀ``, sparse.
+
+    The methods take any number of axes before the last one, such as ``(T, batch)``: all steps and
+    samples at once, since :meth:`unroll` has left the states.
+
+    Parameters
+    ----------
+    input_size, hidden_size : int
+        Length of ``x_t`` and ``h_t``.
+    bias : bool, default True
+        Whether there are biases.
+    weight_ih_mask, weight_hh_mask : array_like of bool, of the shape of the weight, optional
+        True where a weight is kept. A pruned weight counts as 0 and has a gradient of 0; a pruned
+        hidden weight leaves the pattern.
+    dtype : {float32, float64}, default float32
+        Dtype of initial parameters.
+    rng : numpy.random.Generator or int, optional
+        What draws initial parameters, from the same distribution as PyTorch.
+
+    Attributes
+    ----------
+    state_size : int
+        Length of ``s_t``.
+    pattern : Pattern
+        Where ``(∂s_t/∂s_{t-1})ᵀ`` may have nonzeros, whatever the input and the parameters.
+
+    See Also
+    --------
+    RNNCell, GRUCell, LSTMCell
+    """
+
+    weight_ih = Parameter()
+    weight_hh = Parameter()
+    bias_ih = Parameter()
+    bias_hh = Parameter()
+    # For each gate, which product has its part of weight_ih, and which that of weight_hh. The
+    # latter are the last products, in the order of the gates.
+    _ih: ClassVar[tuple[int, ...]]
+    _hh: ClassVar[tuple[int, ...]]
+    _parts: ClassVar[int] = 1  # vectors of length hidden_size that make up the state
+    _carries: ClassVar[bool] = True  # whether the last of them is passed on directly
+    # Of the slopes as a factor: for each gate, and for what is passed on, a block of rows, and the
+    # parts of the state in which these have entries.
+    _blocks: ClassVar[tuple[tuple[int, ...], ...]]
+    _kernel: ClassVar[Callable[..., None]]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        weight_ih_mask: ArrayLike | None = None,
+        weight_hh_mask: ArrayLike | None = None,
+        dtype: DTypeLike = np.float32,
+        rng: np.random.Generator | int | None = None,
+    ) -> None:
+        self.input_size = check_count("input_size", input_size, 1)
+        self.hidden_size = check_count("hidden_size", hidden_size, 1)
+        self.bias = bool(bias)
+        self.state_size = self._parts * self.hidden_size
+        self._gates = len(self._ih)
+        rows = self._gates * self.hidden_size
+        shapes: dict[str, Shape | None] = {
+            "weight_ih": (rows, self.input_size),
+            "weight_hh": (rows, self.hidden_size),
+            "bias_ih": (rows,) if bias else None,
+            "bias_hh": (rows,) if bias else None,
+        }
+        self._set_parameters(shapes, initial(1 / math.sqrt(self.hidden_size), dtype, rng))
+        self._masks = {
+            "weight_ih": check_mask("weight_ih_mask", weight_ih_mask, self._shapes["weight_ih"]),
+            "weight_hh": check_mask("weight_hh_mask", weight_hh_mask, self._shapes["weight_hh"]),
+        }
+
+    # -- What each cell says --------------------------------------------------------------------
+
+    @abstractmethod
+    def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Where the Jacobian may have nonzeros, from the kept hidden weights of each gate."""
+
+    @abstractmethod
+    def _advance(self, xp: Any, a: Array, state: Array, out: Array) -> None:
+        """Write the new state from the products `a`, which may be overwritten."""
+
+    @abstractmethod
+    def _slopes(self, xp: Any, a: Array, state: Array) -> Slopes:
+        """The slopes from the products `a`, which may be overwritten."""
+
+    def _columns(self, xp: Any, slopes: Slopes) -> tuple[Array, Array]:
+        """Slopes ``(gates, n, state_size)`` of the whole state in ``v``, and the direct part."""
+        return slopes.products[-self._gates :], slopes.carry
+
+    @abstractmethod
+    def _factor(self, slopes: Slopes) -> list[Array]:
+        """The slopes of each block in each of its parts."""
+
+    def _product_grads(self, slopes: Slopes, grad: Array) -> Array:
+        """Gradients in the products from that in the new state."""
+        return slopes.products * grad
+
+    # -- What a caller uses ---------------------------------------------------------------------
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """Where the transposed Jacobian may have nonzeros."""
+        size, mask = self.state_size, self._masks["weight_hh"]
+        if mask is None and self._parts == 1:
+            return Pattern.dense((size, size))
+        check_memory(f"the pattern of a cell with {size} states", 17 * size * size)
+        shape = self._gates, self.hidden_size, self.hidden_size
+        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
+        return of_mask(self._kept(gates))
+
+    @property
+    def nnz(self) -> int:
+        """Entries of the pattern."""
+        return self.pattern.nnz
+
+    @cached_property
+    def factor_patterns(self) -> tuple[Pattern, Pattern]:
+        """Patterns of two factors whose product is the transposed Jacobian, the later one first.
+
+        ``(∂s_t/∂s_{t-1})ᵀ = W D``, the slopes ``D`` sparse, and the weights ``W`` the same in all
+        steps and samples: a linear scan over both reads far less than one over their products.
+        """
+        hidden, blocks = self.hidden_size, len(self._blocks)
+        check_memory(f"the factors of {self!r}", 17 * self._parts * blocks * hidden * hidden)
+        unit = np.arange(hidden)
+        slopes = np.zeros((blocks, hidden, self._parts, hidden), bool)
+        for block, parts in enumerate(self._blocks):
+            for part in parts:
+                slopes[block, unit, part, unit] = True
+        mask = self._masks["weight_hh"]
+        shape = self._gates, hidden, hidden
+        weights = np.zeros((self._parts, hidden, blocks, hidden), bool)
+        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
+        weights[0, :, : self._gates] = gates.transpose(2, 0, 1)
+        if self._carries:
+            weights[-1, unit, -1, unit] = True
+        return (
+            of_mask(slopes.reshape(blocks * hidden, -1)),
+            of_mask(weights.reshape(self._parts * hidden, -1)),
+        )
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def forward(self, x: Array, state: Array) -> Array:
+        """The next state.
+
+        Parameters
+        ----------
+        x : array_like of float32 or float64, shape (…, input_size)
+            The input ``x_t``, of NumPy or CuPy.
+        state : array_like, shape (…, state_size)
+            The state ``s_{t-1}``.
+
+        Returns
+        -------
+        ndarray, shape (…, state_size)
+            The state ``s_t``, of the dtype to which all arrays promote.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If a shape or a dtype is wrong.
+        DeviceError
+            If the arrays and the parameters are not in one place.
+        """
+        xp, lead, (x, state) = self._read(x=x, state=state)
+        out = xp.empty(state.shape, state.dtype)
+        self._advance(xp, self._products(xp, self._rows(xp, x, state)), state, out)
+        return out.reshape(*lead, self.state_size)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def unroll(self, x: Array, state: Array = None) -> Array:
+        """All states of a sequence, one step after the other.
+
+        Parameters
+        ----------
+        x : array_like, shape (T, …, input_size)
+            The inputs ``x_1, …, x_T``.
+        state : array_like, shape (…, state_size), optional
+            The state ``s_0``; by default zeros.
+
+        Returns
+        -------
+        ndarray, shape (T + 1, …, state_size)
+            The states ``s_0, …, s_T``.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`forward`.
+        MemoryLimitError
+            If the states would take more memory than there is.
+        """
+        x = check_array("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.input_size:
+            raise InputError(f"x has shape {x.shape}; expected (T, …, {self.input_size})")
+        steps, lead = x.shape[0], x.shape[1:-1]
+        if state is None:
+            state = namespace(x).zeros((*lead, self.state_size), x.dtype)
+        state = check_array("state", state)
+        if state.shape != (*lead, self.state_size):
+            raise InputError(
+                f"state has shape {state.shape}; expected {(*lead, self.state_size)}, as x has "
+                f"shape {x.shape}"
+            )
+        xp, dtype = self._place(x, state)
+        states = output(xp, None, (steps + 1, *lead, self.state_size), dtype, what="the states")
+        batch = math.prod(lead)
+        flat = states.reshape(steps + 1, batch, self.state_size)
+        flat[0] = state.reshape(batch, self.state_size)
+        x = x.reshape(steps * batch, self.input_size).astype(dtype, copy=False)
+        a = self._products(xp, self._rows(xp, x, None))
+        a = a.reshape(len(a), steps, batch, self.hidden_size)
+        weight = self._weight(xp, "weight_hh", dtype).transpose(0, 2, 1)
+        v = xp.empty((self._gates, batch, self.hidden_size), dtype)
+        for t in range(steps):
+            now = a[:, t]
+            recurrent = now[-self._gates :]
+            recurrent += xp.matmul(flat[t, :, : self.hidden_size], weight, out=v)
+            self._advance(xp, now, flat[t], flat[t + 1])
+        return states
+
+    def linearize(self, x: Array, state: Array) -> Linearization:
+        """The derivatives of all steps, for a backward pass that reads them more than once.
+
+        Parameters
+        ----------
+        x, state
+            As for :meth:`values`.
+
+        Returns
+        -------
+        Linearization
+            Its methods are those of the cell, without `x` and `state`. The parameters must stay as
+            they are while it is in use.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`forward`.
+
+        Notes
+        -----
+        The gates are recomputed, for all steps in one go: BPPSA (MLSys 2020), Appendix E.
+        """
+        xp, lead, (x, state) = self._read(x=x, state=state)
+        return Linearization(self, xp, lead, x, state)
+
+    def values(self, x: Array, state: Array, *, out: Array = None) -> Array:
+        """Values of ``(∂s_t/∂s_{t-1})ᵀ``, in the order of the pattern.
+
+        Parameters
+        ----------
+        x : array_like, shape (…, input_size)
+            The inputs ``x_t``.
+        state : array_like, shape (…, state_size)
+            The states BEFORE each step: ``states[:-1]`` of what :meth:`unroll` returned.
+        out : ndarray, optional
+            Where to write the values: contiguous, of the shape and dtype that is returned.
+
+        Returns
+        -------
+        ndarray, shape (…, nnz)
+            Values of all steps and samples, in the order of time. A scan goes from the last step
+            to the first: give it ``values[::-1]``, which is no copy.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If a shape or a dtype is wrong.
+        DeviceError
+            If the arrays and the parameters are not in one place.
+        MemoryLimitError
+            If the values would take more memory than there is.
+
+        See Also
+        --------
+        linearize : Computes the gates once for the values and for the gradients.
+        """
+        xp, lead, (x, state) = self._read(x=x, state=state)
+        apart = [x, state, *self.params.values()]
+        out = self._output(xp, lead, state.dtype, out, apart)
+        if out.size > 0:
+            Linearization(self, xp, lead, x, state)._fill(out)
+        return out
+
+    def jacobian(self, x: Array, state: Array) -> sp.csr_array | BatchedCSR | CSRChain:
+        """The transposed Jacobian ``(∂s_t/∂s_{t-1})ᵀ``.
+
+        Parameters
+        ----------
+        x, state
+            As for :meth:`values`, with at most two axes before the last: ``(batch,)`` or
+            ``(T, batch)``.
+
+        Returns
+        -------
+        csr_array, BatchedCSR or CSRChain
+            For none, one or two such axes. A chain runs from the LAST step to the first, for
+            :func:`sparsescan.exclusive_scan`.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`values`.
+        """
+        if np.ndim(state) > 3:
+            raise InputError(
+                f"state has {np.ndim(state)} axes; expected at most (T, batch, state_size)"
+            )
+        return self.linearize(x, state).jacobian()
+
+    def param_grads(self, x: Array, state: Array, grad_state: Array) -> dict[str, Array]:
+        """Gradients of the loss in the parameters, summed over all steps and samples.
+
+        ``∇θ = Σ_t (∂s_t/∂θ)ᵀ ∇s_t``: equation 2 of BPPSA (MLSys 2020).
+
+        Parameters
+        ----------
+        x, state
+            As for :meth:`values`.
+        grad_state : array_like, shape (…, state_size)
+            Gradients ``∇s_t`` in the states AFTER each step. A scan returns them from the last step
+            to the first: pass ``gradients[::-1]``.
+
+        Returns
+        -------
+        dict of str to ndarray
+            A gradient of the shape of each parameter.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`forward`.
+        """
+        xp, lead, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
+        return Linearization(self, xp, lead, x, state)._param_grads(grad)
+
+    def input_grads(self, x: Array, state: Array, grad_state: Array) -> Array:
+        """Gradients of the loss in the inputs: ``(∂s_t/∂x_t)ᵀ ∇s_t``.
+
+        Parameters
+        ----------
+        x, state, grad_state
+            As for :meth:`param_grads`.
+
+        Returns
+        -------
+        ndarray, shape (…, input_size)
+            The gradients ``∇x_t``, for example for the layer below.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError
+            As :meth:`forward`.
+        """
+        xp, lead, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
+        return Linearization(self, xp, lead, x, state)._input_grads(grad)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.input_size}, {self.hidden_size}, nnz={self.nnz})"
+
+    # -- Products and values --------------------------------------------------------------------
+
+    def _read(self, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
+        """The library, the leading axes, and the arrays in one dtype, ``(n, size)`` each."""
+        checked = {name: check_array(name, array) for name, array in arrays.items()}
+        x = checked["x"]
+        lead: Shape = x.shape[:-1]
+        for name, array in checked.items():
+            size = self.input_size if name == "x" else self.state_size
+            if array.ndim == 0 or array.shape != (*lead, size):
+                expected = f"{(*lead, size)}, as x has shape {x.shape}"
+                expected = f"(…, {size})" if name == "x" else expected
+                raise InputError(f"{name} has shape {array.shape}; expected {expected}")
+        xp, dtype = self._place(*checked.values())
+        count = math.prod(lead)
+        rows = [
+            array.reshape(count, array.shape[-1]).astype(dtype, copy=False)
+            for array in checked.values()
+        ]
+        return xp, lead, rows
+
+    def _output(
+        self, xp: Any, lead: Shape, dtype: np.dtype[Any], out: Array, apart: Sequence[Array]
+    ) -> Array:
+        """Room for values."""
+        shape = (*lead, self.nnz)
+        return output(xp, out, shape, dtype, what=f"the values of {self!r}", apart=apart)
+
+    def _place(self, *arrays: Array) -> tuple[Any, np.dtype[Any]]:
+        """The library and the dtype that arrays and parameters have in common."""
+        everything = *arrays, *self.params.values()
+        return namespace(*everything), np.result_type(*(array.dtype for array in everything))
+
+    def _weight(self, xp: Any, name: str, dtype: np.dtype[Any]) -> Array:
+        """A weight ``(gates, hidden_size, ·)``, 0 where it is pruned."""
+        weight = masked(xp, getattr(self, name), self._masks[name]).astype(dtype, copy=False)
+        return weight.reshape(self._gates, self.hidden_size, -1)
+
+    def _rows(self, xp: Any, x: Array, state: Array) -> Array:
+        """Rows ``[x, 1, h]``, or ``[x, 1]`` if the state is None."""
+        hidden = 0 if state is None else self.hidden_size
+        rows = xp.empty((len(x), self.input_size + 1 + hidden), x.dtype)
+        rows[:, : self.input_size] = x
+        rows[:, self.input_size] = 1
+        if state is not None:
+            rows[:, self.input_size + 1 :] = state[:, :hidden]
+        return rows
+
+    def _products(self, xp: Any, rows: Array) -> Array:
+        """The products of all rows; without the parts of ``weight_hh`` if those end at the 1."""
+        one, count = self.input_size, max(self._hh) + 1
+        A = xp.zeros((count, one + 1 + self.hidden_size, self.hidden_size), rows.dtype)
+        for name, places, part in (
+            ("ih", self._ih, slice(None, one)),
+            ("hh", self._hh, slice(one + 1, None)),
+        ):
+            for g, weight in enumerate(self._weight(xp, f"weight_{name}", rows.dtype)):
+                A[places[g], part] = weight.T
+                if self.bias:
+                    bias = getattr(self, f"bias_{name}").reshape(self._gates, -1)
+                    A[places[g], one] += bias[g]
+        a = xp.empty((count, len(rows), self.hidden_size), rows.dtype)
+        for k in range(count):
+            # What a product does not read must not reach it as inf·0 either.
+            start = 0 if k in self._ih else one
+            stop = rows.shape[1] if k in self._hh else one + 1
+            _product(xp, rows[:, start:stop], A[k, start:stop], out=a[k])
+        return a
+
+    @cached_property
+    def _layout(self) -> _Layout:
+        pattern, hidden = self.pattern, self.hidden_size
+        columns = pattern.indices
+        rows = rows_of(pattern)
+        sources = (columns % hidden * hidden + rows)[rows < hidden]
+        carried = (columns - rows) % hidden == 0
+        carried &= rows >= (self.state_size - hidden if self._carries else self.state_size)
+        return _Layout(Constant(columns), Constant(sources), Constant(np.flatnonzero(carried)))
+
+    @cached_property
+    def _kept_weights(self) -> Constant:
+        """Where the entries of the factor with the weights are in it, if it is dense."""
+        pattern = self.factor_patterns[1]
+        return Constant(rows_of(pattern) * pattern.shape[1] + pattern.indices)
+
+    def _fill(self, xp: Any, slopes: Array, direct: Array, out: Array) -> None:
+        """Write all values; `out` is ``(n, nnz)``, `slopes` is ``(gates, n, state_size)``."""
+        weight = self._weight(xp, "weight_hh", out.dtype)
+        if xp is np and self._masks["weight_hh"] is None:
+            rows = np.tile(weight.transpose(0, 2, 1), (1, 1, self._parts))
+            self._kernel(np.ascontiguousarray(rows), slopes, direct, out)
+            return
+        layout = self._layout
+        weights = xp.take(weight.reshape(self._gates, -1), layout.sources.on(xp), axis=1)
+        columns, place = layout.columns.on(xp), layout.place.on(xp)
+        if direct is None:
+            direct = xp.empty((0, 0), out.dtype)
+        fill = fill_entries if xp is np else _fill_arrays
+        fill(weights, slopes, columns, direct, place, out)
+
+
+class _Part(NamedTuple):
+    """Some rows `at` of all: ``[x, 1, h]``, and the slopes of their new states."""
+
+    at: slice
+    rows: Array
+    slopes: Slopes
+
+
+class Linearization:
+    """Derivatives of a cell at given inputs and states, made by :meth:`Cell.linearize`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> from sparsescan.jacobians import GRUCell
+    >>> cell = GRUCell(12, 20, rng=0)
+    >>> plan = sparsescan.plan([cell.pattern] * 50)  # once
+    >>> x = np.random.default_rng(0).standard_normal((50, 16, 12), np.float32)
+    >>> states = cell.unroll(x)
+    >>> steps = cell.linearize(x, states[:-1])
+    >>> grads = plan.exclusive_scan(states[-1], steps.values()[::-1])[::-1]
+    >>> steps.param_grads(grads)["weight_hh"].shape
+    (60, 20)
+    """
+
+    def __init__(self, cell: Cell, xp: Any, lead: Shape, x: Array, state: Array) -> None:
+        self._cell, self._xp, self._lead = cell, xp, lead
+        self._shape, self._dtype = x.shape, x.dtype
+
+        def linearized(at: slice) -> _Part:
+            rows = cell._rows(xp, x[at], state[at])
+            return _Part(at, rows, cell._slopes(xp, cell._products(xp, rows), state[at]))
+
+        # A device takes all rows at once; threads share parts, the same for any number of threads.
+        count = max(1, round(len(x) / _ROWS)) if xp is np else 1
+        ends = [len(x) * k // count for k in range(count + 1)]
+        self._parts = _shared(linearized, [slice(*ends[k : k + 2]) for k in range(count)])
+
+    def values(self, *, out: Array = None) -> Array:
+        """As :meth:`Cell.values`."""
+        apart = [part.rows for part in self._parts] + [*self._cell.params.values()]
+        out = self._cell._output(self._xp, self._lead, self._dtype, out, apart)
+        self._fill(out)
+        return out
+
+    def jacobian(self) -> sp.csr_array | BatchedCSR | CSRChain:
+        """As :meth:`Cell.jacobian`."""
+        values, pattern = self.values(), self._cell.pattern
+        if len(self._lead) == 2:
+            return CSRChain.from_pattern(values[::-1], pattern)
+        return as_matrix(values, pattern)
+
+    def factors(self) -> PeriodicChain:
+        """The factors of all Jacobians, of :attr:`Cell.factor_patterns`, for a linear scan.
+
+        Returns
+        -------
+        PeriodicChain
+            From the LAST step to the first. The first array of its gradients are those in the
+            states.
+
+        Raises
+        ------
+        InputError
+            If the input had no axis of steps, or more than one of samples.
+        MemoryLimitError
+            If the slopes would take more memory than there is.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> from sparsescan.jacobians import RNNCell
+        >>> cell = RNNCell(3, 20, rng=0)
+        >>> plan = sparsescan.plan([*cell.factor_patterns] * 100)
+        >>> x = np.random.default_rng(0).standard_normal((100, 16, 3), np.float32)
+        >>> states = cell.unroll(x)
+        >>> steps = cell.linearize(x, states[:-1])
+        >>> grads, _ = plan.exclusive_scan(states[-1], steps.factors())
+        >>> steps.param_grads(grads[::-1])["weight_hh"].shape
+        (20, 20)
+        """
+        cell, xp, lead = self._cell, self._xp, self._lead
+        if len(lead) not in (1, 2):
+            raise InputError(
+                f"the steps have the axes {lead}; expected (T,) or (T, batch) for a chain"
+            )
+        patterns = cell.factor_patterns
+        slopes = output(
+            xp, None, (*lead, patterns[0].nnz), self._dtype, what=f"the slopes of {cell!r}"
+        )
+        flat = slopes.reshape(self._shape[0], -1)
+        places, start = [], 0  # the entries of a row are neighbours
+        for parts in cell._blocks:
+            places += [(start + k, len(parts)) for k in range(len(parts))]
+            start += len(parts) * cell.hidden_size
+        put = put_column if xp is np else _put
+
+        def fill(part: _Part) -> None:
+            out = flat[part.at]
+            for array, place in zip(cell._factor(part.slopes), places, strict=True):
+                put(array, out, *place)
+
+        _shared(fill, self._parts)
+        return PeriodicChain([slopes[::-1], self._weights()], patterns)
+
+    def _weights(self) -> Array:
+        """The values of the factor that all steps share."""
+        cell, xp = self._cell, self._xp
+        hidden, width = cell.hidden_size, cell._gates * cell.hidden_size
+        dense = xp.zeros((cell._parts, hidden, len(cell._blocks) * hidden), self._dtype)
+        weight = cell._weight(xp, "weight_hh", self._dtype)
+        dense[0, :, :width] = weight.transpose(2, 0, 1).reshape(hidden, width)
+        if cell._carries:
+            dense[-1, :, width:] = xp.eye(hidden, dtype=self._dtype)
+        return xp.take(dense.reshape(-1), cell._kept_weights.on(xp))
+
+    def param_grads(self, grad_state: Array) -> dict[str, Array]:
+        """As :meth:`Cell.param_grads`."""
+        return self._param_grads(self._read(grad_state))
+
+    def input_grads(self, grad_state: Array) -> Array:
+        """As :meth:`Cell.input_grads`."""
+        return self._input_grads(self._read(grad_state))
+
+    def _fill(self, out: Array) -> None:
+        cell, xp = self._cell, self._xp
+        flat = out.reshape(self._shape[0], cell.nnz)
+
+        def fill(part: _Part) -> None:
+            cell._fill(xp, *cell._columns(xp, part.slopes), flat[part.at])
+
+        _shared(fill, self._parts)
+
+    def _param_grads(self, grad: Array) -> dict[str, Array]:
+        cell, xp = self._cell, self._xp
+
+        def products(part: _Part) -> Array:
+            return _sum_of_products(xp, cell._product_grads(part.slopes, grad[part.at]), part.rows)
+
+        # ∇A for a = A [x, 1, h].
+        whole = sum(_shared(products, self._parts))
+        one = cell.input_size
+        found = {
+            "weight_ih": whole[list(cell._ih), :, :one],
+            "weight_hh": whole[list(cell._hh), :, one + 1 :],
+            "bias_ih": whole[list(cell._ih), :, one],
+            "bias_hh": whole[list(cell._hh), :, one],
+        }
+        return {
+            name: masked(
+                xp, xp.ascontiguousarray(found[name]).reshape(shape), cell._masks.get(name)
+            )
+            for name, shape in cell._shapes.items()
+        }
+
+    def _input_grads(self, grad: Array) -> Array:
+        cell, xp = self._cell, self._xp
+        out = xp.zeros(self._shape, self._dtype)
+        weights = cell._weight(xp, "weight_ih", self._dtype)
+
+        def add(part: _Part) -> None:
+            grads = cell._product_grads(part.slopes, grad[part.at])
+            for product, weight in zip(cell._ih, weights, strict=True):
+                out[part.at] += _product(xp, grads[product], weight)
+
+        _shared(add, self._parts)
+        return out.reshape(*self._lead, cell.input_size)
+
+    def _read(self, grad_state: Array) -> Array:
+        """The gradients as rows of the same dtype."""
+        grad = check_array("grad_state", grad_state)
+        shape = (*self._lead, self._cell.state_size)
+        if grad.shape != shape:
+            raise InputError(f"grad_state has shape {grad.shape}; expected {shape}, as state")
+        namespace(grad, *(part.rows for part in self._parts))
+        return grad.reshape(-1, self._cell.state_size).astype(self._dtype, copy=False)
+
+
+def _put(array: Array, out: Array, start: int, step: int) -> None:
+    """As the kernel :func:`put_column`."""
+    out[:, start : start + array.shape[1] * step : step] = array
+
+
+def _shared(call: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
+    """What `call` gives for each of the parts, which threads share."""
+    found: list[Any] = [None] * len(parts)
+
+    def one(k: int) -> None:
+        # Each thread has an error state of its own.
+        with np.errstate(over="ignore", invalid="ignore"):
+            found[k] = call(parts[k])
+
+    share(one, len(parts))
+    return found
+
+
+def _rows_at_once(xp: Any, rows: int, multiplications: int) -> int:
+    """Of a product of many rows, those that OpenBLAS gives to one thread; 0 if it gets them all.
+
+    It wakes its threads for each larger product, and those spin while they wait for the next.
+    """
+    some = _ONE_THREAD // max(1, multiplications)
+    return some if xp is np and _FEW_ROWS <= some < rows else 0
+
+
+def _product(xp: Any, a: Array, b: Array, out: Array = None) -> Array:
+    """``a @ b`` for many rows `a` and a small `b`."""
+    some = _rows_at_once(xp, len(a), b.size)
+    if some == 0:
+        return xp.matmul(a, b, out=out)
+    if out is None:
+        out = np.empty((len(a), b.shape[1]), a.dtype)
+    whole = len(a) // some * some
+    many = out[:whole].reshape(-1, some, b.shape[1])
+    np.matmul(a[:whole].reshape(-1, some, a.shape[1]), b, out=many)
+    np.matmul(a[whole:], b, out=out[whole:])
+    return out
+
+
+def _sum_of_products(xp: Any, a: Array, b: Array) -> Array:
+    """``aᵀ b`` for each of the arrays `a` and many rows."""
+    some = _rows_at_once(xp, len(b), a.shape[2] * b.shape[1])
+    if some == 0:
+        return xp.matmul(a.transpose(0, 2, 1), b)
+    whole = len(b) // some * some
+    many = a[:, :whole].reshape(len(a), -1, some, a.shape[2]).swapaxes(2, 3)
+    found = np.matmul(many, b[:whole].reshape(-1, some, b.shape[1])).sum(axis=1)
+    found += np.matmul(a[:, whole:].transpose(0, 2, 1), b[whole:])
+    return found
+
+
+def _fill_arrays(
+    weights: Array, slopes: Array, columns: Array, direct: Array, place: Array, out: Array
+) -> None:
+    """As the kernel :func:`fill_entries`, by operations on whole arrays."""
+    weighted = weights.shape[1]
+    out[:, weighted:] = 0
+    first, columns_of_first = out[:, :weighted], columns[:weighted]
+    for g, weight in enumerate(weights):
+        term = slopes[g][:, columns_of_first]
+        term *= weight
+        if g == 0:
+            first[...] = term
+        else:
+            first += term
+    if len(place):
+        out[:, place] += direct[:, columns[place]]
