@@ -72,7 +72,11 @@ _SPEEDUPS: tuple[dict[tuple[str, str], dict[str, Any]], ...] = (
             "color": "#e69f00",
             "marker": "s",
         },
-        (CHAIN, SCAN): {"label": "no parameters either", "color": "#cc79a7", "marker": "^"},
+        (CHAIN, SCAN): {
+            "label": "no parameters, whole Jacobians given",
+            "color": "#cc79a7",
+            "marker": "^",
+        },
     },
     {(STEP, STEP_OURS): {"label": "whole iteration", "color": "#0072b2", "marker": "o"}},
 )
@@ -160,6 +164,8 @@ def _about(options: Options) -> dict[str, Any]:
         "frames × coefficients": shapes,
         "optimiser": f"Adam, learning rate {RATE:g}",
         "iterations of each training": _iterations(options),
+        "Jacobians": recurrent.jacobians_on(options.device),
+        "memory": "glibc keeps what is freed (mallopt), for all contenders",
         "threads of PyTorch": "2 or 1, whichever were faster; see the variants in the file",
     }
 

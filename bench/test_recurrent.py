@@ -176,6 +176,20 @@ def test_trainings_see_the_same_batches(kind: Any, monkeypatch: pytest.MonkeyPat
     assert max(found["largest_difference"].values()) < 1e-5
 
 
+def test_a_training_that_drifts_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recurrent.Recurrence.scan
+    monkeypatch.setattr(
+        recurrent.Recurrence, "scan", lambda self, *given: 1.5 * right(self, *given)
+    )
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal((9, 3, 2), np.float32))
+    labels = torch.from_numpy(rng.integers(4, size=3))
+    # Adam would not see how large a gradient is.
+    monkeypatch.setattr(torch.optim, "Adam", torch.optim.SGD)
+    with pytest.raises(AssertionError, match="losses differ by"):
+        recurrent.train(Model("RNN", 2, 4, 1e-2, "cpu"), [lambda: (x, labels)] * 10, (9, 3))
+
+
 # -- Pieces, tables and pictures ------------------------------------------------------------------
 
 
