@@ -186,13 +186,11 @@ class Cell(Parametrised, Fixed, ABC):
     @cached_property
     def pattern(self) -> Pattern:
         """Where the transposed Jacobian may have nonzeros."""
-        size, mask = self.state_size, self._masks["weight_hh"]
-        if mask is None and self._parts == 1:
+        size = self.state_size
+        if self._masks["weight_hh"] is None and self._parts == 1:
             return Pattern.dense((size, size))
         check_memory(f"the pattern of a cell with {size} states", 17 * size * size)
-        shape = self._gates, self.hidden_size, self.hidden_size
-        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
-        return of_mask(self._kept(gates))
+        return of_mask(self._kept(self._kept_by_gate()))
 
     @property
     def nnz(self) -> int:
@@ -201,7 +199,7 @@ class Cell(Parametrised, Fixed, ABC):
 
     @cached_property
     def factor_patterns(self) -> tuple[Pattern, Pattern]:
-        """Patterns of two factors whose product is the transposed Jacobian, the later one first.
+        """Patterns of two factors of the transposed Jacobian, as a chain applies them: `D`, `W`.
 
         ``(∂s_t/∂s_{t-1})ᵀ = W D``, the slopes ``D`` sparse, and the weights ``W`` the same in all
         steps and samples: a linear scan over both reads far less than one over their products.
@@ -213,11 +211,8 @@ class Cell(Parametrised, Fixed, ABC):
         for block, parts in enumerate(self._blocks):
             for part in parts:
                 slopes[block, unit, part, unit] = True
-        mask = self._masks["weight_hh"]
-        shape = self._gates, hidden, hidden
         weights = np.zeros((self._parts, hidden, blocks, hidden), bool)
-        gates = np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
-        weights[0, :, : self._gates] = gates.transpose(2, 0, 1)
+        weights[0, :, : self._gates] = self._kept_by_gate().transpose(2, 0, 1)
         if self._carries:
             weights[-1, unit, -1, unit] = True
         return (
@@ -446,6 +441,11 @@ class Cell(Parametrised, Fixed, ABC):
         return f"{type(self).__name__}({self.input_size}, {self.hidden_size}, nnz={self.nnz})"
 
     # -- Products and values --------------------------------------------------------------------
+
+    def _kept_by_gate(self) -> NDArray[np.bool_]:
+        """Which hidden weights are kept, ``(gates, hidden_size, hidden_size)``."""
+        mask, shape = self._masks["weight_hh"], (self._gates, self.hidden_size, self.hidden_size)
+        return np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
 
     def _read(self, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
         """The library, the leading axes, and the arrays in one dtype, ``(n, size)`` each."""
