@@ -116,7 +116,11 @@ _MakeStep = Callable[[Any, int], _Step]
 
 def _is_diagonal(jacobian: BatchedCSR) -> bool:
     rows, cols = jacobian.shape
-    return rows == cols and np.array_equal(jacobian.indices, np.arange(rows))
+    return (
+        rows == cols
+        and np.array_equal(jacobian.indices, np.arange(rows))
+        and np.array_equal(jacobian.indptr, np.arange(rows + 1))
+    )
 
 
 def _vectors(jacobian: sp.csr_array | BatchedCSR, batch: int) -> _Step:

@@ -1,8 +1,8 @@
 """Table 1 of the paper: making the Jacobians of VGG-11's first layers on 32×32 images.
 
 The peer is PyTorch's autograd, one column at a time. Its columns are kept without their zeros, as
-the Jacobian is wanted in CSR, and dense would take 17 GB; two more contenders keep nothing, and
-take many columns at once. A call makes :data:`COLUMNS` columns of one sample, and its time is
+the Jacobian is wanted in CSR, and dense would take 17 GB. Two more contenders keep nothing, one of
+which takes all columns at once. A call makes :data:`COLUMNS` columns of one sample, and its time is
 multiplied. The floor is measured as one more contender: the time it takes to write the array of
 values once.
 """
@@ -140,7 +140,7 @@ def _pieces(options: Options) -> list[Piece]:
 
 
 def _piece(contest: Contest, quick: bool) -> dict[str, Any]:
-    from .compare import _contest  # whose table has these contests as well
+    from .compare import _contest  # which imports this module, for the contests
 
     found = (
         _contest(contest, _QUICK_ROUNDS, False, 1) if quick else _contest(contest, _ROUNDS, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ from sparsescan import ScanPlan
 
 from . import lenet5
 from .experiment import Options, run
-from .lenet5 import AUTOGRAD, REVERSED, SCAN
+from .lenet5 import AUTOGRAD, NETWORKS, REVERSED, SCAN, Settings
 
 QUICK = Options(quick=True, device="cpu")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two epochs of three batches."""
+    """Two epochs of two batches."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr(lenet5, "_QUICK_EPOCHS", 2)
-    monkeypatch.setattr(lenet5, "_BATCH", 479)
+    digits = lenet5.load_digits()
+    few = lenet5.Images("digits", *(array[:8] for array in digits[1:]))
+    monkeypatch.setattr(lenet5, "load_digits", lambda: few)
+    monkeypatch.setattr(lenet5, "_QUICK", Settings(epochs=2, batch=4))
     monkeypatch.setattr("bench.machine.pin", lambda: None)
     yield
     torch.set_num_threads(threads)
@@ -35,55 +37,52 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_both_ways_learn_the_same_and_a_run_that_is_cut_off_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
+    scans: list[int] = []
+    scan = ScanPlan.exclusive_scan
 
-    with monkeypatch.context() as cut_off:
-        cut_off.setattr(lenet5, "_Scan", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(lenet5.EXPERIMENT, QUICK, tmp_path)
+    def cut_off(*arguments: Any) -> Any:
+        scans.append(1)
+        if len(scans) == 6:
+            raise KeyboardInterrupt
+        return scan(*arguments)
+
+    monkeypatch.setattr(ScanPlan, "exclusive_scan", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run(lenet5.EXPERIMENT, QUICK, tmp_path)
     (file,) = tmp_path.glob("lenet5-quick-*.json")
-    assert list(json.loads(file.read_text())["pieces"]) == [AUTOGRAD]
-    counts = {"train": 0, "exclusive_scan": 0}
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments)
-
-        return call
-
-    for where in (lenet5, ScanPlan):
-        for name in counts:
-            if hasattr(where, name):
-                monkeypatch.setattr(where, name, counted(name, getattr(where, name)))
+    first, second = NETWORKS
+    assert list(json.loads(file.read_text())["pieces"]) == [first]
     assert run(lenet5.EXPERIMENT, QUICK, tmp_path) == file
-    assert counts == {"train": 2, "exclusive_scan": 6}
+    assert len(scans) == 6 + 4  # the first network is not trained again
 
     results = json.loads(file.read_text())
-    pieces = results["pieces"]
-    for kind, per_epoch in (("train", 3), ("test", 1)):
-        for contender in (SCAN, REVERSED):
-            assert len(pieces[contender][kind]) == len(pieces[AUTOGRAD][kind]) == 2 * per_epoch
-            np.testing.assert_allclose(pieces[contender][kind], pieces[AUTOGRAD][kind], rtol=1e-5)
-            assert lenet5.differences(pieces, contender, kind).max() < 1e-5
-    assert pieces[SCAN]["train"][-1] < pieces[SCAN]["train"][0]
+    for network, eps in zip(NETWORKS, (2**-23, 2**-52), strict=True):
+        curves = results["pieces"][network]["curves"]
+        assert list(curves) == [AUTOGRAD, SCAN, REVERSED]
+        assert [len(curves[SCAN][kind]) for kind in ("train", "test", "accuracy")] == [4, 2, 2]
+        assert lenet5.difference(curves, SCAN) < 50 * eps
+        assert lenet5.difference(curves, REVERSED) < 50 * eps
+        assert curves[SCAN]["test"][1] < curves[SCAN]["test"][0]
     (drawing,) = lenet5.EXPERIMENT.drawings(results)
     drawing.figure.savefig(tmp_path / "picture.png")
-    apart = lenet5.differences(pieces, SCAN, "train").max()
-    assert f"{SCAN} and autograd: {apart:.1e} apart" in drawing.caption
+    assert drawing.caption.count("recognised") == 2
+    only = results | {"pieces": {second: results["pieces"][second]}}
+    assert len(lenet5.EXPERIMENT.drawings(only)) == 1
+    assert lenet5.EXPERIMENT.drawings(results | {"pieces": {}}) == []
     assert lenet5.EXPERIMENT.rows(results) == []
 
 
-def test_whatever_trainings_there_are_can_be_drawn(tmp_path: Path) -> None:
-    losses = {"train": [2.0, 1.0, 0.5, 0.25], "test": [1.5, 0.5]}
-    about = {"images": "digits"}
-    assert lenet5.EXPERIMENT.drawings({"pieces": {}, "about": about}) == []
-    for names in ([SCAN], [AUTOGRAD], [AUTOGRAD, SCAN], [REVERSED, SCAN, AUTOGRAD]):
-        pieces = dict.fromkeys(names, losses)
-        (drawing,) = lenet5.EXPERIMENT.drawings({"pieces": pieces, "about": about})
-        drawing.figure.savefig(tmp_path / "picture.png")
-        assert ("0.0e+00 apart" in drawing.caption) == (len(names) > 1)
+def test_gradients_that_are_wrong_by_more_than_rounding_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = ScanPlan.exclusive_scan
+
+    def wrong(*arguments: Any) -> Any:
+        return [grad * np.float32(1.001) for grad in scan(*arguments)]
+
+    monkeypatch.setattr(ScanPlan, "exclusive_scan", wrong)
+    with pytest.raises(AssertionError, match="sparsescan is wrong: its losses are up to"):
+        run(lenet5.EXPERIMENT, QUICK, tmp_path)
 
 
 def test_cifar10_is_read_from_a_folder(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_cifar10_is_read_from_a_folder(tmp_path: Path) -> None:
     np.testing.assert_allclose(images.test.reshape(4, -1) * 255, pixels[-1], rtol=1e-6)
     about = lenet5.EXPERIMENT.about(Options(quick=False, device="cpu", data=tmp_path))
     assert about["images"] == "cifar10"
-    assert about["learning rate"] == 0.001
+    assert about["batch"] == 256
 
 
 def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:

@@ -300,6 +300,19 @@ def test_an_interleaved_matrix_is_all_samples(batch: int, seed: int) -> None:
         np.testing.assert_allclose(found[:, b], jacobian[b] @ x[:, b], atol=1e-14)
 
 
+def test_products_are_sorted_and_in_their_patterns() -> None:
+    nodes = Nodes(chain(0, 1), Schedule.blelloch(vgg11.STEPS))
+    products = [step for step in nodes.steps if not step.vector]
+    assert len(products) == 14
+    for step in products:
+        interval = step.start, step.stop
+        matrix, pattern = nodes.matrix(interval), nodes.patterns[interval]
+        assert matrix.has_canonical_format
+        values = nodes.values(interval)
+        made = sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+        assert abs(made - matrix).sum() == 0
+
+
 def timed(device: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every step of all schedules, and the backward pass."""
     nodes = Nodes(

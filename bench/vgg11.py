@@ -31,7 +31,7 @@ from .experiment import Experiment, Options, Piece
 from .lenet5 import Images, load_images
 from .peers import THREADS
 from .vgg11_drawings import drawings, rows
-from .vgg11_flop import Analysis, baseline, layer_names
+from .vgg11_flop import Analysis, Step, baseline, layer_names
 from .vgg11_timing import (
     CUSPARSE,
     MKL,
@@ -40,6 +40,7 @@ from .vgg11_timing import (
     Chain,
     Cpu,
     Nodes,
+    Work,
     backward,
     call_seconds,
     product_step,
@@ -225,44 +226,45 @@ def _flop(options: Options) -> dict[str, Any]:
 def _steps(options: Options, group: str) -> dict[str, Any]:
     """Time the steps of a group, as far as they are not too large."""
     nodes = _nodes(options)
-    steps = {
-        step.label: step
-        for step in nodes.steps
-        if group == (step.level if not step.vector else _by_what(step.mid, step.stop))
-    }
+    steps = {step.label: step for step in nodes.steps if _group(step) == group}
     reasons = {label: nodes.too_large(step) for label, step in steps.items()}
     works = {
         label: (vector_step if step.vector else product_step)(nodes, step)
         for label, step in steps.items()
         if reasons[label] is None
     }
-    device = _device(options)
-    found = race(works, device, _QUICK_ROUNDS if options.quick else _ROUNDS)
-    found["missing"] |= _elsewhere(device)
-    return found | {
+    return _race(options, works) | {
         "not timed": {label: why for label, why in reasons.items() if why},
-        "call_seconds": call_seconds(device),
+        "call_seconds": call_seconds(_device(options)),
     }
 
 
-def _by_what(mid: int, stop: int) -> str:
-    return "layers" if stop == mid + 1 else "by products"
+def _group(step: Step) -> str:
+    """Which steps are timed together."""
+    if not step.vector:
+        return step.level
+    return "layers" if step.stop == step.mid + 1 else "by products"
 
 
 def _backward(options: Options, batch: int) -> dict[str, Any]:
-    device = _device(options)
-    rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
+    # The products of its schedule would take ten gigabytes for 16 images.
     paper = Schedule.truncated(STEPS, UP_LEVELS) if batch == 1 else None
-    found = race({"backward": backward(_chain(options, batch), paper)}, device, rounds)
-    found["missing"] |= _elsewhere(device)
+    return _race(options, {"backward": backward(_chain(options, batch), paper)})
+
+
+def _race(options: Options, works: dict[str, Work]) -> dict[str, Any]:
+    """Time some works, and name the peers that do not compute on this device."""
+    device = _device(options)
+    found = race(works, device, _rounds(options))
+    if isinstance(device, Cpu):
+        found["missing"] |= dict.fromkeys((CUSPARSE, REUSE), _ON_GPU)
+    else:
+        found["missing"] |= dict.fromkeys((SCIPY, MKL), _ON_CPU)
     return found
 
 
-def _elsewhere(device: Any) -> dict[str, str]:
-    """Peers that do not compute on this device."""
-    if isinstance(device, Cpu):
-        return {CUSPARSE: _ON_GPU, REUSE: _ON_GPU}
-    return {SCIPY: _ON_CPU, MKL: _ON_CPU}
+def _rounds(options: Options) -> int:
+    return _QUICK_ROUNDS if options.quick else _ROUNDS
 
 
 @cache
@@ -303,7 +305,7 @@ def _about(options: Options) -> dict[str, Any]:
         "pruned": f"{PRUNED:.0%} of the weights of every convolution, by magnitude",
         "epochs": [settings.epochs, settings.retrained],
         "optimiser": f"Adam, learning rate {settings.rate}, batches of {settings.batch}",
-        "rounds": _QUICK_ROUNDS if options.quick else _ROUNDS,
+        "rounds": _rounds(options),
         "dtype": "float32, without TF32",
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 from .experiment import Drawing, Results, Row
 from .vgg11_timing import (
@@ -43,15 +43,16 @@ _STYLES: dict[str, dict[str, Any]] = {
     TORCH_PARAMETERS: {"color": "#009e73", "marker": "D"},
 }
 _FLOOR: dict[str, Any] = {"color": "black", "ls": ":", "lw": 1.5}
+_CALL: dict[str, Any] = {"color": "#d55e00", "ls": (0, (6, 4)), "lw": 0.8}
 _PUBLISHED: dict[str, Any] = {"color": "grey", "ls": "--", "lw": 1.2}
 
 
 def drawings(results: Results) -> list[Drawing]:
     """All that the pieces there are allow to draw."""
-    pieces, images = results["pieces"], results["about"]["images"]
+    pieces, about = results["pieces"], results["about"]
     found = []
     if "training" in pieces:
-        found.append(_training(pieces["training"], images))
+        found.append(_training(pieces["training"], f"{_name(about)} trained on {about['images']}"))
     if "flop" in pieces:
         found.append(_flop(pieces["flop"]))
     groups = {key: piece for key, piece in pieces.items() if key.startswith("steps: ")}
@@ -66,7 +67,7 @@ def drawings(results: Results) -> list[Drawing]:
 # -- Training -------------------------------------------------------------------------------------
 
 
-def _training(piece: Results, images: str) -> Drawing:
+def _training(piece: Results, what: str) -> Drawing:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
     trained, retrained = (piece[part]["test accuracy"] for part in PAPER)
@@ -79,12 +80,13 @@ def _training(piece: Results, images: str) -> Drawing:
     axes.hlines(PAPER["retrained"], middle, end, **_PUBLISHED)
     axes.axvline(middle, color="black", lw=0.8)
     axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1.02), xlim=(start, end))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     _plain(axes)
     axes.legend(frameon=False, loc="lower right")
     kept = sum(piece["kept weights"]) / sum(piece["weights"])
     caption = (
-        f"VGG-11 trained on {images}: {trained[-1]:.1%} of the test images right with all weights, "
+        f"{what}: {trained[-1]:.1%} of the test images right with all weights, "
         f"{retrained[-1]:.1%} with the {kept:.1%} that pruning kept of the convolutions'. The "
         "dashed lines are the paper's, on CIFAR-10 and after 100 epochs each: "
         f"{PAPER['trained']:.1%} and {PAPER['retrained']:.1%}."
@@ -162,9 +164,9 @@ def _flop(piece: Results) -> Drawing:
         "analysis: the paper's Figure 10, whose schedule is the first (an up-sweep of two levels, "
         "a linear scan, a down-sweep: section 5.3). The full Blelloch scan and the planner's "
         "choice on this machine are beside it. FLOP are twice the multiply-adds; the green circles "
-        "are back-propagation's gradient operators, which take pruned weights for zeros: at most "
-        f"{_count(most)}. Filled markers with black edges are on the critical path. "
-        f"{_largest(piece)}"
+        "are back-propagation's gradient operators, which multiply by pruned weights as by any "
+        f"others: {_count(most)} at most. Filled markers with black edges are on the critical "
+        f"path. {_largest(piece)}"
     )
     return Drawing("FLOP of every step", caption, figure)
 
@@ -206,6 +208,7 @@ def _steps(groups: dict[str, Results]) -> Drawing:
         for title, keys in kinds.items()
     }
     panels = {title: works for title, works in panels.items() if works}
+    call = float(np.median([group["call_seconds"] for group in groups.values()]))
     figure = Figure(figsize=(12, 1 + 3.7 * len(panels)), layout="constrained")
     for axes, (title, works) in zip(
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
@@ -215,15 +218,8 @@ def _steps(groups: dict[str, Results]) -> Drawing:
         axes.set_xticks(range(len(labels)), labels, rotation=35, ha="right", rotation_mode="anchor")
         axes.set_xlim(-0.6, len(labels) - 0.4)
         axes.set_title(title, fontsize="medium", loc="left")
-        calls = [group["call_seconds"] for group in groups.values() if "call_seconds" in group]
-        if calls:
-            axes.axhline(
-                float(np.median(calls)), color=_STYLES[OURS]["color"], lw=0.8, ls=(0, (6, 4))
-            )
-    _legend(
-        figure,
-        {"ours: a call that computes nothing": {"color": "#d55e00", "lw": 0.8, "ls": (0, (6, 4))}},
-    )
+        axes.axhline(call, **_CALL)
+    _legend(figure)
     left_out = {
         label: why for group in groups.values() for label, why in group["not timed"].items()
     }
@@ -231,10 +227,12 @@ def _steps(groups: dict[str, Results]) -> Drawing:
         "Measured time of the steps, one image, float32: ours by patterns that are known, the "
         "libraries with the structure of every product to find (all but the numeric stage of "
         "cuSPARSE), PyTorch's autograd of the dense layer. A bar is the middle half of the "
-        "samples. The dotted ticks are the floor. Our steps are calls of a plan each, and the thin "
-        "line is what a call costs that computes nothing; a scan pays that once. SciPy's and MKL's "
-        "products leave out what is zero by chance, such as the entries of a max-pool that were "
-        "not the largest; ours have the pattern that every image shares."
+        "samples. The dotted ticks are the floor: the bytes that must be moved over the bandwidth, "
+        "or the FLOP over their rate. Our steps are calls of a plan each, and the thin line is "
+        "what a call costs that computes nothing; a scan pays that once. The libraries get "
+        "products that SciPy made, which leaves out what is zero by chance, such as what a "
+        "max-pool did not let through; ours have the pattern that all images share, and so has "
+        "the floor."
     )
     if left_out:
         said = ", ".join(f"{label} ({why})" for label, why in left_out.items())
@@ -262,13 +260,12 @@ def _times(axes: Axes, works: Sequence[Results]) -> None:
     _plain(axes)
 
 
-def _legend(figure: Figure, more: dict[str, dict[str, Any]]) -> None:
-    """Every contender once, and the floor."""
+def _legend(figure: Figure) -> None:
+    """Every contender once, the floor, and what a call costs."""
     lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
     entries = {name: lines[name] for name in _STYLES if name in lines}
-    axes = figure.axes[0]
-    for label, style in ({"the floor": _FLOOR} | more).items():
-        entries[label] = axes.plot([], [], **style)[0]
+    for label, style in (("the floor", _FLOOR), ("ours: a call that computes nothing", _CALL)):
+        entries[label] = figure.axes[0].plot([], [], **style)[0]
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper center", ncols=4, frameon=False
     )
@@ -301,11 +298,17 @@ def _backward(pieces: dict[str, Results]) -> Drawing:
         "The whole backward pass of the convolutional part: the gradients of all activations but "
         "the images, where it is said with the values of the Jacobians or with the gradients of "
         "the parameters. Our plan is the planner's choice, and once the paper's. SciPy and "
-        "cuSPARSE are loops over the same sparse Jacobians, PyTorch is its autograd, for which "
-        "pruned weights are zeros like other numbers. Ticks are single samples; the dotted line is "
-        "what must be moved for the gradients alone, over the bandwidth."
+        "cuSPARSE are loops over the same sparse Jacobians; PyTorch's autograd multiplies by "
+        "pruned weights as by any others. Ticks are single samples; the dotted line is the floor "
+        "of the gradients alone."
     )
     return Drawing("The whole backward pass", caption, figure)
+
+
+def _name(about: Results) -> str:
+    """Which network it is."""
+    narrow = 64 // about["channels of the convolutions"][0]
+    return "VGG-11" + f" ({narrow} times narrower)" * (narrow > 1)
 
 
 def _plain(axes: Axes) -> None:
@@ -323,8 +326,7 @@ def _count(number: float) -> str:
 def rows(results: Results) -> list[Row]:
     """The backward pass, and the largest products that were timed."""
     found = []
-    narrow = 64 // results["about"]["channels of the convolutions"][0]
-    net = "pruned VGG-11" + f", {narrow} times narrower" * (narrow > 1)
+    net = f"pruned {_name(results['about'])}"
     for key, piece in results["pieces"].items():
         batch = key.removeprefix("backward, ")
         works = piece.get("works", {})

@@ -35,7 +35,7 @@ class Step:
     critical : bool
         Whether it is in that run of its level that has the most FLOP.
     estimated : bool
-        Whether `flop` is of a product that counts as full, so that the exact count is lower.
+        Whether `flop` is of a product that counts as full, so that the exact count may be lower.
     """
 
     level: str

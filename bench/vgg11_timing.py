@@ -180,10 +180,11 @@ class Nodes:
         }
 
     def matrix(self, interval: Interval) -> sp.csr_array:
-        """As SciPy multiplies it up: entries that happen to be zero are dropped."""
+        """As SciPy multiplies it up: entries that happen to be zero are dropped; sorted."""
         if interval not in self._made:
             left, right = self._products[interval].operands
             self._made[interval] = self.matrix(right) @ self.matrix(left)
+            self._made[interval].sort_indices()
         return self._made[interval]
 
     def values(self, interval: Interval) -> Array:
@@ -205,7 +206,7 @@ class Nodes:
 
 
 def in_pattern(matrix: sp.csr_array, pattern: Pattern) -> Array:
-    """The values of a matrix in the order of a pattern that has all of its entries."""
+    """The values of a sorted matrix in the order of a pattern that has all of its entries."""
     if matrix.nnz == pattern.nnz:
         return matrix.data
     values = np.empty(pattern.nnz, matrix.dtype)

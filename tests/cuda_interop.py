@@ -205,8 +205,8 @@ def test_a_chain_on_a_device_is_read_as_on_the_host(cupy: Any, form: str, number
     assert length(there) == n
     assert chain.device == number
     assert expected.device is None
-    assert chain.stacked == expected.stacked == is_stack(there)
-    assert (chain.stack is not None) == chain.stacked
+    assert chain.period == expected.period == is_stack(there)
+    assert (chain.stack is not None) == (chain.period == 1)
     assert chain.stack is None or chain.stack[0] != 0  # by which kernels know what is stacked
     assert chain.batch == expected.batch
     assert chain.dtype == expected.dtype
@@ -215,7 +215,7 @@ def test_a_chain_on_a_device_is_read_as_on_the_host(cupy: Any, form: str, number
     assert_equal(values, all_values(cupy, expected, patterns))
     expected.stack = None  # the table says the same
     assert_equal(values, all_values(cupy, expected, patterns))
-    if not chain.stacked:
+    if chain.period == 0:
         assert [pattern_of(k, jacobian) for k, jacobian in enumerate(there)] == list(patterns)
 
 
@@ -280,7 +280,7 @@ def test_arrays_of_other_libraries_are_not_copied(cupy: Any, number: int) -> Non
     patterns = chain.read(Foreign(values))
     assert chain.stack == (values.data.ptr, step, step // 6)
     assert chain.device == number
-    assert chain.stacked
+    assert chain.period == 1
     assert chain.dtype == F32
     chain.read([Foreign(matrix) for matrix in values], patterns)
     assert chain.leaves[:, 0].tolist() == [values.data.ptr + k * step for k in range(5)]
