@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     calibration.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
     )
+    calibration.add_argument(
+        "--mpi", action="store_true", help="the network between the ranks of mpiexec instead"
+    )
     calibration.set_defaults(command=_calibrate)
 
     show = commands.add_parser("plan", help="print the plan for a chain, or draw it")
@@ -187,6 +190,9 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    if arguments.mpi:
+        _calibrate_network()
+        return
     if arguments.device == "cuda":
         from .calibrate_device import calibrate_device
         from .device_costs import save_gpu
@@ -204,6 +210,20 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     _print_families(machine.families)
     print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
     print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_machine(machine)}")
+
+
+def _calibrate_network() -> None:
+    from mpi4py import MPI
+
+    from .parallel import Communicator, measure, save_network
+
+    communicator = Communicator.of(MPI.COMM_WORLD)
+    if communicator.size == 1:
+        raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
+    network = measure(communicator)
+    if communicator.rank == 0:
+        print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
+        print(f"kept in {save_network(network)}")
 
 
 def _print_families(families: dict[str, list[list[float]]]) -> None:

@@ -31,3 +31,7 @@ class DeviceError(SparseScanError, RuntimeError):
 
 class MemoryLimitError(SparseScanError, MemoryError):
     """A plan needs more memory than it was allowed."""
+
+
+class RankError(SparseScanError, RuntimeError):
+    """One of the ranks of :mod:`sparsescan.parallel` met an exception that is none of these."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
+collect_ignore_glob = ["mpi_*.py"]  # scripts for mpiexec
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

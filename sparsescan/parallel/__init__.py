@@ -1,0 +1,49 @@
+"""Scans over many machines, by MPI: the same calls, with a communicator first.
+
+Every rank holds its part of the chain, and gets the gradients of its part. With this in
+``many.py``::
+
+    import numpy as np
+    from mpi4py import MPI
+    from sparsescan import parallel
+
+    comm = MPI.COMM_WORLD
+    rng = np.random.default_rng(comm.rank)
+    mine = rng.standard_normal((250, 20, 20)) / 5  # its part of 1,000 steps
+    grad = np.ones(20) if comm.rank == 0 else None  # at the end of the chain
+    grads = parallel.exclusive_scan(comm, grad, mine)  # (250, 20), those of this rank
+
+    plan = parallel.plan(comm, mine)  # once: who combines what, and what it will take
+    grads = plan.exclusive_scan(grad, mine)  # every iteration
+    if comm.rank == 0:
+        print(plan)
+
+``mpiexec -n 4 python -m mpi4py many.py`` runs it on four ranks. ``-m mpi4py`` ends all of them if
+one ends with an exception of its own.
+"""
+
+from ..errors import RankError
+from .api import exclusive_scan, inclusive_scan, plan
+from .communicator import Communicator, Traffic
+from .forecast import Forecast, best_grid, predict
+from .grid import Grid
+from .network import Network, load_network, measure, save_network
+from .plan import ParallelPlan
+
+__all__ = [
+    "Communicator",
+    "Forecast",
+    "Grid",
+    "Network",
+    "ParallelPlan",
+    "RankError",
+    "Traffic",
+    "best_grid",
+    "exclusive_scan",
+    "inclusive_scan",
+    "load_network",
+    "measure",
+    "plan",
+    "predict",
+    "save_network",
+]

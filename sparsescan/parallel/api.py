@@ -1,0 +1,180 @@
+"""The calls: read this rank's part, plan together, run together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..api import _patterns
+from ..chain import Chain, length
+from ..pattern import Pattern
+from ..plan import Gradients
+from .communicator import Communicator, Fault
+from .plan import ParallelPlan, check_form
+from .planning import Options, make_plan
+
+__all__ = ["exclusive_scan", "inclusive_scan", "plan"]
+
+
+def plan(
+    comm: Any,
+    jacobians: Any,
+    *,
+    batch: int | None = None,
+    dtype: DTypeLike | None = None,
+    grid: tuple[int, int] | None = None,
+    schedule: str = "auto",
+) -> ParallelPlan:
+    """The part of a scan over many ranks that depends on patterns only, to be run many times.
+
+    All ranks call this together, each with its own part of the chain.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    jacobians : sequence, CSRChain or ndarray
+        This rank's part of the chain, from the LAST layer to the first: its Jacobians, of which
+        only the patterns are used, or bare patterns; as for :func:`sparsescan.plan`. The parts
+        follow each other in the order of the ranks; a part may be empty.
+    batch : int, optional
+        Samples of each rank, to insist on.
+    dtype : {float32, float64}, optional
+        To insist on.
+    grid : Grid or tuple of int, optional
+        ``(chain, batch)``, see :class:`Grid`; by default all ranks are on the chain.
+    schedule : {"auto", "vectors", "products"}, default "auto"
+        How to combine the parts: by the gradient, which every rank hands on to the next when it is
+        done; or by the product of each part, in an exclusive scan of MPI, so that all ranks work at
+        once. ``"auto"`` is what is predicted to take less.
+
+    Returns
+    -------
+    ParallelPlan
+        Print it to see what it does.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError, RankError
+        On all ranks, if anything is wrong on any: as for :func:`sparsescan.plan`, or if parts do
+        not chain, ranks of different groups have other patterns, or options differ.
+
+    See Also
+    --------
+    best_grid : Which grid is best for a chain.
+    """
+    world = Communicator.of(comm)
+    wanted = Options(grid, schedule, batch, dtype)
+    fault = Fault()
+    patterns: Sequence[Pattern] = ()
+    with fault:
+        check_form(jacobians)
+        patterns, _ = _patterns(jacobians)
+    return make_plan(world, fault, patterns, wanted, 1, 8)
+
+
+def exclusive_scan(
+    comm: Any,
+    grad: ArrayLike | None,
+    jacobians: Any,
+    *,
+    local_grads: Any = None,
+    grid: tuple[int, int] | None = None,
+    schedule: str = "auto",
+) -> Gradients:
+    """Gradients of a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
+
+    All ranks call this together, each with its own part of the chain.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    grad : array_like, shape (d_n,) or (batch, d_n), or None
+        Gradient at the end of the chain, on the ranks that hold the first part; None on others.
+    jacobians : sequence, CSRChain or ndarray
+        This rank's part of the transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the
+        first. The parts follow each other in the order of the ranks; a part may be empty.
+    local_grads : sequence or ndarray, optional
+        For each gradient that this rank gets, None or an array that is added to it.
+    grid, schedule
+        As for :func:`plan`.
+
+    Returns
+    -------
+    list of ndarray, or ndarray
+        The gradients that enter the Jacobians of this rank, as many as it holds. All ranks together
+        have ``[∇x_n, …, ∇x_1]``.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError, RankError, MemoryError
+        On all ranks, if anything is wrong on any of them.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), section 3.6: a rank holds ``n/p`` Jacobians, and
+    the product of them at most.
+
+    The same input gives the same bits on the same grid. Where a value is not finite, the result is
+    that of the linear scan.
+    """
+    return _scan_once(comm, grad, jacobians, local_grads, grid, schedule, inclusive=False)
+
+
+def inclusive_scan(
+    comm: Any,
+    grad: ArrayLike | None,
+    jacobians: Any,
+    *,
+    local_grads: Any = None,
+    grid: tuple[int, int] | None = None,
+    schedule: str = "auto",
+) -> Gradients:
+    """The same down to the input of the first layer: one gradient more, on the last rank.
+
+    Parameters
+    ----------
+    comm, grad, jacobians, local_grads, grid, schedule
+        As for :func:`exclusive_scan`; the ranks that hold the last part get one gradient more, and
+        have one more entry of `local_grads`.
+
+    Returns
+    -------
+    list of ndarray, or ndarray
+        As :func:`exclusive_scan`; the last rank of each group has ``∇x_0`` at the end.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError, RankError, MemoryError
+        On all ranks, if anything is wrong on any of them.
+    """
+    return _scan_once(comm, grad, jacobians, local_grads, grid, schedule, inclusive=True)
+
+
+def _scan_once(
+    comm: Any,
+    grad: ArrayLike | None,
+    jacobians: Any,
+    local_grads: Any,
+    grid: tuple[int, int] | None,
+    schedule: str,
+    *,
+    inclusive: bool,
+) -> Gradients:
+    world = Communicator.of(comm)
+    fault = Fault()
+    chain, patterns, samples = Chain(0), (), 1
+    found: Sequence[Pattern] = patterns
+    with fault:
+        chain = Chain(length(jacobians))
+        check_form(jacobians)
+        found = chain.read(jacobians)
+        shape: tuple[int, ...] = getattr(grad, "shape", ())
+        samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
+    made = make_plan(
+        world, fault, found, Options(grid, schedule), max(samples, 1), chain.dtype.itemsize
+    )
+    return made._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)

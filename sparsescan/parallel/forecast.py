@@ -1,0 +1,401 @@
+"""Forecast: what a scan over many ranks takes, and which way to combine takes least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..containers import check_dtype
+from ..costs import Model
+from ..describe import _aligned, _bytes, _time
+from ..errors import InputError
+from ..pattern import Pattern, Products, TooLargeError
+from ..planner import model_for
+from ..schedule import check_count
+from .exchange import ALGORITHMS, Merge, exscan_messages, rounds, total
+from .grid import Grid, check_grid
+from .maps import Apply, Compose, Given, Layout, Ranges, Terms
+from .network import Network, allreduce_messages, load_network
+from .part import FORMS, Part, PartCost
+
+__all__ = ["CLOSE", "OPEN", "Forecast", "best_grid", "forecasts", "predict", "vector_words"]
+
+# Words of the two agreements of a scan.
+OPEN, CLOSE = 8, 2
+# Beyond which a forecast prints no more ranks.
+_MOST = 8
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a scan is predicted to take, by one way to combine the parts.
+
+    Attributes
+    ----------
+    grid : Grid
+        How ranks share chain and batch.
+    schedule : {"vectors", "products"}
+        Gradients go from rank to rank; or parts are multiplied up, and an exclusive scan of MPI
+        combines them.
+    form : {"exact", "dense", None}
+        How products are stored.
+    algorithm : {"doubling", "linear", None}
+        Of the exclusive scan.
+    layout : Layout
+        Sizes for which messages have room.
+    nanoseconds : float
+        From the first rank's start to the last one's end.
+    working, waiting : float
+        Of these, arithmetic and communication on the critical path.
+    messages, bytes, memory : tuple of int
+        What every rank sends, and holds at most.
+    """
+
+    grid: Grid
+    schedule: str
+    form: str | None
+    algorithm: str | None
+    layout: Layout = field(repr=False)
+    nanoseconds: float
+    working: float
+    waiting: float
+    messages: tuple[int, ...] = field(repr=False)
+    bytes: tuple[int, ...] = field(repr=False)
+    memory: tuple[int, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        how = "" if self.form is None else f" ({self.form}, {self.algorithm} exscan)"
+        rows = [["rank", "messages", "sent", "memory"]]
+        columns = self.messages, self.bytes, self.memory
+        for rank in range(min(self.grid.size, _MOST)):
+            rows.append([f"{rank}", *_cells(*(column[rank] for column in columns))])
+        if self.grid.size > _MOST:
+            rows.append(["most", *_cells(*map(max, columns))])
+        return "\n".join(
+            [
+                f"  grid: {self.grid.chain:,} parts of the chain × {self.grid.batch:,} groups of "
+                "samples",
+                f"  parts are combined by {self.schedule}{how}",
+                f"  predicted: {_time(self.nanoseconds)}, of which {_time(self.waiting)} are "
+                "communication",
+                "  ranks, for a scan:",
+                *_aligned(rows),
+            ]
+        )
+
+
+def _cells(messages: int, nbytes: int, memory: int) -> list[str]:
+    return [f"{messages:,}", _bytes(nbytes), _bytes(memory)]
+
+
+class Setting(NamedTuple):
+    """What all forecasts for a chain share."""
+
+    parts: Sequence[PartCost]
+    grid: Grid
+    network: Network
+    model: Model
+    terms: Terms
+
+
+def vector_words(size: int, terms: Terms) -> int:
+    """Words of the message that takes a gradient to the next rank, the first being its state."""
+    return 1 + -(-terms.samples * size * terms.dtype.itemsize // 8)
+
+
+def boundaries(parts: Sequence[PartCost]) -> list[int]:
+    """Lengths of the gradients that enter each part, and leave the last one."""
+    sizes = [part.sizes for part in parts if part.sizes is not None]
+    size = sizes[0][0] if sizes else 0
+    found = [size]
+    for part in parts:
+        size = size if part.sizes is None else part.sizes[1]
+        found.append(size)
+    return found
+
+
+def forecasts(
+    setting: Setting, algorithm: str = ALGORITHMS[0], *, limited: bool = True
+) -> list[Forecast]:
+    """What all ways to combine take; if `limited`, but for those whose products do not pay."""
+    found = [_by_vectors(setting)]
+    if setting.grid.chain > 1:
+        inner = [part for part in setting.parts[1:-1] if part.steps]
+        for form in FORMS:
+            if all(form in part.maps for part in inner):
+                try:
+                    found.append(_by_products(setting, form, algorithm, limited))
+                except TooLargeError:
+                    continue
+    return found
+
+
+def _agreements(setting: Setting) -> float:
+    grid, network = setting.grid, setting.network
+    return network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+
+
+def _forecast(
+    setting: Setting,
+    schedule: str,
+    *,
+    form: str | None = None,
+    algorithm: str | None = None,
+    layout: Layout,
+    working: float,
+    waiting: float,
+    data: Sequence[tuple[int, int]],
+    memory: Sequence[int],
+) -> Forecast:
+    """`data`: messages of each position, and the bytes of one; `memory`: beside the part's own."""
+    grid = setting.grid
+    messages, nbytes = [], []
+    for rank in range(grid.size):
+        count, size = data[grid.position(rank)]
+        opening = allreduce_messages(grid.chain, grid.position(rank))
+        closing = allreduce_messages(grid.size, rank)
+        messages.append(opening + closing + count)
+        nbytes.append(8 * OPEN * opening + 8 * CLOSE * closing + count * size)
+    held = [part.bytes + more for part, more in zip(setting.parts, memory, strict=True)]
+    waiting += _agreements(setting)
+    return Forecast(
+        grid,
+        schedule,
+        form,
+        algorithm,
+        layout,
+        working + waiting,
+        working,
+        waiting,
+        tuple(messages),
+        tuple(nbytes),
+        tuple(held * grid.batch),
+    )
+
+
+def _by_vectors(setting: Setting) -> Forecast:
+    sizes = [8 * vector_words(size, setting.terms) for size in boundaries(setting.parts)]
+    last = setting.grid.chain - 1
+    return _forecast(
+        setting,
+        "vectors",
+        layout=Layout(0, 0, 0),
+        working=sum(part.nanoseconds for part in setting.parts),
+        waiting=sum(setting.network.message(size) for size in sizes[1:-1]),
+        data=[(int(k < last), size) for k, size in enumerate(sizes[1:])],
+        memory=[2 * max(sizes)] * len(setting.parts),
+    )
+
+
+def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> Forecast:
+    parts, terms = setting.parts, setting.terms
+    count = setting.grid.chain
+    maps = [part.maps.get(form) for part in parts]
+    # The first is a gradient, and the last is not used.
+    patterns = [None if cost is None else cost.pattern for cost in maps]
+    patterns[0] = patterns[-1] = None
+    # About as many multiply-adds as the parts take together.
+    work = max(sum(cost.nanoseconds for cost in maps if cost is not None), 1e6)
+    ranges = Ranges(patterns, Products(work=work if limited else math.inf))
+    made = rounds(algorithm, count)
+    composed = {
+        merge
+        for ranks in made
+        for merges in ranks
+        for merge in merges
+        if merge.start > 0 and merge.stop < count
+    }
+    stored = [pattern for pattern in patterns if pattern is not None]
+    stored += [p for m in composed if (p := ranges(m.start, m.stop)) is not None]
+    layout = Layout(
+        rows=max(boundaries(parts)[1:-1]),
+        cols=max((pattern.shape[1] for pattern in stored), default=0),
+        nnz=max((pattern.nnz for pattern in stored), default=0),
+    )
+    nbytes = 8 * layout.words(terms)
+    costs = _Merges(setting, ranges)
+    merging = total(costs.nanoseconds, made)
+    first, *others = parts
+    working = max(
+        [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
+    )
+    working += merging + max((part.nanoseconds for part in others), default=0.0)
+    memory = []
+    for rank, cost in enumerate(maps):
+        mine = {merge for ranks in made for merge in ranks[rank]}
+        held = sum({program: costs.bytes(program) for program in map(costs.program, mine)}.values())
+        memory.append(4 * nbytes + held + (cost.bytes if cost and 0 < rank < count - 1 else 0))
+    return _forecast(
+        setting,
+        "products",
+        form=form,
+        algorithm=algorithm,
+        layout=layout,
+        working=working,
+        waiting=len(made) * setting.network.round(nbytes),
+        data=[(exscan_messages(algorithm, count, rank), nbytes) for rank in range(count)],
+        memory=memory,
+    )
+
+
+class _Merges:
+    """What the operator takes."""
+
+    def __init__(self, setting: Setting, ranges: Ranges) -> None:
+        self._model = setting.model
+        self._call = setting.network.call
+        self._count = setting.grid.chain
+        self._ranges = ranges
+        self._programs: dict[tuple[Pattern, ...], Given] = {}
+        self._times: dict[Given | None, float] = {None: 0.0}
+
+    def program(self, merge: Merge) -> Given | None:
+        """What the engine runs; None if nothing."""
+        right = self._ranges(merge.mid, merge.stop)
+        if merge.stop == self._count or right is None:
+            return None
+        batched = self._model.batch > 1
+        if merge.start == 0:
+            return self._programs.setdefault((right,), Apply(right, batched))
+        left, out = self._ranges(merge.start, merge.mid), self._ranges(merge.start, merge.stop)
+        if left is None or out is None:
+            return None
+        return self._programs.setdefault((left, right), Compose(left, right, out, batched))
+
+    def nanoseconds(self, merge: Merge) -> float:
+        """Of one call of the operator."""
+        program = self.program(merge)
+        if program is not None and program not in self._times:
+            run, levels = self._model.level_times(program)
+            self._times[program] = run + sum(levels)
+        return self._call + self._times[program]
+
+    def bytes(self, program: Given | None) -> int:
+        """Memory of what the engine runs."""
+        if program is None:
+            return 0
+        return program.nbytes(self._model.dtype, self._model.batch)
+
+
+def predict(
+    patterns: Sequence[Pattern],
+    grid: tuple[int, int],
+    *,
+    batch: int = 1,
+    dtype: DTypeLike = np.float64,
+    network: Network | None = None,
+) -> Forecast:
+    """What a scan by a grid of ranks would take; no MPI is needed to ask.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        Of all Jacobians, from the LAST layer to the first.
+    grid : Grid or tuple of int
+        ``(chain, batch)``.
+    batch : int, default 1
+        Samples of all groups together.
+    dtype : {float32, float64}
+        Of the values.
+    network : Network, optional
+        Constants of the network; by default those that were measured, or those built in. Arithmetic
+        is taken to be as fast as here.
+
+    Returns
+    -------
+    Forecast
+        Of the way to combine the parts that takes least, if all Jacobians differ between samples.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an option is wrong.
+
+    Examples
+    --------
+    >>> from sparsescan import Pattern
+    >>> from sparsescan.parallel import predict
+    >>> chain = [Pattern.dense((8, 8))] * 100_000
+    >>> predict(chain, (64, 1)).nanoseconds < predict(chain, (2, 1)).nanoseconds
+    True
+    """
+    made = Grid(*grid)
+    made = check_grid(made, made.chain * made.batch)
+    samples = -(-check_count("batch", batch, 1) // made.batch)
+    model = model_for(None, check_dtype(dtype), samples)
+    return min(
+        forecasts(_setting(patterns, made, model, network or load_network(), {})),
+        key=lambda forecast: forecast.nanoseconds,
+    )
+
+
+def best_grid(
+    patterns: Sequence[Pattern],
+    ranks: int,
+    *,
+    batch: int = 1,
+    dtype: DTypeLike = np.float64,
+    network: Network | None = None,
+) -> Grid:
+    """The grid of so many ranks that is predicted to take least.
+
+    Parameters
+    ----------
+    patterns, batch, dtype, network
+        As for :func:`predict`.
+    ranks : int
+        How many there are.
+
+    Returns
+    -------
+    Grid
+        It says which steps and which samples each rank holds.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an option is wrong.
+
+    Examples
+    --------
+    >>> from sparsescan import Pattern
+    >>> from sparsescan.parallel import best_grid
+    >>> best_grid([Pattern.dense((20, 20))] * 100, 4, batch=64)
+    Grid(chain=1, batch=4)
+    """
+    ranks, batch = check_count("ranks", ranks, 1), check_count("batch", batch, 1)
+    grids = [
+        Grid(ranks // groups, groups)
+        for groups in range(1, min(ranks, batch) + 1)
+        if ranks % groups == 0
+    ]
+    found = [predict(patterns, grid, batch=batch, dtype=dtype, network=network) for grid in grids]
+    return min(found, key=lambda forecast: forecast.nanoseconds).grid
+
+
+def _setting(
+    patterns: Sequence[Pattern],
+    grid: Grid,
+    model: Model,
+    network: Network,
+    known: dict[Any, PartCost],
+) -> Setting:
+    """Parts of equal length, each planned once where several have the same patterns."""
+    if not patterns:
+        raise InputError("patterns is empty; expected at least one")
+    parts = []
+    for position in range(grid.chain):
+        mine = patterns[grid.steps(position, len(patterns))]
+        wanted = 0 < position < grid.chain - 1
+        key = wanted, tuple(pattern.key for pattern in mine)
+        if key not in known:
+            part = Part(mine, model, model.batch, model.dtype)
+            known[key] = part.cost(wanted, grid.chain)
+        parts.append(known[key])
+    terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+    return Setting(parts, grid, network, model, terms)

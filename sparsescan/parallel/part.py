@@ -1,0 +1,262 @@
+"""A rank's part of the chain: its sweep, its product, and what both take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..api import plan as plan_scan
+from ..chain import Chain, LocalGrads
+from ..costs import Model
+from ..forms import choose_forms
+from ..kernels._threads import thread_count
+from ..pattern import Pattern, Products, TooLargeError
+from ..plan import ScanPlan
+from ..program import Program, Workspace, workspace_bytes
+from ..schedule import Level, Schedule
+from .maps import Terms
+
+__all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction"]
+
+# How products of parts are stored: where their entries are, or densely.
+FORMS = ("exact", "dense")
+# A part is not multiplied up if the symbolic phase alone takes more than this many multiply-adds
+# for each of the linear scan of the whole chain: the numeric phase does as many each time.
+_WORTH = 8
+# Multiply-adds below which it always is.
+_LITTLE = 1_000_000
+
+
+@dataclass(frozen=True)
+class MapCost:
+    """What the product of a part takes, and where its entries are.
+
+    Attributes
+    ----------
+    nanoseconds : float
+        To make it.
+    bytes : int
+        Memory for that, at most.
+    pattern : Pattern
+        What is stored.
+    """
+
+    nanoseconds: float
+    bytes: int
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What a rank does with its part, for one group of samples.
+
+    Attributes
+    ----------
+    steps : int
+        Number of Jacobians.
+    sizes : tuple of int, or None
+        Lengths of the gradients that enter and leave it; None if there are no steps.
+    nnz : int
+        Entries of the Jacobians.
+    nanoseconds : float
+        Of a sweep.
+    bytes : int
+        Jacobians that all differ between samples, gradients, and the workspace of a sweep, at most.
+    maps : dict of str to MapCost
+        What its product takes in each of :data:`FORMS`; empty if there is none, or none that pays.
+    """
+
+    steps: int
+    sizes: tuple[int, int] | None
+    nnz: int
+    nanoseconds: float
+    bytes: int
+    maps: dict[str, MapCost]
+
+
+class Part:
+    """What a rank plans for its part of the chain.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        Of its Jacobians.
+    model : Model
+        What operations take.
+    batch : int, optional
+        The batch size to insist on.
+    dtype : dtype, optional
+        The dtype to insist on.
+
+    Attributes
+    ----------
+    sweep : ScanPlan
+        The scan of the part from the gradient that enters it.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        model: Model,
+        batch: int | None,
+        dtype: np.dtype[Any] | None,
+    ) -> None:
+        self.n = len(patterns)
+        self._patterns = patterns
+        self._model = model
+        self._programs: dict[str, Program] = {}
+        self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype)
+
+    def cost(self, wanted: bool, parts: int | None) -> PartCost:
+        """What the part takes.
+
+        Parameters
+        ----------
+        wanted : bool
+            Whether its product is of use.
+        parts : int or None
+            Parts of the whole chain, in whose linear scan the product has to pay; None if it need
+            not.
+        """
+        if not self.n:
+            return PartCost(0, None, 0, 0.0, 0, {})
+        nnz = sum(pattern.nnz for pattern in self._patterns)
+        if wanted:
+            limit = math.inf if parts is None else _WORTH * parts * nnz + _LITTLE
+            with suppress(TooLargeError):
+                made = _reductions(self._patterns, self._model, limit)
+                self._programs = dict(zip(FORMS, made, strict=True))
+        model = self._model
+        sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
+        swept = self.sweep.to_dict()
+        return PartCost(
+            steps=self.n,
+            sizes=(sizes[0], sizes[-1]),
+            nnz=nnz,
+            nanoseconds=swept["run_nanoseconds"]
+            + sum(level["nanoseconds"] for level in swept["levels"]),
+            bytes=model.batch * model.dtype.itemsize * (nnz + sum(sizes))
+            + self.sweep.workspace_bytes,
+            maps={
+                form: MapCost(
+                    _nanoseconds(model, program),
+                    workspace_bytes(program, model.dtype, model.batch, thread_count()),
+                    product_of(program),
+                )
+                for form, program in self._programs.items()
+            },
+        )
+
+    def reduction(self, form: str) -> Reduction:
+        """What makes its product."""
+        return Reduction(self._programs[form])
+
+
+def _nanoseconds(model: Model, program: Program) -> float:
+    run, levels = model.level_times(program)
+    return run + sum(levels)
+
+
+def product_of(program: Program) -> Pattern:
+    """What is stored of the last product of a program."""
+    return program.patterns[-1]
+
+
+def _reductions(patterns: Sequence[Pattern], model: Model, limit: float) -> tuple[Program, Program]:
+    """Programs for the product in both forms; or :class:`TooLargeError`."""
+    n, products = len(patterns), Products(work=limit)
+    # The identity comes first, and takes the first local gradient; no schedule reads what is last.
+    first, last = Pattern.diagonal(patterns[0].shape[1]), Pattern.diagonal(patterns[-1].shape[0])
+    steps, whole = [first, *patterns, last], (1, n + 2)
+    best: list[tuple[float, Program]] = []
+    for chunks in sorted({1, min(model.workers, max(n // 2, 1))}):
+        schedule = _schedule(n + 2, chunks)
+        forms = choose_forms(Program(steps, schedule, products=products), model)
+        made = [
+            Program(steps, schedule, dense=dense, products=products)
+            for dense in (forms - {whole}, forms | {whole})
+        ]
+        times = [_nanoseconds(model, program) for program in made]
+        ways = list(zip(times, made, strict=True))
+        best = [min(pair, key=lambda way: way[0]) for pair in zip(best or ways, ways, strict=True)]
+    return best[0][1], best[1][1]
+
+
+def _schedule(n: int, chunks: int) -> Schedule:
+    """The product of all elements but the gradient, of so many chunks, and nothing else."""
+    bounds = [1 + (n - 1) * c // chunks for c in range(chunks + 1)]
+
+    def run(ends: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The product from the first of these bounds to the last."""
+        ops = [(ends[0], mid, stop) for mid, stop in pairwise(ends[1:])]
+        return np.array(ops, np.int64).reshape(-1, 3)
+
+    inner = [run(range(a, b + 1)) for a, b in pairwise(bounds)]
+    levels = []
+    for name, runs in (("chunks", inner), ("product", [run(bounds)])):
+        kept = [ops for ops in runs if len(ops)]
+        if kept:
+            counts = np.cumsum([0] + [len(ops) for ops in kept])
+            levels.append(Level(name, np.concatenate(kept), counts))
+    return Schedule(n, levels, f"product({n}, {chunks})")
+
+
+class Reduction:
+    """Makes the product of a part, with what its local gradients add up to.
+
+    Parameters
+    ----------
+    program : Program
+        Of :meth:`Part.reduction`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._leaves = np.zeros((program.n, 2), np.int64)
+        self._ones: Any = None
+        self._key: Any = None
+        self._workspace: Workspace | None = None
+
+    @property
+    def index(self) -> int:
+        """Number of the product among those of the workspace."""
+        return self._program.products - 1
+
+    def prepare(self, chain: Chain, terms: Terms) -> Workspace:
+        """A workspace for such Jacobians."""
+        batched = np.zeros(self._program.n, bool)
+        batched[1:-1] = chain.leaves[:, 1] != 0
+        key = terms, batched.tobytes()
+        if self._workspace is None or self._key != key:
+            self._ones = np.ones(self._program.patterns[0].nnz, terms.dtype)
+            self._workspace = None
+            self._workspace = Workspace(
+                self._program,
+                self._leaves,
+                terms.dtype,
+                terms.samples,
+                batched,
+                terms.local,
+                thread_count(),
+            )
+            self._key = key
+        return self._workspace
+
+    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Workspace | None:
+        """The workspace with the product; None if a value is not finite."""
+        chain.convert(terms.dtype)
+        local.convert(terms.dtype)
+        workspace = self.prepare(chain, terms)
+        self._leaves[0] = self._ones.ctypes.data, 0
+        self._leaves[1:-1] = chain.leaves
+        workspace.local_grads[:] = 0
+        # Those of Jacobian `k` of a program are at `k + 1`; the identity has those of the first.
+        local.fill(workspace.local_grads[1:])
+        # It makes no gradients.
+        return workspace if workspace.run(np.empty(1, terms.dtype), False) else None

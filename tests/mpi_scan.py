@@ -1,0 +1,293 @@
+"""On some ranks: scans of random chains in random parts agree with the sequential ones.
+
+``mpiexec -n RANKS python -m mpi4py mpi_scan.py SEED CASES [only]``: only those.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from oracles import (
+    FORMS,
+    STRUCTURES,
+    Chain,
+    Gradients,
+    assert_within,
+    indices_of,
+    jacobian,
+    mask,
+    patterns_of,
+    same_bits,
+    sequential,
+    values,
+    values_only,
+)
+from test_range import linear_length, positive_steps, two_blocks, waves
+
+import sparsescan
+from sparsescan import BatchedCSR, CSRChain, parallel
+from sparsescan.parallel import Grid
+
+WORLD = MPI.COMM_WORLD
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def grids() -> list[Grid]:
+    return [Grid(WORLD.size // k, k) for k in range(1, WORLD.size + 1) if WORLD.size % k == 0]
+
+
+def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
+    """A chain of any form; with a batch, some Jacobians may be shared."""
+    n, whole = int(rng.integers(0, 15)), str(rng.choice(["list", "list", "CSRChain", "dense"]))
+    dtypes = [["f4"], ["f8"], ["f4", "f8"]][rng.integers(3)]
+    if whole == "list":
+        same = rng.random() < 0.5
+        sizes = [int(size) for size in rng.integers(1, 8, n + 1)]
+        sizes = sizes[:1] * (n + 1) if same else sizes
+        jacobians: Any = [
+            jacobian(
+                rng,
+                str(rng.choice(FORMS)),
+                str(rng.choice(STRUCTURES)),
+                (sizes[k + 1], sizes[k]),
+                batch,
+                rng.choice(dtypes),
+                rng.choice([np.int32, np.int64]),
+            )
+            for k in range(n)
+        ]
+        found = [step.dtype for step in jacobians]
+    else:
+        size = int(rng.integers(1, 8))
+        sizes, dtype = [size] * (n + 1), rng.choice(dtypes)
+        leading = (n,) if batch is None or rng.random() < 0.3 else (n, batch)
+        found = [np.dtype(dtype)] * (n > 0)
+        if whole == "CSRChain":
+            indices, indptr = indices_of(mask(rng, str(rng.choice(STRUCTURES)), size, size))
+            data = values(rng, (*leading, len(indices)), dtype)
+            jacobians = CSRChain(data, indices, indptr, (size, size))
+        else:
+            jacobians = values(rng, (*leading, size, size), dtype)
+    leading = () if batch is None else (batch,)
+    grad = values(rng, (*leading, sizes[0]), rng.choice(dtypes))
+    inclusive, local = bool(rng.random() < 0.5), None
+    if rng.random() < 0.5:
+        local = [
+            values(rng, (*leading, size), rng.choice(dtypes)) if rng.random() < 0.6 else None
+            for size in sizes[: n + inclusive]
+        ]
+        found += [array.dtype for array in local if array is not None]
+    return Chain(grad, jacobians, local, np.result_type(grad, *found), inclusive, batch)
+
+
+def samples_of(array: Any, some: slice, batch: int | None) -> Any:
+    """The same of some samples."""
+    if isinstance(array, BatchedCSR):
+        return BatchedCSR.from_pattern(array.data[some], array.pattern)
+    has_axis = batch is not None and isinstance(array, np.ndarray) and array.ndim == 3
+    return array[some] if has_axis else array
+
+
+def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
+    """What this rank brings, and which gradients of its samples it gets."""
+    position = grid.position(WORLD.rank)
+    steps = slice(cuts[position], cuts[position + 1])
+    last = position == grid.chain - 1
+    got = slice(steps.start, steps.stop + (chain.inclusive and last))
+    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
+    grad = chain.grad if chain.batch is None else chain.grad[some]
+    jacobians = chain.jacobians
+    if isinstance(jacobians, CSRChain):
+        data = jacobians.data[steps] if jacobians.batch is None else jacobians.data[steps, some]
+        jacobians = CSRChain.from_pattern(data, jacobians.pattern)
+    elif isinstance(jacobians, np.ndarray):
+        jacobians = jacobians[steps, some] if jacobians.ndim == 4 else jacobians[steps]
+    else:
+        jacobians = [samples_of(step, some, chain.batch) for step in jacobians[steps]]
+    local = chain.local_grads
+    if local is not None:
+        local = [a if a is None or chain.batch is None else a[some] for a in local[got]]
+    batch = None if chain.batch is None else len(grad)
+    return Chain(grad, jacobians, local, chain.dtype, chain.inclusive, batch), got
+
+
+def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
+    """What this rank should get."""
+    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
+    whole = WORLD.bcast(chain.oracle() if WORLD.rank == 0 else None)
+    pick = [
+        [array[some] if chain.batch is not None else array for array in arrays[got]]
+        for arrays in (whole.exact, whole.bounds)
+    ]
+    return Gradients(*pick)
+
+
+def check(seed: int) -> None:
+    """One random chain, in random parts, both ways; on the grids in turn."""
+    rng = np.random.default_rng(seed)
+    grid = grids()[seed % len(grids())]
+    shared = grid.batch == 1 and rng.random() < 0.5
+    batch = None if shared else int(rng.integers(grid.batch, grid.batch + 4))
+    chain = random_chain(rng, batch)
+    n = len(chain.jacobians)
+    cuts = [0, *np.sort(rng.integers(0, n + 1, grid.chain - 1)).tolist(), n]
+    mine, got = part_of(chain, grid, cuts)
+    expected = expected_of(chain, grid, got)
+    grad = mine.grad if grid.position(WORLD.rank) == 0 else None
+    name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
+    for schedule in ("vectors", "products"):
+        options = {"grid": grid, "schedule": schedule}
+        found = getattr(parallel, name)(
+            WORLD, grad, mine.jacobians, local_grads=mine.local_grads, **options
+        )
+        try:
+            assert_within(found, expected, chain.dtype)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {options}, cuts {cuts}") from error
+        if seed % 3 == 0:
+            plan = parallel.plan(WORLD, patterns_of(mine.jacobians), **options)
+            scan = getattr(plan, name)
+            for _ in range(2):
+                again = scan(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
+                assert same_bits(again, found), (seed, options)
+
+
+def equal_parts(n: int) -> slice:
+    return Grid(WORLD.size).steps(WORLD.rank, n)
+
+
+def by_products(grad: np.ndarray, chain: CSRChain, **options: Any) -> Any:
+    """This rank's gradients, without any fallback: no gradient is handed on."""
+    traffic = parallel.Communicator.of(WORLD).traffic
+    before = traffic["send"].calls if "send" in traffic else 0
+    mine = equal_parts(len(chain))
+    part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+    first = grad if WORLD.rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, first, part, schedule="products", **options)
+    assert ("send" not in traffic) or traffic["send"].calls == before, "fell back to vectors"
+    return found
+
+
+def check_range() -> None:
+    """Products far out of range: finite wherever the linear scan is, and as accurate."""
+    chains: list[tuple[np.ndarray, CSRChain]] = []
+    for kind in ("dense", "csr", "diagonal"):
+        for dtype, decades in ((F4, 60), (F8, 500)):
+            chain = positive_steps(kind, waves(200, 61, decades), 5, dtype)
+            chains.append((np.full(5, 10.0 ** (-decades / 2), dtype), chain))
+        for radius in (0.5, 10.0):
+            chain = positive_steps(kind, np.full(200, radius), 6)
+            grad = np.full(6, 1e-30 if radius > 1 else 1e30, F4)
+            n = linear_length(grad, chain)
+            chains.append((grad, CSRChain.from_pattern(chain.data[:n], chain.pattern)))
+    blocks = two_blocks(60, 10, 0.1)
+    chains.append((np.repeat([1e-30, 1e30], 3).astype(F4), blocks))
+    for grad, chain in chains:
+        # Once, since it takes long.
+        expected = sequential(grad, chain, dtype=chain.dtype) if WORLD.rank == 0 else None
+        expected = WORLD.bcast(expected)
+        mine = equal_parts(len(chain))
+        found = by_products(grad, chain)
+        assert np.isfinite(found).all()
+        own = Gradients(expected.exact[mine], expected.bounds[mine])
+        assert_within(found, own, chain.dtype)
+        # With local gradients, and for samples that are 1e8 apart.
+        scale = np.array([1, 1e-8], chain.dtype)[:, None]
+        found = by_products(grad * scale, chain, local_grads=[None] * len(own.exact))
+        assert_within(found[:, 0], own, chain.dtype)
+
+
+def check_huge_and_tiny_steps() -> None:
+    """Steps of 1e±30 by turns, with local gradients around 1."""
+    rng = np.random.default_rng(4)
+    n, size = 40, 4
+    factors = np.where(np.arange(n) % 2 == 0, 1e30, 1e-30)
+    mine = equal_parts(n)
+    for sign in (1, -1):
+        chain = positive_steps("csr", factors[::sign], size)
+        grad = rng.uniform(0.5, 1, size).astype(F4)
+        local = list(rng.uniform(0, 1, (n, size)).astype(F4))
+        expected = sequential(grad, chain, local, dtype=F4)
+        part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+        first = grad if WORLD.rank == 0 else None
+        found = parallel.exclusive_scan(
+            WORLD, first, part, local_grads=local[mine], schedule="products"
+        )
+        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F4)
+
+
+def check_what_is_not_finite(seed: int) -> None:
+    """It reaches what it reaches in the linear scan, whoever has it."""
+    rng = np.random.default_rng(seed)
+    n, size = 12, 4
+    for bad in (np.nan, np.inf):
+        for at in (0, *rng.integers(1, n, 4)):
+            where = rng.random((size, size)) < 0.5
+            indices, indptr = indices_of(where)
+            chain = CSRChain(
+                rng.standard_normal((n, len(indices))), indices, indptr, (size, size)
+            )  # fmt: skip
+            grad = rng.standard_normal(size)
+            if at == 0:
+                grad[rng.integers(size)] = bad
+            elif len(indices):
+                chain.data[at, rng.integers(len(indices))] = bad
+            mine = equal_parts(n)
+            expected = sparsescan.inclusive_scan(grad, chain, schedule="linear")
+            part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+            found = parallel.inclusive_scan(
+                WORLD, grad if WORLD.rank == 0 else None, part, schedule="products"
+            )
+            own = expected[mine.start : mine.start + len(found)]
+            np.testing.assert_allclose(found, own, rtol=1e-9, atol=1e-9)
+
+
+def check_shapes() -> None:
+    """What comes back for a rank with one rectangular step, or none."""
+    d, last = 3, WORLD.size - 1
+    sizes = [d + rank for rank in range(WORLD.size + 1)]
+    rank = WORLD.rank
+    step = np.ones((1, sizes[rank + 1], sizes[rank]))
+    grad = np.ones(d) if rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, grad, step)
+    assert isinstance(found, np.ndarray)
+    assert found.shape == (1, sizes[rank])
+    for held in {0, last, WORLD.size // 2}:
+        steps = [np.eye(d)] * 4 if rank == held else []
+        found = parallel.inclusive_scan(WORLD, grad, steps)
+        assert len(found) == len(steps) + (rank == last)
+    empty = np.ones((0, 5, d, d))
+    first = np.ones((5, d)) if rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, first, empty)
+    assert found.shape == (0, 5, d)
+    nobody = np.ones((0, d)) if rank == 0 else None
+    assert parallel.exclusive_scan(WORLD, nobody, np.ones((2, 0, d, d))).shape == (2, 0, d)
+
+
+def check_constants() -> None:
+    """Measured on all ranks together, so the same on all."""
+    network = parallel.measure(parallel.Communicator.of(WORLD))
+    assert set(WORLD.allgather(network)) == {network}
+    assert network.latency > 0
+    assert network.inverse_bandwidth > 0
+    assert min(network.exchange, network.call) >= 0
+
+
+def main() -> None:
+    seed, cases = map(int, sys.argv[1:3])
+    for k in range(seed, seed + cases):
+        check(k)
+    if sys.argv[3:] != ["only"]:
+        check_shapes()
+        check_constants()
+        check_range()
+        check_huge_and_tiny_steps()
+        check_what_is_not_finite(seed)
+    print(f"rank {WORLD.rank} is done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

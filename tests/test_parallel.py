@@ -1,0 +1,406 @@
+"""Scans over many ranks: under mpiexec, ``mpi_*.py``; and their parts, without MPI."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import mpi_launch
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi_launch import DOUBLING, needs_mpi
+from oracles import FORMS, STRUCTURES, jacobian, random_patterns, sequential, values
+from test_range import positive_steps, two_blocks
+
+from sparsescan import InputError, InputTypeError, Pattern, parallel
+from sparsescan.chain import Chain, LocalGrads
+from sparsescan.parallel import Grid, Network, best_grid, predict
+from sparsescan.parallel.exchange import ALGORITHMS, Merge, exscan_messages, rounds
+from sparsescan.parallel.maps import Layout, Merger, Message, Ranges, State, Terms
+from sparsescan.parallel.network import allreduce_messages, allreduce_rounds
+from sparsescan.parallel.part import FORMS as MAP_FORMS
+from sparsescan.parallel.part import Part
+from sparsescan.planner import model_for
+
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+# ---------------------------------------------------------------------------------------------
+# Under mpiexec
+# ---------------------------------------------------------------------------------------------
+
+
+def all_done(size: int, ended: mpi_launch.Ended) -> None:
+    assert ended.code == 0, ended.output
+    done = re.findall(r"rank (\d+) is done", ended.output)
+    assert sorted(map(int, done)) == list(range(size)), ended.output
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7])
+def test_scans_over_ranks(size: int, request: pytest.FixtureRequest) -> None:
+    """Random chains in uneven parts, on all grids; range; what is not finite."""
+    explore = request.config.getoption("--explore")
+    seed = int(np.random.default_rng().integers(1 << 30)) if explore else 0
+    env = DOUBLING if size % 2 else {}
+    # The rest has been seen on as many ranks, and takes longest on many.
+    only = ["only"] if size in (2, 6) else []
+    arguments = seed, 200 if explore else 9, *only
+    ended = mpi_launch.run(size, "mpi_scan.py", *arguments, timeout=600, **env)
+    all_done(size, ended)
+
+
+@needs_mpi
+def test_ranks_fail_together() -> None:
+    all_done(4, mpi_launch.run(4, "mpi_faults.py"))
+
+
+@needs_mpi
+@pytest.mark.parametrize("how", ["killed", "raises", "short", "long"])
+def test_all_ranks_end(how: str) -> None:
+    """A rank is killed, or leaves with an exception, or sends what has another size."""
+    ended = mpi_launch.run(3, "mpi_end.py", how, timeout=30)
+    assert ended.code != 0, ended.output
+    assert "went on" not in ended.output
+    assert ended.seconds < 10, f"{ended.seconds:.1f} s"
+
+
+@needs_mpi
+@pytest.mark.parametrize(("size", "env"), [(4, {}), (6, DOUBLING)])
+def test_bytes_on_the_wire(size: int, env: dict[str, str]) -> None:
+    """What Open MPI itself counts, message by message, is what was predicted."""
+    ended = mpi_launch.run(size, "mpi_traffic.py", OMPI_MCA_pml_monitoring_enable="1", **env)
+    if "only Open MPI" in ended.output:
+        pytest.skip(ended.output.strip())
+    all_done(size, ended)
+
+
+@needs_mpi
+def test_the_example(tmp_path: Path) -> None:
+    """The one of the package's docstring runs as it stands there."""
+    text = parallel.__doc__ or ""
+    lines = text.split("::\n", 1)[1].split("``mpiexec")[0].splitlines()
+    script = tmp_path / "many.py"
+    script.write_text("\n".join(line.removeprefix("    ") for line in lines))
+    ended = mpi_launch.run(4, str(script))
+    assert ended.code == 0, ended.output
+    assert "ParallelPlan(250 of 1000 Jacobians, 4 × 1 ranks" in ended.output
+
+
+# ---------------------------------------------------------------------------------------------
+# Who combines what
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_merges_make_every_prefix(algorithm: str) -> None:
+    for size in range(1, 70):
+        made = [{(rank, rank + 1)} for rank in range(size)]
+        for ranks in rounds(algorithm, size):
+            everywhere = set().union(*made)
+            for rank, merges in enumerate(ranks):
+                for merge in merges:
+                    operands = {(merge.start, merge.mid), (merge.mid, merge.stop)}
+                    assert operands <= everywhere
+                    made[rank].add((merge.start, merge.stop))
+        everywhere = set().union(*made)
+        assert {(0, rank) for rank in range(1, size)} <= everywhere
+        sent = sum(exscan_messages(algorithm, size, rank) for rank in range(size))
+        assert sent == (size - 1 if algorithm == "linear" else sent)
+        if algorithm == "doubling" and size & (size - 1) == 0:
+            assert sent == size * (size.bit_length() - 1)
+
+
+def test_messages_of_an_allreduce() -> None:
+    """Every rank hears of every other: at least as many messages as that takes."""
+    for size in range(1, 70):
+        sent = [allreduce_messages(size, rank) for rank in range(size)]
+        assert sum(sent) >= 2 * (size - 1) or size & (size - 1) == 0
+        assert max(sent) <= allreduce_rounds(size)
+        power = 1 << (size.bit_length() - 1)
+        assert sum(sent) == power * (power.bit_length() - 1) + 2 * (size - power)
+
+
+# ---------------------------------------------------------------------------------------------
+# Maps
+# ---------------------------------------------------------------------------------------------
+
+
+class Elements:
+    """Parts of a chain as the messages of an exclusive scan, and the operator."""
+
+    def __init__(self, chains, local, batch, dtype, form) -> None:
+        model = model_for(None, dtype, batch or 1)
+        parts, self.chains = [], []
+        for jacobians in chains:
+            chain = Chain(len(jacobians))
+            part = Part(chain.read(jacobians), model, None, None)
+            assert form in part.cost(True, None).maps
+            parts.append(part)
+            self.chains.append(chain)
+        batched = any(chain.batch is not None for chain in self.chains)
+        self.terms = Terms(dtype, batch, batched, local is not None)
+        reductions = [part.reduction(form) for part in parts]
+        patterns = [part.cost(True, None).maps[form].pattern for part in parts]
+        self.ranges = Ranges(patterns)
+        count = len(parts)
+        every = [self.ranges(a, b) for a in range(count) for b in range(a + 1, count + 1)]
+        layout = Layout(
+            max(max(p.shape) for p in every), max(p.shape[1] for p in every),
+            max(p.nnz for p in every),
+        )  # fmt: skip
+        self.merger = Merger(self.ranges, layout, self.terms, 1)
+        self.messages = []
+        for k, (chain, reduction) in enumerate(zip(self.chains, reductions, strict=True)):
+            own = None if local is None else local[k]
+            steps = list(chains[k])
+            sizes = [steps[0].shape[-1], *(step.shape[-2] for step in steps[:-1])]
+            added = LocalGrads(own, len(steps), sizes, self.terms.shape)
+            message = self.message(k, k + 1)
+            workspace = reduction.run(chain, added, self.terms)
+            if workspace is not None:
+                self.merger.write(message, workspace, reduction.index, patterns[k])
+                message.describe(k, k + 1, State.MAP)
+            self.messages.append(message)
+
+    def message(self, start: int, stop: int) -> Message:
+        layout = self.merger._layout
+        words = np.full(layout.words(self.terms), -1)  # poisoned
+        made = Message(words, layout, self.terms)
+        made.describe(start, stop, State.BAD)
+        return made
+
+    def merge(self, left: Message, right: Message) -> Message:
+        made = self.message(*right.range)
+        made.words[:] = right.words
+        self.merger(left.words, made.words)
+        assert self.merger.error is None
+        assert made.range == (left.range[0], right.range[1])
+        return made
+
+    def leaves(self, rng: np.random.Generator, grad: np.ndarray) -> np.ndarray | None:
+        """What comes out for a gradient, combined in any order; None if somebody gave up."""
+        vector = self.message(0, 0)
+        vector.vector(grad.shape[-1])[:] = grad
+        vector.describe(0, 0, State.VECTOR)
+        found = [vector, *self.messages]
+        while len(found) > 1:
+            k = int(rng.integers(len(found) - 1))
+            found[k : k + 2] = [self.merge(found[k], found[k + 1])]
+        if found[0].state == State.BAD:
+            return None
+        assert found[0].state == State.VECTOR
+        size = self.ranges(len(self.messages) - 1, len(self.messages)).shape[0]
+        return found[0].vector(size).reshape(*self.terms.shape, size)
+
+
+@given(st.data())
+def test_maps_combine_in_any_order(data: st.DataObject) -> None:
+    """The gradient that leaves a chain, however its parts' maps are put together."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    batch = data.draw(st.sampled_from([None, 1, 3]))
+    dtype = data.draw(st.sampled_from([F4, F8]))
+    form = data.draw(st.sampled_from(MAP_FORMS))
+    n, count = int(rng.integers(1, 12)), int(rng.integers(1, 5))
+    cuts = np.unique(np.concatenate([[0, n], rng.integers(0, n + 1, count)])).tolist()
+    sizes = rng.integers(1, 7, n + 1)
+    if rng.random() < 0.5:
+        sizes[:] = sizes[0]
+    steps = [
+        jacobian(
+            rng, str(rng.choice(FORMS)), str(rng.choice(STRUCTURES)), (sizes[k + 1], sizes[k]),
+            batch, dtype, np.int32,
+        )
+        for k in range(n)
+    ]  # fmt: skip
+    leading = () if batch is None else (batch,)
+    grad, local = values(rng, (*leading, sizes[0]), dtype), None
+    if rng.random() < 0.6:
+        local = [
+            values(rng, (*leading, size), dtype) if rng.random() < 0.7 else None
+            for size in sizes[:-1]
+        ]
+    pairs = list(pairwise(cuts))
+    own = None if local is None else [local[a:b] for a, b in pairs]
+    made = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
+    last = None if local is None else [*local, None]
+    expected = sequential(grad, steps, last, inclusive=True, dtype=dtype)
+    found = made.leaves(rng, grad)
+    assert found is not None
+    assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "csr", "diagonal"])
+@pytest.mark.parametrize("form", MAP_FORMS)
+def test_maps_far_out_of_range(kind: str, form: str) -> None:
+    """Of 60 steps: 1e±300 in float32, in columns that grow apart, while gradients stay inside."""
+    rng = np.random.default_rng(0)
+    down, up = (positive_steps(kind, np.full(60, 10.0**s), 5, seed=2) for s in (-5, 5))
+    if kind == "diagonal":
+        down.data[:], up.data[:] = 1e-5, 1e5
+    for first, second in ((down, up), (up, down)):
+        # Each part alone leaves the range; by turns, so that the gradient does not.
+        mixed = [step for pair in zip(steps(first), steps(second), strict=True) for step in pair]
+        chain = [mixed[:1], mixed[1:-1], mixed[-1:]]
+        grad = np.full(5, 1e-3, F4)
+        made = Elements(chain, None, None, F4, form)
+        expected = sequential(grad, mixed, inclusive=True, dtype=F4)
+        found = made.leaves(rng, grad)
+        assert found is not None
+        assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+    # Three parts, each with products of 1e±60 a block.
+    blocks = steps(two_blocks(60, 10, 0.1))
+    made = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
+    grad = np.repeat([1e-30, 1e30], 3).astype(F4)
+    expected = sequential(grad, blocks, inclusive=True, dtype=F4)
+    for _ in range(4):
+        found = made.leaves(rng, grad)
+        assert found is not None
+        assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+    whole = made.merge(made.merge(made.messages[0], made.messages[1]), made.messages[2])
+    assert abs(whole.exponents(6)[0, :-1]).max() > 100
+
+
+def steps(chain) -> list[np.ndarray]:
+    """Dense steps of a CSRChain."""
+    dense = np.zeros((len(chain), *chain.shape), chain.dtype)
+    rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
+    dense[:, rows, chain.indices] = chain.data
+    return list(dense)
+
+
+def test_what_no_operator_can_combine_is_bad() -> None:
+    ones = [np.ones((2, 2))]
+    made = Elements([ones, ones, ones], None, None, F8, "exact")
+    first, second, third = made.messages
+    assert made.merge(first, second).state == State.MAP
+    second.values(4)[0, 1] = np.nan
+    assert made.merge(first, second).state == State.BAD
+    second.values(4)[0, 1] = 1
+    assert made.merge(made.merge(first, second), third).state == State.MAP
+    for state, against in ((State.BAD, State.BAD), (State.UNUSED, State.UNUSED)):
+        second.describe(1, 2, state)
+        assert made.merge(first, second).state == against
+        assert made.merge(second, third).state == against
+    second.describe(1, 2, State.NOTHING)
+    assert made.merge(first, second).state == State.MAP
+    # Not neighbours.
+    copy = made.message(2, 3)
+    copy.words[:] = third.words
+    made.merger(first.words, copy.words)
+    assert copy.state == State.BAD
+
+
+def test_patterns_of_ranges_do_not_depend_on_how_they_are_split() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        parts = random_patterns(rng, 9, 1, 6)
+        ranges = Ranges(parts)
+        for start in range(9):
+            whole = np.eye(parts[start].shape[1], dtype=bool)
+            for stop in range(start + 1, 10):
+                one = np.zeros(parts[stop - 1].shape, bool)
+                pattern = parts[stop - 1]
+                one[np.repeat(np.arange(len(one)), np.diff(pattern.indptr)), pattern.indices] = True
+                whole = one @ whole
+                found = ranges(start, stop)
+                assert found is not None
+                entries = np.repeat(np.arange(found.shape[0]), np.diff(found.indptr))
+                made = np.zeros(found.shape, bool)
+                made[entries, found.indices] = True
+                assert (made == whole).all()
+    assert Ranges([None, parts[0], None])(0, 3) is parts[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Grids and forecasts
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 50))
+def test_a_grid_covers_chain_and_batch_once(chain: int, batch: int, n: int) -> None:
+    grid = Grid(chain, batch)
+    seen = np.zeros((n, n), int)
+    for rank in range(grid.size):
+        seen[grid.steps(rank, n), grid.samples(rank, n)] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (4,), (0, 4), (4, 1, 1), 4])
+def test_a_grid_that_does_not_fit(grid: object) -> None:
+    from sparsescan.parallel.grid import check_grid
+
+    if grid == (4,):
+        assert check_grid(grid, 4) == Grid(4, 1)
+        return
+    with pytest.raises(InputError, match="grid"):
+        check_grid(grid, 4)
+    with pytest.raises(InputTypeError, match=r"grid\.chain is 'a'"):
+        check_grid(("a", 4), 4)
+
+
+DEAR = Network("dear", latency=1e6, inverse_bandwidth=1.0, exchange=1.0, call=0.0)
+FREE = Network("free", latency=1e-3, inverse_bandwidth=0.0, exchange=0.0, call=0.0)
+
+
+def test_steps_beyond_the_length_of_the_chain_grow_as_its_logarithm() -> None:
+    """On a network whose latency is all: rounds, which are ⌈log₂ p⌉ and those of agreements."""
+    chain = [Pattern.dense((4, 4))] * 64
+    for size in (16, 64, 256, 1024):
+        forecast = predict(chain, (size, 1), network=DEAR)
+        assert forecast.schedule == "products"
+        assert round(forecast.waiting / 1e6) == 3 * (size.bit_length() - 1)
+
+
+def test_memory_of_a_rank_falls_as_ranks_are_added() -> None:
+    """Section 3.6: of the order of n/p Jacobians, until it is one."""
+    chain = [Pattern.dense((64, 64))] * 4096
+    memory = [max(predict(chain, (size, 1)).memory) for size in (1, 4, 16, 64, 256, 1024)]
+    assert all(after < before for before, after in pairwise(memory))
+    assert memory[2] < 1.1 * memory[0] / 16
+
+
+def test_products_where_they_pay() -> None:
+    chain = [Pattern.dense((8, 8))] * 20_000
+    assert predict(chain, (2, 1), network=FREE).schedule == "vectors"
+    assert predict(chain, (64, 1), network=FREE).schedule == "products"
+    # Dense steps of 300 unknowns: a product takes 300 times as long as a sweep.
+    assert predict([Pattern.dense((300, 300))] * 64, (16, 1), network=FREE).schedule == "vectors"
+    # Diagonal ones: no longer.
+    assert predict([Pattern.diagonal(300)] * 4000, (8, 1), network=FREE).schedule == "products"
+
+
+def test_the_best_grid() -> None:
+    dense = Pattern.dense((20, 20))
+    assert best_grid([dense] * 100, 8, batch=64, network=DEAR) == Grid(1, 8)
+    assert best_grid([dense] * 100_000, 64, network=FREE) == Grid(64, 1)
+    assert best_grid([dense] * 10, 6, batch=1).batch == 1
+    for bad in (0, -1):
+        with pytest.raises(InputError, match="ranks"):
+            best_grid([dense], bad)
+    with pytest.raises(InputError, match="patterns is empty"):
+        predict([], (2, 1))
+
+
+def test_a_forecast_prints_what_it_says() -> None:
+    forecast = predict([Pattern.dense((8, 8))] * 1000, (16, 1), network=FREE)
+    text = str(forecast)
+    assert "16 parts of the chain × 1 groups" in text
+    assert f"{max(forecast.messages)}" in text
+    assert text.count("\n") == 3 + 1 + 8 + 1
+
+
+def test_constants_of_a_network_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    built_in = parallel.load_network(path)
+    assert parallel.save_network(DEAR, path) == path
+    assert parallel.load_network(path) == DEAR
+    path.write_text("{}")
+    assert parallel.load_network(path) == built_in
+
+
+def test_merge_is_a_tuple_of_ranks() -> None:
+    assert rounds("linear", 3)[0][1] == [Merge(0, 1, 2)]
