@@ -27,24 +27,17 @@ def main(arguments: list[str] | None = None) -> int:
     report = commands.add_parser("report")
     report.add_argument("--results", type=Path, default=RESULTS, help="folder with the results")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="file to write")
-    report.add_argument(
-        "--readme",
-        type=Path,
-        nargs="?",
-        const=_README,
-        metavar="FILE",
-        help="put the tables into the README, between their markers",
-    )
+    report.add_argument("--readme", action="store_true", help="renew the README's tables, too")
     options = parser.parse_args(arguments)
-    if options.command == "report":
-        from .report import update_readme, write
-
-        print(write(options.results, options.output))
-        if options.readme:
-            update_readme(options.readme, options.results)
+    if options.command != "report":
+        chosen = Options(options.quick, options.device, options.data)
+        print(run(load(options.command), chosen, options.output))
         return 0
-    chosen = Options(options.quick, options.device, options.data)
-    print(run(load(options.command), chosen, options.output))
+    from .report import update_readme, write
+
+    print(write(options.results, options.output))
+    if options.readme:
+        update_readme(_README, options.results)
     return 0
 
 

@@ -25,8 +25,8 @@ __all__ = ["SETS", "Recordings", "Setting", "features", "load", "mfcc"]
 
 Array = NDArray[Any]
 
-RATE, SECONDS = 44_100, 3
-LENGTH = RATE * SECONDS
+RATE = 44_100
+LENGTH = 3 * RATE
 
 _INSTALL = "pip install 'sparsescan[bench]'"
 
@@ -64,24 +64,12 @@ _FADE = 220  # samples
 
 @dataclass(frozen=True)
 class Recordings:
-    """Clips of several classes.
+    """Clips of several classes."""
 
-    Attributes
-    ----------
-    name : str
-        What they are, for people.
-    classes : tuple of str
-        Names of the classes.
-    labels : ndarray of int64
-        The class of each clip.
-    read : callable
-        From the number of a clip to its samples, shape ``(2, LENGTH)``, float32.
-    """
-
-    name: str
+    name: str  # what they are, for people
     classes: tuple[str, ...]
-    labels: NDArray[np.int64]
-    read: Callable[[int], Array]
+    labels: NDArray[np.int64]  # of each clip
+    read: Callable[[int], Array]  # the samples of a clip, (2, LENGTH), float32
 
 
 def load(folder: Path | None, per_class: int | None = None) -> Recordings:
@@ -103,13 +91,8 @@ def mfcc(clip: Array, setting: Setting) -> Array:
         import librosa
     except ImportError as error:
         raise MissingPeerError(f"{error}: {_INSTALL}") from None
-    found = librosa.feature.mfcc(
-        y=clip,
-        sr=RATE,
-        n_mfcc=setting.coefficients,
-        n_fft=setting.window,
-        hop_length=setting.hop,
-    )
+    count, window, hop = setting
+    found = librosa.feature.mfcc(y=clip, sr=RATE, n_mfcc=count, n_fft=window, hop_length=hop)
     found = found[:, 1:].reshape(-1, found.shape[-1]).T.astype(np.float64)
     found -= found.mean(axis=0)
     deviation = found.std(axis=0)
@@ -135,7 +118,8 @@ def load_irmas(folder: Path, per_class: int | None = None) -> Recordings:
         )
     paths = [path for found in files.values() for path in found]
     labels = np.repeat(np.arange(len(files)), [len(found) for found in files.values()])
-    return Recordings("IRMAS, training set", tuple(files), labels, lambda k: _read(paths[k]))
+    name = f"recordings in {folder.resolve().name}"
+    return Recordings(name, tuple(files), labels, lambda k: _read(paths[k]))
 
 
 def _read(path: Path) -> Array:
@@ -153,8 +137,6 @@ def _read(path: Path) -> Array:
 def _resample(samples: Array, rate: int) -> Array:
     from scipy.signal import resample_poly
 
-    if rate == RATE:
-        return samples
     common = gcd(RATE, rate)
     found: Array = resample_poly(samples, RATE // common, rate // common, axis=-1)
     return found

@@ -44,51 +44,28 @@ NAMES = ("rnn", "gru", "vgg11", "lenet5", "table1")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for.
+    """What the user asks for."""
 
-    Attributes
-    ----------
-    quick : bool
-        Sizes that fit two minutes on two cores.
-    device : {"cpu", "cuda"}
-        Where it runs.
-    data : Path or None
-        A folder with the data set, where there is one to be had.
-    """
-
-    quick: bool
-    device: str
-    data: Path | None = None
+    quick: bool  # sizes that fit two minutes on two cores
+    device: str  # "cpu" or "cuda"
+    data: Path | None = None  # a folder with the data set, where there is one to be had
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part that is measured on its own.
+    """A part that is measured on its own, by a key that is unique in the experiment.
 
-    Attributes
-    ----------
-    key : str
-        Its name, unique in the experiment.
-    measure : callable
-        Gives what it found, as JSON can hold it. Peers that are missing are named under
-        ``"missing"``, a dict of reasons.
+    What it found is what JSON can hold. Peers that are missing are named under ``"missing"``, a
+    dict of reasons.
     """
 
     key: str
-    measure: Callable[[], dict[str, Any]]
+    measure: Callable[[], Results]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of the report.
-
-    Attributes
-    ----------
-    title, caption : str
-        Plain text; the caption says what is seen, and which published numbers the dashed lines are.
-    figure : matplotlib.figure.Figure
-        The picture.
-    """
+    """A matplotlib figure; the caption says what is seen, and what the dashed lines are."""
 
     title: str
     caption: str
@@ -97,50 +74,24 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the tables: ours beside one peer.
+    """A line of the tables: ours beside one peer."""
 
-    Attributes
-    ----------
-    work : str
-        What is timed, with its sizes.
-    peer : str
-        Against whom.
-    theirs, ours : float
-        Seconds, medians of samples that were taken in turns.
-    paper : float or None
-        The ratio that the paper published for this, if any.
-    """
-
-    work: str
+    work: str  # what is timed, with its sizes
     peer: str
-    theirs: float
+    theirs: float  # seconds, as ours: medians of samples that were taken in turns
     ours: float
-    paper: float | None = None
+    paper: float | None = None  # the ratio that the paper published for this, if any
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment that can be run by name.
-
-    Attributes
-    ----------
-    name : str
-        On the command line, and of the file.
-    title : str
-        For people.
-    pieces : callable
-        The pieces, in their order; making them measures nothing.
-    about : callable
-        What holds for all pieces: sizes, settings, the data that was used.
-    drawings, rows : callable
-        Pictures and lines of the tables, from what a file holds, of however many pieces.
-    """
+    """What can be run by its name, on the command line."""
 
     name: str
     title: str
-    pieces: Callable[[Options], Iterable[Piece]]
-    about: Callable[[Options], dict[str, Any]]
-    drawings: Callable[[Results], list[Drawing]]
+    pieces: Callable[[Options], Iterable[Piece]]  # making them measures nothing
+    about: Callable[[Options], Results]  # what holds for all: sizes, settings, data
+    drawings: Callable[[Results], list[Drawing]]  # from a file of however many pieces
     rows: Callable[[Results], list[Row]]
 
 
@@ -185,20 +136,17 @@ def run(experiment: Experiment, options: Options, folder: Path) -> Path:
     return path
 
 
-def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, dict[str, Any]] | None:
+def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, Results] | None:
     """A file of the same data, whatever its date, that is not done; and its pieces."""
     names = re.sub(r"-\d{4}-\d\d-\d\d-", "-????-??-??-", name)
     for path in sorted(folder.glob(names), reverse=True):
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            continue
-        if not found.get("done", True) and found.get("data") == data:
+        found = json.loads(path.read_text())
+        if not found["done"] and found["data"] == data:
             return path, found["pieces"]
     return None
 
 
-def _save(path: Path, results: dict[str, Any]) -> None:
+def _save(path: Path, results: Results) -> None:
     """Replace the file at once: a run that is cut off here leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .experiment import Results
+from .experiment import NAMES, Results
 
 __all__ = ["OTHERS", "File", "lines", "newest", "read"]
 
@@ -19,17 +19,7 @@ _COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """What a run wrote.
-
-    Attributes
-    ----------
-    path : Path
-        The JSON file.
-    kind : str
-        The name of the experiment, or one of :data:`OTHERS`.
-    results : dict
-        What it holds.
-    """
+    """What a run wrote; its kind is the name of the experiment, or one of :data:`OTHERS`."""
 
     path: Path
     kind: str
@@ -67,15 +57,9 @@ class File:
             "quick": results.get("quick", False),
             "unfinished": not results.get("done", True),
             "a part": self.kind in ("grid", "memory") and "--only" in results["command"],
-            "old form": self.kind not in OTHERS and "experiment" not in results,
         }
         failed = [what for what, part in results.get("parts", {}).items() if not part["ok"]]
         return [mark for mark, holds in marks.items() if holds] + [f"{p} failed" for p in failed]
-
-    @property
-    def rank(self) -> tuple[int, str]:
-        """Larger for what is to be preferred."""
-        return -len(self.marks), self.results["date"]
 
 
 def read(folder: Path) -> tuple[list[File], dict[str, str]]:
@@ -85,20 +69,18 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
         try:
             results = json.loads(path.read_text())
             missing = [key for key in _COME_FROM if key not in results]
-            kind = results.get("experiment") or next(
-                (kind for key, kind in _KEYS.items() if key in results),
-                "lenet5" if "losses" in results else None,
-            )
+            kinds = [results.get("experiment"), *(_KEYS[key] for key in results if key in _KEYS)]
         except (ValueError, TypeError, AttributeError) as error:
             unread[path.name] = f"not a JSON object: {error}"
             continue
+        known = [kind for kind in kinds if kind in (*NAMES, *OTHERS)]
         if missing:
             unread[path.name] = f"without {', '.join(missing)}"
-        elif kind is None:
+        elif not known:
             unread[path.name] = "of no known kind"
         else:
-            files.append(File(path, kind, results))
-    return sorted(files, key=lambda file: file.rank), unread
+            files.append(File(path, known[0], results))
+    return sorted(files, key=lambda file: (-len(file.marks), file.results["date"])), unread
 
 
 def newest(files: Iterable[File]) -> dict[tuple[str, str], File]:

@@ -274,11 +274,13 @@ def run(folder: Path) -> int:
             started = [pool.submit(start, what, job, CHECKS) for what, job in checks.items()]
             for check in started:
                 check.result()
-        _write(folder, commit, reports)
+        path = _write(folder, commit, reports)
         for what, seconds in LIMITS.items():
             until = time.monotonic() - began + seconds
             start(what, partial(run_part, what, scratch), until)
-            path = _write(folder, commit, reports)
+            previous, path = path, _write(folder, commit, reports)
+            if previous != path:
+                previous.unlink()  # of a GPU that was not known yet
     return _finish(path, reports)
 
 

@@ -29,6 +29,7 @@ _LIBRARIES = (
     "llvmlite",
     "mkl",
     "sparse_dot_mkl",
+    "librosa",
     "jax",
     "jaxlib",
     "torch",
@@ -101,8 +102,9 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit that is checked out, and whether files differ from it."""
-    return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
+    """The commit that is checked out, and whether files differ from it, but for results."""
+    changes = _git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+    return _git("rev-parse", "HEAD"), bool(changes)
 
 
 def head(

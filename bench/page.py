@@ -13,6 +13,7 @@ from html import escape
 from io import BytesIO
 from itertools import groupby
 from math import floor, log10
+from operator import itemgetter
 from typing import Any
 
 from .experiment import Drawing
@@ -21,7 +22,6 @@ __all__ = [
     "Html",
     "exactly",
     "figure",
-    "image",
     "join",
     "listed",
     "page",
@@ -84,7 +84,6 @@ tbody tr:first-child td, tr.group + tr td { border-top: 0; }
 .group .soft { font-weight: 400; }
 .tight { white-space: nowrap; }
 .number { text-align: right; white-space: nowrap; }
-td:first-child { min-width: 13rem; }
 td i::after { content: attr(data-pad); visibility: hidden; font-style: normal; }
 figure { margin: 1.75rem 0; }
 figure .wide { margin: 0; }
@@ -96,7 +95,8 @@ figcaption b { color: var(--ink); font-weight: 600; }
   h1 { font-size: 1.55rem; }
   dl { grid-template-columns: 1fr; }
   dd { margin-bottom: .3rem; }
-  td:first-child { min-width: 8rem; }
+  td, th { padding-right: .7rem; }
+  td:first-child { min-width: 7rem; }
   img { max-width: max(100%, 40rem); }
 }
 @media print {
@@ -108,7 +108,6 @@ figcaption b { color: var(--ink); font-weight: 600; }
   figure, tr { break-inside: avoid; }
   .group { break-after: avoid; }
   .wide { overflow: visible; }
-  td:first-child { min-width: 0; }
   td, th { padding-right: .8rem; }
 }
 """
@@ -158,38 +157,33 @@ def table(
 ) -> Html:
     """A table; the columns whose heads are `numbers` are aligned on the decimal point.
 
-    Rows that are grouped stand below their first cell, which has a line of its own; unless most
-    groups would have one row.
+    Rows that are grouped stand below their first cell, which has a line of its own. Columns that
+    are empty are left out; without rows there is no table.
     """
-    groups = [first for first, _ in groupby(row[0] for row in rows)]
-    grouped = grouped and 2 * len(groups) <= len(rows)
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    for index, head in enumerate(heads):
-        if head in numbers and columns:
-            columns[index] = _aligned(columns[index])
-    kinds: list[dict[str, str]] = [{"kind": "number"} if h in numbers else {} for h in heads]
+    if not rows:
+        return Html("")
+    filled = [pair for pair in zip(heads, zip(*rows, strict=True), strict=True) if any(pair[1])]
+    columns = [_aligned(cells) if head in numbers else cells for head, cells in filled]
+    kinds: list[dict[str, str]] = [
+        {"kind": "number"} if head in numbers else {} for head, _ in filled
+    ]
+    first = int(grouped)
 
-    def line(name: str, cells: Sequence[str], **attributes: str) -> Html:
-        own = kinds[-len(cells) :]
-        made = [tag(name, cell, **kind) for cell, kind in zip(cells, own, strict=True)]
-        return tag("tr", *made, **attributes)
+    def line(name: str, cells: Sequence[str]) -> Html:
+        made = zip(cells[first:], kinds[first:], strict=True)
+        return tag("tr", *(tag(name, cell, **kind) for cell, kind in made))
 
-    body, before = [], None
-    for first, *others in zip(*columns, strict=True):
-        if not grouped:
-            body.append(line("td", [first, *others]))
-            continue
-        if first != before:
-            body.append(
-                tag("tr", tag("th", tag("span", first), colspan=str(len(others))), kind="group")
-            )
-        body.append(line("td", others))
-        before = first
-    head = line("th", heads[1:] if grouped else heads)
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), kind="wide")
+    body = []
+    for group, members in groupby(zip(*columns, strict=True), key=itemgetter(0)):
+        if grouped:
+            over = tag("th", tag("span", group), colspan=str(len(columns) - 1))
+            body.append(tag("tr", over, kind="group"))
+        body += [line("td", cells) for cells in members]
+    head = tag("thead", line("th", [head for head, _ in filled]))
+    return tag("div", tag("table", head, tag("tbody", *body)), kind="wide")
 
 
-def _aligned(cells: list[str]) -> list[str]:
+def _aligned(cells: Sequence[str]) -> list[str]:
     """Numbers, perhaps with a unit, that end in room for the decimals that they do not have."""
     decimals = [len("".join(re.findall(r"\.\d+", cell))) for cell in cells]
     most = max(decimals)
@@ -201,15 +195,11 @@ def _aligned(cells: list[str]) -> list[str]:
 
 def figure(drawing: Drawing) -> Html:
     """A picture with its caption."""
+    kind, data = _picture(drawing.figure)
     width = round(96 * drawing.figure.get_size_inches()[0])
-    return image(drawing.title, drawing.caption, *_picture(drawing.figure), width)
-
-
-def image(title: str, caption: str, kind: str, data: bytes, width: int) -> Html:
-    """The same of a file; the caption is also what is read out in place of the picture."""
     source = f"data:image/{kind};base64,{b64encode(data).decode()}"
-    shown = Html(f'<img alt="{escape(caption)}" width="{width}" src="{source}">')
-    said = tag("figcaption", tag("b", title), ". ", caption)
+    shown = Html(f'<img alt="{escape(drawing.title)}" width="{width}" src="{source}">')
+    said = tag("figcaption", tag("b", drawing.title), ". ", drawing.caption)
     return tag("figure", tag("div", shown, kind="wide"), said)
 
 
@@ -228,20 +218,17 @@ def _picture(drawn: Any) -> tuple[str, bytes]:
 
 def page(title: str, head: Html, sections: dict[str, Html]) -> str:
     """The whole page; sections by their titles."""
-    anchors = {name: re.sub(r"\W+", "-", name.lower()).strip("-") for name in sections}
-    contents = tag(
-        "nav", *(join(tag("a", name, href=f"#{anchors[name]}"), " ") for name in sections)
-    )
-    body = [
-        tag("section", tag("h2", name, id=anchors[name]), section)
-        for name, section in sections.items()
-    ]
+    links, body = [], []
+    for name, section in sections.items():
+        anchor = re.sub(r"\W+", "-", name.lower()).strip("-")
+        links.append(join(tag("a", name, href=f"#{anchor}"), " "))
+        body.append(tag("section", tag("h2", name, id=anchor), section))
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join([tag("h1", title), head, contents, *body])
+        + "\n".join([tag("h1", title), head, tag("nav", *links), *body])
         + "\n</body>\n</html>\n"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, compress
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,16 +12,15 @@ from matplotlib.ticker import FuncFormatter
 
 from . import grid
 from .contests import OURS
+from .experiment import Results
 
-__all__ = ["engine", "losses", "schedules"]
-
-Report = dict[str, Any]
+__all__ = ["engine", "schedules"]
 
 # Of the palette by Okabe and Ito.
 _BLUE, _ORANGE = "#0072b2", "#d55e00"
 
 
-def engine(lines: Sequence[Report]) -> Figure:
+def engine(lines: Sequence[Results]) -> Figure:
     """How long the peers take, in multiples of our time."""
     rows = sum(1 + len(line["median_seconds"]) for line in lines)
     figure = Figure(figsize=(9.5, 0.8 + 0.23 * rows), layout="constrained")
@@ -65,7 +63,7 @@ def engine(lines: Sequence[Report]) -> Figure:
     return figure
 
 
-def schedules(chains: dict[str, Report]) -> Figure:
+def schedules(chains: dict[str, Results]) -> Figure:
     """For every chain the time of ``auto`` over that of the best and of the linear schedule."""
     figure = Figure(figsize=(9.5, 1.1 + 0.225 * len(chains)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -89,26 +87,6 @@ def schedules(chains: dict[str, Report]) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
         _plain(axes)
     panels[0].set_yticks(range(len(chains)), list(chains), size=8.5)
-    return figure
-
-
-def losses(found: Report) -> Figure:
-    """Losses of trainings by their names, each ``{"train": …, "test": …}``."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    styles: tuple[dict[str, Any], ...] = (
-        {"lw": 5, "alpha": 0.4, "color": _BLUE},
-        {"lw": 1.3, "color": _ORANGE},
-        {"ls": ":", "color": "black"},
-    )
-    for axes, kind in zip(figure.subplots(1, 2), ("train", "test"), strict=True):
-        for (name, curves), style in zip(found.items(), styles, strict=False):
-            every = len(curves["train"]) // len(curves[kind])
-            axes.plot(
-                every * np.arange(1, len(curves[kind]) + 1), curves[kind], label=name, **style
-            )
-        axes.set(xlabel="iteration", ylabel=f"{kind} loss", ylim=(0, None))
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .contests import OURS
 from .gpu_races import CUDNN, CUDNN_GRAPH, RECORD, VALUES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -53,30 +58,29 @@ def figure(races: list[dict[str, Any]]) -> Figure:
 
     drawn = Figure(figsize=(11, 7.5), layout="constrained")
     axes = drawn.subplots(2, 2, sharex="col", sharey="row")
-    for column, axis in enumerate("TB"):
-        along = sweep(races, axis)
-        sizes = [race["about"][axis] for race in along]
-        calls = [race["median_seconds"]["call, warm"] for race in along]
-        floors = [race["floors"]["the work"]["seconds"] for race in along]
-        times, ratios = axes[:, column]
+    for axis, (times, ratios) in zip("TB", axes.T, strict=True):
+        along = {race["about"][axis]: race for race in sweep(races, axis)}
+        floors = {size: race["floors"]["the work"]["seconds"] for size, race in along.items()}
+        theirs = _quartiles(along, CUDNN)
         for name, style in _STYLES.items():
-            known = [(x, call) for x, call in zip(sizes, calls, strict=True) if name in call]
-            times.plot(
-                [x for x, _ in known], [1e3 * call[name] for _, call in known], label=name, **style
-            )
-        for name in (OURS, VALUES):
-            faster = [call[CUDNN] / call[name] for call in calls]
-            ratios.plot(sizes, faster, label=name, **_STYLES[name])
+            taken = _quartiles(along, name)
+            _plot(times, {size: 1e3 * each for size, each in taken.items()}, label=name, **style)
+            if name in (OURS, VALUES):
+                # The longest of theirs over the shortest of ours, and the other way round.
+                faster = {size: theirs[size] / taken[size][::-1] for size in theirs}
+                _plot(ratios, faster, label=name, **style)
         dotted = {"color": "black", "ls": ":"}
-        times.plot(sizes, [1e3 * floor for floor in floors], label="the floor", **dotted)
-        at_floor = [call[CUDNN] / floor for call, floor in zip(calls, floors, strict=True)]
-        ratios.plot(sizes, at_floor, label="at the floor", **dotted)
+        times.plot(
+            list(floors), [1e3 * floor for floor in floors.values()], label="the floor", **dotted
+        )
+        at_floor = [theirs[size][1] / floors[size] for size in theirs]
+        ratios.plot(list(theirs), at_floor, label="at the floor", **dotted)
         ratios.axhline(RECORD, color="grey", ls="--", label=f"the paper's best, {RECORD}×")
         for panel in (times, ratios):
             panel.set(xscale="log", yscale="log")
             panel.grid(alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
-        ratios.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+        ratios.set_xticks(list(along), [f"{size:,}" for size in along], rotation=30)
         ratios.minorticks_off()
     (top_left, top_right), (left, right) = axes
     top_left.set(title="T steps, B=16", ylabel="backward pass [ms], launches included")
@@ -89,6 +93,22 @@ def figure(races: list[dict[str, Any]]) -> Figure:
         panel.legend(frameon=False, fontsize="small")
     drawn.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
     return drawn
+
+
+def _quartiles(along: dict[int, dict[str, Any]], name: str) -> dict[int, NDArray[Any]]:
+    """Seconds of the calls, by sizes, where there were any."""
+    found = {}
+    for size, race in along.items():
+        calls = race["samples_seconds"]["call, warm"]
+        if name in calls:
+            found[size] = np.quantile([*chain(*calls[name])], (0.25, 0.5, 0.75))
+    return found
+
+
+def _plot(axes: Axes, points: dict[int, NDArray[Any]], **style: Any) -> None:
+    """Medians, with the quartiles as bars."""
+    low, middle, high = np.array([*points.values()]).reshape(-1, 3).T
+    axes.errorbar(list(points), middle, (middle - low, high - middle), capsize=2, **style)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,15 @@ the newest; the others are listed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import page, sections
-from .experiment import NAMES, Drawing, Experiment, Results, Row, load
-from .files import OTHERS, File, lines, newest, read
-from .page import Html, join, table, tag
+from .experiment import NAMES, Drawing, Results, Row, load
+from .files import File, lines, newest, read
+from .page import Html, join, listed, table, tag
 from .readme import update_readme
-from .sections import TIMES
 
 __all__ = ["update_readme", "write"]
 
@@ -29,69 +28,63 @@ _COMMANDS = {
     "memory": "python -m bench.memory",
     "gpu": "bash bench/gpu.sh OUTDIR",
 }
-# What the paper measured on GPUs.
+# What a run on a GPU has to show: of experiments what the paper measured there.
 _ON_A_GPU = {
-    "rnn": "the backward pass 16 times as fast as PyTorch's at T=1,000, B=16, and 108 times at "
-    "best; the whole training 2.75 times at best",
-    "gru": "the backward pass 13.4 times as fast as PyTorch's, the whole training 2.36 times, at "
-    "best",
+    "rnn": (
+        "RNN: the sweeps of Figure 8. The backward pass 16 times as fast as PyTorch's at T=1,000, "
+        "B=16, and 108 times at best; the whole training 2.75 times at best.",
+    ),
+    "gru": (
+        "GRU: Figure 9. The backward pass 13.4 times as fast as PyTorch's, the whole training 2.36 "
+        "times, at best.",
+    ),
+    "vgg11": ("Pruned VGG-11: the times of the steps in Figure 10 beside cuSPARSE.",),
+    "gpu": (
+        "The kernels, which have run in Numba's simulator: vectors, level (kernels/cuda.py); "
+        "multiply, carry, sweep, repair (kernels/cuda_chunks.py); check_indices "
+        "(kernels/cuda_checks.py).",
+        "CuPy itself, CUDA graphs, cuBLAS, several streams, several devices; what sparsescan "
+        "calibrate --device cuda measures.",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A file of an experiment, what its module makes of it, and what it cannot."""
+    """A file of an experiment and what its module makes of it, or why it cannot."""
 
     file: File
     rows: list[Row]
     drawings: list[Drawing]
-    broken: list[str]
+    broken: str = ""
 
 
 def write(results: Path, output: Path) -> Path:
-    """Write the page about all JSON files in a folder.
-
-    Parameters
-    ----------
-    results : Path
-        The folder.
-    output : Path
-        The HTML file to write.
-
-    Returns
-    -------
-    Path
-        That file.
-    """
+    """Write the page about all JSON files in a folder; the page."""
     files, unread = read(results)
-    shown = newest(files)
-    by_device = sorted(shown.values(), key=lambda file: (file.on_gpu, file.device))
-    of = {kind: [file for file in by_device if file.kind == kind] for kind, _ in shown}
+    of: dict[str, list[File]] = {kind: [] for kind in (*NAMES, *_TITLES)}
+    for file in sorted(newest(files).values(), key=lambda file: (file.on_gpu, file.device)):
+        of[file.kind].append(file)
     engine, startups = lines(files, "engine"), lines(files, "startup")
     of["engine"] = list(dict.fromkeys(file for file, _ in engine + startups))
-    names = [*NAMES, *(kind for kind in of if kind not in (*NAMES, *OTHERS))]
-    experiments = {name: _load(name) for name in names}
-    runs = {
-        name: [_run(experiment, file) for file in of.get(name, [])]
-        for name, experiment in experiments.items()
-    }
-    titles = {name: _title(name, experiments[name], runs[name]) for name in names} | _TITLES
+    titles = {name: of[name][0].results["title"] if of[name] else name for name in NAMES} | _TITLES
 
-    whole = {"Overview": _overview(titles, of)}
-    published = [
-        (run, row) for name in names for run in runs[name] for row in run.rows if row.paper
-    ]
-    if published:
-        whole["Beside the paper"] = _beside_the_paper(published)
-    for name in names:
-        whole[titles[name]] = _experiment(name, experiments[name], runs[name])
-    whole[titles["engine"]] = sections.of_engine(engine, startups) if engine else _not_yet("engine")
+    runs = {name: [_run(file) for file in of[name]] for name in NAMES}
+    found = {name: _experiment(runs[name]) for name in NAMES}
+    found["engine"] = sections.of_engine(engine, startups)
     for kind, make in _MAKERS.items():
-        found = [join(sections.origin(file), make(file.results)) for file in of.get(kind, [])]
-        whole[titles[kind]] = join(*found) if found else _not_yet(kind)
-    is_shown = {file.path for chosen in of.values() for file in chosen}
-    whole["Files"] = _files(files, is_shown, unread, titles)
-    output.write_text(page.page("sparsescan, measured", _head(), whole))
+        found[kind] = join(
+            *(part for file in of[kind] for part in (sections.origin(file), make(file.results)))
+        )
+    whole = {
+        "Overview": _overview(titles, of),
+        "Unproven": _unproven(of),
+        "Beside the paper": _beside_the_paper(runs.values()),
+        **{titles[kind]: said or _not_yet(kind) for kind, said in found.items()},
+        "Files": _files(files, {file for shown in of.values() for file in shown}, unread, titles),
+    }
+    said = {title: section for title, section in whole.items() if section}
+    output.write_text(page.page("sparsescan, measured", _head(), said))
     return output
 
 
@@ -111,133 +104,111 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
     """What was measured where."""
     rows = []
     for kind, title in titles.items():
-        for file in of.get(kind, []):
+        for file in of[kind]:
             place, day = (tag("span", said, kind="tight") for said in (file.place, file.day))
-            rows.append([title, place, day, file.commit, sections.state(file)])
-        if not of.get(kind):
-            rows.append([title, "–", "", "", "not run yet"])
-    found = table(["what", "on", "date", "commit", "state"], rows)
-    if any(file.on_gpu for files in of.values() for file in files):
-        return found
-    return join(found, tag("p", "No GPU has run this yet."))
+            rows.append([title, sections.state(file), place, day, file.commit])
+        if not of[kind]:
+            rows.append([title, "not run yet", "", "", ""])
+    return table(["what", "state", "on", "date", "commit"], rows)
 
 
 def _not_yet(kind: str) -> Html:
-    said = "No GPU has run this yet: " if kind == "gpu" else "Not run yet: "
-    return tag("p", said, tag("code", _COMMANDS.get(kind, f"python -m bench {kind}")), ".")
+    command = _COMMANDS.get(kind, f"python -m bench {kind}")
+    return tag("p", "Not run yet: ", tag("code", command), ".")
+
+
+def _unproven(of: dict[str, list[File]]) -> Html:
+    """What no GPU has shown in full, on what is committed."""
+    proven = {kind for kind, found in of.items() if any(f.on_gpu and not f.marks for f in found)}
+    open_ = [line for kind, said in _ON_A_GPU.items() if kind not in proven for line in said]
+    if not open_:
+        return Html("")
+    experiments, engine = tag("code", "python -m bench NAME --device cuda"), _COMMANDS["gpu"]
+    why = "No full run of committed code on a GPU has shown these yet ("
+    said = tag("p", why, experiments, ", ", tag("code", engine), "):")
+    return join(said, listed(open_))
 
 
 # -- Experiments ----------------------------------------------------------------------------------
 
 
-def _load(name: str) -> Experiment | str:
-    """An experiment, or why it cannot be had."""
-    if name not in NAMES:
-        return f"There is no experiment {name!r}."
+def _run(file: File) -> _Run:
     try:
-        return load(name)
+        made = load(file.kind)
+        return _Run(file, made.rows(file.results), made.drawings(file.results))
     except Exception as error:
-        return _said(f"bench.{name} cannot be imported", error)
+        why = f"{file.path.name} cannot be shown: {type(error).__name__}: {error}"
+        print(why, file=sys.stderr)
+        return _Run(file, [], [], why)
 
 
-def _said(what: str, error: Exception) -> str:
-    """A line for the page, and for whoever makes it."""
-    said = f"{what}: {type(error).__name__}: {error}"
-    print(said, file=sys.stderr)
-    return said
-
-
-def _run(experiment: Experiment | str, file: File) -> _Run:
-    run = _Run(file, [], [], [])
-    if "losses" in file.results:
-        run.drawings.append(sections.old_lenet5(file.results))
-    elif isinstance(experiment, Experiment):
-        try:
-            run.rows.extend(experiment.rows(file.results))
-            run.drawings.extend(experiment.drawings(file.results))
-        except Exception as error:
-            run.broken.append(_said(f"{file.path.name} cannot be shown in full", error))
-    return run
-
-
-def _title(name: str, experiment: Experiment | str, runs: list[_Run]) -> str:
-    if isinstance(experiment, Experiment):
-        return experiment.title
-    return next((run.file.results["title"] for run in runs if "title" in run.file.results), name)
-
-
-def _beside_the_paper(rows: list[tuple[_Run, Row]]) -> Html:
-    cells = [
-        [*sections.cells(row), ", ".join([run.file.device, *run.file.marks])] for run, row in rows
+def _beside_the_paper(runs: Iterable[list[_Run]]) -> Html:
+    rows = [
+        (row, ", ".join([run.file.device, *run.file.marks]))
+        for of_name in runs
+        for run in of_name
+        for row in run.rows
+        if row.paper
     ]
-    said = "The paper measured on an RTX 2070 and an RTX 2080 Ti, with PyTorch 1.1 and 1.2."
-    return join(
-        tag("p", said), table(["work", "against", *TIMES, "on"], cells, TIMES, grouped=True)
+    if not rows:
+        return Html("")
+    said = (
+        "The paper's RNN and GRU ran on an RTX 2070 or an RTX 2080 Ti, its Table 1 on a Ryzen "
+        "Threadripper 1950X, with PyTorch 1.1 or 1.2; the last column is where ours did."
     )
+    return join(tag("p", said), sections.row_table(rows))
 
 
-def _experiment(name: str, experiment: Experiment | str, runs: list[_Run]) -> Html:
-    parts = [] if isinstance(experiment, Experiment) else [tag("p", experiment, kind="warn")]
+def _experiment(runs: list[_Run]) -> Html:
+    parts = []
     for run in runs:
         results = run.file.results
+        about = results["about"].items()
+        terms = (join(tag("dt", key), tag("dd", sections.plain(value))) for key, value in about)
         if len(runs) > 1:
             parts.append(tag("h3", f"On {run.file.place}"))
-        parts += [sections.origin(run.file), *(tag("p", why, kind="warn") for why in run.broken)]
-        if results.get("about"):
-            about = results["about"].items()
-            parts.append(
-                tag("dl", *(join(tag("dt", k), tag("dd", sections.plain(v))) for k, v in about))
-            )
+        parts += [sections.origin(run.file), tag("dl", *terms)]
+        if run.broken:
+            parts.append(tag("p", run.broken, kind="warn"))
         parts += map(page.figure, run.drawings)
-        if run.rows:
-            shown = 6 if any(row.paper for row in run.rows) else 5
-            cells = [sections.cells(row)[:shown] for row in run.rows]
-            heads = ["work", "against", *TIMES][:shown]
-            parts.append(table(heads, cells, TIMES, grouped=True))
-        parts.append(sections.missing_peers(_missing(results.get("pieces", {}))))
-    if not runs:
-        parts.append(_not_yet(name))
-    if name in _ON_A_GPU and not any(run.file.on_gpu and not run.file.marks for run in runs):
-        parts.append(tag("p", f"Unproven, as no GPU has run it in full: {_ON_A_GPU[name]}."))
+        parts.append(sections.row_table([(row, "") for row in run.rows]))
+        parts.append(sections.missing_peers(_missing(results["pieces"])))
     return join(*parts)
 
 
-def _missing(pieces: Results) -> dict[str, list[str]]:
-    """Peers that are missing and the reason; the pieces that miss them."""
-    found: dict[str, list[str]] = {}
-    for key, piece in pieces.items():
-        for peer, reason in piece.get("missing", {}).items():
-            found.setdefault(f"{peer}: {reason}", []).append(key)
-    return {peer: [] if len(keys) == len(pieces) else keys for peer, keys in found.items()}
+def _missing(pieces: Results) -> list[tuple[str, str, str]]:
+    return [
+        (peer, why, key)
+        for key, piece in pieces.items()
+        for peer, why in piece.get("missing", {}).items()
+    ]
 
 
 # -- Files ----------------------------------------------------------------------------------------
 
 
 def _files(
-    files: list[File], is_shown: set[Path], unread: dict[str, str], titles: dict[str, str]
+    files: list[File], shown: set[File], unread: dict[str, str], titles: dict[str, str]
 ) -> Html:
     """All files, and below them the machines and versions."""
     setups: dict[str, int] = {}
     rows = []
     for file in sorted(files, key=lambda file: file.path.name):
-        about = {**file.results["device"], **file.results["versions"]}
+        about = file.results["device"] | file.results["versions"]
         setup = setups.setdefault(_setup(about), len(setups) + 1)
-        state = "shown" if file.path in is_shown else "superseded"
+        state = "shown" if file in shown else "superseded"
         marks = join("; ", sections.state(file)) if file.marks else ""
         name = tag("code", file.path.name)
-        day = tag("span", file.day, kind="tight")
-        rows.append([name, titles[file.kind], day, str(setup), join(state, marks)])
-    rows += [[tag("code", name), why, "", "", "not shown"] for name, why in unread.items()]
-    heads = ["file", "what", "date", "setup", "state"]
-    found = [table(heads, rows)] if rows else [tag("p", "There are none.")]
-    if setups:
-        terms = [join(tag("dt", f"Setup {k}"), tag("dd", said)) for said, k in setups.items()]
-        found += [tag("h3", "Machines and versions"), tag("dl", *terms)]
-    return join(*found)
+        rows.append([name, join(state, marks), titles[file.kind], str(setup)])
+    rows += [[tag("code", name), "not shown", why, ""] for name, why in unread.items()]
+    if not rows:
+        return Html("")
+    terms = (join(tag("dt", f"Setup {k}"), tag("dd", said)) for said, k in setups.items())
+    heads = ["file", "state", "what", "setup"]
+    return join(table(heads, rows), tag("h3", "Machines and versions"), tag("dl", *terms))
 
 
-def _setup(about: dict[str, Any]) -> str:
+def _setup(about: Results) -> str:
     """What a machine is and what is installed; at the end what is not."""
     there = [f"{key} {sections.plain(value)}" for key, value in about.items() if value is not None]
     missing = [key for key, value in about.items() if value is None]

@@ -207,7 +207,7 @@ def _best(pieces: Results, what: str, peer: str, ours: str, paper: float) -> Row
     """Where we are ahead by most, of several sizes."""
     if len(pieces) < 2:
         return None
-    piece = max(pieces.values(), key=lambda piece: speedup(piece, peer, ours)[0])
+    piece = max(pieces.values(), key=lambda piece: speedup(piece, peer, ours)[1])
     return recurrent.row(
         f"{what}, at best: T={piece['steps']:,}, B={piece['batch']}", piece, peer, ours, paper
     )

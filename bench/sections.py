@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from . import page, pictures, plots
@@ -12,21 +13,19 @@ from .grid import ranked, ratios
 from .page import Html, exactly, join, listed, significant, table, tag
 
 __all__ = [
-    "TIMES",
-    "cells",
     "missing_peers",
     "of_engine",
     "of_gpu",
     "of_grid",
     "of_memory",
-    "old_lenet5",
     "origin",
     "plain",
+    "row_table",
     "state",
 ]
 
 _MIB = 1 << 20
-TIMES = ["theirs, ms", "ours, ms", "ratio", "the paper's"]
+_TIMES = ["theirs, ms", "ours, ms"]
 
 
 # -- What all are made of -------------------------------------------------------------------------
@@ -44,12 +43,26 @@ def state(file: File) -> Html:
     return tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
 
 
-def missing_peers(peers: dict[str, list[str]]) -> Html:
-    """The list of missing peers, each with where it is missing, unless that is everywhere."""
-    if not peers:
-        return Html("")
-    said = [peer + (f" ({', '.join(where)})" if where else "") for peer, where in peers.items()]
-    return join(tag("p", "Missing:"), listed(said))
+def missing_peers(found: Iterable[tuple[str, str, str]]) -> Html:
+    """The list of missing peers, from the peer, the reason, and where it is missing."""
+    places: dict[str, list[str]] = {}
+    for peer, why, where in found:
+        places.setdefault(f"{peer}: {why}", []).append(where)
+    said = [f"{peer} ({'; '.join(where)})" for peer, where in places.items()]
+    return join(tag("p", "Missing:"), listed(said)) if said else Html("")
+
+
+def row_table(rows: list[tuple[Row, str]]) -> Html:
+    """Ours beside the peers, and where that was measured."""
+    cells = [
+        [
+            *(row.work, row.peer, _ratio(row.theirs / row.ours), exactly(row.paper)),
+            *(_ms(row.theirs), _ms(row.ours), where),
+        ]
+        for row, where in rows
+    ]
+    numbers = ["ratio", "the paper's", *_TIMES]
+    return table(["work", "against", *numbers, "on"], cells, numbers, grouped=True)
 
 
 def _ms(seconds: float | None) -> str:
@@ -60,79 +73,56 @@ def _ratio(x: float | None) -> str:
     return "" if x is None else f"{significant(x)}×"
 
 
-def cells(row: Row) -> list[str]:
-    """Work, peer and :data:`TIMES`."""
-    ratio = _ratio(row.theirs / row.ours)
-    return [row.work, row.peer, _ms(row.theirs), _ms(row.ours), ratio, exactly(row.paper)]
-
-
 def plain(value: Any) -> str:
     """What JSON holds, for people."""
     if isinstance(value, dict):
         return "; ".join(f"{key}: {plain(x)}" for key, x in value.items())
     if isinstance(value, list):
         return ", ".join(map(plain, value))
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
-
-
-def old_lenet5(results: Results) -> Drawing:
-    found, apart = results["losses"], results["largest_difference_from_autograd"]
-    said = (
-        f"Images: {results['images']}, {results['epochs']} epochs in batches of "
-        f"{results['batch']}. Losses differ from autograd's by at most "
-        f"{apart['scan']['train']:.2g} in training and {apart['scan']['test']:.2g} on test images; "
-        f"those of autograd itself, with every batch in reverse order, by "
-        f"{apart['reversed']['train']:.2g} and {apart['reversed']['test']:.2g}."
-    )
-    return Drawing("Losses of LeNet-5 by the scan and by autograd", said, pictures.losses(found))
 
 
 # -- The engine -----------------------------------------------------------------------------------
 
 
 def of_engine(engine: list[tuple[File, Results]], startups: list[tuple[File, Results]]) -> Html:
-    rows = [
-        [join(line["work"], tag("span", f" · commit {file.commit}", kind="soft")), *cells]
-        for file, line in engine
-        for cells in _contest(line)
-    ]
-    missing: dict[str, list[str]] = {}
-    for _, line in engine:
-        for peer, ratio in line["ratios"].items():
-            if ratio["skipped"]:
-                missing.setdefault(f"{peer}: {ratio['skipped']}", []).append(line["work"])
-    picture = Drawing(
-        "The engine beside its peers",
-        "How many times as long as ours each peer takes, on a logarithmic axis: the median of its "
-        "samples, and their quartiles as a bar. Grey marks are the ratios asked for, which for "
-        "Jacobian values by autograd are the paper's. Dotted lines are the floor: what must be "
-        "moved and computed, at the rates measured in the same run.",
-        pictures.engine([line for _, line in engine]),
-    )
-    files = dict.fromkeys(file for file, _ in engine + startups)
-    numbers = [*TIMES[:3], "asked for"]
-    shown = table(["work", "against", *numbers, ""], rows, numbers, grouped=True)
-    parts = [*map(origin, files), page.figure(picture), shown, missing_peers(missing)]
+    parts = [origin(file) for file in dict.fromkeys(file for file, _ in engine + startups)]
+    if engine:
+        parts += [page.figure(_engine_drawing([line for _, line in engine])), _contests(engine)]
     if startups:
         parts += [tag("h3", "What a new process pays"), _startups(startups)]
     return join(*parts)
 
 
-def _contest(line: Results) -> list[list[str]]:
-    """Lines of a contest, but for the first cell."""
-    medians, ours = line["median_seconds"], _ms(line["median_seconds"][OURS])
-    found = []
-    for peer, ratio in line["ratios"].items():
-        if peer in medians:
+def _engine_drawing(engine: list[Results]) -> Drawing:
+    caption = (
+        "How many times as long as ours each peer takes, on a logarithmic axis: the median of its "
+        "samples, and their quartiles as a bar. Grey marks are the ratios asked for, which for "
+        "Jacobian values by autograd are the paper's. Dotted lines are the floor: what must be "
+        "moved and computed, at the rates measured in the same run."
+    )
+    return Drawing("The engine beside its peers", caption, pictures.engine(engine))
+
+
+def _contests(engine: list[tuple[File, Results]]) -> Html:
+    rows, missing = [], []
+    for file, line in engine:
+        work = join(line["work"], tag("span", f" · commit {file.commit}", kind="soft"))
+        medians, ours = line["median_seconds"], line["median_seconds"][OURS]
+        for peer, ratio in line["ratios"].items():
+            if ratio["skipped"]:
+                missing.append((peer, ratio["skipped"], line["work"]))
+                continue
             asked, measured = ratio["required"], ratio["measured"]
             missed = asked is not None and measured < asked
             said = tag("span", "missed", kind="warn") if missed else ""
-            times = [_ms(medians[peer]), ours, _ratio(measured)]
-            found.append([peer, *times, exactly(asked), said])
-    floor = line["floor"]["seconds"]
-    return [*found, ["the floor", _ms(floor), ours, _ratio(floor / medians[OURS]), "", ""]]
+            times = [_ms(medians[peer]), _ms(ours)]
+            rows.append([work, peer, _ratio(measured), exactly(asked), said, *times])
+        floor = line["floor"]["seconds"]
+        rows.append([work, "the floor", _ratio(floor / ours), "", "", _ms(floor), _ms(ours)])
+    heads = ["work", "against", "ratio", "asked for", "", *_TIMES]
+    shown = table(heads, rows, ["ratio", "asked for", *_TIMES], grouped=True)
+    return join(shown, missing_peers(missing))
 
 
 def _startups(startups: list[tuple[File, Results]]) -> Html:
@@ -150,15 +140,16 @@ def of_grid(results: Results) -> Html:
     chains = results["chains"]
     right, pairs = results["pairs_in_order"]
     said = (
-        f"Every schedule on {len(chains)} chains. Of {pairs:,} pairs of schedules whose times are "
-        f"a fifth or more apart, predictions rank {right:,} as the medians do"
+        f"{len(chains)} chains, each by auto and by several schedules. Of {pairs:,} pairs whose "
+        f"times are a fifth or more apart, predictions rank {right:,} as the medians do"
         + (f": {right / pairs:.1%}." if pairs else ".")
     )
     picture = Drawing(
         "The schedule that auto chose",
         "Its time over that of the best schedule (left) and of the linear one (right) for each "
         "chain: the median of turns, and the quartiles of its samples as a bar. Every other turn "
-        "says which is the best, the others how good it is. Dashed lines are at 1.05 and 1.10.",
+        "says which is the best, the others how good it is. Below one auto is the faster; dashed "
+        "lines are at 1.05 and 1.10.",
         pictures.schedules(chains),
     )
     rows = []
@@ -208,12 +199,14 @@ def of_gpu(results: Results) -> Html:
         shown.append(page.figure(Drawing(*_SWEEPS, plots.figure(races))))
     if races:
         shown += [tag("h3", "Races"), _races(races)]
-    missing: dict[str, list[str]] = {}
-    for part in parts.values():
-        missing |= {f"{what}: {why}": [] for what, why in part.get("missing", {}).items()}
-    for race in races:
-        for peer, reason in race.get("skipped", {}).items():
-            missing.setdefault(f"{peer}: {reason}", []).append(race["name"])
+    missing = [
+        (peer, why, where)
+        for where, found in [
+            *((what, part.get("missing", {})) for what, part in parts.items()),
+            *((race["name"], race.get("skipped", {})) for race in races),
+        ]
+        for peer, why in found.items()
+    ]
     rows = [
         [what, "ok" if part["ok"] else tag("span", "failed", kind="warn"), part["summary"]]
         for what, part in parts.items()
@@ -233,7 +226,8 @@ def _failures(part: Results) -> list[str]:
 _SWEEPS = (
     "Backward pass of a tanh RNN",
     "As in Figure 8 of the paper: times over the length T and the batch B, and how many times as "
-    "fast as PyTorch. The dashed line is the paper's best ratio, 108; dotted ones are the floor.",
+    "fast as PyTorch: medians, with bars from the quartiles. The dashed line is the paper's best "
+    "ratio, 108; dotted ones are the floor.",
 )
 
 
@@ -243,18 +237,15 @@ def _wanted(wanted: list[Results]) -> Html:
         False: tag("span", "missed", kind="warn"),
         None: tag("span", "not measured", kind="warn"),
     }
-    rows = [
-        [
-            line["what"],
-            line["against"],
-            _ratio(line["measured"]),
-            "≥ " + exactly(line["at least"])
-            if "at least" in line
-            else "≤ " + exactly(line["at most"]),
-            states[line["met"]],
-        ]
-        for line in wanted
-    ]
+    rows = []
+    for line in wanted:
+        asked = next(
+            f"{sign} {exactly(line[key])}"
+            for key, sign in (("at least", "≥"), ("at most", "≤"))
+            if key in line
+        )
+        row = [line["what"], line["against"], _ratio(line["measured"]), asked]
+        rows.append([*row, states[line["met"]]])
     return table(["what", "against", "measured", "asked for", ""], rows, ["measured", "asked for"])
 
 
@@ -266,11 +257,11 @@ def _races(races: list[Results]) -> Html:
             times = [_ms(medians.get(ratio[which])) for which in ("theirs", "ours")]
             ratios = [_ratio(ratio["measured"].get(cache)) for cache in ("warm", "cold")]
             names = [ratio["theirs"], ratio["ours"], ratio["clock"]]
-            rows.append([race["work"], *names, *times, *ratios])
+            rows.append([race["work"], *names, *ratios, *times])
         floor = race["floors"]["the work"]
         device = race["median_seconds"].get("device, warm", {}).get(OURS)
         over = _ratio(floor["seconds"] / device) if device else ""
         times = [_ms(floor["seconds"]), _ms(device)]
-        rows.append([race["work"], "the floor", OURS, "device", *times, over, ""])
-    numbers = [*TIMES[:2], "ratio, warm cache", "cold"]
+        rows.append([race["work"], "the floor", OURS, "device", over, "", *times])
+    numbers = ["ratio, warm cache", "cold", *_TIMES]
     return table(["work", "against", "ours", "clock", *numbers], rows, numbers, grouped=True)

@@ -32,8 +32,8 @@ def write(path: Path, samples: np.ndarray, rate: int = audio.RATE) -> None:
         file.writeframes((samples.T * 2**15).astype("<i2").tobytes())
 
 
-def noise(rng: np.random.Generator, channels: int = 2, length: int = audio.LENGTH) -> np.ndarray:
-    return rng.uniform(-0.9, 0.9, (channels, length)).astype(np.float32)
+def noise(rng: np.random.Generator) -> np.ndarray:
+    return rng.uniform(-0.9, 0.9, (2, audio.LENGTH)).astype(np.float32)
 
 
 @needs_librosa
@@ -44,6 +44,7 @@ def test_a_folder_gives_the_sizes_of_table_3(tmp_path: Path) -> None:
     (tmp_path / "README.txt").touch()
     (tmp_path / "empty").mkdir()
     recordings = audio.load(tmp_path)
+    assert recordings.name == f"recordings in {tmp_path.name}"
     assert recordings.classes == ("cel", "vio")
     np.testing.assert_array_equal(recordings.labels, [0, 1, 1])
     for name, (frames, coefficients) in SHAPES.items():

@@ -582,6 +582,10 @@ def rnn_races() -> list[dict[str, Any]]:
                 "work": f"backward of a tanh RNN, T={steps}, B={batch}",
                 "about": {"T": steps, "B": batch},
                 "median_seconds": medians,
+                "samples_seconds": {
+                    mode: {name: [[taken]] for name, taken in of.items()}
+                    for mode, of in medians.items()
+                },
                 "floors": {"the work": {"seconds": floor, "multiple": multiple}},
                 "ratios": [
                     {
