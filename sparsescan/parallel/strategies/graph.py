@@ -1,0 +1,137 @@
+"""Graph: the layers of a network as the cost models see them, without weights or values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import InputError
+
+__all__ = ["KINDS", "Graph", "Layer"]
+
+#: What a layer may be. A "cell" is one time step of a recurrent network.
+KINDS = (
+    "input",
+    "conv",
+    "pool",
+    "linear",
+    "cell",
+    "norm",
+    "elementwise",
+    "flatten",
+    "add",
+    "concat",
+    "softmax",
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a network.
+
+    Attributes
+    ----------
+    name : str
+        Unique in its graph.
+    kind : str
+        One of :data:`KINDS`.
+    inputs : tuple of int
+        Numbers of the layers that it reads.
+    shape : tuple of int
+        Of its output for one sample: ``(channels, height, width)`` or ``(features,)``.
+    weights : int
+        Number of its parameters, biases included.
+    multiply_adds : int
+        Of its forward pass for one sample.
+    nnz : int
+        Entries of its transposed Jacobian.
+    kernel, stride, padding : tuple of int
+        Of a convolution or pooling, along height and width.
+    groups : int
+        Of a convolution.
+    shares : int or None
+        Number of the layer whose parameters this one uses; its own `weights` are then 0.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[int, ...]
+    shape: tuple[int, ...]
+    weights: int = 0
+    multiply_adds: int = 0
+    nnz: int = 0
+    kernel: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    groups: int = 1
+    shares: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Entries of its output for one sample."""
+        return math.prod(self.shape)
+
+
+class Graph:
+    """The layers of a network, each after those that it reads; the first is the input.
+
+    Parameters
+    ----------
+    name : str
+        Of the network.
+    layers : sequence of Layer
+        From the input on.
+
+    Attributes
+    ----------
+    name : str
+        Of the network.
+    layers : tuple of Layer
+        As given.
+
+    Raises
+    ------
+    InputError
+        If a layer reads one that does not come before it, or names are not unique.
+    """
+
+    def __init__(self, name: str, layers: Sequence[Layer]) -> None:
+        self.name = name
+        self.layers = tuple(layers)
+        if not self.layers or self.layers[0].kind != "input":
+            raise InputError("layers[0] is no input; expected a layer of kind 'input' first")
+        for k, layer in enumerate(self.layers):
+            if layer.kind not in KINDS:
+                raise InputError(f"layers[{k}].kind is {layer.kind!r}; expected one of {KINDS}")
+            if (k > 0 and not layer.inputs) or any(not 0 <= i < k for i in layer.inputs):
+                raise InputError(f"layers[{k}].inputs is {layer.inputs}; expected earlier layers")
+        if len({layer.name for layer in self.layers}) < len(self.layers):
+            raise InputError("two layers have the same name; expected unique names")
+
+    @property
+    def weights(self) -> int:
+        """Number of parameters."""
+        return sum(layer.weights for layer in self.layers)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of the forward pass for one sample."""
+        return sum(layer.multiply_adds for layer in self.layers)
+
+    @property
+    def activations(self) -> int:
+        """Entries of all outputs for one sample."""
+        return sum(layer.size for layer in self.layers)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every layer reads just the one before it."""
+        return all(layer.inputs == (k - 1,) for k, layer in enumerate(self.layers) if k > 0)
+
+    def input_shape(self, k: int) -> tuple[int, ...]:
+        """Shape of the first input of layer `k`."""
+        return self.layers[self.layers[k].inputs[0]].shape
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}, {len(self.layers)} layers, {self.weights} weights)"

@@ -1,0 +1,65 @@
+"""Stage: some layers that one worker runs forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from ...jacobians import Operator, Sequential
+
+__all__ = ["Stage"]
+
+Array = Any
+Gradients = list[dict[str, Array]]
+
+
+class Stage:
+    """Layers one after the other, with parameters of their own.
+
+    Parameters
+    ----------
+    ops : sequence of Operator
+        The layers, which are copied with their parameters.
+
+    Attributes
+    ----------
+    network : Sequential
+        The copies.
+    """
+
+    def __init__(self, ops: Sequence[Operator]) -> None:
+        # What is drawn when it is first read would be drawn twice.
+        for op in ops:
+            _ = op.params
+        self.network = Sequential(copy.deepcopy(list(ops)))
+        self._plan = self.network.plan(schedule="linear")
+
+    @property
+    def parameters(self) -> Gradients:
+        """Parameters of every layer, by name, not copied."""
+        return [layer.params for layer in self.network.layers]
+
+    def forward(self, x: Array) -> list[Array]:
+        """The input of every step, and the output of the last."""
+        return self.network.activations(x)
+
+    def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
+        """Gradients of the input of the stage, flattened, and of its parameters.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            What :meth:`forward` returned.
+        grad : ndarray, shape (batch, outputs)
+            Of the output.
+        """
+        flat = grad.reshape(len(grad), -1)
+        grads = list(self._plan.inclusive_scan(flat, self.network.values(activations)))
+        return grads[-1], self.network.param_grads(activations, grads)
+
+    def descend(self, grads: Gradients, learning_rate: float) -> None:
+        """A step of SGD: ``θ ← θ − learning_rate · ∇θ``."""
+        for params, found in zip(self.parameters, grads, strict=True):
+            for name, grad in found.items():
+                params[name] -= learning_rate * grad

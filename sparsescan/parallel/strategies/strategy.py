@@ -1,0 +1,172 @@
+"""Strategy: the interface of all ways to spread a training step over workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...jacobians import Sequential
+from ..communicator import Communicator
+from .graph import Graph
+from .machine import Machine
+
+__all__ = ["Prediction", "Strategy", "Training", "cross_entropy"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a training step is predicted to take.
+
+    Attributes
+    ----------
+    strategy : str
+        Its name.
+    how : str
+        The configuration that was chosen, in a few words.
+    nanoseconds : dict of str to float
+        Time of the step by part, which add up to the whole; such as "forward", "backward",
+        "weights" (their sum over workers), "activations", "halo", "idle".
+    bytes : int
+        That the busiest worker sends in a step.
+    memory : int
+        Bytes that the fullest worker needs.
+    stale : float
+        Share of the weights that are used after they have been updated elsewhere; 0 if gradients
+        are exact.
+    """
+
+    strategy: str
+    how: str
+    nanoseconds: dict[str, float]
+    bytes: int
+    memory: int
+    stale: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Nanoseconds of the step."""
+        return sum(self.nanoseconds.values())
+
+
+class Training(ABC):
+    """A network that the ranks of a communicator train together, by plain SGD.
+
+    All its methods are collective.
+    """
+
+    @abstractmethod
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        """One training step.
+
+        Parameters
+        ----------
+        x : ndarray, shape (batch, *input_shape)
+            The samples: all of them on every rank, which uses what is its own.
+        labels : ndarray of int64, shape (batch,)
+            Their classes.
+
+        Returns
+        -------
+        float
+            The mean cross-entropy of the batch before the step, on all ranks. (Of a pipeline that
+            has not filled yet: nan.)
+        """
+
+    @abstractmethod
+    def parameters(self) -> list[dict[str, Array]]:
+        """Parameters of every layer of the network, whole, on all ranks."""
+
+    @property
+    @abstractmethod
+    def communicator(self) -> Communicator:
+        """Whose `traffic` says what this rank has sent."""
+
+
+class Strategy(ABC):
+    """A way to spread a training step over workers.
+
+    Attributes
+    ----------
+    name : str
+        As it is printed.
+    exact : bool
+        Whether gradients are those of one worker.
+    """
+
+    name: str
+    exact: bool = True
+
+    @abstractmethod
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """What a step takes with the best configuration of this strategy.
+
+        Parameters
+        ----------
+        network : Graph
+            The network.
+        machine : Machine
+            A worker, and what connects them.
+        workers : int
+            How many.
+        batch : int
+            Samples of a step, of all workers together.
+
+        Raises
+        ------
+        InputError
+            If the strategy cannot use so many workers for it; the text says why.
+        """
+
+    @abstractmethod
+    def start(
+        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+    ) -> Training:
+        """Train a network over the ranks of a communicator; collective.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The ranks.
+        network : Sequential
+            The same on all ranks; each takes a copy of what it needs of the parameters, the
+            caller's are not changed.
+        batch : int
+            Samples of a step.
+        learning_rate : float
+            Of SGD.
+        """
+
+
+def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
+    """Softmax cross-entropy: its sum over these samples over `batch`, and the gradient.
+
+    Parameters
+    ----------
+    output : ndarray, shape (samples, classes)
+        Logits of these samples.
+    labels : ndarray of int64, shape (samples,)
+        Their classes.
+    batch : int
+        Samples of the whole step.
+
+    Returns
+    -------
+    loss : float
+        ``-Σ log softmax(output)[label] / batch``.
+    grad : ndarray
+        Of the loss in `output`.
+    """
+    shifted = output - output.max(axis=1, keepdims=True)
+    scale = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    logs = shifted - scale
+    rows = np.arange(len(labels))
+    grad = np.exp(logs)
+    grad[rows, labels] -= 1
+    grad /= batch
+    return -float(logs[rows, labels].sum()) / batch, grad
