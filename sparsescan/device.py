@@ -285,6 +285,15 @@ class DeviceWorkspace:
             pass  # what is free is in pieces
         raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
 
+    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]] | None:
+        """The `k`-th product after a run, as :meth:`sparsescan.program.Workspace.product`.
+
+        It is copied to host memory, which waits for the device. None if a value was not finite.
+        """
+        if self._run[Run.FLAG : Run.FLAG + 1].get()[0]:
+            return None
+        return self._launches.product(k)
+
     def keep(self, kept: Kept) -> None:
         """Keep a pattern, which may have been uploaded on another stream."""
         self._cupy.cuda.get_current_stream().wait_event(kept.ready)
@@ -397,6 +406,9 @@ class _Launches:
         self._rows = nodes[:, Node.ROWS]
         self._shares = Shares.of(program)
         self._views: dict[int, Any] = {}
+        # Of values, exponents and local gradients: the pool, where each product has its place in it
+        # (-1 in scratch), and what a sample of it takes.
+        self._pools: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]] = []
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched
         self._place_products(nodes, local)
@@ -438,7 +450,8 @@ class _Launches:
         if inclusive:
             last = len(program.ops) - 1
             actions += self._level(np.array([[last, last + 1]], np.int64))
-        if program.products:
+        # What makes no gradients has none to make again.
+        if program.products and program.ops[:-1, Op.VECTOR].any():
             # By one block for each sample, if the flag is raised.
             unit = np.array([[0, program.n - (not inclusive), 0, 1, 0, Mode.ALL]], np.int64)
             actions.append(
@@ -621,11 +634,32 @@ class _Launches:
             slot = program.slots[in_scratch] * (stride // 2)
             products[in_scratch, column] = pool.data.ptr + (total + slot) * itemsize
             products[in_scratch, column + 1] = stride * itemsize
+            place = np.full(len(products), -1)
+            place[kept] = first
+            self._pools.append((pool, place, size))
             if column == Node.VALUES:
                 self._view_products(pool, first, np.flatnonzero(kept), widths)
         first, total = places(3 * np.where(products[:, Node.BATCHED] == 1, batch, 1))
         state = room("the state of the products", total, np.int32, zeros=True)
         products[:, Node.STATE] = state.data.ptr + 4 * first
+
+    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
+        """See :meth:`DeviceWorkspace.product`."""
+        pattern = self._program.patterns[self._program.n + k]
+        width = self._batch if self._batched[self._program.n + k] else 1
+
+        def rows(column: int, count: int, size: int) -> NDArray[Any]:
+            pool, place, step = self._pools[column]
+            first, stop = place[k], place[k] + count * step[k]
+            found: NDArray[Any] = pool[first:stop].get().reshape(count, step[k])[:, :size]
+            return found
+
+        values = rows(0, width, pattern.nnz)
+        exponents = rows(1, width, pattern.shape[1] + 1)
+        # Those of a product that is in range are not written.
+        exponents[exponents[:, -1] == 0] = 0
+        exponents[:, -1] = exponents[:, -1] != 0
+        return values, exponents, rows(2, self._batch, pattern.shape[0])
 
     def _view_products(
         self,

@@ -37,7 +37,9 @@ from sparsescan import (
     ScanPlan,
     Schedule,
 )
+from sparsescan.device import DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
+from sparsescan.kernels.cuda_tables import Run
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 
@@ -57,6 +59,20 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return fake_cupy.watch(monkeypatch)
 
 
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of all runs, whether they met a value that is not finite, and scanned again, linearly."""
+    found: list[int] = []
+    run = DeviceWorkspace.run
+
+    def watched(self: DeviceWorkspace, *arguments: Any, **options: Any) -> None:
+        run(self, *arguments, **options)
+        found.append(int(self._run[Run.FLAG : Run.FLAG + 1].get()[0]))
+
+    monkeypatch.setattr(DeviceWorkspace, "run", watched)
+    return found
+
+
 def call_of(chain: Chain) -> Any:
     return sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
 
@@ -68,7 +84,7 @@ def call_of(chain: Chain) -> Any:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_any_chain_under_any_schedule(cupy: Any, data: Any) -> None:
+def test_any_chain_under_any_schedule(cupy: Any, flags: list[int], data: Any) -> None:
     chain = data.draw(chains(max_n=8, max_size=9))
     schedule = data.draw(schedules(len(chain.jacobians)))
     grad, jacobians, local = chain_on(cupy, chain)
@@ -76,6 +92,7 @@ def test_any_chain_under_any_schedule(cupy: Any, data: Any) -> None:
     stacked = isinstance(result, cupy.ndarray)
     assert stacked or all(isinstance(gradient, cupy.ndarray) for gradient in result)
     assert_within(to_host(result), chain.oracle(), chain.dtype)
+    assert not any(flags)
 
 
 @settings(max_examples=50)
@@ -98,7 +115,7 @@ def test_a_plan_runs_again_with_new_values(cupy: Any, data: Any) -> None:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_products_may_be_stored_densely(cupy: Any, data: Any) -> None:
+def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: Any) -> None:
     chain = data.draw(chains(max_n=7, max_size=8, min_size=1))
     n = len(chain.jacobians)
     if n == 0:
@@ -112,6 +129,23 @@ def test_any_products_may_be_stored_densely(cupy: Any, data: Any) -> None:
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     result = run(grad, jacobians, local_grads=local)
     assert_within(to_host(result), chain.oracle(), chain.dtype)
+    assert not any(flags)
+
+
+def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[int]) -> None:
+    rng = np.random.default_rng()
+    sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
+    jacobians = [rng.standard_normal((5, 5)) for _ in range(4)]
+    jacobians[2] = sparse
+    plan = ScanPlan(
+        patterns_of(jacobians), Schedule.blelloch(4), reason="", dense=frozenset({(2, 4)})
+    )
+    grad = rng.standard_normal(5)
+    result = plan.inclusive_scan(cupy.asarray(grad), jacobians_on(cupy, jacobians))
+    assert_within(
+        to_host(result), sequential(grad, jacobians, inclusive=True), np.dtype(np.float64)
+    )
+    assert flags == [0]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "blelloch"])

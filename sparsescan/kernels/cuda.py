@@ -477,13 +477,15 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         i, j = first + me // cols, me % cols
         rows_on, cols_on = threads // cols, threads % cols
         while i < last:
-            start, stop = row_start(a_node, i), row_start(a_node, i + 1)
-            if start < stop:
+            # Of an empty row of A there is one of zeros, if C is stored densely.
+            place = row_start(c_node, i)
+            if place < row_start(c_node, i + 1):
                 total = zero
+                start, stop = row_start(a_node, i), row_start(a_node, i + 1)
                 for p in range(start, stop):
                     k = p - start if dense else column(a_node, p)
                     total += load(a, p, zero) * load(x, k * cols + j, zero)
-                store(c, row_start(c_node, i) + j, total, zero)
+                store(c, place + j, total, zero)
                 found = max(found, range_of(total))
             i += rows_on
             j += cols_on
