@@ -326,12 +326,12 @@ class PeriodicChain:
         self.steps = known["steps"][1]
         self.batch = known["batch"][1] if "batch" in known else None
         rows = [pattern.shape[0] for pattern in self.patterns]
-        before = [rows[-1] if self.steps > 1 else self.patterns[0].shape[1], *rows]
         for j, pattern in enumerate(self.patterns):
-            if pattern.shape[1] != before[j]:
+            # The first one follows the last, which is rows[-1], in the next step.
+            if pattern.shape[1] != rows[j - 1]:
                 raise InputError(
-                    f"patterns[{j}] has shape {pattern.shape}; expected (·, {before[j]}), as the "
-                    f"Jacobian before it has {before[j]} rows"
+                    f"patterns[{j}] has shape {pattern.shape}; expected (·, {rows[j - 1]}), as the "
+                    f"Jacobian before it has {rows[j - 1]} rows"
                 )
 
     @property

@@ -424,13 +424,12 @@ class ScanPlan:
         batch = batch_shape[0] if batch_shape else 1
         offsets = self._offsets
         if period > 1:
-            rows = out.reshape(-1, batch * offsets[period])
+            rows = out.reshape(-(-count // period), batch * offsets[period])
+            taken = [-(-(count - turn) // period) for turn in range(period)]
             return [
-                rows[: -(-(count - turn) // period), batch * start : batch * stop].reshape(
-                    -1, *batch_shape, size
-                )
-                for turn, (start, stop, size) in enumerate(
-                    zip(offsets[:period], offsets[1:], sizes, strict=False)
+                rows[:steps, batch * start : batch * stop].reshape(steps, *batch_shape, size)
+                for steps, start, stop, size in zip(
+                    taken, offsets[:period], offsets[1:], sizes, strict=False
                 )
             ]
         if self._uniform[count - self.n]:

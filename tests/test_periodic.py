@@ -51,7 +51,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     period, steps = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    batch = draw(st.sampled_from([None, None, 1, 3, 9]))
+    batch = draw(st.sampled_from([None, None, 0, 1, 3, 9]))
     dtypes = draw(st.sampled_from([["f4"], ["f8"], ["f4", "f8"]]))
     sizes = [draw(st.integers(1, 6)) for _ in range(period)]
     sizes.append(sizes[0])
@@ -181,6 +181,12 @@ DENSE, WIDE = Pattern.dense((2, 2)), Pattern.dense((2, 3))
             [np.ones((1, 4)), np.ones((1, 6))],
             [DENSE, WIDE],
             r"patterns\[1\] has shape \(2, 3\); expected \(·, 2\)",
+        ),
+        (
+            # Its last gradient would be of another size than the first.
+            [np.ones((1, 6))],
+            [WIDE],
+            r"patterns\[0\] has shape \(2, 3\); expected \(·, 2\), as the Jacobian before",
         ),
     ],
 )
