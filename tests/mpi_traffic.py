@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 from mpi4py import MPI
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from sparsescan import Pattern, parallel
 from sparsescan.parallel import Communicator, Grid
 from sparsescan.parallel.exchange import operations
+from sparsescan.parallel.halo import take_rows
 from sparsescan.pattern import of_mask
 
 WORLD = MPI.COMM_WORLD
@@ -80,6 +82,12 @@ def check(wire: Wire, plan: parallel.ParallelPlan, scan: Callable[[], object]) -
         assert ours[2] == calls, (rank, str(plan), ours, calls)
 
 
+def grids(size: int) -> list[Grid]:
+    """All of so many ranks."""
+    found = product(range(1, size + 1), repeat=3)
+    return [grid for axes in found if (grid := Grid(*axes)).size == size]
+
+
 def main() -> None:
     library = MPI.Get_library_version().split(",")[0]
     if not library.startswith("Open MPI"):
@@ -90,24 +98,29 @@ def main() -> None:
     rng = np.random.default_rng(0)
     n, size = 20, 6
     band = of_mask(np.tri(size, dtype=bool) & ~np.tri(size, k=-2, dtype=bool))
-    for groups in range(1, WORLD.size + 1):
-        if WORLD.size % groups:
-            continue
-        grid = Grid(WORLD.size // groups, groups)
-        mine = grid.steps(WORLD.rank, n)
-        for pattern, dtype, batch in (
+    for grid in grids(WORLD.size):
+        mine, own = grid.steps(WORLD.rank, n), grid.entries(WORLD.rank, size)
+        for whole, dtype, batch in (
             (Pattern.dense((size, size)), "f4", 3),
             (Pattern.diagonal(size), "f8", 1),
             (band, "f8", 2),
         ):
+            pattern = take_rows(whole, own.start, own.stop)
             patterns = [pattern] * (mine.stop - mine.start)
             values = rng.random((len(patterns), batch, pattern.nnz)).astype(dtype)
-            for schedule in ("vectors", "products"):
+            for schedule in ("vectors", "products") if grid.rows == 1 else ("vectors",):
                 plan = parallel.plan(
                     WORLD, patterns, batch=batch, dtype=dtype, grid=grid, schedule=schedule
                 )
-                grad = np.ones((batch, size), dtype) if plan.position == 0 else None
+                entries = own.stop - own.start
+                grad = np.ones((batch, entries), dtype) if plan.position == 0 else None
                 check(wire, plan, lambda p=plan, v=values, g=grad: p.exclusive_scan(g, v))
+                if grid.rows > 1:
+                    told = parallel.predict(
+                        [whole] * n, grid, batch=batch * grid.batch, dtype=dtype
+                    )
+                    assert told.messages == plan.forecast.messages
+                    assert told.bytes == plan.forecast.bytes
     print(f"rank {WORLD.rank} is done", flush=True)
 
 

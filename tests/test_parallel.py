@@ -12,17 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi_launch import DOUBLING, needs_mpi
-from oracles import FORMS, STRUCTURES, jacobian, random_patterns, sequential, values
+from oracles import (
+    FORMS,
+    STRUCTURES,
+    jacobian,
+    mask,
+    random_patterns,
+    same_bits,
+    sequential,
+    values,
+)
 from test_range import positive_steps, two_blocks
 
+import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, parallel
 from sparsescan.chain import Chain, LocalGrads
 from sparsescan.parallel import Grid, Network, best_grid, predict
+from sparsescan.parallel.communicator import Fault
 from sparsescan.parallel.exchange import ALGORITHMS, Merge, exscan_messages, rounds
+from sparsescan.parallel.halo import Halo, reach_of, take_rows
 from sparsescan.parallel.maps import Layout, Merger, Message, Ranges, State, Terms
 from sparsescan.parallel.network import allreduce_messages, allreduce_rounds
 from sparsescan.parallel.part import FORMS as MAP_FORMS
 from sparsescan.parallel.part import Part
+from sparsescan.parallel.rows import Rows
+from sparsescan.pattern import of_mask
 from sparsescan.planner import model_for
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -51,6 +65,14 @@ def test_scans_over_ranks(size: int, request: pytest.FixtureRequest) -> None:
     arguments = seed, 200 if explore else 9, *only
     ended = mpi_launch.run(size, "mpi_scan.py", *arguments, timeout=600, **env)
     all_done(size, ended)
+
+
+@needs_mpi
+def test_rows_over_ranks(request: pytest.FixtureRequest) -> None:
+    """Rows of each step in uneven shares, on all grids of 2, 3, 4 and 6 ranks that have them."""
+    explore = request.config.getoption("--explore")
+    seed = int(np.random.default_rng().integers(1 << 30)) if explore else 0
+    all_done(6, mpi_launch.run(6, "mpi_rows.py", seed, 100 if explore else 12, timeout=300))
 
 
 @needs_mpi
@@ -320,26 +342,106 @@ def test_patterns_of_ranges_do_not_depend_on_how_they_are_split() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 50))
-def test_a_grid_covers_chain_and_batch_once(chain: int, batch: int, n: int) -> None:
-    grid = Grid(chain, batch)
-    seen = np.zeros((n, n), int)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 20))
+def test_a_grid_covers_chain_batch_and_rows_once(chain: int, batch: int, rows: int, n: int) -> None:
+    grid = Grid(chain, batch, rows)
+    seen = np.zeros((n, n, n), int)
     for rank in range(grid.size):
-        seen[grid.steps(rank, n), grid.samples(rank, n)] += 1
+        seen[grid.steps(rank, n), grid.samples(rank, n), grid.entries(rank, n)] += 1
     assert (seen == 1).all()
+    where = {(grid.group(r), grid.position(r), grid.row(r)) for r in range(grid.size)}
+    assert len(where) == grid.size
 
 
-@pytest.mark.parametrize("grid", [(2, 3), (4,), (0, 4), (4, 1, 1), 4])
+@pytest.mark.parametrize("grid", [(4,), (2, 2), (2, 1, 2), [1, 2, 2], Grid(1, 1, 4)])
+def test_a_grid_that_fits(grid: object) -> None:
+    from sparsescan.parallel.grid import check_grid
+
+    assert check_grid(grid, 4) == Grid(*grid)
+    assert check_grid(None, 4) == Grid(4, 1, 1)
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (0, 4), (4, 1, 2), (4, 1, 1, 1), 4, "2×2", ()])
 def test_a_grid_that_does_not_fit(grid: object) -> None:
     from sparsescan.parallel.grid import check_grid
 
-    if grid == (4,):
-        assert check_grid(grid, 4) == Grid(4, 1)
-        return
-    with pytest.raises(InputError, match="grid"):
+    with pytest.raises((InputError, InputTypeError), match="grid"):
         check_grid(grid, 4)
     with pytest.raises(InputTypeError, match=r"grid\.chain is 'a'"):
         check_grid(("a", 4), 4)
+    with pytest.raises(InputError, match=r"grid is 2 × 1 × 3; expected 4 ranks in all"):
+        check_grid((2, 1, 3), 4)
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_what_rows_reach(data: st.DataObject) -> None:
+    """The compact pattern is the rows without the columns that they do not read, nor own."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    height, width, count = rng.integers(0, 9, 3).tolist()
+    count += 1
+    where = mask(rng, str(rng.choice(STRUCTURES)), height, width)
+    owned = np.array([0, *np.sort(rng.integers(0, width + 1, count - 1)), width])
+    cuts = np.array([0, *np.sort(rng.integers(0, height + 1, count - 1)), height])
+    for row, (first, last) in enumerate(pairwise(cuts.tolist())):
+        part = take_rows(of_mask(where), first, last)
+        assert part is of_mask(where[first:last])
+        reach = reach_of(part, owned, row)
+        read = where[first:last].any(axis=0)
+        read[owned[row] : owned[row + 1]] = True
+        assert reach.columns.tolist() == np.flatnonzero(read).tolist()
+        assert reach.pattern is of_mask(where[first:last][:, read])
+        for other in range(count):
+            wanted = reach.wanted(other)
+            indices = np.arange(owned[other], owned[other + 1])
+            indices = indices[:0] if wanted is None else indices[wanted]
+            assert indices.tolist() == reach.columns[reach.at(other)].tolist()
+
+
+class Alone:
+    """In place of the communicator of one rank."""
+
+    rank = 0
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2, 20])
+@pytest.mark.parametrize("size", [5, 3000])
+def test_steps_run_one_by_one_have_the_same_bits(batch: int | None, size: int) -> None:
+    """As in one run, by one thread or several: of all kernels, shared and not, with local grads."""
+    rng = np.random.default_rng(size)
+    leading = () if batch is None else (batch,)
+    near = np.abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 40
+    patterns = [of_mask(near), Pattern.diagonal(size), Pattern.dense((size, size)), of_mask(near)]
+    values = [
+        rng.uniform(-0.1, 0.1, (*(leading if k == 0 else ()), pattern.nnz))
+        for k, pattern in enumerate(patterns)
+    ]
+    y, local = rng.standard_normal((2, *leading, size))
+    local_grads = [None, local, local, None, local]
+    whole = np.array([0, size])
+    halos = [
+        Halo(reach_of(pattern, whole, 0).pattern, slice(0, size), (), ()) for pattern in patterns
+    ]
+    # Nothing lies between two steps; an end to that makes each a run of its own.
+    rows = Rows(Alone(), 0, halos)
+    terms = Terms(F8, batch, batch is not None, True)
+    expected = sparsescan.plan(patterns, schedule="linear").inclusive_scan(
+        y, values, local_grads=local_grads
+    )
+    for runs in ([(0, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]):
+        rows._runs = runs
+        chain, fault = Chain(4), Fault()
+        chain.read(values, patterns)
+        found = rows.sweep(
+            y, chain, local_grads, rows.messages(terms), terms, 5, 4, fault, stacked=False
+        )
+        assert fault.error is None
+        assert same_bits(found[0], expected)
+        assert same_bits(found[1:], expected[-1:])
 
 
 DEAR = Network("dear", latency=1e6, inverse_bandwidth=1.0, exchange=1.0, call=0.0)
@@ -361,6 +463,10 @@ def test_memory_of_a_rank_falls_as_ranks_are_added() -> None:
     memory = [max(predict(chain, (size, 1)).memory) for size in (1, 4, 16, 64, 256, 1024)]
     assert all(after < before for before, after in pairwise(memory))
     assert memory[2] < 1.1 * memory[0] / 16
+    # Where that one is too large, so do its rows.
+    large = [Pattern.dense((1024, 1024))] * 4
+    memory = [max(predict(large, (4, 1, size)).memory) for size in (1, 2, 4, 8)]
+    assert all(after < 0.75 * before for before, after in pairwise(memory))
 
 
 def test_products_where_they_pay() -> None:
@@ -378,6 +484,9 @@ def test_the_best_grid() -> None:
     assert best_grid([dense] * 100, 8, batch=64, network=DEAR) == Grid(1, 8)
     assert best_grid([dense] * 100_000, 64, network=FREE) == Grid(64, 1)
     assert best_grid([dense] * 10, 6, batch=1).batch == 1
+    # A few steps that are large are shared row by row; many small ones are not.
+    assert best_grid([Pattern.dense((4000, 4000))] * 4, 4, network=FREE) == Grid(1, 1, 4)
+    assert best_grid([dense] * 10, 4, network=DEAR).rows == 1
     for bad in (0, -1):
         with pytest.raises(InputError, match="ranks"):
             best_grid([dense], bad)
@@ -391,6 +500,8 @@ def test_a_forecast_prints_what_it_says() -> None:
     assert "16 parts of the chain × 1 groups" in text
     assert f"{max(forecast.messages)}" in text
     assert text.count("\n") == 3 + 1 + 8 + 1
+    text = str(predict([Pattern.dense((8, 8))] * 10, (2, 1, 3), network=FREE))
+    assert "2 parts of the chain × 1 groups of samples × 3 shares of the rows" in text
 
 
 def test_constants_of_a_network_are_kept(tmp_path: Path) -> None:

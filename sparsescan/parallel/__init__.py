@@ -19,7 +19,8 @@ Every rank holds its part of the chain, and gets the gradients of its part. With
         print(plan)
 
 ``mpiexec -n 4 python -m mpi4py many.py`` runs it on four ranks. ``-m mpi4py`` ends all of them if
-one ends with an exception of its own.
+one ends with an exception of its own. Where a step is too large for one rank, several share its
+rows: see :class:`Grid`.
 """
 
 from ..errors import RankError

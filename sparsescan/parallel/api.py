@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..api import _patterns
-from ..chain import Chain, length
+from ..chain import Chain, length, pattern_of
+from ..containers import CSRChain
 from ..pattern import Pattern
 from ..plan import Gradients
 from .communicator import Communicator, Fault
+from .grid import check_grid
 from .plan import ParallelPlan, check_form
 from .planning import Options, make_plan
 
@@ -24,7 +27,7 @@ def plan(
     *,
     batch: int | None = None,
     dtype: DTypeLike | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
 ) -> ParallelPlan:
     """The part of a scan over many ranks that depends on patterns only, to be run many times.
@@ -38,17 +41,19 @@ def plan(
     jacobians : sequence, CSRChain or ndarray
         This rank's part of the chain, from the LAST layer to the first: its Jacobians, of which
         only the patterns are used, or bare patterns; as for :func:`sparsescan.plan`. The parts
-        follow each other in the order of the ranks; a part may be empty.
+        follow each other in the order of the ranks; a part may be empty. On a grid with `rows`,
+        its rows of each: ``(own, d_i)``, with all columns; a rank may have none.
     batch : int, optional
         Samples of each rank, to insist on.
     dtype : {float32, float64}, optional
         To insist on.
     grid : Grid or tuple of int, optional
-        ``(chain, batch)``, see :class:`Grid`; by default all ranks are on the chain.
+        ``(chain, batch)`` or ``(chain, batch, rows)``, see :class:`Grid`; by default all ranks are
+        on the chain.
     schedule : {"auto", "vectors", "products"}, default "auto"
         How to combine the parts: by the gradient, which every rank hands on to the next when it is
         done; or by the product of each part, in an exclusive scan of MPI, so that all ranks work at
-        once. ``"auto"`` is what is predicted to take less.
+        once. ``"auto"`` is what is predicted to take less; it is vectors where ranks share rows.
 
     Returns
     -------
@@ -64,6 +69,13 @@ def plan(
     See Also
     --------
     best_grid : Which grid is best for a chain.
+
+    Notes
+    -----
+    Where ranks share the rows of steps, each owns those entries of the gradient that leaves a step
+    which its rows make; of the gradient that enters the chain, ``grid.entries(rank, d_n)``. Which
+    others its rows read, its halo, follows from the patterns: their owners are told once, and send
+    those and no others in every scan. Shares of rows need not be equal.
     """
     world = Communicator.of(comm)
     wanted = Options(grid, schedule, batch, dtype)
@@ -71,7 +83,10 @@ def plan(
     patterns: Sequence[Pattern] = ()
     with fault:
         check_form(jacobians)
-        patterns, _ = _patterns(jacobians)
+        if check_grid(grid, world.size).rows > 1:
+            patterns = _patterns_of_rows(jacobians)
+        else:
+            patterns, _ = _patterns(jacobians)
     return make_plan(world, fault, patterns, wanted, 1, 8)
 
 
@@ -81,7 +96,7 @@ def exclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
 ) -> Gradients:
     """Gradients of a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
@@ -93,12 +108,15 @@ def exclusive_scan(
     comm : mpi4py.MPI.Intracomm
         The ranks.
     grad : array_like, shape (d_n,) or (batch, d_n), or None
-        Gradient at the end of the chain, on the ranks that hold the first part; None on others.
+        Gradient at the end of the chain, on the ranks that hold the first part; None on others. On
+        a grid with `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
+        ``grid.entries(rank, d_n)``.
     jacobians : sequence, CSRChain or ndarray
         This rank's part of the transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the
-        first. The parts follow each other in the order of the ranks; a part may be empty.
+        first. The parts follow each other in the order of the ranks; a part may be empty. On a grid
+        with `rows`, its rows of each: ``(own, d_i)``, with all columns.
     local_grads : sequence or ndarray, optional
-        For each gradient that this rank gets, None or an array that is added to it.
+        For each gradient that this rank gets, None or an array of its shape that is added to it.
     grid, schedule
         As for :func:`plan`.
 
@@ -106,7 +124,9 @@ def exclusive_scan(
     -------
     list of ndarray, or ndarray
         The gradients that enter the Jacobians of this rank, as many as it holds. All ranks together
-        have ``[∇x_n, …, ∇x_1]``.
+        have ``[∇x_n, …, ∇x_1]``. On a grid with `rows`, its entries of them: of the first those
+        that came to it, of each other one as many as it has rows of the Jacobian before. (Of
+        Jacobians in one array a list, if those are not equally many.)
 
     Raises
     ------
@@ -130,7 +150,7 @@ def inclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
 ) -> Gradients:
     """The same down to the input of the first layer: one gradient more, on the last rank.
@@ -159,7 +179,7 @@ def _scan_once(
     grad: ArrayLike | None,
     jacobians: Any,
     local_grads: Any,
-    grid: tuple[int, int] | None,
+    grid: tuple[int, ...] | None,
     schedule: str,
     *,
     inclusive: bool,
@@ -171,10 +191,23 @@ def _scan_once(
     with fault:
         chain = Chain(length(jacobians))
         check_form(jacobians)
-        found = chain.read(jacobians)
+        if check_grid(grid, world.size).rows > 1:
+            found = chain.read(jacobians, _patterns_of_rows(jacobians))
+        else:
+            found = chain.read(jacobians)
         shape: tuple[int, ...] = getattr(grad, "shape", ())
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
     made = make_plan(
         world, fault, found, Options(grid, schedule), max(samples, 1), chain.dtype.itemsize
     )
     return made._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)
+
+
+def _patterns_of_rows(jacobians: Any) -> Sequence[Pattern]:
+    """The patterns of some rows of Jacobians, which do not chain."""
+    n = length(jacobians)
+    if isinstance(jacobians, CSRChain):
+        return [jacobians.pattern] * n
+    if isinstance(jacobians, np.ndarray):
+        return [pattern_of(0, jacobians[0])] * n if n else []
+    return [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,9 +78,18 @@ class Fault:
         self.error = self.error or error
         return True
 
+    def passes(self, call: Callable[[], object]) -> bool:
+        """Whether a call raises nothing."""
+        with self:
+            call()
+            return True
+        return False
+
 
 class Communicator:
-    """A duplicate of an MPI communicator; all its methods but `send` and `receive` are collective.
+    """A duplicate of an MPI communicator.
+
+    All its methods are collective but `send`, `receive` and `exchange`.
 
     Parameters
     ----------
@@ -172,7 +181,7 @@ class Communicator:
         given = np.array(values, np.int64)
         found = np.empty_like(given)
         messages = allreduce_messages(self.size, self.rank)
-        with self._calling("allreduce", messages, given.nbytes):
+        with self._calling("allreduce", messages, messages * given.nbytes):
             from mpi4py import MPI
 
             self._comm.Allreduce(given, found, MPI.MAX)
@@ -183,6 +192,12 @@ class Communicator:
         with self._calling("allgather"):
             gathered: list[Any] = self._comm.allgather(value)
         return gathered
+
+    def swap(self, values: list[Any]) -> list[Any]:
+        """What every rank has for this one, where `values` are what this one has for each."""
+        with self._calling("alltoall"):
+            swapped: list[Any] = self._comm.alltoall(values)
+        return swapped
 
     def broadcast(self, value: Any, root: int) -> Any:
         """What `root` has, on all ranks."""
@@ -221,7 +236,7 @@ class Communicator:
             traffic.operations += 1
             combine(np.frombuffer(a, np.int64), np.frombuffer(b, np.int64))
 
-        with self._calling("exscan", messages, given.nbytes):
+        with self._calling("exscan", messages, messages * given.nbytes):
             # One element, so that no library takes it apart.
             element = MPI.INT64_T.Create_contiguous(given.size).Commit()
             op = MPI.Op.Create(operator, commute=False)
@@ -241,17 +256,32 @@ class Communicator:
         status = MPI.Status()
         with self._calling("recv"):
             self._comm.Recv(data, rank, status=status)
-            got = status.Get_count(MPI.BYTE)
-            if got != data.nbytes:
-                raise MPI.Exception(MPI.ERR_COUNT)
+            _check_size(status, data)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, NDArray[np.int64]]],
+        receives: Sequence[tuple[int, NDArray[np.int64]]],
+    ) -> None:
+        """Send arrays to some ranks, and fill arrays with what others send, all at once."""
+        from mpi4py import MPI
+
+        nbytes = sum(data.nbytes for _, data in sends)
+        with self._calling("exchange", len(sends), nbytes):
+            requests = [self._comm.Irecv(data, rank) for rank, data in receives]
+            requests += [self._comm.Isend(data, rank) for rank, data in sends]
+            statuses = [MPI.Status() for _ in requests]
+            MPI.Request.Waitall(requests, statuses)
+            for (_, data), status in zip(receives, statuses, strict=False):
+                _check_size(status, data)
 
     @contextmanager
     def _calling(self, name: str, messages: int = 0, nbytes: int = 0) -> Iterator[None]:
-        """Count a call that sends so many messages of so many bytes; end all ranks if it fails."""
+        """Count a call that sends so many messages and bytes; end all ranks if it fails."""
         traffic = self.traffic.setdefault(name, Traffic())
         traffic.calls += 1
         traffic.messages += messages
-        traffic.bytes += messages * nbytes
+        traffic.bytes += nbytes
         try:
             yield
         except BaseException as error:
@@ -264,6 +294,14 @@ class Communicator:
                 flush=True,
             )
             self._comm.Abort(1)
+
+
+def _check_size(status: Any, data: NDArray[np.int64]) -> None:
+    """Raise unless the message that was received fills an array."""
+    from mpi4py import MPI
+
+    if status.Get_count(MPI.BYTE) != data.nbytes:
+        raise MPI.Exception(MPI.ERR_COUNT)
 
 
 def _described(error: BaseException) -> tuple[str, str]:

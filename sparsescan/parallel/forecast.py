@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ from ..planner import model_for
 from ..schedule import check_count
 from .exchange import ALGORITHMS, Merge, exscan_messages, rounds, total
 from .grid import Grid, check_grid
-from .maps import Apply, Compose, Given, Layout, Ranges, Terms
+from .loads import costs_of_shares
+from .maps import Apply, Compose, Given, Layout, Ranges, Terms, vector_words
 from .network import Network, allreduce_messages, load_network
 from .part import FORMS, Part, PartCost
 
-__all__ = ["CLOSE", "OPEN", "Forecast", "best_grid", "forecasts", "predict", "vector_words"]
+__all__ = ["CLOSE", "OPEN", "Forecast", "best_grid", "forecasts", "predict"]
 
 # Words of the two agreements of a scan.
 OPEN, CLOSE = 8, 2
@@ -47,7 +48,7 @@ class Forecast:
     algorithm : {"doubling", "linear", None}
         Of the exclusive scan.
     layout : Layout
-        Sizes for which messages have room.
+        Sizes for which messages of products have room.
     nanoseconds : float
         From the first rank's start to the last one's end.
     working, waiting : float
@@ -79,7 +80,7 @@ class Forecast:
         return "\n".join(
             [
                 f"  grid: {self.grid.chain:,} parts of the chain × {self.grid.batch:,} groups of "
-                "samples",
+                "samples" + f" × {self.grid.rows:,} shares of the rows" * (self.grid.rows > 1),
                 f"  parts are combined by {self.schedule}{how}",
                 f"  predicted: {_time(self.nanoseconds)}, of which {_time(self.waiting)} are "
                 "communication",
@@ -96,6 +97,7 @@ def _cells(messages: int, nbytes: int, memory: int) -> list[str]:
 class Setting(NamedTuple):
     """What all forecasts for a chain share."""
 
+    # Of the ranks of a group.
     parts: Sequence[PartCost]
     grid: Grid
     network: Network
@@ -103,13 +105,11 @@ class Setting(NamedTuple):
     terms: Terms
 
 
-def vector_words(size: int, terms: Terms) -> int:
-    """Words of the message that takes a gradient to the next rank, the first being its state."""
-    return 1 + -(-terms.samples * size * terms.dtype.itemsize // 8)
-
-
 def boundaries(parts: Sequence[PartCost]) -> list[int]:
-    """Lengths of the gradients that enter each part, and leave the last one."""
+    """Lengths of the gradients that enter each part, and leave the last one.
+
+    Where ranks share rows, `parts` are those of one of them, and so are the lengths.
+    """
     sizes = [part.sizes for part in parts if part.sizes is not None]
     size = sizes[0][0] if sizes else 0
     found = [size]
@@ -124,7 +124,7 @@ def forecasts(
 ) -> list[Forecast]:
     """What all ways to combine take; if `limited`, but for those whose products do not pay."""
     found = [_by_vectors(setting)]
-    if setting.grid.chain > 1:
+    if setting.grid.chain > 1 and setting.grid.rows == 1:
         inner = [part for part in setting.parts[1:-1] if part.steps]
         for form in FORMS:
             if all(form in part.maps for part in inner):
@@ -137,7 +137,7 @@ def forecasts(
 
 def _agreements(setting: Setting) -> float:
     grid, network = setting.grid, setting.network
-    return network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+    return network.allreduce(grid.group_size, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
 
 
 def _forecast(
@@ -152,15 +152,16 @@ def _forecast(
     data: Sequence[tuple[int, int]],
     memory: Sequence[int],
 ) -> Forecast:
-    """`data`: messages of each position, and the bytes of one; `memory`: beside the part's own."""
+    """Of each rank of a group, `data`: messages, and bytes; `memory`: beside the part's own."""
     grid = setting.grid
     messages, nbytes = [], []
     for rank in range(grid.size):
-        count, size = data[grid.position(rank)]
-        opening = allreduce_messages(grid.chain, grid.position(rank))
+        member = rank % grid.group_size
+        count, size = data[member]
+        opening = allreduce_messages(grid.group_size, member)
         closing = allreduce_messages(grid.size, rank)
         messages.append(opening + closing + count)
-        nbytes.append(8 * OPEN * opening + 8 * CLOSE * closing + count * size)
+        nbytes.append(8 * OPEN * opening + 8 * CLOSE * closing + size)
     held = [part.bytes + more for part, more in zip(setting.parts, memory, strict=True)]
     waiting += _agreements(setting)
     return Forecast(
@@ -179,16 +180,32 @@ def _forecast(
 
 
 def _by_vectors(setting: Setting) -> Forecast:
-    sizes = [8 * vector_words(size, setting.terms) for size in boundaries(setting.parts)]
-    last = setting.grid.chain - 1
+    grid, parts = setting.grid, setting.parts
+    # Bytes that take what a rank owns into each part: a line for each share of the rows.
+    sizes = np.array(
+        [
+            [8 * vector_words(size, setting.terms) for size in boundaries(parts[row :: grid.rows])]
+            for row in range(grid.rows)
+        ]
+    )
+    data, memory = [], []
+    for member, part in enumerate(parts):
+        position, row = grid.position(member), grid.row(member)
+        goes_on = int(position < grid.chain - 1)
+        leaving = int(sizes[row, position + 1])
+        data.append((goes_on + part.messages, goes_on * leaving + part.sent))
+        memory.append(2 * int(sizes[row].max()))
+    # All that share rows take as long as the slowest of them.
+    heads = parts[:: grid.rows]
     return _forecast(
         setting,
         "vectors",
         layout=Layout(0, 0, 0),
-        working=sum(part.nanoseconds for part in setting.parts),
-        waiting=sum(setting.network.message(size) for size in sizes[1:-1]),
-        data=[(int(k < last), size) for k, size in enumerate(sizes[1:])],
-        memory=[2 * max(sizes)] * len(setting.parts),
+        working=sum(part.nanoseconds for part in heads),
+        waiting=sum(part.waiting for part in heads)
+        + sum(setting.network.message(size) for size in sizes.max(axis=0)[1:-1].tolist()),
+        data=data,
+        memory=memory,
     )
 
 
@@ -225,6 +242,7 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
     )
     working += merging + max((part.nanoseconds for part in others), default=0.0)
+    messages = [exscan_messages(algorithm, count, rank) for rank in range(count)]
     memory = []
     for rank, cost in enumerate(maps):
         mine = {merge for ranks in made for merge in ranks[rank]}
@@ -238,7 +256,7 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         layout=layout,
         working=working,
         waiting=len(made) * setting.network.round(nbytes),
-        data=[(exscan_messages(algorithm, count, rank), nbytes) for rank in range(count)],
+        data=[(sent, sent * nbytes) for sent in messages],
         memory=memory,
     )
 
@@ -261,11 +279,16 @@ class _Merges:
             return None
         batched = self._model.batch > 1
         if merge.start == 0:
-            return self._programs.setdefault((right,), Apply(right, batched))
+            return self._kept((right,), lambda: Apply(right, batched))
         left, out = self._ranges(merge.start, merge.mid), self._ranges(merge.start, merge.stop)
         if left is None or out is None:
             return None
-        return self._programs.setdefault((left, right), Compose(left, right, out, batched))
+        return self._kept((left, right), lambda: Compose(left, right, out, batched))
+
+    def _kept(self, key: tuple[Pattern, ...], make: Callable[[], Given]) -> Given:
+        if key not in self._programs:
+            self._programs[key] = make()
+        return self._programs[key]
 
     def nanoseconds(self, merge: Merge) -> float:
         """Of one call of the operator."""
@@ -284,7 +307,7 @@ class _Merges:
 
 def predict(
     patterns: Sequence[Pattern],
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     *,
     batch: int = 1,
     dtype: DTypeLike = np.float64,
@@ -295,9 +318,9 @@ def predict(
     Parameters
     ----------
     patterns : sequence of Pattern
-        Of all Jacobians, from the LAST layer to the first.
+        Of all Jacobians, with all their rows, from the LAST layer to the first.
     grid : Grid or tuple of int
-        ``(chain, batch)``.
+        ``(chain, batch)`` or ``(chain, batch, rows)``; steps, samples and rows are shared equally.
     batch : int, default 1
         Samples of all groups together.
     dtype : {float32, float64}
@@ -324,14 +347,22 @@ def predict(
     >>> predict(chain, (64, 1)).nanoseconds < predict(chain, (2, 1)).nanoseconds
     True
     """
-    made = Grid(*grid)
-    made = check_grid(made, made.chain * made.batch)
-    samples = -(-check_count("batch", batch, 1) // made.batch)
-    model = model_for(None, check_dtype(dtype), samples)
-    return min(
-        forecasts(_setting(patterns, made, model, network or load_network(), {})),
-        key=lambda forecast: forecast.nanoseconds,
-    )
+    made = check_grid(grid, None)
+    batch, chosen = check_count("batch", batch, 1), check_dtype(dtype)
+    return _predict(patterns, made, batch, chosen, network or load_network(), {})
+
+
+def _predict(
+    patterns: Sequence[Pattern],
+    grid: Grid,
+    batch: int,
+    dtype: np.dtype[Any],
+    network: Network,
+    known: dict[Any, Any],
+) -> Forecast:
+    model = model_for(None, dtype, -(-batch // grid.batch))
+    found = forecasts(_setting(patterns, grid, model, network, known))
+    return min(found, key=lambda forecast: forecast.nanoseconds)
 
 
 def best_grid(
@@ -366,16 +397,25 @@ def best_grid(
     >>> from sparsescan import Pattern
     >>> from sparsescan.parallel import best_grid
     >>> best_grid([Pattern.dense((20, 20))] * 100, 4, batch=64)
-    Grid(chain=1, batch=4)
+    Grid(chain=1, batch=4, rows=1)
     """
     ranks, batch = check_count("ranks", ranks, 1), check_count("batch", batch, 1)
+    chosen, constants = check_dtype(dtype), network or load_network()
+    most = max((pattern.shape[0] for pattern in patterns), default=1)
     grids = [
-        Grid(ranks // groups, groups)
-        for groups in range(1, min(ranks, batch) + 1)
-        if ranks % groups == 0
+        Grid(ranks // groups // rows, groups, rows)
+        for groups in _divisors(ranks, batch)
+        for rows in _divisors(ranks // groups, most)
     ]
-    found = [predict(patterns, grid, batch=batch, dtype=dtype, network=network) for grid in grids]
+    # What is known of equal parts and equal steps.
+    known: dict[Any, Any] = {}
+    found = [_predict(patterns, grid, batch, chosen, constants, known) for grid in grids]
     return min(found, key=lambda forecast: forecast.nanoseconds).grid
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Those that are not larger than `most`, and 1."""
+    return [k for k in range(1, max(min(number, most), 1) + 1) if number % k == 0]
 
 
 def _setting(
@@ -383,19 +423,27 @@ def _setting(
     grid: Grid,
     model: Model,
     network: Network,
-    known: dict[Any, PartCost],
+    known: dict[Any, Any],
 ) -> Setting:
-    """Parts of equal length, each planned once where several have the same patterns."""
+    """Equal parts, each planned once where several have the same patterns."""
     if not patterns:
         raise InputError("patterns is empty; expected at least one")
-    parts = []
-    for position in range(grid.chain):
-        mine = patterns[grid.steps(position, len(patterns))]
-        wanted = 0 < position < grid.chain - 1
-        key = wanted, tuple(pattern.key for pattern in mine)
-        if key not in known:
-            part = Part(mine, model, model.batch, model.dtype)
-            known[key] = part.cost(wanted, grid.chain)
-        parts.append(known[key])
     terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+    numbers: dict[Pattern, int] = {}
+    steps = np.array([numbers.setdefault(pattern, len(numbers)) for pattern in patterns])
+    parts: list[PartCost] = []
+    for position in range(grid.chain):
+        held = grid.steps(position * grid.rows, len(patterns))
+        wanted, last = 0 < position < grid.chain - 1, position == grid.chain - 1
+        key = grid, wanted, last, steps[held].tobytes()
+        if key not in known:
+            mine = patterns[held]
+            if grid.rows > 1:
+                known[key] = costs_of_shares(
+                    mine, grid.rows, int(last), model, terms, network, known
+                )
+            else:
+                part = Part(mine, model, model.batch, model.dtype)
+                known[key] = [part.cost(wanted, grid.chain, last=last)]
+        parts += known[key]
     return Setting(parts, grid, network, model, terms)

@@ -1,4 +1,4 @@
-"""Grid: how ranks share a chain and a batch."""
+"""Grid: how ranks share a chain, a batch, and the rows of each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["Grid", "check_grid"]
 
 
 class Grid(NamedTuple):
-    """``chain × batch`` ranks: so many parts of the chain, for each of so many groups of samples.
+    """``chain × batch × rows`` ranks: parts of the chain, groups of samples, shares of each step.
 
-    Ranks that follow each other hold parts that follow each other: rank ``r`` holds part
-    ``r % chain`` for the samples of group ``r // chain``.
+    Ranks that follow each other share the rows of the same steps, and then hold parts of the chain
+    that follow each other: rank ``r`` has share ``r % rows`` of part ``r // rows % chain`` for the
+    samples of group ``r // (rows * chain)``.
 
     Attributes
     ----------
@@ -22,6 +23,8 @@ class Grid(NamedTuple):
         Parts of the chain.
     batch : int
         Groups of samples.
+    rows : int
+        Ranks that share the rows of each step: more than one if a step is too large for a rank.
 
     Examples
     --------
@@ -31,23 +34,39 @@ class Grid(NamedTuple):
     6
     >>> grid.steps(3, 101), grid.samples(3, 16)  # of rank 3
     (slice(50, 101, None), slice(5, 10, None))
+    >>> grid = Grid(chain=2, rows=4)
+    >>> grid.steps(3, 101), grid.entries(3, 1000)
+    (slice(0, 50, None), slice(750, 1000, None))
     """
 
     chain: int
     batch: int = 1
+    rows: int = 1
+
+    def __str__(self) -> str:
+        return " × ".join(map(str, self if self.rows > 1 else self[:2]))
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.chain * self.batch
+        return self.batch * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a group: those that work on the same samples."""
+        return self.chain * self.rows
 
     def position(self, rank: int) -> int:
         """Which part of the chain a rank holds."""
-        return rank % self.chain
+        return rank // self.rows % self.chain
 
     def group(self, rank: int) -> int:
         """Which group of samples a rank works on."""
-        return rank // self.chain
+        return rank // self.group_size
+
+    def row(self, rank: int) -> int:
+        """Which share of the rows of its steps a rank holds."""
+        return rank % self.rows
 
     def steps(self, rank: int, n: int) -> slice:
         """The part of a rank, of `n` Jacobians in equal parts."""
@@ -57,20 +76,26 @@ class Grid(NamedTuple):
         """The samples of a rank, of `batch` in equal groups."""
         return _part(self.group(rank), self.batch, batch)
 
+    def entries(self, rank: int, d: int) -> slice:
+        """The entries of a rank, of a gradient of `d` in equal shares; or its rows, of `d`."""
+        return _part(self.row(rank), self.rows, d)
+
 
 def _part(index: int, count: int, length: int) -> slice:
     return slice(length * index // count, length * (index + 1) // count)
 
 
-def check_grid(grid: Any, size: int) -> Grid:
-    """A grid for `size` ranks, by default all on the chain; or an error."""
-    if grid is None:
+def check_grid(grid: Any, size: int | None) -> Grid:
+    """A grid for `size` ranks, if that is known, by default all on the chain; or an error."""
+    if grid is None and size is not None:
         return Grid(size)
     try:
         made = Grid(*grid)
     except TypeError:
-        raise InputError(f"grid is {grid!r}; expected (chain, batch)") from None
+        raise InputError(
+            f"grid is {grid!r}; expected (chain, batch) or (chain, batch, rows)"
+        ) from None
     made = Grid(*(check_count(f"grid.{name}", getattr(made, name), 1) for name in Grid._fields))
-    if made.size != size:
-        raise InputError(f"grid is {made.chain} × {made.batch}; expected {size} ranks in all")
+    if size not in (None, made.size):
+        raise InputError(f"grid is {made}; expected {size} ranks in all")
     return made

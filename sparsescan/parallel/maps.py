@@ -18,7 +18,19 @@ from numpy.typing import NDArray
 from ..pattern import Pattern, Products, multiply_adds
 from ..program import Program, Workspace
 
-__all__ = ["Apply", "Compose", "Given", "Layout", "Merger", "Message", "Ranges", "State", "Terms"]
+__all__ = [
+    "Apply",
+    "Compose",
+    "Given",
+    "Layout",
+    "Merger",
+    "Message",
+    "Ranges",
+    "State",
+    "Terms",
+    "vector_of",
+    "vector_words",
+]
 
 
 class _State(NamedTuple):
@@ -74,6 +86,17 @@ class Terms(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The batch axis of a gradient."""
         return () if self.batch is None else (self.batch,)
+
+
+def vector_words(size: Any, terms: Terms) -> Any:
+    """Words of a message with so many entries of a gradient, the first being its state."""
+    return 1 + -(-terms.samples * size * terms.dtype.itemsize // 8)
+
+
+def vector_of(message: NDArray[np.int64], size: int, terms: Terms) -> NDArray[Any]:
+    """The entries in such a message."""
+    values = message[1:].view(terms.dtype)[: terms.samples * size]
+    return values.reshape(*terms.shape, size)
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from ..program import Program, Workspace, workspace_bytes
 from ..schedule import Level, Schedule
 from .maps import Terms
 
-__all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction"]
+__all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction", "step_time"]
 
 # How products of parts are stored: where their entries are, or densely.
 FORMS = ("exact", "dense")
@@ -61,15 +61,20 @@ class PartCost:
     steps : int
         Number of Jacobians.
     sizes : tuple of int, or None
-        Lengths of the gradients that enter and leave it; None if there are no steps.
+        Lengths of the gradients that enter and leave it, or what the rank owns of them; None if
+        there are no steps.
     nnz : int
         Entries of the Jacobians.
     nanoseconds : float
-        Of a sweep.
+        Of a sweep; where ranks share rows, of the slowest in each step.
     bytes : int
         Jacobians that all differ between samples, gradients, and the workspace of a sweep, at most.
     maps : dict of str to MapCost
         What its product takes in each of :data:`FORMS`; empty if there is none, or none that pays.
+    waiting : float
+        Nanoseconds to exchange entries in a sweep: of the slowest rank in each step.
+    messages, sent : int
+        Messages that it sends in an exclusive scan to those that share its rows, and their bytes.
     """
 
     steps: int
@@ -78,6 +83,9 @@ class PartCost:
     nanoseconds: float
     bytes: int
     maps: dict[str, MapCost]
+    waiting: float = 0.0
+    messages: int = 0
+    sent: int = 0
 
 
 class Part:
@@ -113,7 +121,7 @@ class Part:
         self._programs: dict[str, Program] = {}
         self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype)
 
-    def cost(self, wanted: bool, parts: int | None) -> PartCost:
+    def cost(self, wanted: bool, parts: int | None, *, last: bool = False) -> PartCost:
         """What the part takes.
 
         Parameters
@@ -123,6 +131,8 @@ class Part:
         parts : int or None
             Parts of the whole chain, in whose linear scan the product has to pay; None if it need
             not.
+        last : bool
+            Whether it is the last part, whose last step no exclusive scan applies.
         """
         if not self.n:
             return PartCost(0, None, 0, 0.0, 0, {})
@@ -135,12 +145,14 @@ class Part:
         model = self._model
         sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
         swept = self.sweep.to_dict()
+        _, more = step_time(model, self._patterns[-1], 1)
         return PartCost(
             steps=self.n,
             sizes=(sizes[0], sizes[-1]),
             nnz=nnz,
             nanoseconds=swept["run_nanoseconds"]
-            + sum(level["nanoseconds"] for level in swept["levels"]),
+            + sum(level["nanoseconds"] for level in swept["levels"])
+            + (0.0 if last else more),
             bytes=model.batch * model.dtype.itemsize * (nnz + sum(sizes))
             + self.sweep.workspace_bytes,
             maps={
@@ -156,6 +168,13 @@ class Part:
     def reduction(self, form: str) -> Reduction:
         """What makes its product."""
         return Reduction(self._programs[form])
+
+
+def step_time(model: Model, pattern: Pattern, count: int) -> tuple[float, float]:
+    """Nanoseconds of a run, and of each of so many equal steps in it, one after the other."""
+    program = Program([pattern] * (count + 1), Schedule.linear(count + 1))
+    run, levels = model.level_times(program)
+    return run, sum(levels) / count
 
 
 def _nanoseconds(model: Model, program: Program) -> float:

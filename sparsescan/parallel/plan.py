@@ -18,9 +18,10 @@ from ..pattern import Pattern
 from ..plan import Gradients, _Slot
 from .communicator import Communicator, Fault
 from .exchange import exscan_messages, rounds
-from .forecast import Forecast, boundaries, vector_words
-from .maps import Merger, Message, Ranges, State, Terms
+from .forecast import Forecast, boundaries
+from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
 from .part import Part, PartCost
+from .rows import Rows
 
 __all__ = ["ParallelPlan", "check_form", "is_one_array"]
 
@@ -37,6 +38,8 @@ class _Memory:
         sizes = plan._sizes
         self.entering = np.zeros(vector_words(sizes[0], terms), np.int64)
         self.leaving = np.zeros(vector_words(sizes[1], terms), np.int64)
+        if plan._rows is not None:
+            self.messages = plan._rows.messages(terms)
         if plan.schedule == "vectors":
             return
         layout, algorithm = plan.forecast.layout, plan.forecast.algorithm
@@ -65,8 +68,8 @@ class ParallelPlan:
         Jacobians of this rank.
     grid : Grid
         How ranks share chain and batch.
-    position, group : int
-        Which part of the chain this rank holds, and for which samples.
+    position, group, row : int
+        Which part of the chain this rank holds, for which samples, and which share of its rows.
     schedule : {"vectors", "products"}
         How parts are combined.
     reason : str
@@ -82,9 +85,9 @@ class ParallelPlan:
     def __init__(
         self,
         world: Communicator,
-        chain: Communicator,
+        group: Communicator,
         patterns: Sequence[Pattern],
-        part: Part,
+        part: Part | Rows,
         costs: Sequence[PartCost],
         forecast: Forecast,
         *,
@@ -94,26 +97,31 @@ class ParallelPlan:
         signature: int,
     ) -> None:
         self._world = world
-        self._comm = chain
+        self._comm = group
         self._patterns = patterns
         self.n = len(patterns)
         self.grid = forecast.grid
-        self.position, self.group = chain.rank, self.grid.group(world.rank)
+        self.position, self.group = self.grid.position(world.rank), self.grid.group(world.rank)
+        self.row = self.grid.row(world.rank)
         self.schedule = forecast.schedule
         self.forecast = forecast
         self.reason = reason
         self.batch = batch
         self.dtype = dtype
         self._signature = signature
-        self._steps = sum(cost.steps for cost in costs)
-        # Lengths of the gradients that enter and leave this part.
-        self._sizes = boundaries(costs)[self.position : self.position + 2]
-        self._slot = _Slot(Chain(self.n), part.sweep._admit)
-        self._sweep_plan = part.sweep
+        mine = costs[self.row :: self.grid.rows]
+        self._steps = sum(cost.steps for cost in mine)
+        # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
+        self._sizes = boundaries(mine)[self.position : self.position + 2]
+        # There is no limit to what it may take.
+        self._slot = _Slot(Chain(self.n), lambda *needed: None)
+        self._rows = part if isinstance(part, Rows) else None
+        self._part = part if isinstance(part, Part) else None
         self._memory: dict[Terms, _Memory] = {}
         self._is_last = self.position == self.grid.chain - 1
         self._reduction = None
         if self.schedule == "products":
+            assert self._part is not None
             assert forecast.form is not None
             maps: list[Pattern | None] = [
                 cost.maps[forecast.form].pattern if cost.maps else None for cost in costs
@@ -121,7 +129,7 @@ class ParallelPlan:
             self._ranges = Ranges(maps)
             self._pattern = maps[self.position]
             if self._pattern is not None:
-                self._reduction = part.reduction(forecast.form)
+                self._reduction = self._part.reduction(forecast.form)
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
@@ -131,17 +139,18 @@ class ParallelPlan:
         Parameters
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n), or None
-            Gradient at the end of the chain, on the ranks of position 0; None on others.
+            Gradient at the end of the chain, on the ranks of position 0; None on others. Where
+            ranks share rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
         jacobians : sequence, CSRChain or ndarray
-            Jacobians of this rank, of the plan's patterns; or only their values, as for
-            :meth:`sparsescan.ScanPlan.exclusive_scan`.
+            Jacobians of this rank, or its rows of them, of the plan's patterns; or only their
+            values, as for :meth:`sparsescan.ScanPlan.exclusive_scan`.
         local_grads : sequence or ndarray, optional
-            What is added to each gradient that this rank gets.
+            What is added to each gradient that this rank gets, of the same shape.
 
         Returns
         -------
         list of ndarray, or ndarray
-            As many gradients as this rank has Jacobians.
+            As many gradients as this rank has Jacobians, or its entries of them.
 
         Raises
         ------
@@ -174,8 +183,7 @@ class ParallelPlan:
 
     def __repr__(self) -> str:
         return (
-            f"ParallelPlan({self.n} of {self._steps} Jacobians, "
-            f"{self.grid.chain} × {self.grid.batch} ranks, {self.schedule})"
+            f"ParallelPlan({self.n} of {self._steps} Jacobians, {self.grid} ranks, {self.schedule})"
         )
 
     def __str__(self) -> str:
@@ -243,7 +251,7 @@ class ParallelPlan:
         return np.asarray(read_grad(grad, size, self._slot.chain.batch))
 
     def _open(self, call: _Call) -> Terms | None:
-        """What the ranks of a chain agree on; None if one has failed, or they do not."""
+        """What the ranks of a group agree on; None if one has failed, or they do not."""
         chain, first = self._slot.chain, call.first
         dtypes = {array.dtype for array in call.local_grads or () if array is not None}
         if self.n:
@@ -284,7 +292,10 @@ class ParallelPlan:
 
     def _pass_on(self, first: NDArray[Any] | None) -> None:
         """Of a chain without steps, only who has the gradient knows its length."""
-        (size,) = self._comm.maximum([0 if first is None else first.shape[-1]])
+        sizes = [0] * self.grid.rows
+        if first is not None:
+            sizes[self.row] = first.shape[-1]
+        size = self._comm.maximum(sizes)[self.row]
         if self._sizes != [size, size]:
             self._sizes = [size, size]
             self._memory.clear()
@@ -308,6 +319,8 @@ class ParallelPlan:
         made = None
         with fault:
             made = _Memory(self, terms)
+            if self._rows is not None:
+                self._rows.prepare(self._slot.chain, terms)
             if self._reduction is not None and terms.samples:
                 self._reduction.prepare(self._slot.chain, terms)
         if self._comm.maximum([fault.error is not None])[0]:
@@ -319,20 +332,24 @@ class ParallelPlan:
     def _by_vectors(self, terms: Terms, call: _Call) -> bool:
         """Every rank sweeps its part when the one before has done so."""
         memory, y = self._memory[terms], call.first
-        good = call.fault.error is None
+        good, rows = call.fault.error is None, self.grid.rows
         if self.position > 0:
-            self._comm.receive(memory.entering, self.position - 1)
+            self._comm.receive(memory.entering, self._comm.rank - rows)
             good = good and memory.entering[0] == State.VECTOR
-            y = _gradient(memory.entering, self._sizes[0], terms)
+            y = vector_of(memory.entering, self._sizes[0], terms)
         memory.leaving[0] = State.BAD
-        if good:
+        leaving = None
+        if self._rows is not None:
+            leaving = self._sweep_rows(y if good else None, terms, call)
+        elif good:
             with call.fault:
                 leaving = self._sweep(y, terms, call)
-                if not self._is_last:
-                    _gradient(memory.leaving, self._sizes[1], terms)[...] = leaving
+        if leaving is not None and not self._is_last:
+            with call.fault:
+                vector_of(memory.leaving, self._sizes[1], terms)[...] = leaving
                 memory.leaving[0] = State.VECTOR
         if not self._is_last:
-            self._comm.send(memory.leaving, self.position + 1)
+            self._comm.send(memory.leaving, self._comm.rank + rows)
         return True
 
     def _by_products(self, terms: Terms, call: _Call) -> bool:
@@ -381,7 +398,8 @@ class ParallelPlan:
     def _sweep(self, y: Any, terms: Terms, call: _Call) -> NDArray[Any]:
         """Scan this rank's part from the gradient that enters it; what leaves it."""
         y = y.astype(terms.dtype, copy=False)
-        local, scan = call.local_grads, self._sweep_plan._run
+        assert self._part is not None
+        local, scan = call.local_grads, self._part.sweep._run
         if self._is_last or self.n == 0:
             call.result = scan(self._slot, y, local, call.inclusive and self._is_last)
             return np.asarray(y)
@@ -391,6 +409,30 @@ class ParallelPlan:
         if call.stacked and isinstance(call.result, list):
             # One rectangular Jacobian that came as an array.
             call.result = np.stack(call.result)
+        return leaving
+
+    def _sweep_rows(self, y: Any, terms: Terms, call: _Call) -> NDArray[Any] | None:
+        """The same of steps whose rows are spread; without `y`, only take part; None if it fails.
+
+        All ranks that share them call it, whatever has happened.
+        """
+        assert self._rows is not None
+        count = self.n + (call.inclusive and self._is_last)
+        steps = max(count - 1, 0) if self._is_last else self.n
+        found = self._rows.sweep(
+            y,
+            self._slot.chain,
+            call.local_grads,
+            self._memory[terms].messages,
+            terms,
+            count,
+            steps,
+            call.fault,
+            stacked=call.stacked,
+        )
+        if found is None:
+            return None
+        call.result, leaving = found
         return leaving
 
 
@@ -405,12 +447,6 @@ class _Call:
     first: NDArray[Any] | None = None
     local_grads: list[NDArray[Any] | None] | None = None
     result: Gradients | None = None
-
-
-def _gradient(message: NDArray[np.int64], size: int, terms: Terms) -> NDArray[Any]:
-    """The gradient in the message of a rank to the next."""
-    values = message[1:].view(terms.dtype)[: terms.samples * size]
-    return values.reshape(*terms.shape, size)
 
 
 def _batch(batch: int) -> str:

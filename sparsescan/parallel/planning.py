@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from ..containers import check_dtype
 from ..errors import InputError
@@ -19,10 +19,13 @@ from .communicator import Communicator, Fault
 from .exchange import ALGORITHMS, observe
 from .forecast import Forecast, Setting, forecasts
 from .grid import Grid, check_grid
+from .halo import even, find_halos
+from .loads import Loads
 from .maps import Terms
 from .network import load_network
 from .part import MapCost, Part, PartCost
 from .plan import ParallelPlan
+from .rows import Rows
 
 __all__ = ["Options", "make_plan"]
 
@@ -71,32 +74,49 @@ def make_plan(
     everyone: list[_Asked] = world.gather(asked)
     _check_together(everyone)
     grid = asked.grid
-    position = grid.position(world.rank)
-    chain = world.split(grid.group(world.rank), position, grid)
+    group = world.split(grid.group(world.rank), world.rank, grid)
 
     dtype = None if wanted.dtype is None else np.dtype(wanted.dtype)
     itemsize = max(each.itemsize for each in everyone)
     model = model_for(
         None, dtype or np.dtype(f"f{itemsize}"), max(each.samples for each in everyone)
     )
-    part, cost = None, None
-    with fault:
-        part = Part(patterns, model, wanted.batch, dtype)
-        cost = part.cost(
-            0 < position < grid.chain - 1 and asked.schedule != "vectors",
-            grid.chain if asked.schedule == "auto" else None,
-        )
+    terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+    network = load_network()
+    part: Part | Rows | None = None
+    cost: PartCost | None = None
+    position = grid.position(world.rank)
+    is_last = position == grid.chain - 1
+    if grid.rows > 1:
+        rows = world.split(world.rank // grid.rows, world.rank, (grid, "rows"))
+        halos = find_halos(world, rows, patterns, _entering(everyone, grid, position), fault)
+        loads = None
+        with fault:
+            part = Rows(group, rows.rank, halos)
+            loads = Loads(halos, int(is_last), model, terms, network)
+        world.agree(fault.error)
+        assert loads is not None
+        slowest = rows.maximum(loads.times)
+        with fault:
+            cost = loads.cost(slowest)
+    else:
+        with fault:
+            part = Part(patterns, model, wanted.batch, dtype)
+            cost = part.cost(
+                position > 0 and not is_last and asked.schedule != "vectors",
+                grid.chain if asked.schedule == "auto" else None,
+                last=is_last,
+            )
     world.agree(fault.error)
     assert part is not None
     assert cost is not None
-    costs = _share(world, cost)[: grid.chain]
-    terms = Terms(model.dtype, model.batch, model.batch > 1, True)
-    setting = Setting(costs, grid, load_network(), model, terms)
-    forecast, reason = _choose(world, chain, setting, asked.schedule)
+    costs = _share(world, cost)[: grid.group_size]
+    setting = Setting(costs, grid, network, model, terms)
+    forecast, reason = _choose(world, group, setting, asked.schedule)
     digest = hashlib.blake2b(repr((everyone, forecast)).encode(), digest_size=8).digest()
     return ParallelPlan(
         world,
-        chain,
+        group,
         patterns,
         part,
         costs,
@@ -122,6 +142,12 @@ def _ask(
         )
     batch = None if wanted.batch is None else check_count("batch", wanted.batch, 1)
     dtype = None if wanted.dtype is None else check_dtype(wanted.dtype)
+    grid = check_grid(wanted.grid, world.size)
+    if grid.rows > 1 and wanted.schedule == "products":
+        raise InputError(
+            f"schedule is 'products', but grid is {grid}; expected 'auto' or 'vectors' where ranks "
+            "share the rows of steps: only gradients are spread over them"
+        )
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:
         digest.update(repr(pattern.key).encode())
@@ -129,7 +155,7 @@ def _ask(
         n=len(patterns),
         sizes=(patterns[0].shape[1], patterns[-1].shape[0]) if patterns else None,
         patterns=digest.hexdigest(),
-        grid=check_grid(wanted.grid, world.size),
+        grid=grid,
         schedule=wanted.schedule,
         batch=batch,
         dtype=None if dtype is None else dtype.name,
@@ -140,39 +166,65 @@ def _ask(
 
 def _check_together(everyone: Sequence[_Asked]) -> None:
     """Raise, on every rank the same, if what the ranks bring does not fit together."""
-    first, grid = everyone[0], everyone[0].grid
+    grid = everyone[0].grid
     for rank, each in enumerate(everyone):
         for name in ("grid", "schedule", "dtype"):
-            here, there = getattr(each, name), getattr(first, name)
+            here, there = getattr(each, name), getattr(everyone[0], name)
             if here != there:
                 raise InputError(
                     f"{name} is {here!r} on rank {rank}, but {there!r} on rank 0; expected one for "
                     "all"
                 )
-        twin = grid.position(rank)
+        twin = rank % grid.group_size
         if each.patterns != everyone[twin].patterns or each.n != everyone[twin].n:
             raise InputError(
                 f"rank {rank} has other patterns than rank {twin}; expected the same, since on a "
-                f"grid of {grid.chain} × {grid.batch} both hold part {twin} of the chain"
+                f"grid of {grid} both hold part {grid.position(rank)} of the chain"
             )
-        head = rank - grid.position(rank)
+        head = rank - twin
         if each.batch != everyone[head].batch:
             raise InputError(
                 f"batch is {each.batch} on rank {rank}, but {everyone[head].batch} on rank {head}; "
                 "expected one for all ranks of a group"
             )
-    before = -1
-    for rank, each in enumerate(everyone[: grid.chain]):
-        if each.sizes is None:
-            continue
-        previous = everyone[before].sizes if before >= 0 else None
-        if previous is not None and each.sizes[0] != previous[1]:
+        first = rank - grid.row(rank)
+        if each.n != everyone[first].n:
             raise InputError(
-                f"jacobians[0] of rank {rank} has {each.sizes[0]} columns, but the last of rank "
-                f"{before} has {previous[1]} rows; expected as many: order the parts from the last "
-                "layer to the first, as the Jacobians"
+                f"jacobians has {each.n} steps on rank {rank}, but {everyone[first].n} on rank "
+                f"{first}; expected one number for all ranks that share their rows"
+            )
+    before = -1
+    for rank in range(0, grid.group_size, grid.rows):
+        sizes = everyone[rank].sizes
+        if sizes is None:
+            continue
+        if before >= 0 and sizes[0] != _leaving(everyone, grid, before)[-1]:
+            last = "the last of " + _ranks(before, grid.rows)
+            raise InputError(
+                f"jacobians[0] of rank {rank} has {sizes[0]} columns, but {last} has "
+                f"{_leaving(everyone, grid, before)[-1]} rows; expected as many: order the parts "
+                "from the last layer to the first, as the Jacobians"
             )
         before = rank
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1} together"
+
+
+def _leaving(everyone: Sequence[_Asked], grid: Grid, head: int) -> NDArray[np.int64]:
+    """Which entries the ranks that share rows own of the gradient that leaves their part."""
+    made = [each.sizes[1] for each in everyone[head : head + grid.rows] if each.sizes is not None]
+    return np.cumsum([0, *made])
+
+
+def _entering(everyone: Sequence[_Asked], grid: Grid, position: int) -> NDArray[np.int64]:
+    """The same of the gradient that enters a part: what leaves the one before, or equal shares."""
+    for before in range(position - 1, -1, -1):
+        if everyone[before * grid.rows].n:
+            return _leaving(everyone, grid, before * grid.rows)
+    sizes = everyone[position * grid.rows].sizes
+    return even(0 if sizes is None else sizes[0], grid.rows)
 
 
 def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
@@ -201,7 +253,7 @@ def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
 
 
 def _choose(
-    world: Communicator, chain: Communicator, setting: Setting, schedule: str
+    world: Communicator, group: Communicator, setting: Setting, schedule: str
 ) -> tuple[Forecast, str]:
     """The way to combine the parts, which rank 0 decides on, and why."""
     chosen, reason = _decide(world, setting, schedule, ALGORITHMS[0])
@@ -209,15 +261,15 @@ def _choose(
         return chosen, reason
     # What the library does for messages of that size is looked at, once.
     words = chosen.layout.words(setting.terms)
-    if words not in chain.algorithms:
+    if words not in group.algorithms:
         fault = Fault()
         buffers = None
         with fault:
             buffers = np.zeros((2, words), np.int64)
         world.agree(fault.error)
         assert buffers is not None
-        chain.algorithms[words] = observe(chain, buffers)
-    algorithm = chain.algorithms[words]
+        group.algorithms[words] = observe(group, buffers)
+    algorithm = group.algorithms[words]
     if algorithm == chosen.algorithm:
         return chosen, reason
     return _decide(world, setting, schedule, algorithm)
@@ -243,6 +295,8 @@ def _decide(
 def _reason(best: Forecast, found: Sequence[Forecast], schedule: str) -> str:
     if schedule != "auto":
         return "asked for" if best.schedule == schedule else f"{schedule} have nothing to combine"
+    if best.grid.rows > 1:
+        return "auto: the rows of steps are spread, so that there are no products"
     if best.schedule == "vectors":
         return (
             "auto: nothing is predicted to take less"
