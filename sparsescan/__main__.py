@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -28,11 +29,15 @@ __all__ = ["main"]
 ScheduleOption = Callable[[int], "Schedule | str"]
 
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
+_MPI_SCHEDULES = ("auto", "vectors", "products")
 _SCAN = """\
 Compute the gradients of a chain that sparsescan.save_chain has written, and write
 them to another .npz file. If the chain is stacked (a CSRChain or one dense array),
 they are one array, under the key "gradients"; if it is a list, they are arrays under
 the keys "gradient_0", "gradient_1", and so on. The last layer's come first.
+
+mpiexec -n 4 sparsescan scan FILE.npz -o OUT.npz --mpi does the same on four ranks,
+each of which reads, holds and scans its part of the chain.
 """
 
 
@@ -61,22 +66,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["scan", "no-such-file.npz", "-o", "gradients.npz"])  # and a line on stderr
     2
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parser().parse_args(argv)
         arguments.command(arguments)
     except (SparseScanError, ImportError, MemoryError) as error:
-        return _complain(str(error))
+        return _complain(str(error), argv)
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
-        return _complain(f"{name}{error.strerror or error}; give a path that works")
+        return _complain(f"{name}{error.strerror or error}; give a path that works", argv)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def _complain(message: str) -> int:
-    print("sparsescan:", " ".join(message.split()), file=sys.stderr)
+def _complain(message: str, argv: Sequence[str]) -> int:
+    if _speaks(argv):
+        # At once, so that no other rank's output comes between.
+        sys.stderr.write(f"sparsescan: {' '.join(message.split())}\n")
+        sys.stderr.flush()
     return 2
+
+
+def _speaks(argv: Sequence[str]) -> bool:
+    """Whether this process says what many ranks have met alike."""
+    if not {"--mpi", "--run"}.intersection(argv):
+        return True
+    try:
+        rank: int = _load_mpi().COMM_WORLD.rank
+    except ImportError:
+        return True
+    return rank == 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,18 +159,50 @@ def _parser() -> argparse.ArgumentParser:
     scan.add_argument(
         "--inclusive", action="store_true", help="the gradient of the first layer's input, too"
     )
-    _add_schedule(scan)
+    _add_schedule(scan, f"; with --mpi {_listed(_MPI_SCHEDULES)}")
     _add_device(scan)
+    scan.add_argument("--mpi", action="store_true", help="share the chain among mpiexec's ranks")
     scan.set_defaults(command=_scan)
+    _add_strategies(commands)
     return parser
+
+
+def _add_strategies(commands: Any) -> None:
+    parser = commands.add_parser(
+        "strategies",
+        help="compare ways to spread a training step over workers",
+        description="Predict what a training step of a network takes by batch, model, domain, "
+        "per-layer and pipelined parallelism and by the scan, the best first.",
+    )
+    parser.add_argument(
+        "network",
+        metavar="NETWORK",
+        help="lenet5, alexnet, vgg11, vgg16, resnet-110, inception-v3, rnn:T or gru:T, or a file "
+        "that sparsescan.save_chain has written",
+    )
+    parser.add_argument("--workers", type=int, required=True, metavar="P", help="how many")
+    parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--machine",
+        metavar="FILE.json",
+        help="a worker and its network; by default those that --run has measured, or else a GPU's",
+    )
+    parser.add_argument("--plot", metavar="OUT.png", help="PNG file for the time of a step over P")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="measure this machine, and train by every strategy beside its prediction: under "
+        "mpiexec -n P, one rank a worker",
+    )
+    parser.set_defaults(command=_strategies)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="where the scan runs: cpu or cuda")
 
 
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedule", type=_schedule, default="auto", help=_SCHEDULES)
+def _add_schedule(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--schedule", default="auto", help=_SCHEDULES + more)
 
 
 def _schedule(text: str) -> ScheduleOption:
@@ -160,7 +212,11 @@ def _schedule(text: str) -> ScheduleOption:
         return lambda n: name
     if name in ("truncated", "chunked") and number.isdecimal():
         return lambda n: getattr(Schedule, name)(n, int(number))
-    raise argparse.ArgumentTypeError(f"{text!r} is no schedule; expected {_SCHEDULES}")
+    raise InputError(f"argument --schedule: {text!r} is no schedule; expected {_SCHEDULES}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -168,7 +224,7 @@ def _demo(arguments: argparse.Namespace) -> None:
         hidden=arguments.hidden,
         epochs=arguments.epochs,
         batch=arguments.batch,
-        schedule=arguments.schedule(demo.STEPS),
+        schedule=_schedule(arguments.schedule)(demo.STEPS),
         device=arguments.device,
         output=arguments.output,
         seed=arguments.seed,
@@ -213,11 +269,10 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate_network() -> None:
-    from mpi4py import MPI
-
+    mpi = _load_mpi()
     from .parallel import Communicator, measure, save_network
 
-    communicator = Communicator.of(MPI.COMM_WORLD)
+    communicator = Communicator.of(mpi.COMM_WORLD)
     if communicator.size == 1:
         raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
     network = measure(communicator)
@@ -236,11 +291,12 @@ def _print_families(families: dict[str, list[list[float]]]) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    schedule = _schedule(arguments.schedule)
     grad, jacobians = load_chain(arguments.file)
     parts = jacobians if isinstance(jacobians, list) else [jacobians]
     made = plan(
         jacobians,
-        schedule=arguments.schedule(len(jacobians)),
+        schedule=schedule(len(jacobians)),
         batch=(len(grad) or None) if grad.ndim == 2 else None,
         dtype=np.result_type(grad, *{part.dtype for part in parts}),
         device=arguments.device,
@@ -252,11 +308,14 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _scan(arguments: argparse.Namespace) -> None:
+    if arguments.mpi:
+        _scan_ranks(arguments)
+        return
+    schedule = _schedule(arguments.schedule)
     grad, jacobians = load_chain(arguments.file)
     scan = inclusive_scan if arguments.inclusive else exclusive_scan
     start = time.perf_counter()
-    schedule = arguments.schedule(len(jacobians))
-    gradients = scan(grad, jacobians, schedule=schedule, device=arguments.device)
+    gradients = scan(grad, jacobians, schedule=schedule(len(jacobians)), device=arguments.device)
     seconds = time.perf_counter() - start
     arrays: dict[str, Any]
     if isinstance(gradients, np.ndarray):
@@ -268,6 +327,91 @@ def _scan(arguments: argparse.Namespace) -> None:
         np.savez(file, allow_pickle=False, **arrays)
     dtype = gradients[0].dtype if len(gradients) else grad.dtype
     print(f"{arguments.output}: {len(gradients)} gradients of {dtype}, in {seconds:.3g} s")
+
+
+def _scan_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.schedule not in _MPI_SCHEDULES:
+        raise InputError(
+            f"argument --schedule: {arguments.schedule!r} is no schedule of --mpi; expected "
+            f"{_listed(_MPI_SCHEDULES)}"
+        )
+    if arguments.device != "cpu":
+        raise InputError(
+            f"argument --device: {arguments.device!r} does not go with --mpi; expected cpu"
+        )
+    world = _load_mpi().COMM_WORLD
+    from .parallel.scan_file import scan_file
+
+    try:
+        done = scan_file(
+            world,
+            arguments.file,
+            arguments.output,
+            inclusive=arguments.inclusive,
+            schedule=arguments.schedule,
+        )
+    except (SparseScanError, MemoryError):
+        # Raised on all ranks.
+        raise
+    except BaseException:
+        sys.stderr.write(traceback.format_exc())
+        sys.stderr.flush()
+        world.Abort(1)
+        raise
+    if world.rank == 0:
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        print(
+            f"{arguments.output}: {done.gradients} gradients of {done.dtype}, in "
+            f"{done.seconds:.3g} s on {ranks}, by {done.schedule}"
+        )
+
+
+def _load_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"--mpi needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
+        ) from None
+    return MPI
+
+
+def _strategies(arguments: argparse.Namespace) -> None:
+    from .parallel.strategies import build, compare, from_chain, load_machine, plot_comparison
+
+    name, workers, batch = arguments.network, arguments.workers, arguments.batch
+    if arguments.run:
+        _run_strategies(arguments)
+        return
+    if name.endswith(".npz"):
+        _, jacobians = load_chain(name)
+        network = from_chain(plan(jacobians, schedule="linear").patterns, name)
+    else:
+        network = build(name)
+    machine = load_machine(arguments.machine)
+    print(compare(network, machine, workers, batch))
+    if arguments.plot is not None:
+        plot_comparison(network, machine, workers, batch, arguments.plot)
+        print(f"time of a step over the number of workers: {arguments.plot}")
+
+
+def _run_strategies(arguments: argparse.Namespace) -> None:
+    from mpi4py import MPI
+
+    from .parallel.strategies import load_machine, measure_here, run, save_machine
+
+    comm, file = MPI.COMM_WORLD, arguments.machine
+    if arguments.workers != comm.size:
+        raise InputError(
+            f"--workers is {arguments.workers}, but there are {comm.size} ranks; run it by "
+            f"mpiexec -n {arguments.workers}"
+        )
+    machine = measure_here(comm) if file is None else load_machine(file)
+    measured = run(comm, arguments.network, machine, arguments.batch)
+    if comm.rank == 0:
+        print(measured)
+        if file is None:
+            print(f"this machine: {save_machine(machine)}")
 
 
 def _version(*names: str) -> str:

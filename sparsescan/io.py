@@ -4,12 +4,13 @@ Version 1 of the format has a handful of arrays, however long the chain is:
 
 ==================  ==============================================================================
 ``version``         int, 1
-``layout``          ``"list"``, ``"csr_chain"`` or ``"dense_stack"``
+``layout``          ``"list"``, ``"csr_chain"``, ``"periodic"`` or ``"dense_stack"``
 ``grad``            the gradient at the end of the chain
 ``patterns``        int (p, 3): kind (an index into ``_KINDS``), rows and columns of each pattern
 ``indptr``          int: the row pointers of all general patterns, one after the other
 ``indices``         int: their column indices
 ``stack``           the one array of a ``csr_chain`` or a ``dense_stack``
+``stack_j``         the array of the j-th pattern of a ``periodic`` chain, from ``stack_0`` on
 ``steps``           int (n, 3), of a list: form (an index into ``_FORMS``), pattern and dtype (an
                     index into ``_DTYPES``) of each Jacobian
 ``float32``         1-D: the values of all Jacobians of that dtype, one after the other, of a list
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,10 +36,12 @@ from ._arrays import device_of
 from .chain import Chain, length, read_grad
 from .containers import BatchedCSR, CSRChain, PeriodicChain
 from .errors import ChainFileError, DeviceError, InputError, SparseScanError
+from .npz import Member, check_sums, read_sums
 from .pattern import Pattern
 
 __all__ = [
     "Arrays",
+    "ChainFile",
     "check_index",
     "check_used",
     "load_chain",
@@ -53,8 +56,13 @@ __all__ = [
 _VERSION = 1
 _KINDS = ("general", "diagonal", "dense")
 _FORMS = ("csr", "batched_csr", "dense", "batched_dense")
+_BATCHED = np.array([name.startswith("batched") for name in _FORMS])
 _DTYPES = ("float32", "float64")
 _REMEDY = "expected a file written by sparsescan.save_chain"
+# What is read in whole, even where only a part of the chain is.
+_WHOLE = ("version", "layout", "grad", "patterns")
+# Rows of the table of steps that are read at once.
+_ROWS = 1 << 16
 
 Path = str | os.PathLike[str]
 
@@ -158,7 +166,94 @@ def load_chain(path: Path) -> tuple[NDArray[np.floating[Any]], Any]:
     [array([1., 2., 3.]), array([1., 0., 3.])]
     """
     with open(path, "rb") as file, refusing(path, ChainFileError, _REMEDY):
-        return _unpack(read_arrays(file))
+        steps = _unpack(read_arrays(file))
+        return steps.grad, steps.whole()
+
+
+class ChainFile:
+    """A chain that :func:`save_chain` has written, of which parts are read; a context manager.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file.
+
+    Attributes
+    ----------
+    n : int
+        Number of Jacobians.
+    grad : ndarray, shape (d_n,) or (batch, d_n)
+        Gradient at the end of the chain.
+    dtype : dtype
+        What the Jacobians and the gradient promote to.
+    period : int
+        1 for a chain in one array, 0 for a list; else the number of patterns that take turns.
+
+    Raises
+    ------
+    ChainFileError, OSError
+        As :func:`load_chain`; its methods, too.
+
+    Notes
+    -----
+    A part takes memory for itself only, and the time to read itself, unless the file is compressed.
+    The checksums of the file are not looked at but by :meth:`sums` and :meth:`check`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan, tempfile, os
+    >>> from sparsescan.io import ChainFile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "chain.npz")
+    ...     sparsescan.save_chain(path, [1.0], np.arange(100.0).reshape(100, 1, 1))
+    ...     with ChainFile(path) as file:
+    ...         file.n, file.part(50, 52).tolist()
+    (100, [[[50.0]], [[51.0]]])
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "rb")  # noqa: SIM115
+        try:
+            with refusing(path, ChainFileError, _REMEDY):
+                self._archive = zipfile.ZipFile(self._file)
+                self._steps = steps = _unpack(_open_arrays(self._archive))
+                self.n, self.grad, self.period = steps.n, steps.grad, steps.period
+                self.dtype: np.dtype[Any] = np.result_type(self.grad, *steps.dtypes())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ChainFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._archive.close()
+        self._file.close()
+
+    def part(self, start: int, stop: int) -> Any:
+        """Jacobians `start` to ``stop - 1``, in the form of the whole.
+
+        Those of a chain of patterns that take turns are a list, of ``csr_array``,
+        :class:`BatchedCSR` and, where the pattern is dense, arrays.
+        """
+        with refusing(self._path, ChainFileError, _REMEDY):
+            return self._steps.part(start, stop)
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Rows and columns of those Jacobians, shape ``(stop - start, 2)``."""
+        with refusing(self._path, ChainFileError, _REMEDY):
+            return self._steps.shapes(start, stop)
+
+    def sums(self, share: int, shares: int) -> list[tuple[int, int]]:
+        """Checksums of one of equal shares of the file, for :meth:`check`."""
+        with refusing(self._path, ChainFileError, _REMEDY):
+            return read_sums(self._archive, share, shares)
+
+    def check(self, shares: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Raise unless the checksums of all shares are together those of the file."""
+        with refusing(self._path, ChainFileError, _REMEDY):
+            check_sums(self._archive, shares)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -221,10 +316,14 @@ def _pack_steps(
 
 
 class Arrays:
-    """The arrays of a file; an :class:`InputError` for one that is missing or of a wrong type."""
+    """The arrays of a file; an :class:`InputError` for one that is missing or of a wrong type.
+
+    A :class:`Member` is used as an array is: it has a dtype, a shape, and slices.
+    """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._arrays = {key: a for key, a in arrays.items() if isinstance(a, np.ndarray)}
+        kept = (np.ndarray, Member)
+        self._arrays: dict[str, Any] = {key: a for key, a in arrays.items() if isinstance(a, kept)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -232,7 +331,8 @@ class Arrays:
     def __getitem__(self, key: str) -> NDArray[Any]:
         if key not in self._arrays:
             raise InputError(f"the key {key!r} is missing")
-        return self._arrays[key]
+        array: NDArray[Any] = self._arrays[key]
+        return array
 
     def integers(self, key: str, *columns: int) -> NDArray[np.integer[Any]]:
         """Get the array `key`, of integers, shape ``(m, *columns)``."""
@@ -251,7 +351,7 @@ class Arrays:
         array = self[key]
         if array.dtype.newbyteorder("=").name not in _DTYPES:
             raise InputError(f"{key} has dtype {array.dtype}; expected float32 or float64")
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def scalar(self, key: str, kinds: str, what: str) -> Any:
         """Get the array `key`, one element of the dtype kinds `kinds`."""
@@ -275,92 +375,303 @@ def read_arrays(file: Any) -> Arrays:
         return Arrays(dict(arrays))
 
 
-def _unpack(arrays: Arrays) -> tuple[NDArray[np.floating[Any]], Any]:
+def _open_arrays(archive: zipfile.ZipFile) -> Arrays:
+    """The arrays of an open file, of which most are read when they are asked for."""
+    arrays: dict[str, Any] = {}
+    for entry in archive.namelist():
+        name = entry.removesuffix(".npy")
+        if name in _WHOLE:
+            with archive.open(entry) as file:
+                arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
+        elif name != entry:
+            arrays[name] = Member(archive, name)
+    return Arrays(arrays)
+
+
+def _unpack(arrays: Arrays) -> _Steps:
     version = arrays.scalar("version", "iu", "one integer")
     if version != _VERSION:
         raise InputError(f"version is {version}; expected {_VERSION}, the format known here")
     layout = arrays.scalar("layout", "U", "one string")
     grad = arrays.floats("grad")
-    jacobians: Any
     if layout == "csr_chain":
+        return _CSRStack(arrays, grad)
+    if layout == "periodic":
+        return _Periodic(arrays, grad)
+    if layout == "dense_stack":
+        return _DenseStack(arrays, grad)
+    if layout == "list":
+        return _List(arrays, grad)
+    raise InputError(
+        f"layout is {layout!r}; expected 'list', 'csr_chain', 'periodic' or 'dense_stack'"
+    )
+
+
+class _Steps:
+    """The Jacobians of a file, whose arrays are in memory or not.
+
+    Attributes
+    ----------
+    n, grad, period
+        As :class:`ChainFile` has them.
+    """
+
+    n: int
+    period = 1
+
+    def __init__(self, grad: NDArray[np.floating[Any]]) -> None:
+        self.grad = grad
+
+    def whole(self) -> Any:
+        """All, as they were saved."""
+        return self.part(0, self.n)
+
+    def part(self, start: int, stop: int) -> Any:
+        """Some, checked."""
+        jacobians = self._read(start, stop)
+        self._check(jacobians, start)
+        return jacobians
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Rows and columns of some."""
+        raise NotImplementedError
+
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """What their values are of."""
+        raise NotImplementedError
+
+    def _read(self, start: int, stop: int) -> Any:
+        raise NotImplementedError
+
+    def _check(self, jacobians: Any, start: int = 0) -> None:
+        chain = Chain(length(jacobians))
+        found = chain.read(jacobians)
+        read_grad(self.grad, found[0].shape[1] if found and start == 0 else None, chain.batch)
+
+
+class _Stack(_Steps):
+    """One array."""
+
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]], axes: int) -> None:
+        super().__init__(grad)
+        self._stack = arrays.floats("stack")
+        if self._stack.ndim not in (axes, axes + 1):
+            raise InputError(
+                f"stack has shape {self._stack.shape}; expected {axes} axes, or {axes + 1} with "
+                "the batch"
+            )
+        self.n = len(self._stack)
+
+    def dtypes(self) -> set[np.dtype[Any]]:
+        return {self._stack.dtype} if self.n else set()
+
+
+class _CSRStack(_Stack):
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
         patterns = unpack_patterns(arrays)
         if len(patterns) != 1:
             raise InputError(f"patterns has {len(patterns)} rows; expected 1 for a csr_chain")
-        jacobians = CSRChain.from_pattern(arrays.floats("stack"), patterns[0])
-    elif layout == "periodic":
-        patterns = unpack_patterns(arrays)
-        values = [arrays.floats(f"stack_{j}") for j in range(len(patterns))]
-        jacobians = PeriodicChain(values, patterns)
-    elif layout == "dense_stack":
-        jacobians = arrays.floats("stack")
-    elif layout == "list":
-        jacobians = _unpack_steps(arrays, unpack_patterns(arrays), grad)
-    else:
-        raise InputError(
-            f"layout is {layout!r}; expected 'list', 'csr_chain', 'periodic' or 'dense_stack'"
+        self._pattern = patterns[0]
+        super().__init__(arrays, grad, 2)
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        return np.full((stop - start, 2), self._pattern.shape)
+
+    def _read(self, start: int, stop: int) -> CSRChain:
+        made: CSRChain = CSRChain.from_pattern(self._stack[start:stop], self._pattern)
+        return made
+
+
+class _DenseStack(_Stack):
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
+        super().__init__(arrays, grad, 3)
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        return np.full((stop - start, 2), self._stack.shape[-2:])
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        return self._stack[start:stop]
+
+
+class _Periodic(_Steps):
+    """An array for each of the patterns that take turns."""
+
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
+        super().__init__(grad)
+        self._patterns = unpack_patterns(arrays)
+        self._values = [arrays.floats(f"stack_{j}") for j in range(len(self._patterns))]
+        # It is checked from shapes alone.
+        hollow = [np.broadcast_to(np.zeros((), a.dtype), a.shape) for a in self._values]
+        self.n = len(PeriodicChain(hollow, self._patterns))
+        self.period = len(self._patterns)
+
+    def whole(self) -> PeriodicChain:
+        jacobians = PeriodicChain([array[:] for array in self._values], self._patterns)
+        self._check(jacobians)
+        return jacobians
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        shapes = np.array([pattern.shape for pattern in self._patterns], np.int64)
+        rows: NDArray[np.int64] = shapes[np.arange(start, stop) % self.period]
+        return rows
+
+    def dtypes(self) -> set[np.dtype[Any]]:
+        return {array.dtype for array in self._values}
+
+    def _read(self, start: int, stop: int) -> list[Any]:
+        # Of each pattern its turns before, and up to the end of, the part.
+        before, until = (
+            [len(range(turn, end, self.period)) for turn in range(self.period)]
+            for end in (start, stop)
         )
-    chain = Chain(length(jacobians))
-    found = chain.read(jacobians)
-    return read_grad(grad, found[0].shape[1] if found else None, chain.batch), jacobians
+        values = [
+            array[:] if array.ndim == 1 else array[first:last]
+            for array, first, last in zip(self._values, before, until, strict=True)
+        ]
+        jacobians = []
+        for k in range(start, stop):
+            step, turn = divmod(k, self.period)
+            pattern, own = self._patterns[turn], values[turn]
+            if own.ndim > 1:
+                own = own[step - before[turn]]
+            form = ("" if own.ndim == 1 else "batched_") + (
+                "dense" if pattern.kind == "dense" else "csr"
+            )
+            jacobians.append(_jacobian(k, form, pattern, own, own.shape[:-1]))
+        return jacobians
+
+
+class _List(_Steps):
+    """Values of all Jacobians one after the other, in an array for each dtype."""
+
+    period = 0
+
+    def __init__(self, arrays: Arrays, grad: NDArray[np.floating[Any]]) -> None:
+        super().__init__(grad)
+        self._patterns = _Patterns(arrays)
+        self._steps = arrays.integers("steps", 3)
+        self.n = len(self._steps)
+        self._values = [arrays.floats(name) for name in _DTYPES]
+        for name, array in zip(_DTYPES, self._values, strict=True):
+            if array.dtype != name or array.ndim != 1:
+                raise InputError(
+                    f"{name} has dtype {array.dtype} and shape {array.shape}; expected {name} (·)"
+                )
+
+    def shapes(self, start: int, stop: int) -> NDArray[np.int64]:
+        blocks = [self._patterns.table[steps[:, 1], 1:] for steps in self._blocks(start, stop)]
+        return np.concatenate([np.empty((0, 2), np.int64), *blocks])
+
+    def dtypes(self) -> set[np.dtype[Any]]:
+        found = {index for steps in self._blocks(0, self.n) for index in set(steps[:, 2].tolist())}
+        return {np.dtype(_DTYPES[index]) for index in found}
+
+    def _blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer[Any]]]:
+        """Rows of the table of steps, checked."""
+        counts = len(_FORMS), len(self._patterns), len(_DTYPES)
+        for first in range(start, stop, _ROWS):
+            steps = self._steps[first : min(first + _ROWS, stop)]
+            for column, count in enumerate(counts):
+                for index in {steps[:, column].min(), steps[:, column].max()}:
+                    check_index(f"steps[:, {column}]", int(index), count)
+            batched = np.flatnonzero(_BATCHED[steps[:, 0]])
+            if len(batched) and self.grad.ndim != 2:
+                raise InputError(
+                    f"steps[{first + batched[0]}] has a batch; expected grad of shape (batch, ·)"
+                )
+            yield steps
+
+    def _size(self, form: int, p: int) -> int:
+        return self._patterns.nnz[p] * (len(self.grad) if _BATCHED[form] else 1)
+
+    def _entries(self, start: int, stop: int) -> list[int]:
+        """How many values of each dtype some steps have."""
+        counts = [0] * len(_DTYPES)
+        for steps in self._blocks(start, stop):
+            for form, p, dtype in steps.tolist():
+                counts[dtype] += self._size(form, p)
+        return counts
+
+    def _read(self, start: int, stop: int) -> list[Any]:
+        steps = [row for block in self._blocks(start, stop) for row in block.tolist()]
+        patterns = self._patterns.make({p for _, p, _ in steps})
+        before, own = self._entries(0, start), self._entries(start, stop)
+        values = []
+        for name, array, first, count in zip(_DTYPES, self._values, before, own, strict=True):
+            values.append(array[first : first + count])
+            check_used(name, first + len(values[-1]), first + count)
+        ends = [0] * len(_DTYPES)
+        jacobians = []
+        for k, (form, p, dtype) in enumerate(steps, start):
+            first, ends[dtype] = ends[dtype], ends[dtype] + self._size(form, p)
+            batch_shape = self.grad.shape[:1] if _BATCHED[form] else ()
+            part = values[dtype][first : ends[dtype]]
+            jacobians.append(_jacobian(k, _FORMS[form], patterns[p], part, batch_shape))
+        after = self._entries(stop, self.n)
+        for name, array, *counts in zip(_DTYPES, self._values, before, own, after, strict=True):
+            check_used(name, len(array), sum(counts))
+        return jacobians
+
+
+class _Patterns:
+    """The patterns in a file, of which those that are asked for are made.
+
+    Attributes
+    ----------
+    table : ndarray of int, shape (p, 3)
+        Kind, an index into ``_KINDS``, rows and columns of each.
+    nnz : list of int
+        Entries of each.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._indptr, self._indices = arrays.integers("indptr"), arrays.integers("indices")
+        self.table = arrays.integers("patterns", 3)
+        self.nnz: list[int] = []
+        # Where the index arrays of each start, and at last where all of them end.
+        self._starts = [(0, 0)]
+        for p, (kind, rows, cols) in enumerate(self.table.tolist()):
+            check_index(f"patterns[{p}, 0]", kind, len(_KINDS))
+            name = _KINDS[kind]
+            if min(rows, cols) < (name != "general") or (name == "diagonal" and rows != cols):
+                raise InputError(f"patterns[{p}] is {name} of shape {(rows, cols)}; that cannot be")
+            row, entry = self._starts[-1]
+            if name == "general":
+                last = self._indptr[row + rows : row + rows + 1]
+                # Pattern checks the rest, also that the last pointer is the number of indices.
+                self.nnz.append(max(int(last[0]), 0) if len(last) else 0)
+                row, entry = row + rows + 1, entry + self.nnz[-1]
+            else:
+                self.nnz.append(rows if name == "diagonal" else rows * cols)
+            self._starts.append((row, entry))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def make(self, numbers: Iterable[int]) -> dict[int, Pattern]:
+        """Some of them."""
+        made = {}
+        for p in sorted(numbers):
+            kind, rows, cols = self.table[p].tolist()
+            if _KINDS[kind] == "diagonal":
+                made[p] = Pattern.diagonal(rows)
+            elif _KINDS[kind] == "dense":
+                made[p] = Pattern.dense((rows, cols))
+            else:
+                row, entry = self._starts[p]
+                pointers = self._indptr[row : row + rows + 1]
+                entries = self._indices[entry : entry + self.nnz[p]]
+                made[p] = Pattern(pointers, entries, (rows, cols), name=f"patterns[{p}]")
+        row_end, entry_end = self._starts[-1]
+        check_used("indptr", len(self._indptr), row_end)
+        check_used("indices", len(self._indices), entry_end)
+        return made
 
 
 def unpack_patterns(arrays: Arrays) -> list[Pattern]:
     """The patterns in a file."""
-    indptr, indices = arrays.integers("indptr"), arrays.integers("indices")
-    patterns = []
-    row_end = entry_end = 0
-    for p, (kind, rows, cols) in enumerate(arrays.integers("patterns", 3).tolist()):
-        check_index(f"patterns[{p}, 0]", kind, len(_KINDS))
-        name = _KINDS[kind]
-        if min(rows, cols) < (name != "general") or (name == "diagonal" and rows != cols):
-            raise InputError(f"patterns[{p}] is {name} of shape {(rows, cols)}; that cannot be")
-        if name == "diagonal":
-            patterns.append(Pattern.diagonal(rows))
-        elif name == "dense":
-            patterns.append(Pattern.dense((rows, cols)))
-        else:
-            pointers = indptr[row_end : row_end + rows + 1]
-            # Pattern checks the rest, also that the last pointer is the number of indices.
-            nnz = max(int(pointers[-1]), 0) if len(pointers) else 0
-            entries = indices[entry_end : entry_end + nnz]
-            patterns.append(Pattern(pointers, entries, (rows, cols), name=f"patterns[{p}]"))
-            row_end, entry_end = row_end + rows + 1, entry_end + nnz
-    check_used("indptr", len(indptr), row_end)
-    check_used("indices", len(indices), entry_end)
-    return patterns
-
-
-def _unpack_steps(
-    arrays: Arrays, patterns: Sequence[Pattern], grad: NDArray[np.floating[Any]]
-) -> list[Any]:
-    batch = grad.shape[0] if grad.ndim == 2 else None
-    steps = arrays.integers("steps", 3)
-    values = [arrays.floats(name) for name in _DTYPES]
-    for name, array in zip(_DTYPES, values, strict=True):
-        if array.dtype != name or array.ndim != 1:
-            raise InputError(
-                f"{name} has dtype {array.dtype} and shape {array.shape}; expected {name} (·)"
-            )
-    for column, count in enumerate((len(_FORMS), len(patterns), len(_DTYPES))):
-        for index in {steps[:, column].min(), steps[:, column].max()} if len(steps) else ():
-            check_index(f"steps[:, {column}]", int(index), count)
-    ends = [0] * len(_DTYPES)
-    jacobians: list[Any] = []
-    for k, (form, p, dtype) in enumerate(steps.tolist()):
-        name, pattern = _FORMS[form], patterns[p]
-        shape: tuple[int, ...] = ()
-        if name.startswith("batched"):
-            if batch is None:
-                raise InputError(f"steps[{k}] has a batch; expected grad of shape (batch, ·)")
-            shape = (batch,)
-        start = ends[dtype]
-        ends[dtype] = start + pattern.nnz * (batch if shape else 1)
-        part = values[dtype][start : ends[dtype]]
-        check_used(_DTYPES[dtype], start + len(part), ends[dtype])
-        jacobians.append(_jacobian(k, name, pattern, part, shape))
-    for name, array, end in zip(_DTYPES, values, ends, strict=True):
-        check_used(name, len(array), end)
-    return jacobians
+    patterns = _Patterns(arrays)
+    return list(patterns.make(range(len(patterns))).values())
 
 
 def _jacobian(

@@ -119,6 +119,7 @@ def test_help_is_printed(capsys, arguments):
     if "scan" in arguments:
         assert '"gradients"' in out
         assert '"gradient_0"' in out
+        assert "with --mpi auto, vectors or products" in " ".join(out.split())
 
 
 def assert_one_line(capsys, arguments, *words):
@@ -186,6 +187,23 @@ def test_a_wrong_file_gives_one_line(capsys, tmp_path, stacked, command):
     assert_one_line(capsys, [command, tmp_path, *more], str(tmp_path), "Is a directory")
     for path in (text, cut):
         assert_one_line(capsys, [command, path, *more], str(path), "sparsescan.save_chain")
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--schedule", "vectors"], "'vectors' is no schedule; expected auto, linear, blelloch"),
+        (["--mpi", "--schedule", "linear"], "'linear' is no schedule of --mpi; expected auto,"),
+        (["--mpi", "--device", "cuda"], "'cuda' does not go with --mpi; expected cpu"),
+        (["--mpi"], "pip install 'sparsescan[mpi]'"),
+    ],
+)
+def test_what_does_not_go_with_mpi_gives_one_line(
+    capsys, monkeypatch, tmp_path, stacked, options, words
+):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert_one_line(capsys, ["scan", stacked, "-o", tmp_path / "out.npz", *options], words)
     assert not (tmp_path / "out.npz").exists()
 
 

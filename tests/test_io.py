@@ -2,7 +2,9 @@
 
 import io
 import time
+import tracemalloc
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -11,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsescan
-from sparsescan import BatchedCSR, ChainFileError, CSRChain, InputError, load_chain, save_chain
+from sparsescan import (
+    BatchedCSR,
+    ChainFileError,
+    CSRChain,
+    InputError,
+    Pattern,
+    PeriodicChain,
+    load_chain,
+    save_chain,
+)
+from sparsescan.io import ChainFile
+from sparsescan.npz import joined
+from sparsescan.pattern import of_mask
 
 DTYPES = (np.float32, np.float64)
 
@@ -110,6 +124,127 @@ def test_a_chain_comes_back_bit_for_bit(folder, chain):
     assert_same(jacobians, chain[1])
 
 
+# Parts
+
+
+@st.composite
+def periodic_chains(draw):
+    """Gradient and Jacobians of patterns that take turns."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    batch = draw(st.sampled_from([None, 1, 3]))
+    steps, period = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    sizes = rng.integers(1, 4, period).tolist()
+    shapes = zip([*sizes[1:], sizes[0]], sizes, strict=True)
+    patterns = [of_mask(rng.random(shape) < rng.choice([0.6, 1.0])) for shape in shapes]
+    own = () if batch is None else (batch,)
+    arrays = []
+    for j, pattern in enumerate(patterns):
+        leading = [(steps, *own), (steps,), ()][rng.integers(3) if j else 0]
+        arrays.append(values(rng, (*leading, pattern.nnz), DTYPES[rng.integers(2)]))
+    return values(rng, (*own, sizes[0]), np.float64), PeriodicChain(arrays, patterns)
+
+
+def steps_of(jacobians):
+    """What a part of a chain is compared by: pattern and values of each step."""
+    if isinstance(jacobians, PeriodicChain):
+        for k in range(len(jacobians)):
+            step, turn = divmod(k, len(jacobians.patterns))
+            array = jacobians.values[turn]
+            yield jacobians.patterns[turn], array if array.ndim == 1 else array[step]
+    elif isinstance(jacobians, CSRChain):
+        yield from ((jacobians.pattern, row) for row in jacobians.data)
+    else:
+        for step in jacobians:
+            if isinstance(step, np.ndarray):
+                pattern = Pattern.dense(step.shape[-2:])
+                yield pattern, step.reshape(*step.shape[:-2], pattern.nnz)
+            else:
+                yield Pattern(step.indptr, step.indices, step.shape), step.data
+
+
+def saved_as(path, how):
+    """Write a file again: compressed, big-endian, or in Fortran's order."""
+    with np.load(path) as found:
+        arrays = dict(found)
+    if how == "big-endian":
+        arrays = {key: a.astype(a.dtype.newbyteorder(">")) for key, a in arrays.items()}
+    if how == "Fortran":
+        arrays = {key: np.asfortranarray(a) if a.ndim else a for key, a in arrays.items()}
+    with open(path, "wb") as file:
+        (np.savez_compressed if how == "compressed" else np.savez)(file, **arrays)
+
+
+WAYS = ("as saved", "compressed", "big-endian", "Fortran")
+
+
+@given(chain=st.one_of(chains(), periodic_chains()), how=st.sampled_from(WAYS), data=st.data())
+def test_parts_are_those_of_the_whole(folder, chain, how, data):
+    path = folder / "parts"
+    save_chain(path, *chain)
+    if how != "as saved":
+        saved_as(path, how)
+    whole = list(steps_of(chain[1]))
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    shares = data.draw(st.integers(1, 5))
+    with ChainFile(path) as file:
+        assert file.n == len(whole)
+        assert_same_array(file.grad, chain[0])
+        assert file.dtype == np.result_type(chain[0], *(array for _, array in whole))
+        part = file.part(start, stop)
+        assert type(part) is (list if isinstance(chain[1], PeriodicChain) else type(chain[1]))
+        for (pattern, array), (other, expected) in zip(
+            steps_of(part), whole[start:stop], strict=True
+        ):
+            assert pattern is other
+            assert_same_array(array, expected)
+        shapes = [pattern.shape for pattern, _ in whole[start:stop]]
+        assert file.shapes(start, stop).tolist() == list(map(list, shapes))
+        # All shares together are what the file says.
+        file.check([file.sums(share, shares) for share in range(shares)])
+
+
+@given(first=st.binary(max_size=300), second=st.binary(max_size=300))
+def test_sums_are_joined(first, second):
+    found = joined(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("layout", ["dense_stack", "csr_chain", "periodic", "list", "patterns"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_part_takes_its_own_memory(tmp_path, layout, how):
+    n, size = 64, 128
+    stack, pattern = np.ones((n, size, size)), Pattern.dense((size, size))  # 8 MB
+    flat = stack.reshape(n, -1)
+    rng = np.random.default_rng(0)
+    chain = {
+        "dense_stack": stack,
+        "csr_chain": CSRChain(flat, pattern.indices, pattern.indptr, pattern.shape),
+        "periodic": PeriodicChain([flat[::2], flat[1::2]], [pattern, pattern]),
+        "list": list(stack),
+        # Each has one of its own.
+        "patterns": [sp.csr_array(step * (rng.random((size, size)) < 0.9)) for step in stack],
+    }[layout]
+    path = tmp_path / "c.npz"
+    save_chain(path, np.ones(size), chain)
+    del chain
+    saved_as(path, how)
+    with ChainFile(path) as file:
+        file.part(0, 1)
+    tracemalloc.start()
+    try:
+        with ChainFile(path) as file:
+            part = file.part(40, 48)
+            file.sums(5, 8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(part) == 8
+    # Other orders of bytes take a copy, patterns are checked and copied, and blocks take 1 MB.
+    own = stack.nbytes / 8 * (4 if layout == "patterns" else 1 + (how == "big-endian"))
+    assert peak < own + (4 << 20) * (how == "compressed") + (1 << 20) + 300_000
+
+
 def test_what_comes_back_can_be_scanned(tmp_path):
     rng = np.random.default_rng(0)
     jacobians = [sp.csr_array(rng.standard_normal((4, 4)) * (k % 2 or np.eye(4))) for k in range(9)]
@@ -200,14 +335,24 @@ def saved(folder):
     return found
 
 
+def read_part(path):
+    """Read the whole as if it were a part."""
+    with ChainFile(path) as file:
+        file.check([file.sums(0, 1)])
+        file.part(0, file.n)
+
+
 def assert_refused(path, contents, match=None):
     path.write_bytes(contents)
     with pytest.raises(ChainFileError, match=match) as caught:
         load_chain(path)
-    message = str(caught.value)
-    assert message.startswith(str(path))
-    assert "expected a file written by sparsescan.save_chain" in message
-    assert "\n" not in message
+    with pytest.raises(ChainFileError) as refused:
+        read_part(path)
+    for error in (caught, refused):
+        message = str(error.value)
+        assert message.startswith(str(path))
+        assert "expected a file written by sparsescan.save_chain" in message
+        assert "\n" not in message
 
 
 def rewritten(contents, **changes):
@@ -252,6 +397,26 @@ def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data
 
 
 @given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_a_flipped_bit_is_found_by_those_who_read_parts(folder, saved, layout, data):
+    contents = bytearray(saved[layout])
+    place = data.draw(st.integers(0, len(contents) - 1))
+    contents[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = folder / "flipped"
+    path.write_bytes(contents)
+    try:
+        with ChainFile(path) as file:
+            parts = [file.part(k, k + 1) for k in range(file.n)]
+            file.check([file.sums(share, 3) for share in range(3)])
+    except ChainFileError:
+        pass
+    else:
+        steps = [step for part in parts for step in steps_of(part)]
+        for one, other in zip(steps, steps_of(load_chain(folder / layout)[1]), strict=True):
+            assert one[0] is other[0]
+            assert_same_array(one[1], other[1])
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
 def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
     folder, saved, layout, data
 ):
@@ -272,6 +437,15 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
         pass
     else:
         sparsescan.inclusive_scan(grad, jacobians)
+    # Nobody sees all of it who reads a part.
+    try:
+        with ChainFile(path) as file:
+            parts = [file.part(k, k + 1) for k in range(file.n)]
+    except ChainFileError:
+        return
+    for part in parts:
+        (_, cols), *_ = (pattern.shape for pattern, _ in steps_of(part))
+        sparsescan.inclusive_scan(np.ones((2, cols)), part)
 
 
 KEYS = {
