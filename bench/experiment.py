@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 
 # The module of each has an Experiment called EXPERIMENT; imported when it is asked for, since one
 # does not need the peers of another.
-NAMES = ("rnn", "gru", "vgg11", "lenet5", "table1")
+NAMES = ("rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline", "strategies")
 
 
 @dataclass(frozen=True)

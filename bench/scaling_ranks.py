@@ -1,0 +1,275 @@
+"""On the ranks of :mod:`bench.scaling`: what scans take, and the memory that each rank needs.
+
+``mpiexec -n RANKS python -m mpi4py -m bench.scaling_ranks OUT.json {times,memory} JSON``: rank 0
+writes the file. A rank makes its own part of a chain from a seed for each step, so that none holds
+the whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+import sparsescan
+from sparsescan import CSRChain, parallel
+from sparsescan.costs import load_machine
+from sparsescan.parallel.communicator import Fault
+
+from .scaling_model import ALONE, CHAINS
+
+WORLD = MPI.COMM_WORLD
+_WRONG = float(np.sqrt(np.finfo(np.float64).eps))
+
+
+# -- Chains ---------------------------------------------------------------------------------------
+
+
+def part(name: str, steps: slice, samples: slice | None = None) -> NDArray[Any] | CSRChain:
+    """Steps of a chain, for some of its samples."""
+    about, every = CHAINS[name], range(steps.start, steps.stop)
+    if about.kind == "dense":
+        batch = (about.batch,) if about.batch else ()
+        shape = *batch, about.size, about.size
+        return np.stack([_dense(step, shape)[samples or ...] for step in every])
+    pattern = about.pattern
+    data = np.empty((len(every), pattern.nnz))
+    for row, step in zip(data, every, strict=True):
+        rng = np.random.default_rng([1, step])
+        if about.kind == "diagonal":
+            row[:] = rng.uniform(0.9, 1.1, pattern.nnz)
+        else:
+            row[:] = rng.standard_normal(pattern.nnz) / math.sqrt(3)
+    return CSRChain(data, pattern.indices, pattern.indptr, pattern.shape)
+
+
+def _dense(step: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """A step that on the whole keeps the length of a gradient."""
+    return np.random.default_rng([0, step]).standard_normal(shape) / math.sqrt(shape[-1])
+
+
+def _gradient(size: int, batch: int | None = None) -> NDArray[np.float64]:
+    return np.random.default_rng(2).standard_normal((batch, size) if batch else size)
+
+
+def difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Of gradients, relative to the largest entry of each; they differ in scale by far."""
+    if not len(found):
+        return 0.0
+    axes = tuple(range(1, found.ndim))
+    scale = np.abs(expected).max(axis=axes)
+    return float((np.abs(found - expected).max(axis=axes) / scale).max())
+
+
+# -- Times ----------------------------------------------------------------------------------------
+
+
+def times(chains: list[tuple[str, int]], rounds: int, seconds: float) -> dict[str, Any]:
+    """Scans of these chains of so many steps, on all ranks and, of all of it, on one."""
+    network = parallel.measure(parallel.Communicator.of(WORLD))
+    if WORLD.rank == 0:
+        parallel.save_network(network)
+    WORLD.Barrier()
+    return {
+        "network": asdict(network),
+        "machine": asdict(load_machine()),
+        "scans": [_scan(name, n, rounds, seconds) for name, n in chains],
+    }
+
+
+def _scan(name: str, n: int, rounds: int, seconds: float) -> dict[str, Any]:
+    about, size = CHAINS[name], WORLD.size
+    grid = parallel.Grid(1, size) if about.batch else parallel.Grid(size)
+    rank = WORLD.rank
+    steps = grid.steps(rank, n)
+    samples = grid.samples(rank, about.batch) if about.batch else None
+    mine = part(name, steps, samples)
+    whole = _gradient(about.size, about.batch)
+    grad = whole[samples] if about.batch else whole if rank == 0 else None
+
+    calls: dict[str, Callable[[], Any]] = {}
+    predicted, forms = {}, {}
+    alone = None
+    if rank == 0:
+        every = part(name, slice(0, n))
+        plan = sparsescan.plan(every, batch=about.batch)
+        said = plan.to_dict()
+        taken = said["run_nanoseconds"] + sum(level["nanoseconds"] for level in said["levels"])
+        predicted[ALONE] = 1e-9 * taken
+        forms[ALONE] = repr(plan.schedule)
+        calls[ALONE] = lambda: plan.exclusive_scan(whole, every)
+        alone = calls[ALONE]()
+    expected = WORLD.bcast(alone)[steps]
+    expected = expected[:, samples] if about.batch else expected
+    worst = 0.0
+    for schedule in about.schedules:
+        # Of groups of samples, each has the whole chain.
+        options = {"batch": len(grad)} if about.batch else {"schedule": schedule}
+        made = parallel.plan(WORLD, mine, grid=grid, **options)
+        calls[schedule] = lambda made=made: made.exclusive_scan(grad, mine)
+        forecast = made.forecast
+        predicted[schedule] = 1e-9 * forecast.nanoseconds
+        forms[schedule] = ", ".join(filter(None, [made.schedule, forecast.form]))
+        worst = max(worst, difference(calls[schedule](), expected))
+    worst = WORLD.allreduce(worst, MPI.MAX)
+    if not worst < _WRONG:
+        raise AssertionError(f"{name}, n={n}: gradients differ by {worst:.1e}")
+    samples_taken = _race([ALONE, *about.schedules], calls, rounds, seconds)
+    return {
+        "chain": name,
+        "n": n,
+        "grid": list(grid),
+        "is": forms,
+        "difference": worst,
+        "predicted_seconds": predicted,
+        "median_seconds": {name: median(taken) for name, taken in samples_taken.items()},
+        "samples_seconds": samples_taken,
+    }
+
+
+def _race(
+    names: list[str], calls: dict[str, Callable[[], Any]], rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Samples of calls, which take turns in another order each time.
+
+    A sample is of so many calls, one after the other, that they take some time; it ends when the
+    last rank has it. Ranks that have no part in a call sleep.
+    """
+    found: dict[str, list[float]] = {name: [] for name in names}
+    repeats = dict.fromkeys(names, 1)
+    rng = np.random.default_rng(3)
+    for turn in range(-2, rounds):
+        for name in rng.permutation(names).tolist():
+            taken = 0.0
+            _meet()
+            if name in calls:
+                if name != ALONE:
+                    WORLD.Barrier()
+                start = time.perf_counter()
+                for _ in range(repeats[name]):
+                    calls[name]()
+                taken = (time.perf_counter() - start) / repeats[name]
+            _meet()
+            taken = WORLD.allreduce(taken, MPI.MAX)
+            if turn < 0:
+                repeats[name] = max(1, min(round(seconds / taken), 1000))
+            else:
+                found[name].append(taken)
+    return found
+
+
+def _meet() -> None:
+    """Wait asleep for all ranks: one that waits in MPI keeps a core busy."""
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+# -- Memory ---------------------------------------------------------------------------------------
+
+
+def memory(size: int, n: int, limit: int) -> dict[str, Any]:
+    """Peak memory of every rank, with at most `limit` bytes for each, and without where that fails.
+
+    It is what is resident at the peak beside what was before the part of the chain was made.
+    """
+    steps = parallel.Grid(WORLD.size).steps(WORLD.rank, n)
+    expected = WORLD.bcast(_one_by_one(size, n) if WORLD.rank == 0 else None)[steps].copy()
+    schedules = ("vectors", "products") if WORLD.size > 1 else ("vectors",)
+    for schedule in schedules:  # all is compiled then
+        _solve(size, slice(8 * WORLD.rank, 8 * WORLD.rank + 8), schedule)
+    return {
+        "limit_bytes": limit,
+        "chain_bytes": 8 * n * size * size,
+        "runs": [_within(size, steps, schedule, limit, expected) for schedule in schedules],
+    }
+
+
+def _within(
+    size: int, steps: slice, schedule: str, limit: int, expected: NDArray[Any]
+) -> dict[str, Any]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    refused = None
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + limit, hard))
+    try:
+        peak, predicted, grads = _peak(size, steps, schedule)
+    except MemoryError as error:
+        refused = f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    if refused:
+        peak, predicted, grads = _peak(size, steps, schedule)
+    wrong = WORLD.allreduce(difference(grads, expected), MPI.MAX)
+    if not wrong < _WRONG:
+        raise AssertionError(f"gradients differ by {wrong:.1e}")
+    return {
+        "schedule": schedule,
+        "refused": refused,
+        "peak_bytes": WORLD.allgather(peak),
+        "predicted_bytes": list(predicted),
+        "difference": wrong,
+    }
+
+
+def _peak(size: int, steps: slice, schedule: str) -> tuple[int, tuple[int, ...], NDArray[Any]]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    before = _status("VmRSS")
+    predicted, grads = _solve(size, steps, schedule)
+    return _status("VmHWM") - before, predicted, grads
+
+
+def _solve(size: int, steps: slice, schedule: str) -> tuple[tuple[int, ...], NDArray[Any]]:
+    """Make this rank's part and scan it; what every rank was predicted to hold, and gradients."""
+    fault, mine = Fault(), None
+    with fault:
+        mine = np.empty((steps.stop - steps.start, size, size))
+        for made, step in zip(mine, range(steps.start, steps.stop), strict=True):
+            made[...] = _dense(step, (size, size))
+    parallel.Communicator.of(WORLD).agree(fault.error)
+    plan = parallel.plan(WORLD, mine, schedule=schedule)
+    grads = plan.exclusive_scan(_gradient(size) if WORLD.rank == 0 else None, mine)
+    return plan.forecast.memory, np.asarray(grads)
+
+
+def _one_by_one(size: int, n: int) -> NDArray[np.float64]:
+    """The linear scan, for which no more than one step is held."""
+    y, found = _gradient(size), np.empty((n, size))
+    for k in range(n):
+        found[k] = y
+        y = _dense(k, (size, size)) @ y
+    return found
+
+
+def _status(key: str) -> int:
+    """Bytes of this process, such as ``VmRSS``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+def main(file: str, what: str, options: str) -> None:
+    measure = {"times": times, "memory": memory}[what]
+    found = {"ranks": WORLD.size, "MPI": MPI.Get_library_version().splitlines()[0]}
+    found |= measure(**json.loads(options))
+    if WORLD.rank == 0:
+        Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
