@@ -1,0 +1,370 @@
+"""Integrated model, batch and domain parallelism (Gholami et al., SPAA 2018)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from ...errors import InputError
+from ...jacobians import Sequential
+from ...schedule import check_count
+from .architectures import from_sequential
+from .equations import MIXING, Volume, all_gather, all_reduce, halo
+from .graph import Graph
+from .integrated_run import IntegratedTraining, whole_layers
+from .layout import STATES, Layout, trained, units
+from .machine import Machine
+from .strategy import Prediction, Strategy, Training
+
+__all__ = ["BatchParallel", "Integrated", "ModelParallel"]
+
+_STATES = {"batch": "samples", "model": "channels", "domain": "rows"}
+_PARTS = ("forward", "backward", "activations", "weights", "halo", "loss")
+_ROWWISE = ("conv", "pool", "norm", "elementwise", "add", "concat")
+
+
+class Integrated(Strategy):
+    """The best ``P_r × P_c`` grid, with every layer by batch, by model or by domain.
+
+    A column of ``P_r`` workers shares ``B/P_c`` samples. In a layer by model each worker has some
+    output channels, and ``1/P_r`` of the weights; by domain some rows of the images, and all
+    weights; by batch some of the samples. Of every grid, and of the ways to choose for each layer,
+    the fastest is found by dynamic programming over layers. Between layers that are shared
+    differently equation 6 is paid, which the paper's equation 9 leaves out.
+
+    Parameters
+    ----------
+    grid : tuple of two ints, optional
+        ``(P_r, P_c)``; by default the best.
+    modes : collection of {"batch", "model", "domain"}
+        What layers may be.
+    machine : Machine
+        For which :meth:`start` chooses.
+
+    Raises
+    ------
+    InputError
+        If an argument is wrong.
+
+    Examples
+    --------
+    >>> from sparsescan.parallel.strategies import Graph, Layer, Machine
+    >>> from sparsescan.parallel.strategies.integrated import Integrated
+    >>> graph = Graph("wide", [
+    ...     Layer("x", "input", (), (4096,)),
+    ...     Layer("fc", "linear", (0,), (4096,), 4096**2, 4096**2, 4096**2),
+    ... ])
+    >>> Integrated().predict(graph, Machine(), 16, 64).how
+    '16 × 1, model in fc'
+    """
+
+    name = "integrated"
+
+    def __init__(
+        self,
+        grid: tuple[int, int] | None = None,
+        modes: Collection[str] = ("batch", "model", "domain"),
+        machine: Machine | None = None,
+    ) -> None:
+        if not modes or not set(modes) <= set(_STATES):
+            raise InputError(f"modes is {modes!r}; expected some of {tuple(_STATES)}")
+        if grid is not None:
+            grid = check_count("grid[0]", grid[0], 1), check_count("grid[1]", grid[1], 1)
+        self.grid, self.modes = grid, tuple(modes)
+        self.machine = Machine() if machine is None else machine
+
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """What a step takes in the fastest layout."""
+        layout, costs = self.choose(network, machine, workers, batch)
+        times = costs.times(layout.states)
+        if network.is_chain:
+            sent = int(layout.sent(network, batch, machine.itemsize).max())
+        else:
+            sent = math.ceil(costs.words(layout.states) * machine.itemsize)
+        how = layout.describe(network)
+        return Prediction(self.name, how, times, sent, costs.memory(layout.states))
+
+    def start(
+        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+    ) -> Training:
+        """Train a network over ranks, in the layout that is best for :attr:`machine`."""
+        together, graph = whole_layers(network), from_sequential(network)
+        layout, _ = self.choose(graph, self.machine, comm.size, batch, together)
+        return IntegratedTraining(comm, network, graph, layout, batch, learning_rate)
+
+    def choose(
+        self,
+        graph: Graph,
+        machine: Machine,
+        workers: int,
+        batch: int,
+        together: Collection[int] = (),
+    ) -> tuple[Layout, Costs]:
+        """The fastest layout, and its costs; layers in `together` are shared by samples only.
+
+        Raises
+        ------
+        InputError
+            If there is none.
+        """
+        workers = check_count("workers", workers, 1)
+        batch = check_count("batch", batch, 1)
+        best: tuple[float, Layout, Costs] | None = None
+        reasons: list[str] = []
+        for rows, columns in self._grids(workers):
+            if columns > batch:
+                reasons.append(
+                    f"a batch of {batch} cannot be shared by {columns} columns of workers"
+                )
+                continue
+            # With one row there is nothing but batch parallelism.
+            allowed = {_STATES[mode] for mode in self.modes if rows > 1} | {"whole"}
+            costs = Costs(graph, machine, (rows, columns), batch, allowed, together)
+            total, states = costs.best()
+            if math.isinf(total):
+                reasons.append(costs.reason)
+            elif best is None or total < best[0]:
+                best = total, Layout(rows, columns, states), costs
+        if best is None:
+            raise InputError(
+                f"{self.name} cannot use {workers} workers for {graph.name!r}: {reasons[-1]}"
+            )
+        return best[1:]
+
+    def _grids(self, workers: int) -> list[tuple[int, int]]:
+        if self.grid is None:
+            return [(r, workers // r) for r in range(1, workers + 1) if workers % r == 0]
+        if math.prod(self.grid) != workers:
+            raise InputError(
+                f"grid is {self.grid[0]} × {self.grid[1]}; expected {workers} workers in all"
+            )
+        return [self.grid]
+
+
+class BatchParallel(Integrated):
+    """Every worker has all weights and some of the samples: equation 4."""
+
+    name = "batch"
+
+    def __init__(self) -> None:
+        super().__init__(modes=("batch",))
+
+    def _grids(self, workers: int) -> list[tuple[int, int]]:
+        return [(1, workers)]
+
+
+class ModelParallel(Integrated):
+    """Every worker has all samples and some of the output channels of every layer: equation 3."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        super().__init__(modes=("model",))
+
+    def _grids(self, workers: int) -> list[tuple[int, int]]:
+        return [(workers, 1)]
+
+
+class Costs:
+    """What every layer costs on one grid, in each state, and between them.
+
+    Layers are taken in their order, and all that is read later is in one state; where that changes,
+    all of it is redistributed; for a chain this is no restriction.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network.
+    machine : Machine
+        A worker.
+    grid : tuple of two ints
+        ``P_r`` and ``P_c``.
+    batch : int
+        Samples.
+    allowed : collection of str
+        States that may be chosen.
+    together : collection of int
+        Layers that are whole or shared by samples only.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        grid: tuple[int, int],
+        batch: int,
+        allowed: Collection[str],
+        together: Collection[int],
+    ) -> None:
+        self._graph, self._machine, self._batch = graph, machine, batch
+        self._rows, self._columns = grid
+        self._samples = batch / self._columns
+        self._allowed, self._together = allowed, together
+        self._trained, self._units = trained(graph), units(graph)
+        self._last = [0] * len(graph.layers)  # who reads each layer last
+        self._first = [0] * len(graph.layers)  # and the first that multiplies it by weights
+        for k, layer in enumerate(graph.layers):
+            for i in layer.inputs:
+                self._last[i] = k
+                if layer.kind in MIXING and not self._first[i]:
+                    self._first[i] = k
+        # What is read by each layer or a later one.
+        self._live = [[i for i in range(k) if self._last[i] >= k] for k in range(len(graph.layers))]
+        #: Why :meth:`best` has found nothing.
+        self.reason = ""
+
+    def best(self) -> tuple[float, tuple[str, ...]]:
+        """The least time, infinite if there is no way, and the state of every layer."""
+        totals: dict[str, float] = {"whole": 0.0}
+        paths: dict[str, tuple[str, ...]] = {"whole": ("whole",)}
+        for k, layer in enumerate(self._graph.layers[1:], 1):
+            found: dict[str, float] = {}
+            longer: dict[str, tuple[str, ...]] = {}
+            for state in STATES:
+                if not self._possible(k, state):
+                    continue
+                own = sum(self._time(v) for v in self._layer(k, state).values())
+                own += sum(self._compute(k, state))
+                total, before = min(
+                    (total + self._time(self._moved(k, before, state)), before)
+                    for before, total in totals.items()
+                )
+                found[state], longer[state] = total + own, (*paths[before], state)
+            if not found:
+                self.reason = (
+                    f"{layer.name} of shape {layer.shape} cannot be shared by {self._rows} rows "
+                    f"of workers, with a batch of {self._batch} in {self._columns} columns"
+                )
+                return math.inf, ()
+            totals, paths = found, longer
+        ends = {state: total + self._time(self._end(state)) for state, total in totals.items()}
+        state = min(ends, key=lambda state: ends[state])
+        return ends[state], paths[state]
+
+    def times(self, states: tuple[str, ...]) -> dict[str, float]:
+        """Nanoseconds by part."""
+        found = dict.fromkeys(_PARTS, 0.0)
+        for k in range(1, len(states)):
+            forward, backward = self._compute(k, states[k])
+            found["forward"] += forward
+            found["backward"] += backward
+        for part, volume in self._volumes(states).items():
+            found[part] += self._time(volume)
+        return found
+
+    def words(self, states: tuple[str, ...]) -> float:
+        """Numbers that a worker sends."""
+        return sum(volume.words for volume in self._volumes(states).values())
+
+    def memory(self, states: tuple[str, ...]) -> int:
+        """Bytes of a worker: weights and their gradients, activations, what is gathered."""
+        numbers = 0.0
+        for k, (layer, state) in enumerate(zip(self._graph.layers, states, strict=True)):
+            mine = state == "channels" and layer.kind in MIXING
+            numbers += 2 * layer.weights / (self._rows if mine else 1)
+            share = 1 if state == "whole" and k > 0 else self._rows
+            numbers += self._samples * layer.size / share
+            if mine:
+                numbers += sum(self._samples * self._graph.layers[i].size for i in layer.inputs)
+        return math.ceil(numbers) * self._machine.itemsize
+
+    def _volumes(self, states: tuple[str, ...]) -> dict[str, Volume]:
+        found = {part: Volume() for part in _PARTS[2:]}
+        for k in range(1, len(states)):
+            for part, volume in self._layer(k, states[k]).items():
+                found[part] += volume
+            found["activations"] += self._moved(k, states[k - 1], states[k])
+        found["activations"] += self._end(states[-1])
+        found["loss"] = all_reduce(self._rows * self._columns, 1)
+        return found
+
+    def _time(self, volume: Volume) -> float:
+        return volume.time(self._machine.network, self._machine.itemsize)
+
+    def _gather(self, k: int) -> Volume:
+        """Equation 6."""
+        return all_gather(self._rows, self._samples * self._graph.layers[k].size)
+
+    def _possible(self, k: int, state: str) -> bool:
+        """Whether a layer can be in a state, each worker with something of it."""
+        layer = self._graph.layers[k]
+        if state not in self._allowed:
+            return False
+        if state == "samples":
+            return self._batch >= self._rows * self._columns
+        if state == "whole":
+            # With weights it would be computed as often as there are rows.
+            return layer.kind not in MIXING or self._rows == 1
+        if k in self._together:
+            return False
+        if state == "channels":
+            kept = layer.kind in (*MIXING, *_ROWWISE, "flatten") and layer.kind != "norm"
+            return kept and self._units[k] >= self._rows
+        shapes = [layer.shape, *(self._graph.layers[i].shape for i in layer.inputs)]
+        return layer.kind in _ROWWISE and all(
+            len(shape) == 3 and shape[1] >= self._rows for shape in shapes
+        )
+
+    def _compute(self, k: int, state: str) -> tuple[float, float]:
+        """Nanoseconds forward and backward."""
+        samples, share = self._samples / self._rows, 1.0
+        if state == "whole":
+            samples = self._samples
+        elif state == "channels" and self._graph.layers[k].kind in MIXING:
+            samples, share = self._samples, 1 / self._rows
+        machine = self._machine
+        return (
+            machine.forward(self._graph, k, samples, share),
+            machine.backward(self._graph, k, samples, share),
+        )
+
+    def _layer(self, k: int, state: str) -> dict[str, Volume]:
+        """Weights and halo: the terms of equation 9 but those of activations."""
+        layer, found = self._graph.layers[k], {}
+        if layer.weights and state in ("samples", "rows"):
+            found["weights"] = all_reduce(self._rows * self._columns, layer.weights)
+        elif layer.weights:
+            share = self._rows if state == "channels" else 1
+            found["weights"] = all_reduce(self._columns, layer.weights / share)
+        windowed = layer.kind == "conv" or layer.kernel[0] > layer.stride[0]
+        if state == "rows" and self._rows > 1 and layer.kind in ("conv", "pool") and windowed:
+            channels, _, width = self._graph.input_shape(k)
+            volume = halo(channels * width, layer.kernel[0], self._samples)
+            if self._trained[layer.inputs[0]]:
+                row = layer.shape[0] * layer.shape[2]
+                volume += halo(row, layer.kernel[1], self._samples)
+            found["halo"] = volume
+        return found
+
+    def _moved(self, k: int, before: str, state: str) -> Volume:
+        """All-gathers and all-reduces between two layers that follow each other."""
+        volume, layer = Volume(), self._graph.layers[k]
+        by_model = state == "channels" and layer.kind in MIXING
+        if before == state and not by_model:
+            return volume
+        for i in self._live[k]:
+            reads = i in layer.inputs
+            if by_model and reads and (before != state or self._first[i] == k):
+                volume += self._converted(i, before, "whole")
+                if self._trained[i]:
+                    volume += self._gather(i) * 2
+            if before != state and not (by_model and reads and self._last[i] == k):
+                volume += self._converted(i, before, state)
+        return volume
+
+    def _converted(self, k: int, before: str, state: str) -> Volume:
+        """Gathered where it is not whole, forward; and its gradient on the way back."""
+        volume = Volume()
+        if before == state:
+            return volume
+        if before != "whole":
+            volume += self._gather(k)
+        if state != "whole" and self._trained[k]:
+            volume += self._gather(k)
+        return volume
+
+    def _end(self, state: str) -> Volume:
+        """The loss needs whole samples."""
+        whole = state in ("whole", "samples")
+        return Volume() if whole else self._gather(len(self._graph.layers) - 1)

@@ -1,0 +1,274 @@
+"""Pipelines over MPI ranks, one stage on each."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import InputError
+from ...jacobians import Sequential
+from ..communicator import Communicator, Fault
+from .pipeline_run import Batch, Pipelined, Worker
+from .pipeline_schedule import Placement
+from .stage import Gradients, Stage
+from .strategy import Training, cross_entropy
+
+__all__ = ["MicroBatchTraining", "PipelineTraining"]
+
+Array = NDArray[Any]
+Messages = list[tuple[int, Array]]
+
+
+class _Rank:
+    """The stage of this rank, and what it sends and receives.
+
+    Attributes
+    ----------
+    communicator : Communicator
+        Between the stages.
+    stage : Stage
+        Its layers.
+    """
+
+    def __init__(self, comm: Any, network: Sequential, placement: Placement, samples: int) -> None:
+        self.communicator = Communicator.of(comm)
+        part = placement.parts[self.communicator.rank]
+        fault = Fault()
+        with fault:
+            self.stage = Stage(network.ops[part])
+        self.communicator.agree(fault.error)
+        sides = network.ops[part.start].input_shape, network.ops[part.stop - 1].output_shape
+        self._in, self._out = ((samples, *shape) for shape in sides)
+        # What crosses the registers has the dtypes of the input and of all parameters so far.
+        before, behind, every = network.ops[: part.start], network.ops[: part.stop], network.ops
+        self._dtypes = [
+            {param.dtype for op in ops for param in op.params.values()}
+            for ops in (before, behind, every)
+        ]
+        self._shape = network.input_shape
+
+    @property
+    def first(self) -> bool:
+        return self.communicator.rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.communicator.rank == self.communicator.size - 1
+
+    def check(self, x: Array, labels: NDArray[np.int64], batch: int) -> None:
+        """Raise unless these are so many samples; and note their dtype."""
+        if x.shape != (batch, *self._shape) or labels.shape != (batch,):
+            raise InputError(
+                f"x and labels have shapes {x.shape} and {labels.shape}; expected "
+                f"{(batch, *self._shape)} and {(batch,)}"
+            )
+        kinds = [np.result_type(x.dtype, *dtypes) for dtypes in self._dtypes]
+        self._before, self._behind, self._every = kinds
+
+    def forth(self, y: Array | None) -> tuple[int, Array]:
+        """A message of activations for the next rank; zeros of one that has failed."""
+        return self.communicator.rank + 1, _message(y, self._out, self._behind)
+
+    def back(self, grad: Array | None) -> tuple[int, Array]:
+        """A message of gradients for the rank before."""
+        return self.communicator.rank - 1, _message(grad, self._in, self._every)
+
+    def activations(self) -> tuple[int, Array]:
+        """Where those of the rank before will be."""
+        return self.communicator.rank - 1, np.empty(self._in, self._before)
+
+    def gradients(self) -> tuple[int, Array]:
+        """Where those of the next rank will be."""
+        return self.communicator.rank + 1, np.empty(self._out, self._every)
+
+    def parameters(self) -> Gradients:
+        gathered = self.communicator.gather(self.stage.parameters)
+        return [params for part in gathered for params in part]
+
+    def agree(self, fault: Fault, loss: float) -> float:
+        """The loss of the last rank; or raise, if any rank has failed."""
+        self.communicator.agree(fault.error)
+        return float(self.communicator.broadcast(loss, self.communicator.size - 1))
+
+
+class PipelineTraining(Pipelined, Training):
+    """A pipeline with stale weights; see :class:`~.pipeline.Pipeline`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        As many ranks as there are stages.
+    network : Sequential
+        The same on all ranks.
+    placement : Placement
+        Of the registers in ``network.ops``.
+    batch : int
+        Samples of a minibatch.
+    learning_rate : float
+        Of SGD.
+    iterations : int, optional
+        As for a :class:`~.pipeline_run.Simulation`.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        network: Sequential,
+        placement: Placement,
+        batch: int,
+        learning_rate: float,
+        iterations: int | None = None,
+    ) -> None:
+        super().__init__(len(placement.registers), iterations)
+        self._rank, self._batch = _Rank(comm, network, placement, batch), batch
+        self._worker = Worker(self._rank.stage, self._rank.last, batch, learning_rate)
+        self._labels: deque[NDArray[np.int64]] = deque()
+        # What the neighbours have sent in the last cycle.
+        self._x: Array | None = None
+        self._grad: Array | None = None
+        # Whether a minibatch was fed, from this cycle on backwards.
+        age = 2 * self._registers + 1
+        self._fed: deque[bool] = deque([False] * age, age)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Between the stages."""
+        return self._rank.communicator
+
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        """Feed a minibatch; the loss of the one that reaches the end, nan before there is one."""
+        self._rank.check(x, labels, self._batch)
+        return super().step(x, labels)
+
+    def parameters(self) -> Gradients:
+        """Parameters of every layer, on all ranks."""
+        return self._rank.parameters()
+
+    def _run(self, feeds: Sequence[Batch | None]) -> float:
+        fault, loss = Fault(), math.nan
+        for feed in feeds:
+            found = self._cycle(feed, fault)
+            loss = loss if math.isnan(found) else found
+        return self._rank.agree(fault, loss)
+
+    def _cycle(self, feed: Batch | None, fault: Fault) -> float:
+        self._fed.appendleft(feed is not None)
+        if feed is not None:
+            self._labels.append(feed[1])
+        if self._rank.first:
+            self._x = None if feed is None else feed[0]
+        labels = self._labels.popleft() if self._fed[self.communicator.rank] else None
+        y, grad, loss = None, None, math.nan
+        with fault:
+            y, grad, loss = self._worker.cycle(self._x, labels, self._grad)
+        self._exchange(y, grad)
+        return loss
+
+    def _exchange(self, y: Array | None, grad: Array | None) -> None:
+        """Send what this cycle has made, all at once; what comes is for the next cycle.
+
+        Who has made something follows from when minibatches were fed: so a rank that has failed
+        still sends, and none waits for it.
+        """
+        rank, last = self.communicator.rank, self._registers
+        sends: Messages = []
+        receives: Messages = []
+        self._x = self._grad = None
+        if not self._rank.first:
+            if self._fed[2 * last - rank]:
+                sends.append(self._rank.back(grad))
+            if self._fed[rank - 1]:
+                receives.append(self._rank.activations())
+                self._x = receives[-1][1]
+        if not self._rank.last:
+            if self._fed[rank]:
+                sends.append(self._rank.forth(y))
+            if self._fed[2 * last - rank - 1]:
+                receives.append(self._rank.gradients())
+                self._grad = receives[-1][1]
+        self.communicator.exchange(sends, receives)
+
+
+class MicroBatchTraining(Training):
+    """A pipeline of micro-batches; see :class:`~.pipeline.MicroBatches`.
+
+    Parameters
+    ----------
+    comm, network, placement, batch, learning_rate
+        As for a :class:`PipelineTraining`.
+    count : int
+        Of micro-batches.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        network: Sequential,
+        placement: Placement,
+        batch: int,
+        learning_rate: float,
+        count: int,
+    ) -> None:
+        self._rank = _Rank(comm, network, placement, batch // count)
+        self._batch, self._learning_rate, self._count = batch, learning_rate, count
+
+    @property
+    def communicator(self) -> Communicator:
+        """Between the stages."""
+        return self._rank.communicator
+
+    def parameters(self) -> Gradients:
+        """Parameters of every layer, on all ranks."""
+        return self._rank.parameters()
+
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        """One training step; the mean loss of the minibatch before it."""
+        self._rank.check(x, labels, self._batch)
+        xs, each = np.split(x, self._count), np.split(labels, self._count)
+        forward, backward = self._rank.stage.forward, self._rank.stage.backward
+        inputs, fault = [], Fault()
+        for k in range(self._count):
+            x = xs[k] if self._rank.first else self._receive(*self._rank.activations())
+            inputs.append(x)
+            if not self._rank.last:
+                y = None
+                with fault:
+                    y = forward(x)[-1]
+                self.communicator.exchange([self._rank.forth(y)], [])
+        loss, total = 0.0, None
+        for x, wanted in zip(inputs, each, strict=True):
+            grad = None if self._rank.last else self._receive(*self._rank.gradients())
+            back = None
+            with fault:
+                # Nothing but the input has been kept.
+                found = forward(x)
+                if grad is None:
+                    part, grad = cross_entropy(found[-1], wanted, self._batch)
+                    loss += part
+                back, grads = backward(found, grad)
+                total = grads if total is None else _sum(total, grads)
+            if not self._rank.first:
+                self.communicator.exchange([self._rank.back(back)], [])
+        if fault.error is None and total is not None:
+            self._rank.stage.descend(total, self._learning_rate)
+        return self._rank.agree(fault, loss)
+
+    def _receive(self, rank: int, place: Array) -> Array:
+        self.communicator.exchange([], [(rank, place)])
+        return place
+
+
+def _sum(a: Gradients, b: Gradients) -> Gradients:
+    return [{name: x[name] + y[name] for name in x} for x, y in zip(a, b, strict=True)]
+
+
+def _message(array: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """In one piece and of the size that is expected, whatever has become of it."""
+    if array is None:
+        return np.zeros(shape, dtype)
+    return np.ascontiguousarray(array.reshape(shape), dtype)

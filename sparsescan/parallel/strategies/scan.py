@@ -1,0 +1,628 @@
+"""Scan: parts of the chain of layers on workers, their gradients by a scan over the Jacobians."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import InputError
+from ...jacobians import GRUCell, Linear, RNNCell, Sequential
+from ...jacobians.recurrent import Cell
+from ...pattern import Pattern
+from ...schedule import check_count
+from ..api import plan
+from ..communicator import Communicator
+from ..exchange import exscan_messages
+from ..forecast import CLOSE, OPEN
+from ..grid import Grid, check_grid
+from ..maps import Layout, Terms, vector_words
+from . import equations
+from .architectures import Builder, build, from_sequential
+from .collectives import all_reduce, parts, reduce_words
+from .graph import Graph, Layer
+from .machine import Machine
+from .stage import Stage
+from .strategy import Prediction, Strategy, Training, cross_entropy
+
+__all__ = ["Recurrent", "Scan", "ScanSamples", "blocks", "parts_of"]
+
+Array = NDArray[Any]
+
+# Layers whose Jacobians differ between samples; those of others are shared by all.
+_DIFFER = ("cell", "elementwise", "pool", "softmax")
+# Layers whose Jacobians need no index arrays.
+_NO_INDEX = ("cell", "elementwise", "linear", "flatten")
+_INDEX_BYTES, _LOSS_BYTES = 4, 8
+_CELLS: dict[str, tuple[type[Cell], int]] = {"rnn": (RNNCell, 1), "gru": (GRUCell, 3)}
+
+
+class Recurrent:
+    """A recurrent cell over a sequence, and a linear layer that reads its last state.
+
+    Parameters
+    ----------
+    cell : Cell
+        The cell, the same in all steps.
+    readout : Linear
+        From the last state to the classes.
+    steps : int
+        Of a sequence; a sample has the shape ``(steps, cell.input_size)``.
+    """
+
+    def __init__(self, cell: Cell, readout: Linear, steps: int) -> None:
+        if readout.input_shape != (cell.state_size,):
+            raise InputError(
+                f"readout has input_shape {readout.input_shape}; expected {(cell.state_size,)}"
+            )
+        self.cell, self.readout = cell, readout
+        self.steps = check_count("steps", steps, 1)
+        self.input_shape = (steps, cell.input_size)
+
+    @classmethod
+    def named(cls, name: str, rng: np.random.Generator | int | None = None) -> Recurrent:
+        """What ``build(name)`` is the graph of, for ``"rnn:T"`` and ``"gru:T"``."""
+        kind, _, steps = name.partition(":")
+        if kind not in _CELLS:
+            raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
+        layers = build(name).layers
+        (hidden,), (classes,) = layers[1].shape, layers[-1].shape
+        generator, gates = np.random.default_rng(rng), layers[1].weights // hidden
+        cell, count = _CELLS[kind]
+        # gates · hidden · (features + hidden + 2) parameters.
+        features = gates // count - hidden - 2
+        made = cell(features, hidden, rng=generator)
+        return cls(made, Linear(hidden, classes, rng=generator), int(steps))
+
+    def graph(self) -> Graph:
+        """The graph, as :func:`~.architectures.build` makes it."""
+        made = Builder("recurrent", (self.cell.state_size,))
+        for _ in range(self.steps):
+            made.cell(self.cell._gates, self.cell.input_size, self.cell.hidden_size)
+        made.linear(self.readout.out_features)
+        return made.graph()
+
+
+class Scan(Strategy):
+    """The parts of a chain on workers, and the scan over its Jacobians; exact.
+
+    The forward pass goes from part to part; then all workers make the Jacobians of their parts at
+    once, the scan gives every part its gradients, and all make those of their parameters at once.
+    With fewer parts than workers, groups of workers share the samples.
+
+    Parameters
+    ----------
+    grid : tuple of int, optional
+        Parts of the chain, and groups of samples; by default what is predicted to take least, with
+        at least two parts where there are two workers: one is batch parallelism.
+    schedule : {"vectors", "products"}, optional
+        How parts are combined, see :func:`sparsescan.parallel.plan`; by default what is predicted
+        to take less.
+    machine : Machine, optional
+        For which :meth:`start` chooses what is not given.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
+    ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
+    (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
+    to be logarithmic. A part is swept by one call, however many steps it has.
+    """
+
+    name = "scan"
+
+    def __init__(
+        self,
+        grid: tuple[int, int] | None = None,
+        schedule: str | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        self.grid = None if grid is None else Grid(*grid)
+        if schedule not in (None, "vectors", "products"):
+            raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
+        self.schedule = schedule
+        self.machine = Machine() if machine is None else machine
+
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """What a step takes by the best grid; the one that needs least memory if none fits."""
+        return replace(self._best(network, machine, workers, batch)[2], strategy=self.name)
+
+    def _best(
+        self, network: Graph, machine: Machine, workers: int, batch: int
+    ) -> tuple[Grid, str, Prediction]:
+        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+        most = _most_parts(network)
+        found = []
+        for grid in self._grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
+            if grid.chain > most or grid.batch > batch:
+                continue
+            division = _Division(network, machine, grid, batch)
+            for schedule in ("vectors", "products"):
+                wanted = self.schedule in (None, schedule)
+                if wanted and (schedule == "vectors" or grid.chain > 1):
+                    found.append((grid, schedule, division.prediction(schedule)))
+        if not found:
+            raise InputError(
+                f"{network.name} can be cut into {most} parts at most, and {batch} samples into "
+                f"{batch} groups: no such grid of {workers} workers"
+            )
+        fitting = [one for one in found if one[2].memory <= machine.memory]
+        if not fitting:
+            return min(found, key=lambda one: one[2].memory)
+        return min(fitting, key=lambda one: one[2].total)
+
+    @staticmethod
+    def _grids(workers: int) -> list[Grid]:
+        least = min(workers, 2)
+        chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
+        return [Grid(chain, workers // chain) for chain in chains]
+
+    def start(
+        self,
+        comm: Any,
+        network: Sequential | Recurrent,
+        batch: int,
+        *,
+        learning_rate: float = 0.1,
+    ) -> Training:
+        """Train over the ranks.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The ranks.
+        network : Sequential or Recurrent
+            The same on all ranks; copied.
+        batch : int
+            Samples of a step.
+        learning_rate : float
+            Of SGD.
+        """
+        rank, size = Communicator.of(comm).rank, Communicator.of(comm).size
+        graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
+        grid, schedule, _ = self._best(graph, self.machine, size, batch)
+        # Positions of the scan are numbered from the end of the chain on.
+        span = parts_of(graph, grid.chain)[grid.chain - 1 - grid.position(rank)]
+        part: _Part = (_Steps if isinstance(network, Recurrent) else _Layers)(network, span)
+        return _Training(comm, grid, batch, part, learning_rate, schedule)
+
+
+class ScanSamples(Scan):
+    """The scan of the whole chain on every worker, each with some of the samples; exact.
+
+    What this takes less than batch parallelism is not by parts of the chain that work at once, but
+    by Jacobians and a scan in place of a backward pass.
+    """
+
+    name = "scan, samples only"
+
+    @staticmethod
+    def _grids(workers: int) -> list[Grid]:
+        return [Grid(1, workers)]
+
+
+def blocks(network: Graph) -> list[range]:
+    """The layers between places where a chain can be cut: where one output is all that goes on."""
+    count = len(network.layers)
+    # The earliest layer that is read behind each.
+    earliest, behind = count, [count] * count
+    for k in range(count - 1, 0, -1):
+        behind[k] = earliest
+        earliest = min([earliest, *network.layers[k].inputs])
+    ends = [0] + [k for k in range(1, count) if behind[k] >= k]
+    return [range(a + 1, b + 1) for a, b in itertools.pairwise(ends)]
+
+
+def parts_of(network: Graph, count: int) -> list[range]:
+    """So many parts of the chain, of about as many entries of Jacobians: which blocks each has.
+
+    A recurrent network is cut between its steps only; what reads the last state goes with that.
+    """
+    layers, units = network.layers, blocks(network)
+    cells = [unit for unit in units if layers[unit[0]].kind == "cell"]
+    done = np.cumsum([0, *(sum(layers[k].nnz for k in unit) for unit in cells or units)])
+    last, bounds = len(done) - 1, [0]
+    for part in range(1, count):
+        # The end that is nearest to its share.
+        wanted = int(done[-1]) * part // count
+        end = int(np.searchsorted(done, wanted))
+        if end > 0 and wanted - done[end - 1] < done[end] - wanted:
+            end -= 1
+        bounds.append(min(max(end, bounds[-1] + 1), last - count + part))
+    return [range(a, b) for a, b in itertools.pairwise([*bounds, len(units)])]
+
+
+def _most_parts(network: Graph) -> int:
+    cells = sum(layer.kind == "cell" for layer in network.layers)
+    return cells or len(blocks(network))
+
+
+# ---------------------------------------------------------------------------------------------
+# Prediction
+# ---------------------------------------------------------------------------------------------
+
+
+class _Division:
+    """What a step takes by one grid.
+
+    Parts are numbered as the positions of the scan: from the end of the chain on.
+    """
+
+    def __init__(self, network: Graph, machine: Machine, grid: Grid, batch: int) -> None:
+        self._graph, self._machine, self._grid = network, machine, grid
+        self._layers, self._batch = network.layers, batch
+        # The largest group.
+        self._samples = -(-batch // grid.batch)
+        units = blocks(network)
+        self._parts = [
+            [k for unit in units[part.start : part.stop] for k in unit]
+            for part in reversed(parts_of(network, grid.chain))
+        ]
+        self._sizes = [self._layers[part[-1]].size for part in self._parts[1:]]
+
+    def prediction(self, schedule: str) -> Prediction:
+        machine, network, grid = self._machine, self._machine.network, self._grid
+        by_products = schedule == "products"
+        working, waiting = self._products if by_products else self._vectors
+        waiting += network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+        reduced = [self._summed(part) for part in self._parts]
+        held = [self._held(part) for part in self._parts]
+        if by_products:
+            # Given, found, and what the library and the operator hold.
+            held = [nbytes + 4 * self._message(self._samples) for nbytes in held]
+        return Prediction(
+            strategy=Scan.name,
+            how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
+            nanoseconds={
+                "forward": sum(
+                    machine.forward(self._graph, k, self._samples)
+                    for part in self._parts
+                    for k in part
+                ),
+                "activations": sum(
+                    network.message(self._samples * size * machine.itemsize) for size in self._sizes
+                ),
+                "Jacobians": max(map(self._filling, self._parts)),
+                "scan": working + waiting,
+                "parameters": max(map(self._param_grads, self._parts)),
+                "weights": max(
+                    sum(
+                        equations.all_reduce(ranks, count).time(network, machine.itemsize)
+                        for ranks, count in sums
+                        if count
+                    )
+                    for sums in reduced
+                ),
+                "loss": equations.all_reduce(grid.size, 1).time(network, _LOSS_BYTES),
+            },
+            bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
+            memory=max(held),
+        )
+
+    def _time(self, multiply_adds: float, nbytes: float) -> float:
+        machine = self._machine
+        return max(multiply_adds / machine.multiply_adds, nbytes / machine.bandwidth)
+
+    def _calls(self, part: Sequence[int]) -> int:
+        """Layers that share parameters are one call where they need not wait for each other."""
+        layers = self._layers
+        return len({k if (own := layers[k].shares) is None else own for k in part})
+
+    def _values(self, layer: Layer) -> int:
+        """Numbers of its Jacobian, or Jacobians."""
+        return layer.nnz * (self._samples if layer.kind in _DIFFER else 1)
+
+    def _filling(self, part: Sequence[int]) -> float:
+        """Nanoseconds in which a worker writes its Jacobians."""
+        itemsize = self._machine.itemsize
+        written = sum(self._time(0, itemsize * self._values(self._layers[k])) for k in part)
+        return self._machine.overhead * self._calls(part) + written
+
+    def _times_columns(self, k: int, columns: int) -> float:
+        """Nanoseconds of the product of a Jacobian with so many columns."""
+        layer, itemsize = self._layers[k], self._machine.itemsize
+        read = sum(self._layers[i].size for i in layer.inputs)
+        columns *= self._samples
+        nbytes = itemsize * (self._values(layer) + columns * (read + layer.size))
+        return self._time(columns * layer.nnz, nbytes + _index_bytes(layer))
+
+    @cached_property
+    def _sweeps(self) -> list[float]:
+        """Nanoseconds in which each worker takes one gradient through its part."""
+        return [
+            self._machine.overhead + sum(self._times_columns(k, 1) for k in part)
+            for part in self._parts
+        ]
+
+    @cached_property
+    def _vectors(self) -> tuple[float, float]:
+        """Work, and messages: every part after the one before."""
+        message = self._machine.network.message
+        terms = self._terms(self._samples)
+        return sum(self._sweeps), sum(message(8 * vector_words(n, terms)) for n in self._sizes)
+
+    @cached_property
+    def _products(self) -> tuple[float, float]:
+        """Work, and messages: all parts are multiplied up at once, then combined."""
+        machine, network, count = self._machine, self._machine.network, self._grid.chain
+        inner = self._parts[1:-1]
+        reducing = [
+            machine.overhead
+            + sum(self._times_columns(k, self._layers[part[-1]].size) for k in part)
+            for part in inner
+        ]
+        rounds = (count - 1).bit_length()
+        size = max(self._sizes)
+        # With three parts, only gradients are combined.
+        columns = size if count > 3 else 1
+        entries = size * size + 2 * size * columns if inner else 0
+        merging = self._time(
+            self._samples * size * size * columns if inner else 0,
+            machine.itemsize * self._samples * entries,
+        )
+        work = max([self._sweeps[0], *reducing]) + rounds * (network.call + merging)
+        work += max(self._sweeps[1:])
+        return work, rounds * network.round(self._message(self._samples))
+
+    def _terms(self, samples: int) -> Terms:
+        return Terms(np.dtype(f"f{self._machine.itemsize}"), samples, True, False)
+
+    def _message(self, samples: int) -> int:
+        """Bytes of an element of the exclusive scan."""
+        size = max(self._sizes)
+        inner = len(self._parts) > 2
+        return 8 * Layout(size, size * inner, size * size * inner).words(self._terms(samples))
+
+    def _param_grads(self, part: Sequence[int]) -> float:
+        machine, layers = self._machine, self._layers
+        own = [k for k in part if layers[k].weights or layers[k].shares is not None]
+        work = sum(machine.forward(self._graph, k, self._samples) - machine.overhead for k in own)
+        return machine.overhead * self._calls(own) + work
+
+    def _summed(self, part: Sequence[int]) -> list[tuple[int, int]]:
+        """Over how many ranks how many numbers of the gradients of parameters are summed."""
+        layers, grid = self._layers, self._grid
+        shared = {own for layer in layers if (own := layer.shares) is not None}
+        mine = sum(layers[k].weights for k in part if k not in shared)
+        everywhere = sum(layers[k].weights for k in shared)
+        return [(grid.batch, mine), (grid.size, everywhere)]
+
+    def _held(self, part: Sequence[int]) -> int:
+        """Bytes of Jacobians and their indices, activations and gradients, and parameters."""
+        layers, itemsize = [self._layers[k] for k in part], self._machine.itemsize
+        numbers = sum(map(self._values, layers))
+        numbers += 2 * self._samples * sum(layer.size for layer in layers)
+        numbers += 2 * sum(count for _, count in self._summed(part))
+        # Layers that share parameters share the pattern, too.
+        own = [layer for layer in layers if layer.shares is None]
+        return itemsize * numbers + sum(map(_index_bytes, own))
+
+    def _sent(self, rank: int, by_products: bool, reduced: list[list[tuple[int, int]]]) -> int:
+        """Bytes of data that a rank sends in a step; what ranks agree on is not counted."""
+        grid, machine = self._grid, self._machine
+        mine = grid.samples(rank, self._batch)
+        samples = mine.stop - mine.start
+        position, last = grid.position(rank), grid.chain - 1
+        total = 0
+        if position > 0:
+            total += samples * self._sizes[position - 1] * machine.itemsize
+        if by_products:
+            total += exscan_messages("doubling", grid.chain, position) * self._message(samples)
+        elif position < last:
+            total += 8 * vector_words(self._sizes[position], self._terms(samples))
+        (groups, own), (size, everywhere) = reduced[position]
+        total += machine.itemsize * _sum_sent(own, groups, grid.group(rank))
+        total += machine.itemsize * _sum_sent(everywhere, size, rank)
+        return total + _LOSS_BYTES * _sum_sent(1, size, rank)
+
+
+def _index_bytes(layer: Layer) -> int:
+    return 0 if layer.kind in _NO_INDEX else _INDEX_BYTES * layer.nnz
+
+
+def _sum_sent(count: int, size: int, rank: int) -> int:
+    """Numbers that a rank sends where so many ranks sum `count` of them."""
+    lengths = np.array([b - a for a, b in parts(count, size)], np.int64)
+    return int(reduce_words(lengths)[rank])
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
+
+
+class _Part(ABC):
+    """The part of a network that a rank holds, with parameters of its own.
+
+    Attributes
+    ----------
+    jacobians : list of Pattern
+        Of its part of the chain, from the last to the first.
+    entering : tuple of int
+        Shape of what it reads of the part before, for one sample.
+    shared : int
+        Of how many of the first layers all parts have the same parameters.
+    """
+
+    jacobians: list[Pattern]
+    entering: tuple[int, ...]
+    shared: int = 0
+
+    @property
+    @abstractmethod
+    def parameters(self) -> list[dict[str, Array]]:
+        """Of every layer."""
+
+    @abstractmethod
+    def __init__(self, network: Any, span: range) -> None:
+        """Copy the blocks `span` of a network."""
+
+    @abstractmethod
+    def forward(self, x: Array, entering: Array | None) -> Array:
+        """Its output for samples, and for what enters it; None at the start of the chain."""
+
+    @abstractmethod
+    def leaving(self, grad: Array) -> Array:
+        """From the gradient in the output of the last part that at the end of the chain."""
+
+    @abstractmethod
+    def values(self) -> Any:
+        """Those of its Jacobians."""
+
+    @abstractmethod
+    def param_grads(self, grads: Any) -> list[dict[str, Array]]:
+        """From what the scan returns."""
+
+
+class _Layers(_Part):
+    """Some layers of a Sequential."""
+
+    def __init__(self, network: Any, span: range) -> None:
+        self._stage = Stage(network.ops[span.start : span.stop])
+        self.jacobians = self._stage.network.patterns
+        self.entering = self._stage.network.input_shape
+
+    @property
+    def parameters(self) -> list[dict[str, Array]]:
+        return self._stage.parameters
+
+    def forward(self, x: Array, entering: Array | None) -> Array:
+        self._activations = self._stage.forward(x if entering is None else entering)
+        output: Array = self._activations[-1]
+        return output
+
+    def leaving(self, grad: Array) -> Array:
+        return grad
+
+    def values(self) -> Any:
+        return self._stage.network.values(self._activations)
+
+    def param_grads(self, grads: Any) -> list[dict[str, Array]]:
+        return self._stage.network.param_grads(self._activations, grads)
+
+
+class _Steps(_Part):
+    """Some steps of a recurrent network; the last part has the linear layer, too."""
+
+    shared = 1
+
+    def __init__(self, network: Any, span: range) -> None:
+        self._cell, self._readout = copy.deepcopy(network.cell), copy.deepcopy(network.readout)
+        self._span = range(span.start, min(span.stop, network.steps))
+        self._is_last = span.stop > network.steps
+        self.jacobians = [self._cell.pattern] * len(self._span)
+        self.entering = (self._cell.state_size,)
+
+    @property
+    def parameters(self) -> list[dict[str, Array]]:
+        layers = [self._cell, self._readout] if self._is_last else [self._cell]
+        return [layer.params for layer in layers]
+
+    def forward(self, x: Array, entering: Array | None) -> Array:
+        self._x = np.ascontiguousarray(x[:, self._span.start : self._span.stop].swapaxes(0, 1))
+        self._states = self._cell.unroll(self._x, entering)
+        output: Array = self._states[-1]
+        return self._readout.forward(output) if self._is_last else output
+
+    def leaving(self, grad: Array) -> Array:
+        self._grad = grad
+        product: Array = grad @ self._readout.weight
+        return product
+
+    def values(self) -> Any:
+        self._steps = self._cell.linearize(self._x, self._states[:-1])
+        return self._steps.values()[::-1]
+
+    def param_grads(self, grads: Any) -> list[dict[str, Array]]:
+        found = [self._steps.param_grads(np.asarray(grads)[::-1])]
+        if self._is_last:
+            found.append(self._readout.param_grads(self._states[-1], self._grad))
+        return found
+
+
+class _Training(Training):
+    """A part of a network for a group of samples."""
+
+    def __init__(
+        self,
+        comm: Any,
+        grid: Grid,
+        batch: int,
+        part: _Part,
+        learning_rate: float,
+        schedule: str,
+    ) -> None:
+        self._world = Communicator.of(comm)
+        self._grid, self._batch, self._part = grid, batch, part
+        self._rate = learning_rate
+        rank = self._world.rank
+        self._position = grid.position(rank)
+        # The ranks that hold the same part.
+        self._group = self._world.split(
+            self._position, grid.group(rank), ("samples", grid.chain, grid.batch)
+        )
+        sizes = grid.chain, grid.batch
+        self.plan = plan(comm, part.jacobians, grid=sizes, schedule=schedule)
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._world
+
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        if len(x) != self._batch or len(labels) != self._batch:
+            raise InputError(
+                f"there are {len(x)} samples and {len(labels)} labels; expected {self._batch}"
+            )
+        part, world, rank = self._part, self._world, self._world.rank
+        samples = self._grid.samples(rank, self._batch)
+        x, labels = x[samples], labels[samples]
+        entering = None
+        if self._position < self._grid.chain - 1:
+            entering = np.empty((len(x), *part.entering), x.dtype)
+            world.receive(entering, rank + 1)
+        output = part.forward(x, entering)
+        loss, grad = 0.0, None
+        if self._position > 0:
+            world.send(np.ascontiguousarray(output, x.dtype), rank - 1)
+        else:
+            loss, grad = cross_entropy(output, labels, self._batch)
+            grad = part.leaving(grad)
+        grads = part.param_grads(self.plan.exclusive_scan(grad, part.values()))
+        self._sum(self._world, part.parameters[: part.shared], grads[: part.shared])
+        self._sum(self._group, part.parameters[part.shared :], grads[part.shared :])
+        return float(all_reduce(world, np.array([loss]))[0])
+
+    def _sum(
+        self,
+        communicator: Communicator,
+        parameters: list[dict[str, Array]],
+        grads: list[dict[str, Array]],
+    ) -> None:
+        """Sum gradients over ranks, and take a step with them."""
+        pairs = [
+            (params[name], grad)
+            for params, found in zip(parameters, grads, strict=True)
+            for name, grad in found.items()
+        ]
+        if not pairs:
+            return
+        flat = all_reduce(communicator, np.concatenate([grad.ravel() for _, grad in pairs]))
+        end = 0
+        for param, grad in pairs:
+            param -= self._rate * flat[end : end + grad.size].reshape(grad.shape)
+            end += grad.size
+
+    def parameters(self) -> list[dict[str, Array]]:
+        every = self._world.gather(self._part.parameters)
+        # Those of the first group, from the start of the chain on.
+        held = every[: self._grid.chain][::-1]
+        shared = self._part.shared
+        whole: list[dict[str, Array]] = held[0][:shared]
+        return whole + [params for part in held for params in part[shared:]]

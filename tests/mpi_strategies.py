@@ -1,0 +1,188 @@
+"""On some ranks: what strategies train is what one process trains, and they send what they say.
+
+``mpiexec -n RANKS python -m mpi4py mpi_strategies.py SEED``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from sparsescan.jacobians import (
+    Conv2d,
+    Flatten,
+    GRUCell,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    RNNCell,
+    Sequential,
+    Tanh,
+)
+from sparsescan.parallel import Grid
+from sparsescan.parallel.strategies import (
+    Machine,
+    Recurrent,
+    Scan,
+    Training,
+    from_sequential,
+    run,
+)
+from sparsescan.parallel.strategies.compare import strategies
+
+WORLD = MPI.COMM_WORLD
+RATE, STEPS = 0.1, 3
+
+
+def grids() -> list[Grid]:
+    return [Grid(WORLD.size // k, k) for k in range(1, WORLD.size + 1) if WORLD.size % k == 0]
+
+
+def images(rng: np.random.Generator, dtype: Any) -> Sequential:
+    """A small network with a residual block, which no part is cut inside."""
+    inner = Conv2d(2, 2, 3, padding=1, input_shape=(2, 6, 6), dtype=dtype, rng=rng)
+    return Sequential(
+        [
+            Conv2d(1, 2, 3, padding=1, input_shape=(1, 6, 6), dtype=dtype, rng=rng),
+            Residual(inner, Tanh(input_shape=(2, 6, 6))),
+            ReLU(input_shape=(2, 6, 6)),
+            MaxPool2d(2, input_shape=(2, 6, 6)),
+            Flatten(input_shape=(2, 3, 3)),
+            Linear(18, 4, dtype=dtype, rng=rng),
+        ]
+    )
+
+
+def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
+    cell = rng.choice([RNNCell, GRUCell])(2, 5, dtype=dtype, rng=rng)
+    return Recurrent(cell, Linear(5, 4, dtype=dtype, rng=rng), int(rng.integers(4, 20)))
+
+
+def loss_and_output_grad(output: Any, labels: Any) -> tuple[float, Any]:
+    """Mean cross-entropy, from its definition."""
+    rows = np.arange(len(labels))
+    shares = np.exp(output - output.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    loss = -np.log(shares[rows, labels]).mean()
+    shares[rows, labels] -= 1
+    return float(loss), shares / len(labels)
+
+
+def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]:
+    """Loss and gradients of one process, layer by layer and step by step."""
+    if isinstance(network, Recurrent):
+        cell, readout = network.cell, network.readout
+        x = x.swapaxes(0, 1)
+        states = cell.unroll(x)
+        loss, grad = loss_and_output_grad(readout.forward(states[-1]), labels)
+        grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
+        grad = grad @ readout.weight
+        for before, now in zip(states[-2::-1], x[::-1], strict=True):
+            for name, found in cell.param_grads(now, before, grad).items():
+                grads[0][name] = grads[0][name] + found
+            made = zip(now, before, grad, strict=True)
+            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in made])
+        return loss, grads
+    xs = network.activations(x)
+    loss, grad = loss_and_output_grad(xs[-1], labels)
+    samples = []
+    for k in range(len(x)):
+        gradients = [grad[k]]
+        for jacobian in network.jacobians([array[k] for array in xs])[:-1]:
+            gradients.append(jacobian @ gradients[-1])
+        samples.append(gradients)
+    return loss, network.param_grads(xs, [np.stack(step) for step in zip(*samples, strict=True)])
+
+
+def parameters(network: Any) -> list[dict[str, Any]]:
+    if isinstance(network, Recurrent):
+        return [network.cell.params, network.readout.params]
+    return [layer.params for layer in network.layers]
+
+
+def sent(training: Training) -> int:
+    """Bytes of data; not those by which ranks agree that nothing is wrong."""
+    traffic = training.communicator.traffic
+    return sum(traffic[kind].bytes for kind in traffic if kind != "allreduce")
+
+
+def data(network: Any, rng: np.random.Generator, batch: int, dtype: Any) -> tuple[Any, Any]:
+    x = rng.standard_normal((batch, *network.input_shape)).astype(dtype)
+    return x, rng.integers(4, size=batch)
+
+
+def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> None:
+    """Some steps end with the parameters that one process ends with, on every rank."""
+    batch = int(rng.integers(WORLD.size, 10))
+    training = strategy.start(WORLD, network, batch, learning_rate=RATE)
+    before = [{k: v.copy() for k, v in params.items()} for params in parameters(network)]
+    expected = before
+    eps = np.finfo(dtype).eps
+    losses = []
+    for _ in range(STEPS):
+        x, labels = data(network, rng, batch, dtype)
+        losses.append(training.step(x, labels))
+        # One process goes on from where it is itself.
+        for params, values in zip(parameters(network), expected, strict=True):
+            for name, value in values.items():
+                params[name][...] = value
+        loss, grads = sgd(network, x, labels)
+        assert abs(losses[-1] - loss) < 300 * eps * max(1, loss), (losses, loss)
+        expected = [
+            {name: value - RATE * found[name] for name, value in values.items()}
+            for values, found in zip(expected, grads, strict=True)
+        ]
+    for found, values, start in zip(training.parameters(), expected, before, strict=True):
+        assert found.keys() == values.keys()
+        for name, value in values.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=500 * eps)
+            assert not np.array_equal(value, start[name]), "nothing was learned"
+    found = [{k: v.tobytes() for k, v in params.items()} for params in training.parameters()]
+    assert all(one == [losses, found] for one in WORLD.allgather([losses, found]))
+
+
+def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
+    """What the busiest rank sends in a step is what was predicted."""
+    graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
+    for grid in grids():
+        if schedule == "products" and grid.chain == 1:
+            continue
+        strategy, batch = Scan(grid[:2], schedule), int(rng.integers(WORLD.size, 10))
+        training = strategy.start(WORLD, network, batch)
+        x, labels = data(network, rng, batch, np.float32)
+        training.step(x, labels)
+        before = sent(training)
+        training.step(x, labels)
+        found = max(WORLD.allgather(sent(training) - before))
+        expected = strategy.predict(graph, Machine(), WORLD.size, batch)
+        assert found == expected.bytes, (grid, schedule, found, expected)
+
+
+def main() -> None:
+    rng = np.random.default_rng(int(sys.argv[1]))
+    for grid in grids():
+        for make in (images, recurrent):
+            for dtype in (np.float32, np.float64):
+                check(Scan(grid[:2]), make(rng, dtype), rng, dtype)
+    check_bytes(images(rng, np.float32), rng, "vectors")
+    for schedule in ("vectors", "products"):
+        check_bytes(recurrent(rng, np.float32), rng, schedule)
+    sys.modules[run.__module__]._SECONDS = 0.0  # type: ignore[attr-defined]
+    for name in ("lenet5", "gru:9"):
+        found = run(WORLD, name, Machine(), 8)
+        for one in found.measured:
+            assert one.bytes == one.prediction.bytes, one
+            assert one.nanoseconds > 0
+        names = [one.prediction.strategy for one in found.measured]
+        every = [strategy.name for strategy in strategies()]
+        assert sorted([*names, *found.reasons]) == sorted(every)
+        assert "scan" in names
+        assert name != "lenet5" or not found.reasons, found.reasons
+        assert str(found).startswith(f"{name}, {WORLD.size} ranks, 8 samples")
+
+
+main()

@@ -1,0 +1,429 @@
+"""Pipelines with stale weights: what is used when, against the update rule written out."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import mpi_launch
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi_launch import needs_mpi
+from test_parallel import all_done
+
+from sparsescan import InputError
+from sparsescan.jacobians import Linear, Operator, Tanh
+from sparsescan.parallel import Network
+from sparsescan.parallel.strategies import Graph, Layer, Machine
+from sparsescan.parallel.strategies.architectures import build
+from sparsescan.parallel.strategies.pipeline import MicroBatches, Pipeline, balance
+from sparsescan.parallel.strategies.pipeline_memory import Memory
+from sparsescan.parallel.strategies.pipeline_run import Simulation
+from sparsescan.parallel.strategies.pipeline_schedule import Placement, draw, space_time
+from sparsescan.parallel.strategies.stage import Gradients, Stage
+from sparsescan.parallel.strategies.strategy import cross_entropy
+
+Array = Any
+BATCH, RATE = 3, 0.2
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Operator], tuple[int, ...], list[tuple[Array, Array]]]:
+    """A network of linear layers and tanh in float64, registers in it, and minibatches."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    sizes = draw(st.lists(st.integers(2, 5), min_size=2, max_size=5))
+    ops: list[Operator] = []
+    for before, behind in itertools.pairwise(sizes):
+        ops += [Tanh(input_shape=(before,))] if ops else []
+        ops.append(Linear(before, behind, dtype=np.float64, rng=rng))
+    places = st.sets(st.integers(1, len(ops) - 1)) if len(ops) > 1 else st.just(set())
+    batches = [
+        (rng.standard_normal((BATCH, sizes[0])), rng.integers(sizes[-1], size=BATCH))
+        for _ in range(draw(st.integers(1, 12)))
+    ]
+    return ops, tuple(sorted(draw(places))), batches
+
+
+def transcription(
+    ops: list[Operator], start: Gradients, registers: tuple[int, ...], batches: list[Any]
+) -> Gradients:
+    """The weights behind all updates, by the rule of the paper as it is written.
+
+    Layer ``l`` is in stage ``i`` of ``K + 1``. Minibatch ``m`` goes through it forward in cycle
+    ``m + i - 1`` and backward in cycle ``m + 2 K + 1 - i``, whose gradient it adds to the weights.
+    """
+    k = len(registers)
+    stage = [1 + sum(p <= layer for p in registers) for layer in range(len(ops))]
+
+    @cache
+    def weights(layer: int, cycle: int) -> tuple[Array, Array]:
+        """W(t) and b(t)."""
+        if cycle == 0:
+            return start[layer]["weight"], start[layer]["bias"]
+        weight, bias = weights(layer, cycle - 1)
+        m = cycle - 1 - (2 * k + 1 - stage[layer])
+        if not 0 <= m < len(batches):
+            return weight, bias
+        delta = gradient(layer + 1, m)
+        return weight - RATE * delta.T @ activation(layer, m), bias - RATE * delta.sum(axis=0)
+
+    @cache
+    def activation(layer: int, m: int) -> Array:
+        """The input of a layer."""
+        if layer == 0:
+            return batches[m][0]
+        x = activation(layer - 1, m)
+        if isinstance(ops[layer - 1], Tanh):
+            return np.tanh(x)
+        weight, bias = weights(layer - 1, m + stage[layer - 1] - 1)
+        return x @ weight.T + bias
+
+    @cache
+    def gradient(layer: int, m: int) -> Array:
+        """Of the loss of a minibatch, in the input of a layer."""
+        if layer == len(ops):
+            y = activation(layer, m)
+            p = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
+            return (p - np.eye(y.shape[1])[batches[m][1]]) / BATCH
+        delta = gradient(layer + 1, m)
+        if isinstance(ops[layer], Tanh):
+            return delta * (1 - activation(layer + 1, m) ** 2)
+        return delta @ weights(layer, m + 2 * k + 1 - stage[layer])[0]
+
+    end = len(batches) + 2 * k + 1
+    # Earlier cycles first, so that nothing recurs deeply.
+    found = [
+        [weights(layer, t) for layer, op in enumerate(ops) if op.params] for t in range(end + 1)
+    ][-1]
+    return [dict(zip(("weight", "bias"), pair, strict=True)) for pair in found]
+
+
+def stages(ops: list[Operator], registers: tuple[int, ...]) -> list[Stage]:
+    return [Stage(ops[part]) for part in Placement(len(ops), registers).parts]
+
+
+def start_of(ops: list[Operator]) -> Gradients:
+    return [{name: array.copy() for name, array in op.params.items()} for op in ops]
+
+
+def with_weights(parameters: Gradients) -> Gradients:
+    return [found for found in parameters if found]
+
+
+def assert_close(found: Gradients, wanted: Gradients, scale: float = 1e3) -> None:
+    for a, b in zip(with_weights(found), with_weights(wanted), strict=True):
+        for name, array in b.items():
+            bound = scale * np.finfo(array.dtype).eps * max(1.0, float(np.abs(array).max()))
+            np.testing.assert_allclose(a[name], array, rtol=0, atol=bound)
+
+
+def assert_same_bits(found: Gradients, wanted: Gradients) -> None:
+    for a, b in zip(with_weights(found), with_weights(wanted), strict=True):
+        for name, array in b.items():
+            np.testing.assert_array_equal(a[name], array)
+
+
+@given(problems())
+def test_stale_weights_are_those_of_the_update_rule(problem: Any) -> None:
+    ops, registers, batches = problem
+    pipeline = Simulation(stages(ops, registers), BATCH, RATE)
+    losses = [pipeline.step(*batch) for batch in batches]
+    assert [np.isnan(loss) for loss in losses] == [m < len(registers) for m in range(len(losses))]
+    pipeline.drain()
+    wanted = transcription(ops, start_of(ops), registers, batches)
+    assert_close(pipeline.parameters(), wanted)
+    # It would have been seen if they were fresh.
+    if registers and len(batches) > 2 * len(registers):
+        fresh = transcription(ops, start_of(ops), (), batches)
+        pairs = zip(wanted, fresh, strict=True)
+        assert any(np.abs(a["weight"] - b["weight"]).max() > 1e-9 for a, b in pairs)
+
+
+@given(problems(), st.data())
+def test_hybrid_training_finishes_what_is_on_its_way_first(
+    problem: Any, data: st.DataObject
+) -> None:
+    ops, registers, batches = problem
+    count = data.draw(st.integers(0, len(batches)))
+    pipeline = Simulation(stages(ops, registers), BATCH, RATE, iterations=count)
+    losses = [pipeline.step(*batch) for batch in batches]
+    pipeline.drain()
+    between = iter(transcription(ops, start_of(ops), registers, batches[:count]))
+    middle = [next(between) if op.params else {} for op in ops]
+    assert_close(pipeline.parameters(), transcription(ops, middle, (), batches[count:]))
+    assert not np.isnan(losses[count:]).any()
+
+
+@given(problems())
+def test_without_stale_weights_it_is_sgd_bit_for_bit(problem: Any) -> None:
+    """With no registers at all, and with registers but one minibatch at a time."""
+    ops, registers, batches = problem
+    plain = Stage(ops)
+    losses = []
+    for x, labels in batches:
+        activations = plain.forward(x)
+        loss, grad = cross_entropy(activations[-1], labels, BATCH)
+        losses.append(loss)
+        plain.descend(plain.backward(activations, grad)[1], RATE)
+    none = Simulation([Stage(ops)], BATCH, RATE)
+    assert [none.step(*batch) for batch in batches] == losses
+    assert_same_bits(none.parameters(), plain.parameters)
+    alone = Simulation(stages(ops, registers), BATCH, RATE, iterations=0)
+    assert [alone.step(*batch) for batch in batches] == losses
+    assert_same_bits(alone.parameters(), plain.parameters)
+
+
+def test_what_a_caller_does_with_its_arrays_changes_nothing() -> None:
+    rng = np.random.default_rng()
+    ops = [Linear(4, 5, rng=rng), Linear(5, 3, rng=rng)]
+    batches = [(rng.random((BATCH, 4), np.float32), rng.integers(3, size=BATCH)) for _ in range(6)]
+    a, b = (Simulation(stages(ops, (1,)), BATCH, RATE) for _ in range(2))
+    for x, labels in batches:
+        a.step(x, labels)
+        mine = x.copy()
+        b.step(mine, labels)
+        mine[:] = np.nan
+    assert_same_bits(a.parameters(), b.parameters())
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_pipelines_over_ranks(size: int, request: pytest.FixtureRequest) -> None:
+    """Bit for bit the simulation's; bytes as predicted; micro-batches; ranks fail together."""
+    explore = request.config.getoption("--explore")
+    seed = int(np.random.default_rng().integers(1 << 30)) if explore else 0
+    ended = mpi_launch.run(size, "mpi_pipeline.py", seed, 20 if explore else 1)
+    all_done(size, ended)
+
+
+# ---------------------------------------------------------------------------------------------
+# The schedule
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_diagram_of_the_paper() -> None:
+    """Figure 4: five minibatches in seven cycles, a pipeline of four stages."""
+    assert [line.split() for line in space_time(Placement(8, (5,)), 5).splitlines()] == [
+        ["cycle", *"0123456"],
+        ["FS1", *"01234.."],
+        ["FS2,", "BKS1", *".01234."],
+        ["BKS2", *"..01234"],
+    ]
+
+
+@given(st.integers(0, 8), st.integers(1, 30))
+def test_staleness_is_what_the_diagram_says(count: int, minibatches: int) -> None:
+    """Of two passes of a stage: how many backward ones are missing from a forward one."""
+    placement = Placement(count + 1, tuple(range(1, count + 1)))
+    rows = [line.split() for line in space_time(placement, minibatches).splitlines()]
+    cycles = len(rows[0]) - 1
+    assert cycles == minibatches + 2 * count
+    assert len(rows) - 1 == placement.accelerators == 2 * count + 1
+    at: dict[str, dict[int, int]] = {}
+    for row in rows[1:]:
+        for name in row[:-cycles]:
+            shown = enumerate(row[-cycles:])
+            at[name.strip(",")] = {int(said): t for t, said in shown if said != "."}
+    assert len(at) == placement.stages
+    for i in range(1, count + 2):
+        forward, backward = at[f"FS{i}"], at[f"BKS{count + 2 - i}"]
+        for m in range(minibatches):
+            missing = sum(backward[j] >= forward[m] for j in range(m))
+            assert missing == min(m, placement.degrees[i - 1])
+            assert placement.degrees[i - 1] == 2 * (count - i + 1)
+
+
+def test_the_picture(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    placement = Placement(4, (1, 2))
+    figure = draw(placement, 7)
+    figure.savefig(tmp_path / "picture.png")
+    apart, together = figure.axes
+    assert [label.get_text() for label in together.get_yticklabels()] == [
+        *("FS1", "FS2", "FS3, BKS1", "BKS2", "BKS3")
+    ]
+    # Every minibatch has six passes; as many cycles have time for two and a bit of them one by one.
+    assert len(together.texts) == 6 * 7
+    assert [text.get_text() for text in apart.texts[:6]] == ["0", "1", "2", "0", "1", "0"]
+    said = [text.get_text() for text in together.texts if text.get_position()[1] == 0]
+    assert said == ["0", *(f"{m}$_{{−{min(m, 4)}}}$" for m in range(1, 7))]
+
+
+def test_shares_of_stale_weights_of_lenet5() -> None:
+    """The stages of Table 2: registers behind the first, the second, … of five layers."""
+    weights = [layer.weights for layer in build("lenet5").layers[1:]]
+    bounds = list(itertools.accumulate((156, 2416, 48120, 10164, 850)))
+    assert sum(weights) == bounds[-1]
+    for count in range(5):
+        registers = (3, 6, 9, 11)[:count]
+        placement = Placement(12, registers)
+        assert placement.stages == 2 + 2 * count
+        assert placement.stale(weights) == (bounds[count - 1] / bounds[-1] if count else 0)
+
+
+@pytest.mark.parametrize("registers", [(0,), (3,), (2, 1), (1, 1), (-1, 1)])
+def test_registers_that_cannot_be(registers: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="expected numbers of layers that increase, from 1 to 2"):
+        Placement(3, registers)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+# Table 9 of the journal: MB of activations of a sample, samples, MB of weights; by how many percent
+# PipeDream and stale weights need more than one accelerator does.
+TABLE_9 = {
+    "LeNet-5": (0.06, 128, 0.24, 109, 97),
+    "AlexNet": (0.88, 128, 88.87, 214, 37),
+    "VGG-16": (3.30, 128, 58.16, 124, 75),
+    "ResNet-20": (3.84, 128, 1.03, 61, 60),
+    "VGG-16, ImageNet": (218.59, 32, 527.79, 105, 77),
+}
+
+
+@pytest.mark.parametrize("network", TABLE_9)
+def test_what_weight_stashing_needs_more(network: str) -> None:
+    """The difference of the columns is four copies of the weights."""
+    activations, batch, weights, stashing, stale = TABLE_9[network]
+    # Half of the activations are their gradients.
+    outputs, numbers = [round(5e5 * activations), 0], [round(1e6 * weights), 0]
+    memory = Memory(Placement(2, (1,)), outputs, numbers, batch)
+    found = 100 * (memory.stashing - memory.stale) / memory.one
+    # Both are rounded.
+    assert abs(found - (stashing - stale)) <= 1
+
+
+def test_memory_of_lenet5() -> None:
+    """Table 9 from the layers: registers behind the second of them, activations counted apart."""
+    layers = [layer for layer in build("lenet5").layers[1:] if layer.kind not in _IN_PLACE]
+    outputs, weights = ([getattr(layer, what) for layer in layers] for what in ("size", "weights"))
+    assert [layer.name for layer in layers[:4]] == ["conv1", "pool1", "conv2", "pool2"]
+    memory = Memory(Placement(len(layers), (4,)), outputs, weights, 128)
+    mb = 1 << 20
+    assert round(4 * 2 * sum(outputs) / mb, 2) == 0.06
+    assert round(4 * sum(weights) / mb, 2) == 0.24
+    # They took the MB of a sample as rounded as they are printed: 7.92 in place of 8.14.
+    rounded = 128 * 0.06 + 0.24
+    assert round(100 * (memory.stale - memory.one) / mb / rounded) == 97
+    assert round(100 * (memory.stashing - memory.one) / mb / rounded) == 109
+
+
+# Without an output of their own in what PyTorch sums up.
+_IN_PLACE = ("elementwise", "flatten")
+
+
+@pytest.mark.parametrize("depth", [56, 110, 224, 362])
+def test_memory_of_residual_networks(depth: int) -> None:
+    """No more than 58% (section 6.6): registers behind the first third of the layers.
+
+    A convolution, its normalisation and a block have an output each.
+    """
+    blocks = (depth - 2) // 6
+    outputs, weights = [16384] * 2, [3 * 16 * 9, 32]
+    for group, channels in enumerate((16, 32, 64)):
+        for block in range(blocks):
+            first = channels // 2 if group and not block else channels
+            outputs += [16384 >> group] * 5
+            weights += [first * channels * 9, 2 * channels, channels**2 * 9, 2 * channels, 0]
+    assert depth != 110 or sum(weights) == pytest.approx(1.7e6, rel=0.02)
+    memory = Memory(Placement(len(outputs), (2 + 5 * blocks,)), outputs, weights, 128)
+    assert round(100 * (memory.stale - memory.one) / memory.one) in (57, 58)
+    assert memory.micro_batches(8) < memory.one
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())
+def test_memory_is_what_is_kept_while_it_waits(outputs: list[int], data: st.DataObject) -> None:
+    """By the diagram: a stage keeps what it has run forward, and not yet backward."""
+    places = data.draw(st.sets(st.integers(1, len(outputs) - 1)))
+    placement = Placement(len(outputs), tuple(sorted(places)))
+    count, kept = len(places), 0
+    for s, part in enumerate(placement.parts):
+        # Of minibatches in a cycle far from the beginning.
+        waiting = [m for m in range(100) if m + s <= 50 <= m + 2 * count - s]
+        kept += len(waiting) * sum(outputs[part])
+    memory = Memory(placement, outputs, [7] * len(outputs), 3, 8)
+    # One of them is there without a pipeline, too.
+    assert memory.stale - memory.one == 8 * 3 * (kept - sum(outputs))
+    assert memory.stashing - memory.stale == 8 * placement.stages * 7 * len(outputs)
+
+
+# ---------------------------------------------------------------------------------------------
+# Prediction
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 1 << 30))
+def test_balance_is_the_best_of_all_placements(n: int, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    costs = np.triu(rng.integers(1, 20, (n + 1, n + 1)).astype(float), 1)
+    costs[(rng.random(costs.shape) < 0.2) | (np.tri(n + 1) > 0)] = np.inf
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        return max(costs[a, b] for a, b in itertools.pairwise((0, *cuts, n)))
+
+    every = [slowest(cuts) for cuts in itertools.combinations(range(1, n), count - 1)]
+    best = min(every, default=np.inf)
+    found = balance(costs, count)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert slowest(found) == best
+
+
+def test_a_prediction_by_hand() -> None:
+    """Two layers on two workers, with round numbers."""
+    layers = [
+        Layer("x", "input", (), (10,)),
+        Layer("a", "linear", (0,), (20,), 200, 200),
+        Layer("b", "linear", (1,), (5,), 100, 100),
+    ]
+    machine = Machine(
+        multiply_adds=1, bandwidth=1e9, overhead=7, network=Network("", 100, 0.5, 0, 0)
+    )
+    found = Pipeline().predict(Graph("two", layers), machine, 2, 4)
+    assert found.how == "4 stages, registers after layer 1"
+    message = 100 + 0.5 * 4 * 20 * 4
+    assert found.nanoseconds == {"forward": 807, "backward": 1614, "activations": message}
+    assert found.bytes == 4 * 20 * 4
+    # Weights and their gradients; the input and the output of three minibatches, and one gradient.
+    assert found.memory == 4 * (2 * 200 + 4 * 4 * 30)
+    assert found.stale == 200 / 300
+    exact = MicroBatches(count=2).predict(Graph("two", layers), machine, 2, 4)
+    each = 407 + 3 * 0 + 2 * 407 + 407 + 100 + 0.5 * 2 * 20 * 4
+    assert exact.total == (2 + 2 - 1) * each
+    assert exact.nanoseconds["idle"] == each
+    assert exact.stale == 0
+    alone = Pipeline().predict(Graph("two", layers), machine, 1, 4)
+    assert (alone.bytes, alone.stale, alone.nanoseconds["activations"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("network", ["lenet5", "alexnet", "resnet-110", "inception-v3"])
+def test_more_workers_are_no_slower(network: str) -> None:
+    graph, machine = build(network), Machine()
+    times = [Pipeline().predict(graph, machine, workers, 64).total for workers in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] / times[2] < 4
+    for strategy in (Pipeline(), MicroBatches()):
+        predicted = strategy.predict(graph, machine, 4, 64)
+        assert strategy.chosen(graph, machine, 4, 64).predict(graph, machine, 4, 64) == predicted
+
+
+def test_steps_that_share_their_weights_stay_together() -> None:
+    machine = Machine()
+    found = Pipeline().predict(build("rnn:50"), machine, 2, 16)
+    assert found.how == "4 stages, registers after layer 50"
+    for strategy in (Pipeline(), Pipeline((10,)), MicroBatches((10,))):
+        with pytest.raises(InputError, match="layers that share their weights stay together"):
+            strategy.predict(build("rnn:50"), machine, 3 - bool(strategy._given), 16)
+    with pytest.raises(InputError, match="expected 2 of them for 3 workers"):
+        Pipeline((1,)).predict(build("lenet5"), machine, 3, 16)
+    with pytest.raises(InputError, match="expected a divisor of batch = 16"):
+        MicroBatches(count=3).predict(build("lenet5"), machine, 2, 16)
