@@ -335,10 +335,6 @@ def _scan_ranks(arguments: argparse.Namespace) -> None:
             f"argument --schedule: {arguments.schedule!r} is no schedule of --mpi; expected "
             f"{_listed(_MPI_SCHEDULES)}"
         )
-    if arguments.device != "cpu":
-        raise InputError(
-            f"argument --device: {arguments.device!r} does not go with --mpi; expected cpu"
-        )
     world = _load_mpi().COMM_WORLD
     from .parallel.scan_file import scan_file
 
@@ -349,6 +345,7 @@ def _scan_ranks(arguments: argparse.Namespace) -> None:
             arguments.output,
             inclusive=arguments.inclusive,
             schedule=arguments.schedule,
+            device=arguments.device,
         )
     except (SparseScanError, MemoryError):
         # Raised on all ranks.

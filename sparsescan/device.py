@@ -19,7 +19,7 @@ from .kernels.cpu import Kind, Op, Store
 from .kernels.cuda import STAGE, THREADS, level_kernels
 from .kernels.cuda_tables import Book, Mode, Node, Run, Unit
 from .pattern import Pattern, rows_of
-from .program import KINDS, Program, places
+from .program import KINDS, Parts, Program, places
 
 __all__ = [
     "BLAS_SIZE",
@@ -285,7 +285,7 @@ class DeviceWorkspace:
             pass  # what is free is in pieces
         raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
 
-    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]] | None:
+    def product(self, k: int) -> Parts | None:
         """The `k`-th product after a run, as :meth:`sparsescan.program.Workspace.product`.
 
         It is copied to host memory, which waits for the device. None if a value was not finite.
@@ -643,7 +643,7 @@ class _Launches:
         state = room("the state of the products", total, np.int32, zeros=True)
         products[:, Node.STATE] = state.data.ptr + 4 * first
 
-    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
+    def product(self, k: int) -> Parts:
         """See :meth:`DeviceWorkspace.product`."""
         pattern = self._program.patterns[self._program.n + k]
         width = self._batch if self._batched[self._program.n + k] else 1

@@ -19,6 +19,7 @@ __all__ = [
     "KINDS",
     "ROW_GRAIN",
     "RUN_GRAIN",
+    "Parts",
     "Program",
     "Workspace",
     "places",
@@ -43,6 +44,9 @@ ROW_GRAIN = 10_000
 # pieces this small take longer than one that reads on (half as fast with pieces of 13 kB, from
 # 25 to 75 MB, on the machine of bench/results).
 _BLOCK_BYTES = 32_768
+
+# Values, exponents and local gradients of a product, with a row for each sample.
+Parts = tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]
 
 
 class Program:
@@ -356,7 +360,7 @@ class Workspace:
         self._set(Book.LOCAL_POOL, np.empty(local_values + slots * rows * batch * local, dtype))
         return exponents + slots * (cols + 1)
 
-    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
+    def product(self, k: int) -> Parts:
         """Values, exponents and local gradients of the `k`-th product, if it is not in scratch.
 
         Views with a row for each sample; values and exponents have one where all samples share

@@ -53,7 +53,7 @@ def test_the_product_of_a_part(cupy: Any, data: Any) -> None:
     for _ in range(3):  # plainly, then by a graph
         made = reduction.run(chain, given, terms)
         assert made is not None
-        values, exponents, added = made.product(reduction.index)
+        values, exponents, added = made
         pattern = program.patterns[-1]
         found = np.empty((terms.samples, sizes[-1]))
         for b in range(terms.samples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,6 +65,16 @@ def test_scans_over_ranks(size: int, request: pytest.FixtureRequest) -> None:
     only = ["only"] if size in (2, 6) else []
     arguments = seed, 200 if explore else 9, *only
     ended = mpi_launch.run(size, "mpi_scan.py", *arguments, timeout=600, **env)
+    all_done(size, ended)
+
+
+@needs_mpi
+@pytest.mark.skipif(sys.platform != "linux", reason="numba-cuda is installed on Linux only")
+@pytest.mark.parametrize(("size", "how"), [(3, "direct"), (4, "staged")])
+def test_scans_over_ranks_with_devices(size: int, how: str) -> None:
+    """Each rank's part on a device, in Numba's simulator; gradients go there, or by the host."""
+    pytest.importorskip("numba_cuda")
+    ended = mpi_launch.run(size, "mpi_cuda.py", size, 12, how, NUMBA_ENABLE_CUDASIM="1")
     all_done(size, ended)
 
 
@@ -182,9 +193,9 @@ class Elements:
             sizes = [steps[0].shape[-1], *(step.shape[-2] for step in steps[:-1])]
             added = LocalGrads(own, len(steps), sizes, self.terms.shape)
             message = self.message(k, k + 1)
-            workspace = reduction.run(chain, added, self.terms)
-            if workspace is not None:
-                self.merger.write(message, workspace, reduction.index, patterns[k])
+            product = reduction.run(chain, added, self.terms)
+            if product is not None:
+                self.merger.write(message, product, patterns[k])
                 message.describe(k, k + 1, State.MAP)
             self.messages.append(message)
 

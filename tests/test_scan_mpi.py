@@ -212,7 +212,7 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
         ([good, "-o", "/dev/full"], ["/dev/full: No space left on device"]),
         ([good], ["--output", "sparsescan scan --help"]),
         ([good, "-o", out, "--schedule", "linear"], ["'linear'", "auto, vectors or products"]),
-        ([good, "-o", out, "--device", "cuda"], ["'cuda' does not go with --mpi; expected cpu"]),
+        ([good, "-o", out, "--device", "gpu"], ["device is 'gpu'; expected None, 'cpu' or 'cuda'"]),
     ]
     commands = [command(["scan", *argv], "small blocks") for argv, _ in wrong]
     ended = run_all(3, tmp_path, [*commands, command(["scan", good, "-o", out])])

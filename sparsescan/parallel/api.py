@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..api import _patterns
 from ..chain import Chain, length, pattern_of
 from ..containers import CSRChain
+from ..errors import DeviceError
 from ..pattern import Pattern
 from ..plan import Gradients
 from .communicator import Communicator, Fault
@@ -29,6 +30,7 @@ def plan(
     dtype: DTypeLike | None = None,
     grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
+    device: str | None = None,
 ) -> ParallelPlan:
     """The part of a scan over many ranks that depends on patterns only, to be run many times.
 
@@ -54,6 +56,11 @@ def plan(
         How to combine the parts: by the gradient, which every rank hands on to the next when it is
         done; or by the product of each part, in an exclusive scan of MPI, so that all ranks work at
         once. ``"auto"`` is what is predicted to take less; it is vectors where ranks share rows.
+    device : {None, "cpu", "cuda"}, default None
+        Where each rank scans its part: by default where its Jacobians are, and on the CPU for bare
+        patterns; by ``"cuda"`` on the rank's current CUDA device, from which NumPy's input goes
+        back. Products of parts are combined in host memory; a gradient goes from device to device
+        if MPI reads their memory, and otherwise by way of the host.
 
     Returns
     -------
@@ -78,15 +85,16 @@ def plan(
     those and no others in every scan. Shares of rows need not be equal.
     """
     world = Communicator.of(comm)
-    wanted = Options(grid, schedule, batch, dtype)
+    wanted = Options(grid, schedule, batch, dtype, device)
     fault = Fault()
     patterns: Sequence[Pattern] = ()
     with fault:
         check_form(jacobians)
         if check_grid(grid, world.size).rows > 1:
-            patterns = _patterns_of_rows(jacobians)
+            patterns, there = _patterns_of_rows(jacobians), False
         else:
-            patterns, _ = _patterns(jacobians)
+            patterns, there = _patterns(jacobians)
+        wanted = _with_device(wanted, len(patterns), there)
     return make_plan(world, fault, patterns, wanted, 1, 8)
 
 
@@ -98,6 +106,7 @@ def exclusive_scan(
     local_grads: Any = None,
     grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
+    device: str | None = None,
 ) -> Gradients:
     """Gradients of a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
 
@@ -117,7 +126,7 @@ def exclusive_scan(
         with `rows`, its rows of each: ``(own, d_i)``, with all columns.
     local_grads : sequence or ndarray, optional
         For each gradient that this rank gets, None or an array of its shape that is added to it.
-    grid, schedule
+    grid, schedule, device
         As for :func:`plan`.
 
     Returns
@@ -141,7 +150,8 @@ def exclusive_scan(
     The same input gives the same bits on the same grid. Where a value is not finite, the result is
     that of the linear scan.
     """
-    return _scan_once(comm, grad, jacobians, local_grads, grid, schedule, inclusive=False)
+    options = Options(grid, schedule, device=device)
+    return _scan_once(comm, grad, jacobians, local_grads, options, inclusive=False)
 
 
 def inclusive_scan(
@@ -152,12 +162,13 @@ def inclusive_scan(
     local_grads: Any = None,
     grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
+    device: str | None = None,
 ) -> Gradients:
     """The same down to the input of the first layer: one gradient more, on the last rank.
 
     Parameters
     ----------
-    comm, grad, jacobians, local_grads, grid, schedule
+    comm, grad, jacobians, local_grads, grid, schedule, device
         As for :func:`exclusive_scan`; the ranks that hold the last part get one gradient more, and
         have one more entry of `local_grads`.
 
@@ -171,7 +182,8 @@ def inclusive_scan(
     InputError, InputTypeError, DeviceError, RankError, MemoryError
         On all ranks, if anything is wrong on any of them.
     """
-    return _scan_once(comm, grad, jacobians, local_grads, grid, schedule, inclusive=True)
+    options = Options(grid, schedule, device=device)
+    return _scan_once(comm, grad, jacobians, local_grads, options, inclusive=True)
 
 
 def _scan_once(
@@ -179,8 +191,7 @@ def _scan_once(
     grad: ArrayLike | None,
     jacobians: Any,
     local_grads: Any,
-    grid: tuple[int, ...] | None,
-    schedule: str,
+    wanted: Options,
     *,
     inclusive: bool,
 ) -> Gradients:
@@ -191,16 +202,27 @@ def _scan_once(
     with fault:
         chain = Chain(length(jacobians))
         check_form(jacobians)
-        if check_grid(grid, world.size).rows > 1:
+        if check_grid(wanted.grid, world.size).rows > 1:
             found = chain.read(jacobians, _patterns_of_rows(jacobians))
         else:
             found = chain.read(jacobians)
         shape: tuple[int, ...] = getattr(grad, "shape", ())
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
-    made = make_plan(
-        world, fault, found, Options(grid, schedule), max(samples, 1), chain.dtype.itemsize
-    )
+        wanted = _with_device(wanted, chain.n, chain.device is not None)
+    made = make_plan(world, fault, found, wanted, max(samples, 1), chain.dtype.itemsize)
     return made._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)
+
+
+def _with_device(wanted: Options, n: int, there: bool) -> Options:
+    """The options, with the device that Jacobians are on, if none is asked for."""
+    if wanted.device == "cpu" and there:
+        raise DeviceError(
+            "device is 'cpu', but jacobians is on a CUDA device; expected arrays in host memory "
+            "(cupy.asnumpy)"
+        )
+    if wanted.device is None and n:
+        return wanted._replace(device="cuda" if there else "cpu")
+    return wanted
 
 
 def _patterns_of_rows(jacobians: Any) -> Sequence[Pattern]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import errors
+from .._arrays import is_cupy, load_cupy
 from ..errors import InputTypeError, RankError, SparseScanError
 from .network import allreduce_messages
 
-__all__ = ["Communicator", "Fault", "Traffic"]
+__all__ = ["Communicator", "Fault", "Traffic", "reads_device_memory"]
 
 # Exceptions that are raised on all ranks as what they are.
 _SHARED: dict[str, type[Exception]] = {
@@ -28,6 +31,18 @@ _SHARED: dict[str, type[Exception]] = {
 _SHARED["MemoryError"] = MemoryError
 # Of the tables that user communicators carry; made when the first one is seen.
 _keyval: int | None = None
+
+
+def reads_device_memory() -> bool:
+    """Whether the MPI library sends from, and receives to, the memory of CUDA devices."""
+    from mpi4py import MPI
+
+    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray's
+        return True
+    try:
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return False
 
 
 @dataclass
@@ -187,6 +202,10 @@ class Communicator:
             self._comm.Allreduce(given, found, MPI.MAX)
         return [int(value) for value in found]
 
+    def minimum(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        return -self.maximum([-value])[0]
+
     def gather(self, value: Any) -> list[Any]:
         """What every rank has, on all of them."""
         with self._calling("allgather"):
@@ -244,15 +263,20 @@ class Communicator:
             op.Free()
             element.Free()
 
-    def send(self, data: NDArray[np.int64], rank: int) -> None:
-        """Send an array."""
+    def send(self, data: Any, rank: int) -> None:
+        """Send an array of NumPy; or of CuPy, if MPI reads its memory."""
+        if is_cupy(data):
+            # MPI knows nothing of streams.
+            load_cupy().cuda.get_current_stream().synchronize()
         with self._calling("send", 1, data.nbytes):
             self._comm.Send(data, rank)
 
-    def receive(self, data: NDArray[np.int64], rank: int) -> None:
+    def receive(self, data: Any, rank: int) -> None:
         """Fill an array with one that is sent, which must be of its size."""
         from mpi4py import MPI
 
+        if is_cupy(data):
+            load_cupy().cuda.get_current_stream().synchronize()
         status = MPI.Status()
         with self._calling("recv"):
             self._comm.Recv(data, rank, status=status)
@@ -296,7 +320,7 @@ class Communicator:
             self._comm.Abort(1)
 
 
-def _check_size(status: Any, data: NDArray[np.int64]) -> None:
+def _check_size(status: Any, data: Any) -> None:
     """Raise unless the message that was received fills an array."""
     from mpi4py import MPI
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from .._arrays import load_cupy
 from ..chain import Chain, LocalGrads
 from ..device import DeviceWorkspace
-from ..program import Program
+from ..program import Parts, Program
 from .maps import Terms
 
-__all__ = ["DeviceReduction", "Product"]
+__all__ = ["DeviceReduction"]
 
 
 class _Around:
@@ -52,17 +52,6 @@ class _Later:
         self._local.fill(addresses[1:])
 
 
-class Product:
-    """The product that was made, in host memory."""
-
-    def __init__(self, parts: tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]) -> None:
-        self._parts = parts
-
-    def product(self, k: int) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
-        """Values, exponents and local gradients."""
-        return self._parts
-
-
 class DeviceReduction:
     """As :class:`sparsescan.parallel.part.Reduction`, for Jacobians on a device.
 
@@ -77,11 +66,6 @@ class DeviceReduction:
         self._ones: Any = None
         self._key: Any = None
         self._workspace: DeviceWorkspace | None = None
-
-    @property
-    def index(self) -> int:
-        """Number of the product among those of the workspace."""
-        return self._program.products - 1
 
     def prepare(self, chain: Chain, terms: Terms) -> DeviceWorkspace:
         """A workspace for such Jacobians."""
@@ -103,8 +87,8 @@ class DeviceReduction:
             self._key = key
         return self._workspace
 
-    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Product | None:
-        """The product; None if a value is not finite."""
+    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
+        """The product, in host memory; None if a value is not finite."""
         chain.convert(terms.dtype)
         local.convert(terms.dtype)
         workspace = self.prepare(chain, terms)
@@ -112,5 +96,4 @@ class DeviceReduction:
         later: Any = _Later(local)
         # It makes no gradients.
         workspace.run(around, later, self._ones, inclusive=False)
-        made = workspace.product(self.index)
-        return None if made is None else Product(made)
+        return workspace.product(self._program.products - 1)

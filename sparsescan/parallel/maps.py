@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..pattern import Pattern, Products, multiply_adds
-from ..program import Program, Workspace
+from ..program import Parts, Program, Workspace
 
 __all__ = [
     "Apply",
@@ -340,12 +340,12 @@ class Merger:
         self._fill(workspace, 1, right, pattern)
         if not workspace.run(np.empty(1, self._terms.dtype), False):
             return State.BAD
-        self.write(right, workspace, 2, out)
+        self.write(right, workspace.product(2), out)
         return State.MAP
 
-    def write(self, message: Message, workspace: Workspace, k: int, pattern: Pattern) -> None:
-        """Copy product `k` to a message."""
-        values, exponents, local = workspace.product(k)
+    def write(self, message: Message, product: Parts, pattern: Pattern) -> None:
+        """Copy a product to a message."""
+        values, exponents, local = product
         message.values(pattern.nnz)[:] = values
         message.exponents(pattern.shape[1])[:] = exponents
         if self._terms.local:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from ..costs import Model
 from ..forms import choose_forms
 from ..kernels._threads import thread_count
 from ..pattern import Pattern, Products, TooLargeError
-from ..plan import ScanPlan
-from ..program import Program, Workspace, workspace_bytes
+from ..plan import ScanPlan, needed_bytes
+from ..program import Parts, Program, Workspace
 from ..schedule import Level, Schedule
 from .maps import Terms
+
+if TYPE_CHECKING:
+    from .device_part import DeviceReduction
 
 __all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction", "step_time"]
 
@@ -101,6 +104,8 @@ class Part:
         The batch size to insist on.
     dtype : dtype, optional
         The dtype to insist on.
+    device : {"cpu", "cuda"}
+        Where it is scanned.
 
     Attributes
     ----------
@@ -114,12 +119,14 @@ class Part:
         model: Model,
         batch: int | None,
         dtype: np.dtype[Any] | None,
+        device: str = "cpu",
     ) -> None:
         self.n = len(patterns)
+        self._device = device
         self._patterns = patterns
         self._model = model
         self._programs: dict[str, Program] = {}
-        self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype)
+        self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype, device=device)
 
     def cost(self, wanted: bool, parts: int | None, *, last: bool = False) -> PartCost:
         """What the part takes.
@@ -158,15 +165,19 @@ class Part:
             maps={
                 form: MapCost(
                     _nanoseconds(model, program),
-                    workspace_bytes(program, model.dtype, model.batch, thread_count()),
+                    needed_bytes(program, model.dtype, model.batch, self._device),
                     product_of(program),
                 )
                 for form, program in self._programs.items()
             },
         )
 
-    def reduction(self, form: str) -> Reduction:
+    def reduction(self, form: str) -> Reduction | DeviceReduction:
         """What makes its product."""
+        if self._device == "cuda":
+            from .device_part import DeviceReduction
+
+            return DeviceReduction(self._programs[form])
         return Reduction(self._programs[form])
 
 
@@ -242,11 +253,6 @@ class Reduction:
         self._key: Any = None
         self._workspace: Workspace | None = None
 
-    @property
-    def index(self) -> int:
-        """Number of the product among those of the workspace."""
-        return self._program.products - 1
-
     def prepare(self, chain: Chain, terms: Terms) -> Workspace:
         """A workspace for such Jacobians."""
         batched = np.zeros(self._program.n, bool)
@@ -267,8 +273,8 @@ class Reduction:
             self._key = key
         return self._workspace
 
-    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Workspace | None:
-        """The workspace with the product; None if a value is not finite."""
+    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
+        """The product; None if a value is not finite."""
         chain.convert(terms.dtype)
         local.convert(terms.dtype)
         workspace = self.prepare(chain, terms)
@@ -278,4 +284,6 @@ class Reduction:
         # Those of Jacobian `k` of a program are at `k + 1`; the identity has those of the first.
         local.fill(workspace.local_grads[1:])
         # It makes no gradients.
-        return workspace if workspace.run(np.empty(1, terms.dtype), False) else None
+        if not workspace.run(np.empty(1, terms.dtype), False):
+            return None
+        return workspace.product(self._program.products - 1)

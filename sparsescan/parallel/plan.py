@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._arrays import check_array, is_on_device
+from .._arrays import (
+    check_array,
+    check_one_place,
+    device_of,
+    is_cupy,
+    is_on_device,
+    load_cupy,
+    namespace,
+    upload,
+)
+from .._place import place
 from ..chain import Chain, LocalGrads, _check_count, is_stack, read_grad
 from ..containers import CSRChain
 from ..errors import DeviceError, InputError, InputTypeError
@@ -20,8 +31,11 @@ from .communicator import Communicator, Fault
 from .exchange import exscan_messages, rounds
 from .forecast import Forecast, boundaries
 from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
-from .part import Part, PartCost
+from .part import Part, PartCost, Reduction
 from .rows import Rows
+
+if TYPE_CHECKING:
+    from .device_part import DeviceReduction
 
 __all__ = ["ParallelPlan", "check_form", "is_one_array"]
 
@@ -35,9 +49,10 @@ class _Memory:
     """What a plan needs to exchange data on some terms."""
 
     def __init__(self, plan: ParallelPlan, terms: Terms) -> None:
-        sizes = plan._sizes
-        self.entering = np.zeros(vector_words(sizes[0], terms), np.int64)
-        self.leaving = np.zeros(vector_words(sizes[1], terms), np.int64)
+        xp = load_cupy() if plan._sends_from_device else np
+        self.entering, self.leaving = (
+            xp.zeros(vector_words(size, terms), np.int64) for size in plan._sizes
+        )
         if plan._rows is not None:
             self.messages = plan._rows.messages(terms)
         if plan.schedule == "vectors":
@@ -80,6 +95,8 @@ class ParallelPlan:
         Samples of each rank that the plan insists on, if any.
     dtype : dtype or None
         The dtype that the plan insists on, if any.
+    device : {"cpu", "cuda"}
+        Where each rank scans its part.
     """
 
     def __init__(
@@ -94,6 +111,8 @@ class ParallelPlan:
         reason: str,
         batch: int | None,
         dtype: np.dtype[Any] | None,
+        device: str,
+        sends_from_device: bool,
         signature: int,
     ) -> None:
         self._world = world
@@ -108,6 +127,9 @@ class ParallelPlan:
         self.reason = reason
         self.batch = batch
         self.dtype = dtype
+        self.device = device
+        # Gradients go from device to device where MPI reads their memory.
+        self._sends_from_device = sends_from_device
         self._signature = signature
         mine = costs[self.row :: self.grid.rows]
         self._steps = sum(cost.steps for cost in mine)
@@ -119,7 +141,7 @@ class ParallelPlan:
         self._part = part if isinstance(part, Part) else None
         self._memory: dict[Terms, _Memory] = {}
         self._is_last = self.position == self.grid.chain - 1
-        self._reduction = None
+        self._reduction: Reduction | DeviceReduction | None = None
         if self.schedule == "products":
             assert self._part is not None
             assert forecast.form is not None
@@ -199,17 +221,30 @@ class ParallelPlan:
         chain: Chain | None = None,
     ) -> Gradients:
         """A scan; of a chain that has been read already, if one is given."""
-        call = _Call(inclusive, is_one_array(jacobians))
+        # Ranks fail together, even if one of them has no device.
+        with ExitStack() as stack:
+            call = _Call(inclusive, is_one_array(jacobians))
+            with call.fault:
+                stack.enter_context(place(None, self.device, None))
+            if chain is not None:
+                self._slot.chain = chain
+            return self._scan_here(grad, jacobians, local_grads, call, read=chain is None)
+
+    def _scan_here(
+        self, grad: ArrayLike | None, jacobians: Any, local_grads: Any, call: _Call, *, read: bool
+    ) -> Gradients:
+        """The same, with the device that it is on as the current one."""
         fault = call.fault
-        if chain is not None:
-            self._slot.chain = chain
         try:
             with fault:
-                if chain is None:
+                if read:
                     check_form(jacobians)
                     self._slot.chain.read(jacobians, self._patterns)
-                call.local_grads = self._read_local(local_grads, inclusive)
+                call.local_grads = self._read_local(local_grads, call.inclusive)
                 call.first = self._read_first(grad)
+                self._check_places(call)
+                if call.download:
+                    self._upload(call)
             terms = self._open(call)
             finite = True
             if terms is not None and self._prepare(terms, fault):
@@ -221,7 +256,7 @@ class ParallelPlan:
                 self._by_vectors(terms, call)
                 self._world.agree(fault.error)
             assert call.result is not None
-            return call.result
+            return _download(call.result) if call.download else call.result
         finally:
             self._slot.chain.release()
 
@@ -229,16 +264,14 @@ class ParallelPlan:
         """Local gradients of this rank, but for their shapes, which are not known yet."""
         if local_grads is None:
             return None
-        _check_host("local_grads", local_grads)
         _check_count(local_grads, self.n + (inclusive and self._is_last))
         return [
             None if array is None else check_array(f"local_grads[{k}]", array)
             for k, array in enumerate(local_grads)
         ]
 
-    def _read_first(self, grad: Any) -> NDArray[Any] | None:
+    def _read_first(self, grad: Any) -> Any:
         """The gradient at the end of the chain, where this rank has it."""
-        _check_host("grad", [grad])
         if self.position > 0:
             if grad is not None:
                 raise InputError(
@@ -248,7 +281,35 @@ class ParallelPlan:
         if grad is None:
             raise InputError("grad is None; expected the gradient, since this is the first part")
         size = self._sizes[0] if self._steps else None
-        return np.asarray(read_grad(grad, size, self._slot.chain.batch))
+        return read_grad(grad, size, self._slot.chain.batch)
+
+    def _check_places(self, call: _Call) -> None:
+        """Raise if not all input is in one place, or not where the plan scans."""
+        given = {"grad": call.first}
+        given |= {f"local_grads[{k}]": array for k, array in enumerate(call.local_grads or ())}
+        places = {name: device_of(array) for name, array in given.items() if array is not None}
+        if self.n:
+            places["jacobians"] = self._slot.chain.device
+        for name, found in places.items():
+            first, *_ = places
+            if self.device == "cpu" and found is not None:
+                raise DeviceError(
+                    f"{name} is on a CUDA device; expected host memory (cupy.asnumpy), or a plan "
+                    "with device='cuda'"
+                )
+            check_one_place(name, found, first, places[first])
+            if found is not None:
+                check_one_place(name, found, "the current device", load_cupy().cuda.Device().id)
+        call.download = self.device == "cuda" and set(places.values()) <= {None}
+
+    def _upload(self, call: _Call) -> None:
+        """Bring input from host memory to the current device."""
+        if self.n:
+            self._slot.chain.upload()
+        if call.first is not None:
+            call.first = upload(call.first)
+        if call.local_grads is not None:
+            call.local_grads = [None if a is None else upload(a) for a in call.local_grads]
 
     def _open(self, call: _Call) -> Terms | None:
         """What the ranks of a group agree on; None if one has failed, or they do not."""
@@ -335,7 +396,7 @@ class ParallelPlan:
         good, rows = call.fault.error is None, self.grid.rows
         if self.position > 0:
             self._comm.receive(memory.entering, self._comm.rank - rows)
-            good = good and memory.entering[0] == State.VECTOR
+            good = good and _host(memory.entering[:1])[0] == State.VECTOR
             y = vector_of(memory.entering, self._sizes[0], terms)
         memory.leaving[0] = State.BAD
         leaving = None
@@ -346,6 +407,7 @@ class ParallelPlan:
                 leaving = self._sweep(y, terms, call)
         if leaving is not None and not self._is_last:
             with call.fault:
+                leaving = leaving if self._sends_from_device else _host(leaving)
                 vector_of(memory.leaving, self._sizes[1], terms)[...] = leaving
                 memory.leaving[0] = State.VECTOR
         if not self._is_last:
@@ -381,7 +443,7 @@ class ParallelPlan:
         """Write what this rank contributes; its state."""
         if self.position == 0:
             leaving = self._sweep(call.first, terms, call)
-            given.vector(self._sizes[1])[:] = leaving
+            given.vector(self._sizes[1])[:] = _host(leaving)
             return State.VECTOR
         if self._is_last:
             return State.UNUSED
@@ -389,26 +451,28 @@ class ParallelPlan:
             return State.NOTHING
         sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns[:-1])]
         local = LocalGrads(call.local_grads, self.n, sizes, terms.shape)
-        workspace = self._reduction.run(self._slot.chain, local, terms)
-        if workspace is None:
+        product = self._reduction.run(self._slot.chain, local, terms)
+        if product is None:
             return State.BAD
-        merger.write(given, workspace, self._reduction.index, self._pattern)
+        merger.write(given, product, self._pattern)
         return State.MAP
 
-    def _sweep(self, y: Any, terms: Terms, call: _Call) -> NDArray[Any]:
+    def _sweep(self, y: Any, terms: Terms, call: _Call) -> Any:
         """Scan this rank's part from the gradient that enters it; what leaves it."""
+        if self.device == "cuda" and not is_cupy(y):
+            y = upload(y)
         y = y.astype(terms.dtype, copy=False)
         assert self._part is not None
         local, scan = call.local_grads, self._part.sweep._run
         if self._is_last or self.n == 0:
             call.result = scan(self._slot, y, local, call.inclusive and self._is_last)
-            return np.asarray(y)
+            return y
         found = scan(self._slot, y, None if local is None else [*local, None], True)
         leaving = found[-1]
         call.result = found[:-1]
         if call.stacked and isinstance(call.result, list):
             # One rectangular Jacobian that came as an array.
-            call.result = np.stack(call.result)
+            call.result = namespace(y).stack(call.result)
         return leaving
 
     def _sweep_rows(self, y: Any, terms: Terms, call: _Call) -> NDArray[Any] | None:
@@ -444,8 +508,11 @@ class _Call:
     # Whether the Jacobians came as one array.
     stacked: bool
     fault: Fault = field(default_factory=Fault)
-    first: NDArray[Any] | None = None
-    local_grads: list[NDArray[Any] | None] | None = None
+    # Of NumPy, or of CuPy.
+    first: Any = None
+    local_grads: list[Any] | None = None
+    # Whether the input was brought to a device, from where the result goes back.
+    download: bool = False
     result: Gradients | None = None
 
 
@@ -455,19 +522,22 @@ def _batch(batch: int) -> str:
 
 def check_form(jacobians: Any) -> None:
     """Raise if this rank's part is of a form that only a scan on one machine takes."""
-    _check_host("jacobians", jacobians)
     if is_stack(jacobians) and not is_one_array(jacobians):
         raise InputTypeError(
             f"jacobians is a {type(jacobians).__name__}; expected a list, a CSRChain or an array"
         )
 
 
-def _check_host(name: str, arrays: Any) -> None:
-    some = arrays[:1] if isinstance(arrays, Sequence) else [arrays]
-    if any(map(is_on_device, some)):
-        raise DeviceError(f"{name} is on a CUDA device; expected host memory (cupy.asnumpy)")
-
-
 def is_one_array(jacobians: Any) -> bool:
     """Whether Jacobians come as one array, and so do their gradients."""
-    return isinstance(jacobians, (np.ndarray, CSRChain))
+    return isinstance(jacobians, (np.ndarray, CSRChain)) or is_on_device(jacobians)
+
+
+def _host(array: Any) -> NDArray[Any]:
+    """An array of NumPy or CuPy in host memory."""
+    found: NDArray[Any] = array.get() if is_cupy(array) else array
+    return found
+
+
+def _download(result: Any) -> Gradients:
+    return [_host(array) for array in result] if isinstance(result, list) else _host(result)

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..pattern import Pattern
 from ..planner import model_for
 from ..schedule import check_count
-from .communicator import Communicator, Fault
+from .communicator import Communicator, Fault, reads_device_memory
 from .exchange import ALGORITHMS, observe
 from .forecast import Forecast, Setting, forecasts
 from .grid import Grid, check_grid
@@ -43,6 +43,8 @@ class _Asked:
     schedule: str
     batch: int | None
     dtype: str | None
+    # None if it does not matter, since there are no steps.
+    device: str | None
     # What the plan is made for, if it insists on nothing.
     samples: int
     itemsize: int
@@ -55,6 +57,7 @@ class Options(NamedTuple):
     schedule: str
     batch: int | None = None
     dtype: DTypeLike | None = None
+    device: str | None = None
 
 
 def make_plan(
@@ -76,6 +79,7 @@ def make_plan(
     grid = asked.grid
     group = world.split(grid.group(world.rank), world.rank, grid)
 
+    device = _check_devices(everyone)
     dtype = None if wanted.dtype is None else np.dtype(wanted.dtype)
     itemsize = max(each.itemsize for each in everyone)
     model = model_for(
@@ -101,7 +105,8 @@ def make_plan(
             cost = loads.cost(slowest)
     else:
         with fault:
-            part = Part(patterns, model, wanted.batch, dtype)
+            here = model_for(device, model.dtype, model.batch)
+            part = Part(patterns, here, wanted.batch, dtype, device)
             cost = part.cost(
                 position > 0 and not is_last and asked.schedule != "vectors",
                 grid.chain if asked.schedule == "auto" else None,
@@ -124,6 +129,8 @@ def make_plan(
         reason=reason,
         batch=wanted.batch,
         dtype=dtype,
+        device=device,
+        sends_from_device=device == "cuda" and world.minimum(reads_device_memory()) == 1,
         signature=int.from_bytes(digest, "big") >> 4,
     )
 
@@ -148,6 +155,13 @@ def _ask(
             f"schedule is 'products', but grid is {grid}; expected 'auto' or 'vectors' where ranks "
             "share the rows of steps: only gradients are spread over them"
         )
+    if wanted.device not in (None, "cpu", "cuda"):
+        raise InputError(f"device is {wanted.device!r}; expected None, 'cpu' or 'cuda'")
+    if grid.rows > 1 and wanted.device == "cuda":
+        raise InputError(
+            f"device is 'cuda', but grid is {grid}; expected the CPU where ranks share the rows of "
+            "steps"
+        )
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:
         digest.update(repr(pattern.key).encode())
@@ -159,9 +173,25 @@ def _ask(
         schedule=wanted.schedule,
         batch=batch,
         dtype=None if dtype is None else dtype.name,
+        device=wanted.device,
         samples=batch or samples,
         itemsize=itemsize if dtype is None else dtype.itemsize,
     )
+
+
+def _check_devices(everyone: Sequence[_Asked]) -> str:
+    """Where all ranks scan; or an error, on every rank the same."""
+    first = None
+    for rank, each in enumerate(everyone):
+        if each.device is None:
+            continue
+        if first is not None and each.device != everyone[first].device:
+            raise InputError(
+                f"device is {each.device!r} on rank {rank}, but {everyone[first].device!r} on rank "
+                f"{first}; expected one for all"
+            )
+        first = rank if first is None else first
+    return "cpu" if first is None else str(everyone[first].device)
 
 
 def _check_together(everyone: Sequence[_Asked]) -> None:

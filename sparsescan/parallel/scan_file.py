@@ -70,7 +70,13 @@ class _Loaded(NamedTuple):
 
 
 def scan_file(
-    comm: Any, path: Path, output: Path, *, inclusive: bool = False, schedule: str = "auto"
+    comm: Any,
+    path: Path,
+    output: Path,
+    *,
+    inclusive: bool = False,
+    schedule: str = "auto",
+    device: str = "cpu",
 ) -> Summary:
     """Scan a chain that is in a file, and write the gradients to another one.
 
@@ -89,6 +95,8 @@ def scan_file(
         Whether the gradient of the first layer's input is wanted, too.
     schedule : {"auto", "vectors", "products"}
         As for :func:`sparsescan.parallel.plan`.
+    device : {"cpu", "cuda"}
+        The same.
 
     Returns
     -------
@@ -97,7 +105,7 @@ def scan_file(
 
     Raises
     ------
-    InputError, RankError, MemoryError
+    InputError, DeviceError, RankError, MemoryError
         On all ranks, if anything is wrong on any of them.
     """
     world = Communicator.of(comm)
@@ -110,6 +118,7 @@ def scan_file(
         batch=(len(loaded.grad) or None) if loaded.grad.ndim == 2 else None,
         dtype=loaded.dtype,
         schedule=schedule,
+        device=device,
     )
     scan = made.inclusive_scan if inclusive else made.exclusive_scan
     gradients = scan(loaded.grad if world.rank == 0 else None, loaded.part)
