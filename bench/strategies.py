@@ -1,0 +1,317 @@
+"""Ways to spread a training step over workers: predicted up to many, measured on a few ranks.
+
+``sparsescan.parallel.strategies.compare`` says what all strategies take for networks and numbers of
+workers, by the model; and on the ranks of this machine, all of them train LeNet-5 in turns, beside
+what is predicted from constants that are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsescan.parallel.strategies import Machine, Prediction, Scan, build, compare
+from sparsescan.parallel.strategies.compare import Comparison, plain_ticks, strategies
+
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row
+from .scaling import _call, _on_ranks, cores, missing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["EXPERIMENT"]
+
+# Networks and their samples of a step; of the recurrent ones as in the other experiments.
+NETWORKS = {
+    "lenet5": 256,
+    "vgg11": 256,
+    "vgg16": 256,
+    "resnet-110": 256,
+    "inception-v3": 256,
+    "rnn:1000": 16,
+    "gru:500": 16,
+}
+_QUICK_NETWORKS = ("lenet5", "rnn:1000")
+WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_QUICK_WORKERS = (1, 4, 64)
+# Of those, what the tables show.
+_SHOWN = (4, 64)
+# What is measured, with so many samples, on so many ranks.
+MEASURED = {"lenet5": 64, "rnn:500": 16}
+RANKS = (1, 2, 4)
+_NAMES = {
+    "lenet5": "LeNet-5",
+    "vgg11": "VGG-11",
+    "vgg16": "VGG-16",
+    "resnet-110": "ResNet-110",
+    "inception-v3": "Inception-v3",
+}
+# Colours that everybody can tell apart (Okabe and Ito, 2008), and markers, one for each strategy.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#0072b2", "marker": "o"},
+    {"color": "#e69f00", "marker": "s"},
+    {"color": "#009e73", "marker": "^"},
+    {"color": "#cc79a7", "marker": "D"},
+    {"color": "#999999", "marker": "v"},
+    {"color": "#56b4e9", "marker": "P"},
+    {"color": "#d55e00", "marker": "*"},
+    {"color": "#000000", "marker": "x"},
+)
+
+
+def _title(network: str) -> str:
+    kind, _, steps = network.partition(":")
+    return f"{kind.upper()}, T={int(steps):,}" if steps else _NAMES[network]
+
+
+# -- Pieces ---------------------------------------------------------------------------------------
+
+
+def _pieces(options: Options) -> list[Piece]:
+    networks: Iterable[str] = _QUICK_NETWORKS if options.quick else NETWORKS
+    counts = _QUICK_WORKERS if options.quick else WORKERS
+    ranks = RANKS[:2] if options.quick else RANKS
+    return [
+        *(Piece(f"predicted, {name}", partial(_predict, name, counts)) for name in networks),
+        *(Piece(f"measured, P={count}", partial(_measure, count)) for count in ranks),
+    ]
+
+
+def _predict(name: str, counts: Iterable[int]) -> Results:
+    network, batch = build(name), NETWORKS[name]
+    found = [_described(compare(network, Machine(), count, batch)) for count in counts]
+    return {"network": name, "batch": batch, "comparisons": found}
+
+
+def _described(found: Comparison) -> Results:
+    return {
+        "workers": found.workers,
+        "single_nanoseconds": found.single.total,
+        "predictions": [_plain(one) | {"fits": found.fits(one)} for one in found.predictions],
+        "reasons": found.reasons,
+    }
+
+
+def _plain(prediction: Prediction) -> Results:
+    """What JSON can hold."""
+    found = asdict(prediction) | {"total": prediction.total}
+    whole = {key: int(found[key]) for key in ("bytes", "memory")}
+    times = {part: float(taken) for part, taken in prediction.nanoseconds.items()}
+    floats = {key: float(found[key]) for key in ("total", "stale")}
+    return found | whole | floats | {"nanoseconds": times}
+
+
+def _measure(ranks: int) -> Results:
+    with tempfile.TemporaryDirectory() as name:
+        folder, file = Path(name), Path(name) / "found.json"
+        _call([*_on_ranks(ranks), "bench.strategies", str(file)], folder)
+        found: Results = json.loads(file.read_text())
+    return found | {"cores": cores()}
+
+
+def _on_rank(path: str) -> None:
+    """On the ranks: train every network by every strategy; rank 0 writes the file."""
+    from mpi4py import MPI
+
+    from sparsescan.parallel.strategies import measure_here, run
+
+    comm = MPI.COMM_WORLD
+    machine = measure_here(comm)
+    runs = []
+    for name, batch in MEASURED.items():
+        found = run(comm, name, machine, batch)
+        runs.append(
+            {
+                "network": name,
+                "batch": batch,
+                "measured": [
+                    _plain(one.prediction)
+                    | {
+                        "measured_nanoseconds": one.nanoseconds,
+                        "measured_bytes": one.bytes,
+                    }
+                    for one in found.measured
+                ],
+                "reasons": found.reasons,
+            }
+        )
+    if comm.rank == 0:
+        Path(path).write_text(
+            json.dumps({"ranks": comm.size, "machine": asdict(machine), "runs": runs})
+        )
+
+
+def _about(options: Options) -> Results:
+    if options.device != "cpu":
+        raise SystemExit("strategies is of the CPU: run it without --device")
+    why = missing()
+    if why:
+        raise SystemExit(f"strategies {why}")
+    machine = Machine()
+    network = machine.network
+    return {
+        "predicted": "by the model, for workers and a network that are made up",
+        "a worker": f"{machine.multiply_adds:g} multiply-adds and {machine.bandwidth:g} bytes of "
+        f"memory a ns, {machine.overhead:,.0f} ns a layer beside, {machine.memory >> 30} GiB",
+        "the network": f"α = {network.latency:,.0f} ns, β = {network.inverse_bandwidth:g} ns/byte",
+        "measured": f"on {cores()} cores, one thread a rank; all strategies in turns",
+        "MPI": f"mpi4py {version('mpi4py')}",
+        "dtype": "float32",
+    }
+
+
+# -- What is shown --------------------------------------------------------------------------------
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    pieces = results["pieces"].values()
+    predicted = [piece for piece in pieces if "comparisons" in piece]
+    measured = [piece for piece in pieces if "runs" in piece]
+    found = [_over_workers(predicted)] if predicted else []
+    return found + ([_beside(measured)] if measured else [])
+
+
+def _figure(count: int, columns: int) -> tuple[Any, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4 * columns, 3.4 * rows + 0.6), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, list(panels[:count])
+
+
+def _over_workers(pieces: list[Results]) -> Drawing:
+    figure, panels = _figure(len(pieces), min(len(pieces), 3))
+    labels: dict[str, Any] = {}
+    for axes, piece in zip(panels, pieces, strict=True):
+        counts = [one["workers"] for one in piece["comparisons"]]
+        lowest = []
+        for k, (strategy, style) in enumerate(zip(strategies(), _STYLES, strict=True)):
+            points = [
+                (one["workers"], found["total"] / 1e6, found["fits"])
+                for one in piece["comparisons"]
+                for found in one["predictions"]
+                if found["strategy"] == strategy.name
+            ]
+            if not points:
+                continue
+            x, y = ([point[axis] for point in points] for axis in (0, 1))
+            lowest.append(min(y))
+            marks = style | {"ms": 8 - 0.6 * k}
+            (line,) = axes.plot(
+                x, y, ls="-" if strategy.exact else "--", mfc="white", zorder=2 + k, **marks
+            )
+            labels.setdefault(strategy.name, line)
+            inside = [point[:2] for point in points if point[2]]
+            if inside:
+                axes.plot(*zip(*inside, strict=True), ls="", zorder=2.5 + k, **marks)
+        alone = piece["comparisons"][0]["single_nanoseconds"] / 1e6
+        (line,) = axes.plot(counts, [alone / n for n in counts], "k:", lw=1)
+        labels.setdefault("one worker / workers", line)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.7 * min(lowest))
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_xlabel("workers")
+        plain_ticks(axes.yaxis)
+        axes.set_title(f"{_title(piece['network'])}, B={piece['batch']}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supylabel("predicted time of a step, ms")
+    figure.legend(
+        list(labels.values()), list(labels), loc="outside lower center", ncols=3, frameon=False
+    )
+    caption = (
+        "Predicted time of a training step by every strategy, for made-up workers. Hollow: more "
+        "memory than a worker has. Dashed: gradients are stale. A strategy that is missing "
+        "cannot use so many workers."
+    )
+    return Drawing("Which way to parallelise", caption, figure)
+
+
+def _beside(pieces: list[Results]) -> Drawing:
+    """Measured over predicted, one panel for each number of ranks."""
+    figure, panels = _figure(len(pieces), len(pieces))
+    labels: dict[str, Any] = {}
+    styles = {s.name: style for s, style in zip(strategies(), _STYLES, strict=True)}
+    for axes, piece in zip(panels, pieces, strict=True):
+        both = []
+        for run in piece["runs"]:
+            for one in run["measured"]:
+                x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
+                full = "none" if run["network"] == "lenet5" else "full"
+                (line,) = axes.plot(x, y, ls="", ms=8, fillstyle=full, **styles[one["strategy"]])
+                labels.setdefault(one["strategy"], line)
+                both += [x, y]
+        ends = [0.7 * min(both), 1.4 * max(both)]
+        axes.plot(ends, ends, "k:", lw=1)
+        axes.set(xscale="log", yscale="log", xlabel="predicted, ms", ylabel="measured, ms")
+        plain_ticks(axes.xaxis)
+        plain_ticks(axes.yaxis)
+        axes.set_title(f"{piece['ranks']} rank{'s' * (piece['ranks'] > 1)}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        list(labels.values()), list(labels), loc="outside lower center", ncols=4, frameon=False
+    )
+    caption = (
+        "A training step on the ranks of this machine, measured beside predicted; hollow: LeNet-5 "
+        "with 64 samples, full: an RNN of 500 steps with 16. On the dotted line both are equal. "
+        f"{_bytes_said(pieces)}"
+    )
+    return Drawing("Strategies on the ranks of this machine", caption, figure)
+
+
+def _bytes_said(pieces: list[Results]) -> str:
+    every = [one for piece in pieces for run in piece["runs"] for one in run["measured"]]
+    equal = sum(one["bytes"] == one["measured_bytes"] for one in every)
+    return f"The busiest rank sent as many bytes as predicted in {equal} of {len(every)} cases."
+
+
+def _rows(results: Results) -> list[Row]:
+    """The scan beside the best of the others that fit, be it faster or slower."""
+    rows = []
+    for piece in results["pieces"].values():
+        for one in piece.get("comparisons", ()):
+            if one["workers"] in _SHOWN:
+                what = f"{_title(piece['network'])}, B={piece['batch']}, {one['workers']} workers"
+                rows += _beside_scan(f"{what}, predicted", one["predictions"], "total")
+        for run in piece.get("runs", ()):
+            if piece["ranks"] > 1:
+                what = f"{_title(run['network'])}, B={run['batch']}, {piece['ranks']} ranks"
+                shared = f" on {piece['cores']} cores" * (piece["ranks"] > piece["cores"])
+                work = f"{what}{shared}, measured"
+                rows += _beside_scan(work, run["measured"], "measured_nanoseconds")
+    return rows
+
+
+def _beside_scan(work: str, found: list[Results], key: str) -> list[Row]:
+    times = {one["strategy"]: one[key] / 1e9 for one in found if one.get("fits", True)}
+    scan = times.pop(Scan.name, None)
+    if scan is None or not times:
+        return []
+    best = min(times, key=lambda name: times[name])
+    return [Row(work, best, times[best], scan)]
+
+
+EXPERIMENT = Experiment(
+    name="strategies",
+    title="Which way to parallelise",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=_rows,
+)
+
+
+if __name__ == "__main__":
+    _on_rank(sys.argv[1])

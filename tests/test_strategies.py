@@ -1,0 +1,325 @@
+"""Strategies side by side: the scan as one of them, tables, machines and the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi_launch import DOUBLING, needs_mpi, run
+
+import sparsescan
+from sparsescan.__main__ import main
+from sparsescan.errors import InputError
+from sparsescan.parallel import Network
+from sparsescan.parallel.strategies import (
+    Graph,
+    Layer,
+    Machine,
+    Prediction,
+    Scan,
+    Strategy,
+    build,
+    compare,
+    load_machine,
+    measure_machine,
+    plot_comparison,
+    save_machine,
+)
+from sparsescan.parallel.strategies.scan import blocks, parts_of
+
+NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
+BUILT_IN = ("lenet5", "alexnet", "vgg11", "resnet-110", "inception-v3", "rnn:50", "gru:20")
+positive = st.floats(1e-3, 1e9)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Layers that read one or two of some layers before them, so that all outputs are read."""
+    layers = [Layer("x", "input", (), (3,))]
+    for k in range(1, draw(st.integers(2, 14))):
+        inputs = {k - 1, draw(st.integers(max(k - 3, 0), k - 1))}
+        nnz = draw(st.integers(0, 50))
+        layers.append(Layer(f"l{k}", "add", tuple(sorted(inputs)), (3,), nnz=nnz))
+    return Graph("random", layers)
+
+
+# -- The scan -------------------------------------------------------------------------------------
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_train_as_one_process_and_send_what_is_predicted(size: int) -> None:
+    ended = run(size, "mpi_strategies.py", random.randrange(1 << 30), timeout=300, **DOUBLING)
+    assert ended.code == 0, ended.output
+
+
+@given(graphs())
+def test_a_chain_is_cut_wherever_one_output_goes_on(graph: Graph) -> None:
+    last = len(graph.layers) - 1
+    edges = [(i, k) for k, layer in enumerate(graph.layers) for i in layer.inputs]
+    cuts = [k for k in range(1, last + 1) if not any(i < k < j for i, j in edges)]
+    found = blocks(graph)
+    assert [block[-1] for block in found] == cuts
+    assert [k for block in found for k in block] == list(range(1, last + 1))
+
+
+@given(graphs(), st.data())
+def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataObject) -> None:
+    units = len(blocks(graph))
+    count = data.draw(st.integers(1, units))
+    found = parts_of(graph, count)
+    assert len(found) == count
+    assert all(found)
+    assert [k for part in found for k in part] == list(range(units))
+
+
+def test_equal_steps_are_cut_equally() -> None:
+    sizes = [len(part) for part in parts_of(build("rnn:96"), 8)]
+    # The last part has the linear layer, too.
+    assert sizes == [12] * 7 + [13]
+
+
+def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None:
+    """Equation 6: Θ(log n) with a step for each worker, where the vectors take Θ(n)."""
+    machine = Machine(network=NETWORK)
+    steps = [2**k for k in range(3, 10)]
+
+    def scans(schedule: str) -> Any:
+        found = [
+            Scan((n, 1), schedule).predict(build(f"rnn:{n}"), machine, n, 1).nanoseconds["scan"]
+            for n in steps
+        ]
+        return np.diff(found)
+
+    more = scans("products")
+    np.testing.assert_allclose(more, more[0], rtol=1e-9)
+    np.testing.assert_allclose(scans("vectors")[1:] / scans("vectors")[:-1], 2, rtol=0.1)
+
+
+def test_a_worker_holds_its_share_of_the_jacobians() -> None:
+    """Section 3.6: Θ(max(n/p, 1)) Jacobians."""
+    network, machine = build("rnn:512"), Machine(network=NETWORK)
+    held = [Scan((p, 1), "vectors").predict(network, machine, p, 4).memory for p in (1, 8, 64, 512)]
+    jacobian = 4 * 4 * 20 * 20  # bytes, samples, and 20 units
+    for p, nbytes in zip((1, 8, 64, 512), held, strict=True):
+        # States, gradients and parameters are the rest.
+        assert 512 // p * jacobian < nbytes < 1.25 * (512 // p + 1) * jacobian
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_more_workers_than_parts_and_samples_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="no such grid of 1021 workers"):
+        Scan().predict(build(name), Machine(), 1021, 8)
+
+
+def test_where_nothing_fits_the_least_memory_is_predicted() -> None:
+    machine = Machine(memory=1000)
+    found = Scan().predict(build("lenet5"), machine, 4, 16)
+    others = [
+        Scan(grid, "vectors").predict(build("lenet5"), machine, 4, 16) for grid in ((2, 2), (4, 1))
+    ]
+    assert found.memory == min(other.memory for other in others) > machine.memory
+
+
+def test_two_workers_or_more_share_the_chain() -> None:
+    assert Scan().predict(build("lenet5"), Machine(), 8, 64).how.startswith(("2 ", "4 ", "8 "))
+
+
+def test_unknown_schedules_are_refused() -> None:
+    with pytest.raises(InputError, match="schedule is 'linear'"):
+        Scan(schedule="linear")
+
+
+# -- Side by side ---------------------------------------------------------------------------------
+
+
+class Fixed(Strategy):
+    """A strategy with a prediction of its own."""
+
+    def __init__(self, name: str, nanoseconds: float, memory: int, stale: float = 0.0) -> None:
+        self.name = name
+        self._found = Prediction(name, "as told", {"forward": nanoseconds}, 7, memory, stale)
+
+    def predict(self, *arguments: Any) -> Prediction:
+        return self._found
+
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Never(Fixed):
+    def predict(self, *arguments: Any) -> Prediction:
+        raise InputError("it never can")
+
+
+def test_the_best_is_first_and_what_does_not_fit_is_last() -> None:
+    chosen = [
+        Fixed("fast but large", 1e3, 2000),
+        Fixed("slow", 3e3, 10),
+        Fixed("fast", 2e3, 1000, stale=0.25),
+        Never("never", 0, 0),
+    ]
+    found = compare(build("lenet5"), Machine(memory=1000), 4, 8, chosen)
+    assert [one.strategy for one in found.predictions] == ["fast", "slow", "fast but large"]
+    text = str(found).splitlines()
+    assert text[0] == "lenet5, 4 workers, 8 samples a step; a worker has 1000 B (built in)"
+    names = [line.split("  ")[1].strip() for line in text[2:6]]
+    assert names == ["one worker", "fast", "slow", "fast but large"]
+    assert "25% stale" in text[3]
+    assert "exact" in text[4]
+    assert "1.95 KiB !" in text[5]
+    assert "  without never: it never can" in text
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
+    found = compare(build(name), Machine(), 4, 16)
+    assert len(found.predictions) + len(found.reasons) == 8
+    assert "scan" in [one.strategy for one in found.predictions]
+    for one in found.predictions:
+        assert one.total == sum(one.nanoseconds.values()) > 0
+        assert min(one.nanoseconds.values()) >= 0
+        assert one.bytes >= 0
+        assert one.memory > 0
+        assert f"\n  {one.strategy}" in str(found)
+
+
+@pytest.mark.parametrize("option", ["workers", "batch"])
+def test_there_is_a_worker_and_a_sample(option: str) -> None:
+    counts = {"workers": 2, "batch": 2} | {option: 0}
+    with pytest.raises(InputError, match=option):
+        compare(build("lenet5"), Machine(), **counts)
+
+
+def test_a_picture_is_drawn(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture"
+    plot_comparison(build("lenet5"), Machine(), 6, 8, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# -- Machines -------------------------------------------------------------------------------------
+
+
+@given(positive, positive, st.floats(0, 1e9), st.integers(1, 1 << 50), positive)
+@settings(max_examples=20)
+def test_machines_come_back_from_files(
+    tmp_path_factory: pytest.TempPathFactory,
+    rate: float,
+    bandwidth: float,
+    overhead: float,
+    memory: int,
+    latency: float,
+) -> None:
+    network = replace(NETWORK, latency=latency)
+    machine = Machine("ours", rate, bandwidth, overhead, memory, network, 8)
+    path = tmp_path_factory.mktemp("machine") / "folder" / "machine.json"
+    assert load_machine(save_machine(machine, path)) == machine
+
+
+def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"memory": 5, "network": {"latency": 7}}))
+    found = load_machine(path)
+    assert (found.memory, found.network.latency) == (5, 7)
+    assert found.network.inverse_bandwidth == Machine().network.inverse_bandwidth
+    assert found.multiply_adds == Machine().multiply_adds
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it is a list"),
+        ('{"speed": 1}', "speed is not known"),
+        ('{"multiply_adds": 0}', "multiply_adds is 0"),
+        ('{"bandwidth": -1}', "bandwidth is -1"),
+        ('{"bandwidth": Infinity}', "bandwidth is inf"),
+        ('{"memory": "16 GiB"}', "memory is '16 GiB'"),
+        ('{"memory": 0.5}', "memory is 0.5"),
+        ('{"name": 1}', "name is 1"),
+        ('{"network": 3}', "network is a int"),
+        ('{"network": {"latency": NaN}}', "network.latency is nan"),
+        ('{"network": {"name": "n", "speed": 1}}', "network.speed is not known"),
+    ],
+)
+def test_bad_machine_files_are_refused(tmp_path: Any, text: str, wrong: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_machine(path)
+    assert wrong in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_this_machine_is_measured() -> None:
+    found = measure_machine(NETWORK)
+    assert found.network == NETWORK
+    assert all(value > 0 for key, value in asdict(found).items() if key not in ("name", "network"))
+
+
+# -- The command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+
+
+def command(*arguments: object) -> int:
+    return main(["strategies", *map(str, arguments)])
+
+
+def test_the_command_prints_a_table(tmp_path: Any, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    machine = save_machine(Machine("a small one", memory=1 << 20), tmp_path / "machine.json")
+    picture = tmp_path / "p.png"
+    options = ["--workers", 4, "--batch", 8, "--machine", machine, "--plot", picture]
+    assert command("lenet5", *options) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("lenet5, 4 workers, 8 samples a step; a worker has 1 MiB (a small one)")
+    assert out.count("\n  scan") == 4
+    assert str(picture) in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_reads_saved_chains(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "chain.npz"
+    sparsescan.save_chain(path, np.ones(5), np.ones((6, 5, 5)))
+    assert command(path, "--workers", 2, "--batch", 4) == 0
+    assert "\n  scan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["lenet6", "--workers", 2, "--batch", 4], "lenet6"),
+        (["rnn:0", "--workers", 2, "--batch", 4], "rnn:0"),
+        (["lenet5", "--workers", 0, "--batch", 4], "workers"),
+        (["lenet5", "--workers", 2, "--batch", -4], "batch"),
+        (["lenet5", "--workers", "two", "--batch", 4], "two"),
+        (["lenet5", "--batch", 4], "--workers"),
+        (["lenet5", "--workers", 2, "--batch", 4, "--machine", "nowhere.json"], "nowhere.json"),
+        (["nowhere.npz", "--workers", 2, "--batch", 4], "nowhere.npz"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[object], wrong: str, capsys: Any) -> None:
+    assert command(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparsescan: ")
+    assert err.count("\n") == 1
+    assert wrong in err
+
+
+@needs_mpi
+def test_a_run_needs_as_many_ranks_as_workers(capsys: Any) -> None:
+    assert command("lenet5", "--workers", 3, "--batch", 4, "--run") == 2
+    assert "mpiexec -n 3" in capsys.readouterr().err
