@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -31,3 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "explore", deadline=None, max_examples=2000, suppress_health_check=slow, print_blob=True
     )
     settings.load_profile("explore" if config.getoption("--explore") else "ci")
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays: no collection has to look at it, of which tests ask for many.
+    gc.freeze()

@@ -1,16 +1,18 @@
 """Numba's CUDA simulator made fit for many small kernels, and stricter.
 
-Its threads are threads of Python, which it watches in a busy loop; here those that reach a barrier
-wait for each other. Shared memory is full of garbage at first, as on a device, not of zeros. What
-overflows gives no warning, as on a device.
+Its threads are threads of Python, which it starts anew for each block and watches in a busy loop;
+here one runs at a time, and they are kept. Shared memory is full of garbage at first, as on a
+device, not of zeros. What overflows gives no warning, as on a device.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import threading
 import types
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -22,58 +24,83 @@ from numba.np import numpy_support
 __all__ = ["install"]
 
 
-class _Barrier:
-    """Where the threads of a block meet; those that have returned are not waited for."""
+class _Worker(kernel.BlockThread):
+    """A thread of Python, which is one thread of a block after the other, while it is its turn."""
 
-    def __init__(self, threads: int) -> None:
-        self._condition = threading.Condition()
-        self._running, self._waiting, self._turn = threads, 0, 0
-
-    def wait(self) -> None:
-        with self._condition:
-            self._waiting += 1
-            turn = self._turn
-            self._release()
-            while self._turn == turn:
-                self._condition.wait()
-
-    def leave(self) -> None:
-        with self._condition:
-            self._running -= 1
-            self._release()
-
-    def _release(self) -> None:
-        if self._waiting == self._running:
-            self._waiting = 0
-            self._turn += 1
-            self._condition.notify_all()
-
-
-class _Thread(kernel.BlockThread):
-    barrier: _Barrier
+    def __init__(self) -> None:
+        threading.Thread.__init__(self, daemon=True)
+        self.abort = self.debug = False
+        self.turn = threading.Lock()
+        self.turn.acquire()
 
     def run(self) -> None:
         with np.errstate(all="ignore"):
-            super().run()
-        self.barrier.leave()
+            while True:
+                self.turn.acquire()
+                self.block.work(self)
 
     def syncthreads(self) -> None:
-        self.barrier.wait()
+        self.block.waiting.append(self)
+        self.block.hand_on()
+        self.turn.acquire()
 
 
-def _run_block(self: Any, block: tuple[int, ...], *args: Any) -> None:
-    places = list(np.ndindex(*self._block_dim))
-    barrier = _Barrier(len(places))
-    threads = [_Thread(lambda: self._f(*args), self, block, place, self._debug) for place in places]
-    for thread in threads:
-        thread.barrier = barrier
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for thread in threads:
-        if thread.exception:
-            raise thread.exception[0].with_traceback(thread.exception[1])
+_idle: list[_Worker] = []
+
+
+class _Block:
+    """The threads of a block take turns, in a random order: each until a barrier, or its end.
+
+    At a barrier those that have returned are not waited for.
+    """
+
+    def __init__(self, manager: Any, index: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        self._manager, self._index, self._args = manager, kernelapi.Dim3(*index), args
+        self._places = list(np.ndindex(*manager._block_dim))  # of threads that have not begun
+        random.shuffle(self._places)
+        self._ready: list[_Worker] = []
+        self.waiting: list[_Worker] = []
+        self.failure: BaseException | None = None
+        self.ended = threading.Lock()
+        self.ended.acquire()
+
+    def work(self, worker: _Worker) -> None:
+        """Begin threads until none is left."""
+        worker._manager, worker.blockIdx = self._manager, self._index
+        while self._places:
+            worker.threadIdx = kernelapi.Dim3(*self._places.pop())
+            try:
+                self._manager._f(*self._args)
+            except BaseException as error:
+                self.failure = self.failure or error
+        _idle.append(worker)
+        self.hand_on()
+
+    def hand_on(self) -> None:
+        """Let another one run: all have begun before one goes on behind a barrier."""
+        if self._places:
+            if not _idle:
+                _idle.append(_Worker())
+                _idle[-1].start()
+            worker = _idle.pop()
+            worker.block = self
+        else:
+            if not self._ready:
+                self._ready, self.waiting = self.waiting, self._ready
+                random.shuffle(self._ready)
+            if not self._ready:
+                self.ended.release()
+                return
+            worker = self._ready.pop()
+        worker.turn.release()
+
+
+def _run_block(self: Any, index: tuple[int, ...], *args: Any) -> None:
+    block = _Block(self, index, args)
+    block.hand_on()
+    block.ended.acquire()
+    if block.failure:
+        raise block.failure
 
 
 _lock = threading.Lock()
@@ -97,13 +124,18 @@ def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = Non
 
 _launch = kernel.FakeCUDAKernel.__call__
 _one_at_a_time = threading.Lock()
+_changed: ExitStack
 
 
 def _call(self: Any, *args: Any) -> Any:
-    """A kernel, alone: its module is changed while it runs. Or a function that a kernel calls."""
+    """A kernel, alone: modules are changed while it runs. Or a function that a kernel calls."""
+    global _changed
     if self._device:
-        return _launch(self, *args)
-    with _one_at_a_time:
+        simulated = kernel._get_kernel_context()
+        if self.fn.__globals__.get("cuda") is not simulated:
+            _changed.enter_context(kernel.swapped_cuda_module(self.fn, simulated))
+        return self.fn(*args)
+    with _one_at_a_time, ExitStack() as _changed:
         return _launch(self, *args)
 
 

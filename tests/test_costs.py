@@ -155,6 +155,7 @@ def test_calibration_measures_this_machine(
     """Quickly here, so that nothing can be said of the numbers but that they are some."""
     monkeypatch.setattr(calibrate, "_SECONDS", 0.0)
     monkeypatch.setattr(calibrate, "_TIMES", 2)
+    monkeypatch.setattr(calibrate, "_STEPS", 100)
     monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
     assert main(["calibrate"]) == 0
     rows = Counter(line[:16].strip() for line in capsys.readouterr().out.splitlines())

@@ -33,6 +33,14 @@ def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
+# What whole scans are compiled for here, which takes long; kernels by themselves meet all four.
+scanned = pytest.mark.parametrize(
+    ("dtype", "index_dtype"),
+    [(np.float32, np.int32), (np.float32, np.int64), (np.float64, np.int32)],
+    indirect=True,
+)
+
+
 def matrix(rng: np.random.Generator, lengths: Any, cols: int, dtype: Any) -> sp.csr_array:
     """A random matrix with so many entries in its rows."""
     columns = [np.sort(rng.choice(cols, k, replace=False)) for k in lengths]
@@ -78,6 +86,7 @@ def rounded_as_written(jacobian: sp.csr_array, x: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------
 
 
+@scanned
 @given(seed=SEEDS, batch=st.sampled_from(BATCHES))
 def test_the_product_is_scipys(seed, batch, dtype, index_dtype):
     rng = np.random.default_rng(seed)
@@ -90,6 +99,7 @@ def test_the_product_is_scipys(seed, batch, dtype, index_dtype):
     assert (error <= np.diff(jacobian.indptr) * np.finfo(dtype).eps * size).all()
 
 
+@scanned
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_sample_is_plain_floating_point(batch, dtype, index_dtype):
     """The same sum, to the last bit, whatever the batch and the processor."""
@@ -180,6 +190,7 @@ def moves(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
     return rng.permutation(size) if kind == "permutation" else rng.integers(0, size, size)
 
 
+@scanned
 @pytest.mark.parametrize("kind", ["permutation", "pooling"])
 @pytest.mark.parametrize("batch", [None, 1, 2, 3, 8, 9, 16])
 def test_scans_of_one_entry_in_a_row(kind, batch, dtype, index_dtype):
@@ -207,6 +218,7 @@ def test_scans_of_one_entry_in_a_row(kind, batch, dtype, index_dtype):
             assert_within(plan.inclusive_scan(grad, steps, local_grads=local), expected, dtype)
 
 
+@scanned
 @pytest.mark.parametrize("kind", ["permutation", "pooling"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_product_of_one_entry_in_a_row_is_rounded_once(kind, batch, dtype, index_dtype):
