@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from . import __version__, demo, exclusive_scan, inclusive_scan, load_chain, pla
 from .costs import machine_file
 from .errors import InputError, SparseScanError
 from .kernels._memory import address_of
-from .kernels._threads import thread_count
+from .kernels._threads import thread_count, usable_cores
 from .plot import plot_plan
 from .schedule import Schedule
 
@@ -236,7 +235,7 @@ def _info(arguments: argparse.Namespace) -> None:
     rows += [(name, _version(name)) for name in ("numba", "numpy", "scipy")]
     rows += [("cupy", _version("cupy", "cupy-cuda12x", "cupy-cuda13x"))]
     rows += [("numba-cuda", _version("numba-cuda"))]
-    rows += [("CPU", f"{_cpu_name()}, {_cpu_count()} usable")]
+    rows += [("CPU", f"{_cpu_name()}, {len(usable_cores())} usable")]
     rows += [("CUDA GPUs", ", ".join(_gpu_names()) or "none")]
     rows += [("threads", f"{thread_count()} (NUMBA_NUM_THREADS)")]
     rows += [("Numba cache", f"{address_of.stats.cache_path} (NUMBA_CACHE_DIR)")]
@@ -430,12 +429,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _cpu_count() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _gpu_names() -> list[str]:

@@ -28,9 +28,11 @@ from test_range import positive_steps, two_blocks
 import sparsescan
 from sparsescan import InputError, InputTypeError, Pattern, parallel
 from sparsescan.chain import Chain, LocalGrads
+from sparsescan.costs import CpuModel, load_machine
 from sparsescan.parallel import Grid, Network, best_grid, predict
 from sparsescan.parallel.communicator import Fault
 from sparsescan.parallel.exchange import ALGORITHMS, Merge, exscan_messages, rounds
+from sparsescan.parallel.forecast import _setting, forecasts
 from sparsescan.parallel.halo import Halo, reach_of, take_rows
 from sparsescan.parallel.maps import Layout, Merger, Message, Ranges, State, Terms
 from sparsescan.parallel.network import allreduce_messages, allreduce_rounds
@@ -488,6 +490,21 @@ def test_products_where_they_pay() -> None:
     assert predict([Pattern.dense((300, 300))] * 64, (16, 1), network=FREE).schedule == "vectors"
     # Diagonal ones: no longer.
     assert predict([Pattern.diagonal(300)] * 4000, (8, 1), network=FREE).schedule == "products"
+
+
+def test_ranks_that_share_cores() -> None:
+    """Four on a core: products keep all of them busy at once, vectors one after the other."""
+    patterns = [Pattern.dense((8, 8))] * 4096
+    model = CpuModel(load_machine(), F8, 1, 1)
+    setting = _setting(patterns, Grid(4), model, FREE, {})
+    for alone, crowded in zip(
+        forecasts(setting, limited=False),
+        forecasts(setting._replace(load=4.0), limited=False),
+        strict=True,
+    ):
+        times = 1 if alone.schedule == "vectors" else 4
+        assert crowded.working == pytest.approx(times * alone.working)
+        assert crowded.waiting == alone.waiting
 
 
 def test_the_best_grid() -> None:

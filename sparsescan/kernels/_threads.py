@@ -20,7 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from .cpu import abort
 
-__all__ = ["share", "thread_count", "work"]
+__all__ = ["share", "thread_count", "usable_cores", "work"]
 
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
@@ -29,6 +29,13 @@ _lock = threading.Lock()
 def thread_count() -> int:
     """Threads of one run: ``NUMBA_NUM_THREADS``, by default the CPUs this process may use."""
     return int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+
+def usable_cores() -> frozenset[int]:
+    """Numbers of the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def work(kernel: Callable[[Any, int], None], tables: Any, threads: int) -> None:

@@ -104,7 +104,7 @@ class Fault:
 class Communicator:
     """A duplicate of an MPI communicator.
 
-    All its methods are collective but `send`, `receive` and `exchange`.
+    All its methods are collective but `send`, `receive`, `exchange` and `machine`.
 
     Parameters
     ----------
@@ -161,6 +161,13 @@ class Communicator:
             with self._calling("split"):
                 self._parts[name] = Communicator(self._comm.Split(color, key), self.traffic)
         return self._parts[name]
+
+    def machine(self) -> str:
+        """Name of the machine that this rank is on."""
+        from mpi4py import MPI
+
+        name: str = MPI.Get_processor_name()
+        return name
 
     def free(self) -> None:
         """Give the communicators back."""

@@ -52,7 +52,8 @@ class Forecast:
     nanoseconds : float
         From the first rank's start to the last one's end.
     working, waiting : float
-        Of these, arithmetic and communication on the critical path.
+        Of these, arithmetic and communication on the critical path. Where a machine has more ranks
+        than cores, those that work at once share them.
     messages, bytes, memory : tuple of int
         What every rank sends, and holds at most.
     """
@@ -103,6 +104,12 @@ class Setting(NamedTuple):
     network: Network
     model: Model
     terms: Terms
+    # Threads of all ranks of a machine for each of its cores, where they are most.
+    load: float = 0.0
+
+    def slowdown(self, share: float) -> float:
+        """How much longer work takes while this share of the ranks is at it."""
+        return max(1.0, share * self.load)
 
 
 def boundaries(parts: Sequence[PartCost]) -> list[int]:
@@ -201,7 +208,7 @@ def _by_vectors(setting: Setting) -> Forecast:
         setting,
         "vectors",
         layout=Layout(0, 0, 0),
-        working=sum(part.nanoseconds for part in heads),
+        working=sum(part.nanoseconds for part in heads) * setting.slowdown(1 / grid.chain),
         waiting=sum(part.waiting for part in heads)
         + sum(setting.network.message(size) for size in sizes.max(axis=0)[1:-1].tolist()),
         data=data,
@@ -254,7 +261,7 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
         form=form,
         algorithm=algorithm,
         layout=layout,
-        working=working,
+        working=working * setting.slowdown(1),
         waiting=len(made) * setting.network.round(nbytes),
         data=[(sent, sent * nbytes) for sent in messages],
         memory=memory,

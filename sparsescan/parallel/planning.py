@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..containers import check_dtype
 from ..errors import InputError
+from ..kernels._threads import thread_count, usable_cores
 from ..pattern import Pattern
 from ..planner import model_for
 from ..schedule import check_count
@@ -45,6 +46,10 @@ class _Asked:
     dtype: str | None
     # None if it does not matter, since there are no steps.
     device: str | None
+    # The machine that the rank is on, the cores that it may use there, and its threads.
+    machine: str
+    cores: frozenset[int]
+    threads: int
     # What the plan is made for, if it insists on nothing.
     samples: int
     itemsize: int
@@ -116,7 +121,7 @@ def make_plan(
     assert part is not None
     assert cost is not None
     costs = _share(world, cost)[: grid.group_size]
-    setting = Setting(costs, grid, network, model, terms)
+    setting = Setting(costs, grid, network, model, terms, _load(everyone))
     forecast, reason = _choose(world, group, setting, asked.schedule)
     digest = hashlib.blake2b(repr((everyone, forecast)).encode(), digest_size=8).digest()
     return ParallelPlan(
@@ -174,8 +179,27 @@ def _ask(
         batch=batch,
         dtype=None if dtype is None else dtype.name,
         device=wanted.device,
+        machine=world.machine(),
+        cores=usable_cores(),
+        threads=thread_count(),
         samples=batch or samples,
         itemsize=itemsize if dtype is None else dtype.itemsize,
+    )
+
+
+def _load(everyone: Sequence[_Asked]) -> float:
+    """Threads for each core of the machine that has most; none where GPUs do the work."""
+    found: dict[str, list[_Asked]] = {}
+    for each in everyone:
+        if each.device != "cuda":
+            found.setdefault(each.machine, []).append(each)
+    return max(
+        (
+            sum(each.threads for each in ranks)
+            / len(frozenset[int]().union(*(each.cores for each in ranks)))
+            for ranks in found.values()
+        ),
+        default=0.0,
     )
 
 
