@@ -315,9 +315,9 @@ def _curves(trained: Results, checked: Results | None, results: Results) -> Draw
 
 
 def _shares(trained: Results, results: Results) -> Drawing:
-    """Accuracy over the share of stale weights; weights of the same share have several ages."""
+    """Error over the share of stale weights; weights of the same share have several ages."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -329,7 +329,7 @@ def _shares(trained: Results, results: Results) -> Drawing:
         "registers behind every layer": (_EVERY, "#009e73", "^"),
     }
     measures: list[tuple[Callable[[Results], list[float]], str]] = [
-        (_ends, "test accuracy in the end, %"),
+        (_errors, "test error in the end, %"),
         (_losses, "test loss in the end"),
     ]
     for axes, (measured, label) in zip(panels, measures, strict=True):
@@ -337,7 +337,9 @@ def _shares(trained: Results, results: Results) -> Drawing:
             axes.axhline(
                 median(measured(trained[PLAIN])), color="black", ls="--", lw=1, label=PLAIN
             )
-        for name, (made, color, marker) in curves.items():
+        # Numbers of several curves that meet stand beside each other.
+        places = ((-4, 8), (4, 8), (4, -14))
+        for (name, (made, color, marker)), place in zip(curves.items(), places, strict=True):
             found = [
                 (100 * _stale(made[key], numbers), measured(trained[key]), made[key])
                 for key in made
@@ -354,7 +356,8 @@ def _shares(trained: Results, results: Results) -> Drawing:
                 axes.annotate(
                     f"{2 * len(placed)}",
                     (share, m),
-                    xytext=(6, 5),
+                    xytext=place,
+                    ha="right" if place[0] < 0 else "left",
                     textcoords="offset points",
                     fontsize="small",
                     color=color,
@@ -362,13 +365,14 @@ def _shares(trained: Results, results: Results) -> Drawing:
         axes.set(xlabel="share of stale weights, %", ylabel=label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].set_yscale("log")
-    panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    panels[1].yaxis.set_minor_formatter(NullFormatter())
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     caption = (
-        "The paper's Figure 6, for LeNet-5: accuracy and loss over the share of the weights that "
+        "The paper's Figure 6, for LeNet-5: error and loss over the share of the weights that "
         "are stale, which the last pair of registers decides. Numbers are how many updates the "
         "oldest of them are behind. Marks are medians, bars the range of all runs. Where the "
         "curves lie on each other the share decides, as the paper found for ResNet-20; where they "
@@ -394,6 +398,10 @@ def _ages(trained: Results) -> str:
 
 def _ends(piece: Results) -> list[float]:
     return [100 * run["accuracy"][-1] for run in piece["runs"]]
+
+
+def _errors(piece: Results) -> list[float]:
+    return [100 - end for end in _ends(piece)]
 
 
 def _losses(piece: Results) -> list[float]:
