@@ -195,7 +195,6 @@ def test_a_wrong_file_gives_one_line(capsys, tmp_path, stacked, command):
     [
         (["--schedule", "vectors"], "'vectors' is no schedule; expected auto, linear, blelloch"),
         (["--mpi", "--schedule", "linear"], "'linear' is no schedule of --mpi; expected auto,"),
-        (["--mpi", "--device", "cuda"], "'cuda' does not go with --mpi; expected cpu"),
         (["--mpi"], "pip install 'sparsescan[mpi]'"),
     ],
 )
