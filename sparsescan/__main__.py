@@ -362,12 +362,12 @@ def _scan_ranks(arguments: argparse.Namespace) -> None:
         )
 
 
-def _load_mpi() -> Any:
+def _load_mpi(option: str = "--mpi") -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            f"--mpi needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
+            f"{option} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
         ) from None
     return MPI
 
@@ -392,17 +392,19 @@ def _strategies(arguments: argparse.Namespace) -> None:
 
 
 def _run_strategies(arguments: argparse.Namespace) -> None:
-    from mpi4py import MPI
-
+    mpi = _load_mpi("--run")
     from .parallel.strategies import load_machine, measure_here, run, save_machine
 
-    comm, file = MPI.COMM_WORLD, arguments.machine
+    comm, file = mpi.COMM_WORLD, arguments.machine
     if arguments.workers != comm.size:
         raise InputError(
             f"--workers is {arguments.workers}, but there are {comm.size} ranks; run it by "
             f"mpiexec -n {arguments.workers}"
         )
-    machine = measure_here(comm) if file is None else load_machine(file)
+    if file is None:
+        machine = measure_here(comm, arguments.network, arguments.batch)
+    else:
+        machine = load_machine(file)
     measured = run(comm, arguments.network, machine, arguments.batch)
     if comm.rank == 0:
         print(measured)

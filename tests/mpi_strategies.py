@@ -29,7 +29,9 @@ from sparsescan.parallel.strategies import (
     Recurrent,
     Scan,
     Training,
+    build,
     from_sequential,
+    measure_here,
     run,
 )
 from sparsescan.parallel.strategies.compare import strategies
@@ -162,6 +164,19 @@ def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
         assert found == expected.bytes, (grid, schedule, found, expected)
 
 
+def check_times(name: str, machine: Machine) -> None:
+    """Every layer was measured, and the same is known on all ranks."""
+    graph = build(name)
+    assert machine.times is not None
+    assert 1 <= machine.times.contention <= WORLD.size
+    for k in range(1, len(graph.layers)):
+        assert machine.times.row(graph, k) is not None
+        assert machine.forward(graph, k, 8) + machine.product(graph, k, 8) > 0
+    whole = sum(machine.forward(graph, k, 8) for k in range(1, len(graph.layers)))
+    assert all(one == whole for one in WORLD.allgather(whole))
+    assert machine.loss(8) > 0
+
+
 def main() -> None:
     rng = np.random.default_rng(int(sys.argv[1]))
     for grid in grids():
@@ -173,7 +188,9 @@ def main() -> None:
         check_bytes(recurrent(rng, np.float32), rng, schedule)
     sys.modules[run.__module__]._SECONDS = 0.0  # type: ignore[attr-defined]
     for name in ("lenet5", "gru:9"):
-        found = run(WORLD, name, Machine(), 8)
+        machine = measure_here(WORLD, name, 8)
+        check_times(name, machine)
+        found = run(WORLD, name, machine, 8)
         for one in found.measured:
             assert one.bytes == one.prediction.bytes, one
             assert one.nanoseconds > 0
@@ -183,6 +200,8 @@ def main() -> None:
         assert "scan" in names
         assert name != "lenet5" or not found.reasons, found.reasons
         assert str(found).startswith(f"{name}, {WORLD.size} ranks, 8 samples")
+        right, pairs = found.pairs
+        assert 0 <= right <= pairs <= len(names) * (len(names) - 1) / 2
 
 
 main()

@@ -397,9 +397,14 @@ def test_a_prediction_by_hand() -> None:
     assert found.memory == 4 * (2 * 200 + 4 * 4 * 30)
     assert found.stale == 200 / 300
     exact = MicroBatches(count=2).predict(Graph("two", layers), machine, 2, 4)
-    each = 407 + 3 * 0 + 2 * 407 + 407 + 100 + 0.5 * 2 * 20 * 4
-    assert exact.total == (2 + 2 - 1) * each
-    assert exact.nanoseconds["idle"] == each
+    message = 100 + 0.5 * 2 * 20 * 4
+    # Forward on the first worker, both times; then both on the second, which runs forward but once,
+    # and on the first, which runs forward again.
+    ahead = 407 + message + 407 + message
+    back = 207 + 2 * 207 + message + 407 + 2 * 407 + message + 407 + 2 * 407
+    assert exact.total == ahead + back
+    own = 2 * (407 + 407 + 2 * 407 + 2 * message)
+    assert exact.nanoseconds["idle"] == exact.total - own
     assert exact.stale == 0
     alone = Pipeline().predict(Graph("two", layers), machine, 1, 4)
     assert (alone.bytes, alone.stale, alone.nanoseconds["activations"]) == (0, 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparsescan.parallel.strategies import (
     Graph,
     Layer,
     Machine,
+    Pipeline,
     Prediction,
     Scan,
     Strategy,
@@ -32,6 +34,7 @@ from sparsescan.parallel.strategies import (
     save_machine,
 )
 from sparsescan.parallel.strategies.scan import blocks, parts_of
+from sparsescan.parallel.strategies.times import Times
 
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
 BUILT_IN = ("lenet5", "alexnet", "vgg11", "resnet-110", "inception-v3", "rnn:50", "gru:20")
@@ -204,6 +207,115 @@ def test_a_picture_is_drawn(tmp_path: Any) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_numbers_of_a_prediction_are_those_of_python() -> None:
+    times = {"forward": np.float64(2), "loss": np.float32(1)}
+    found = Prediction("any", "", times, np.int64(3), np.int32(4), np.float64(0.5))  # type: ignore[arg-type]
+    numbers = [found.bytes, found.memory, found.stale, *found.nanoseconds.values()]
+    assert [type(number) for number in numbers] == [int, int, float, float, float]
+    assert found == Prediction("any", "", {"forward": 2.0, "loss": 1.0}, 3, 4, 0.5)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_long_networks_take_linear_time(workers: int) -> None:
+    """Twice the steps take no more than four times as long, and few seconds."""
+    taken = []
+    for steps in (1500, 3000):
+        network, start = build(f"rnn:{steps}"), time.process_time()
+        found = compare(network, Machine(), workers, 16)
+        taken.append(time.process_time() - start)
+        assert len(found.predictions) == (8 if workers == 2 else 6)
+    assert taken[1] < max(4 * taken[0], 1)
+    assert taken[1] < 10
+
+
+def test_a_pipeline_of_too_many_places_is_refused() -> None:
+    layers = [Layer("x", "input", (), (3,))]
+    layers += [Layer(f"l{k}", "linear", (k - 1,), (3,), 9, 9, 9) for k in range(1, 5000)]
+    with pytest.raises(InputError, match="cut in 4998 places; expected 4096 at most"):
+        Pipeline().predict(Graph("long", layers), Machine(), 4, 8)
+    found = Pipeline((1000, 2000, 3000)).predict(Graph("long", layers), Machine(), 4, 8)
+    assert found.how == "8 stages, registers after layers 1000, 2000, 3000"
+
+
+@given(graphs())
+def test_layers_that_are_alike_cost_the_same(graph: Graph) -> None:
+    for k, first in enumerate(graph.alike):
+        assert first <= k
+        for price in (Machine().forward, Machine().backward, Machine().product):
+            assert price(graph, first, 3) == price(graph, k, 3)
+        if first < k:
+            assert graph.alike[k - 1] == first
+
+
+# -- Times that were measured ---------------------------------------------------------------------
+
+
+def measured(contention: float = 1.0) -> tuple[Graph, Machine]:
+    """Two layers that take 1, 10, 100, … ns a sample, and half of that more; the second is not
+    faster for half of its channels."""
+    layers = [
+        Layer("x", "input", (), (4,)),
+        Layer("a", "linear", (0,), (6,), 30, 24, 24),
+        Layer("b", "linear", (1,), (5,), 35, 30, 30),
+    ]
+    graph = Graph("two", layers)
+    parts = {
+        part: np.array([[1.5, 4.5], [2.5, 5.5]]) * 10**k
+        for k, part in enumerate(("forward", "values", "product", "params", "update"))
+    }
+    halves = {part: np.array([[4.0, 2.0], [5.0, 5.0]]) for part in parts}
+    collectives = {"maximum": 7.0, "broadcast": 11.0, "gather": 13.0}
+    times = Times(
+        layers[1:], (1, 4), parts, halves, {}, np.array([2.0, 8.0]), 3.0, collectives, contention
+    )
+    return graph, Machine(network=Network("", 100.0, 0.0, 0.0, 0.0), times=times)
+
+
+def test_what_was_measured_counts() -> None:
+    graph, machine = measured()
+    assert machine.forward(graph, 1, 1) == 1.5
+    assert machine.forward(graph, 2, 4) == 5.5
+    # Between two numbers of samples and beyond them on a line.
+    assert machine.forward(graph, 1, 2) == 2.5
+    assert machine.forward(graph, 1, 7) == 7.5
+    # Half of the channels of the first are half of the work, of the second all of it.
+    assert machine.forward(graph, 1, 4, 0.5) == 2.25
+    assert machine.forward(graph, 2, 4, 0.5) == 5.5
+    # Nobody needs the gradient of the input.
+    assert machine.backward(graph, 1, 1) == 1500
+    assert machine.backward(graph, 2, 1) == 25 + 250 + 2500
+    assert machine.loss(2) == 4
+    # Of another network nothing is known.
+    other = build("lenet5")
+    assert machine.forward(other, 1, 8) == replace(machine, times=None).forward(other, 1, 8)
+
+
+def test_predictions_from_what_was_measured() -> None:
+    graph, machine = measured()
+    layers = 4.5 + 4500 + 45_000 + 5.5 * (1 + 10 + 100 + 1000)
+    update = (1.5 + 2.5) * 10**4
+    layers += update - 45_000 + 3 + 8
+    found = {one.strategy: one.total for one in compare(graph, machine, 1, 4).predictions}
+    for name in ("batch", "model", "integrated"):
+        assert found[name] == pytest.approx(layers), name
+    assert found["per layer"] == pytest.approx(layers + 13)
+    assert found["pipeline, stale weights"] == pytest.approx(layers + 7 + 11)
+    # The Jacobian of the first layer is written, and multiplied by none.
+    assert found["scan"] == pytest.approx(layers + 45 + 450 + 2 * 7)
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=6), st.integers(0, 6), st.floats(1, 6))
+def test_workers_that_wait_leave_their_cores_to_others(
+    work: list[float], waiting: int, contention: float
+) -> None:
+    _, machine = measured(contention)
+    workers = len(work) + waiting
+    found = machine.shared(work, workers)
+    # One alone is as much faster as it was measured to be; all together are as fast as all are.
+    assert found == pytest.approx(max(max(work) / contention, sum(work) / workers))
+    assert replace(machine, times=None).shared(work, workers) == max(work)
+
+
 # -- Machines -------------------------------------------------------------------------------------
 
 
@@ -261,7 +373,9 @@ def test_bad_machine_files_are_refused(tmp_path: Any, text: str, wrong: str) -> 
 def test_this_machine_is_measured() -> None:
     found = measure_machine(NETWORK)
     assert found.network == NETWORK
-    assert all(value > 0 for key, value in asdict(found).items() if key not in ("name", "network"))
+    assert all(
+        value > 0 for key, value in asdict(found).items() if key not in ("name", "network", "times")
+    )
 
 
 # -- The command line -----------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Redistribution:
 
     def __init__(self, owned: Sequence[Box], needed: Sequence[Box]) -> None:
         self.owned, self.needed = list(owned), list(needed)
+        self._known: dict[tuple[str, int], list[tuple[int, Box]]] = {}
 
     def sent(self, rank: int) -> int:
         """Entries that a rank sends to others; backward, that it receives from them."""
@@ -94,6 +95,8 @@ class Redistribution:
         fill : float
             What lies around the tensor.
         """
+        if self.owned == self.needed:
+            return np.asarray(block, dtype)
         rank = communicator.rank
         found = np.full(_shape(self.needed[rank]), fill, dtype)
         given = self._exchange(
@@ -118,6 +121,8 @@ class Redistribution:
         dtype : dtype
             Of the gradients.
         """
+        if self.owned == self.needed:
+            return np.asarray(grad, dtype)
         rank = communicator.rank
         total = np.zeros(_shape(self.owned[rank]), dtype)
         given = self._exchange(
@@ -132,11 +137,18 @@ class Redistribution:
 
     def _given(self, rank: int) -> list[tuple[int, Box]]:
         """Whom a rank gives which part of its block, itself included."""
-        return _met(self.owned[rank], self.needed)
+        return self._met("given", rank, self.owned[rank], self.needed)
 
     def _taken(self, rank: int) -> list[tuple[int, Box]]:
         """From whom a rank takes which part of what it needs, itself included."""
-        return _met(self.needed[rank], self.owned)
+        return self._met("taken", rank, self.needed[rank], self.owned)
+
+    def _met(self, way: str, rank: int, box: Box, others: Sequence[Box]) -> list[tuple[int, Box]]:
+        """Which of the others a box meets, and where; found once."""
+        if (way, rank) not in self._known:
+            shared = [(k, intersection(box, other)) for k, other in enumerate(others)]
+            self._known[way, rank] = [(k, part) for k, part in shared if volume(part)]
+        return self._known[way, rank]
 
     def _exchange(
         self,
@@ -154,12 +166,6 @@ class Redistribution:
             [(r, part) for (r, _), part in zip(boxes, found, strict=True) if r != here],
         )
         return found
-
-
-def _met(box: Box, others: Sequence[Box]) -> list[tuple[int, Box]]:
-    """Which of the others a box meets, and where."""
-    shared = [(k, intersection(box, other)) for k, other in enumerate(others)]
-    return [(k, part) for k, part in shared if volume(part)]
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from .deepa import PerLayer
 from .graph import Graph
 from .integrated import BatchParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
+from .measured import measure_exchanges, measure_times
 from .pipeline import MicroBatches, Pipeline
 from .scan import Recurrent, Scan, ScanSamples
 from .strategy import Prediction, Strategy, Training
@@ -43,6 +45,8 @@ __all__ = [
 # Of a measurement: steps before it, and seconds and steps that it takes.
 _WARM, _SECONDS, _LEAST, _MOST = 2, 1.0, 5, 50
 _RATE = 0.01
+# Times of two strategies whose order counts.
+_DIFFER = 1.15
 # Of the columns of a table, those that come first; others follow.
 _PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations", "weights")
 # Colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
@@ -314,13 +318,34 @@ class Measured:
     bytes: int
 
 
-def measure_here(comm: Any) -> Machine:
-    """A worker of this computer while all ranks work, and the network between them; collective."""
+def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine:
+    """A worker of this computer while all ranks work, and the network between them; collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    name : str, optional
+        Of a network that is built in, whose layers are to be measured one by one.
+    batch : int
+        Samples of a step, of all ranks together.
+
+    Returns
+    -------
+    Machine
+        The same on all ranks.
+
+    Raises
+    ------
+    InputError
+        If the network cannot be run.
+    """
     communicator = Communicator.of(comm)
+    batch, trained = check_count("batch", batch, 1), None if name is None else _runnable(name)
     network = measure_network(communicator)
     communicator.agree()
     every: list[Machine] = communicator.gather(measure_machine(network))
-    return replace(
+    found = replace(
         every[0],
         multiply_adds=min(one.multiply_adds for one in every),
         bandwidth=min(one.bandwidth for one in every),
@@ -328,6 +353,19 @@ def measure_here(comm: Any) -> Machine:
         # They share it.
         memory=every[0].memory // communicator.size,
     )
+    if communicator.size > 1:
+        latency, inverse_bandwidth = measure_exchanges(communicator)
+        network = replace(network, latency=latency, inverse_bandwidth=inverse_bandwidth)
+        found = replace(found, network=network)
+    if trained is None:
+        return found
+    times = communicator.broadcast(measure_times(comm, trained, batch), 0)
+    return replace(found, times=times)
+
+
+def _runnable(name: str) -> Any:
+    """A network that is built in, to be run."""
+    return Recurrent.named(name, 0) if ":" in name else sequential(name, 0)
 
 
 @dataclass(frozen=True)
@@ -355,7 +393,15 @@ class Run:
     measured: list[Measured]
     reasons: dict[str, str]
 
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Of pairs of strategies that differ by more than 15%: how many as predicted, and all."""
+        both = [(one.nanoseconds, one.prediction.total) for one in self.measured]
+        differ = [(a, b) for a, b in combinations(sorted(both), 2) if b[0] > _DIFFER * a[0]]
+        return sum(a[1] < b[1] for a, b in differ), len(differ)
+
     def __str__(self) -> str:
+        right, pairs = self.pairs
         order = sorted(self.measured, key=lambda one: one.prediction.total)
         rows = [["strategy", "step", "predicted", "order predicted", "sent", "predicted"]]
         for one in self.measured:
@@ -367,6 +413,8 @@ class Run:
             [
                 f"{self.network.name}, {self.workers} ranks, {self.batch} samples a step, measured",
                 *(line[2:] for line in _aligned(rows)),
+                f"  the order of {right} of the {pairs} pairs that differ by more than "
+                f"{_DIFFER - 1:.0%} is as predicted",
                 *(f"  {one.strategy}: {_shortened(one.how)}" for one in predictions),
                 *(f"  without {name}: {reason}" for name, reason in self.reasons.items()),
             ]
@@ -398,7 +446,7 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
         If the network cannot be run.
     """
     graph, rng = build(name), np.random.default_rng(0)
-    network: Any = Recurrent.named(name, 0) if ":" in name else sequential(name, 0)
+    network = _runnable(name)
     batch = check_count("batch", batch, 1)
     x = rng.standard_normal((batch, *network.input_shape), np.float32)
     labels = rng.integers(graph.layers[-1].size, size=batch)
@@ -434,11 +482,7 @@ def _configured(
 ) -> Strategy:
     """With the choices that are predicted to be best, where it would make others to be run."""
     if isinstance(strategy, (Pipeline, MicroBatches)):
-        registers = strategy.placement(graph, machine, workers, batch).registers
-        if isinstance(strategy, Pipeline):
-            return Pipeline(registers)
-        most = max(count for count in range(1, 4 * workers + 1) if batch % count == 0)
-        return MicroBatches(registers, most)
+        return strategy.chosen(graph, machine, workers, batch)
     return strategy
 
 

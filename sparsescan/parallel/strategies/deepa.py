@@ -84,16 +84,30 @@ class Costs:
         for place, (n, c, h, w) in enumerate(configurations.tolist()):
             given = self.measured.get((name, (n, c, h, w)))
             if given is None:
-                parts = n, c * h * w
+                parts = n, c, h * w
                 if parts not in known:
-                    known[parts] = self._modelled(graph, k, -(-batch // n), 1 / (c * h * w))
+                    known[parts] = self._modelled(graph, k, -(-batch // n), c, h * w)
                 given = known[parts]
             found[place] = given
         return found
 
-    def _modelled(self, graph: Graph, k: int, samples: int, share: float) -> float:
-        forward = self.machine.forward(graph, k, samples, share)
-        return forward + self.machine.backward(graph, k, samples, share)
+    def _modelled(self, graph: Graph, k: int, samples: int, channels: int, area: int) -> float:
+        machine, layer = self.machine, graph.layers[k]
+        if machine.times is None:
+            share = 1 / (channels * area)
+            return machine.forward(graph, k, samples, share) + machine.backward(
+                graph, k, samples, share
+            )
+        if layer.kind == "softmax":
+            return machine.loss(samples)
+        pixels, share = samples / area, 1 / channels
+        # Every layer is a chain of its own, but the first that is trained.
+        return (
+            machine.forward(graph, k, pixels, share)
+            + machine.sweep * any(graph.trained[i] for i in layer.inputs)
+            + machine.backward(graph, k, pixels, share)
+            + machine.update(graph, k, share)
+        )
 
     def update(self, layer: Layer, configurations: Chosen) -> Times:
         """Of the sum of parameter gradients over the workers that have the same parameters.
@@ -223,7 +237,7 @@ def optimise(
     # best.
     least = [cost.copy() for cost in nodes]
     for _, k, moves in model.edges:
-        least[k] += costs.least_transfer(moves, of, choices[k])
+        least[k] += model.least_transfer(moves, choices[k])
     left = total * (1 + _ROUNDING) - math.fsum(cost.min() for cost in least)
     rest = [cost <= cost.min() + left for cost in least]
     found, total = model.best(_masked(choices, rest), _masked(nodes, rest))
@@ -247,12 +261,19 @@ class _Model:
         layer, read = self.graph.layers[k], self.graph.layers
         work = layer.kind, layer.shape, layer.weights, layer.multiply_adds, layer.shares is None
         key: Any = *work, tuple(read[i].size for i in layer.inputs), chosen.tobytes()
-        if self.costs.measured:
+        if self.costs.measured or self.costs.machine.times is not None:
             key = *key, layer.name
         if key not in self._known:
             found = self.costs.compute(self.graph, k, self.of.all[chosen], self.batch)
+            if self.costs.machine.times is not None:
+                found = found * self._shared(chosen)
             self._known[key] = found
         return self._known[key]
+
+    def _shared(self, chosen: Chosen) -> Times:
+        """What work takes if only the workers of some configurations have any."""
+        counts, workers = self.of.all[chosen].prod(axis=1).tolist(), self.of.workers
+        return np.array([self.costs.machine.shared([1.0] * n, workers) for n in counts])
 
     def update(self, k: int, chosen: Chosen) -> Times:
         """The same of the sum of its gradients."""
@@ -270,6 +291,13 @@ class _Model:
         key = id(moves), a.tobytes(), b.tobytes()
         if key not in self._known:
             self._known[key] = self.costs.transfer(moves, self.of, a, b)
+        return self._known[key]
+
+    def least_transfer(self, moves: Moves, b: Chosen) -> Times:
+        """What an edge takes at least."""
+        key = id(moves), b.tobytes()
+        if key not in self._known:
+            self._known[key] = self.costs.least_transfer(moves, self.of, b)
         return self._known[key]
 
     def best(self, choices: Sequence[Chosen], nodes: Sequence[Times]) -> tuple[list[int], float]:
@@ -371,6 +399,8 @@ class PerLayer(Strategy):
                 for j, k, moves in model.edges
             ),
         }
+        # The sum of losses.
+        parts["activations"] += machine.collective("gather")
         moved, kept = footprint(graph, chosen, workers, batch)
         return Prediction(
             self.name,

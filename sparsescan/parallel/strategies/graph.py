@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...errors import InputError
 
@@ -24,6 +25,12 @@ KINDS = (
     "concat",
     "softmax",
 )
+
+# Layers whose Jacobians differ between samples; those of others are shared by all.
+_DIFFER = ("cell", "elementwise", "pool", "softmax")
+# Layers whose Jacobians need no index arrays.
+_NO_INDEX = ("cell", "elementwise", "linear", "flatten")
+_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,15 @@ class Layer:
     def size(self) -> int:
         """Entries of its output for one sample."""
         return math.prod(self.shape)
+
+    def values(self, samples: float) -> float:
+        """Numbers of its Jacobian, or Jacobians where they differ between samples."""
+        return self.nnz * (samples if self.kind in _DIFFER else 1)
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the index arrays of its Jacobian."""
+        return 0 if self.kind in _NO_INDEX else _INDEX_BYTES * self.nnz
 
 
 class Graph:
@@ -128,6 +144,31 @@ class Graph:
     def is_chain(self) -> bool:
         """Whether every layer reads just the one before it."""
         return all(layer.inputs == (k - 1,) for k, layer in enumerate(self.layers) if k > 0)
+
+    @cached_property
+    def trained(self) -> tuple[bool, ...]:
+        """Of every layer, whether gradients of its output lead to parameters."""
+        found: list[bool] = []
+        for layer in self.layers:
+            own = layer.weights > 0 or layer.shares is not None
+            found.append(own or any(found[i] for i in layer.inputs))
+        return tuple(found)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of every layer, the first of those just before it that differ from it by name alone."""
+        found, before = [0], None
+        for k, layer in enumerate(self.layers[1:], 1):
+            # By how far back it reads, and what.
+            reads = tuple((k - i, self.layers[i].shape) for i in layer.inputs)
+            key = (
+                replace(layer, name="", inputs=()),
+                reads,
+                any(map(self.trained.__getitem__, layer.inputs)),
+            )
+            found.append(found[-1] if key == before else k)
+            before = key
+        return tuple(found)
 
     def input_shape(self, k: int) -> tuple[int, ...]:
         """Shape of the first input of layer `k`."""

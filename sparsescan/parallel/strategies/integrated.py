@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -13,7 +14,7 @@ from .architectures import from_sequential
 from .equations import MIXING, Volume, all_gather, all_reduce, halo
 from .graph import Graph
 from .integrated_run import IntegratedTraining, whole_layers
-from .layout import STATES, Layout, trained, units
+from .layout import STATES, Layout, units
 from .machine import Machine
 from .strategy import Prediction, Strategy, Training
 
@@ -201,7 +202,8 @@ class Costs:
         self._rows, self._columns = grid
         self._samples = batch / self._columns
         self._allowed, self._together = allowed, together
-        self._trained, self._units = trained(graph), units(graph)
+        self._trained, self._units = graph.trained, units(graph)
+        self._deep = [any(self._trained[i] for i in layer.inputs) for layer in graph.layers]
         self._last = [0] * len(graph.layers)  # who reads each layer last
         self._first = [0] * len(graph.layers)  # and the first that multiplies it by weights
         for k, layer in enumerate(graph.layers):
@@ -209,48 +211,68 @@ class Costs:
                 self._last[i] = k
                 if layer.kind in MIXING and not self._first[i]:
                     self._first[i] = k
+        # Of each layer, the first of those just before it that cost the same in every state.
+        count = len(graph.layers)
+        self._alike = graph.alike if graph.is_chain else tuple(range(count))
         # What is read by each layer or a later one.
-        self._live = [[i for i in range(k) if self._last[i] >= k] for k in range(len(graph.layers))]
+        self._live: list[list[int]] = [[]]
+        for k in range(1, count):
+            self._live.append([i for i in (*self._live[-1], k - 1) if self._last[i] >= k])
         #: Why :meth:`best` has found nothing.
         self.reason = ""
 
     def best(self) -> tuple[float, tuple[str, ...]]:
         """The least time, infinite if there is no way, and the state of every layer."""
         totals: dict[str, float] = {"whole": 0.0}
-        paths: dict[str, tuple[str, ...]] = {"whole": ("whole",)}
+        # For each layer, from its state the one before.
+        paths: list[dict[str, str]] = []
         for k, layer in enumerate(self._graph.layers[1:], 1):
+            if self._alike[k] == k:
+                steps = self._steps(k)
             found: dict[str, float] = {}
-            longer: dict[str, tuple[str, ...]] = {}
-            for state in STATES:
-                if not self._possible(k, state):
-                    continue
-                own = sum(self._time(v) for v in self._layer(k, state).values())
-                own += sum(self._compute(k, state))
+            path: dict[str, str] = {}
+            for state, (own, moved) in steps.items():
                 total, before = min(
-                    (total + self._time(self._moved(k, before, state)), before)
-                    for before, total in totals.items()
+                    (total + moved[before], before) for before, total in totals.items()
                 )
-                found[state], longer[state] = total + own, (*paths[before], state)
+                found[state], path[state] = total + own, before
             if not found:
                 self.reason = (
                     f"{layer.name} of shape {layer.shape} cannot be shared by {self._rows} rows "
                     f"of workers, with a batch of {self._batch} in {self._columns} columns"
                 )
                 return math.inf, ()
-            totals, paths = found, longer
+            totals = found
+            paths.append(path)
         ends = {state: total + self._time(self._end(state)) for state, total in totals.items()}
         state = min(ends, key=lambda state: ends[state])
-        return ends[state], paths[state]
+        states = [state]
+        for path in reversed(paths):
+            states.append(path[states[-1]])
+        return ends[state], tuple(reversed(states))
+
+    def _steps(self, k: int) -> dict[str, tuple[float, dict[str, float]]]:
+        """In each state that layer `k` may have, what it takes, and what moves from each before."""
+        found = {}
+        for state in STATES:
+            if self._possible(k, state):
+                own = sum(self._time(v) for v in self._layer(k, state).values())
+                own += sum(self._compute(k, state))
+                moved = {before: self._time(self._moved(k, before, state)) for before in STATES}
+                found[state] = own, moved
+        return found
 
     def times(self, states: tuple[str, ...]) -> dict[str, float]:
         """Nanoseconds by part."""
         found = dict.fromkeys(_PARTS, 0.0)
-        for k in range(1, len(states)):
-            forward, backward = self._compute(k, states[k])
-            found["forward"] += forward
-            found["backward"] += backward
+        for (k, _, state), count in self._counts(states).items():
+            forward, backward = self._compute(k, state)
+            found["forward"] += count * forward
+            found["backward"] += count * backward
         for part, volume in self._volumes(states).items():
             found[part] += self._time(volume)
+        samples = self._samples / self._rows if states[-1] == "samples" else self._samples
+        found["loss"] += self._machine.loss(samples)
         return found
 
     def words(self, states: tuple[str, ...]) -> float:
@@ -271,13 +293,17 @@ class Costs:
 
     def _volumes(self, states: tuple[str, ...]) -> dict[str, Volume]:
         found = {part: Volume() for part in _PARTS[2:]}
-        for k in range(1, len(states)):
-            for part, volume in self._layer(k, states[k]).items():
-                found[part] += volume
-            found["activations"] += self._moved(k, states[k - 1], states[k])
+        for (k, before, state), count in self._counts(states).items():
+            for part, volume in self._layer(k, state).items():
+                found[part] += volume * count
+            found["activations"] += self._moved(k, before, state) * count
         found["activations"] += self._end(states[-1])
         found["loss"] = all_reduce(self._rows * self._columns, 1)
         return found
+
+    def _counts(self, states: tuple[str, ...]) -> Counter[tuple[int, str, str]]:
+        """How many layers are like one, and in a state, as is what comes before them."""
+        return Counter(zip(self._alike[1:], states[:-1], states[1:], strict=True))
 
     def _time(self, volume: Volume) -> float:
         return volume.time(self._machine.network, self._machine.itemsize)
@@ -313,10 +339,12 @@ class Costs:
             samples = self._samples
         elif state == "channels" and self._graph.layers[k].kind in MIXING:
             samples, share = self._samples, 1 / self._rows
-        machine = self._machine
+        machine, graph = self._machine, self._graph
+        # Every layer is a chain of its own, but the first that is trained.
+        sweep = machine.sweep * self._deep[k]
         return (
-            machine.forward(self._graph, k, samples, share),
-            machine.backward(self._graph, k, samples, share),
+            machine.forward(graph, k, samples, share),
+            sweep + machine.backward(graph, k, samples, share) + machine.update(graph, k, share),
         )
 
     def _layer(self, k: int, state: str) -> dict[str, Volume]:

@@ -26,7 +26,7 @@ from ..communicator import Communicator, Fault
 from .collectives import all_gather, all_reduce, fetch, parts
 from .equations import MIXING
 from .graph import Graph, Layer
-from .layout import Layout, Windows, split, trained, units, windows
+from .layout import Layout, Windows, split, units, windows
 from .stage import Stage
 from .strategy import Training, cross_entropy
 
@@ -77,7 +77,7 @@ def _like(op: Operator, shape: Shape, **changes: Any) -> Operator:
     return made
 
 
-def _share(op: Any, chosen: slice, shape: Shape, padding: Any = None) -> Any:
+def share_of(op: Any, chosen: slice, shape: Shape, padding: Any = None) -> Any:
     """Some output channels of a layer with weights; for a convolution of images of another size."""
     mask = None if op._mask is None else op._mask.on(np)[chosen]
     count = len(range(*chosen.indices(op.weight.shape[0])))
@@ -104,8 +104,8 @@ def _share(op: Any, chosen: slice, shape: Shape, padding: Any = None) -> Any:
 class _Layer:
     """A layer as one rank computes it, from the input that it needs."""
 
-    def __init__(self, op: Operator) -> None:
-        self.stage = Stage([op])
+    def __init__(self, op: Operator, deep: bool) -> None:
+        self.stage, self._deep = Stage([op], deep), deep
         self._shape = op.input_shape
         self._kept: list[Array] = []
 
@@ -119,19 +119,19 @@ class _Layer:
         self._kept = self.stage.forward(x)
         return self._kept[-1]
 
-    def backward(self, grad: Array, deep: bool) -> tuple[Array, dict[str, Array]]:
-        """Gradients of its input, and of its parameters; the former may be wrong if not `deep`."""
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        """Gradients of its input if they are needed, and of its parameters."""
         found, grads = self.stage.backward(self._kept, grad)
-        return found.reshape(-1, *self._shape), grads[0]
+        return found.reshape(-1, *self._shape) if self._deep else grad, grads[0]
 
 
 class _Rows(_Layer):
     """A convolution or pooling of which one rank makes some rows: it fetches its halo."""
 
-    def __init__(self, op: Any, layer: Layer, column: Communicator) -> None:
+    def __init__(self, op: Any, layer: Layer, column: Communicator, deep: bool) -> None:
         self._windows: Windows = windows(layer, op.input_shape[1], column.size)
         self._column, self._rank, self._op = column, column.rank, op
-        super().__init__(self._window(self._windows.reads[self._rank]))
+        super().__init__(self._window(self._windows.reads[self._rank]), deep)
         self._height = op.input_shape[1]
         self._fill = -np.inf if isinstance(op, MaxPool2d) else 0.0
         self._back: Any = None
@@ -152,7 +152,7 @@ class _Rows(_Layer):
         shape = (op.input_shape[0], range_[1] - range_[0], op.input_shape[2])
         padding = (0, op.padding[1])
         if isinstance(op, Conv2d):
-            return _share(op, slice(None), shape, padding)
+            return share_of(op, slice(None), shape, padding)
         return _like(op, shape, padding=padding)
 
     def forward(self, x: Array) -> Array:
@@ -165,7 +165,7 @@ class _Rows(_Layer):
         first, (a, b) = found.makes[rank][0], found.outputs[rank]
         return y[:, :, a - first : b - first]
 
-    def backward(self, grad: Array, deep: bool) -> tuple[Array, dict[str, Array]]:
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
         found, rank = self._windows, self._rank
         start, stop = found.inputs[rank]
         shape = len(grad), self._op.input_shape[0], stop - start, self._op.input_shape[2]
@@ -173,7 +173,7 @@ class _Rows(_Layer):
         grads: dict[str, Array] = {}
         if isinstance(self._op, Conv2d):
             grads = self.stage.network.layers[0].param_grads(self._kept[0], grad)
-        if not deep:
+        if not self._deep:
             return mine, grads
         asked = fetch(self._column, grad, found.outputs, found.asks)
         if not isinstance(self._op, Conv2d):
@@ -227,7 +227,7 @@ class IntegratedTraining(Training):
         self.layout, self._graph, self._rate = layout, graph, learning_rate
         self._batch, self._shape = batch, network.input_shape
         self._mine = slice(*parts(batch, layout.columns)[column])
-        self._trained, self._units = trained(graph), units(graph)
+        self._trained, self._units = graph.trained, units(graph)
         self._layers: list[_Layer] = []
         self._shapes = [network.input_shape, *(op.output_shape for op in network.layers)]
         fault = Fault()
@@ -237,14 +237,14 @@ class IntegratedTraining(Training):
 
     def _made(self, k: int, op: Operator) -> _Layer:
         """Layer `k` as this rank computes it."""
-        state, kind = self.layout.states[k], self._graph.layers[k].kind
+        state, kind, deep = self.layout.states[k], self._graph.layers[k].kind, self._trained[k - 1]
         if state == "rows" and kind in ("conv", "pool"):
-            return _Rows(op, self._graph.layers[k], self._column)
+            return _Rows(op, self._graph.layers[k], self._column, deep)
         if state in ("whole", "samples"):
-            return _Layer(op)
+            return _Layer(op, deep)
         if kind in MIXING:
-            return _Layer(_share(op, self._channels(k), op.input_shape))
-        return _Layer(_like(op, self._local(k - 1, state)))
+            return _Layer(share_of(op, self._channels(k), op.input_shape), deep)
+        return _Layer(_like(op, self._local(k - 1, state)), deep)
 
     @property
     def communicator(self) -> Communicator:
@@ -288,7 +288,7 @@ class IntegratedTraining(Training):
             if not self._trained[k]:
                 return
             deep, need = self._trained[k - 1], self.layout.need(self._graph, k)
-            grad, grads = layer.backward(grad, deep)
+            grad, grads = layer.backward(grad)
             self._descend(k, layer, grads)
             if not deep:
                 continue

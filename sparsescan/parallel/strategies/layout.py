@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from .collectives import Range, gather_words, overlap, parts, reduce_words
 from .equations import MIXING
 from .graph import Graph, Layer
 
-__all__ = ["STATES", "Layout", "Windows", "split", "trained", "units", "windows"]
+__all__ = ["STATES", "Layout", "Windows", "split", "units", "windows"]
 
 #: How the workers of a column hold an activation of their samples: all of it each, some samples,
 #: some channels (of a layer with weights: the model), or some rows of the images (the domain).
@@ -27,15 +28,6 @@ def units(graph: Graph) -> list[int]:
     for layer in graph.layers:
         kept = layer.inputs and layer.kind not in (*MIXING, "concat")
         found.append(found[layer.inputs[0]] if kept else layer.shape[0])
-    return found
-
-
-def trained(graph: Graph) -> list[bool]:
-    """Of every layer, whether gradients of its output lead to parameters."""
-    found: list[bool] = []
-    for layer in graph.layers:
-        own = layer.weights > 0 or layer.shares is not None
-        found.append(own or any(found[i] for i in layer.inputs))
     return found
 
 
@@ -115,8 +107,12 @@ class Layout(NamedTuple):
 
     def need(self, graph: Graph, k: int) -> str:
         """How layer `k` must have its input: a share of the model needs the whole of it."""
+        return self._needed(graph, k, self.states[k])
+
+    @staticmethod
+    def _needed(graph: Graph, k: int, state: str) -> str:
         mixing = graph.layers[k].kind in MIXING
-        return "whole" if mixing and self.states[k] == "channels" else self.states[k]
+        return "whole" if mixing and state == "channels" else state
 
     def describe(self, graph: Graph) -> str:
         """In a few words: the grid, and the layers with weights."""
@@ -132,22 +128,24 @@ class Layout(NamedTuple):
         """Bytes that each worker sends in a step, of a chain; message by message."""
         found = np.zeros((self.columns, self.rows), np.int64)
         counts = [b - a for a, b in parts(batch, self.columns)]
-        needed, cut, last = trained(graph), units(graph), len(graph.layers) - 1
-        for k, layer in enumerate(graph.layers[1:], 1):
-            read = graph.layers[k - 1]
-            before, need = self.states[k - 1], self.need(graph, k)
-            reduced = need != self.states[k] and needed[k - 1]
+        needed, cut, last = graph.trained, units(graph), len(graph.layers) - 1
+        # Layers that are alike send the same.
+        alike = Counter(zip(graph.alike[1:], self.states[:-1], self.states[1:], strict=True))
+        for (k, before, state), times in alike.items():
+            layer, read, need = graph.layers[k], graph.layers[k - 1], self._needed(graph, k, state)
             for column, samples in enumerate(counts):
-                mine = found[column]
+                mine = np.zeros(self.rows, np.int64)
                 if before != need:
                     mine += self._gather(before, samples, read, cut[k - 1])
                     if needed[k - 1]:
                         mine += self._gather(need, samples, read, cut[k - 1])
-                if reduced:
+                if need != state and needed[k - 1]:
                     mine += reduce_words(_lengths(parts(samples * read.size, self.rows)))
                 if need == "rows" and layer.kind in ("conv", "pool"):
                     mine += self._halo(layer, read, samples, needed[k - 1])
-            found += self._weights(layer, k)
+                found[column] += times * mine
+            if layer.weights:
+                found += times * self._weights(layer, state)
         if self.states[last] in ("channels", "rows"):
             for column, samples in enumerate(counts):
                 found[column] += self._gather(
@@ -173,15 +171,15 @@ class Layout(NamedTuple):
             sent += samples * layer.size // layer.shape[1] * _given(found.outputs, found.asks)
         return sent
 
-    def _weights(self, layer: Layer, k: int) -> NDArray[np.int64]:
+    def _weights(self, layer: Layer, state: str) -> NDArray[np.int64]:
         """Numbers that each worker sends for the sum of gradients of the parameters."""
         shape = self.columns, self.rows
-        if self.states[k] in ("samples", "rows"):
+        if state in ("samples", "rows"):
             return reduce_words(_lengths(parts(layer.weights, self.rows * self.columns))).reshape(
                 shape
             )
         shares = [layer.weights] * self.rows
-        if self.states[k] == "channels":
+        if state == "channels":
             each = layer.weights // layer.shape[0]
             shares = [each * (b - a) for a, b in parts(layer.shape[0], self.rows)]
         sizes = np.array([_lengths(parts(share, self.columns)) for share in shares])

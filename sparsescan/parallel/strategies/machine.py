@@ -7,8 +7,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from ...errors import InputError
 from ...jacobians import Conv2d, Tanh
 from ..network import BUILT_IN, Network, load_network
 from .graph import Graph, Layer
+from .times import Times
 
 __all__ = ["Machine", "load_machine", "measure_machine", "save_machine", "worker_file"]
 
@@ -50,6 +51,10 @@ class Machine:
         α and β.
     itemsize : int
         Bytes of a number.
+    times : Times, optional
+        What was measured of the layers of a network, which then counts instead; it is not saved.
+        What is known from this alone takes no time without it: updates, the loss, and what ranks
+        agree on in every step.
     """
 
     name: str = "built in"
@@ -59,6 +64,7 @@ class Machine:
     memory: int = 16 << 30
     network: Network = field(default=BUILT_IN)
     itemsize: int = 4
+    times: Times | None = field(default=None, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Nanoseconds of the forward pass of layer `k`.
@@ -74,6 +80,8 @@ class Machine:
         share : float
             Of its output that is computed.
         """
+        if (found := self._measured("forward", graph, k, samples, share)) is not None:
+            return found
         layer = graph.layers[k]
         if layer.kind in ("input", "flatten"):
             return 0.0
@@ -81,11 +89,86 @@ class Machine:
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """The same of its backward pass: as long for each of its input and its parameters."""
+        if (found := self._measured("params", graph, k, samples, share)) is not None:
+            both = self.values(graph, k, samples, share) + self.product(graph, k, samples, share)
+            # Nobody needs the gradient of what leads to no parameters.
+            return found + both * any(graph.trained[i] for i in graph.layers[k].inputs)
         layer = graph.layers[k]
         if layer.kind in ("input", "flatten"):
             return 0.0
         products = 1 + (layer.weights > 0 or layer.shares is not None)
         return products * (self.overhead + self._work(layer, graph, k, samples, share))
+
+    def values(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Nanoseconds in which the values of the Jacobian of layer `k` are written."""
+        if (found := self._measured("values", graph, k, samples, share)) is not None:
+            return found
+        layer = graph.layers[k]
+        return share * self.itemsize * layer.values(samples) / self.bandwidth
+
+    def product(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Nanoseconds of the product of its Jacobian with a gradient of each sample."""
+        found = self._measured("product", graph, k, samples, share)
+        return self.columns(graph, k, samples * share) if found is None else found
+
+    def columns(self, graph: Graph, k: int, samples: float = 1.0, columns: float = 1.0) -> float:
+        """The same with so many columns."""
+        layer, count = graph.layers[k], samples * columns
+        read = sum(graph.layers[i].size for i in layer.inputs)
+        entries = layer.values(samples) + count * (read + layer.size)
+        nbytes = self.itemsize * entries + layer.index_bytes
+        return max(count * layer.nnz / self.multiply_adds, nbytes / self.bandwidth)
+
+    def params(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Nanoseconds of the gradients of its parameters."""
+        found = self._measured("params", graph, k, samples, share)
+        layer = graph.layers[k]
+        if found is not None or not (layer.weights or layer.shares is not None):
+            return found or 0.0
+        return self._work(layer, graph, k, samples, share)
+
+    def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
+        """Nanoseconds of the update of its parameters."""
+        if graph.layers[k].shares is not None:
+            return 0.0
+        return self._measured("update", graph, k, 1.0, share) or 0.0
+
+    def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
+        """Nanoseconds of a part of the steps that share a layer's parameters, beside each step."""
+        if self.times is None or self.times.row(graph, k) is None:
+            # A forward pass has it in every step.
+            return 0.0 if part == "forward" else self.overhead
+        cell = graph.layers[k].kind == "cell"
+        return self.times.at(self.times.calls[part], samples) if cell else 0.0
+
+    def loss(self, samples: float = 1.0) -> float:
+        """Nanoseconds of the loss and its gradient."""
+        return 0.0 if self.times is None else self.times.at(self.times.loss, samples)
+
+    @property
+    def sweep(self) -> float:
+        """Nanoseconds of a chain of products beside them."""
+        return 0.0 if self.times is None else self.times.sweep
+
+    def shared(self, work: Sequence[float], workers: int) -> float:
+        """Nanoseconds in which workers do what each takes when all work; others have nothing to do.
+
+        What these leave of the cores is shared by those that go on.
+        """
+        contention = 1.0 if self.times is None else self.times.contention
+        return max(max(work) / contention, sum(work) / workers)
+
+    def collective(self, name: str) -> float:
+        """Nanoseconds in which ranks agree on a few bytes."""
+        return 0.0 if self.times is None else self.times.collectives.get(name, 0.0)
+
+    def _measured(
+        self, part: str, graph: Graph, k: int, samples: float, share: float
+    ) -> float | None:
+        row = None if self.times is None else self.times.row(graph, k)
+        if self.times is None or row is None:
+            return None
+        return self.times.of(part, row, samples, share)
 
     def _work(self, layer: Layer, graph: Graph, k: int, samples: float, share: float) -> float:
         """What takes longer, arithmetic or memory."""
@@ -126,7 +209,7 @@ def load_machine(path: _Path | None = None) -> Machine:
     try:
         return _machine_of(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        known = ", ".join(sorted(made.name for made in fields(Machine)))
+        known = ", ".join(sorted({made.name for made in fields(Machine)} - {"times"}))
         raise InputError(
             f"{path}: {error}; expected a JSON object with some of {known}; network is one with "
             "latency and inverse_bandwidth"
@@ -137,7 +220,9 @@ def save_machine(machine: Machine, path: _Path | None = None) -> Path:
     """Write a machine to a JSON file; the path."""
     file = worker_file() if path is None else Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
+    known = asdict(replace(machine, times=None))
+    del known["times"]
+    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return file
 
 
@@ -209,7 +294,7 @@ def _check(
     prefix: str, given: Mapping[str, Any], kind: type[Any], whole: Mapping[str, Any]
 ) -> None:
     """Names and numbers: positive, but for those of a network that may be 0."""
-    known = {made.name for made in fields(kind)} - {"network"}
+    known = {made.name for made in fields(kind)} - {"network", "times"}
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"{prefix}{name} is not known")

@@ -80,13 +80,16 @@ class _Part:
         The whole layer.
     needed, block : Box
         The box and the block.
+    deep : bool
+        Whether gradients of the input are needed.
     """
 
-    def __init__(self, op: Operator, needed: Box, block: Box) -> None:
+    def __init__(self, op: Operator, needed: Box, block: Box, deep: bool) -> None:
         self.channels = block[1][0]
         self.block = tuple(stop - start for start, stop in block)
         self._box = tuple(stop - start for start, stop in needed)
-        self._stage = Stage([_smaller(op, self._box, block)])
+        self._deep = deep
+        self._stage = Stage([_smaller(op, self._box, block)], deep)
         self._op = self._stage.network.layers[0]
         # Whole channels are flattened, of which the block may be a part.
         first = 0
@@ -107,13 +110,16 @@ class _Part:
         return found
 
     def backward(self, grad: Array) -> Array:
+        """Gradients of the box; if they are not needed, something else."""
         y = self._activations[-1]
-        whole = np.zeros((len(y), y[0].size // math.prod(self.block[2:]), *self.block[2:]), y.dtype)
-        whole[:, self._cut] = grad
-        grad_x, (self.grads,) = self._stage.backward(self._activations, whole)
+        if y.size != grad.size:
+            shape = len(y), y[0].size // math.prod(self.block[2:]), *self.block[2:]
+            whole = np.zeros(shape, y.dtype)
+            whole[:, self._cut] = grad
+            grad = whole
+        grad_x, (self.grads,) = self._stage.backward(self._activations, grad)
         self._activations = []
-        found: Array = grad_x.reshape(self._box)
-        return found
+        return grad_x.reshape(self._box) if self._deep else grad
 
     def descend(self, learning_rate: float) -> None:
         self._stage.descend([self.grads], learning_rate)
@@ -243,7 +249,7 @@ class Partitioned(Training):
                 self._moves.append(Redistribution(owned if k > 1 else boxes, boxes))
             if op is not None:
                 box = made[rank]
-                part = _Part(op, boxes[rank], box) if volume(box) else None
+                part = _Part(op, boxes[rank], box, k > 1) if volume(box) else None
                 self._parts.append(part)
                 self._replicas.append(_replicas(layer, op, made))
             owned = made

@@ -23,6 +23,9 @@ __all__ = ["MicroBatches", "Pipeline", "balance"]
 
 _Costs = NDArray[np.float64]
 
+# Where registers can be, among which is chosen; tables grow with its square.
+_PLACES = 4096
+
 
 class _Stages(Strategy):
     """What both have in common: a stage of the network on each worker.
@@ -52,16 +55,25 @@ class _Stages(Strategy):
         """
         layers = len(network.layers) - 1
         forward, backward, messages = _times(network, machine, batch)
+        # Layers that share their weights stay together.
+        places = np.flatnonzero(np.isfinite(messages))
         found = self._given
-        if found is None:
-            found = balance(_costs(forward + backward, messages), workers)
-        else:
+        if found is not None:
             self._check(Placement(layers, found), workers)
+        elif len(places) > _PLACES:
+            raise InputError(
+                f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
+                "most, or registers that are given"
+            )
+        else:
+            ends = np.concatenate([[0], np.cumsum(forward + backward)])[places]
+            chosen = balance(_costs(ends, messages[places]), workers)
+            found = None if chosen is None else tuple(int(places[k]) for k in chosen)
         if found is None or not np.isfinite(messages[list(found)]).all():
             raise InputError(
                 f"workers is {workers}; expected no more than the stages that {network.name} can "
-                f"be cut into, which are {1 + int(np.isfinite(messages[1:-1]).sum())}: layers that "
-                "share their weights stay together"
+                f"be cut into, which are {len(places) - 1}: layers that share their weights stay "
+                "together"
             )
         return Placement(layers, found)
 
@@ -85,7 +97,8 @@ class _Stages(Strategy):
         if self._given is not None:
             placement = self._check(Placement(len(network.ops), self._given), workers)
         else:
-            found = balance(_costs(_work(network), np.zeros(len(network.ops) + 1)), workers)
+            ends = np.concatenate([[0], np.cumsum(_work(network))])
+            found = balance(_costs(ends, np.zeros(len(ends))), workers)
             if found is None:
                 raise InputError(
                     f"comm has {workers} ranks; expected no more than the {len(network.ops)} layers"
@@ -154,8 +167,10 @@ class Pipeline(_Stages):
         weights = [layer.weights for layer in network.layers[1:]]
         forward, backward, messages = _times(network, machine, batch)
         parts = placement.parts
+        work = [float((forward + backward)[part].sum()) + machine.sweep for part in parts]
         # As long as the slowest stage.
-        part = max(parts, key=lambda part: _cycle(forward + backward, messages, part))
+        slowest = max(range(workers), key=lambda k: work[k] + _beside(messages, parts[k]))
+        part, cycle = parts[slowest], machine.shared(work, workers) / work[slowest]
         memory = [
             2 * sum(weights[part]) + batch * (2 + degree) * _kept(network, part)
             for part, degree in zip(parts, placement.degrees, strict=True)
@@ -164,9 +179,11 @@ class Pipeline(_Stages):
             self.name,
             _how(placement),
             {
-                "forward": float(forward[part].sum()),
-                "backward": float(backward[part].sum()),
-                "activations": float(messages[part.start] + messages[part.stop]),
+                "forward": cycle * float(forward[part].sum()),
+                "backward": cycle * (float(backward[part].sum()) + machine.sweep),
+                "activations": _beside(messages, part)
+                + machine.collective("maximum")
+                + machine.collective("broadcast"),
             },
             _sent(network, machine, placement, batch),
             machine.itemsize * max(memory),
@@ -234,25 +251,40 @@ class MicroBatches(_Stages):
     ) -> Prediction:
         samples, workers = batch // count, len(placement.parts)
         forward, backward, messages = _times(network, machine, samples)
-        again = forward if workers > 1 else np.zeros_like(forward)
         parts = placement.parts
-        part = max(parts, key=lambda part: _cycle(forward + again + backward, messages, part))
+        ahead = np.array([forward[part].sum() for part in parts])
+        back = np.array([backward[part].sum() for part in parts]) + machine.sweep
+        both = np.array([_beside(messages, part) for part in parts])
+        # The last one runs forward once, just before it runs backward.
+        first, second = ahead.copy(), ahead + back
+        first[-1] = 0
+        slowest = int((first + second + both * 2).argmax())
+        # Those that wait leave their cores to others.
+        work = count * (first + second)
+        alone = machine.shared([1.0], workers)
+        # Each way the first goes through all, the others follow one after the other.
+        total = both.sum()
+        for stages in (first, second):
+            total += alone * stages.sum() + (count - 1) * (alone * stages + both).max()
+        total = max(total, machine.shared(work.tolist(), workers) + 2 * count * both[slowest])
         parameters = [layer.weights for layer in network.layers[1:]]
+        crossing = _crossing(network)
         memory = [
             2 * sum(parameters[part])
-            + batch * _crossing(network)[part.start]
+            + batch * crossing[part.start]
             + samples * 2 * _kept(network, part)
             for part in parts
         ]
-        slowest = _cycle(forward + again + backward, messages, part)
         return Prediction(
             self.name,
             f"{count} micro-batches; {_how(placement)}",
             {
-                "forward": count * float(forward[part].sum()),
-                "backward": count * float((again + backward)[part].sum()),
-                "activations": count * float(messages[part.start] + messages[part.stop]),
-                "idle": (workers - 1) * slowest,
+                "forward": alone * count * float(ahead[slowest]),
+                "backward": alone * count * float(first[slowest] + back[slowest]),
+                "activations": count * 2 * float(both[slowest])
+                + machine.collective("maximum")
+                + machine.collective("broadcast"),
+                "idle": float(total - alone * work[slowest] - 2 * count * both[slowest]),
             },
             _sent(network, machine, placement, batch),
             machine.itemsize * max(memory),
@@ -309,36 +341,54 @@ def balance(costs: _Costs, stages: int) -> tuple[int, ...] | None:
 
 def _times(network: Graph, machine: Machine, samples: int) -> tuple[_Costs, _Costs, _Costs]:
     """Nanoseconds of each layer forward and backward, and of a message after each, from none on."""
-    numbers = range(1, len(network.layers))
-    forward = np.array([machine.forward(network, k, samples) for k in numbers])
-    backward = np.array([machine.backward(network, k, samples) for k in numbers])
+    numbers, same = np.unique(network.alike[1:], return_inverse=True)
+    forward = np.array([machine.forward(network, k, samples) for k in numbers.tolist()])[same]
+    backward = np.array(
+        [
+            machine.backward(network, k, samples) + machine.update(network, k)
+            for k in numbers.tolist()
+        ]
+    )[same]
+    forward[-1] += machine.loss(samples)
     sizes = samples * machine.itemsize * _crossing(network)
-    messages = np.array([machine.network.message(int(size)) for size in sizes])
+    messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
     messages[[0, -1]] = 0
-    for k, layer in enumerate(network.layers):
-        if layer.shares is not None:
-            messages[layer.shares : k] = np.inf
+    # From the first to the last that shares its weights.
+    last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
+    for first, k in last.items():
+        messages[first:k] = np.inf
     return forward, backward, messages
 
 
 def _crossing(network: Graph) -> NDArray[np.int64]:
     """Entries for one sample that are made up to each layer and read behind it."""
     sizes = np.zeros(len(network.layers), np.int64)
+    reads = list(range(len(network.layers)))
     for k, layer in enumerate(network.layers):
-        reads = max((j for j, other in enumerate(network.layers) if k in other.inputs), default=k)
-        sizes[k:reads] += layer.size
+        for i in layer.inputs:
+            reads[i] = k
+    for k, layer in enumerate(network.layers):
+        sizes[k : reads[k]] += layer.size
     return sizes
 
 
-def _costs(times: _Costs, messages: _Costs) -> _Costs:
-    """Of every stage there could be: its layers, and its messages on both sides."""
-    ends = np.concatenate([[0], np.cumsum(times)])
+def _costs(ends: _Costs, messages: _Costs) -> _Costs:
+    """Of every stage there could be: its layers, and its messages on both sides.
+
+    Parameters
+    ----------
+    ends : ndarray
+        Of all layers before each place where a stage can begin or end.
+    messages : ndarray
+        At each of these places.
+    """
     costs = ends - ends[:, None] + messages + messages[:, None]
     return np.where(np.arange(len(ends)) > np.arange(len(ends))[:, None], costs, np.inf)
 
 
-def _cycle(times: _Costs, messages: _Costs, part: slice) -> float:
-    return float(times[part].sum() + messages[part.start] + messages[part.stop])
+def _beside(messages: _Costs, part: slice) -> float:
+    """Nanoseconds of the messages on both sides of a stage."""
+    return float(messages[part.start] + messages[part.stop])
 
 
 def _work(network: Sequential) -> _Costs:

@@ -40,7 +40,7 @@ class _Rank:
         part = placement.parts[self.communicator.rank]
         fault = Fault()
         with fault:
-            self.stage = Stage(network.ops[part])
+            self.stage = Stage(network.ops[part], deep=not self.first)
         self.communicator.agree(fault.error)
         sides = network.ops[part.start].input_shape, network.ops[part.stop - 1].output_shape
         self._in, self._out = ((samples, *shape) for shape in sides)

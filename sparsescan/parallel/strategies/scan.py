@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ..maps import Layout, Terms, vector_words
 from . import equations
 from .architectures import Builder, build, from_sequential
 from .collectives import all_reduce, parts, reduce_words
-from .graph import Graph, Layer
+from .graph import Graph
 from .machine import Machine
 from .stage import Stage
 from .strategy import Prediction, Strategy, Training, cross_entropy
@@ -36,11 +37,7 @@ __all__ = ["Recurrent", "Scan", "ScanSamples", "blocks", "parts_of"]
 
 Array = NDArray[Any]
 
-# Layers whose Jacobians differ between samples; those of others are shared by all.
-_DIFFER = ("cell", "elementwise", "pool", "softmax")
-# Layers whose Jacobians need no index arrays.
-_NO_INDEX = ("cell", "elementwise", "linear", "flatten")
-_INDEX_BYTES, _LOSS_BYTES = 4, 8
+_LOSS_BYTES = 8
 _CELLS: dict[str, tuple[type[Cell], int]] = {"rnn": (RNNCell, 1), "gru": (GRUCell, 3)}
 
 
@@ -190,7 +187,7 @@ class Scan(Strategy):
         grid, schedule, _ = self._best(graph, self.machine, size, batch)
         # Positions of the scan are numbered from the end of the chain on.
         span = parts_of(graph, grid.chain)[grid.chain - 1 - grid.position(rank)]
-        part: _Part = (_Steps if isinstance(network, Recurrent) else _Layers)(network, span)
+        part: _Part = (Steps if isinstance(network, Recurrent) else _Layers)(network, span)
         return _Training(comm, grid, batch, part, learning_rate, schedule)
 
 
@@ -266,12 +263,15 @@ class _Division:
             for part in reversed(parts_of(network, grid.chain))
         ]
         self._sizes = [self._layers[part[-1]].size for part in self._parts[1:]]
+        # Whose parameters others use, too.
+        self._shared = {own for layer in self._layers if (own := layer.shares) is not None}
 
     def prediction(self, schedule: str) -> Prediction:
         machine, network, grid = self._machine, self._machine.network, self._grid
         by_products = schedule == "products"
         working, waiting = self._products if by_products else self._vectors
-        waiting += network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+        agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+        waiting += 2 * machine.collective("maximum") or agreed
         reduced = [self._summed(part) for part in self._parts]
         held = [self._held(part) for part in self._parts]
         if by_products:
@@ -281,26 +281,24 @@ class _Division:
             strategy=Scan.name,
             how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
             nanoseconds={
-                "forward": sum(
-                    machine.forward(self._graph, k, self._samples)
-                    for part in self._parts
-                    for k in part
-                ),
+                "forward": sum(self._one(self._each("forward", part)) for part in self._parts),
                 "activations": sum(
                     network.message(self._samples * size * machine.itemsize) for size in self._sizes
                 ),
-                "Jacobians": max(map(self._filling, self._parts)),
+                "Jacobians": self._all([self._each("values", part) for part in self._parts]),
                 "scan": working + waiting,
-                "parameters": max(map(self._param_grads, self._parts)),
+                "parameters": self._all([self._param_grads(part) for part in self._parts]),
                 "weights": max(
                     sum(
                         equations.all_reduce(ranks, count).time(network, machine.itemsize)
                         for ranks, count in sums
                         if count
                     )
-                    for sums in reduced
+                    + self._updates(part)
+                    for sums, part in zip(reduced, self._parts, strict=True)
                 ),
-                "loss": equations.all_reduce(grid.size, 1).time(network, _LOSS_BYTES),
+                "loss": machine.loss(self._samples)
+                + equations.all_reduce(grid.size, 1).time(network, _LOSS_BYTES),
             },
             bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
             memory=max(held),
@@ -310,34 +308,36 @@ class _Division:
         machine = self._machine
         return max(multiply_adds / machine.multiply_adds, nbytes / machine.bandwidth)
 
-    def _calls(self, part: Sequence[int]) -> int:
-        """Layers that share parameters are one call where they need not wait for each other."""
+    def _one(self, work: float) -> float:
+        """Nanoseconds of what one part after the other does, in each group of samples."""
+        return self._machine.shared([work], self._grid.chain)
+
+    def _all(self, work: Sequence[float]) -> float:
+        """Nanoseconds of what all parts do at once."""
+        return self._machine.shared(work, self._grid.chain)
+
+    def _each(self, part: str, layers: Sequence[int]) -> float:
+        """Of some layers; those that share parameters are one call."""
+        graph, machine, samples = self._graph, self._machine, self._samples
+        owners = {k if (own := self._layers[k].shares) is None else own for k in layers}
+        taken = getattr(machine, part)
+        calls = sum(machine.call(part, graph, k, samples) for k in owners)
+        return calls + math.fsum(taken(graph, k, samples) for k in layers)
+
+    def _param_grads(self, part: Sequence[int]) -> float:
         layers = self._layers
-        return len({k if (own := layers[k].shares) is None else own for k in part})
+        own = [k for k in part if layers[k].weights or layers[k].shares is not None]
+        return self._each("params", own)
 
-    def _values(self, layer: Layer) -> int:
-        """Numbers of its Jacobian, or Jacobians."""
-        return layer.nnz * (self._samples if layer.kind in _DIFFER else 1)
-
-    def _filling(self, part: Sequence[int]) -> float:
-        """Nanoseconds in which a worker writes its Jacobians."""
-        itemsize = self._machine.itemsize
-        written = sum(self._time(0, itemsize * self._values(self._layers[k])) for k in part)
-        return self._machine.overhead * self._calls(part) + written
-
-    def _times_columns(self, k: int, columns: int) -> float:
-        """Nanoseconds of the product of a Jacobian with so many columns."""
-        layer, itemsize = self._layers[k], self._machine.itemsize
-        read = sum(self._layers[i].size for i in layer.inputs)
-        columns *= self._samples
-        nbytes = itemsize * (self._values(layer) + columns * (read + layer.size))
-        return self._time(columns * layer.nnz, nbytes + _index_bytes(layer))
+    def _updates(self, part: Sequence[int]) -> float:
+        return sum(self._machine.update(self._graph, k) for k in part)
 
     @cached_property
     def _sweeps(self) -> list[float]:
         """Nanoseconds in which each worker takes one gradient through its part."""
         return [
-            self._machine.overhead + sum(self._times_columns(k, 1) for k in part)
+            (self._machine.sweep or self._machine.overhead)
+            + sum(self._machine.product(self._graph, k, self._samples) for k in part)
             for part in self._parts
         ]
 
@@ -346,7 +346,9 @@ class _Division:
         """Work, and messages: every part after the one before."""
         message = self._machine.network.message
         terms = self._terms(self._samples)
-        return sum(self._sweeps), sum(message(8 * vector_words(n, terms)) for n in self._sizes)
+        return sum(map(self._one, self._sweeps)), sum(
+            message(8 * vector_words(n, terms)) for n in self._sizes
+        )
 
     @cached_property
     def _products(self) -> tuple[float, float]:
@@ -355,7 +357,10 @@ class _Division:
         inner = self._parts[1:-1]
         reducing = [
             machine.overhead
-            + sum(self._times_columns(k, self._layers[part[-1]].size) for k in part)
+            + sum(
+                machine.columns(self._graph, k, self._samples, self._layers[part[-1]].size)
+                for k in part
+            )
             for part in inner
         ]
         rounds = (count - 1).bit_length()
@@ -380,16 +385,10 @@ class _Division:
         inner = len(self._parts) > 2
         return 8 * Layout(size, size * inner, size * size * inner).words(self._terms(samples))
 
-    def _param_grads(self, part: Sequence[int]) -> float:
-        machine, layers = self._machine, self._layers
-        own = [k for k in part if layers[k].weights or layers[k].shares is not None]
-        work = sum(machine.forward(self._graph, k, self._samples) - machine.overhead for k in own)
-        return machine.overhead * self._calls(own) + work
-
     def _summed(self, part: Sequence[int]) -> list[tuple[int, int]]:
         """Over how many ranks how many numbers of the gradients of parameters are summed."""
         layers, grid = self._layers, self._grid
-        shared = {own for layer in layers if (own := layer.shares) is not None}
+        shared = self._shared
         mine = sum(layers[k].weights for k in part if k not in shared)
         everywhere = sum(layers[k].weights for k in shared)
         return [(grid.batch, mine), (grid.size, everywhere)]
@@ -397,12 +396,12 @@ class _Division:
     def _held(self, part: Sequence[int]) -> int:
         """Bytes of Jacobians and their indices, activations and gradients, and parameters."""
         layers, itemsize = [self._layers[k] for k in part], self._machine.itemsize
-        numbers = sum(map(self._values, layers))
+        numbers = sum(int(layer.values(self._samples)) for layer in layers)
         numbers += 2 * self._samples * sum(layer.size for layer in layers)
         numbers += 2 * sum(count for _, count in self._summed(part))
         # Layers that share parameters share the pattern, too.
         own = [layer for layer in layers if layer.shares is None]
-        return itemsize * numbers + sum(map(_index_bytes, own))
+        return itemsize * numbers + sum(layer.index_bytes for layer in own)
 
     def _sent(self, rank: int, by_products: bool, reduced: list[list[tuple[int, int]]]) -> int:
         """Bytes of data that a rank sends in a step; what ranks agree on is not counted."""
@@ -421,10 +420,6 @@ class _Division:
         total += machine.itemsize * _sum_sent(own, groups, grid.group(rank))
         total += machine.itemsize * _sum_sent(everywhere, size, rank)
         return total + _LOSS_BYTES * _sum_sent(1, size, rank)
-
-
-def _index_bytes(layer: Layer) -> int:
-    return 0 if layer.kind in _NO_INDEX else _INDEX_BYTES * layer.nnz
 
 
 def _sum_sent(count: int, size: int, rank: int) -> int:
@@ -508,7 +503,7 @@ class _Layers(_Part):
         return self._stage.network.param_grads(self._activations, grads)
 
 
-class _Steps(_Part):
+class Steps(_Part):
     """Some steps of a recurrent network; the last part has the linear layer, too."""
 
     shared = 1

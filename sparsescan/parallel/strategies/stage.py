@@ -21,6 +21,8 @@ class Stage:
     ----------
     ops : sequence of Operator
         The layers, which are copied with their parameters.
+    deep : bool
+        Whether the gradient of the input is needed.
 
     Attributes
     ----------
@@ -28,12 +30,14 @@ class Stage:
         The copies.
     """
 
-    def __init__(self, ops: Sequence[Operator]) -> None:
+    def __init__(self, ops: Sequence[Operator], deep: bool = True) -> None:
         # What is drawn when it is first read would be drawn twice.
         for op in ops:
             _ = op.params
         self.network = Sequential(copy.deepcopy(list(ops)))
-        self._plan = self.network.plan(schedule="linear")
+        plan = self.network.plan(schedule="linear")
+        self._scan = plan.inclusive_scan if deep else plan.exclusive_scan
+        self._scans = deep or len(self.network) > 1
 
     @property
     def parameters(self) -> Gradients:
@@ -53,10 +57,22 @@ class Stage:
             What :meth:`forward` returned.
         grad : ndarray, shape (batch, outputs)
             Of the output.
+
+        Returns
+        -------
+        grad : ndarray
+            If it is not needed, that of the output of the first layer.
+        grads : list of dict of str to ndarray
+            Of each layer.
         """
-        flat = grad.reshape(len(grad), -1)
-        grads = list(self._plan.inclusive_scan(flat, self.network.values(activations)))
+        grads = [grad.reshape(len(grad), -1)]
+        if self._scans:
+            grads = self.product(grad, self.network.values(activations))
         return grads[-1], self.network.param_grads(activations, grads)
+
+    def product(self, grad: Array, values: list[Array]) -> list[Array]:
+        """Gradients from that of the output on, by Jacobians with these values."""
+        return list(self._scan(grad.reshape(len(grad), -1), values))
 
     def descend(self, grads: Gradients, learning_rate: float) -> None:
         """A step of SGD: ``θ ← θ − learning_rate · ∇θ``."""

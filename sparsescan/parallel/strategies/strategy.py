@@ -48,6 +48,14 @@ class Prediction:
     memory: int
     stale: float = 0.0
 
+    def __post_init__(self) -> None:
+        # JSON and exact comparisons know no numbers of NumPy.
+        for name in ("bytes", "memory"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        times = {part: float(taken) for part, taken in self.nanoseconds.items()}
+        object.__setattr__(self, "nanoseconds", times)
+        object.__setattr__(self, "stale", float(self.stale))
+
     @property
     def total(self) -> float:
         """Nanoseconds of the step."""

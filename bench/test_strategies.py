@@ -1,0 +1,79 @@
+"""Which way to parallelise: predictions and a run of all strategies on one and two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from . import scaling, strategies
+from .experiment import Options, run
+
+QUICK = Options(quick=True, device="cpu")
+
+
+@pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.machine.pin", lambda: None)
+    monkeypatch.setattr(strategies, "RANKS", (1, 2))
+    path = run(strategies.EXPERIMENT, QUICK, tmp_path / "results")
+    results = json.loads(path.read_text())
+    assert results["done"]
+    pieces = results["pieces"]
+
+    for name in strategies._QUICK_NETWORKS:
+        piece = pieces[f"predicted, {name}"]
+        counts = [one["workers"] for one in piece["comparisons"]]
+        assert counts == list(strategies._QUICK_WORKERS)
+        for one in piece["comparisons"]:
+            assert len(one["predictions"]) + len(one["reasons"]) == 8
+            for found in one["predictions"]:
+                assert found["total"] == pytest.approx(sum(found["nanoseconds"].values()))
+                assert isinstance(found["bytes"], int)
+                assert isinstance(found["memory"], int)
+
+    for ranks in (1, 2):
+        piece = pieces[f"measured, P={ranks}"]
+        assert piece["ranks"] == ranks
+        assert [one["network"] for one in piece["runs"]] == list(strategies.MEASURED)
+        for one in piece["runs"]:
+            assert len(one["measured"]) + len(one["reasons"]) == 8
+            assert "scan" in [found["strategy"] for found in one["measured"]]
+            times = [found["measured_nanoseconds"] for found in one["measured"]]
+            assert times == sorted(times)
+            for found in one["measured"]:
+                assert found["bytes"] == found["measured_bytes"]
+                # However busy the machine is.
+                assert 0.05 < found["total"] / found["measured_nanoseconds"] < 20
+            right, pairs = one["pairs"]
+            assert 0 <= right <= pairs <= 28
+
+    over, beside = strategies.EXPERIMENT.drawings(results)
+    for drawing in (over, beside):
+        drawing.figure.savefig(tmp_path / "picture.png")
+    cases = sum(len(one["measured"]) for k in (1, 2) for one in pieces[f"measured, P={k}"]["runs"])
+    assert f"as predicted in {cases} of {cases} cases" in beside.caption
+    assert "P=2: " in beside.caption
+    # Two networks for the workers that are shown, and two that were measured on two ranks.
+    assert len(strategies.EXPERIMENT.rows(results)) == 2 * len(strategies._SHOWN) + 2
+    half = results | {"pieces": {"predicted, lenet5": pieces["predicted, lenet5"]}}
+    assert len(strategies.EXPERIMENT.drawings(half)) == 1
+    assert strategies.EXPERIMENT.drawings({"pieces": {}}) == []
+    assert strategies.EXPERIMENT.rows({"pieces": {}}) == []
+
+
+def test_the_order_is_said():
+    runs = [
+        {"pairs": [3, 4], "measured": [{"measured_nanoseconds": 3.0, "total": 2.0}]},
+        {"pairs": [1, 1], "measured": [{"measured_nanoseconds": 3.0, "total": 4.0}]},
+    ]
+    said = strategies._order_said([{"ranks": 2, "runs": runs}])
+    assert said.endswith("P=2: 4 of 5 pairs, and 50% off at most.")
+
+
+def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.machine.pin", lambda: None)
+    monkeypatch.setattr(scaling, "_mpiexec", lambda: None)
+    with pytest.raises(SystemExit, match="strategies needs mpi4py and mpiexec: pip install"):
+        run(strategies.EXPERIMENT, QUICK, tmp_path)
