@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -410,6 +411,8 @@ def _run_strategies(arguments: argparse.Namespace) -> None:
         print(measured)
         if file is None:
             print(f"this machine: {save_machine(machine)}")
+        if comm.size > 1 and not {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys():
+            print("every rank's NumPy may use all cores: set OMP_NUM_THREADS=1 to give each its own")
 
 
 def _version(*names: str) -> str:
