@@ -412,7 +412,7 @@ def _run_strategies(arguments: argparse.Namespace) -> None:
         if file is None:
             print(f"this machine: {save_machine(machine)}")
         if comm.size > 1 and not {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys():
-            print("every rank's NumPy may use all cores: set OMP_NUM_THREADS=1 to give each its own")
+            print("NumPy may use all cores on every rank: OMP_NUM_THREADS=1 gives each one core")
 
 
 def _version(*names: str) -> str:

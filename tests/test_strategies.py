@@ -220,10 +220,13 @@ def test_long_networks_take_linear_time(workers: int) -> None:
     """Twice the steps take no more than four times as long, and few seconds."""
     taken = []
     for steps in (1500, 3000):
-        network, start = build(f"rnn:{steps}"), time.process_time()
-        found = compare(network, Machine(), workers, 16)
-        taken.append(time.process_time() - start)
-        assert len(found.predictions) == (8 if workers == 2 else 6)
+        network, samples = build(f"rnn:{steps}"), []
+        for _ in range(3):
+            start = time.process_time()
+            found = compare(network, Machine(), workers, 16)
+            samples.append(time.process_time() - start)
+            assert len(found.predictions) == (8 if workers == 2 else 6)
+        taken.append(min(samples))
     assert taken[1] < max(4 * taken[0], 1)
     assert taken[1] < 10
 
