@@ -102,6 +102,14 @@ def check_input() -> None:
         fails(lambda s=schedule: scan(s, local_grads=[None]), InputError, "rank 0: local_grads")
 
 
+def check_plans_without_steps() -> None:
+    """One of them, whose ranks do not know the length of the gradient, beside another plan."""
+    empty, plan = parallel.plan(WORLD, []), parallel.plan(WORLD, STEPS)
+    mine, steps = (empty, []) if RANK == 0 else (plan, STEPS)
+    fails(lambda: mine.exclusive_scan(GRAD, steps), InputError, "scans of different plans")
+    assert len(plan.exclusive_scan(GRAD, STEPS)) == len(STEPS)
+
+
 def check_planning() -> None:
     odd = [np.ones((D, D)), np.ones((D + 1, D))]
     fails(
@@ -217,6 +225,7 @@ def check_memory() -> None:
 def main() -> None:
     check_input()
     check_planning()
+    check_plans_without_steps()
     check_exceptions()
     check_memory()
     print(f"rank {RANK} is done", flush=True)

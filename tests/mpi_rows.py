@@ -257,6 +257,16 @@ def on(rank: int, wrong: Any, right: Any) -> Any:
     return wrong if rank == RANK else right
 
 
+def check_no_steps() -> None:
+    """Gradients pass through; the shares of some ranks change in length, and others do not."""
+    grid = Grid(1, 1, SIZE)
+    plan = parallel.plan(WORLD, [], grid=grid)
+    for size in (2 * SIZE, 2 * SIZE + 1, 2 * SIZE, SIZE):
+        whole = np.arange(float(size))
+        (found,) = plan.inclusive_scan(whole[grid.entries(RANK, size)], [])
+        assert np.array_equal(found, whole[grid.entries(RANK, size)])
+
+
 def check_faults() -> None:
     last = SIZE - 1
     grad = np.ones(2) if GRID.position(RANK) == 0 else None
@@ -332,6 +342,7 @@ def main() -> None:
     check_stencils()
     check_layers()
     check_memory()
+    check_no_steps()
     check_faults()
     print(f"rank {RANK} is done", flush=True)
 

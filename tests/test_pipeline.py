@@ -391,7 +391,14 @@ def test_a_prediction_by_hand() -> None:
     found = Pipeline().predict(Graph("two", layers), machine, 2, 4)
     assert found.how == "4 stages, registers after layer 1"
     message = 100 + 0.5 * 4 * 20 * 4
-    assert found.nanoseconds == {"forward": 807, "backward": 1614, "activations": message}
+    # A maximum there and back, and the loss.
+    agreeing = 3 * 100
+    assert found.nanoseconds == {
+        "forward": 807,
+        "backward": 1614,
+        "activations": message,
+        "loss": agreeing,
+    }
     assert found.bytes == 4 * 20 * 4
     # Weights and their gradients; the input and the output of three minibatches, and one gradient.
     assert found.memory == 4 * (2 * 200 + 4 * 4 * 30)
@@ -402,12 +409,13 @@ def test_a_prediction_by_hand() -> None:
     # and on the first, which runs forward again.
     ahead = 407 + message + 407 + message
     back = 207 + 2 * 207 + message + 407 + 2 * 407 + message + 407 + 2 * 407
-    assert exact.total == ahead + back
+    assert exact.total == ahead + back + agreeing
     own = 2 * (407 + 407 + 2 * 407 + 2 * message)
-    assert exact.nanoseconds["idle"] == exact.total - own
+    assert exact.nanoseconds["idle"] == ahead + back - own
     assert exact.stale == 0
     alone = Pipeline().predict(Graph("two", layers), machine, 1, 4)
     assert (alone.bytes, alone.stale, alone.nanoseconds["activations"]) == (0, 0, 0)
+    assert alone.nanoseconds["loss"] == 0
 
 
 @pytest.mark.parametrize("network", ["lenet5", "alexnet", "resnet-110", "inception-v3"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from .._arrays import is_on_device
 from ..api import _patterns
 from ..chain import Chain, length, pattern_of
 from ..containers import CSRChain
@@ -91,7 +92,7 @@ def plan(
     with fault:
         check_form(jacobians)
         if check_grid(grid, world.size).rows > 1:
-            patterns, there = _patterns_of_rows(jacobians), False
+            patterns, there = _patterns_of_rows(jacobians), _is_there(jacobians)
         else:
             patterns, there = _patterns(jacobians)
         wanted = _with_device(wanted, len(patterns), there)
@@ -223,6 +224,13 @@ def _with_device(wanted: Options, n: int, there: bool) -> Options:
     if wanted.device is None and n:
         return wanted._replace(device="cuda" if there else "cpu")
     return wanted
+
+
+def _is_there(jacobians: Any) -> bool:
+    """Whether any of these is on a device."""
+    if isinstance(jacobians, CSRChain):
+        return is_on_device(jacobians.data)
+    return is_on_device(jacobians) or any(map(is_on_device, jacobians))
 
 
 def _patterns_of_rows(jacobians: Any) -> Sequence[Pattern]:

@@ -104,7 +104,7 @@ class Fault:
 class Communicator:
     """A duplicate of an MPI communicator.
 
-    All its methods are collective but `send`, `receive`, `exchange` and `machine`.
+    All its methods are collective but `send`, `receive`, `exchange`, `machine` and `ending`.
 
     Parameters
     ----------
@@ -272,20 +272,17 @@ class Communicator:
 
     def send(self, data: Any, rank: int) -> None:
         """Send an array of NumPy; or of CuPy, if MPI reads its memory."""
-        if is_cupy(data):
-            # MPI knows nothing of streams.
-            load_cupy().cuda.get_current_stream().synchronize()
         with self._calling("send", 1, data.nbytes):
+            _wait_for(data)
             self._comm.Send(data, rank)
 
     def receive(self, data: Any, rank: int) -> None:
         """Fill an array with one that is sent, which must be of its size."""
         from mpi4py import MPI
 
-        if is_cupy(data):
-            load_cupy().cuda.get_current_stream().synchronize()
         status = MPI.Status()
         with self._calling("recv"):
+            _wait_for(data)
             self._comm.Recv(data, rank, status=status)
             _check_size(status, data)
 
@@ -313,18 +310,29 @@ class Communicator:
         traffic.calls += 1
         traffic.messages += messages
         traffic.bytes += nbytes
+        with self.ending(name):
+            yield
+
+    @contextmanager
+    def ending(self, what: str) -> Iterator[None]:
+        """End all ranks if this fails on one, since the others would wait for it."""
         try:
             yield
         except BaseException as error:
-            # Whatever it is, the other ranks are in that call, and would wait for this one.
             traceback.print_exc()
             print(
-                f"sparsescan: rank {self.rank} of {self.size}: {name} failed: {error}; all ranks "
+                f"sparsescan: rank {self.rank} of {self.size}: {what} failed: {error}; all ranks "
                 "are ended",
                 file=sys.stderr,
                 flush=True,
             )
             self._comm.Abort(1)
+
+
+def _wait_for(data: Any) -> None:
+    """Wait until an array of CuPy has been written and read: MPI knows nothing of streams."""
+    if is_cupy(data):
+        load_cupy().cuda.get_current_stream().synchronize()
 
 
 def _check_size(status: Any, data: Any) -> None:

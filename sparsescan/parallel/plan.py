@@ -140,6 +140,8 @@ class ParallelPlan:
         self._rows = part if isinstance(part, Rows) else None
         self._part = part if isinstance(part, Part) else None
         self._memory: dict[Terms, _Memory] = {}
+        # Of a chain without steps: lengths of the gradient's shares in the last scan.
+        self._passed_on: list[int] = []
         self._is_last = self.position == self.grid.chain - 1
         self._reduction: Reduction | DeviceReduction | None = None
         if self.schedule == "products":
@@ -250,13 +252,15 @@ class ParallelPlan:
             if terms is not None and self._prepare(terms, fault):
                 by_products = self.schedule == "products" and terms.samples and self._steps
                 finite = (self._by_products if by_products else self._by_vectors)(terms, call)
+                self._download(call)
             if self._world.agree(fault.error, int(not finite)):
                 # What a value that is not finite reaches is defined by the linear scan.
                 assert terms is not None
                 self._by_vectors(terms, call)
+                self._download(call)
                 self._world.agree(fault.error)
             assert call.result is not None
-            return _download(call.result) if call.download else call.result
+            return call.result
         finally:
             self._slot.chain.release()
 
@@ -311,6 +315,13 @@ class ParallelPlan:
         if call.local_grads is not None:
             call.local_grads = [None if a is None else upload(a) for a in call.local_grads]
 
+    def _download(self, call: _Call) -> None:
+        """Bring gradients to host memory, if the input came from there."""
+        if call.download and call.fault.error is None:
+            with call.fault:
+                found = call.result
+                call.result = list(map(_host, found)) if isinstance(found, list) else _host(found)
+
     def _open(self, call: _Call) -> Terms | None:
         """What the ranks of a group agree on; None if one has failed, or they do not."""
         chain, first = self._slot.chain, call.first
@@ -338,7 +349,7 @@ class ParallelPlan:
         )
         if failed:
             return None
-        if self._steps == 0:
+        if self._steps == 0 and high == -low:
             self._pass_on(first)
         with call.fault:
             if high != -low:
@@ -356,9 +367,11 @@ class ParallelPlan:
         sizes = [0] * self.grid.rows
         if first is not None:
             sizes[self.row] = first.shape[-1]
-        size = self._comm.maximum(sizes)[self.row]
-        if self._sizes != [size, size]:
-            self._sizes = [size, size]
+        sizes = self._comm.maximum(sizes)
+        # On all ranks, if the length of any has changed.
+        if self._passed_on != sizes:
+            self._passed_on = sizes
+            self._sizes = [sizes[self.row]] * 2
             self._memory.clear()
 
     def _terms(self, itemsize: int, batch: int, batched: bool, local: bool) -> Terms:
@@ -396,9 +409,11 @@ class ParallelPlan:
         good, rows = call.fault.error is None, self.grid.rows
         if self.position > 0:
             self._comm.receive(memory.entering, self._comm.rank - rows)
-            good = good and _host(memory.entering[:1])[0] == State.VECTOR
+            with self._comm.ending("reading a message"):
+                good = good and _host(memory.entering[:1])[0] == State.VECTOR
             y = vector_of(memory.entering, self._sizes[0], terms)
-        memory.leaving[0] = State.BAD
+        with self._comm.ending("writing a message"):
+            memory.leaving[0] = State.BAD
         leaving = None
         if self._rows is not None:
             leaving = self._sweep_rows(y if good else None, terms, call)
@@ -537,7 +552,3 @@ def _host(array: Any) -> NDArray[Any]:
     """An array of NumPy or CuPy in host memory."""
     found: NDArray[Any] = array.get() if is_cupy(array) else array
     return found
-
-
-def _download(result: Any) -> Gradients:
-    return [_host(array) for array in result] if isinstance(result, list) else _host(result)

@@ -87,11 +87,14 @@ def make_plan(
     device = _check_devices(everyone)
     dtype = None if wanted.dtype is None else np.dtype(wanted.dtype)
     itemsize = max(each.itemsize for each in everyone)
-    model = model_for(
-        None, dtype or np.dtype(f"f{itemsize}"), max(each.samples for each in everyone)
-    )
+    samples = max(each.samples for each in everyone)
+    known = None
+    with fault:
+        known = model_for(None, dtype or np.dtype(f"f{itemsize}"), samples), load_network()
+    world.agree(fault.error)
+    assert known is not None
+    model, network = known
     terms = Terms(model.dtype, model.batch, model.batch > 1, True)
-    network = load_network()
     part: Part | Rows | None = None
     cost: PartCost | None = None
     position = grid.position(world.rank)
@@ -124,20 +127,26 @@ def make_plan(
     setting = Setting(costs, grid, network, model, terms, _load(everyone))
     forecast, reason = _choose(world, group, setting, asked.schedule)
     digest = hashlib.blake2b(repr((everyone, forecast)).encode(), digest_size=8).digest()
-    return ParallelPlan(
-        world,
-        group,
-        patterns,
-        part,
-        costs,
-        forecast,
-        reason=reason,
-        batch=wanted.batch,
-        dtype=dtype,
-        device=device,
-        sends_from_device=device == "cuda" and world.minimum(reads_device_memory()) == 1,
-        signature=int.from_bytes(digest, "big") >> 4,
-    )
+    direct = device == "cuda" and world.minimum(reads_device_memory()) == 1
+    made = None
+    with fault:
+        made = ParallelPlan(
+            world,
+            group,
+            patterns,
+            part,
+            costs,
+            forecast,
+            reason=reason,
+            batch=wanted.batch,
+            dtype=dtype,
+            device=device,
+            sends_from_device=direct,
+            signature=int.from_bytes(digest, "big") >> 4,
+        )
+    world.agree(fault.error)
+    assert made is not None
+    return made
 
 
 def _ask(

@@ -93,13 +93,13 @@ class Costs:
 
     def _modelled(self, graph: Graph, k: int, samples: int, channels: int, area: int) -> float:
         machine, layer = self.machine, graph.layers[k]
+        if layer.kind == "softmax":
+            return machine.loss(samples)
         if machine.times is None:
             share = 1 / (channels * area)
             return machine.forward(graph, k, samples, share) + machine.backward(
                 graph, k, samples, share
             )
-        if layer.kind == "softmax":
-            return machine.loss(samples)
         pixels, share = samples / area, 1 / channels
         # Every layer is a chain of its own, but the first that is trained.
         return (
@@ -400,7 +400,7 @@ class PerLayer(Strategy):
             ),
         }
         # The sum of losses.
-        parts["activations"] += machine.collective("gather")
+        parts["loss"] = machine.collective("gather", workers)
         moved, kept = footprint(graph, chosen, workers, batch)
         return Prediction(
             self.name,

@@ -132,7 +132,6 @@ class _Rows(_Layer):
         self._windows: Windows = windows(layer, op.input_shape[1], column.size)
         self._column, self._rank, self._op = column, column.rank, op
         super().__init__(self._window(self._windows.reads[self._rank]), deep)
-        self._height = op.input_shape[1]
         self._fill = -np.inf if isinstance(op, MaxPool2d) else 0.0
         self._back: Any = None
         start, stop = self._windows.asks[self._rank]

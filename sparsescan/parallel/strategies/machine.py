@@ -31,6 +31,10 @@ _MEMORY = 16 << 30
 _Path = str | os.PathLike[str]
 
 
+# Rounds of messages of a collective of a few bytes, over the logarithm of the workers.
+_ROUNDS = {"maximum": 2, "broadcast": 1, "gather": 1}
+
+
 @dataclass(frozen=True)
 class Machine:
     """A worker, and the network that connects it to others of its kind.
@@ -158,9 +162,11 @@ class Machine:
         contention = 1.0 if self.times is None else self.times.contention
         return max(max(work) / contention, sum(work) / workers)
 
-    def collective(self, name: str) -> float:
-        """Nanoseconds in which ranks agree on a few bytes."""
-        return 0.0 if self.times is None else self.times.collectives.get(name, 0.0)
+    def collective(self, name: str, workers: int) -> float:
+        """Nanoseconds of a "maximum", "broadcast" or "gather" of a few bytes over workers."""
+        if self.times is None:
+            return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
+        return self.times.collectives.get(name, 0.0)
 
     def _measured(
         self, part: str, graph: Graph, k: int, samples: float, share: float

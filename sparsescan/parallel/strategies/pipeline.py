@@ -181,9 +181,8 @@ class Pipeline(_Stages):
             {
                 "forward": cycle * float(forward[part].sum()),
                 "backward": cycle * (float(backward[part].sum()) + machine.sweep),
-                "activations": _beside(messages, part)
-                + machine.collective("maximum")
-                + machine.collective("broadcast"),
+                "activations": _beside(messages, part),
+                "loss": _agreeing(machine, workers),
             },
             _sent(network, machine, placement, batch),
             machine.itemsize * max(memory),
@@ -281,9 +280,8 @@ class MicroBatches(_Stages):
             {
                 "forward": alone * count * float(ahead[slowest]),
                 "backward": alone * count * float(first[slowest] + back[slowest]),
-                "activations": count * 2 * float(both[slowest])
-                + machine.collective("maximum")
-                + machine.collective("broadcast"),
+                "activations": count * 2 * float(both[slowest]),
+                "loss": _agreeing(machine, workers),
                 "idle": float(total - alone * work[slowest] - 2 * count * both[slowest]),
             },
             _sent(network, machine, placement, batch),
@@ -384,6 +382,11 @@ def _costs(ends: _Costs, messages: _Costs) -> _Costs:
     """
     costs = ends - ends[:, None] + messages + messages[:, None]
     return np.where(np.arange(len(ends)) > np.arange(len(ends))[:, None], costs, np.inf)
+
+
+def _agreeing(machine: Machine, workers: int) -> float:
+    """Nanoseconds in which workers learn that nothing is wrong, and the loss."""
+    return machine.collective("maximum", workers) + machine.collective("broadcast", workers)
 
 
 def _beside(messages: _Costs, part: slice) -> float:

@@ -271,7 +271,8 @@ class _Division:
         by_products = schedule == "products"
         working, waiting = self._products if by_products else self._vectors
         agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
-        waiting += 2 * machine.collective("maximum") or agreed
+        measured = machine.times is not None
+        waiting += 2 * machine.collective("maximum", grid.size) if measured else agreed
         reduced = [self._summed(part) for part in self._parts]
         held = [self._held(part) for part in self._parts]
         if by_products:
