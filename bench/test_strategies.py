@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from . import scaling, strategies
-from .experiment import Options, run
+from .experiment import RESULTS, Options, run
 
 QUICK = Options(quick=True, device="cpu")
 
@@ -70,6 +70,25 @@ def test_the_order_is_said():
     ]
     said = strategies._order_said([{"ranks": 2, "runs": runs}])
     assert said.endswith("P=2: 4 of 5 pairs, and 50% off at most.")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("strategies-*.json")), ids=lambda path: path.stem
+)
+def test_results_that_are_kept_are_in_the_order_predicted(path: Path):
+    """Bytes exactly; times of ranks with a core or a thread of their own, mostly."""
+    pieces = json.loads(path.read_text())["pieces"]
+    for name, piece in pieces.items():
+        if not name.startswith("measured"):
+            continue
+        for made in piece["runs"]:
+            taken = [(one["measured_nanoseconds"], one["total"]) for one in made["measured"]]
+            assert all(one["measured_bytes"] == one["bytes"] for one in made["measured"])
+            if piece["ranks"] > 2:
+                continue
+            assert all(abs(found / said - 1) < 0.2 for found, said in taken)
+            pairs = [(a, b) for a in taken for b in taken if b[0] > 1.15 * a[0]]
+            assert sum(a[1] < b[1] for a, b in pairs) >= 0.9 * len(pairs)
 
 
 def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
