@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sparsescan.kernels._threads import usable_cores
+
 from .experiment import Experiment, Options, Piece, Results, Row
 from .scaling_drawings import drawings
 from .scaling_model import ALONE, CHAINS, INFINIBAND
@@ -61,7 +63,7 @@ def missing() -> str | None:
 
 def cores() -> int:
     """CPUs that this process may use, and so the ranks."""
-    return len(os.sched_getaffinity(0))
+    return len(usable_cores())
 
 
 # -- Starting ranks -------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from .._arrays import load_cupy
 from ..chain import Chain, LocalGrads
 from ..device import DeviceWorkspace
-from ..program import Parts, Program
+from ..program import Parts
 from .maps import Terms
+from .part import Reduction
 
 __all__ = ["DeviceReduction"]
 
@@ -25,12 +26,11 @@ class _Around:
         self.n = n
         self.leaves = np.zeros((n, 2), np.int64)
         self.leaves[0, 0] = ones.data.ptr
-        if chain.stack is None:
-            self.leaves[1:-1] = chain.leaves
-        else:
-            base, step, sample = chain.stack
+        self.leaves[1:-1] = chain.leaves
+        if chain.stack is not None:
+            # Which says what the addresses are.
+            base, step, _ = chain.stack
             self.leaves[1:-1, 0] = base + step * np.arange(chain.n)
-            self.leaves[1:-1, 1] = sample
         self._chain, self._ones = chain, ones
 
     def array(self, k: int) -> Any:
@@ -52,40 +52,19 @@ class _Later:
         self._local.fill(addresses[1:])
 
 
-class DeviceReduction:
-    """As :class:`sparsescan.parallel.part.Reduction`, for Jacobians on a device.
+class DeviceReduction(Reduction):
+    """The same for Jacobians on a device."""
 
-    Parameters
-    ----------
-    program : Program
-        Of :meth:`Part.reduction`.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._ones: Any = None
-        self._key: Any = None
-        self._workspace: DeviceWorkspace | None = None
-
-    def prepare(self, chain: Chain, terms: Terms) -> DeviceWorkspace:
-        """A workspace for such Jacobians."""
-        batched = np.zeros(self._program.n, bool)
-        batched[1:-1] = chain.leaves[:, 1] != 0
-        key = terms, chain.device, batched.tobytes()
-        if self._workspace is None or self._key != key:
-            cupy = load_cupy()
-            self._ones = cupy.ones(self._program.patterns[0].nnz, terms.dtype)
-            self._workspace = None
-            self._workspace = DeviceWorkspace(
-                self._program,
-                terms.dtype,
-                terms.samples,
-                batched,
-                False,
-                "list" if terms.local else None,
-            )
-            self._key = key
-        return self._workspace
+    def _make(self, batched: NDArray[np.bool_], terms: Terms) -> DeviceWorkspace:
+        self._ones = load_cupy().ones(self._program.patterns[0].nnz, terms.dtype)
+        return DeviceWorkspace(
+            self._program,
+            terms.dtype,
+            terms.samples,
+            batched,
+            False,
+            "list" if terms.local else None,
+        )
 
     def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
         """The product, in host memory; None if a value is not finite."""
@@ -96,4 +75,5 @@ class DeviceReduction:
         later: Any = _Later(local)
         # It makes no gradients.
         workspace.run(around, later, self._ones, inclusive=False)
-        return workspace.product(self._program.products - 1)
+        made: Parts | None = workspace.product(self._program.products - 1)
+        return made

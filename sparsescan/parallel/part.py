@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..api import plan as plan_scan
 from ..chain import Chain, LocalGrads
@@ -21,9 +22,6 @@ from ..plan import ScanPlan, needed_bytes
 from ..program import Parts, Program, Workspace
 from ..schedule import Level, Schedule
 from .maps import Terms
-
-if TYPE_CHECKING:
-    from .device_part import DeviceReduction
 
 __all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction", "step_time"]
 
@@ -166,13 +164,13 @@ class Part:
                 form: MapCost(
                     _nanoseconds(model, program),
                     needed_bytes(program, model.dtype, model.batch, self._device),
-                    product_of(program),
+                    program.patterns[-1],
                 )
                 for form, program in self._programs.items()
             },
         )
 
-    def reduction(self, form: str) -> Reduction | DeviceReduction:
+    def reduction(self, form: str) -> Reduction:
         """What makes its product."""
         if self._device == "cuda":
             from .device_part import DeviceReduction
@@ -191,11 +189,6 @@ def step_time(model: Model, pattern: Pattern, count: int) -> tuple[float, float]
 def _nanoseconds(model: Model, program: Program) -> float:
     run, levels = model.level_times(program)
     return run + sum(levels)
-
-
-def product_of(program: Program) -> Pattern:
-    """What is stored of the last product of a program."""
-    return program.patterns[-1]
 
 
 def _reductions(patterns: Sequence[Pattern], model: Model, limit: float) -> tuple[Program, Program]:
@@ -251,27 +244,30 @@ class Reduction:
         self._leaves = np.zeros((program.n, 2), np.int64)
         self._ones: Any = None
         self._key: Any = None
-        self._workspace: Workspace | None = None
+        self._workspace: Any = None
 
-    def prepare(self, chain: Chain, terms: Terms) -> Workspace:
+    def prepare(self, chain: Chain, terms: Terms) -> Any:
         """A workspace for such Jacobians."""
         batched = np.zeros(self._program.n, bool)
         batched[1:-1] = chain.leaves[:, 1] != 0
-        key = terms, batched.tobytes()
+        key = terms, chain.device, batched.tobytes()
         if self._workspace is None or self._key != key:
-            self._ones = np.ones(self._program.patterns[0].nnz, terms.dtype)
             self._workspace = None
-            self._workspace = Workspace(
-                self._program,
-                self._leaves,
-                terms.dtype,
-                terms.samples,
-                batched,
-                terms.local,
-                thread_count(),
-            )
+            self._workspace = self._make(batched, terms)
             self._key = key
         return self._workspace
+
+    def _make(self, batched: NDArray[np.bool_], terms: Terms) -> Any:
+        self._ones = np.ones(self._program.patterns[0].nnz, terms.dtype)
+        return Workspace(
+            self._program,
+            self._leaves,
+            terms.dtype,
+            terms.samples,
+            batched,
+            terms.local,
+            thread_count(),
+        )
 
     def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
         """The product; None if a value is not finite."""
@@ -286,4 +282,5 @@ class Reduction:
         # It makes no gradients.
         if not workspace.run(np.empty(1, terms.dtype), False):
             return None
-        return workspace.product(self._program.products - 1)
+        made: Parts = workspace.product(self._program.products - 1)
+        return made

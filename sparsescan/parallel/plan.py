@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,10 +34,7 @@ from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
 from .part import Part, PartCost, Reduction
 from .rows import Rows
 
-if TYPE_CHECKING:
-    from .device_part import DeviceReduction
-
-__all__ = ["ParallelPlan", "check_form", "is_one_array"]
+__all__ = ["ParallelPlan", "check_form"]
 
 # Terms for which a plan keeps memory.
 _KEPT = 4
@@ -143,7 +140,7 @@ class ParallelPlan:
         # Of a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []
         self._is_last = self.position == self.grid.chain - 1
-        self._reduction: Reduction | DeviceReduction | None = None
+        self._reduction: Reduction | None = None
         if self.schedule == "products":
             assert self._part is not None
             assert forecast.form is not None
@@ -225,7 +222,7 @@ class ParallelPlan:
         """A scan; of a chain that has been read already, if one is given."""
         # Ranks fail together, even if one of them has no device.
         with ExitStack() as stack:
-            call = _Call(inclusive, is_one_array(jacobians))
+            call = _Call(inclusive, _is_one_array(jacobians))
             with call.fault:
                 stack.enter_context(place(None, self.device, None))
             if chain is not None:
@@ -537,13 +534,13 @@ def _batch(batch: int) -> str:
 
 def check_form(jacobians: Any) -> None:
     """Raise if this rank's part is of a form that only a scan on one machine takes."""
-    if is_stack(jacobians) and not is_one_array(jacobians):
+    if is_stack(jacobians) and not _is_one_array(jacobians):
         raise InputTypeError(
             f"jacobians is a {type(jacobians).__name__}; expected a list, a CSRChain or an array"
         )
 
 
-def is_one_array(jacobians: Any) -> bool:
+def _is_one_array(jacobians: Any) -> bool:
     """Whether Jacobians come as one array, and so do their gradients."""
     return isinstance(jacobians, (np.ndarray, CSRChain)) or is_on_device(jacobians)
 
