@@ -16,7 +16,8 @@ from .graph import Graph, Layer
 from .integrated import BatchParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
 from .pipeline import MicroBatches, Pipeline
-from .scan import Recurrent, Scan, ScanSamples
+from .recurrent import Recurrent
+from .scan import Scan, ScanSamples
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [

@@ -14,7 +14,6 @@ import numpy as np
 
 from ...describe import _aligned, _bytes, _time
 from ...errors import InputError
-from ...jacobians import Sequential
 from ...plot import check_packages
 from ...schedule import check_count
 from ..communicator import Communicator
@@ -26,7 +25,8 @@ from .integrated import BatchParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
 from .pipeline import MicroBatches, Pipeline
-from .scan import Recurrent, Scan, ScanSamples
+from .recurrent import Network, Recurrent
+from .scan import Scan, ScanSamples
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [
@@ -83,7 +83,7 @@ class Single(Strategy):
         )
 
     def start(
-        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+        self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """As by batch, if there is one rank."""
         if comm.size > 1:
@@ -453,9 +453,6 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     started: list[tuple[Prediction, Training]] = []
     reasons = {}
     for strategy in strategies(machine):
-        if isinstance(network, Recurrent) and not isinstance(strategy, Scan):
-            reasons[strategy.name] = "it trains no recurrent networks"
-            continue
         try:
             configured = _configured(strategy, graph, machine, comm.size, batch)
             prediction = configured.predict(graph, machine, comm.size, batch)

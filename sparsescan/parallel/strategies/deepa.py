@@ -34,6 +34,7 @@ from .configurations import (
 from .graph import Graph, Layer
 from .machine import Machine
 from .partitioned import Partitioned, limits_of
+from .recurrent import Network, Recurrent
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [
@@ -411,7 +412,7 @@ class PerLayer(Strategy):
         )
 
     def start(
-        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+        self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """Train over the ranks of a communicator; the network may have no residual blocks.
 
@@ -427,6 +428,8 @@ class PerLayer(Strategy):
             Of SGD.
         """
         batch = check_count("batch", batch, 1)
+        if isinstance(network, Recurrent):
+            raise InputError("network is recurrent; expected layers that share no parameters")
         graph = with_loss(from_sequential(network))
         if len(network.layers) < len(network.ops) or not graph.is_chain:
             raise InputError("network has residual blocks; expected layers one after the other")

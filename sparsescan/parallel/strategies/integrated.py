@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import Any
 
 from ...errors import InputError
-from ...jacobians import Sequential
 from ...schedule import check_count
 from .architectures import from_sequential
 from .equations import MIXING, Volume, all_gather, all_reduce, halo
@@ -16,6 +15,7 @@ from .graph import Graph
 from .integrated_run import IntegratedTraining, whole_layers
 from .layout import STATES, Layout, units
 from .machine import Machine
+from .recurrent import Network, Recurrent
 from .strategy import Prediction, Strategy, Training
 
 __all__ = ["BatchParallel", "Integrated", "ModelParallel"]
@@ -87,9 +87,11 @@ class Integrated(Strategy):
         return Prediction(self.name, how, times, sent, costs.memory(layout.states))
 
     def start(
-        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+        self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """Train a network over ranks, in the layout that is best for :attr:`machine`."""
+        if isinstance(network, Recurrent):
+            raise InputError("network is recurrent; expected layers that share no parameters")
         together, graph = whole_layers(network), from_sequential(network)
         layout, _ = self.choose(graph, self.machine, comm.size, batch, together)
         return IntegratedTraining(comm, network, graph, layout, batch, learning_rate)

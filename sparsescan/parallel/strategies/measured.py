@@ -20,7 +20,8 @@ from ..communicator import Communicator
 from .architectures import from_sequential
 from .collectives import all_reduce
 from .integrated_run import share_of
-from .scan import Recurrent, Steps
+from .recurrent import Network, Recurrent
+from .scan import Steps
 from .stage import Stage
 from .strategy import cross_entropy
 from .times import PARTS, Times
@@ -78,7 +79,7 @@ def measure_exchanges(communicator: Communicator) -> tuple[float, float]:
     return max(small - alone - shares * each * 4 * size, 0.0) / rounds, each
 
 
-def measure_times(comm: Any, network: Sequential | Recurrent, batch: int) -> Times:
+def measure_times(comm: Any, network: Network, batch: int) -> Times:
     """What the layers of a network take on all ranks at once; collective.
 
     Parameters

@@ -17,6 +17,7 @@ from .graph import Graph
 from .machine import Machine
 from .pipeline_ranks import MicroBatchTraining, PipelineTraining
 from .pipeline_schedule import Placement
+from .recurrent import Network, Recurrent
 from .strategy import Prediction, Strategy, Training
 
 __all__ = ["MicroBatches", "Pipeline", "balance"]
@@ -78,7 +79,7 @@ class _Stages(Strategy):
         return Placement(layers, found)
 
     def start(
-        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+        self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """Train over the ranks; registers are between the operators of the network.
 
@@ -93,6 +94,8 @@ class _Stages(Strategy):
         learning_rate : float
             Of SGD.
         """
+        if isinstance(network, Recurrent):
+            raise InputError("network is recurrent; expected layers that share no parameters")
         workers = Communicator.of(comm).size
         if self._given is not None:
             placement = self._check(Placement(len(network.ops), self._given), workers)

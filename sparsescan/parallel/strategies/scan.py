@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...jacobians import GRUCell, Linear, RNNCell, Sequential
-from ...jacobians.recurrent import Cell
 from ...pattern import Pattern
 from ...schedule import check_count
 from ..api import plan
@@ -26,65 +24,18 @@ from ..forecast import CLOSE, OPEN
 from ..grid import Grid, check_grid
 from ..maps import Layout, Terms, vector_words
 from . import equations
-from .architectures import Builder, build, from_sequential
 from .collectives import all_reduce, parts, reduce_words
 from .graph import Graph
 from .machine import Machine
+from .recurrent import Network, Recurrent, graph_of
 from .stage import Stage
 from .strategy import Prediction, Strategy, Training, cross_entropy
 
-__all__ = ["Recurrent", "Scan", "ScanSamples", "blocks", "parts_of"]
+__all__ = ["Scan", "ScanSamples", "blocks", "parts_of"]
 
 Array = NDArray[Any]
 
 _LOSS_BYTES = 8
-_CELLS: dict[str, tuple[type[Cell], int]] = {"rnn": (RNNCell, 1), "gru": (GRUCell, 3)}
-
-
-class Recurrent:
-    """A recurrent cell over a sequence, and a linear layer that reads its last state.
-
-    Parameters
-    ----------
-    cell : Cell
-        The cell, the same in all steps.
-    readout : Linear
-        From the last state to the classes.
-    steps : int
-        Of a sequence; a sample has the shape ``(steps, cell.input_size)``.
-    """
-
-    def __init__(self, cell: Cell, readout: Linear, steps: int) -> None:
-        if readout.input_shape != (cell.state_size,):
-            raise InputError(
-                f"readout has input_shape {readout.input_shape}; expected {(cell.state_size,)}"
-            )
-        self.cell, self.readout = cell, readout
-        self.steps = check_count("steps", steps, 1)
-        self.input_shape = (steps, cell.input_size)
-
-    @classmethod
-    def named(cls, name: str, rng: np.random.Generator | int | None = None) -> Recurrent:
-        """What ``build(name)`` is the graph of, for ``"rnn:T"`` and ``"gru:T"``."""
-        kind, _, steps = name.partition(":")
-        if kind not in _CELLS:
-            raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
-        layers = build(name).layers
-        (hidden,), (classes,) = layers[1].shape, layers[-1].shape
-        generator, gates = np.random.default_rng(rng), layers[1].weights // hidden
-        cell, count = _CELLS[kind]
-        # gates · hidden · (features + hidden + 2) parameters.
-        features = gates // count - hidden - 2
-        made = cell(features, hidden, rng=generator)
-        return cls(made, Linear(hidden, classes, rng=generator), int(steps))
-
-    def graph(self) -> Graph:
-        """The graph, as :func:`~.architectures.build` makes it."""
-        made = Builder("recurrent", (self.cell.state_size,))
-        for _ in range(self.steps):
-            made.cell(self.cell._gates, self.cell.input_size, self.cell.hidden_size)
-        made.linear(self.readout.out_features)
-        return made.graph()
 
 
 class Scan(Strategy):
@@ -164,7 +115,7 @@ class Scan(Strategy):
     def start(
         self,
         comm: Any,
-        network: Sequential | Recurrent,
+        network: Network,
         batch: int,
         *,
         learning_rate: float = 0.1,
@@ -183,7 +134,7 @@ class Scan(Strategy):
             Of SGD.
         """
         rank, size = Communicator.of(comm).rank, Communicator.of(comm).size
-        graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
+        graph = graph_of(network)
         grid, schedule, _ = self._best(graph, self.machine, size, batch)
         # Positions of the scan are numbered from the end of the chain on.
         span = parts_of(graph, grid.chain)[grid.chain - 1 - grid.position(rank)]

@@ -8,10 +8,18 @@ from typing import Any
 
 from ...jacobians import Operator, Sequential
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "copies"]
 
 Array = Any
 Gradients = list[dict[str, Array]]
+
+
+def copies(ops: Sequence[Operator]) -> list[Operator]:
+    """Layers with parameters of their own; those that share some still do."""
+    # What is drawn when it is first read would be drawn twice.
+    for op in ops:
+        _ = op.params
+    return copy.deepcopy(list(ops))
 
 
 class Stage:
@@ -20,21 +28,20 @@ class Stage:
     Parameters
     ----------
     ops : sequence of Operator
-        The layers, which are copied with their parameters.
+        The layers.
     deep : bool
         Whether the gradient of the input is needed.
+    copied : bool
+        Whether to copy the layers with their parameters; those that share some still do.
 
     Attributes
     ----------
     network : Sequential
-        The copies.
+        The layers.
     """
 
-    def __init__(self, ops: Sequence[Operator], deep: bool = True) -> None:
-        # What is drawn when it is first read would be drawn twice.
-        for op in ops:
-            _ = op.params
-        self.network = Sequential(copy.deepcopy(list(ops)))
+    def __init__(self, ops: Sequence[Operator], deep: bool = True, *, copied: bool = True) -> None:
+        self.network = Sequential(copies(ops) if copied else ops)
         plan = self.network.plan(schedule="linear")
         self._scan = plan.inclusive_scan if deep else plan.exclusive_scan
         self._scans = deep or len(self.network) > 1

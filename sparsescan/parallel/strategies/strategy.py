@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...jacobians import Sequential
 from ..communicator import Communicator
 from .graph import Graph
 from .machine import Machine
+from .recurrent import Network
 
 __all__ = ["Prediction", "Strategy", "Training", "cross_entropy"]
 
@@ -75,7 +75,8 @@ class Training(ABC):
         Parameters
         ----------
         x : ndarray, shape (batch, *input_shape)
-            The samples: all of them on every rank, which uses what is its own.
+            The samples: all of them on every rank, which uses what is its own. Of a recurrent
+            network, sequences ``(batch, steps, features)``.
         labels : ndarray of int64, shape (batch,)
             Their classes.
 
@@ -88,7 +89,10 @@ class Training(ABC):
 
     @abstractmethod
     def parameters(self) -> list[dict[str, Array]]:
-        """Parameters of every layer of the network, whole, on all ranks."""
+        """Parameters of every layer of the network, whole, on all ranks.
+
+        Of a recurrent network, those of its cell and of its readout.
+        """
 
     @property
     @abstractmethod
@@ -133,7 +137,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(
-        self, comm: Any, network: Sequential, batch: int, *, learning_rate: float = 0.1
+        self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """Train a network over the ranks of a communicator; collective.
 
@@ -141,7 +145,7 @@ class Strategy(ABC):
         ----------
         comm : mpi4py.MPI.Intracomm
             The ranks.
-        network : Sequential
+        network : Sequential or Recurrent
             The same on all ranks; each takes a copy of what it needs of the parameters, the
             caller's are not changed.
         batch : int
