@@ -21,12 +21,14 @@ from sparsescan.jacobians import (
     LayerNorm,
     Linear,
     MaxPool2d,
+    Pad,
     Permute,
     ReLU,
     Residual,
     RNNCell,
     Sequential,
     Softmax,
+    _parameters,
 )
 from sparsescan.parallel.strategies.architectures import (
     NAMES,
@@ -49,6 +51,10 @@ PUBLISHED = {
     "inception-v3": (23_834_568, 5.71e9),
 }
 
+RUN = (
+    r"lenet5, alexnet, alexnet-owt, vgg11, vgg16 or resnet-N, where N is 6n \+ 2, which can be run"
+)
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_those_published(name):
@@ -60,8 +66,18 @@ def test_sizes_are_those_published(name):
     assert graph.layers[-1].shape == ((10,) if graph.layers[0].shape[1] == 32 else (1000,))
 
 
-def test_resnet_has_110_layers_with_weights():
-    assert sum(layer.weights > 0 for layer in build("resnet-110").layers) == 110
+@pytest.mark.parametrize(
+    ("layers", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85), (1202, 19.4)]
+)
+def test_residual_networks_have_the_parameters_of_the_paper(layers, millions):
+    """He et al. (2016), table 6."""
+    digits = 1 if millions > 1 else 2
+    assert round(build(f"resnet-{layers}").weights / 1e6, digits) == millions
+
+
+@pytest.mark.parametrize("layers", [8, 14, 56, 110])
+def test_resnet_has_so_many_layers_with_weights(layers):
+    assert sum(layer.weights > 0 for layer in build(f"resnet-{layers}").layers) == layers
 
 
 def test_inception_is_the_graph_of_the_paper():
@@ -109,17 +125,32 @@ def test_long_recurrences_are_built_in_linear_time():
     assert len(build("rnn:30000").layers) == 30_002
 
 
-@pytest.mark.parametrize("name", ["lenet", "rnn", "rnn:", "rnn:0", "rnn:-3", "gru:x", "vgg11:3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["lenet", "rnn", "rnn:", "rnn:0", "rnn:-3", "gru:x", "vgg11:3"],
+        *["resnet", "resnet-", "resnet-2", "resnet-9", "resnet-08", "resnet-18", "resnet--8"],
+    ],
+)
 def test_unknown_names_are_answered_with_those_known(name):
     with pytest.raises(InputError, match=f"network is '{name}'; expected one of lenet5, alexnet"):
         build(name)
-    with pytest.raises(InputError, match="expected lenet5 or vgg11, which can be run"):
+    with pytest.raises(InputError, match=f"network is '{name}'; expected {RUN}"):
         sequential(name)
+
+
+def test_what_cannot_be_run_is_told():
+    for name in ("rnn:5", "gru:5"):
+        with pytest.raises(InputError, match="rnn:T and gru:T are recurrent, and made by Recurr"):
+            sequential(name)
+    with pytest.raises(InputError, match=f"join the channels of their branches.*; expected {RUN}"):
+        sequential("inception-v3")
 
 
 def test_all_names_are_built():
     for name in NAMES:
-        assert build(name.replace("T", "3")).name == name.replace("T", "3")
+        made = name.replace("T", "3").replace("-N", "-14")
+        assert build(made).name == made
 
 
 @given(
@@ -150,10 +181,60 @@ def test_layers_have_the_entries_of_their_operators(size, kernel, stride, paddin
         assert made.layers[-1].nnz == pool.pattern.nnz
 
 
-@pytest.mark.parametrize("name", ["lenet5", "vgg11"])
-def test_networks_that_run_are_those_of_the_graph(name):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Parameters of zeros, which take neither time nor memory."""
+
+    def zeros(seed, bound, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    monkeypatch.setattr(_parameters, "_uniform", zeros)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16"])
+def test_chains_that_run_are_those_of_the_graph(name):
     network = sequential(name, 0)
+    assert not any("pattern" in vars(op) for op in network.layers)
     assert from_sequential(network, name).layers == build(name).layers
+
+
+@pytest.mark.parametrize("name", ["resnet-8", "resnet-20", "resnet-110"])
+def test_residual_networks_that_run_are_those_of_the_graph(name):
+    network, folded = sequential(name, 0), build(name)
+    graph = from_sequential(network, name)
+    assert not any("pattern" in vars(op) for op in network.layers)
+    assert graph.weights == folded.weights
+    assert graph.multiply_adds == folded.multiply_adds
+
+    def of(made, *kinds):
+        layers = [layer for layer in made.layers if layer.kind in kinds]
+        return [(layer.shape, layer.multiply_adds, layer.nnz) for layer in layers]
+
+    for kind in ("conv", "pool", "linear", "flatten"):
+        assert of(graph, kind) == of(folded, kind)
+    # A sum reads zeros that continue the channels, here those that a layer has made.
+    assert [shape for shape, *_ in of(graph, "add")] == [shape for shape, *_ in of(folded, "add")]
+    # The normalisations, and the two times that zeros continue the channels.
+    assert len(of(graph, "norm")) == len(of(graph, "conv")) + 2
+
+
+def test_a_residual_network_starts_as_its_shortcuts():
+    """The last normalisations have weight 0, so however deep it is, the numbers stay finite."""
+    network = sequential("resnet-110", 0)
+    x = np.random.default_rng(0).standard_normal((1, 3, 32, 32), np.float32)
+    xs, linear = network.activations(x), network.ops[-1]
+    # Behind the first ReLU every other place is left, and every other of those.
+    pooled = np.zeros(64)
+    pooled[:16] = xs[3][0, :, ::4, ::4].mean(axis=(1, 2), dtype=np.float64)
+    expected = pooled @ linear.weight.T + linear.bias
+    tolerance = 100 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(xs[-1][0], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["lenet5", "vgg11", "resnet-8"])
+def test_networks_that_run_are_drawn_by_their_seed(name):
+    network = sequential(name, 0)
     x = np.random.default_rng(0).random((1, *network.input_shape), np.float32)
     assert network.forward(x).shape == (1, 10)
     again = sequential(name, 0)
@@ -173,6 +254,14 @@ def test_every_operator_is_a_layer():
                 Conv2d(4, 4, 3, padding=1, groups=2, input_shape=image, rng=0),
                 ReLU(input_shape=image),
             ),
+            Residual(
+                BatchNorm2d(4, input_shape=image),
+                shortcut=[
+                    AvgPool2d(1, input_shape=image),
+                    Residual(ReLU(input_shape=image), shortcut=[ReLU(input_shape=image)]),
+                ],
+            ),
+            Pad(0, input_shape=image),
             AvgPool2d(2, input_shape=image),
             AdaptiveAvgPool2d(2, input_shape=(4, 3, 3)),
             Permute((0, 2, 3, 1), input_shape=(4, 2, 2)),
@@ -183,9 +272,13 @@ def test_every_operator_is_a_layer():
         ]
     )
     graph = from_sequential(network)
-    kinds = "input norm conv elementwise add pool pool flatten flatten norm linear softmax"
+    kinds = (
+        "input norm conv elementwise add norm pool elementwise elementwise add add norm pool pool "
+        "flatten flatten norm linear softmax"
+    )
     assert [layer.kind for layer in graph.layers] == kinds.split()
-    assert graph.layers[4].inputs == (3, 1)
+    reads = [(0,), (1,), (2,), (3, 1), (4,), (4,), (6,), (6,), (7, 8), (5, 9), (10,)]
+    assert [layer.inputs for layer in graph.layers[1:12]] == reads
     assert graph.layers[-1].shape == (3,)
     assert graph.weights == sum(array.size for op in network.layers for array in op.params.values())
     ops = [layer for layer in graph.layers[1:] if layer.kind != "add"]

@@ -30,6 +30,7 @@ from sparsescan.jacobians import (
     LSTMCell,
     MaxPool2d,
     Operator,
+    Pad,
     Permute,
     ReLU,
     Residual,
@@ -109,6 +110,7 @@ OPERATORS: dict[str, Callable[[Any], Operator]] = {
     "MaxPool2d-general": lambda dtype: MaxPool2d(
         (3, 2), (1, 2), (1, 0), (2, 3), input_shape=(2, 5, 6)
     ),
+    "Pad": lambda dtype: Pad(((1, 0), (0, 2), (0, 0)), input_shape=(2, 3, 4)),
     "Permute": lambda dtype: Permute((0, 3, 1, 2), input_shape=(2, 3, 4)),
     "ReLU": lambda dtype: ReLU(input_shape=(2, 3)),
     "Residual": lambda dtype: Residual(
@@ -119,6 +121,9 @@ OPERATORS: dict[str, Callable[[Any], Operator]] = {
         Linear(4, 4, dtype=dtype), Flatten(input_shape=(4,))
     ),
     "Residual-no-input": lambda dtype: Residual(Linear(4, 4, dtype=dtype)),
+    "Residual-shortcut": lambda dtype: Residual(
+        Linear(4, 6, dtype=dtype), shortcut=[Pad(1, input_shape=(4,))]
+    ),
     "Residual-no-parameters": lambda dtype: Residual(Tanh(input_shape=(4,))),
     "Sigmoid": lambda dtype: Sigmoid(input_shape=(2, 3)),
     "SiLU": lambda dtype: SiLU(input_shape=(2, 3)),

@@ -35,6 +35,7 @@ from sparsescan.jacobians import (
     LSTMCell,
     MaxPool2d,
     Operator,
+    Pad,
     Permute,
     ReLU,
     Residual,
@@ -80,10 +81,14 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Linear masked": lambda: Linear(3, 2, weight_mask=kept(2, 3), rng=0),
     "MaxPool2d": lambda: MaxPool2d(2, input_shape=IMAGE),
     "MaxPool2d overlapping": lambda: MaxPool2d(3, 1, input_shape=IMAGE),
+    "Pad": lambda: Pad(((0, 1), (2, 0), (1, 1)), input_shape=IMAGE),
     "Permute": lambda: Permute((0, 2, 3, 1), input_shape=IMAGE),
     "RNNCell": lambda: RNNCell(3, 4, rng=0),
     "ReLU": lambda: ReLU(input_shape=IMAGE),
     "Residual": lambda: Residual(Linear(3, 3, rng=0), Tanh(input_shape=(3,)), Linear(3, 3, rng=1)),
+    "Residual shortcut": lambda: Residual(
+        Linear(3, 2, rng=0), Tanh(input_shape=(2,)), shortcut=[Linear(3, 2, rng=1)]
+    ),
     "Sequential": lambda: Sequential(
         [Linear(3, 3, rng=0), Residual(Linear(3, 3, rng=1), Tanh(input_shape=(3,)))]
     ),
@@ -128,7 +133,9 @@ def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 def layers(op: Any) -> list[Any]:
     """The layer itself, or those of which it is made."""
-    return [part for inner in op.ops for part in layers(inner)] if hasattr(op, "ops") else [op]
+    if not hasattr(op, "ops"):
+        return [op]
+    return [part for inner in (*op.ops, *getattr(op, "shortcut", ())) for part in layers(inner)]
 
 
 def test_every_layer_is_among_the_examples() -> None:

@@ -1,4 +1,4 @@
-"""Dropout, Flatten and Permute: Jacobians that do not depend on the input."""
+"""Dropout, Flatten, Pad and Permute: Jacobians that do not depend on the input."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from autodiff import check_operator, close
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsescan import BatchedCSR, InputError, InputTypeError, Pattern
-from sparsescan.jacobians.reshape import Dropout, Flatten, Permute
+from sparsescan.jacobians.reshape import Dropout, Flatten, Pad, Permute
 
 nn = torch.nn
 
@@ -184,6 +184,70 @@ def test_arguments_of_flatten_that_are_wrong():
         Flatten(None, input_shape=(3, 4))
 
 
+# -- Pad ----------------------------------------------------------------------------------------
+
+
+@given(shape=shapes, data=st.data(), seed=seeds)
+@settings(max_examples=25)
+def test_pad_is_that_of_numpy_and_of_pytorch(shape, data, seed):
+    ends = st.tuples(*[st.integers(0, 2)] * 2)
+    width = data.draw(
+        st.tuples(*[ends] * len(shape)) | ends | st.tuples(ends) | st.integers(0, 2), label="width"
+    )
+    op = Pad(width, input_shape=shape)
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    expected = np.pad(x, width)
+    assert op.output_shape == expected.shape
+    np.testing.assert_array_equal(op.forward(x), expected)
+    # PyTorch begins with the last axis.
+    widths = [size for pair in reversed(op.pad_width) for size in pair]
+    check_operator(op, lambda x: nn.functional.pad(x, widths), rng)
+
+
+@given(shape=shapes, data=st.data())
+def test_jacobian_of_a_pad_has_one_entry_a_row(shape, data):
+    width = data.draw(st.tuples(*[st.tuples(*[st.integers(0, 2)] * 2)] * len(shape)))
+    op = Pad(width, input_shape=shape)
+    size = math.prod(shape)
+    np.testing.assert_array_equal(op.pattern.indptr, np.arange(size + 1))
+    # Every output has the number of the input that it is, and those that are padded have none.
+    numbers = np.pad(np.arange(1, size + 1).reshape(shape), width).reshape(-1)
+    np.testing.assert_array_equal(numbers[op.pattern.indices], np.arange(1, size + 1))
+
+
+def test_pad_of_nothing_is_the_identity():
+    assert Pad(0, input_shape=(2, 3)).pattern is Pattern.diagonal(6)
+    assert Pad(0, input_shape=()).pattern is Pattern.diagonal(1)
+
+
+def test_padded_zeros_are_of_the_input_s_dtype_and_in_new_memory():
+    op = Pad((1, 0), input_shape=(2,))
+    assert op.pad_width == ((1, 0),)
+    for dtype in (np.float32, np.float64):
+        x = np.array([[np.nan, 2]], dtype)
+        y = op.forward(x)
+        np.testing.assert_array_equal(y, np.array([[0, np.nan, 2]], dtype), strict=True)
+        assert not np.shares_memory(x, y)
+
+
+@pytest.mark.parametrize(
+    ("width", "error", "words"),
+    [
+        (((0, 1),) * 3, InputError, r"expected a pair of integers for each of 2 axes"),
+        (((0, 1), (2,)), InputError, r"pad_width is \(\(0, 1\), \(2,\)\); expected a pair"),
+        ((), InputError, r"pad_width is \(\); expected a pair"),
+        (0.5, InputTypeError, r"pad_width is 0\.5; expected a pair of integers"),
+        (None, InputTypeError, "pad_width is None; expected a pair of integers"),
+        ("ab", InputTypeError, "pad_width is 'ab'; expected a pair of integers"),
+        (((0, 1), (0, -1)), InputError, r"pad_width is .*; expected integers of at least 0"),
+    ],
+)
+def test_arguments_of_pad_that_are_wrong(width, error, words):
+    with pytest.raises(error, match=words):
+        Pad(width, input_shape=(3, 4))
+
+
 # -- Permute ------------------------------------------------------------------------------------
 
 
@@ -230,7 +294,12 @@ def test_permute_needs_whole_axes():
 
 
 @pytest.mark.parametrize(
-    "op", [Flatten(input_shape=(2, 3)), Permute((0, 2, 1), input_shape=(2, 3))]
+    "op",
+    [
+        Flatten(input_shape=(2, 3)),
+        Pad(1, input_shape=(2, 3)),
+        Permute((0, 2, 1), input_shape=(2, 3)),
+    ],
 )
 def test_values_are_ones_of_the_dtype_of_the_input(op):
     assert op.values().dtype == np.float64

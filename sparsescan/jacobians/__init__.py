@@ -30,7 +30,7 @@ from .linear import Linear
 from .normalization import BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .recurrent import GRUCell, LSTMCell, RNNCell
-from .reshape import Dropout, Flatten, Permute
+from .reshape import Dropout, Flatten, Pad, Permute
 from .sequential import Residual, Sequential
 from .upsample import Upsample
 
@@ -53,6 +53,7 @@ __all__ = [
     "Linear",
     "MaxPool2d",
     "Operator",
+    "Pad",
     "Permute",
     "RNNCell",
     "ReLU",

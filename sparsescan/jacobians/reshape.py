@@ -13,7 +13,7 @@ from ..pattern import Pattern, index_dtype, trusted
 from ._checks import Shape, check_dim, check_number, check_sizes
 from ._operator import Operator
 
-__all__ = ["Dropout", "Flatten", "Permute"]
+__all__ = ["Dropout", "Flatten", "Pad", "Permute"]
 
 Array = Any
 
@@ -187,6 +187,66 @@ class Flatten(_Moved):
         return x
 
 
+class Pad(_Moved):
+    """``y = x`` with zeros around it: ``(∂y/∂x)ᵀ`` has a single 1 in every row.
+
+    Parameters
+    ----------
+    pad_width : int, pair of int or sequence of pairs of int
+        How many zeros come before and after, along every axis of one sample: as for
+        :func:`numpy.pad`, ``((before, after), …)``, a pair for all axes, or one number for both
+        ends of all.
+    input_shape : tuple of int
+        Shape of one sample.
+
+    Attributes
+    ----------
+    pad_width : tuple of pairs of int
+        A pair for each axis.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    Notes
+    -----
+    Behind a pooling, where zeros continue the channels, it is the shortcut without parameters of
+    residual networks (He, Zhang, Ren and Sun, CVPR 2016, section 3.3, option A).
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Pad
+    >>> Pad(((0, 16), (0, 0), (0, 0)), input_shape=(16, 8, 8))
+    Pad((16, 8, 8) → (32, 8, 8), nnz=1024)
+    >>> Pad((1, 0), input_shape=(2,)).jacobian().toarray()
+    array([[0., 1., 0.],
+           [0., 0., 1.]])
+    """
+
+    def __init__(self, pad_width: Any, *, input_shape: Any) -> None:
+        self._set_shapes(input_shape, None)
+        self.pad_width = _check_pad_width(pad_width, len(self._core))
+        self._inside = tuple(
+            slice(before, before + size)
+            for size, (before, _) in zip(self._core, self.pad_width, strict=True)
+        )
+        self._set_output(
+            tuple(size + sum(pair) for size, pair in zip(self._core, self.pad_width, strict=True))
+        )
+
+    def _core_pattern(self) -> Pattern:
+        rows, cols = self.shape
+        dtype = index_dtype((rows, cols), rows)
+        places = np.arange(cols, dtype=dtype).reshape(self._core_out)[self._inside]
+        return trusted(np.arange(rows + 1, dtype=dtype), places.flatten(), (rows, cols))
+
+    def _forward(self, xp: Any, x: Array) -> Array:
+        y = xp.zeros((len(x), *self._core_out), x.dtype)
+        y[(slice(None), *self._inside)] = x
+        return y
+
+
 class Permute(_Moved):
     """``y = x`` with its axes in another order: ``(∂y/∂x)ᵀ`` is a permutation matrix.
 
@@ -236,3 +296,18 @@ class Permute(_Moved):
 
     def _forward(self, xp: Any, x: Array) -> Array:
         return x.transpose(self._order)
+
+
+def _check_pad_width(value: Any, axes: int) -> tuple[tuple[int, int], ...]:
+    """A pair of widths for each axis, or an error that says what is wrong."""
+    wrong = f"pad_width is {value!r}; expected a pair of integers for each of {axes} axes"
+    try:
+        widths = np.asarray(value)
+        pairs = np.broadcast_to(widths, (axes, 2))
+    except ValueError:
+        raise InputError(wrong) from None
+    if widths.dtype.kind not in "iu":
+        raise InputTypeError(wrong)
+    if (widths < 0).any():
+        raise InputError(f"pad_width is {value!r}; expected integers of at least 0")
+    return tuple((before, after) for before, after in pairs.tolist())

@@ -29,8 +29,8 @@ Array = Any
 class Sequential(Fixed):
     """Layers one after the other: their chain for a scan, and what the scan's result gives.
 
-    A :class:`Residual` among them becomes the steps of its layers, which carry the input of the
-    block beside their own; so nothing is multiplied, and nothing fills in.
+    A :class:`Residual` among them becomes the steps of its layers, which carry beside their own
+    what the block reads or adds later; so nothing is multiplied, and nothing fills in.
 
     Parameters
     ----------
@@ -43,7 +43,8 @@ class Sequential(Fixed):
     ops : tuple of Operator
         The layers as they were given.
     layers : tuple of Operator
-        The same with the layers of every :class:`Residual` in its place.
+        The same with the layers of every :class:`Residual` in its place, and then those of its
+        shortcut.
     input_shape, output_shape : tuple of int
         Shapes of one sample.
 
@@ -79,19 +80,7 @@ class Sequential(Fixed):
     """
 
     def __init__(self, ops: Iterable[Operator]) -> None:
-        if not isinstance(ops, Iterable):
-            raise InputTypeError(f"ops is a {type(ops).__name__}; expected a list of operators")
-        self.ops = tuple(ops)
-        if not self.ops:
-            raise InputError("ops is empty; expected at least one operator")
-        for k, op in enumerate(self.ops):
-            if not isinstance(op, Operator):
-                raise InputTypeError(f"ops[{k}] is a {type(op).__name__}; expected an Operator")
-            if k > 0 and op.input_shape != self.ops[k - 1].output_shape:
-                raise InputError(
-                    f"ops[{k}] has input_shape {op.input_shape}; expected "
-                    f"{self.ops[k - 1].output_shape}, the output of ops[{k - 1}]"
-                )
+        self.ops = _chained("ops", ops)
         self._steps = _steps(self.ops, 0)
         self.layers = tuple(step.op for step in self._steps if isinstance(step, _Layer))
         self.input_shape = self.ops[0].input_shape
@@ -278,27 +267,39 @@ class Sequential(Fixed):
 
 
 class Residual(Operator):
-    """Layers around which their input is led, and added: ``y = x + f_k(…f_1(x))``.
+    """Layers and a shortcut around them: ``y = s(x) + f_k(…f_1(x))``.
 
-        (∂y/∂x)ᵀ = I + J_1 J_2 ⋯ J_k,  J_i the transposed Jacobian of f_i.
+        (∂y/∂x)ᵀ = S + J_1 J_2 ⋯ J_k,
 
-    Its own pattern and values are this product, which fills in. A :class:`Sequential` does without:
-    it makes a step of every layer, and carries ``x`` along.
+    ``J_i`` the transposed Jacobian of ``f_i``, and ``S`` the product of those of the shortcut's
+    layers, or the identity if there are none.
+
+    Its own pattern and values are this sum, which fills in. A :class:`Sequential` does without: it
+    makes a step of every layer, and carries beside it what the other layers read or have made.
 
     Parameters
     ----------
     *ops : Operator
-        The layers ``f_1, …, f_k``; the last has the output shape that the first has for input.
+        The layers ``f_1, …, f_k``.
+    shortcut : iterable of Operator, default ()
+        The layers of ``s``, from the first to the last. They start with the input shape of ``f_1``
+        and end with the output shape of ``f_k``.
+
+    Attributes
+    ----------
+    ops, shortcut : tuple of Operator
+        The layers as they were given.
 
     Raises
     ------
     InputError, InputTypeError
-        If the shapes do not chain, or something is no operator.
+        If the shapes do not chain or differ where they are added, or something is no operator.
 
     Notes
     -----
-    Residual networks (He, Zhang, Ren and Sun, CVPR 2016), equation 1. Parameters are named as in
-    :class:`torch.nn.Sequential`: ``"0.weight"`` is that of the first layer.
+    Residual networks (He, Zhang, Ren and Sun, CVPR 2016), equations 1 and 2. Parameters are named
+    by the places of their layers: ``"0.weight"`` is that of ``f_1``, ``"shortcut.0.weight"`` that
+    of the shortcut's first.
 
     Examples
     --------
@@ -310,39 +311,54 @@ class Residual(Operator):
     >>> block.jacobian(np.zeros(2)).toarray()
     array([[1., 0.],
            [1., 1.]])
+    >>> wider = Residual(Linear(2, 3), shortcut=[Linear(2, 3, bias=False)])
+    >>> [*wider.params], wider.output_shape
+    (['0.weight', '0.bias', 'shortcut.0.weight'], (3,))
     """
 
-    def __init__(self, *ops: Operator) -> None:
-        self._inner = Sequential(ops)
-        self.ops = self._inner.ops
-        if self._inner.output_shape != self._inner.input_shape:
+    def __init__(self, *ops: Operator, shortcut: Iterable[Operator] = ()) -> None:
+        self.ops = _chained("ops", ops)
+        self.shortcut = _chained("shortcut", shortcut, least=0)
+        shape, end = self.ops[0].input_shape, self.ops[-1].output_shape
+        if not self.shortcut and end != shape:
             raise InputError(
-                f"ops end with output_shape {self._inner.output_shape}; expected "
-                f"{self._inner.input_shape}, the input to which it is added"
+                f"ops end with output_shape {end}; expected {shape}, the input to which it is "
+                "added, or a shortcut"
             )
-        self._set_shapes(self._inner.input_shape, None)
-        self._set_output(self._core)
+        if self.shortcut and self.shortcut[0].input_shape != shape:
+            raise InputError(
+                f"shortcut[0] has input_shape {self.shortcut[0].input_shape}; expected {shape}, "
+                "that of ops[0]"
+            )
+        if self.shortcut and self.shortcut[-1].output_shape != end:
+            raise InputError(
+                f"shortcut ends with output_shape {self.shortcut[-1].output_shape}; expected "
+                f"{end}, the output of ops to which it is added"
+            )
+        self._set_shapes(shape, None)
+        self._set_output(end)
+        size = math.prod(shape)
+        self._body, self._around = _Branch(self.ops, size), _Branch(self.shortcut, size)
 
     @property
     def _reads_input(self) -> bool:  # type: ignore[override]
-        return any(op._reads_input for op in self.ops)
+        return any(op._reads_input for op in (*self.ops, *self.shortcut))
 
     @property
     def _samples_apart(self) -> bool:  # type: ignore[override]
-        return all(op._samples_apart for op in self.ops)
+        return all(op._samples_apart for op in (*self.ops, *self.shortcut))
 
     @property
     def params(self) -> dict[str, Array]:
         """The parameters of all layers, not copied."""
-        return {
-            f"{k}.{name}": param
-            for k, op in enumerate(self.ops)
-            for name, param in op.params.items()
-        }
+        return self._joined(self._body.params, self._around.params)
 
     def __repr__(self) -> str:
         # Its own entries are not counted for this: the product may be huge.
-        return f"Residual({', '.join(map(repr, self.ops))})"
+        words = [*map(repr, self.ops)]
+        if self.shortcut:
+            words.append(f"shortcut={self.shortcut!r}")
+        return f"Residual({', '.join(words)})"
 
     def _core_nnz(self) -> int:
         return self._sum.nnz
@@ -354,58 +370,102 @@ class Residual(Operator):
         """Nothing: the pattern is made in order to count its entries."""
 
     @cached_property
-    def _products(self) -> list[_Product]:
-        """Products ``J_1 J_2``, then ``J_3``, and so on."""
-        products: list[_Product] = []
-        pattern = self.ops[0].pattern
-        for op in self.ops[1:]:
-            products.append(_Product(pattern, op.pattern))
-            pattern = products[-1].pattern
-        return products
-
-    @cached_property
     def _sum(self) -> Pattern:
-        """The pattern of the identity and the product, and where each lies in it."""
-        product = self._products[-1].pattern if self._products else self.ops[0].pattern
-        size = product.shape[0]
-        ones = np.arange(size, dtype=np.int64)
-        keys = np.concatenate([_keys(product), ones * (size + 1)])
+        """The pattern of the sum, and where each of the terms lies in it."""
+        product, around = self._body.pattern, self._around.pattern
+        keys = np.concatenate([_keys(product), _keys(around)])
         pattern, place = _pattern_of(keys, product.shape)
         self._places = Constant(place[: product.nnz]), Constant(place[product.nnz :])
         return pattern
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        return x + self._inner.forward(x)
+        return self._around.forward(x) + self._body.forward(x)
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        values = None
-        for k, op in enumerate(self.ops):
-            # Neither input nor parameters may say where the values have to be.
-            nowhere = x is None and not op.params
-            step = op.values(x, out=xp.empty(op.nnz, out.dtype) if nowhere else None)
-            values = step if values is None else self._products[k - 1].values(xp, values, step)
-            x = op.forward(x) if x is not None and k + 1 < len(self.ops) else None
-        product, diagonal = (place.on(xp) for place in self._places)
+        product, around = (place.on(xp) for place in self._places)
         out[...] = 0
-        out[:, product] = values
-        out[:, diagonal] += 1
+        out[:, product] = self._body.values(xp, x, out.dtype)
+        out[:, around] += self._around.values(xp, x, out.dtype)
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        inner = self._inner
-        xs = inner.activations(x)
-        grads: Any = api.exclusive_scan(grad_y.reshape(len(x), -1), inner.jacobians(xs))
+        grad = grad_y.reshape(len(x), -1)
+        body, around = (branch.param_grads(x, grad) for branch in (self._body, self._around))
+        return self._joined(body, around)
+
+    @staticmethod
+    def _joined(body: dict[str, Array], around: dict[str, Array]) -> dict[str, Array]:
+        return body | {f"shortcut.{name}": array for name, array in around.items()}
+
+
+class _Branch:
+    """One of the terms of a residual block: layers one after the other, or none, the identity."""
+
+    def __init__(self, ops: tuple[Operator, ...], size: int) -> None:
+        self._ops, self._size = ops, size
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by the places of their layers."""
         return {
-            f"{place}.{name}": grad
-            for place, found in zip(_places(self.ops), inner.param_grads(xs, grads), strict=True)
-            for name, grad in found.items()
+            f"{k}.{name}": param
+            for k, op in enumerate(self._ops)
+            for name, param in op.params.items()
+        }
+
+    @cached_property
+    def _products(self) -> list[_Product]:
+        """Products ``J_1 J_2``, then ``J_3``, and so on."""
+        products: list[_Product] = []
+        pattern = self._ops[0].pattern
+        for op in self._ops[1:]:
+            products.append(_Product(pattern, op.pattern))
+            pattern = products[-1].pattern
+        return products
+
+    @property
+    def pattern(self) -> Pattern:
+        """Pattern of the product."""
+        if not self._ops:
+            return Pattern.diagonal(self._size)
+        return self._products[-1].pattern if self._products else self._ops[0].pattern
+
+    def forward(self, x: Array) -> Array:
+        """The output of the last layer."""
+        for op in self._ops:
+            x = op.forward(x)
+        return x
+
+    def values(self, xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
+        """Values of the product, in the order of its pattern; of the identity a single 1."""
+        values = None
+        for k, op in enumerate(self._ops):
+            # Neither input nor parameters may say where the values have to be.
+            nowhere = x is None and not op.params
+            step = op.values(x, out=xp.empty(op.nnz, dtype) if nowhere else None)
+            values = step if values is None else self._products[k - 1].values(xp, values, step)
+            x = op.forward(x) if x is not None and k + 1 < len(self._ops) else None
+        return 1 if values is None else values
+
+    def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
+        """Gradients in the parameters, by their names, for a gradient ``(batch, outputs)``."""
+        if not self.params:
+            return {}
+        network = Sequential(self._ops)
+        xs = network.activations(x)
+        grads: Any = api.exclusive_scan(grad, network.jacobians(xs))
+        found = network.param_grads(xs, grads)
+        return {
+            f"{place}.{name}": array
+            for place, arrays in zip(_places(self._ops), found, strict=True)
+            for name, array in arrays.items()
         }
 
 
 class _Step(ABC):
     """One step of a chain: it changes the first part of the state, and carries the rest along.
 
-    The state is ``[x, s_1, s_2, …]``: what the layers work on, and the inputs of the residual
-    blocks around them, from the innermost to the outermost.
+    The state is ``[x, s_1, s_2, …]``: what the layers work on, and of every residual block around
+    them, from the innermost to the outermost, its input or, in its shortcut, what its layers made.
     """
 
     @property
@@ -497,8 +557,29 @@ class _Fork(_Ones):
         return x
 
 
+class _Swap(_Ones):
+    """``[f, x, s, …] ↦ [x, f, s, …]``: the shortcut of a residual block begins."""
+
+    def __init__(self, made: int, size: int, carried: int) -> None:
+        super().__init__(size, carried)
+        self._made = made
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        made, size = self._made, self._size
+        count = made + size + self._carried
+        indices = np.arange(count)
+        indices[:made] += size
+        indices[made : made + size] -= made
+        return trusted(np.arange(count + 1), indices, (count, count))
+
+    def forward(self, x: Array, skipped: list[Array]) -> Array:
+        x, skipped[-1] = skipped[-1], x
+        return x
+
+
 class _Join(_Ones):
-    """``[f, x, s, …] ↦ [f + x, s, …]``: a residual block ends."""
+    """``[a, b, s, …] ↦ [a + b, s, …]``: a residual block ends."""
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -547,15 +628,36 @@ class _Product:
         return sums
 
 
+def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operator, ...]:
+    """Operators whose shapes chain, or an error that names the argument."""
+    if not isinstance(ops, Iterable):
+        raise InputTypeError(f"{name} is a {type(ops).__name__}; expected a list of operators")
+    chain = tuple(ops)
+    if len(chain) < least:
+        raise InputError(f"{name} is empty; expected at least one operator")
+    for k, op in enumerate(chain):
+        if not isinstance(op, Operator):
+            raise InputTypeError(f"{name}[{k}] is a {type(op).__name__}; expected an Operator")
+        if k > 0 and op.input_shape != chain[k - 1].output_shape:
+            raise InputError(
+                f"{name}[{k}] has input_shape {op.input_shape}; expected "
+                f"{chain[k - 1].output_shape}, the output of {name}[{k - 1}]"
+            )
+    return chain
+
+
 def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
     """The steps of layers beside which `carried` entries pass by."""
     steps: list[_Step] = []
     for op in ops:
         if isinstance(op, Residual):
-            size = math.prod(op.input_shape)
+            size, made = op.shape
             steps.append(_Fork(size, carried))
             steps += _steps(op.ops, carried + size)
-            steps.append(_Join(size, carried))
+            if op.shortcut:
+                steps.append(_Swap(made, size, carried))
+                steps += _steps(op.shortcut, carried + made)
+            steps.append(_Join(made, carried))
         else:
             steps.append(_Layer(op, carried))
     return steps
@@ -566,6 +668,7 @@ def _places(ops: Sequence[Operator]) -> Iterator[str]:
     for k, op in enumerate(ops):
         if isinstance(op, Residual):
             yield from (f"{k}.{place}" for place in _places(op.ops))
+            yield from (f"{k}.shortcut.{place}" for place in _places(op.shortcut))
         else:
             yield str(k)
 

@@ -1,10 +1,11 @@
-"""Architectures: the networks that are built in, as graphs and as chains of operators."""
+"""Architectures: the networks that are built in, as graphs and as operators."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +14,14 @@ from ...errors import InputError
 from ...jacobians import (
     AdaptiveAvgPool2d,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
     Dropout,
     Flatten,
     Linear,
     MaxPool2d,
     Operator,
+    Pad,
     ReLU,
     Residual,
     Sequential,
@@ -32,14 +35,14 @@ from .graph import Graph, Layer
 
 __all__ = ["NAMES", "Builder", "build", "from_chain", "from_sequential", "sequential"]
 
-#: What :func:`build` knows; ``T`` is a number of time steps.
+#: What :func:`build` knows; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
     "lenet5",
     "alexnet",
     "alexnet-owt",
     "vgg11",
     "vgg16",
-    "resnet-110",
+    "resnet-N",
     "inception-v3",
     "rnn:T",
     "gru:T",
@@ -247,7 +250,7 @@ def build(name: str) -> Graph:
     Parameters
     ----------
     name : str
-        One of :data:`NAMES`, with a number for ``T``:
+        One of :data:`NAMES`, with a number for ``N`` or ``T``:
 
         lenet5
             LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
@@ -261,8 +264,9 @@ def build(name: str) -> Graph:
             layer.
         vgg16
             The same authors', for images of 224×224.
-        resnet-110
-            He et al. (2016) for images of 32×32, whose shortcuts have no parameters.
+        resnet-N
+            He et al. (2016) for images of 32×32, whose shortcuts have no parameters: ``N = 6n + 2``
+            layers with weights for `n` blocks of each width, such as resnet-20 or resnet-110.
         inception-v3
             Szegedy et al. (2016) for images of 299×299, without the auxiliary classifier.
         rnn:T, gru:T
@@ -291,8 +295,13 @@ def build(name: str) -> Graph:
     kind, colon, steps = name.partition(":")
     if kind in _CELLS and colon and steps.isdecimal() and int(steps):
         return _recurrent(name, *_CELLS[kind], int(steps))
+    if _blocks(name):
+        return _resnet(name)
     if name not in _MADE:
-        raise InputError(f"network is {name!r}; expected one of {', '.join(NAMES)}")
+        raise InputError(
+            f"network is {name!r}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as in "
+            "resnet-110"
+        )
     return _MADE[name](name)
 
 
@@ -362,17 +371,30 @@ def _vgg(name: str, side: int, widths: Sequence[int | str], features: tuple[int,
     return made.graph()
 
 
-def _resnet110(name: str) -> Graph:
+def _blocks(name: str) -> int:
+    """Of ``resnet-N``, the blocks of each width; 0 if the name is another."""
+    found = re.fullmatch("resnet-([1-9][0-9]*)", name)
+    layers = int(found[1]) if found else 0
+    return layers // 6 if layers % 6 == 2 else 0
+
+
+def _widths(name: str) -> Iterator[tuple[int, int, int]]:
+    """Of every block of ``resnet-N`` its channels, its number among those, and its stride."""
+    for channels in (16, 32, 64):
+        for block in range(_blocks(name)):
+            yield channels, block, 2 if channels > 16 and block == 0 else 1
+
+
+def _resnet(name: str) -> Graph:
     made = Builder(name, (3, 32, 32))
     made.conv(16, 3, padding=1, norm=True)
-    for channels in (16, 32, 64):
-        for block in range(18):
-            start, stride = made.last, 2 if channels > 16 and block == 0 else 1
-            made.prefix = f"{channels}.{block}."
-            made.conv(channels, 3, stride, 1, norm=True)
-            inner = made.conv(channels, 3, padding=1, norm=True)
-            # Every other place of the input, whose channels zeros continue.
-            made.sum(inner, start if stride == 1 else made.pool(1, 2, x=start))
+    for channels, block, stride in _widths(name):
+        start = made.last
+        made.prefix = f"{channels}.{block}."
+        made.conv(channels, 3, stride, 1, norm=True)
+        inner = made.conv(channels, 3, padding=1, norm=True)
+        # Every other place of the input, whose channels zeros continue.
+        made.sum(inner, start if stride == 1 else made.pool(1, 2, x=start))
     made.prefix = ""
     made.pool(8)
     made.flatten()
@@ -477,14 +499,20 @@ _MADE: dict[str, Callable[[str], Graph]] = {
     "alexnet-owt": _alexnet_owt,
     "vgg11": lambda name: _vgg(name, 32, _VGG11, (10,)),
     "vgg16": lambda name: _vgg(name, 224, _VGG16, (4096, 4096, 1000)),
-    "resnet-110": _resnet110,
     "inception-v3": _inception,
 }
 
 
 # -------------------------------------------------------------------------------------------------
-# Chains of operators
+# Networks of operators
 # -------------------------------------------------------------------------------------------------
+
+# Those whose layers stand one behind the other.
+_CHAINS = ("lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16")
+_RUN = (
+    f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run; rnn:T and gru:T are "
+    "recurrent, and made by Recurrent.named"
+)
 
 
 def sequential(name: str, rng: np.random.Generator | int | None = None) -> Sequential:
@@ -492,37 +520,59 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
 
     Parameters
     ----------
-    name : {"lenet5", "vgg11"}
-        Of the network.
+    name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
+        Of the network; ``N`` is 8, 14, 20, …, as for :func:`build`.
     rng : numpy.random.Generator or int, optional
-        What draws the parameters.
+        What draws the parameters, when they are first read.
 
     Returns
     -------
     Sequential
-        Its layers are those of ``build(name)`` behind the input.
+        Its layers are those of ``build(name)`` behind the input. In ResNet-N, what a convolution
+        has in itself there stands behind it: a normalisation by frozen statistics, and a ReLU. The
+        last normalisation of each block starts with weight 0, and so the block as its shortcut
+        (Goyal et al., 2017, section 5.1).
 
     Raises
     ------
     InputError
         If the network cannot be run.
 
+    Notes
+    -----
+    What a scan reads may not fit into memory: the Jacobians of alexnet have 0.7·10⁹ entries for a
+    sample, those of vgg16 15·10⁹.
+
     Examples
     --------
     >>> from sparsescan.parallel.strategies.architectures import sequential
     >>> sequential("lenet5", 0)
     Sequential((1, 32, 32) → (10,), 12 steps)
+    >>> sequential("resnet-20", 0).output_shape
+    (10,)
     """
-    if name not in ("lenet5", "vgg11"):
-        raise InputError(f"network is {name!r}; expected lenet5 or vgg11, which can be run")
-    generator, small = np.random.default_rng(rng), name == "lenet5"
+    generator = np.random.default_rng(rng)
+    if _blocks(name):
+        return Sequential(_residual(name, generator))
+    if name == "inception-v3":
+        raise InputError(
+            "network is 'inception-v3', whose modules join the channels of their branches, which "
+            f"no chain of operators does; expected {_RUN}"
+        )
+    if name not in _CHAINS:
+        raise InputError(f"network is {name!r}; expected {_RUN}")
+    return Sequential(_chain(name, generator))
+
+
+def _chain(name: str, rng: np.random.Generator) -> list[Operator]:
+    """The operators of a network whose layers stand one behind the other."""
+    small = name == "lenet5"
     ops: list[Operator] = []
-    layers = build(name).layers
-    for before, layer in pairwise(layers):
+    for before, layer in pairwise(build(name).layers):
         shape = before.shape
         if layer.kind == "conv":
             sizes = layer.shape[0], layer.kernel, layer.stride, layer.padding
-            ops.append(Conv2d(shape[0], *sizes, input_shape=shape, rng=generator))
+            ops.append(Conv2d(shape[0], *sizes, groups=layer.groups, input_shape=shape, rng=rng))
         elif layer.kind == "pool":
             pool = AvgPool2d if small else MaxPool2d
             ops.append(pool(layer.kernel, layer.stride, input_shape=shape))
@@ -531,8 +581,39 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
         elif layer.kind == "flatten":
             ops.append(Flatten(input_shape=shape))
         else:
-            ops.append(Linear(shape[0], layer.shape[0], rng=generator))
-    return Sequential(ops)
+            ops.append(Linear(shape[0], layer.shape[0], rng=rng))
+    return ops
+
+
+def _residual(name: str, rng: np.random.Generator) -> list[Operator]:
+    """The operators of ``resnet-N``."""
+    ops: list[Operator] = [*_normalised((3, 32, 32), 16, 1, rng), ReLU(input_shape=(16, 32, 32))]
+    for channels, _, stride in _widths(name):
+        shape = ops[-1].output_shape
+        first = _normalised(shape, channels, stride, rng)
+        made = first[-1].output_shape
+        conv, norm = _normalised(made, channels, 1, rng)
+        norm.weight = np.zeros(channels, np.float32)
+        shortcut = _every_other(shape, channels) if stride > 1 else ()
+        block = Residual(*first, ReLU(input_shape=made), conv, norm, shortcut=shortcut)
+        ops += [block, ReLU(input_shape=made)]
+    pool = AvgPool2d(8, input_shape=ops[-1].output_shape)
+    return [*ops, pool, Flatten(input_shape=pool.output_shape), Linear(64, 10, rng=rng)]
+
+
+def _normalised(
+    shape: tuple[int, ...], channels: int, stride: int, rng: np.random.Generator
+) -> tuple[Conv2d, BatchNorm2d]:
+    """A 3×3 convolution, whose bias is that of the normalisation behind it."""
+    conv = Conv2d(shape[0], channels, 3, stride, 1, bias=False, input_shape=shape, rng=rng)
+    return conv, BatchNorm2d(channels, input_shape=conv.output_shape)
+
+
+def _every_other(shape: tuple[int, ...], channels: int) -> tuple[AvgPool2d, Pad]:
+    """Every other place of an image, whose channels zeros continue."""
+    pool = AvgPool2d(1, 2, input_shape=shape)
+    zeros = (0, channels - shape[0]), (0, 0), (0, 0)
+    return pool, Pad(zeros, input_shape=pool.output_shape)
 
 
 def from_sequential(network: Sequential, name: str = "network") -> Graph:
@@ -541,8 +622,8 @@ def from_sequential(network: Sequential, name: str = "network") -> Graph:
     Parameters
     ----------
     network : Sequential
-        The network. Its operators and those of residual blocks become layers, each block one more,
-        which adds.
+        The network. Its operators and those of residual blocks become layers: of a block those
+        that it goes around, those of its shortcut, and one more, which adds.
     name : str
         Of the graph.
 
@@ -559,18 +640,19 @@ def from_sequential(network: Sequential, name: str = "network") -> Graph:
     Graph('network', 3 layers, 8 weights)
     """
     made = Builder(name, network.input_shape)
-    _append(made, network.ops)
+    _append(made, network.ops, made.last)
     return made.graph()
 
 
-def _append(made: Builder, ops: Sequence[Operator]) -> None:
+def _append(made: Builder, ops: Sequence[Operator], x: int) -> int:
+    """Add the layers of operators, of which the first reads layer `x`; the number of the last."""
     for op in ops:
         if isinstance(op, Residual):
-            start = made.last
-            _append(made, op.ops)
-            made.sum(made.last, start)
+            end = _append(made, op.ops, x)
+            x = made.sum(end, _append(made, op.shortcut, x))
         else:
-            made.add(_layer(op, made._name(_kind(op)), made.last))
+            x = made.add(_layer(op, made._name(_kind(op)), x))
+    return x
 
 
 def _kind(op: Operator) -> str:
@@ -586,7 +668,7 @@ def _kind(op: Operator) -> str:
         return "softmax"
     if isinstance(op, (Dropout, Elementwise)):
         return "elementwise"
-    # What mixes the elements in another way.
+    # What mixes or moves the elements in another way.
     return "norm"
 
 
