@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from . import __version__, demo, exclusive_scan, inclusive_scan, load_chain, plan
+from . import __version__, _mpi_commands, demo, exclusive_scan, inclusive_scan, load_chain, plan
 from .costs import machine_file
 from .errors import InputError, SparseScanError
 from .kernels._memory import address_of
 from .kernels._threads import thread_count, usable_cores
-from .plot import plot_plan
-from .schedule import Schedule
+from .plot import check_packages, plot_plan
+from .schedule import Schedule, check_count
 
 __all__ = ["main"]
 
@@ -81,22 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, argv: Sequence[str]) -> int:
-    if _speaks(argv):
+    if _mpi_commands.speaks(argv):
         # At once, so that no other rank's output comes between.
         sys.stderr.write(f"sparsescan: {' '.join(message.split())}\n")
         sys.stderr.flush()
     return 2
-
-
-def _speaks(argv: Sequence[str]) -> bool:
-    """Whether this process says what many ranks have met alike."""
-    if not {"--mpi", "--run"}.intersection(argv):
-        return True
-    try:
-        rank: int = _load_mpi().COMM_WORLD.rank
-    except ImportError:
-        return True
-    return rank == 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,8 +164,8 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument(
         "network",
         metavar="NETWORK",
-        help="lenet5, alexnet, vgg11, vgg16, resnet-110, inception-v3, rnn:T or gru:T, or a file "
-        "that sparsescan.save_chain has written",
+        help="lenet5, alexnet, vgg11, vgg16, resnet-N (N = 6n + 2, such as 110), inception-v3, "
+        "rnn:T or gru:T, or a file FILE.npz that sparsescan.save_chain has written",
     )
     parser.add_argument("--workers", type=int, required=True, metavar="P", help="how many")
     parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
@@ -191,8 +178,8 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument(
         "--run",
         action="store_true",
-        help="measure this machine, and train by every strategy beside its prediction: under "
-        "mpiexec -n P, one rank a worker",
+        help="measure this machine, and train by every strategy beside its prediction, or run "
+        "the scan of a chain in every way: under mpiexec -n P, one rank a worker",
     )
     parser.set_defaults(command=_strategies)
 
@@ -247,7 +234,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     if arguments.mpi:
-        _calibrate_network()
+        _mpi_commands.calibrate(arguments)
         return
     if arguments.device == "cuda":
         from .calibrate_device import calibrate_device
@@ -268,19 +255,6 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_machine(machine)}")
 
 
-def _calibrate_network() -> None:
-    mpi = _load_mpi()
-    from .parallel import Communicator, measure, save_network
-
-    communicator = Communicator.of(mpi.COMM_WORLD)
-    if communicator.size == 1:
-        raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
-    network = measure(communicator)
-    if communicator.rank == 0:
-        print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
-        print(f"kept in {save_network(network)}")
-
-
 def _print_families(families: dict[str, list[list[float]]]) -> None:
     from .costs import FAMILIES
 
@@ -292,6 +266,7 @@ def _print_families(families: dict[str, list[list[float]]]) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     schedule = _schedule(arguments.schedule)
+    _check_plot(arguments.plot)
     grad, jacobians = load_chain(arguments.file)
     parts = jacobians if isinstance(jacobians, list) else [jacobians]
     made = plan(
@@ -301,15 +276,21 @@ def _plan(arguments: argparse.Namespace) -> None:
         dtype=np.result_type(grad, *{part.dtype for part in parts}),
         device=arguments.device,
     )
-    print(made)
     if arguments.plot is not None:
         plot_plan(made, arguments.plot)
+    print(made)
+    if arguments.plot is not None:
         print(f"FLOP of every step: {arguments.plot}")
 
 
 def _scan(arguments: argparse.Namespace) -> None:
     if arguments.mpi:
-        _scan_ranks(arguments)
+        if arguments.schedule not in _MPI_SCHEDULES:
+            raise InputError(
+                f"argument --schedule: {arguments.schedule!r} is no schedule of --mpi; expected "
+                f"{_listed(_MPI_SCHEDULES)}"
+            )
+        _mpi_commands.scan(arguments)
         return
     schedule = _schedule(arguments.schedule)
     grad, jacobians = load_chain(arguments.file)
@@ -329,90 +310,40 @@ def _scan(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {len(gradients)} gradients of {dtype}, in {seconds:.3g} s")
 
 
-def _scan_ranks(arguments: argparse.Namespace) -> None:
-    if arguments.schedule not in _MPI_SCHEDULES:
-        raise InputError(
-            f"argument --schedule: {arguments.schedule!r} is no schedule of --mpi; expected "
-            f"{_listed(_MPI_SCHEDULES)}"
-        )
-    world = _load_mpi().COMM_WORLD
-    from .parallel.scan_file import scan_file
-
-    try:
-        done = scan_file(
-            world,
-            arguments.file,
-            arguments.output,
-            inclusive=arguments.inclusive,
-            schedule=arguments.schedule,
-            device=arguments.device,
-        )
-    except (SparseScanError, MemoryError):
-        # Raised on all ranks.
-        raise
-    except BaseException:
-        sys.stderr.write(traceback.format_exc())
-        sys.stderr.flush()
-        world.Abort(1)
-        raise
-    if world.rank == 0:
-        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-        print(
-            f"{arguments.output}: {done.gradients} gradients of {done.dtype}, in "
-            f"{done.seconds:.3g} s on {ranks}, by {done.schedule}"
-        )
-
-
-def _load_mpi(option: str = "--mpi") -> Any:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise ImportError(
-            f"{option} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
-        ) from None
-    return MPI
-
-
 def _strategies(arguments: argparse.Namespace) -> None:
+    name = arguments.network
+    workers = check_count("--workers", arguments.workers, 1)
+    batch = check_count("--batch", arguments.batch, 1)
+    if arguments.run:
+        if arguments.plot is not None:
+            raise InputError(
+                "--plot draws predictions, and --run measures; expected one of them without the "
+                "other"
+            )
+        _mpi_commands.run_strategies(arguments)
+        return
     from .parallel.strategies import build, compare, from_chain, load_machine, plot_comparison
 
-    name, workers, batch = arguments.network, arguments.workers, arguments.batch
-    if arguments.run:
-        _run_strategies(arguments)
-        return
+    _check_plot(arguments.plot)
     if name.endswith(".npz"):
         _, jacobians = load_chain(name)
         network = from_chain(plan(jacobians, schedule="linear").patterns, name)
     else:
         network = build(name)
     machine = load_machine(arguments.machine)
-    print(compare(network, machine, workers, batch))
+    compared = compare(network, machine, workers, batch)
     if arguments.plot is not None:
         plot_comparison(network, machine, workers, batch, arguments.plot)
+    print(compared)
+    if arguments.plot is not None:
         print(f"time of a step over the number of workers: {arguments.plot}")
 
 
-def _run_strategies(arguments: argparse.Namespace) -> None:
-    mpi = _load_mpi("--run")
-    from .parallel.strategies import load_machine, measure_here, run, save_machine
-
-    comm, file = mpi.COMM_WORLD, arguments.machine
-    if arguments.workers != comm.size:
-        raise InputError(
-            f"--workers is {arguments.workers}, but there are {comm.size} ranks; run it by "
-            f"mpiexec -n {arguments.workers}"
-        )
-    if file is None:
-        machine = measure_here(comm, arguments.network, arguments.batch)
-    else:
-        machine = load_machine(file)
-    measured = run(comm, arguments.network, machine, arguments.batch)
-    if comm.rank == 0:
-        print(measured)
-        if file is None:
-            print(f"this machine: {save_machine(machine)}")
-        if comm.size > 1 and not {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys():
-            print("NumPy may use all cores on every rank: OMP_NUM_THREADS=1 gives each one core")
+def _check_plot(path: str | None) -> None:
+    """Find out before the work what would go wrong with a picture after it."""
+    if path is not None:
+        check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
+        demo._check_output(path)
 
 
 def _version(*names: str) -> str:

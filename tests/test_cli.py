@@ -228,23 +228,41 @@ def test_missing_packages_give_one_line_that_names_the_extra(capsys, monkeypatch
 
 def test_a_picture_that_cannot_be_drawn_gives_one_line(capsys, monkeypatch, stacked, tmp_path):
     pytest.importorskip("matplotlib")
-
-    def complaint(*arguments):
-        assert main(["plan", *map(str, arguments)]) == 2
-        return capsys.readouterr().err.splitlines()
-
-    (line,) = complaint(stacked, "--plot", tmp_path)
-    assert f"{tmp_path}: Is a directory" in line
-    (line,) = complaint(stacked, "--plot", tmp_path / "no" / "steps.png")
-    assert "No such file" in line
+    picture, before = tmp_path / "picture.png", os.listdir(tmp_path)
+    commands = ["plan", stacked], ["strategies", "lenet5", "--workers", 2, "--batch", 4]
+    for command in commands:
+        assert_one_line(capsys, [*command, "--plot", tmp_path], f"{tmp_path}: Is a directory")
+        assert_one_line(capsys, [*command, "--plot", tmp_path / "no" / "a.png"], "No such file")
     single = tmp_path / "single.npz"
     sparsescan.save_chain(single, np.ones(3), np.ones((1, 3, 3)))
-    (line,) = complaint(single, "--plot", tmp_path / "steps.png")
-    assert "expected at least 2 Jacobians" in line
+    assert_one_line(capsys, ["plan", single, "--plot", picture], "expected at least 2 Jacobians")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (line,) = complaint(stacked, "--plot", tmp_path / "steps.png")
-    assert "pip install 'sparsescan[plot]'" in line
-    assert not (tmp_path / "steps.png").exists()
+    for command in commands:
+        words = "pip install 'sparsescan[plot]'"
+        assert_one_line(capsys, [*command, "--plot", picture], words)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, single.name])
+
+
+def test_a_picture_that_cannot_be_written_is_known_before_the_work(capsys, monkeypatch, stacked):
+    pytest.importorskip("matplotlib")
+    bad = ["--plot", "/no/such/folder/a.png"]
+    monkeypatch.setattr("sparsescan.__main__.load_chain", None)
+    for command in (["plan", stacked], ["strategies", stacked, "--workers", 2, "--batch", 4]):
+        assert_one_line(capsys, [*command, *bad], "/no/such/folder/a.png: No such file")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--workers 0 --batch 4", "--workers is 0; expected at least 1"),
+        ("--workers -2 --batch 4 --run", "--workers is -2; expected at least 1"),
+        ("--workers 2 --batch 0", "--batch is 0; expected at least 1"),
+        ("--workers 2 --batch -1 --run", "--batch is -1; expected at least 1"),
+        ("--workers 2 --batch 4 --plot a.png --run", "--plot draws predictions, and --run"),
+    ],
+)
+def test_wrong_options_of_strategies_give_one_line(capsys, options, words):
+    assert_one_line(capsys, ["strategies", "lenet5", *options.split()], words)
 
 
 def test_ctrl_c_ends_quietly(capsys, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import mpi_launch
@@ -13,17 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi_launch import needs_mpi
 from test_parallel import all_done
+from update_rule import start_of, transcription
 
 from sparsescan import InputError
-from sparsescan.jacobians import Linear, Operator, Tanh
+from sparsescan.jacobians import (
+    GRUCell,
+    Linear,
+    Operator,
+    Residual,
+    RNNCell,
+    Sequential,
+    Tanh,
+)
 from sparsescan.parallel import Network
 from sparsescan.parallel.strategies import Graph, Layer, Machine
-from sparsescan.parallel.strategies.architectures import build
+from sparsescan.parallel.strategies.architectures import build, from_sequential
 from sparsescan.parallel.strategies.pipeline import MicroBatches, Pipeline, balance
 from sparsescan.parallel.strategies.pipeline_memory import Memory
 from sparsescan.parallel.strategies.pipeline_run import Simulation
 from sparsescan.parallel.strategies.pipeline_schedule import Placement, draw, space_time
-from sparsescan.parallel.strategies.stage import Gradients, Stage
+from sparsescan.parallel.strategies.recurrent import Recurrent, Step
+from sparsescan.parallel.strategies.stage import Gradients, RecurrentStage, Stage
 from sparsescan.parallel.strategies.strategy import cross_entropy
 
 Array = Any
@@ -36,82 +46,50 @@ BATCH, RATE = 3, 0.2
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Operator], tuple[int, ...], list[tuple[Array, Array]]]:
-    """A network of linear layers and tanh in float64, registers in it, and minibatches."""
+def problems(draw: st.DrawFn) -> tuple[Sequence[Operator], tuple[int, ...], list[Any]]:
+    """A network in float64, registers between its operators, and minibatches."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    made = draw(st.sampled_from([_layers, _cells]))
+    ops, shape, places = made(draw, rng)
+    registers = draw(st.sets(st.sampled_from(places))) if places else set()
+    classes = ops[-1].output_shape[0]
+    batches = [
+        (rng.standard_normal((BATCH, *shape)), rng.integers(classes, size=BATCH))
+        for _ in range(draw(st.integers(1, 12)))
+    ]
+    return ops, tuple(sorted(registers)), batches
+
+
+def _layers(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], Any, list[int]]:
+    """Linear layers, tanh and residual blocks; registers are anywhere between them."""
     sizes = draw(st.lists(st.integers(2, 5), min_size=2, max_size=5))
     ops: list[Operator] = []
     for before, behind in itertools.pairwise(sizes):
+        if ops and draw(st.booleans()):
+            inner = Linear(before, before, dtype=np.float64, rng=rng)
+            ops.append(Residual(inner, Tanh(input_shape=(before,))))
         ops += [Tanh(input_shape=(before,))] if ops else []
         ops.append(Linear(before, behind, dtype=np.float64, rng=rng))
-    places = st.sets(st.integers(1, len(ops) - 1)) if len(ops) > 1 else st.just(set())
-    batches = [
-        (rng.standard_normal((BATCH, sizes[0])), rng.integers(sizes[-1], size=BATCH))
-        for _ in range(draw(st.integers(1, 12)))
-    ]
-    return ops, tuple(sorted(draw(places))), batches
+    return ops, sizes[:1], list(range(1, len(ops)))
 
 
-def transcription(
-    ops: list[Operator], start: Gradients, registers: tuple[int, ...], batches: list[Any]
-) -> Gradients:
-    """The weights behind all updates, by the rule of the paper as it is written.
-
-    Layer ``l`` is in stage ``i`` of ``K + 1``. Minibatch ``m`` goes through it forward in cycle
-    ``m + i - 1`` and backward in cycle ``m + 2 K + 1 - i``, whose gradient it adds to the weights.
-    """
-    k = len(registers)
-    stage = [1 + sum(p <= layer for p in registers) for layer in range(len(ops))]
-
-    @cache
-    def weights(layer: int, cycle: int) -> tuple[Array, Array]:
-        """W(t) and b(t)."""
-        if cycle == 0:
-            return start[layer]["weight"], start[layer]["bias"]
-        weight, bias = weights(layer, cycle - 1)
-        m = cycle - 1 - (2 * k + 1 - stage[layer])
-        if not 0 <= m < len(batches):
-            return weight, bias
-        delta = gradient(layer + 1, m)
-        return weight - RATE * delta.T @ activation(layer, m), bias - RATE * delta.sum(axis=0)
-
-    @cache
-    def activation(layer: int, m: int) -> Array:
-        """The input of a layer."""
-        if layer == 0:
-            return batches[m][0]
-        x = activation(layer - 1, m)
-        if isinstance(ops[layer - 1], Tanh):
-            return np.tanh(x)
-        weight, bias = weights(layer - 1, m + stage[layer - 1] - 1)
-        return x @ weight.T + bias
-
-    @cache
-    def gradient(layer: int, m: int) -> Array:
-        """Of the loss of a minibatch, in the input of a layer."""
-        if layer == len(ops):
-            y = activation(layer, m)
-            p = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
-            return (p - np.eye(y.shape[1])[batches[m][1]]) / BATCH
-        delta = gradient(layer + 1, m)
-        if isinstance(ops[layer], Tanh):
-            return delta * (1 - activation(layer + 1, m) ** 2)
-        return delta @ weights(layer, m + 2 * k + 1 - stage[layer])[0]
-
-    end = len(batches) + 2 * k + 1
-    # Earlier cycles first, so that nothing recurs deeply.
-    found = [
-        [weights(layer, t) for layer, op in enumerate(ops) if op.params] for t in range(end + 1)
-    ][-1]
-    return [dict(zip(("weight", "bias"), pair, strict=True)) for pair in found]
+def _cells(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], Any, list[int]]:
+    """A recurrent network; a register is behind all steps."""
+    features, hidden, steps = (draw(st.integers(1, 4)) for _ in range(3))
+    classes = draw(st.integers(2, 4))
+    kind = draw(st.sampled_from([RNNCell, GRUCell]))
+    cell = kind(features, hidden, dtype=np.float64, rng=rng)
+    readout = Linear(hidden, classes, dtype=np.float64, rng=rng)
+    network = Recurrent(cell, readout, steps)
+    return list(network.ops), network.input_shape, [steps]
 
 
-def stages(ops: list[Operator], registers: tuple[int, ...]) -> list[Stage]:
-    return [Stage(ops[part]) for part in Placement(len(ops), registers).parts]
+def stage_of(ops: Sequence[Operator]) -> Stage:
+    return RecurrentStage(ops) if isinstance(ops[0], Step) else Stage(ops)
 
 
-def start_of(ops: list[Operator]) -> Gradients:
-    return [{name: array.copy() for name, array in op.params.items()} for op in ops]
+def stages(ops: Sequence[Operator], registers: tuple[int, ...]) -> list[Stage]:
+    return [stage_of(ops[part]) for part in Placement(len(ops), registers).parts]
 
 
 def with_weights(parameters: Gradients) -> Gradients:
@@ -138,13 +116,13 @@ def test_stale_weights_are_those_of_the_update_rule(problem: Any) -> None:
     losses = [pipeline.step(*batch) for batch in batches]
     assert [np.isnan(loss) for loss in losses] == [m < len(registers) for m in range(len(losses))]
     pipeline.drain()
-    wanted = transcription(ops, start_of(ops), registers, batches)
+    wanted = transcription(ops, start_of(ops), registers, batches, RATE)
     assert_close(pipeline.parameters(), wanted)
     # It would have been seen if they were fresh.
     if registers and len(batches) > 2 * len(registers):
-        fresh = transcription(ops, start_of(ops), (), batches)
+        fresh = transcription(ops, start_of(ops), (), batches, RATE)
         pairs = zip(wanted, fresh, strict=True)
-        assert any(np.abs(a["weight"] - b["weight"]).max() > 1e-9 for a, b in pairs)
+        assert any(np.abs(a[name] - b[name]).max() > 1e-9 for a, b in pairs for name in a)
 
 
 @given(problems(), st.data())
@@ -156,9 +134,8 @@ def test_hybrid_training_finishes_what_is_on_its_way_first(
     pipeline = Simulation(stages(ops, registers), BATCH, RATE, iterations=count)
     losses = [pipeline.step(*batch) for batch in batches]
     pipeline.drain()
-    between = iter(transcription(ops, start_of(ops), registers, batches[:count]))
-    middle = [next(between) if op.params else {} for op in ops]
-    assert_close(pipeline.parameters(), transcription(ops, middle, (), batches[count:]))
+    middle = transcription(ops, start_of(ops), registers, batches[:count], RATE)
+    assert_close(pipeline.parameters(), transcription(ops, middle, (), batches[count:], RATE))
     assert not np.isnan(losses[count:]).any()
 
 
@@ -166,14 +143,14 @@ def test_hybrid_training_finishes_what_is_on_its_way_first(
 def test_without_stale_weights_it_is_sgd_bit_for_bit(problem: Any) -> None:
     """With no registers at all, and with registers but one minibatch at a time."""
     ops, registers, batches = problem
-    plain = Stage(ops)
+    plain = stage_of(ops)
     losses = []
     for x, labels in batches:
         activations = plain.forward(x)
         loss, grad = cross_entropy(activations[-1], labels, BATCH)
         losses.append(loss)
         plain.descend(plain.backward(activations, grad)[1], RATE)
-    none = Simulation([Stage(ops)], BATCH, RATE)
+    none = Simulation([stage_of(ops)], BATCH, RATE)
     assert [none.step(*batch) for batch in batches] == losses
     assert_same_bits(none.parameters(), plain.parameters)
     alone = Simulation(stages(ops, registers), BATCH, RATE, iterations=0)
@@ -342,7 +319,10 @@ def test_memory_of_residual_networks(depth: int) -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.data())
 def test_memory_is_what_is_kept_while_it_waits(outputs: list[int], data: st.DataObject) -> None:
-    """By the diagram: a stage keeps what it has run forward, and not yet backward."""
+    """By the diagram: a stage keeps what it has run forward, and not yet backward.
+
+    Of micro-batches it keeps what it has received, and makes the outputs of one of them again.
+    """
     places = data.draw(st.sets(st.integers(1, len(outputs) - 1)))
     placement = Placement(len(outputs), tuple(sorted(places)))
     count, kept = len(places), 0
@@ -354,6 +334,55 @@ def test_memory_is_what_is_kept_while_it_waits(outputs: list[int], data: st.Data
     # One of them is there without a pipeline, too.
     assert memory.stale - memory.one == 8 * 3 * (kept - sum(outputs))
     assert memory.stashing - memory.stale == 8 * placement.stages * 7 * len(outputs)
+    samples = [data.draw(st.integers(1, 3))] * data.draw(st.integers(1, 4))
+    received = sum(n * outputs[part.start - 1] for n in samples for part in placement.parts[1:])
+    again = sum(2 * samples[0] * sum(outputs[part]) for part in placement.parts)
+    memory = Memory(placement, outputs, [7] * len(outputs), sum(samples), 8)
+    expected = 8 * (received + again + 7 * len(outputs))
+    assert memory.micro_batches(len(samples)) == expected
+
+
+@given(st.lists(st.integers(2, 9), min_size=3, max_size=7), st.sampled_from([1, 2, 4]), st.data())
+def test_memory_predicted_is_that_of_the_arrays(
+    sizes: list[int], count: int, data: st.DataObject
+) -> None:
+    """Weights and their gradients, and all arrays that a stage has when it has the most."""
+    ops = [Linear(a, b, rng=0) for a, b in itertools.pairwise(sizes)]
+    registers = tuple(sorted(data.draw(st.sets(st.integers(1, len(ops) - 1)))))
+    batch, workers = 4, len(registers) + 1
+    x, labels = np.ones((batch, sizes[0]), np.float32), np.zeros(batch, np.int64)
+    pipeline = Simulation(stages(ops, registers), batch, RATE)
+    for _ in range(3 * workers):
+        pipeline.step(x, labels)
+    stale, exact, inputs = [], [], np.split(x, count)
+    for worker in pipeline._workers:
+        stage = worker.stage
+        weights = 2 * entries(params.values() for params in stage.parameters)
+        # One more has been run forward in the cycle before another is run backward.
+        kept = [*worker._kept, stage.forward(np.concatenate(inputs))]
+        stale.append(weights + entries(kept) + entries([gradients_of(stage, kept[-1])]))
+        # The input of the one that is run again is among those that are kept.
+        again = stage.forward(inputs[0])
+        made = entries([inputs, again[1:], gradients_of(stage, again)])
+        exact.append(weights + made)
+        inputs = [stage.forward(one)[-1] for one in inputs]
+    graph, machine = from_sequential(Sequential(ops)), Machine()
+    found = Pipeline(registers).predict(graph, machine, workers, batch)
+    assert found.memory == 4 * max(stale)
+    found = MicroBatches(registers, count).predict(graph, machine, workers, batch)
+    assert found.memory == 4 * max(exact)
+    if workers == count == 1:
+        assert stale == exact
+
+
+def gradients_of(stage: Any, kept: list[Array]) -> list[Array]:
+    """Gradients of all of them."""
+    grads: list[Array] = stage.product(kept[-1], stage.network.values(kept))
+    return grads
+
+
+def entries(lists: Any) -> int:
+    return sum(array.size for arrays in lists for array in arrays)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -430,13 +459,44 @@ def test_more_workers_are_no_slower(network: str) -> None:
 
 
 def test_steps_that_share_their_weights_stay_together() -> None:
-    machine = Machine()
-    found = Pipeline().predict(build("rnn:50"), machine, 2, 16)
+    machine, graph = Machine(), build("rnn:50")
+    found = Pipeline().predict(graph, machine, 2, 16)
     assert found.how == "4 stages, registers after layer 50"
-    for strategy in (Pipeline(), Pipeline((10,)), MicroBatches((10,))):
-        with pytest.raises(InputError, match="layers that share their weights stay together"):
-            strategy.predict(build("rnn:50"), machine, 3 - bool(strategy._given), 16)
+    together = "layers that share their weights stay together$"
+    for kind in (Pipeline, MicroBatches):
+        with pytest.raises(InputError, match=f"which are 2: {together}"):
+            kind().predict(graph, machine, 3, 16)
+        with pytest.raises(
+            InputError, match=rf"is \(10,\); expected none after layer 10: {together}"
+        ):
+            kind((10,)).predict(graph, machine, 2, 16)
+        # There are no more layers than that.
+        with pytest.raises(InputError, match=r"workers is 52; .* can be cut into, which are 2$"):
+            kind().predict(graph, machine, 52, 16)
+    with pytest.raises(InputError, match=r"lenet5 can be cut into, which are 12$"):
+        Pipeline().predict(build("lenet5"), machine, 13, 16)
     with pytest.raises(InputError, match="expected 2 of them for 3 workers"):
         Pipeline((1,)).predict(build("lenet5"), machine, 3, 16)
     with pytest.raises(InputError, match="expected a divisor of batch = 16"):
         MicroBatches(count=3).predict(build("lenet5"), machine, 2, 16)
+
+
+@pytest.mark.parametrize("network", ["resnet-110", "inception-v3"])
+def test_layers_of_a_block_stay_together(network: str) -> None:
+    """A register is where nothing that is made before it is read behind it, but the last output."""
+    graph, machine = build(network), Machine()
+    count = len(graph.layers)
+    inside = [
+        any(i < k for layer in graph.layers[k + 1 :] for i in layer.inputs) for k in range(count)
+    ]
+    together = "layers of a block stay together$"
+    for k in range(1, count - 1):
+        if inside[k]:
+            with pytest.raises(InputError, match=f"none after layer {k}: {together}"):
+                Pipeline((k,)).placement(graph, machine, 2, 16)
+        else:
+            assert Pipeline((k,)).placement(graph, machine, 2, 16).registers == (k,)
+    most = inside.count(False) - 1
+    assert Pipeline().predict(graph, machine, most, 16).bytes > 0
+    with pytest.raises(InputError, match=f"which are {most}: {together}"):
+        MicroBatches(count=1).predict(graph, machine, most + 1, 16)

@@ -1,4 +1,4 @@
-"""``sparsescan scan --mpi`` under mpiexec writes what the plain command does."""
+"""The command line under mpiexec: scans from file to file, runs of strategies, and their end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mpi_launch
 import numpy as np
@@ -27,6 +29,14 @@ Commands = list[dict[str, Any]]
 
 def command(argv: Sequence[object], how: str | None = None) -> dict[str, Any]:
     return {"argv": [*map(str, argv), "--mpi"], "how": how}
+
+
+def strategies(
+    file: object, size: int, batch: int, *more: object, how: str | None = None
+) -> dict[str, Any]:
+    """``strategies --run``."""
+    argv = ["strategies", file, "--workers", size, "--batch", batch, "--run", *more]
+    return {"argv": [*map(str, argv)], "how": how}
 
 
 def run_all(size: int, folder: Path, commands: Commands) -> mpi_launch.Ended:
@@ -123,18 +133,40 @@ def assert_same_file(found: Path, expected: Path, n: int) -> None:
             np.testing.assert_allclose(one[key], other[key], rtol=bound, atol=0)
 
 
-@needs_mpi
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_the_file_is_that_of_the_plain_command(size: int, tmp_path: Path, capsys: Any) -> None:
+class Case(NamedTuple):
+    """A chain, and files of its gradients: of the ranks, and of one process, with what it said."""
+
+    chain: Path
+    out: Path
+    plain: Path
+    n: int
+    # None if the strategies are not run.
+    batch: int | None
+    said: str
+
+
+class Launch(NamedTuple):
+    """Commands on some ranks."""
+
+    size: int
+    cases: list[Case]
+    ended: mpi_launch.Ended
+
+
+@pytest.fixture(scope="module", params=[1, 3, 4])
+def launch(request: Any, tmp_path_factory: Any) -> Launch:
+    """Chains of all layouts, with the scan of each, and for some a run of strategies after it."""
+    size, folder = request.param, tmp_path_factory.mktemp("chains")
     rng = np.random.default_rng(size)
     commands, cases = [], []
     schedules = ["auto", "vectors", "products"]
+    (folder / "machine.json").write_text('{"memory": 1e9}')
     for layout in LAYOUTS:
         for n in [0, 1, *rng.integers(2, 20, 3 if size == 3 else 1).tolist()]:
             for inclusive in (False, True):
                 k = len(cases)
                 batch = [None, 3, None, 1, 0 if layout[-1] not in "23" else 2][k % 5]
-                file, plain, out = (tmp_path / f"{name}{k}.npz" for name in ("chain", "p", "o"))
+                file, plain, out = (folder / f"{name}{k}.npz" for name in ("chain", "p", "o"))
                 grad, jacobians = random_chain(rng, layout, n, batch)
                 sparsescan.save_chain(file, grad, jacobians)
                 if k % 4 == 1:
@@ -142,28 +174,60 @@ def test_the_file_is_that_of_the_plain_command(size: int, tmp_path: Path, capsys
                         contents = dict(arrays)
                     np.savez_compressed(file, **contents)
                 options = ["--inclusive"] * inclusive
-                assert main(["scan", str(file), "-o", str(plain), *options]) == 0
-                said = capsys.readouterr().out
+                said = StringIO()
+                with redirect_stdout(said):
+                    assert main(["scan", str(file), "-o", str(plain), *options]) == 0
                 options += ["--schedule", schedules[k % 3]]
                 how = "small blocks" if k % 2 else None
                 commands.append(command(["scan", file, "-o", out, *options], how))
-                cases.append((out, plain, len(jacobians), said))
-    ended = run_all(size, tmp_path, commands)
-    assert_codes(ended, tmp_path, size, [0] * len(cases))
-    lines = [line for line in ended.output.splitlines() if "gradients of" in line]
-    for (out, plain, n, said), line in zip(cases, lines, strict=True):
-        assert_same_file(out, plain, n)
-        start = said.partition(", in ")[0].replace(str(plain), str(out))
-        ranks = "1 rank" if size == 1 else f"{size} ranks"
+                samples = 1 if batch is None else batch
+                ran = samples if k % 4 == 0 and len(jacobians) and samples else None
+                if ran is not None:
+                    commands.append(strategies(file, size, ran, "--machine", "machine.json"))
+                cases.append(Case(file, out, plain, len(jacobians), ran, said.getvalue()))
+    ended = run_all(size, folder, commands)
+    assert_codes(ended, folder, size, [0] * len(commands))
+    return Launch(size, cases, ended)
+
+
+@needs_mpi
+def test_the_file_is_that_of_the_plain_command(launch: Launch) -> None:
+    lines = [line for line in launch.ended.output.splitlines() if "gradients of" in line]
+    for case, line in zip(launch.cases, lines, strict=True):
+        assert_same_file(case.out, case.plain, case.n)
+        start = case.said.partition(", in ")[0].replace(str(case.plain), str(case.out))
+        ranks = "1 rank" if launch.size == 1 else f"{launch.size} ranks"
         ending = rf", in [\d.e-]+ s on {ranks}, by (vectors|products)"
         assert re.fullmatch(re.escape(start) + ending, line), line
-    assert size < 3 or "by products" in ended.output
+    assert launch.size < 3 or "by products" in launch.ended.output
+
+
+@needs_mpi
+def test_a_chain_is_run_in_every_way(launch: Launch) -> None:
+    """The ranks themselves have checked gradients and bytes."""
+    lines = iter(launch.ended.output.splitlines())
+    for case in launch.cases:
+        if case.batch is None:
+            continue
+        title = f"{case.chain}, {launch.size} ranks, {case.batch} samples a step, measured"
+        assert title in lines
+        rows = [next(lines)]
+        while not rows[-1].startswith("  the order of"):
+            rows.append(next(lines))
+        assert "predicted" in rows[0]
+        names = [re.split(r"  +", row.strip())[0] for row in rows[1:-1]]
+        several = launch.size > 1
+        assert sorted(names) == [
+            *["scan by products"] * several,
+            "scan by vectors",
+            *["scan, samples only"] * (several and case.batch >= launch.size),
+        ]
 
 
 @needs_mpi
 def test_a_rank_takes_memory_for_its_part(tmp_path: Path) -> None:
-    """Of 16 MB of Jacobians, and as much of gradients, no rank has more than its share."""
-    n, size = 64, 1 << 15
+    """Of 8 MB of Jacobians, and as much of gradients, no rank has more than its share."""
+    n, size = 64, 1 << 14
     pattern, ranks = Pattern.diagonal(size), 4
     data = np.ones((n, size))
     chains = {
@@ -215,23 +279,49 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
         ([good, "-o", out, "--device", "gpu"], ["device is 'gpu'; expected None, 'cpu' or 'cuda'"]),
     ]
     commands = [command(["scan", *argv], "small blocks") for argv, _ in wrong]
-    ended = run_all(3, tmp_path, [*commands, command(["scan", good, "-o", out])])
-    assert_codes(ended, tmp_path, 3, [2] * len(wrong) + [0])
+    missing = tmp_path / "no.json"
+    others: list[tuple[dict[str, Any], list[str]]] = [
+        (strategies(good, 2, 1), ["--workers is 2, but there are 3 ranks"]),
+        (strategies(good, 3, 7), ["batch is 7, but the gradient", "(3,); expected 1, its samples"]),
+        (strategies(good, 3, 1, "--machine", missing), [f"{missing}: No such file"]),
+        (strategies(good, 3, 1, how="no cache"), ["worker.json: Not a directory; give a path"]),
+        (command(["calibrate"], "no cache"), ["network.json: Not a directory; give a path"]),
+    ]
+    commands += [made for made, _ in others]
+    right = [command(["scan", good, "-o", out]), command(["calibrate"])]
+    ended = run_all(3, tmp_path, [*commands, *right])
+    assert_codes(ended, tmp_path, 3, [2] * len(commands) + [0, 0])
     lines = [line for line in ended.output.splitlines() if line.startswith("sparsescan: ")]
-    for (_, words), line in zip(wrong, lines, strict=True):
+    for (_, words), line in zip([*wrong, *others], lines, strict=True):
         for word in words:
             assert word in line
     with np.load(out) as found:
         assert found["gradients"].shape == (30, 3)
+    kept = tmp_path / "cache" / "sparsescan" / "network.json"
+    assert f"kept in {kept}" in ended.output
+    assert json.loads(kept.read_text())["latency"] > 0
 
 
 @needs_mpi
-def test_a_bug_on_one_rank_ends_all(tmp_path: Path) -> None:
-    file = tmp_path / "chain.npz"
+@pytest.mark.parametrize("name", ["scan", "calibrate", "strategies", "chain", "alone"])
+def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
+    """A bug, or an error that others do not meet."""
+    file, machine = tmp_path / "chain.npz", tmp_path / "machine.json"
     sparsescan.save_chain(file, np.ones(3), np.ones((30, 3, 3)))
-    ended = run_all(3, tmp_path, [command(["scan", file, "-o", tmp_path / "out.npz"], "bug")])
+    machine.write_text("{}")
+    of_chain = strategies(file, 2, 1, "--machine", machine, how="bug")
+    made = {
+        "scan": command(["scan", file, "-o", tmp_path / "out.npz"], "bug"),
+        "calibrate": command(["calibrate"], "bug"),
+        "strategies": strategies("lenet5", 2, 4, "--machine", machine, how="bug"),
+        "chain": of_chain,
+        "alone": of_chain | {"how": "alone"},
+    }
+    ended = run_all(2, tmp_path, [made[name]])
     assert ended.code != 0
     assert ended.seconds < 30
+    what = "directory: 'nowhere.npz'" if name == "alone" else "ValueError: a bug"
+    assert ended.output.count(what) == 1, ended.output
     assert not (tmp_path / "out.npz").exists()
 
 

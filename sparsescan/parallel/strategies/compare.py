@@ -18,14 +18,14 @@ from ...plot import check_packages
 from ...schedule import check_count
 from ..communicator import Communicator
 from ..network import measure as measure_network
-from .architectures import build, sequential
+from .architectures import sequential
 from .deepa import PerLayer
 from .graph import Graph
 from .integrated import BatchParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
 from .pipeline import MicroBatches, Pipeline
-from .recurrent import Network, Recurrent
+from .recurrent import Network, Recurrent, graph_of
 from .scan import Scan, ScanSamples
 from .strategy import Prediction, Strategy, Training
 
@@ -338,7 +338,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
     Raises
     ------
     InputError
-        If the network cannot be run.
+        If the network cannot be run, or there is too little memory.
     """
     communicator = Communicator.of(comm)
     batch, trained = check_count("batch", batch, 1), None if name is None else _runnable(name)
@@ -359,13 +359,30 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
         found = replace(found, network=network)
     if trained is None:
         return found
+    _check_memory(graph_of(trained, str(name)), found, communicator.size, batch)
     times = communicator.broadcast(measure_times(comm, trained, batch), 0)
     return replace(found, times=times)
 
 
-def _runnable(name: str) -> Any:
+def _runnable(name: str) -> Network:
     """A network that is built in, to be run."""
     return Recurrent.named(name, 0) if ":" in name else sequential(name, 0)
+
+
+def _check_memory(graph: Graph, machine: Machine, workers: int, batch: int) -> None:
+    """Raise unless there is room for the Jacobians of all strategies, which take turns."""
+    every = strategies()
+    # Of the others, each worker has its part of the layers.
+    whole = sum(isinstance(one, (BatchParallel, PerLayer, ScanSamples)) for one in every)
+    values = sum(layer.values(batch) for layer in graph.layers) * machine.itemsize
+    held = int(values) + sum(layer.index_bytes for layer in graph.layers)
+    needed = held * whole + held * (len(every) - whole) // workers
+    if needed > machine.memory:
+        raise InputError(
+            f"network is {graph.name}; the Jacobians of {len(every)} strategies take about "
+            f"{_bytes(needed)} on each of {workers} ranks; expected at most the "
+            f"{_bytes(machine.memory)} that it has"
+        )
 
 
 @dataclass(frozen=True)
@@ -443,11 +460,11 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     Raises
     ------
     InputError
-        If the network cannot be run.
+        If the network cannot be run, or there is too little memory.
     """
-    graph, rng = build(name), np.random.default_rng(0)
-    network = _runnable(name)
-    batch = check_count("batch", batch, 1)
+    network, rng = _runnable(name), np.random.default_rng(0)
+    graph, batch = graph_of(network, name), check_count("batch", batch, 1)
+    _check_memory(graph, machine, comm.size, batch)
     x = rng.standard_normal((batch, *network.input_shape), np.float32)
     labels = rng.integers(graph.layers[-1].size, size=batch)
     started: list[tuple[Prediction, Training]] = []

@@ -71,7 +71,7 @@ class Machine:
     times: Times | None = field(default=None, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Nanoseconds of the forward pass of layer `k`.
+        """Nanoseconds of the forward pass of layer `k`; of a cell, all of it, as one of many.
 
         Parameters
         ----------
@@ -84,15 +84,18 @@ class Machine:
         share : float
             Of its output that is computed.
         """
-        if (found := self._measured("forward", graph, k, samples, share)) is not None:
-            return found
         layer = graph.layers[k]
+        if (found := self._measured("forward", graph, k, samples, share)) is not None:
+            one_of_many = share == 1 and layer.kind == "cell"
+            return self._of_many(("forward",), graph, k, samples) if one_of_many else found
         if layer.kind in ("input", "flatten"):
             return 0.0
         return self.overhead + self._work(layer, graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """The same of its backward pass: as long for each of its input and its parameters."""
+        if share == 1 and graph.layers[k].kind == "cell":
+            return self._of_many(("values", "product", "params"), graph, k, samples)
         if (found := self._measured("params", graph, k, samples, share)) is not None:
             both = self.values(graph, k, samples, share) + self.product(graph, k, samples, share)
             # Nobody needs the gradient of what leads to no parameters.
@@ -138,12 +141,30 @@ class Machine:
         return self._measured("update", graph, k, 1.0, share) or 0.0
 
     def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
-        """Nanoseconds of a part of the steps that share a layer's parameters, beside each step."""
+        """Nanoseconds of a part of all steps that share a layer's parameters, as one call.
+
+        It is what comes to :meth:`step` of each.
+        """
         if self.times is None or self.times.row(graph, k) is None:
             # A forward pass has it in every step.
             return 0.0 if part == "forward" else self.overhead
         cell = graph.layers[k].kind == "cell"
-        return self.times.at(self.times.calls[part], samples) if cell else 0.0
+        return self.times.at(self.times.calls[part][0], samples) if cell else 0.0
+
+    def step(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
+        """Nanoseconds of a part of layer `k`, a cell's as one step of a call of many."""
+        times, cell = self.times, graph.layers[k].kind == "cell"
+        if times is not None and cell and times.row(graph, k) is not None:
+            return times.at(times.calls[part][1], samples)
+        taken: float = getattr(self, part)(graph, k, samples)
+        return taken
+
+    def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
+        """Of a step of a cell, as one of all; the first has what the call takes."""
+        calls = 0.0
+        if graph.layers[k].shares is None:
+            calls = sum(self.call(part, graph, k, samples) for part in parts)
+        return calls + sum(self.step(part, graph, k, samples) for part in parts)
 
     def loss(self, samples: float = 1.0) -> float:
         """Nanoseconds of the loss and its gradient."""
@@ -153,6 +174,16 @@ class Machine:
     def sweep(self) -> float:
         """Nanoseconds of a chain of products beside them."""
         return 0.0 if self.times is None else self.times.sweep
+
+    def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
+        """The same of layer `k` alone, unless nobody needs the gradient of its input.
+
+        All steps of a cell are one chain, but those of a share of it.
+        """
+        layer = graph.layers[k]
+        if share == 1 and layer.kind == "cell":
+            return self.sweep * (layer.shares is None)
+        return self.sweep * any(graph.trained[i] for i in layer.inputs)
 
     def shared(self, work: Sequence[float], workers: int) -> float:
         """Nanoseconds in which workers do what each takes when all work; others have nothing to do.
@@ -283,11 +314,11 @@ def _memory() -> int:
 def _machine_of(found: Any) -> Machine:
     """From what JSON says; or ValueError or TypeError."""
     if not isinstance(found, dict):
-        raise TypeError(f"it is a {type(found).__name__}")
-    given: dict[str, Any] = dict(found)
+        raise TypeError(f"it is {found!r:.40}")
+    given: dict[str, Any] = {"name": "given"} | found
     network = given.pop("network", asdict(BUILT_IN))
     if not isinstance(network, dict):
-        raise TypeError(f"network is a {type(network).__name__}")
+        raise TypeError(f"network is {network!r:.40}")
     network = asdict(BUILT_IN) | {"name": "given"} | network
     whole = {"memory": int, "itemsize": int}
     _check("", given, Machine, whole)

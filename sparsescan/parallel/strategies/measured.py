@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from ..communicator import Communicator
 from .architectures import from_sequential
 from .collectives import all_reduce
 from .integrated_run import share_of
-from .recurrent import Network, Recurrent
+from .recurrent import Network, Recurrent, Step, operators
 from .scan import Steps
 from .stage import Stage
 from .strategy import cross_entropy
@@ -32,6 +32,8 @@ Array = NDArray[Any]
 
 # Of a measurement: halvings of the batch, steps before it and in it; what is sent, and how often.
 _HALVINGS, _WARM, _STEPS = 4, 2, 15
+# Steps of a recurrent network that are measured one by one.
+_CELLS = 8
 _LARGE, _CALLS, _TURNS = 1 << 16, 15, 5
 _COLLECTIVES: dict[str, Callable[[Communicator], object]] = {
     "maximum": lambda communicator: communicator.maximum([0]),
@@ -154,6 +156,11 @@ class _Timed:
         self._stage = Stage([op])
         self.kept: list[Array] = []
 
+    @property
+    def op(self) -> Operator:
+        """The layer."""
+        return self._stage.network.layers[0]
+
     def forward(self, x: Array, clock: _Clock) -> int:
         clock()
         self.kept = self._stage.forward(x)
@@ -161,7 +168,7 @@ class _Timed:
 
     def backward(self, grad: Array, clock: _Clock) -> tuple[Array, list[int]]:
         clock()
-        values = self._stage.network.values(self.kept)
+        values = self._stage.values(self.kept)
         found = [clock()]
         grads = self._stage.product(grad, values)
         found.append(clock())
@@ -173,14 +180,21 @@ class _Timed:
 
 
 def _sequential(communicator: Communicator, network: Sequential, sizes: Sequence[int]) -> Times:
-    layers = from_sequential(network).layers[1:]
-    whole = [_Timed(op) for op in network.layers]
+    graph = from_sequential(network)
+    ops = operators(network, graph)[1:]
+    whole = [None if op is None else _Timed(op) for op in ops]
+    reads = [layer.inputs for layer in graph.layers[1:]]
     rng, classes = np.random.default_rng(communicator.rank), network.output_shape[0]
     data = rng.standard_normal((sizes[-1], *network.input_shape), np.float32)
     labels = rng.integers(classes, size=sizes[-1])
+    layers = [layer for layer, op in zip(graph.layers[1:], ops, strict=True) if op is not None]
     tables, losses = [], []
+
+    def step(size: int) -> list[int]:
+        return _step(whole, reads, data[:size], labels[:size])
+
     for size in sizes:
-        found = _mean(communicator, lambda: _step(whole, data[:size], labels[:size]))  # noqa: B023
+        found = _mean(communicator, lambda: step(size))  # noqa: B023
         losses.append(found[-1])
         tables.append(found[:-1].reshape(len(layers), len(PARTS)))
     table = np.stack(tables, axis=-1)
@@ -188,37 +202,47 @@ def _sequential(communicator: Communicator, network: Sequential, sizes: Sequence
     # Of layers that do next to nothing, all that is left is what a chain takes by itself.
     sweep = float(parts["product"].min())
     parts["product"] = parts["product"] - sweep
-    halves = _halves(communicator, network, data)
+    halves = _halves(communicator, [one for one in whole if one is not None])
     halves["product"] -= sweep
-    contention = _contention(communicator, lambda: _step(whole, data, labels), found.sum())
+    contention = _contention(communicator, lambda: step(sizes[-1]), found.sum())
     return Times(layers, sizes, parts, halves, {}, np.array(losses), sweep, {}, contention)
 
 
-def _step(layers: Sequence[_Timed], x: Array, labels: Any) -> list[int]:
-    clock, found = _Clock(), []
-    for layer in layers:
-        found.append([layer.forward(x, clock)])
-        x = layer.kept[-1]
+def _step(
+    layers: Sequence[_Timed | None], reads: Sequence[tuple[int, ...]], x: Array, labels: Any
+) -> list[int]:
+    """What each part of each layer takes, and the loss; None is a sum of what it reads."""
+    clock, made = _Clock(), [x]
+    found: list[list[int]] = []
+    for layer, inputs in zip(layers, reads, strict=True):
+        if layer is None:
+            found.append([])
+            made.append(sum((made[i] for i in inputs[1:]), made[inputs[0]]))
+        else:
+            found.append([layer.forward(made[inputs[0]], clock)])
+            made.append(layer.kept[-1])
     clock()
-    grad: Array = cross_entropy(x, labels, len(x))[1]
+    grads: list[Any] = [None] * len(layers) + [cross_entropy(made[-1], labels, len(x))[1]]
     loss = clock()
-    for layer, times in zip(reversed(layers), reversed(found), strict=True):
-        grad, more = layer.backward(grad, clock)
-        times += more
+    for k, (layer, inputs) in reversed(list(enumerate(zip(layers, reads, strict=True)))):
+        grad = grads[k + 1].reshape(len(x), -1)
+        if layer is not None:
+            grad, times = layer.backward(grad, clock)
+            found[k] += times
+        for i in inputs:
+            grads[i] = grad if grads[i] is None else grads[i] + grad
     return [taken for times in found for taken in times] + [loss]
 
 
-def _halves(
-    communicator: Communicator, network: Sequential, data: Array
-) -> dict[str, NDArray[np.float64]]:
+def _halves(communicator: Communicator, layers: Sequence[_Timed]) -> dict[str, NDArray[np.float64]]:
     """Of layers with weights, the whole beside half of their output channels."""
-    found = np.full((len(PARTS), len(network.layers), 2), np.nan)
-    xs = network.activations(data)
-    for k, (op, x) in enumerate(zip(network.layers, xs[:-1], strict=True)):
+    found = np.full((len(PARTS), len(layers), 2), np.nan)
+    for k, whole in enumerate(layers):
+        op, x = whole.op, whole.kept[0]
         if not isinstance(op, (Conv2d, Linear)) or op.output_shape[0] < 2:
             continue
         half = slice(0, op.output_shape[0] // 2)
-        pair = [_Timed(op), _Timed(share_of(op, half, op.input_shape))]
+        pair = [whole, _Timed(share_of(op, half, op.input_shape))]
         grad = np.ones((len(x), *op.output_shape), np.float32)
         both = [grad, np.ascontiguousarray(grad[:, half])]
 
@@ -236,41 +260,66 @@ def _halves(
 
 
 def _recurrent(communicator: Communicator, network: Recurrent, sizes: Sequence[int]) -> Times:
-    graph = network.graph()
-    layers = graph.layers[1], graph.layers[-1]
-    counts = (max(1, network.steps // 2), network.steps)
+    """Each step by itself, as most strategies run it, and as one of all that a scan runs at once.
+
+    What a chain of products takes by itself, and an update, is the same for both.
+    """
+    cell, readout, losses = _apart(communicator, network, sizes)
+    call, each, contention = _at_once(communicator, network, sizes)
+    product = PARTS.index("product")
+    sweep = float(call[product].mean())
+    call[product] = 0
+    parts = {part: np.stack([cell[k], readout[k]]) for k, part in enumerate(PARTS)}
+    parts["product"] = np.maximum(parts["product"] - sweep, 0)
+    calls = {part: np.stack([call[k], each[k]]) for k, part in enumerate(PARTS)}
+    halves = {part: np.full((2, 2), np.nan) for part in PARTS}
+    layers = network.graph().layers
+    known = layers[1], layers[-1]
+    return Times(known, sizes, parts, halves, calls, losses, sweep, {}, contention)
+
+
+def _apart(
+    communicator: Communicator, network: Recurrent, sizes: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Nanoseconds of a step of the cell and of the readout, (parts, sizes), and of the loss."""
     rng = np.random.default_rng(communicator.rank)
-    classes = network.readout.out_features
-    tables = []
+    steps = [_Timed(op) for op in network.ops[: min(network.steps, _CELLS)]]
+    layers, tables, losses = [*steps, _Timed(network.readout)], [], []
+    reads = [(k,) for k in range(len(layers))]
+    for size in sizes:
+        x = rng.standard_normal((size, *network.input_shape), np.float32)
+        for step in steps:
+            cast(Step, step.op).read(x)
+        start = np.zeros((size, network.cell.state_size), np.float32)
+        labels = rng.integers(network.output_shape[0], size=size)
+        found = _mean(communicator, lambda: _step(layers, reads, start, labels))  # noqa: B023
+        tables.append(found[:-1].reshape(len(layers), len(PARTS)))
+        losses.append(found[-1])
+    table = np.stack(tables, axis=-1)
+    return table[:-1].mean(axis=0), table[-1], np.array(losses)
+
+
+def _at_once(
+    communicator: Communicator, network: Recurrent, sizes: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Of all steps in one call: what that takes, and each of them, (parts, sizes); contention."""
+    counts = max(1, network.steps // 2), network.steps
+    rng, tables = np.random.default_rng(communicator.rank), []
     for count in counts:
         # As of the first of two parts, and as of one that is all.
         part = Steps(network, range(count))
         plan = api.plan(part.jacobians, schedule="linear")
         found = []
         for size in sizes:
-            x0 = rng.standard_normal((size, *network.input_shape), np.float32)
+            x = rng.standard_normal((size, *network.input_shape), np.float32)
             grad = np.ones((size, network.cell.state_size), np.float32)
-            found.append(_mean(communicator, lambda: _cells(part, plan, x0, grad)))  # noqa: B023
+            found.append(_mean(communicator, lambda: _cells(part, plan, x, grad)))  # noqa: B023
         tables.append(np.stack(found, axis=-1))
     few, many = tables
     each = np.maximum(many - few, 0) / max(counts[1] - counts[0], 1)
     call = np.maximum(many - counts[1] * each, 0)
-    reading = _Timed(network.readout)
-    found = []
-    for size in sizes:
-        x = rng.standard_normal((size, network.cell.state_size), np.float32)
-        labels = rng.integers(classes, size=size)
-        found.append(_mean(communicator, lambda: _step([reading], x, labels)))  # noqa: B023
-    readout = np.stack(found, axis=-1)
-    parts = {part: np.stack([each[k], readout[k]]) for k, part in enumerate(PARTS)}
-    sweep = float(call[PARTS.index("product")].mean())
-    parts["product"][1] = 0
-    # An update is one of all steps together.
-    parts["update"][0] = call[-1] + counts[1] * each[-1]
-    calls = {part: call[k] for k, part in enumerate(PARTS)}
-    nothing = {part: np.full((2, 2), np.nan) for part in PARTS}
-    contention = _contention(communicator, lambda: _cells(part, plan, x0, grad), many[:, -1].sum())
-    return Times(layers, sizes, parts, nothing, calls, readout[-1], sweep, {}, contention)
+    contention = _contention(communicator, lambda: _cells(part, plan, x, grad), many[:, -1].sum())
+    return call, each, contention
 
 
 def _cells(part: Steps, plan: Any, x: Array, grad: Array) -> list[int]:

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...jacobians import Sequential
 from ..communicator import Communicator
 from .graph import Graph
 from .machine import Machine
 from .pipeline_ranks import MicroBatchTraining, PipelineTraining
 from .pipeline_schedule import Placement
-from .recurrent import Network, Recurrent
+from .recurrent import Network, graph_of
+from .scan import blocks
 from .strategy import Prediction, Strategy, Training
 
 __all__ = ["MicroBatches", "Pipeline", "balance"]
@@ -34,8 +34,8 @@ class _Stages(Strategy):
     Parameters
     ----------
     registers : sequence of int, optional
-        After which layers there are pipeline registers: one less than there are workers. By default
-        the slowest stage is as fast as can be.
+        After which layers of the graph there are pipeline registers: one less than there are
+        workers. By default the slowest stage is as fast as can be.
     """
 
     def __init__(self, registers: Sequence[int] | None = None) -> None:
@@ -43,6 +43,9 @@ class _Stages(Strategy):
 
     def placement(self, network: Graph, machine: Machine, workers: int, batch: int) -> Placement:
         """Where the registers are: by dynamic programming, if they are not given.
+
+        They are where one output is all that goes on, and not between layers that share their
+        weights: so a recurrent network has two stages at most, its steps and what reads the last.
 
         Parameters
         ----------
@@ -52,76 +55,51 @@ class _Stages(Strategy):
         Raises
         ------
         InputError
-            If there are more workers than layers that a register may follow.
+            If there are more workers than stages, or registers where none can be.
         """
-        layers = len(network.layers) - 1
         forward, backward, messages = _times(network, machine, batch)
-        # Layers that share their weights stay together.
-        places = np.flatnonzero(np.isfinite(messages))
-        found = self._given
-        if found is not None:
-            self._check(Placement(layers, found), workers)
-        elif len(places) > _PLACES:
-            raise InputError(
-                f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
-                "most, or registers that are given"
-            )
-        else:
-            ends = np.concatenate([[0], np.cumsum(forward + backward)])[places]
-            chosen = balance(_costs(ends, messages[places]), workers)
-            found = None if chosen is None else tuple(int(places[k]) for k in chosen)
-        if found is None or not np.isfinite(messages[list(found)]).all():
-            raise InputError(
-                f"workers is {workers}; expected no more than the stages that {network.name} can "
-                f"be cut into, which are {len(places) - 1}: layers that share their weights stay "
-                "together"
-            )
-        return Placement(layers, found)
+        return self._place(network, forward + backward, messages, workers)
 
     def start(
         self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
-        """Train over the ranks; registers are between the operators of the network.
+        """Train over the ranks, a stage on each; see :meth:`.Strategy.start`.
 
-        Parameters
-        ----------
-        comm : mpi4py.MPI.Intracomm
-            The ranks.
-        network : Sequential
-            The same on all ranks; copied.
-        batch : int
-            Samples of a step.
-        learning_rate : float
-            Of SGD.
+        Registers are those of :meth:`predict` for :func:`~.recurrent.graph_of` the network.
         """
-        if isinstance(network, Recurrent):
-            raise InputError("network is recurrent; expected layers that share no parameters")
+        graph = graph_of(network)
         workers = Communicator.of(comm).size
-        if self._given is not None:
-            placement = self._check(Placement(len(network.ops), self._given), workers)
-        else:
-            ends = np.concatenate([[0], np.cumsum(_work(network))])
-            found = balance(_costs(ends, np.zeros(len(ends))), workers)
-            if found is None:
-                raise InputError(
-                    f"comm has {workers} ranks; expected no more than the {len(network.ops)} layers"
-                )
-            placement = Placement(len(network.ops), found)
+        found = self._place(graph, _work(graph), np.zeros(len(graph.layers)), workers)
+        # A block is one operator.
+        ends = _ends(graph)
+        placement = Placement(len(network.ops), tuple(map(ends.index, found.registers)))
         return self._train(comm, network, placement, batch, learning_rate)
+
+    def _place(self, network: Graph, work: _Costs, messages: _Costs, workers: int) -> Placement:
+        """The registers that are given, if they can be; else those that balance the stages."""
+        layers, inside = len(network.layers) - 1, _inside(network)
+        if self._given is not None:
+            return _checked(Placement(layers, self._given), workers, inside)
+        places = np.flatnonzero(~np.logical_or.reduce([*inside.values()]))
+        if len(places) > _PLACES:
+            raise InputError(
+                f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
+                "most, or registers that are given"
+            )
+        ends = np.concatenate([[0], np.cumsum(work)])[places]
+        chosen = balance(_costs(ends, messages[places]), workers)
+        if chosen is None:
+            raise InputError(
+                f"workers is {workers}; expected no more than the stages that {network.name} can "
+                f"be cut into, which are {len(places) - 1}"
+                + (_why(inside, slice(None)) if workers <= layers else "")
+            )
+        return Placement(layers, tuple(int(places[k]) for k in chosen))
 
     @abstractmethod
     def _train(
-        self, comm: Any, network: Sequential, placement: Placement, batch: int, rate: float
+        self, comm: Any, network: Network, placement: Placement, batch: int, rate: float
     ) -> Training: ...
-
-    @staticmethod
-    def _check(placement: Placement, workers: int) -> Placement:
-        if len(placement.parts) != workers:
-            raise InputError(
-                f"registers is {placement.registers}; expected {workers - 1} of them for {workers} "
-                "workers"
-            )
-        return placement
 
 
 class Pipeline(_Stages):
@@ -133,9 +111,9 @@ class Pipeline(_Stages):
     Parameters
     ----------
     registers : sequence of int, optional
-        The pipeline placement vector: after which layers there are pipeline registers, one less
-        than there are workers. By default the slowest stage is as fast as can be; of a network that
-        is trained by the nonzeros of its Jacobians.
+        The pipeline placement vector: after which layers of the graph there are pipeline registers,
+        one less than there are workers. By default the slowest stage is as fast as can be; of a
+        network that is trained by the nonzeros of its Jacobians.
     iterations : int, optional
         How many minibatches are pipelined. Those that follow are run one at a time (hybrid
         training). By default all are.
@@ -198,7 +176,7 @@ class Pipeline(_Stages):
         return Pipeline(placement.registers, self._iterations)
 
     def _train(
-        self, comm: Any, network: Sequential, placement: Placement, batch: int, rate: float
+        self, comm: Any, network: Network, placement: Placement, batch: int, rate: float
     ) -> Training:
         return PipelineTraining(comm, network, placement, batch, rate, self._iterations)
 
@@ -270,10 +248,10 @@ class MicroBatches(_Stages):
             total += alone * stages.sum() + (count - 1) * (alone * stages + both).max()
         total = max(total, machine.shared(work.tolist(), workers) + 2 * count * both[slowest])
         parameters = [layer.weights for layer in network.layers[1:]]
-        crossing = _crossing(network)
+        # All inputs, and activations and gradients of one micro-batch, whose input is one of them.
         memory = [
             2 * sum(parameters[part])
-            + batch * crossing[part.start]
+            + (batch - samples) * network.layers[part.start].size
             + samples * 2 * _kept(network, part)
             for part in parts
         ]
@@ -292,7 +270,7 @@ class MicroBatches(_Stages):
         )
 
     def _train(
-        self, comm: Any, network: Sequential, placement: Placement, batch: int, rate: float
+        self, comm: Any, network: Network, placement: Placement, batch: int, rate: float
     ) -> Training:
         most = 4 * len(placement.parts)
         count = self._count or max(d for d in _divisors(batch) if d <= most)
@@ -351,26 +329,47 @@ def _times(network: Graph, machine: Machine, samples: int) -> tuple[_Costs, _Cos
         ]
     )[same]
     forward[-1] += machine.loss(samples)
-    sizes = samples * machine.itemsize * _crossing(network)
+    sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
     messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
     messages[[0, -1]] = 0
-    # From the first to the last that shares its weights.
-    last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
-    for first, k in last.items():
-        messages[first:k] = np.inf
     return forward, backward, messages
 
 
-def _crossing(network: Graph) -> NDArray[np.int64]:
-    """Entries for one sample that are made up to each layer and read behind it."""
-    sizes = np.zeros(len(network.layers), np.int64)
-    reads = list(range(len(network.layers)))
-    for k, layer in enumerate(network.layers):
-        for i in layer.inputs:
-            reads[i] = k
-    for k, layer in enumerate(network.layers):
-        sizes[k : reads[k]] += layer.size
-    return sizes
+def _ends(network: Graph) -> list[int]:
+    """The last layer of each block, from the input on."""
+    return [0, *(block.stop - 1 for block in blocks(network))]
+
+
+def _inside(network: Graph) -> dict[str, NDArray[np.bool_]]:
+    """By the reason, whether there can be no register after a layer, of each."""
+    shared, block = np.zeros(len(network.layers), bool), np.ones(len(network.layers), bool)
+    last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
+    for first, k in last.items():
+        shared[first:k] = True
+    block[_ends(network)] = False
+    return {"layers that share their weights": shared, "layers of a block": block}
+
+
+def _why(inside: dict[str, NDArray[np.bool_]], where: Any) -> str:
+    """What keeps layers together there."""
+    found = " and ".join(which for which, layers in inside.items() if layers[where].any())
+    return f": {found} stay together" if found else ""
+
+
+def _checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bool_]]) -> Placement:
+    """The same, if it has a stage for each worker, and cuts nothing that stays together."""
+    registers = placement.registers
+    if len(placement.parts) != workers:
+        raise InputError(
+            f"registers is {registers}; expected {workers - 1} of them for {workers} workers"
+        )
+    wrong = [p for p in registers if any(layers[p] for layers in inside.values())]
+    if wrong:
+        raise InputError(
+            f"registers is {registers}; expected none after layer {wrong[0]}"
+            + _why(inside, wrong[0])
+        )
+    return placement
 
 
 def _costs(ends: _Costs, messages: _Costs) -> _Costs:
@@ -397,12 +396,12 @@ def _beside(messages: _Costs, part: slice) -> float:
     return float(messages[part.start] + messages[part.stop])
 
 
-def _work(network: Sequential) -> _Costs:
+def _work(network: Graph) -> _Costs:
     """Nonzeros that each layer's passes go over, forward, backward and for its parameters."""
     return np.array(
         [
-            sum((2 + bool(layer.params)) * layer.nnz for layer in Sequential([op]).layers)
-            for op in network.ops
+            (2 + (layer.weights > 0 or layer.shares is not None)) * layer.nnz
+            for layer in network.layers[1:]
         ],
         float,
     )
@@ -410,14 +409,12 @@ def _work(network: Sequential) -> _Costs:
 
 def _kept(network: Graph, part: slice) -> int:
     """Entries for one sample of what enters a stage and what its layers make."""
-    made = sum(layer.size for layer in network.layers[1:][part])
-    return int(_crossing(network)[part.start]) + made
+    return sum(layer.size for layer in network.layers[part.start : part.stop + 1])
 
 
 def _sent(network: Graph, machine: Machine, placement: Placement, batch: int) -> int:
     """Bytes that the busiest worker sends: activations to the next, gradients to the one before."""
-    sizes = _crossing(network)
-    cuts = [0, *(int(sizes[p]) for p in placement.registers), 0]
+    cuts = [0, *(network.layers[p].size for p in placement.registers), 0]
     return machine.itemsize * batch * max(a + b for a, b in itertools.pairwise(cuts))
 
 

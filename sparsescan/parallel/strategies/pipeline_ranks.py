@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...jacobians import Sequential
 from ..communicator import Communicator, Fault
 from .pipeline_run import Batch, Pipelined, Worker
 from .pipeline_schedule import Placement
-from .stage import Gradients, Stage
+from .recurrent import Network, Recurrent
+from .stage import Gradients, RecurrentStage, Stage
 from .strategy import Training, cross_entropy
 
 __all__ = ["MicroBatchTraining", "PipelineTraining"]
@@ -35,12 +35,15 @@ class _Rank:
         Its layers.
     """
 
-    def __init__(self, comm: Any, network: Sequential, placement: Placement, samples: int) -> None:
+    def __init__(self, comm: Any, network: Network, placement: Placement, samples: int) -> None:
         self.communicator = Communicator.of(comm)
         part = placement.parts[self.communicator.rank]
         fault = Fault()
         with fault:
-            self.stage = Stage(network.ops[part], deep=not self.first)
+            # Steps share the cell: the first rank has them all.
+            steps = self.first and isinstance(network, Recurrent)
+            ops = network.ops[part]
+            self.stage = RecurrentStage(ops) if steps else Stage(ops, deep=not self.first)
         self.communicator.agree(fault.error)
         sides = network.ops[part.start].input_shape, network.ops[part.stop - 1].output_shape
         self._in, self._out = ((samples, *shape) for shape in sides)
@@ -103,10 +106,10 @@ class PipelineTraining(Pipelined, Training):
     ----------
     comm : mpi4py.MPI.Intracomm
         As many ranks as there are stages.
-    network : Sequential
+    network : Sequential or Recurrent
         The same on all ranks.
     placement : Placement
-        Of the registers in ``network.ops``.
+        Of the registers in ``network.ops``; of a recurrent network, all steps are in one stage.
     batch : int
         Samples of a minibatch.
     learning_rate : float
@@ -118,7 +121,7 @@ class PipelineTraining(Pipelined, Training):
     def __init__(
         self,
         comm: Any,
-        network: Sequential,
+        network: Network,
         placement: Placement,
         batch: int,
         learning_rate: float,
@@ -208,7 +211,7 @@ class MicroBatchTraining(Training):
     def __init__(
         self,
         comm: Any,
-        network: Sequential,
+        network: Network,
         placement: Placement,
         batch: int,
         learning_rate: float,

@@ -133,8 +133,8 @@ class Simulation(Pipelined):
     Parameters
     ----------
     stages : sequence of Layers
-        The network: ``K + 1`` stages for ``K`` pairs of registers; a :class:`Stage` each, or
-        something like it. They are trained, not copied.
+        The network: ``K + 1`` stages for ``K`` pairs of registers; a :class:`Stage` each, a
+        :class:`~.stage.RecurrentStage`, or something like them. They are trained, not copied.
     batch : int
         Samples of a minibatch.
     learning_rate : float

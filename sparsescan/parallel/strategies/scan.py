@@ -272,9 +272,8 @@ class _Division:
         """Of some layers; those that share parameters are one call."""
         graph, machine, samples = self._graph, self._machine, self._samples
         owners = {k if (own := self._layers[k].shares) is None else own for k in layers}
-        taken = getattr(machine, part)
         calls = sum(machine.call(part, graph, k, samples) for k in owners)
-        return calls + math.fsum(taken(graph, k, samples) for k in layers)
+        return calls + math.fsum(machine.step(part, graph, k, samples) for k in layers)
 
     def _param_grads(self, part: Sequence[int]) -> float:
         layers = self._layers
@@ -289,7 +288,7 @@ class _Division:
         """Nanoseconds in which each worker takes one gradient through its part."""
         return [
             (self._machine.sweep or self._machine.overhead)
-            + sum(self._machine.product(self._graph, k, self._samples) for k in part)
+            + sum(self._machine.step("product", self._graph, k, self._samples) for k in part)
             for part in self._parts
         ]
 
@@ -449,7 +448,7 @@ class _Layers(_Part):
         return grad
 
     def values(self) -> Any:
-        return self._stage.network.values(self._activations)
+        return self._stage.values(self._activations)
 
     def param_grads(self, grads: Any) -> list[dict[str, Array]]:
         return self._stage.network.param_grads(self._activations, grads)

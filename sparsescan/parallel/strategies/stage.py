@@ -1,4 +1,4 @@
-"""Stage: some layers that one worker runs forward and backward."""
+"""Stages: layers that one worker runs forward and backward."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ...jacobians import Operator, Sequential
+import numpy as np
 
-__all__ = ["Stage", "copies"]
+from ... import api
+from ...jacobians import Operator, Sequential
+from .recurrent import Step
+
+__all__ = ["RecurrentStage", "Stage", "copies"]
 
 Array = Any
 Gradients = list[dict[str, Array]]
@@ -45,6 +49,8 @@ class Stage:
         plan = self.network.plan(schedule="linear")
         self._scan = plan.inclusive_scan if deep else plan.exclusive_scan
         self._scans = deep or len(self.network) > 1
+        self._values: list[Array] | None = None
+        self._kind: tuple[int, np.dtype[Any]] | None = None
 
     @property
     def parameters(self) -> Gradients:
@@ -74,8 +80,19 @@ class Stage:
         """
         grads = [grad.reshape(len(grad), -1)]
         if self._scans:
-            grads = self.product(grad, self.network.values(activations))
+            grads = self.product(grad, self.values(activations))
         return grads[-1], self.network.param_grads(activations, grads)
+
+    def values(self, activations: list[Array]) -> list[Array]:
+        """Values of the Jacobians, from the last to the first, until the next call.
+
+        They are in the memory of those before: the system takes as long to give new memory as it
+        takes to write them.
+        """
+        kind = len(activations[0]), activations[0].dtype
+        out = self._values if kind == self._kind else None
+        self._values, self._kind = self.network.values(activations, out=out), kind
+        return self._values
 
     def product(self, grad: Array, values: list[Array]) -> list[Array]:
         """Gradients from that of the output on, by Jacobians with these values."""
@@ -83,6 +100,76 @@ class Stage:
 
     def descend(self, grads: Gradients, learning_rate: float) -> None:
         """A step of SGD: ``θ ← θ − learning_rate · ∇θ``."""
-        for params, found in zip(self.parameters, grads, strict=True):
-            for name, grad in found.items():
-                params[name] -= learning_rate * grad
+        _descend(self.parameters, grads, learning_rate)
+
+
+class RecurrentStage:
+    """All steps of a recurrent network, and what reads the last state: from sequences on.
+
+    Back-propagation through time, by one call for all steps of each of its parts.
+
+    Parameters
+    ----------
+    ops : sequence of Operator
+        Of a :class:`~.recurrent.Recurrent`, from the first on; copied.
+
+    Notes
+    -----
+    The backward pass reads the states that were kept, and makes the gates again from them by the
+    weights that it finds: those of the forward pass, unless they are stale.
+    """
+
+    def __init__(self, ops: Sequence[Operator]) -> None:
+        layers = copies(ops)
+        steps = [op.cell for op in layers if isinstance(op, Step)]
+        self._cell = steps[0]
+        behind = layers[len(steps) :]
+        self._readout = Stage(behind, copied=False) if behind else None
+        self._scan = api.plan([self._cell.pattern] * len(steps), schedule="linear").exclusive_scan
+
+    @property
+    def parameters(self) -> Gradients:
+        """Those of the cell, then of the readout, by name, not copied."""
+        behind = [] if self._readout is None else self._readout.parameters
+        return [self._cell.params, *behind]
+
+    def forward(self, x: Array) -> list[Array]:
+        """The inputs of all steps, the states, the last of them, and the output.
+
+        Parameters
+        ----------
+        x : ndarray, shape (batch, steps, features)
+            Sequences; the first state is zeros.
+        """
+        inputs = np.ascontiguousarray(x.swapaxes(0, 1))
+        states = self._cell.unroll(inputs)
+        last = [states[-1]] if self._readout is None else self._readout.forward(states[-1])
+        return [inputs, states, *last]
+
+    def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
+        """Gradients of the state behind the first step, and of parameters.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            What :meth:`forward` returned.
+        grad : ndarray, shape (batch, outputs)
+            Of the output.
+        """
+        inputs, states, *last = activations
+        behind: Gradients = []
+        if self._readout is not None:
+            grad, behind = self._readout.backward(last, grad)
+        steps = self._cell.linearize(inputs, states[:-1])
+        grads = np.asarray(self._scan(grad.reshape(states[-1].shape), steps.values()[::-1]))
+        return grads[-1], [steps.param_grads(grads[::-1]), *behind]
+
+    def descend(self, grads: Gradients, learning_rate: float) -> None:
+        """As :meth:`Stage.descend`."""
+        _descend(self.parameters, grads, learning_rate)
+
+
+def _descend(parameters: Gradients, grads: Gradients, learning_rate: float) -> None:
+    for params, found in zip(parameters, grads, strict=True):
+        for name, grad in found.items():
+            params[name] -= learning_rate * grad

@@ -32,8 +32,8 @@ class Times:
     halves : dict of str to ndarray, shape (layers, 2)
         The same with the most samples, of the whole layer and of half of its output channels; nan
         where a worker that has half of the channels has half of the work.
-    calls : dict of str to ndarray, shape (sizes,)
-        Of the steps of a cell, which are one call, beside what each of them takes.
+    calls : dict of str to ndarray, shape (2, sizes)
+        Of all steps of a cell as one call: what that takes by itself, and each of them.
     loss : ndarray, shape (sizes,)
         Of the loss and its gradient.
     sweep : float

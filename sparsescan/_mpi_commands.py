@@ -1,0 +1,174 @@
+"""The commands of the command line that run on all ranks of ``mpiexec``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import InputError, SparseScanError
+
+if TYPE_CHECKING:
+    from .parallel import Communicator
+
+__all__ = ["calibrate", "run_strategies", "scan", "speaks"]
+
+# What ends in one line on stderr.
+_EXPECTED = (SparseScanError, ImportError, MemoryError, OSError)
+# Seconds in which all ranks meet what one of them has met, or are ended.
+_PATIENCE = 30.0
+
+_T = TypeVar("_T")
+_Command = Callable[[argparse.Namespace], None]
+
+
+def speaks(argv: Sequence[str]) -> bool:
+    """Whether this process says what many ranks have met alike."""
+    if not {"--mpi", "--run"}.intersection(argv):
+        return True
+    try:
+        rank: int = _load_mpi("MPI").COMM_WORLD.rank
+    except ImportError:
+        return True
+    return rank == 0
+
+
+def _load_mpi(user: str) -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"{user} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
+        ) from None
+    return MPI
+
+
+# -- All ranks end together -----------------------------------------------------------------------
+
+
+def _together(option: str) -> Callable[[Callable[[Any, argparse.Namespace], None]], _Command]:
+    """Make a command of what all ranks call with their communicator.
+
+    It raises what is expected and met by all of them. Anything else ends all at once, since the
+    others would wait for the one that met it.
+    """
+
+    def command_of(call: Callable[[Any, argparse.Namespace], None]) -> _Command:
+        @functools.wraps(call)
+        def command(arguments: argparse.Namespace) -> None:
+            world = _load_mpi(option).COMM_WORLD
+            try:
+                call(world, arguments)
+            except BaseException as error:
+                if isinstance(error, _EXPECTED) and _all_come(world):
+                    raise
+                sys.stderr.write(traceback.format_exc())
+                sys.stderr.flush()
+                world.Abort(1)
+                raise
+
+        return command
+
+    return command_of
+
+
+def _all_come(world: Any) -> bool:
+    """Whether all ranks call this before long."""
+    barrier, end = world.Ibarrier(), time.monotonic() + _PATIENCE
+    while not barrier.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _by_first(communicator: Communicator, path: Any, call: Callable[[], _T]) -> _T:
+    """What rank 0 finds when it reads or writes a file, on all ranks; or what it raises."""
+    from .parallel.communicator import Fault
+    from .parallel.scan_file import _naming
+
+    fault, found = Fault(), None
+    with fault, _naming(path):
+        if communicator.rank == 0:
+            found = call()
+    communicator.agree(fault.error)
+    made: _T = communicator.broadcast(found, 0)
+    return made
+
+
+# -- Commands -------------------------------------------------------------------------------------
+
+
+@_together("--mpi")
+def scan(world: Any, arguments: argparse.Namespace) -> None:
+    """``scan --mpi``: each rank reads, holds and scans its part of the chain."""
+    from .parallel.scan_file import scan_file
+
+    done = scan_file(
+        world,
+        arguments.file,
+        arguments.output,
+        inclusive=arguments.inclusive,
+        schedule=arguments.schedule,
+        device=arguments.device,
+    )
+    if world.rank == 0:
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        print(
+            f"{arguments.output}: {done.gradients} gradients of {done.dtype}, in "
+            f"{done.seconds:.3g} s on {ranks}, by {done.schedule}"
+        )
+
+
+@_together("--mpi")
+def calibrate(world: Any, arguments: argparse.Namespace) -> None:
+    """``calibrate --mpi``: measure the network between the ranks."""
+    from .parallel import Communicator, measure, save_network
+    from .parallel.network import network_file
+
+    communicator = Communicator.of(world)
+    if communicator.size == 1:
+        raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
+    network = measure(communicator)
+    path = _by_first(communicator, network_file(), lambda: save_network(network))
+    if communicator.rank == 0:
+        print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
+        print(f"kept in {path}")
+
+
+@_together("--run")
+def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
+    """``strategies --run``: measure this machine, and all strategies beside their predictions."""
+    from .parallel import Communicator
+    from .parallel.strategies import load_machine, measure_here, run, save_machine
+    from .parallel.strategies.chain_run import run_chain
+    from .parallel.strategies.machine import worker_file
+
+    name, batch, file = arguments.network, arguments.batch, arguments.machine
+    if arguments.workers != world.size:
+        raise InputError(
+            f"--workers is {arguments.workers}, but there are {world.size} ranks; run it by "
+            f"mpiexec -n {arguments.workers}"
+        )
+    communicator = Communicator.of(world)
+    machine = None
+    if file is not None:
+        machine = _by_first(communicator, file, lambda: load_machine(file))
+    if name.endswith(".npz"):
+        measured = run_chain(world, name, batch, machine)
+    else:
+        measured = run(world, name, machine or measure_here(world, name, batch), batch)
+    if world.rank == 0:
+        print(measured)
+    if file is None:
+        path = _by_first(communicator, worker_file(), lambda: save_machine(measured.machine))
+        if world.rank == 0:
+            print(f"this machine: {path}")
+    limited = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
+    if world.rank == 0 and world.size > 1 and not limited:
+        print("NumPy may use all cores on every rank: OMP_NUM_THREADS=1 gives each one core")

@@ -1,0 +1,205 @@
+"""Runs of a saved chain: its scan over MPI ranks in every way, beside what its plans predict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...chain import Chain, length
+from ...containers import BatchedCSR, CSRChain
+from ...describe import _bytes
+from ...errors import InputError
+from ...io import Path
+from ...pattern import Pattern
+from ...plan import Gradients
+from ..api import plan
+from ..communicator import Communicator
+from ..exchange import exscan_messages
+from ..forecast import CLOSE, OPEN
+from ..grid import Grid
+from ..maps import Terms
+from ..network import allreduce_messages
+from ..plan import ParallelPlan
+from ..scan_file import _load, _Loaded
+from .architectures import from_chain
+from .compare import Measured, Run, _measure, measure_here, strategies
+from .machine import Machine
+from .scan import Scan, ScanSamples
+from .strategy import Prediction
+
+__all__ = ["run_chain"]
+
+_UNTRAINED = "a chain has no layers to train: only its scan is run"
+
+
+def run_chain(comm: Any, path: Path, batch: int, machine: Machine | None = None) -> Run:
+    """Scan a chain that is in a file in every way that ranks can share it; collective.
+
+    Parts of the chain are combined by vectors, and by products; and if there are as many samples as
+    ranks, each scans the whole chain for its share of them. These take turns.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    path : str or path-like
+        Written by :func:`sparsescan.save_chain`.
+    batch : int
+        Samples of the gradient in the file; 1 if it has no batch axis.
+    machine : Machine, optional
+        The same on all ranks, for the memory of each; by default as
+        :func:`~sparsescan.parallel.strategies.measure_here` finds it.
+
+    Returns
+    -------
+    Run
+        Print it for a table. A step is an exclusive scan; its prediction is the forecast of its
+        :class:`~sparsescan.parallel.ParallelPlan`, with the bytes of the Jacobians in the file,
+        which samples may share.
+
+    Raises
+    ------
+    InputError, RankError, MemoryError
+        On all ranks, if the file cannot be read on any, or does not have so many samples.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), section 3.6: ``n/p`` Jacobians on each of `p`
+    ranks.
+    """
+    world = Communicator.of(comm)
+    parts = Grid(world.size)
+    loaded = _load(world, parts, path, inclusive=False)
+    samples = len(loaded.grad) if loaded.grad.ndim == 2 else 1
+    if batch != samples:
+        raise InputError(
+            f"batch is {batch}, but the gradient in {os.fspath(path)} has shape "
+            f"{loaded.grad.shape}; expected {samples}, its samples"
+        )
+    patterns, differ = _patterns(world, loaded.part)
+    graph = from_chain(patterns, os.fspath(path))
+    machine = measure_here(comm) if machine is None else machine
+    reasons = {one.name: _UNTRAINED for one in strategies() if not isinstance(one, Scan)}
+    ways = []
+    for way in _ways(comm, path, loaded, reasons):
+        prediction = way.prediction(differ)
+        if prediction.memory > machine.memory:
+            reasons[way.name] = f"a rank needs {_bytes(prediction.memory)}"
+        else:
+            ways.append((prediction, way))
+    turns: list[Any] = [way for _, way in ways]
+    times, sent = _measure(turns, None, None)
+    found = [
+        Measured(prediction, nanoseconds, nbytes)
+        for (prediction, _), nanoseconds, nbytes in zip(ways, times, sent, strict=True)
+    ]
+    found.sort(key=lambda one: one.nanoseconds)
+    return Run(graph, machine, world.size, batch, found, reasons)
+
+
+def _patterns(world: Communicator, part: Any) -> tuple[list[Pattern], bool]:
+    """Of the whole chain, from the parts of all ranks; whether any values differ by sample."""
+    chain = Chain(length(part))
+    every = world.gather((list(chain.read(part)), chain.batch is not None))
+    return [pattern for own, _ in every for pattern in own], any(differ for _, differ in every)
+
+
+class _Way:
+    """One way to scan a chain over all ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    name : str
+        As it is printed.
+    grid : Grid
+        How they share the chain and its samples.
+    schedule : {"vectors", "products"}
+        How parts are combined.
+    loaded : _Loaded
+        The gradient, and this rank's part of the chain for all samples.
+
+    Attributes
+    ----------
+    plan : ParallelPlan
+        Of the scan.
+    communicator : Communicator
+        Of the ranks.
+    """
+
+    def __init__(self, comm: Any, name: str, grid: Grid, schedule: str, loaded: _Loaded) -> None:
+        self.name, self.communicator = name, Communicator.of(comm)
+        rank, grad, self._part = self.communicator.rank, loaded.grad, loaded.part
+        if grid.batch > 1:
+            some = grid.samples(rank, len(grad))
+            grad, self._part = grad[some], _samples_of(self._part, some)
+        batch = len(grad) if grad.ndim == 2 else None
+        self.plan: ParallelPlan = plan(
+            comm, self._part, batch=batch, dtype=loaded.dtype, grid=grid, schedule=schedule
+        )
+        self._grad = grad if grid.position(rank) == 0 else None
+        self._terms = Terms(loaded.dtype, batch, False, False)
+
+    def step(self, *_: Any) -> Gradients:
+        """A scan; this rank's gradients."""
+        return self.plan.exclusive_scan(self._grad, self._part)
+
+    def prediction(self, differ: bool) -> Prediction:
+        """What the plan says, if values of Jacobians differ by sample, or do not."""
+        forecast, grid = self.plan.forecast, self.plan.grid
+        times = {"scan": forecast.working, "messages": forecast.waiting}
+        sent = _sent(self.plan, self._terms._replace(batched=differ))
+        how = f"{grid.chain} parts × {grid.batch} groups of samples"
+        return Prediction(self.name, how, times, sent, max(forecast.memory))
+
+
+def _ways(comm: Any, path: Path, loaded: _Loaded, reasons: dict[str, str]) -> Iterator[_Way]:
+    """All that these ranks can scan the chain by; and why not by others, to `reasons`."""
+    size = comm.size
+    for schedule in ("vectors", "products"):
+        way = _Way(comm, f"scan by {schedule}", Grid(size), schedule, loaded)
+        if way.plan.schedule == schedule:
+            yield way
+        else:
+            reasons[way.name] = way.plan.reason
+    samples = len(loaded.grad) if loaded.grad.ndim == 2 else 1
+    if samples >= size > 1:
+        grid = Grid(1, size)
+        whole = _load(Communicator.of(comm), grid, path, inclusive=False)
+        yield _Way(comm, ScanSamples.name, grid, "vectors", whole)
+    elif size > 1:
+        reasons[ScanSamples.name] = f"{samples} samples are too few for {size} ranks"
+
+
+def _samples_of(part: Any, some: slice) -> Any:
+    """The same Jacobians for some samples."""
+    if isinstance(part, CSRChain):
+        data = part.data if part.batch is None else np.ascontiguousarray(part.data[:, some])
+        return CSRChain.from_pattern(data, part.pattern)
+    if isinstance(part, np.ndarray):
+        return part if part.ndim == 3 else np.ascontiguousarray(part[:, some])
+    return [_sample_of(step, some) for step in part]
+
+
+def _sample_of(step: Any, some: slice) -> Any:
+    if isinstance(step, BatchedCSR):
+        return BatchedCSR.from_pattern(step.data[some], step.pattern)
+    return step[some] if isinstance(step, np.ndarray) and step.ndim == 3 else step
+
+
+def _sent(plan: ParallelPlan, terms: Terms) -> int:
+    """Bytes of data that the busiest rank sends in a scan; not those by which ranks agree."""
+    forecast, grid = plan.forecast, plan.grid
+    if forecast.algorithm is not None:
+        messages = (exscan_messages(forecast.algorithm, grid.chain, k) for k in range(grid.chain))
+        return 8 * forecast.layout.words(terms) * max(messages)
+    agreed = (
+        8 * OPEN * allreduce_messages(grid.chain, grid.position(rank))
+        + 8 * CLOSE * allreduce_messages(grid.size, rank)
+        for rank in range(grid.size)
+    )
+    return max(nbytes - few for nbytes, few in zip(forecast.bytes, agreed, strict=True))
