@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from sparsescan.jacobians import (
     AvgPool2d,
     Conv2d,
     Flatten,
+    GRUCell,
     LayerNorm,
     Linear,
     MaxPool2d,
@@ -26,38 +29,159 @@ from sparsescan.jacobians import (
     Permute,
     ReLU,
     Residual,
+    RNNCell,
     Sequential,
     Tanh,
 )
 from sparsescan.parallel.communicator import Communicator
-from sparsescan.parallel.strategies.architectures import from_sequential, sequential
+from sparsescan.parallel.strategies import Machine
+from sparsescan.parallel.strategies.architectures import Builder, sequential
 from sparsescan.parallel.strategies.boxes import Box, Redistribution, blocks, cut, volume
 from sparsescan.parallel.strategies.configurations import Configurations, allowed
 from sparsescan.parallel.strategies.deepa import (
+    Costs,
     PerLayer,
     footprint,
     image_parallelism,
     one_weird_trick,
+    optimise,
     with_loss,
 )
-from sparsescan.parallel.strategies.partitioned import limits_of
+from sparsescan.parallel.strategies.graph import Graph
+from sparsescan.parallel.strategies.partitioned import Partitioned, limits_of
+from sparsescan.parallel.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.parallel.strategies.stage import Stage
-from sparsescan.parallel.strategies.strategy import cross_entropy
+from sparsescan.parallel.strategies.strategy import Training, cross_entropy
 
 WORLD = MPI.COMM_WORLD
+RATE = 0.5
+EPS = np.finfo(np.float64).eps
+
+Params = list[dict[str, Any]]
+
+# -------------------------------------------------------------------------------------------------
+# One process
+# -------------------------------------------------------------------------------------------------
 
 
-def one_process(
-    network: Sequential, batches: list[Any], learning_rate: float
-) -> tuple[list[float], list[dict[str, Any]]]:
-    """Plain SGD, without any of what is tested but the layers."""
+def one_process(network: Sequential, batches: list[Any]) -> tuple[list[float], Params]:
+    """Losses, and parameters behind the first step, without what is tested but the layers."""
     stage, losses = Stage(network.ops), []
     for x, labels in batches:
         activations = stage.forward(x)
         loss, grad = cross_entropy(activations[-1], labels, len(x))
         losses.append(loss)
-        stage.descend(stage.backward(activations, grad)[1], learning_rate)
+        if len(losses) == 1:
+            stage.descend(stage.backward(activations, grad)[1], RATE)
     return losses, stage.parameters
+
+
+def by_complex_steps(
+    output: Callable[[Params, Any], Any], given: Params, batches: list[Any]
+) -> tuple[list[float], Params]:
+    """The same, with gradients ``Im f(θ + ih)/h`` of the loss, which ranks share out."""
+    params = [{name: p.astype(complex) for name, p in layer.items()} for layer in given]
+    flat = [param for layer in params for param in layer.values()]
+
+    def loss(x: Any, labels: Any) -> complex:
+        logits = output(params, x)
+        logits = logits - logits.real.max(axis=1, keepdims=True)
+        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return complex(-logs[np.arange(len(x)), labels].mean())
+
+    h, losses = 1e-100, [loss(*batches[0]).real]
+    places = [(k, at) for k, param in enumerate(flat) for at in np.ndindex(param.shape)]
+    grads = {}
+    for k, at in places[WORLD.rank :: WORLD.size]:
+        flat[k][at] += 1j * h
+        grads[k, at] = loss(*batches[0]).imag / h
+        flat[k][at] = flat[k][at].real
+    for found in WORLD.allgather(grads):
+        for (k, at), grad in found.items():
+            flat[k][at] -= RATE * grad
+    losses += [loss(*batch).real for batch in batches[1:]]
+    return losses, [{name: p.real for name, p in layer.items()} for layer in params]
+
+
+def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
+    """The output of a layer, from its definition."""
+    if isinstance(op, Tanh):
+        return np.tanh(x)
+    if isinstance(op, ReLU):
+        return np.where(x.real > 0, x, 0)
+    if isinstance(op, Flatten):
+        return x.reshape(len(x), -1)
+    if isinstance(op, Linear):
+        return x @ params["weight"].T + params["bias"]
+    assert isinstance(op, (Conv2d, MaxPool2d))
+    (height, width), (down, right) = op.kernel_size, op.stride
+    edges = [(p, p) for p in op.padding]
+    fill = -np.inf if isinstance(op, MaxPool2d) else 0
+    padded = np.pad(x, [(0, 0), (0, 0), *edges], constant_values=fill)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), (2, 3))
+    windows = windows[:, :, ::down, ::right]
+    if isinstance(op, MaxPool2d):
+        flat = windows.reshape(*windows.shape[:4], -1)
+        largest = flat.real.argmax(axis=-1)[..., None]
+        return np.take_along_axis(flat, largest, axis=-1)[..., 0]
+    groups = zip(
+        np.split(windows, op.groups, axis=1), np.split(params["weight"], op.groups), strict=True
+    )
+    made = [np.einsum("bcyxij,ocij->boyx", part, weight) for part, weight in groups]
+    return np.concatenate(made, axis=1) + params["bias"][:, None, None]
+
+
+def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any) -> Any:
+    """The output of layers and residual blocks."""
+    for op in ops:
+        if isinstance(op, Residual):
+            x = of_layers(op.ops, params, x) + of_layers(op.shortcut, params, x)
+        else:
+            x = applied(op, next(params), x)
+    return x
+
+
+def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: Any) -> Any:
+    """The output of a graph, in whose sums missing channels are zeros."""
+    outputs, given = [x], iter(params)
+    for layer, op in zip(graph.layers[1:-1], ops[1:], strict=False):
+        read = [outputs[j] for j in layer.inputs]
+        if op is None:
+            total = np.zeros((len(x), *layer.shape), complex)
+            for term in read:
+                total[:, : term.shape[1]] += term
+            outputs.append(total)
+        else:
+            outputs.append(applied(op, next(given), read[0]))
+    return outputs[-1]
+
+
+def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
+    """The output of a recurrent network."""
+    cell, readout = params
+    state = np.zeros((len(x), network.cell.state_size))
+    for now in x.swapaxes(0, 1):
+        u = now @ cell["weight_ih"].T + cell["bias_ih"]
+        v = state @ cell["weight_hh"].T + cell["bias_hh"]
+        if isinstance(network.cell, RNNCell):
+            state = np.tanh(u + v)
+        else:
+            (ur, uz, un), (vr, vz, vn) = np.split(u, 3, axis=1), np.split(v, 3, axis=1)
+            r, z = 1 / (1 + np.exp(-ur - vr)), 1 / (1 + np.exp(-uz - vz))
+            state = (1 - z) * np.tanh(un + r * vn) + z * state
+    return state @ readout["weight"].T + readout["bias"]
+
+
+def of_network(network: Any, params: Params, x: Any) -> Any:
+    """The output of a network."""
+    if isinstance(network, Recurrent):
+        return of_sequences(network, params, x)
+    return of_layers(network.ops, iter(params), x)
+
+
+# -------------------------------------------------------------------------------------------------
+# Networks, and how they are divided
+# -------------------------------------------------------------------------------------------------
 
 
 def random_network(rng: np.random.Generator) -> Sequential:
@@ -112,61 +236,190 @@ def random_network(rng: np.random.Generator) -> Sequential:
     return Sequential(ops)
 
 
+def random_residual(rng: np.random.Generator) -> Sequential:
+    """Residual blocks, one in the other, maybe at the start or with layers in the shortcut."""
+    shape = int(rng.choice([2, 2, 4])), int(rng.integers(3, 6)), int(rng.integers(3, 6))
+    channels = shape[0]
+
+    def layers(outs: int) -> list[Operator]:
+        kernel = int(rng.choice([1, 3]))
+        conv = random_conv(rng, (channels, *shape[1:]), outs, kernel, int(rng.choice([1, 2])))
+        act = rng.choice([Tanh, ReLU])  # type: ignore[arg-type]
+        return [conv, act(input_shape=conv.output_shape)]
+
+    ops: list[Operator] = []
+    if rng.random() < 0.5:
+        ops, channels = layers(outs := int(rng.choice([2, 2, 4]))), outs
+    inner = Residual(*layers(channels))
+    ops += [Residual(*layers(channels), inner), *layers(channels)]
+    if rng.random() < 0.5:
+        ops.append(Residual(*layers(channels), *layers(channels), shortcut=layers(channels)))
+    if rng.random() < 0.7:
+        ops.append(MaxPool2d(3, 2, 1, input_shape=ops[-1].output_shape))
+    ops.append(Flatten(input_shape=ops[-1].output_shape))
+    ops.append(Linear(*ops[-1].output_shape, 3, dtype=np.float64, rng=rng))
+    return Sequential(ops)
+
+
+def random_conv(
+    rng: np.random.Generator, shape: tuple[int, ...], outs: int, kernel: int, groups: int = 1
+) -> Conv2d:
+    """One that keeps the size of images."""
+    sizes = shape[0], outs, kernel, 1, kernel // 2
+    return Conv2d(*sizes, groups=groups, input_shape=shape, dtype=np.float64, rng=rng)
+
+
+def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]:
+    """Convolutions, activations, and sums of any layers before them, the input included."""
+    made = Builder("sums", (2, 4, 5))
+    ops: list[Operator | None] = [None]
+
+    def add(*inputs: int) -> None:
+        # The first has the most channels.
+        made.sum(*sorted(inputs, key=lambda j: -made.layers[j].shape[0]))
+        ops.append(None)
+
+    for _ in range(6):
+        x, kind = int(rng.integers(made.last + 1)), int(rng.integers(3))
+        shape = made.layers[x].shape
+        if kind == 0:
+            ops.append(random_conv(rng, shape, int(rng.integers(1, 4)), 3))
+            made.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
+        elif kind == 1:
+            ops.append(Tanh(input_shape=shape))
+            made.elementwise(x=x)
+        else:
+            add(*rng.integers(made.last + 1, size=int(rng.integers(2, 4))).tolist())
+    # What no layer has read yet.
+    add(*set(range(made.last + 1)) - {j for layer in made.layers for j in layer.inputs}, made.last)
+    shape = made.layers[-1].shape
+    made.flatten()
+    made.linear(3)
+    size = math.prod(shape)
+    ops += [Flatten(input_shape=shape), Linear(size, 3, dtype=np.float64, rng=rng), None]
+    return with_loss(made.graph()), ops
+
+
+def random_recurrent(rng: np.random.Generator) -> Recurrent:
+    cell, features, hidden = rng.choice([RNNCell, GRUCell]), *rng.integers(1, 5, 2).tolist()
+    readout = Linear(hidden, 4, dtype=np.float64, rng=rng)
+    steps = int(rng.integers(1, 6))
+    return Recurrent(cell(features, hidden, dtype=np.float64, rng=rng), readout, steps)
+
+
 def random_configurations(
-    rng: np.random.Generator, network: Sequential, batch: int
+    rng: np.random.Generator, graph: Graph, ops: Sequence[Operator | None], batch: int
 ) -> list[tuple[int, ...]]:
-    graph, every = with_loss(from_sequential(network)), Configurations(WORLD.size).all
-    found = [(1, 1, 1, 1)]
-    for op, layer in zip(network.layers, graph.layers[1:], strict=False):
-        most = limits_of(op, layer, batch)
-        possible = every[allowed(layer, most, every)]
-        found.append(tuple(int(d) for d in rng.choice(possible)))
-    samples = [d for d in range(1, batch + 1) if WORLD.size % d == 0]
-    return [*found, (int(rng.choice(samples)), 1, 1, 1)]
+    every = Configurations(WORLD.size).all
+    found: list[tuple[int, ...]] = []
+    for op, layer in zip(ops, graph.layers, strict=True):
+        possible = every[allowed(layer, limits_of(op, layer, batch), every)]
+        one = tuple(int(d) for d in rng.choice(possible))
+        found.append(one if layer.shares is None else found[layer.shares])
+    return found
 
 
-def data(rng: np.random.Generator, network: Sequential, batch: int, dtype: Any) -> list[Any]:
-    classes = math.prod(network.output_shape)
+def random_configurations_of(
+    rng: np.random.Generator, network: Any, batch: int
+) -> list[tuple[int, ...]]:
+    """The same for a network, and the loss."""
+    graph = graph_of(network)
+    ops = [*operators(network, graph), None]
+    return random_configurations(rng, with_loss(graph), ops, batch)
+
+
+def data(rng: np.random.Generator, network: Any, batch: int, dtype: Any) -> list[Any]:
+    return random_data(rng, network.input_shape, math.prod(network.output_shape), batch, dtype)
+
+
+def random_data(
+    rng: np.random.Generator, shape: tuple[int, ...], classes: int, batch: int, dtype: Any
+) -> list[Any]:
     return [
-        (
-            rng.standard_normal((batch, *network.input_shape)).astype(dtype),
-            rng.integers(classes, size=batch),
-        )
+        (rng.standard_normal((batch, *shape)).astype(dtype), rng.integers(classes, size=batch))
         for _ in range(2)
     ]
 
 
+def parameters(network: Any) -> Params:
+    if isinstance(network, Recurrent):
+        return [network.cell.params, network.readout.params]
+    return [op.params for op in network.layers]
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks
+# -------------------------------------------------------------------------------------------------
+
+
 def check(
-    strategy: PerLayer,
-    network: Sequential,
+    training: Training,
+    given: Params,
     batches: list[Any],
+    expected: tuple[list[float], Params],
     rtol: float,
-    chosen: list[Any] | None = None,
+    moved: int | None = None,
 ) -> None:
-    """Losses, parameters, and what was sent, against one process and the prediction."""
-    batch, rate = len(batches[0][0]), 0.5
-    losses, wanted = one_process(network, batches, rate)
-    before = [{name: p.copy() for name, p in op.params.items()} for op in network.layers]
-    training = strategy.start(WORLD, network, batch, learning_rate=rate)
+    """Losses, parameters behind the first step, and how many entries were sent in all."""
+    losses, wanted = expected
+    before = copy.deepcopy(given)
     traffic = training.communicator.traffic
     sent = traffic["exchange"].bytes if "exchange" in traffic else 0
+    found = []
     for (x, labels), loss in zip(batches, losses, strict=True):
         np.testing.assert_allclose(training.step(x, labels), loss, rtol=rtol)
-    found = training.parameters()
-    for op, ours, theirs, old in zip(network.layers, found, wanted, before, strict=True):
+        found.append(training.parameters())
+    for params, ours, theirs, old in zip(given, found[0], wanted, before, strict=True):
         assert set(ours) == set(theirs)
         for name in theirs:
             scale = np.abs(theirs[name]).max() + np.abs(theirs[name] - old[name]).max()
             np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=rtol * scale)
             # The caller's are as they were.
-            np.testing.assert_array_equal(op.params[name], old[name])
-    digest = [param.tobytes() for layer in found for param in layer.values()]
+            np.testing.assert_array_equal(params[name], old[name])
+    digest = [p.tobytes() for step in found for layer in step for p in layer.values()]
     assert all(other == digest for other in WORLD.allgather(digest)), "ranks differ"
-    if chosen is not None:
-        graph, itemsize = with_loss(from_sequential(network)), batches[0][0].itemsize
-        moved, _ = footprint(graph, chosen, WORLD.size, batch)
+    if moved is not None:
         sent = traffic["exchange"].bytes - sent
-        assert sent == len(batches) * itemsize * moved[WORLD.rank], (sent, moved, chosen)
+        assert sent == len(batches) * batches[0][0].itemsize * moved, (sent, moved)
+
+
+def check_network(
+    network: Any, choices: Sequence[Any], batches: list[Any], rtol: float, exact: bool = True
+) -> None:
+    """A network with some configurations, or functions that give them, against one process."""
+    graph, batch = with_loss(graph_of(network)), len(batches[0][0])
+    params = parameters(network)
+    if isinstance(network, Sequential) and len(network.ops) == len(network.layers):
+        expected = one_process(network, batches)
+    else:
+        expected = by_complex_steps(lambda given, x: of_network(network, given, x), params, batches)
+    machine = Machine(itemsize=batches[0][0].itemsize)
+    for choice in choices:
+        strategy = PerLayer(choice, machine=machine)
+        training = strategy.start(WORLD, network, batch, learning_rate=RATE)
+        moved = None
+        if exact:
+            chosen = choice(graph, WORLD.size, batch) if callable(choice) else choice
+            if chosen is None:
+                chosen = optimise(graph, Costs(machine), WORLD.size, batch)[0]
+            moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
+            predicted = strategy.predict(graph_of(network), machine, WORLD.size, batch)
+            assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
+        check(training, params, batches, expected, rtol, moved)
+
+
+def check_sums(rng: np.random.Generator) -> None:
+    """Any graph of layers and sums."""
+    (graph, ops), batch = random_sums(rng), int(rng.integers(1, 5))
+    chosen = random_configurations(rng, graph, ops, batch)
+    given = [op.params for op in ops if op is not None]
+    shape = graph.layers[0].shape
+    batches = random_data(rng, shape, 3, batch, np.float64)
+    expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
+    communicator = Communicator.of(WORLD)
+    training = Partitioned(communicator, ops, graph, chosen, shape, batch, RATE)  # type: ignore[arg-type]
+    moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
+    check(training, given, batches, expected, 1e4 * EPS, moved)
 
 
 def pools_inside(network: Sequential) -> bool:
@@ -220,10 +473,16 @@ def test_errors() -> None:
     ):
         with pytest.raises(InputError, match=message):
             PerLayer(chosen).start(WORLD, network, 4)
-    shape = (4,)
-    block = Residual(Linear(4, 4, rng=0), Tanh(input_shape=shape))
-    with pytest.raises(InputError, match="network has residual blocks"):
-        PerLayer().start(WORLD, Sequential([block]), 4)
+    cells = Recurrent(RNNCell(2, 3, rng=0), Linear(3, 4, rng=0), 2)
+    different = [(1, 1, 1, 1), (WORLD.size, 1, 1, 1), *[(1, 1, 1, 1)] * 3]
+    message = (
+        rf"layer cell2 has .* \(1, 1, 1, 1\); expected \({WORLD.size}, 1, 1, 1\), that of cell1"
+    )
+    with pytest.raises(InputError, match=message):
+        PerLayer(different).start(WORLD, cells, 4)
+    training = PerLayer().start(WORLD, cells, 4)
+    with pytest.raises(InputError, match=r"expected \(4, 2, 2\) and \(4,\)"):
+        training.step(np.zeros((4, 3, 2)), np.zeros(4, int))
 
 
 def main() -> None:
@@ -232,20 +491,21 @@ def main() -> None:
     test_redistributions(rng)
     if WORLD.size > 1:
         test_errors()
-    eps = np.finfo(np.float64).eps
     for _ in range(cases):
         network, batch = random_network(rng), int(rng.integers(1, 7))
-        chosen = random_configurations(rng, network, batch)
+        chosen = random_configurations_of(rng, network, batch)
         batches = data(rng, network, batch, np.float64)
-        exact = chosen if pools_inside(network) else None
-        check(PerLayer(chosen), network, batches, 1e4 * eps, exact)
+        check_network(network, [chosen], batches, 1e4 * EPS, pools_inside(network))
+    for _ in range(cases // 2):
+        for make in (random_recurrent, random_residual):
+            made, batch = make(rng), int(rng.integers(1, 7))
+            batches = data(rng, made, batch, np.float64)
+            chosen = random_configurations_of(rng, made, batch)
+            check_network(made, [image_parallelism, chosen, None], batches, 1e4 * EPS)
+        check_sums(rng)
     network = sequential("lenet5", 0)
-    graph, batch = with_loss(from_sequential(network)), 8
-    batches = data(rng, network, batch, np.float32)
-    for strategy in (image_parallelism, one_weird_trick):
-        chosen = strategy(graph, WORLD.size, batch)
-        check(PerLayer(strategy), network, batches, 1e-4, chosen)
-    check(PerLayer(), network, batches, 1e-4)
+    choices = image_parallelism, one_weird_trick, None
+    check_network(network, choices, data(rng, network, 8, np.float32), 1e-4)
     print(f"rank {WORLD.rank} is done", flush=True)
 
 

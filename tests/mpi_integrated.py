@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,15 +20,18 @@ from sparsescan.jacobians import (
     AvgPool2d,
     Conv2d,
     Flatten,
+    GRUCell,
     LayerNorm,
     Linear,
+    LSTMCell,
     MaxPool2d,
     ReLU,
+    Residual,
+    RNNCell,
     Sequential,
     Tanh,
 )
-from sparsescan.parallel.strategies import Machine
-from sparsescan.parallel.strategies.architectures import from_sequential
+from sparsescan.parallel.strategies import Machine, Recurrent
 from sparsescan.parallel.strategies.integrated import (
     BatchParallel,
     Costs,
@@ -36,6 +40,7 @@ from sparsescan.parallel.strategies.integrated import (
 )
 from sparsescan.parallel.strategies.integrated_run import IntegratedTraining, whole_layers
 from sparsescan.parallel.strategies.layout import STATES, Layout
+from sparsescan.parallel.strategies.recurrent import graph_of
 
 WORLD = MPI.COMM_WORLD
 RATE = 0.5
@@ -121,23 +126,127 @@ def backward(op, x: Array, y: Array, dy: Array, params: dict[str, Array]):
     }[type(op)](), {}
 
 
-def alone(network: Sequential, x: Array, labels: Array, steps: int):
+def through(ops: Sequence[Any], x: Array, params: Iterator[dict[str, Array]]):
+    """What layers make of `x`, and what :func:`back` reads."""
+    tape: list[Any] = []
+    for op in ops:
+        before = x
+        if isinstance(op, Residual):
+            x, inner = through(op.ops, before, params)
+            around, outer = through(op.shortcut, before, params)
+            x = x + around
+            tape.append((inner, outer))
+        else:
+            own = next(params)
+            x = forward(op, before, own)
+            tape.append((op, before, x, own))
+    return x, tape
+
+
+def back(tape: list[Any], grad: Array):
+    """Gradients of the input and of the parameters of every layer."""
+    grads: list[dict[str, Array]] = []
+    for entry in reversed(tape):
+        if len(entry) == 2:
+            (one, inner), (other, outer) = (back(branch, grad) for branch in entry)
+            grad, found = one + other, [*inner, *outer]
+        else:
+            op, x, y, own = entry
+            grad, made = backward(op, x, y, grad, own)
+            found = [made]
+        grads = found + grads
+    return grad, grads
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def next_state(cell, x: Array, s: Array, p: dict[str, Array]):
+    """The state behind, and gradients of ``W_ih x + b_ih``, ``W_hh h + b_hh`` and directly of the
+    state before."""
+    h = s[:, : cell.hidden_size]
+    u, v = x @ p["weight_ih"].T + p["bias_ih"], h @ p["weight_hh"].T + p["bias_hh"]
+    if isinstance(cell, RNNCell):
+        if cell.nonlinearity == "relu":
+            return np.maximum(u + v, 0), lambda dy: (dy * (u + v > 0), dy * (u + v > 0), 0 * s)
+        y = np.tanh(u + v)
+        return y, lambda dy: (dy * (1 - y * y), dy * (1 - y * y), 0 * s)
+    if isinstance(cell, GRUCell):
+        (r, z), v_n = np.split(sigmoid(u + v), 3, axis=1)[:2], np.split(v, 3, axis=1)[2]
+        n = np.tanh(np.split(u, 3, axis=1)[2] + r * v_n)
+
+        def gated(dy):
+            dn, dz = dy * (1 - z) * (1 - n * n), dy * (s - n) * z * (1 - z)
+            dr = dn * v_n * r * (1 - r)
+            return np.hstack([dr, dz, dn]), np.hstack([dr, dz, dn * r]), dy * z
+
+        return (1 - z) * n + z * s, gated
+    c = s[:, cell.hidden_size :]
+    (i, f, _, o), g = np.split(sigmoid(u + v), 4, axis=1), np.tanh(np.split(u + v, 4, axis=1)[2])
+    new = f * c + i * g
+    t = np.tanh(new)
+
+    def long(dy):
+        dh, dc = np.split(dy, 2, axis=1)
+        dc = dc + dh * o * (1 - t * t)
+        in_c = g * i * (1 - i), c * f * (1 - f), i * (1 - g * g)
+        da = np.hstack([*(dc * slope for slope in in_c), dh * t * o * (1 - o)])
+        return da, da, np.hstack([0 * c, dc * f])
+
+    return np.hstack([o * t, new]), long
+
+
+def through_time(network: Recurrent, x: Array, params: list[dict[str, Array]]):
+    """The output, and a function from its gradient to those of the parameters."""
+    cell, (own, read) = network.cell, params
+    state, tape = np.zeros((len(x), cell.state_size)), []
+    for t in range(x.shape[1]):
+        before = state
+        state, slopes = next_state(cell, x[:, t], before, own)
+        tape.append((x[:, t], before[:, : cell.hidden_size], slopes))
+
+    def gradients(grad: Array):
+        grads = [{name: 0 * param for name, param in own.items()}]
+        grads.append({"weight": grad.T @ state, "bias": grad.sum(axis=0)})
+        grad = grad @ read["weight"]
+        for now, hidden, slopes in reversed(tape):
+            du, dv, grad = slopes(grad)
+            grads[0]["weight_ih"] += du.T @ now
+            grads[0]["weight_hh"] += dv.T @ hidden
+            grads[0]["bias_ih"] += du.sum(axis=0)
+            grads[0]["bias_hh"] += dv.sum(axis=0)
+            grad[:, : cell.hidden_size] += dv @ own["weight_hh"]
+        return grads
+
+    return state @ read["weight"].T + read["bias"], gradients
+
+
+def owners(network: Any) -> list[Any]:
+    """Who has parameters."""
+    if isinstance(network, Recurrent):
+        return [network.cell, network.readout]
+    return [*network.layers]
+
+
+def alone(network: Any, x: Array, labels: Array, steps: int):
     """Losses and parameters of SGD in one process."""
-    params = [{name: p.copy() for name, p in op.params.items()} for op in network.layers]
+    params = [{name: p.copy() for name, p in op.params.items()} for op in owners(network)]
     losses = []
     for _ in range(steps):
-        xs = [x]
-        for op, own in zip(network.layers, params, strict=True):
-            xs.append(forward(op, xs[-1], own))
-        odds = np.exp(xs[-1])
+        if isinstance(network, Recurrent):
+            output, gradients = through_time(network, x, params)
+        else:
+            output, tape = through(network.ops, x, iter(params))
+            gradients = lambda grad, tape=tape: back(tape, grad)[1]  # noqa: E731
+        odds = np.exp(output)
         odds /= odds.sum(axis=1, keepdims=True)
         losses.append(-np.log(odds[np.arange(len(x)), labels]).mean())
-        grad = (odds - np.eye(odds.shape[1])[labels]) / len(x)
-        for k in reversed(range(len(params))):
-            op = network.layers[k]
-            grad, found = backward(op, xs[k], xs[k + 1], grad, params[k])
-            for name in params[k]:
-                params[k][name] = params[k][name] - RATE * found[name]
+        grads = gradients((odds - np.eye(odds.shape[1])[labels]) / len(x))
+        params = [
+            {name: param - RATE * found[name] for name, param in own.items()}
+            for own, found in zip(params, grads, strict=True)
+        ]
     return losses, params
 
 
@@ -146,9 +255,9 @@ def alone(network: Sequential, x: Array, labels: Array, steps: int):
 # -------------------------------------------------------------------------------------------------
 
 
-def drawn(ops: list[Any]) -> Sequential:
-    network = Sequential(ops)
-    for op in network.layers:
+def exact(network: Any) -> Any:
+    """The same with parameters of 64 bits."""
+    for op in owners(network):
         for name, param in op.params.items():
             setattr(op, name, param.astype(np.float64))
     return network
@@ -163,34 +272,65 @@ def images(rng: np.random.Generator, favourite: str) -> Sequential:
         shape = ops[-1].output_shape if ops else (2, height, width)
         ops.append(kind(*arguments, input_shape=shape, **options))
 
+    def surround(start: int, *shortcut: Any) -> None:
+        ops[start:] = [Residual(*ops[start:], shortcut=shortcut)]
+
     seed = int(rng.integers(1 << 30))
     kernel, stride, padding = [(3, 1, 1), (5, 2, 2), (4, 3, 0), (3, 1, 0), (1, 2, 0)][
         rng.integers(5)
     ]
     add(Conv2d, 2, int(rng.integers(4, 8)), kernel, 1, kernel // 2, rng=seed)
     add(Tanh)
+    if rng.random() < 0.3:
+        # Of an input with fewer channels than there may be rows of workers.
+        sizes, shape = (ops[-1].output_shape[0], kernel, 1, kernel // 2), (2, height, width)
+        surround(0, Conv2d(2, *sizes, input_shape=shape, rng=seed + 8))
+    if kernel % 2:
+        # A block in a block, the same height and width.
+        channels = ops[-1].output_shape[0]
+        add(Conv2d, channels, channels, 3, 1, 1, rng=seed + 4)
+        add(Conv2d, channels, channels, kernel, 1, kernel // 2, rng=seed + 5)
+        add(Tanh)
+        surround(len(ops) - int(rng.integers(1, 3)))
+        if rng.random() < 0.5:
+            surround(len(ops) - int(rng.integers(1, 3)))
     windows = [(3, 2, 1), (2, 2, 0), (2, 1, 0), (1, 1, 0), (3, 1, 1)]
     if favourite == "rows":
         add(MaxPool2d, *windows[int(rng.choice([0, 4]))])
     else:
         add([MaxPool2d, AvgPool2d][rng.integers(2)], *windows[rng.integers(5)])
     channels = ops[-1].output_shape[0]
+    shape, start = ops[-1].output_shape, len(ops)
     add(Conv2d, channels, int(rng.integers(4, 7)), kernel, stride, padding, rng=seed + 1)
     add(ReLU)
+    if rng.random() < 0.5:
+        sizes = ops[-1].output_shape[0], kernel, stride, padding
+        surround(start, Conv2d(channels, *sizes, input_shape=shape, rng=seed + 6))
     add(Flatten)
     features = ops[-1].output_shape[0]
     middle = int(rng.integers(4, 9))
+    if rng.random() < 0.3:
+        # What is flattened is added to features.
+        ops.append(Residual(Linear(features, features, rng=seed + 7)))
     ops.append(Linear(features, middle, rng=seed + 2))
     ops.append(Tanh(input_shape=(middle,)))
     if rng.random() < 0.5:
         ops.append(LayerNorm(middle))
     ops.append(Linear(middle, 5, rng=seed + 3))
-    return drawn(ops)
+    return exact(Sequential(ops))
+
+
+def sequences(rng: np.random.Generator) -> Recurrent:
+    """A recurrent network of a few steps."""
+    kind, hidden = rng.choice([RNNCell, GRUCell, LSTMCell]), int(rng.integers(4, 8))
+    options = {"nonlinearity": "relu"} if kind is RNNCell and rng.random() < 0.3 else {}
+    cell = kind(int(rng.integers(1, 4)), hidden, rng=rng, **options)
+    return exact(Recurrent(cell, Linear(cell.state_size, 5, rng=rng), int(rng.integers(1, 5))))
 
 
 def even() -> Sequential:
     """Every size is a multiple of 4: what each rank sends is just what the equations say."""
-    return drawn([
+    return exact(Sequential([
         Conv2d(2, 8, 3, padding=1, input_shape=(2, 8, 8), rng=0),
         Tanh(input_shape=(8, 8, 8)),
         AvgPool2d(2, input_shape=(8, 8, 8)),
@@ -200,7 +340,7 @@ def even() -> Sequential:
         Linear(64, 16, rng=2),
         Tanh(input_shape=(16,)),
         Linear(16, 8, rng=3),
-    ])  # fmt: skip
+    ]))  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------
@@ -208,11 +348,11 @@ def even() -> Sequential:
 # -------------------------------------------------------------------------------------------------
 
 
-def check(training, network: Sequential, expected: Array, x, labels, wire: Wire | None) -> None:
+def check(training, network: Any, expected: Array, x, labels, wire: Wire | None) -> None:
     """Parameters and losses as in one process; bytes as predicted, and as Open MPI counts them."""
-    steps = 3
+    steps = 2
     losses, params = alone(network, x, labels, steps)
-    before = [{name: p.copy() for name, p in op.params.items()} for op in network.layers]
+    before = [{name: p.copy() for name, p in op.params.items()} for op in owners(network)]
     found = []
     for _ in range(steps):
         start, counted = (None if wire is None else wire.read()), traffic(training)
@@ -224,7 +364,7 @@ def check(training, network: Sequential, expected: Array, x, labels, wire: Wire 
             assert tuple(wire.read() - start) == tuple(sent), (about, sent)
     np.testing.assert_allclose(found, losses, rtol=1e-12, err_msg=str(about))
     made = training.parameters()
-    for own, other, given, op in zip(made, params, before, network.layers, strict=True):
+    for own, other, given, op in zip(made, params, before, owners(network), strict=True):
         assert own.keys() == other.keys() == op.params.keys()
         for name in own:
             bound = 1e-11 * max(1.0, np.abs(other[name]).max())
@@ -245,26 +385,47 @@ def traffic(training) -> Array:
 
 
 def random_layout(
-    rng: np.random.Generator, network: Sequential, rows: int, batch: int, favourite: str
+    rng: np.random.Generator, network: Any, rows: int, batch: int, favourite: str
 ) -> Layout:
-    """What is possible, most often the favourite."""
-    graph, together = from_sequential(network), whole_layers(network)
-    columns = WORLD.size // rows
+    """What is possible, most often the favourite; all cells in one state."""
+    graph = graph_of(network)
+    together, columns = whole_layers(network, graph), WORLD.size // rows
     costs = Costs(graph, Machine(), (rows, columns), batch, STATES, together)
     states = ["whole"]
     for k in range(1, len(graph.layers)):
         possible = [state for state in STATES if costs._possible(k, state)]
         likely = favourite in possible and rng.random() < 0.7
-        states.append(favourite if likely else str(rng.choice(possible)))
+        state = favourite if likely else str(rng.choice(possible))
+        shared = graph.layers[k].shares
+        states.append(state if shared is None else states[shared])
     return Layout(rows, columns, tuple(states))
 
 
-def train(network: Sequential, layout: Layout, rng: np.random.Generator, batch: int, wire) -> None:
-    graph = from_sequential(network)
+def train(network: Any, layout: Layout, rng: np.random.Generator, batch: int, wire) -> None:
+    graph = graph_of(network)
     training = IntegratedTraining(WORLD, network, graph, layout, batch, RATE)
-    x = rng.standard_normal((batch, *network.input_shape))
+    # Parameters have 64 bits, and so has all that is sent.
+    x = rng.standard_normal((batch, *network.input_shape)).astype(rng.choice([float, np.float32]))
     labels = rng.integers(0, network.output_shape[0], batch)
     check(training, network, layout.sent(graph, batch, 8), x, labels, wire)
+
+
+def start_and_check(
+    strategy: Integrated, machine: Machine, network: Any, rng: np.random.Generator, batch: int, wire
+) -> None:
+    """What is predicted of the graph alone is what is done, be it to refuse."""
+    graph, rows = graph_of(network), strategy._grids(WORLD.size)[0][0]
+    if rows > 1 and strategy.modes == ("model",) and isinstance(owners(network)[0], LSTMCell):
+        for call in (strategy.predict, lambda *_: strategy.start(WORLD, network, batch)):
+            with pytest.raises(InputError, match=r"cell1 of shape \(.*\) cannot be shared"):
+                call(graph, machine, WORLD.size, batch)
+        return
+    predicted = strategy.predict(graph, machine, WORLD.size, batch)
+    training = strategy.start(WORLD, network, batch, learning_rate=RATE)
+    x = rng.standard_normal((batch, *network.input_shape))
+    expected = training.layout.sent(graph, batch, 8)
+    assert predicted.bytes == expected.max()
+    check(training, network, expected, x, rng.integers(0, 5, batch), wire)
 
 
 def main(seed: int, rounds: int, monitored: str = "") -> None:
@@ -272,30 +433,31 @@ def main(seed: int, rounds: int, monitored: str = "") -> None:
     rng = np.random.default_rng(seed)
     grids = [rows for rows in range(1, WORLD.size + 1) if WORLD.size % rows == 0]
     for _, rows, favourite in product(range(rounds), grids, STATES[1:]):
-        network, batch = images(rng, favourite), int(rng.integers(WORLD.size, 3 * WORLD.size + 1))
-        layout = random_layout(rng, network, rows, batch, favourite)
-        train(network, layout, rng, batch, wire)
+        batch = int(rng.integers(WORLD.size, 3 * WORLD.size + 1))
+        networks = [images(rng, favourite)]
+        if favourite != "rows":
+            networks.append(sequences(rng))
+        for network in networks:
+            layout = random_layout(rng, network, rows, batch, favourite)
+            train(network, layout, rng, batch, wire)
     # As the strategies choose, of fewer samples than ranks, too.
-    for strategy in (
-        BatchParallel(),
-        ModelParallel(),
-        *(Integrated((rows, WORLD.size // rows), modes)
-          for rows in grids for modes in (("model",), ("domain", "model"), ("batch", "model"))),
-    ):  # fmt: skip
-        network, batch = even(), 4 * WORLD.size
-        x = rng.standard_normal((batch, *network.input_shape))
-        labels = rng.integers(0, 8, batch)
-        training = strategy.start(WORLD, network, batch, learning_rate=RATE)
-        graph = from_sequential(network)
-        predicted = strategy.predict(graph, Machine(itemsize=8), WORLD.size, batch)
-        expected = training.layout.sent(graph, batch, 8)
-        assert predicted.bytes == expected.max()
-        check(training, network, expected, x, labels, wire)
+    machine, batch = Machine(itemsize=8), 4 * WORLD.size
+    chosen = [
+        Integrated((rows, WORLD.size // rows), modes, machine)
+        for rows in grids
+        for modes in (("model",), ("domain", "model"), ("batch", "model"))
+        if rows < WORLD.size or modes != ("model",)
+    ]
+    for strategy in (BatchParallel(), ModelParallel(machine), *chosen):
+        domain = strategy in chosen and "domain" in strategy.modes
+        networks = [images(rng, "rows")] if domain else [even(), sequences(rng)]
+        for network in networks:
+            start_and_check(strategy, machine, network, rng, batch, wire)
     if WORLD.size > 1:
         x, labels = rng.standard_normal((1, 2, 8, 8)), np.array([3])
         training = Integrated().start(WORLD, even(), 1, learning_rate=RATE)
         assert training.layout.columns == 1
-        check(training, even(), training.layout.sent(graph, 1, 8), x, labels, wire)
+        check(training, even(), training.layout.sent(graph_of(even()), 1, 8), x, labels, wire)
         with pytest.raises(InputError, match="cannot be shared"):
             BatchParallel().start(WORLD, even(), 1)
     print(f"rank {WORLD.rank} is done", flush=True)

@@ -6,6 +6,7 @@ with what their own figures determine, and whole networks by the data that they 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 
@@ -396,117 +397,175 @@ def last_convolutions():
     return made.graph()
 
 
+def three_convolutions(link):
+    """For each row of Table 3 our transfer, update and total, and what `optimise` finds.
+
+    Compute times are measurements, a third of the published ones for each of the equal layers.
+    """
+    graph, convolutions = last_convolutions(), (2, 3, 4)
+    times = measured_alone(graph.layers[1].name, {IMAGES: 0.0})
+    for k in convolutions:
+        third = {chosen: row[1] / 3 for chosen, row in TABLE_3.items()}
+        times |= measured_alone(graph.layers[k].name, third)
+    costs = SharedLink(link.machine, times)
+    rows = {}
+    for chosen, (_, compute, _, _) in TABLE_3.items():
+        parts = [parts_of_cost(graph, costs, k, chosen) for k in convolutions]
+        # Between layers that are divided alike nothing moves.
+        transfer, update = parts[0][0], sum(part[1] for part in parts)
+        rows[chosen] = transfer, update, transfer + compute + update
+    found, total = optimise(graph, costs, GPUS, BATCH)
+    assert len(set(found[2:])) == 1
+    assert total == pytest.approx(rows[found[2]][-1], rel=1e-9)
+    assert total == pytest.approx(min(row[-1] for row in rows.values()), rel=1e-9)
+    return rows, found[2]
+
+
+def cheapest_first(totals):
+    return sorted(totals, key=totals.__getitem__)
+
+
 def test_table_3():
-    """Updates go with the copies, and transfers do not depend on the workers; so the order."""
-    graph = last_convolutions()
-    weights = 4 * graph.weights
-    costs = shared_link(weights, 134.4 / GPUS)
-    source = np.zeros(1)
-    transfer, node = [], []
-    for chosen, (xfer, compute, update, _) in TABLE_3.items():
-        found = [parts_of_cost(graph, costs, k, chosen) for k in (2, 3, 4)]
-        assert sum(one[1] for one in found) == pytest.approx(update, rel=1e-9)
-        # Between layers divided alike nothing moves; what does is the same for all.
-        moved = found[0][0]
-        assert (moved > 0) == (xfer > 0)
-        if xfer:
-            assert moved == pytest.approx(BATCH * 512 * 14 * 14 * 4 / weights * 134.4 / GPUS)
-        transfer.append(xfer)
-        node.append(compute + update)
-    totals = np.add(transfer, node)
-    np.testing.assert_allclose(totals, [row[-1] for row in TABLE_3.values()], rtol=1e-3)
-    (_, best), total = minimise([source, node], [(0, 1, [transfer])])
-    assert list(TABLE_3)[best] == (1, 1, 2, 2)
-    assert total == pytest.approx(127.5)
+    """One figure, 134.4 for the update of 16 copies, gives the others; transfers are not its own.
+
+    The input of the three layers is 512 images of 512 channels of 14x14. Over the link of the
+    updates it takes 61.0 where the table has 39.2, for whatever configuration. The choice is the
+    published one nevertheless; but dividing images between 16 is then second best, and not fourth.
+    """
+    rows, best = three_convolutions(shared_link(4 * last_convolutions().weights, 134.4 / GPUS))
+    ours = {
+        (16, 1, 1, 1): (0, 134.4, 150.3),
+        (8, 1, 1, 1): (61.0, 67.2, 160.0),
+        (4, 1, 1, 1): (61.0, 33.6, 158.3),
+        (1, 1, 2, 2): (61.0, 33.6, 149.3),
+        (2, 1, 1, 1): (61.0, 16.8, 205.2),
+    }
+    for chosen, (transfer, _, update, total) in TABLE_3.items():
+        assert rows[chosen] == pytest.approx(ours[chosen], rel=1e-3)
+        assert rows[chosen][1] == pytest.approx(update, rel=1e-9)
+        assert rows[chosen][2] - total == pytest.approx(rows[chosen][0] - transfer, abs=0.06)
+    assert best == (1, 1, 2, 2)
+    published = {chosen: row[-1] for chosen, row in TABLE_3.items()}
+    halves, quarters, squares, pairs = (8, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 2), (2, 1, 1, 1)
+    assert cheapest_first(published) == [squares, quarters, halves, IMAGES, pairs]
+    totals = {chosen: row[-1] for chosen, row in rows.items()}
+    assert cheapest_first(totals) == [squares, IMAGES, quarters, halves, pairs]
 
 
 def test_tables_2_and_3_have_no_bandwidth_in_common():
     """Over the link of Table 2, the updates of Table 3 are those of two layers and not of three,
-    and its transfer is three sevenths of the input; so only its ratios are compared.
+    and its transfer is three sevenths of the input; but the choice is the published one.
     """
-    costs, graph = shared_link(BATCH * 9216 * 4, 8.4), last_convolutions()
-    found = [parts_of_cost(graph, costs, k, IMAGES)[1] for k in (2, 3, 4)]
-    assert sum(found[:2]) == pytest.approx(134.4, rel=1e-3)
-    assert sum(found) == pytest.approx(134.4 * 3 / 2, rel=1e-3)
-    moved = parts_of_cost(graph, costs, 2, (1, 1, 2, 2))[0]
-    assert moved == pytest.approx(39.2 * 7 / 3, rel=1e-3)
+    rows, best = three_convolutions(shared_link(BATCH * 9216 * 4, 8.4))
+    for chosen, (transfer, _, update, _) in TABLE_3.items():
+        assert rows[chosen][0] == pytest.approx(transfer * 7 / 3, rel=1e-3)
+        assert rows[chosen][1] == pytest.approx(update * 3 / 2, rel=1e-3)
+    assert best == (1, 1, 2, 2)
 
 
-def two_workers_for_linear_layers(graph, workers, batch):
-    """What the text says that DeePa does: AlexNet, and VGG-16 but for its last convolutions."""
-    pairs = zip(
-        one_weird_trick(graph, workers, batch),
-        image_parallelism(graph, workers, batch),
-        strict=True,
-    )
-    return [(1, 2, 1, 1) if one != images else one for one, images in pairs]
+def test_the_transfers_of_table_3_alone_would_leave_images_best():
+    """Over a link on which the input takes 39.2, updates cost 86.4 where the table has 134.4."""
+    rows, best = three_convolutions(shared_link(BATCH * 512 * 14 * 14 * 4, 39.2))
+    assert rows[1, 1, 2, 2][0] == pytest.approx(39.2)
+    assert rows[IMAGES][1] == pytest.approx(86.4, rel=1e-3)
+    assert best == IMAGES
 
 
-def gigabytes(name, strategy, workers=GPUS, batch=BATCH):
-    graph = with_loss(build(name))
-    return sum(transfers(graph, strategy(graph, workers, batch), workers, batch)) * 4e-9
+def gigabytes(graph, chosen, workers=GPUS, batch=BATCH):
+    return sum(transfers(graph, chosen, workers, batch)) * 4e-9
 
 
 def test_figure_15():
-    """VGG-16 on 4 GPUs with 128 images: 4 GB in every iteration, and DeePa's 490 MB."""
-    assert gigabytes("vgg16", image_parallelism, 4, 128) == pytest.approx(4, rel=0.11)
-    assert gigabytes("vgg16", two_workers_for_linear_layers, 4, 128) == pytest.approx(
-        0.490, rel=0.02
-    )
+    """VGG-16 on 4 GPUs with 128 images: 4 GB in every iteration, and 490 MB with the layout that
+    the text has: images for convolutions and pools, two workers for the linear layers.
+    """
+    graph, workers, batch = with_loss(build("vgg16")), 4, 128
+    images = image_parallelism(graph, workers, batch)
+    tricks = one_weird_trick(graph, workers, batch)
+    layout = [
+        (1, 2, 1, 1) if trick != image else image
+        for trick, image in zip(tricks, images, strict=True)
+    ]
+    assert gigabytes(graph, images, workers, batch) == pytest.approx(4.43, rel=1e-3)  # for 4
+    assert gigabytes(graph, layout, workers, batch) == pytest.approx(0.490, rel=0.02)
+
+
+NAMES = "alexnet-owt", "vgg16", "inception-v3"
+
+
+@functools.cache
+def best_of(name):
+    """What `optimise` finds over the link of Table 2 if its unit is a millisecond, and the machine.
+
+    Compute times are not given. Here they are those of half the peak of a K80's GPU, 2,185
+    multiply-adds a nanosecond; Tables 2 and 3, taken in milliseconds, would exceed that.
+    """
+    link = shared_link(BATCH * 9216 * 4, 8.4e6).machine.network
+    gpu = Machine(multiply_adds=1092, bandwidth=1e9, overhead=0, network=link)
+    graph = with_loss(build(name))
+    return graph, *optimise(graph, SharedLink(gpu), GPUS, BATCH), gpu
 
 
 def test_figure_8():
     """ "OWT reduces data transfers by 1.05-8.4×", DeePa "further by 1.2-2.7×", "up to 23×".
 
-    The compute times that chose the configurations of Inception-v3 are not given, nor are these.
+    The figure has no numbers but these. Ours: 1.07-9.2×, 1.35-2.3×, up to 21×.
     """
-    images, tricks, best = (
-        {name: gigabytes(name, strategy) for name in ("alexnet-owt", "vgg16", "inception-v3")}
-        for strategy in (image_parallelism, one_weird_trick, two_workers_for_linear_layers)
-    )
-    gains = {name: images[name] / tricks[name] for name in images}
-    assert gains["inception-v3"] == pytest.approx(1.05, rel=0.03)
-    assert gains["inception-v3"] < gains["vgg16"] < gains["alexnet-owt"]
-    assert gains["alexnet-owt"] == pytest.approx(8.4, rel=0.1)
-    assert images["alexnet-owt"] / best["alexnet-owt"] == pytest.approx(23, rel=0.1)
-    assert tricks["alexnet-owt"] / best["alexnet-owt"] == pytest.approx(2.7, rel=0.2)
-    assert 1.2 < tricks["vgg16"] / best["vgg16"] < 2.7
+    tricks, best = [], []
+    for name in NAMES:
+        graph, found, _, _ = best_of(name)
+        images, trick = (
+            gigabytes(graph, strategy(graph, GPUS, BATCH))
+            for strategy in (image_parallelism, one_weird_trick)
+        )
+        tricks.append(images / trick)
+        best.append(trick / gigabytes(graph, found))
+    assert tricks == pytest.approx([9.17, 6.09, 1.069], rel=1e-3)
+    assert best == pytest.approx([2.342, 1.459, 1.346], rel=1e-3)
+    assert (min(tricks), max(tricks)) == pytest.approx((1.05, 8.4), rel=0.1)
+    assert (min(best), max(best)) == pytest.approx((1.2, 2.7), rel=0.14)
+    assert max(np.multiply(tricks, best)) == pytest.approx(23, rel=0.07)
 
 
 def test_choices_for_whole_networks():
-    """Sections 7.1.1 and 7.1.2, over the link of Table 2 if its unit is a millisecond.
-
-    Compute times are not given. Here they are those of half the peak of a K80's GPU, 2,185
-    multiply-adds a nanosecond; Tables 2 and 3, taken in milliseconds, would exceed that.
-    """
-    costs = shared_link(BATCH * 9216 * 4, 8.4e6)
-    gpu = Machine(multiply_adds=1092, bandwidth=1e9, overhead=0, network=costs.machine.network)
+    """Sections 7.1.1 to 7.1.4: what is found as described, and where it differs."""
     chosen = {}
-    for name in ("alexnet-owt", "vgg16", "inception-v3"):
-        graph = with_loss(build(name))
-        found, total = optimise(graph, SharedLink(gpu), GPUS, BATCH)
+    for name in NAMES:
+        graph, found, total, gpu = best_of(name)
         chosen[name] = list(zip(graph.layers, found, strict=True))
         for strategy in (one_weird_trick, image_parallelism):
             other = PerLayer(strategy, SharedLink).predict(graph, gpu, GPUS, BATCH).total
             assert total < other
             total = other
     # "DeePa uses image parallelism for all convolutional and pooling layers" of AlexNet, and two
-    # workers for its first linear layer.
-    alexnet = chosen["alexnet-owt"]
-    assert {one for layer, one in alexnet if layer.kind in ("conv", "pool")} == {IMAGES}
-    linear = [one for layer, one in alexnet if layer.kind == "linear"]
-    assert linear[0] == (1, 2, 1, 1)
-    # "DeePa uses similar configurations for the fully-connected layers in VGG-16".
-    linear = [one for layer, one in chosen["vgg16"] if layer.kind == "linear"]
-    assert {one[0] for one in linear} == {1}
-    assert max(one[1] for one in linear) <= 4
+    # workers for its first linear layer; "similar configurations" in VGG-16. Here the last linear
+    # layer of both has one worker.
+    for name in ("alexnet-owt", "vgg16"):
+        assert {one for layer, one in chosen[name] if layer.kind in ("conv", "pool")} == {IMAGES}
+        linear = [one for layer, one in chosen[name] if layer.kind == "linear"]
+        assert linear == [(1, 2, 1, 1), (1, 2, 1, 1), (1, 1, 1, 1)]
+    # So the last three convolutions of VGG-16 have all workers, and not four as in Table 3: half of
+    # the workers would take longer than they save.
+    graph, _, _, gpu = best_of("vgg16")
+    last = [k for k, layer in enumerate(graph.layers) if layer.kind == "conv"][-3:]
+    costs, both = SharedLink(gpu), np.array([IMAGES, (8, 1, 1, 1)])
+    compute = sum(costs.compute(graph, k, both, BATCH) for k in last)
+    update = sum(costs.update(graph.layers[k], both) for k in last)
+    assert compute[1] - compute[0] > update[0] - update[1] > 0
     # "For the beginning layers DeePa uses image parallelism on all available GPUs"; it "adaptively
-    # reduces the number of workers" of the deeper ones, with other figures in the last modules.
-    inception = chosen["inception-v3"]
-    first = [one for layer, one in inception if layer.kind == "conv"][:5]
-    assert set(first) == {IMAGES}
-    last = [one for layer, one in inception if layer.name.startswith("InceptionE2.conv")]
-    assert max(int(np.prod(one)) for one in last) < GPUS
+    # reduces the number of workers" of the deeper ones: here of the last modules of Inception-v3.
+    inception = [(layer, one) for layer, one in chosen["inception-v3"] if layer.weights]
+    modules = "InceptionE1", "InceptionE2"
+    assert {one for layer, one in inception if layer.name.startswith(modules)} == {(8, 1, 1, 1)}
+    assert {one for layer, one in inception if not layer.name.startswith(modules)} == {
+        IMAGES,
+        (1, 1, 1, 1),
+    }
+    # Their branches are not divided in different ways as in Figure 12. With half of the copies they
+    # move 50 % less, and not 30 %; all layers together 31 % less, and not 20 %.
+    graph, found, _, _ = best_of("inception-v3")
+    saved = gigabytes(graph, found) / gigabytes(graph, image_parallelism(graph, GPUS, BATCH))
+    assert 1 - saved == pytest.approx(0.305, rel=1e-2)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import compress, pairwise, product
 
 import mpi_launch
 import numpy as np
@@ -15,10 +15,20 @@ from hypothesis import strategies as st
 from mpi_launch import needs_mpi
 
 from sparsescan import InputError
-from sparsescan.jacobians import BatchNorm2d, Linear, Residual, Sequential
+from sparsescan.jacobians import (
+    BatchNorm2d,
+    GRUCell,
+    LayerNorm,
+    Linear,
+    LSTMCell,
+    Residual,
+    RNNCell,
+    Sequential,
+)
 from sparsescan.parallel import Network
-from sparsescan.parallel.strategies import Graph, Layer, Machine
+from sparsescan.parallel.strategies import Graph, Layer, Machine, Recurrent
 from sparsescan.parallel.strategies.architectures import Builder, build
+from sparsescan.parallel.strategies.cell_share import CellShare, StepShare
 from sparsescan.parallel.strategies.collectives import gather_words, parts, reduce_words
 from sparsescan.parallel.strategies.equations import (
     Product,
@@ -39,7 +49,8 @@ from sparsescan.parallel.strategies.integrated import (
     ModelParallel,
 )
 from sparsescan.parallel.strategies.integrated_run import whole_layers
-from sparsescan.parallel.strategies.layout import STATES, Layout, windows
+from sparsescan.parallel.strategies.layout import STATES, Layout, units, windows
+from sparsescan.parallel.strategies.recurrent import graph_of
 
 # Table 1 of the paper: 2 µs and 6 GB/s.
 CORI = Network("Cori", latency=2000.0, inverse_bandwidth=1 / 6, exchange=0.0, call=0.0)
@@ -53,7 +64,7 @@ def test_trains_as_one_process_does(size: int, request: pytest.FixtureRequest) -
     """Parameters of random layouts; bytes as predicted, and as Open MPI counts them."""
     explore = request.config.getoption("--explore")
     seed = int(np.random.default_rng().integers(1 << 30)) if explore else 0
-    arguments = seed, 30 if explore else 1 + (size < 3), "monitored"
+    arguments = seed, 30 if explore else 1, "monitored"
     monitoring = {"OMPI_MCA_pml_monitoring_enable": "1"}
     ended = mpi_launch.run(size, "mpi_integrated.py", *arguments, timeout=600, **monitoring)
     assert ended.code == 0, ended.output
@@ -214,12 +225,68 @@ def test_bytes_are_those_of_the_equations(rows: int, columns: int) -> None:
     assert (by_domain == 4 * (terms.words - back + (neighbours - 1) * halos)).all()
 
 
+@given(st.data())
+def test_bytes_of_blocks_are_those_that_costs_count(data: st.DataObject) -> None:
+    """What moves around residual blocks, where all sizes are multiples of the grid's."""
+    rows, columns = data.draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (4, 2)]))
+    made = Builder("blocks", (8, 8, 8))
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = made.last
+        for _ in range(data.draw(st.integers(1, 2))):
+            made.conv(8, 3, padding=1)
+            made.elementwise()
+        made.sum(made.last, start)
+    made.flatten()
+    made.linear(16)
+    graph = made.graph()
+    costs = Costs(graph, SENDING, (rows, columns), 32, STATES[:3], ())
+    states = ["whole"]
+    for k in range(1, len(graph.layers)):
+        possible = [state for state in STATES if costs._possible(k, state)]
+        states.append(data.draw(st.sampled_from(possible)))
+    layout = Layout(rows, columns, tuple(states))
+    loss = 8 * reduce_words(np.array([b - a for a, b in parts(1, rows * columns)]))
+    volumes = costs._volumes(layout.states)
+    words = sum(volume.words for part, volume in volumes.items() if part != "loss")
+    assert (layout.sent(graph, 32, 4) - loss == 4 * words).all()
+
+
 # -------------------------------------------------------------------------------------------------
 # The choice
 # -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+def images(data: st.DataObject) -> Graph:
+    made = Builder("drawn", (3, 8, 8))
+    made.conv(data.draw(st.integers(4, 64)), 3, padding=1)
+    made.pool(2)
+    made.conv(data.draw(st.integers(4, 64)), 3, padding=1)
+    made.flatten()
+    made.linear(data.draw(st.integers(4, 2000)))
+    return made.graph()
+
+
+def blocks(data: st.DataObject) -> Graph:
+    """Two residual blocks, one with a shortcut."""
+    made = Builder("drawn", (3, 8, 8))
+    for channels in (made.layers[0].shape[0], data.draw(st.integers(4, 64))):
+        start = made.last
+        shortcut = start if channels == 3 else made.conv(channels, 1, x=start)
+        made.sum(made.conv(channels, 3, padding=1, x=start), shortcut)
+    made.flatten()
+    made.linear(data.draw(st.integers(4, 2000)))
+    return made.graph()
+
+
+def sequence(data: st.DataObject) -> Graph:
+    made = Builder("drawn", (data.draw(st.integers(4, 64)),))
+    for _ in range(4):
+        made.cell(3, data.draw(st.integers(1, 99)), made.layers[0].size)
+    made.linear(data.draw(st.integers(4, 64)))
+    return made.graph()
+
+
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_the_best_of_all_choices(data: st.DataObject) -> None:
     """Dynamic programming finds what trying everything finds."""
@@ -228,13 +295,7 @@ def test_the_best_of_all_choices(data: st.DataObject) -> None:
         multiply_adds=data.draw(pick), bandwidth=data.draw(pick), overhead=data.draw(pick),
         network=Network("drawn", data.draw(pick), data.draw(pick), 0.0, 0.0),
     )  # fmt: skip
-    made = Builder("drawn", (3, 8, 8))
-    made.conv(data.draw(st.integers(4, 64)), 3, padding=1)
-    made.pool(2)
-    made.conv(data.draw(st.integers(4, 64)), 3, padding=1)
-    made.flatten()
-    made.linear(data.draw(st.integers(4, 2000)))
-    graph = made.graph()
+    graph = data.draw(st.sampled_from([images, blocks, sequence]))(data)
     grid = data.draw(st.sampled_from([(2, 2), (4, 1), (1, 4), (4, 4)]))
     batch = data.draw(st.integers(grid[1], 40))
     costs = Costs(graph, machine, grid, batch, STATES, ())
@@ -246,7 +307,15 @@ def test_the_best_of_all_choices(data: st.DataObject) -> None:
         [state for state in STATES if costs._possible(k, state)]
         for k in range(1, len(graph.layers))
     ]
-    every = [sum(costs.times(("whole", *way)).values()) - spare for way in product(*possible)]
+    cells = [layer.kind == "cell" for layer in graph.layers[1:]]
+    ways = [
+        ("whole", *way)
+        for way in product(*possible)
+        # Cells share their parameters.
+        if len(set(compress(way, cells))) <= 1
+    ]
+    assert states in ways
+    every = [sum(costs.times(way).values()) - spare for way in ways]
     assert math.isclose(total, min(every), rel_tol=1e-9)
 
 
@@ -269,6 +338,67 @@ def test_the_best_grid_is_no_worse_than_any(name: str) -> None:
     assert not best.stale
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([RNNCell, GRUCell]), st.integers(1, 4), st.integers(2, 9), st.booleans(),
+    st.booleans(), st.sampled_from([np.float32, np.float64]), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_a_share_of_a_cell(kind, features, hidden, bias, pruned, dtype, seed) -> None:
+    """Outputs, columns of the Jacobian and parameters' gradients of some units of the whole."""
+    rng = np.random.default_rng(seed)
+    gates = 3 if kind is GRUCell else 1
+    masks = {
+        f"weight_{name}_mask": rng.random((gates * hidden, size)) < 0.7 if pruned else None
+        for name, size in (("ih", features), ("hh", hidden))
+    }
+    options = {"nonlinearity": "relu"} if kind is RNNCell and rng.random() < 0.5 else {}
+    cell = kind(features, hidden, bias, dtype=dtype, rng=rng, **masks, **options)
+    start, stop = sorted(rng.choice(hidden + 1, 2, replace=False).tolist())
+    rows = np.arange(gates * hidden).reshape(gates, hidden)[:, start:stop].reshape(-1)
+    before = {name: param.copy() for name, param in cell.params.items()}
+    network = Recurrent(cell, Linear(hidden, 2, rng=0), 3)
+    x = rng.standard_normal((5, *network.input_shape)).astype(dtype)
+    state = rng.uniform(-1, 1, (5, hidden)).astype(dtype)
+    grad = rng.standard_normal((5, stop - start)).astype(dtype)
+    found = StepShare(CellShare(cell, slice(start, stop)), 1)
+    found.read(x)
+    tolerance = {"rtol": 0, "atol": 30 * np.finfo(dtype).eps * (hidden + features)}
+    made = found.forward(state)
+    np.testing.assert_allclose(made, cell.forward(x[:, 1], state)[:, start:stop], **tolerance)
+    jacobians = found.values(state).reshape(5, hidden, -1)
+    for k in range(5):
+        whole = cell.jacobian(x[k, 1], state[k]).toarray()
+        np.testing.assert_allclose(jacobians[k], whole[:, start:stop], **tolerance)
+    full = np.zeros_like(state)
+    full[:, start:stop] = grad
+    expected = cell.param_grads(x[:, 1], state, full)
+    grads = found.param_grads(state, grad)
+    assert grads.keys() == expected.keys() == found.params.keys()
+    for name, one in expected.items():
+        assert made.dtype == jacobians.dtype == grads[name].dtype == dtype
+        np.testing.assert_allclose(grads[name], one[rows], **tolerance)
+        assert not np.delete(one, rows, axis=0).any()
+        np.testing.assert_array_equal(found.params[name], before[name][rows])
+        # They are its own.
+        found.params[name] += 1
+        np.testing.assert_array_equal(cell.params[name], before[name])
+
+
+def test_what_is_added_is_cut_alike() -> None:
+    """In as many parts as each of the terms can be; a chain behind them, too."""
+    made = Builder("drawn", (6, 2, 2))
+    first = made.elementwise()
+    flat = made.flatten()
+    linear = made.linear(24)
+    made.sum(linear, flat)
+    made.elementwise()
+    other = made.linear(10)
+    assert units(made.graph()) == [6] * 6 + [10]
+    made.sum(made.linear(10), other)
+    assert [first, flat, linear] == [1, 2, 3]
+    assert units(made.graph())[-2:] == [10, 10]
+
+
 def test_what_cannot_be_shared() -> None:
     graph = build("alexnet")
     with pytest.raises(InputError, match="batch of 4 cannot be shared by 8 columns"):
@@ -279,12 +409,17 @@ def test_what_cannot_be_shared() -> None:
         Integrated((2, 3)).predict(graph, Machine(), 8, 4)
     with pytest.raises(InputError, match="modes"):
         Integrated(modes=("channel",))
-    block = Sequential([Residual(Linear(2, 2, rng=0))])
-    with pytest.raises(InputError, match="residual blocks"):
-        whole_layers(block)
-    norm = BatchNorm2d(2, input_shape=(4, 2, 3, 3), training=True)
-    with pytest.raises(InputError, match="couples samples"):
-        whole_layers(Sequential([norm]))
+    norm = Sequential([BatchNorm2d(2, input_shape=(4, 2, 3, 3), training=True)])
+    with pytest.raises(InputError, match=r"norm1 is BatchNorm2d.* couples samples; expected"):
+        whole_layers(norm, graph_of(norm))
+    # Numbers are those of the graph, in which layer 3 adds.
+    block = Sequential([Residual(Linear(3, 3, rng=0), LayerNorm(3)), LayerNorm(3)])
+    assert whole_layers(block, graph_of(block)) == {2, 4}
+    cell = Recurrent(LSTMCell(2, 8, rng=0), Linear(16, 4, rng=0), 2)
+    assert whole_layers(cell, graph_of(cell)) == {1, 2}
+    for strategy in (ModelParallel(), Integrated((4, 1), ("domain",))):
+        with pytest.raises(InputError, match=r"cell1 of shape \(16,\) cannot be shared"):
+            strategy.predict(graph_of(cell), Machine(), 4, 8)
     with pytest.raises(InputError, match="no chain"):
         products(build("inception-v3"))
 

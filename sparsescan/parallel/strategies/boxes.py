@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..communicator import Communicator
 
-__all__ = ["Box", "Redistribution", "blocks", "cut", "intersection", "volume"]
+__all__ = ["Box", "Redistribution", "blocks", "cut", "intersection", "shape_of", "volume"]
 
 #: First index and the one behind the last, along every axis.
 Box = tuple[tuple[int, int], ...]
@@ -98,7 +98,7 @@ class Redistribution:
         if self.owned == self.needed:
             return np.asarray(block, dtype)
         rank = communicator.rank
-        found = np.full(_shape(self.needed[rank]), fill, dtype)
+        found = np.full(shape_of(self.needed[rank]), fill, dtype)
         given = self._exchange(
             communicator,
             [(r, block[_at(box, self.owned[rank])]) for r, box in self._given(rank)],
@@ -124,7 +124,7 @@ class Redistribution:
         if self.owned == self.needed:
             return np.asarray(grad, dtype)
         rank = communicator.rank
-        total = np.zeros(_shape(self.owned[rank]), dtype)
+        total = np.zeros(shape_of(self.owned[rank]), dtype)
         given = self._exchange(
             communicator,
             [(r, grad[_at(box, self.needed[rank])]) for r, box in self._taken(rank)],
@@ -160,7 +160,7 @@ class Redistribution:
         """Send parts to ranks, and what comes for each box; what stays here is not copied."""
         here = communicator.rank
         own = {rank: part for rank, part in parts if rank == here}
-        found = [own[r] if r == here else np.empty(_shape(box), dtype) for r, box in boxes]
+        found = [own[r] if r == here else np.empty(shape_of(box), dtype) for r, box in boxes]
         communicator.exchange(
             [(r, np.ascontiguousarray(part, dtype)) for r, part in parts if r != here],
             [(r, part) for (r, _), part in zip(boxes, found, strict=True) if r != here],
@@ -168,7 +168,8 @@ class Redistribution:
         return found
 
 
-def _shape(box: Box) -> tuple[int, ...]:
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Sizes of a box along every axis."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -182,7 +183,7 @@ def _at(part: Box, whole: Box) -> tuple[slice, ...]:
 def cut(tensor: Array, box: Box, fill: float = 0.0) -> Array:
     """A box of a tensor that is at hand; it may reach beyond, where it is filled."""
     whole: Box = tuple((0, size) for size in tensor.shape)
-    inner, found = intersection(box, whole), np.full(_shape(box), fill, tensor.dtype)
+    inner, found = intersection(box, whole), np.full(shape_of(box), fill, tensor.dtype)
     if volume(inner):
         found[_at(inner, box)] = tensor[_at(inner, whole)]
     return found

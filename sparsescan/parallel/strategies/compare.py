@@ -101,7 +101,7 @@ def strategies(machine: Machine | None = None) -> list[Strategy]:
     """
     return [
         BatchParallel(),
-        ModelParallel(),
+        ModelParallel(machine=machine),
         Integrated(machine=machine),
         PerLayer(machine=machine),
         MicroBatches(),

@@ -8,7 +8,7 @@ two layers differ, data moves between workers. What a step takes is a sum over l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 
 from ...elimination import minimise
 from ...errors import InputError
-from ...jacobians import Operator, Sequential
 from ...schedule import check_count
 from ..communicator import Communicator
-from .architectures import from_sequential
 from .configurations import (
     Configuration,
     Configurations,
@@ -34,7 +32,7 @@ from .configurations import (
 from .graph import Graph, Layer
 from .machine import Machine
 from .partitioned import Partitioned, limits_of
-from .recurrent import Network, Recurrent
+from .recurrent import Network, graph_of, operators
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [
@@ -102,10 +100,10 @@ class Costs:
                 graph, k, samples, share
             )
         pixels, share = samples / area, 1 / channels
-        # Every layer is a chain of its own, but the first that is trained.
+        # Every layer is a chain of its own.
         return (
             machine.forward(graph, k, pixels, share)
-            + machine.sweep * any(graph.trained[i] for i in layer.inputs)
+            + machine.chain(graph, k, share)
             + machine.backward(graph, k, pixels, share)
             + machine.update(graph, k, share)
         )
@@ -366,8 +364,9 @@ class PerLayer(Strategy):
 
     Notes
     -----
-    DeePa (Jia, Lin, Qi and Aiken, 2018). All workers have the samples of a step. The memory is that
-    of parameters and their gradients, of outputs, and of the boxes of inputs that are needed.
+    DeePa (Jia, Lin, Qi and Aiken, 2018). All workers have the samples of a step. All steps of a
+    cell have one configuration, along samples. The memory is that of parameters and their
+    gradients, of outputs, and of the boxes of inputs that are needed.
     """
 
     name = "per layer"
@@ -414,31 +413,25 @@ class PerLayer(Strategy):
     def start(
         self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
-        """Train over the ranks of a communicator; the network may have no residual blocks.
+        """Train over the ranks of a communicator; see :meth:`Strategy.start`.
 
         Parameters
         ----------
-        comm : mpi4py.MPI.Intracomm
-            The ranks.
-        network : Sequential
-            The same on all ranks; copied.
-        batch : int
-            Samples of a step.
-        learning_rate : float
-            Of SGD.
+        comm, batch, learning_rate
+            As there.
+        network : Sequential or Recurrent
+            The same on all ranks; a Sequential may have residual blocks. Each rank takes a copy of
+            the parameters of its blocks.
         """
         batch = check_count("batch", batch, 1)
-        if isinstance(network, Recurrent):
-            raise InputError("network is recurrent; expected layers that share no parameters")
-        graph = with_loss(from_sequential(network))
-        if len(network.layers) < len(network.ops) or not graph.is_chain:
-            raise InputError("network has residual blocks; expected layers one after the other")
-        communicator = Communicator.of(comm)
-        bounds = [limits_of(op, layer, batch) for op, layer in _pairs(network, graph)]
-        bounds = [(1, 1, 1, 1), *bounds, (batch, 1, 1, 1)]
+        plain, communicator = graph_of(network), Communicator.of(comm)
+        graph, ops = with_loss(plain), operators(network, plain)
+        ops += [None] * (len(graph.layers) - len(ops))
+        bounds = [limits_of(op, layer, batch) for op, layer in zip(ops, graph.layers, strict=True)]
         costs = self.costs(self.machine)
         chosen = self._chosen(graph, costs, communicator.size, batch, bounds)
-        return Partitioned(communicator, network, graph, chosen, batch, learning_rate)
+        shape = network.input_shape
+        return Partitioned(communicator, ops, graph, chosen, shape, batch, learning_rate)
 
     def _chosen(
         self, graph: Graph, costs: Costs, workers: int, batch: int, bounds: Sequence[Limits]
@@ -457,6 +450,12 @@ class PerLayer(Strategy):
                 raise InputError(
                     f"layer {layer.name} has the configuration {one}; expected parts of which "
                     f"{workers} is a multiple, at most {most}"
+                )
+            if layer.shares is not None and one != found[layer.shares]:
+                raise InputError(
+                    f"layer {layer.name} has the configuration {one}; expected "
+                    f"{found[layer.shares]}, that of {graph.layers[layer.shares].name}, whose "
+                    "parameters it uses"
                 )
         return found
 
@@ -511,7 +510,7 @@ def footprint(
             total += known[key]
     for j, k, moves in _edges(graph, of, batch):
         sends = graph.layers[j].kind != "input"
-        key = id(moves), int(numbers[j][0]), int(numbers[k][0])
+        key = id(moves), sends, int(numbers[j][0]), int(numbers[k][0])
         if key not in known:
             sent, received = moves.entries(numbers[j], numbers[k], everyone)
             # What is received comes back as a gradient.
@@ -541,11 +540,6 @@ def _numbered(workers: int, chosen: Sequence[Configuration]) -> tuple[Configurat
     different = list(dict.fromkeys(chosen))
     number = {one: np.array([k]) for k, one in enumerate(different)}
     return Configurations(workers, different), [number[one] for one in chosen]
-
-
-def _pairs(network: Sequential, graph: Graph) -> Iterator[tuple[Operator, Layer]]:
-    """Operators and their layers."""
-    return zip(network.layers, graph.layers[1:-1], strict=True)
 
 
 def _described(graph: Graph, chosen: Sequence[Configuration]) -> str:

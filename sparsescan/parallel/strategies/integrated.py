@@ -9,13 +9,12 @@ from typing import Any
 
 from ...errors import InputError
 from ...schedule import check_count
-from .architectures import from_sequential
 from .equations import MIXING, Volume, all_gather, all_reduce, halo
 from .graph import Graph
 from .integrated_run import IntegratedTraining, whole_layers
-from .layout import STATES, Layout, units
+from .layout import STATES, Layout, live, units
 from .machine import Machine
-from .recurrent import Network, Recurrent
+from .recurrent import Network, graph_of
 from .strategy import Prediction, Strategy, Training
 
 __all__ = ["BatchParallel", "Integrated", "ModelParallel"]
@@ -79,10 +78,12 @@ class Integrated(Strategy):
         """What a step takes in the fastest layout."""
         layout, costs = self.choose(network, machine, workers, batch)
         times = costs.times(layout.states)
-        if network.is_chain:
-            sent = int(layout.sent(network, batch, machine.itemsize).max())
-        else:
+        if any(layer.kind == "concat" for layer in network.layers):
+            # Shares of channels of what is joined are no shares of the whole, which would have to
+            # be redistributed: an estimate.
             sent = math.ceil(costs.words(layout.states) * machine.itemsize)
+        else:
+            sent = int(layout.sent(network, batch, machine.itemsize).max())
         how = layout.describe(network)
         return Prediction(self.name, how, times, sent, costs.memory(layout.states))
 
@@ -90,9 +91,8 @@ class Integrated(Strategy):
         self, comm: Any, network: Network, batch: int, *, learning_rate: float = 0.1
     ) -> Training:
         """Train a network over ranks, in the layout that is best for :attr:`machine`."""
-        if isinstance(network, Recurrent):
-            raise InputError("network is recurrent; expected layers that share no parameters")
-        together, graph = whole_layers(network), from_sequential(network)
+        graph = graph_of(network)
+        together = whole_layers(network, graph)
         layout, _ = self.choose(graph, self.machine, comm.size, batch, together)
         return IntegratedTraining(comm, network, graph, layout, batch, learning_rate)
 
@@ -162,8 +162,8 @@ class ModelParallel(Integrated):
 
     name = "model"
 
-    def __init__(self) -> None:
-        super().__init__(modes=("model",))
+    def __init__(self, machine: Machine | None = None) -> None:
+        super().__init__(modes=("model",), machine=machine)
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
@@ -173,7 +173,9 @@ class Costs:
     """What every layer costs on one grid, in each state, and between them.
 
     Layers are taken in their order, and all that is read later is in one state; where that changes,
-    all of it is redistributed; for a chain this is no restriction.
+    all of it is redistributed; for a chain this is no restriction. What several layers read by
+    model is gathered once, which is taken to be for the first that multiplies it by weights. Cells
+    share parameters, so they are in one state.
 
     Parameters
     ----------
@@ -205,32 +207,33 @@ class Costs:
         self._samples = batch / self._columns
         self._allowed, self._together = allowed, together
         self._trained, self._units = graph.trained, units(graph)
-        self._deep = [any(self._trained[i] for i in layer.inputs) for layer in graph.layers]
-        self._last = [0] * len(graph.layers)  # who reads each layer last
-        self._first = [0] * len(graph.layers)  # and the first that multiplies it by weights
+        # Who is the first to multiply each layer by weights.
+        self._first = [0] * len(graph.layers)
         for k, layer in enumerate(graph.layers):
             for i in layer.inputs:
-                self._last[i] = k
                 if layer.kind in MIXING and not self._first[i]:
                     self._first[i] = k
         # Of each layer, the first of those just before it that cost the same in every state.
         count = len(graph.layers)
         self._alike = graph.alike if graph.is_chain else tuple(range(count))
-        # What is read by each layer or a later one.
-        self._live: list[list[int]] = [[]]
-        for k in range(1, count):
-            self._live.append([i for i in (*self._live[-1], k - 1) if self._last[i] >= k])
+        self._live = live(graph)
         #: Why :meth:`best` has found nothing.
         self.reason = ""
 
     def best(self) -> tuple[float, tuple[str, ...]]:
         """The least time, infinite if there is no way, and the state of every layer."""
+        cells = any(layer.kind == "cell" for layer in self._graph.layers)
+        ways = [self._best(state) for state in (STATES if cells else STATES[:1])]
+        return min(ways, key=lambda way: way[0])
+
+    def _best(self, cells: str) -> tuple[float, tuple[str, ...]]:
+        """The same with all cells in one state."""
         totals: dict[str, float] = {"whole": 0.0}
         # For each layer, from its state the one before.
         paths: list[dict[str, str]] = []
         for k, layer in enumerate(self._graph.layers[1:], 1):
             if self._alike[k] == k:
-                steps = self._steps(k)
+                steps = self._steps(k, cells)
             found: dict[str, float] = {}
             path: dict[str, str] = {}
             for state, (own, moved) in steps.items():
@@ -253,10 +256,10 @@ class Costs:
             states.append(path[states[-1]])
         return ends[state], tuple(reversed(states))
 
-    def _steps(self, k: int) -> dict[str, tuple[float, dict[str, float]]]:
+    def _steps(self, k: int, cells: str) -> dict[str, tuple[float, dict[str, float]]]:
         """In each state that layer `k` may have, what it takes, and what moves from each before."""
         found = {}
-        for state in STATES:
+        for state in STATES if self._graph.layers[k].kind != "cell" else (cells,):
             if self._possible(k, state):
                 own = sum(self._time(v) for v in self._layer(k, state).values())
                 own += sum(self._compute(k, state))
@@ -328,8 +331,10 @@ class Costs:
             return False
         if state == "channels":
             kept = layer.kind in (*MIXING, *_ROWWISE, "flatten") and layer.kind != "norm"
-            return kept and self._units[k] >= self._rows
-        shapes = [layer.shape, *(self._graph.layers[i].shape for i in layer.inputs)]
+            # The Jacobian of a cell whose state is more than its hidden units is not dense.
+            dense = layer.kind != "cell" or layer.nnz == layer.size**2
+            return kept and dense and self._units[k] >= self._rows
+        shapes = [layer.shape, *(self._graph.layers[i].shape for i in self._live[k])]
         return layer.kind in _ROWWISE and all(
             len(shape) == 3 and shape[1] >= self._rows for shape in shapes
         )
@@ -342,11 +347,11 @@ class Costs:
         elif state == "channels" and self._graph.layers[k].kind in MIXING:
             samples, share = self._samples, 1 / self._rows
         machine, graph = self._machine, self._graph
-        # Every layer is a chain of its own, but the first that is trained.
-        sweep = machine.sweep * self._deep[k]
+        # Every layer is a chain of its own.
+        chain = machine.chain(graph, k, share)
         return (
             machine.forward(graph, k, samples, share),
-            sweep + machine.backward(graph, k, samples, share) + machine.update(graph, k, share),
+            chain + machine.backward(graph, k, samples, share) + machine.update(graph, k, share),
         )
 
     def _layer(self, k: int, state: str) -> dict[str, Volume]:
@@ -374,12 +379,12 @@ class Costs:
         if before == state and not by_model:
             return volume
         for i in self._live[k]:
-            reads = i in layer.inputs
-            if by_model and reads and (before != state or self._first[i] == k):
-                volume += self._converted(i, before, "whole")
-                if self._trained[i]:
-                    volume += self._gather(i) * 2
-            if before != state and not (by_model and reads and self._last[i] == k):
+            if by_model and i in layer.inputs:
+                if before != state or self._first[i] == k:
+                    volume += self._converted(i, before, "whole")
+                    # The sum of gradients, among them those of what later layers read.
+                    volume += self._gather(i) * (2 * self._trained[i])
+            elif before != state:
                 volume += self._converted(i, before, state)
         return volume
 

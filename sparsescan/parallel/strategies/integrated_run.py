@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,14 @@ from ...jacobians import (
     Sequential,
 )
 from ...jacobians.activations import Elementwise
+from ...jacobians.recurrent import Cell
 from ..communicator import Communicator, Fault
+from .cell_share import CellShare, StepShare
 from .collectives import all_gather, all_reduce, fetch, parts
-from .equations import MIXING
 from .graph import Graph, Layer
-from .layout import Layout, Windows, split, units, windows
-from .stage import Stage
+from .layout import Layout, Windows, live, split, units, windows
+from .recurrent import Network, Step, operators
+from .stage import RecurrentStage, Stage
 from .strategy import Training, cross_entropy
 
 __all__ = ["IntegratedTraining", "whole_layers"]
@@ -36,24 +39,28 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 
-def whole_layers(network: Sequential) -> frozenset[int]:
-    """Numbers of the layers of which workers can share nothing but samples, the first being 1.
+def whole_layers(network: Network, graph: Graph) -> frozenset[int]:
+    """Numbers of the layers of its graph of which workers can share nothing but samples.
 
     Raises
     ------
     InputError
-        If layers are not one after the other, or couple samples.
+        If a layer couples samples.
     """
-    if len(network) != len(network.layers):
-        raise InputError(f"{network!r} has residual blocks; expected layers one after the other")
-    for k, op in enumerate(network.layers):
+    ops = operators(network, graph)
+    for layer, op in zip(graph.layers, ops, strict=True):
         if getattr(op, "training", False):
-            raise InputError(f"layers[{k}] is {op!r} in training, which couples samples")
-    return frozenset(k for k, op in enumerate(network.layers, 1) if not _divisible(op))
+            raise InputError(
+                f"{layer.name} is {op!r} in training, which couples samples; expected layers that "
+                "treat each sample alone"
+            )
+    return frozenset(k for k, op in enumerate(ops) if op is not None and not _divisible(op))
 
 
 def _divisible(op: Operator) -> bool:
     """Whether workers can share channels of it, and rows of images."""
+    if isinstance(op, Step):
+        return op.cell.state_size == op.cell.hidden_size
     if isinstance(op, Conv2d):
         even = op._before == op._after and op.dilation == (1, 1)
         return op.groups == 1 and even and len(op.input_shape) == 3
@@ -101,13 +108,31 @@ def share_of(op: Any, chosen: slice, shape: Shape, padding: Any = None) -> Any:
     return made
 
 
+class _Sum:
+    """A sum of layers, as one rank computes it."""
+
+    def forward(self, *xs: Array) -> Array:
+        """The sum."""
+        total: Array = reduce(np.add, xs)
+        return total
+
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        """The gradient of each input, and of no parameters."""
+        return grad, {}
+
+
 class _Layer:
     """A layer as one rank computes it, from the input that it needs."""
 
-    def __init__(self, op: Operator, deep: bool) -> None:
-        self.stage, self._deep = Stage([op], deep), deep
+    def __init__(self, op: Operator, deep: bool, *, copied: bool = True) -> None:
+        self.stage, self._deep = Stage([op], deep, copied=copied), deep
         self._shape = op.input_shape
         self._kept: list[Array] = []
+
+    @property
+    def op(self) -> Any:
+        """The operator, not copied."""
+        return self.stage.network.layers[0]
 
     @property
     def params(self) -> dict[str, Array]:
@@ -123,6 +148,28 @@ class _Layer:
         """Gradients of its input if they are needed, and of its parameters."""
         found, grads = self.stage.backward(self._kept, grad)
         return found.reshape(-1, *self._shape) if self._deep else grad, grads[0]
+
+
+class _Cells(_Layer):
+    """All steps of a recurrent network, for some samples."""
+
+    def __init__(self, ops: Sequence[Operator]) -> None:
+        self._steps = RecurrentStage(ops)
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """Those of the cell, not copied."""
+        return self._steps.parameters[0]
+
+    def forward(self, x: Array) -> Array:
+        """The last state, from sequences."""
+        self._kept = self._steps.forward(x)
+        return self._kept[-1]
+
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        """The gradient of the state behind the first step, and of parameters."""
+        found, grads = self._steps.backward(self._kept, grad)
+        return found, grads[0]
 
 
 class _Rows(_Layer):
@@ -197,7 +244,7 @@ class IntegratedTraining(Training):
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    network : Sequential
+    network : Sequential or Recurrent
         The same on all ranks.
     graph : Graph
         Its layers.
@@ -212,7 +259,7 @@ class IntegratedTraining(Training):
     def __init__(
         self,
         comm: Any,
-        network: Sequential,
+        network: Network,
         graph: Graph,
         layout: Layout,
         batch: int,
@@ -227,23 +274,46 @@ class IntegratedTraining(Training):
         self._batch, self._shape = batch, network.input_shape
         self._mine = slice(*parts(batch, layout.columns)[column])
         self._trained, self._units = graph.trained, units(graph)
-        self._layers: list[_Layer] = []
-        self._shapes = [network.input_shape, *(op.output_shape for op in network.layers)]
-        fault = Fault()
+        self._shapes = [layer.shape for layer in graph.layers]
+        self._moves, self._live = layout.moves(graph), [*live(graph), [len(graph.layers) - 1]]
+        self._layers: dict[int, _Layer | _Sum] = {}
+        ops, fault = operators(network, graph), Fault()
         with fault:
-            self._layers = [self._made(k, op) for k, op in enumerate(network.layers, 1)]
+            first = 1
+            steps = [op for op in ops if isinstance(op, Step)]
+            if steps and not layout.by_model(graph, 1):
+                first = len(steps) + 1
+                self._layers[len(steps)] = _Cells(steps)
+            for k in range(first, len(ops)):
+                self._layers[k] = self._made(k, ops[k])
         self._comm.agree(fault.error)
+        params = [param for op in ops if op is not None for param in op.params.values()]
+        self._dtype = np.result_type(np.float32, *params)
 
-    def _made(self, k: int, op: Operator) -> _Layer:
+    def _made(self, k: int, op: Operator | None) -> _Layer | _Sum:
         """Layer `k` as this rank computes it."""
-        state, kind, deep = self.layout.states[k], self._graph.layers[k].kind, self._trained[k - 1]
-        if state == "rows" and kind in ("conv", "pool"):
-            return _Rows(op, self._graph.layers[k], self._column, deep)
+        layer, state = self._graph.layers[k], self.layout.states[k]
+        deep = any(self._trained[i] for i in layer.inputs)
+        if op is None:
+            return _Sum()
+        if isinstance(op, Step):
+            return _Layer(StepShare(self._share(k, op.cell), op.t), deep, copied=False)
+        if state == "rows" and layer.kind in ("conv", "pool"):
+            return _Rows(op, layer, self._column, deep)
         if state in ("whole", "samples"):
             return _Layer(op, deep)
-        if kind in MIXING:
+        if self.layout.by_model(self._graph, k):
             return _Layer(share_of(op, self._channels(k), op.input_shape), deep)
-        return _Layer(_like(op, self._local(k - 1, state)), deep)
+        return _Layer(_like(op, self._local(layer.inputs[0], state)), deep)
+
+    def _share(self, k: int, cell: Cell) -> CellShare:
+        """What step `k` has of the cell: the same as the first of the steps."""
+        shares = self._graph.layers[k].shares
+        if shares is None:
+            return CellShare(cell, self._channels(k))
+        first: Any = self._layers[shares]
+        share: CellShare = first.op.cell
+        return share
 
     @property
     def communicator(self) -> Communicator:
@@ -257,24 +327,56 @@ class IntegratedTraining(Training):
                 f"x and labels have shapes {np.shape(x)} and {np.shape(labels)}; expected "
                 f"{(self._batch, *self._shape)} and {(self._batch,)}"
             )
-        y = np.asarray(x)[self._mine]
-        labels = np.asarray(labels)[self._mine]
-        for k, layer in enumerate(self._layers, 1):
-            y = self._changed(y, k - 1, self.layout.states[k - 1], self.layout.need(self._graph, k))
-            y = layer.forward(y)
-        loss, grad = self._loss(y, labels)
+        x = np.asarray(x)[self._mine]
+        # Ranks must send what others expect.
+        y = self._forward(self._start(x.astype(np.result_type(self._dtype, x), copy=False)))
+        loss, grad = self._loss(y, np.asarray(labels)[self._mine])
         self._backward(grad)
         return loss
 
+    def _start(self, x: Array) -> dict[int, Array]:
+        """What the first layer reads: of steps a first state of zeros; or what all of them make."""
+        k, layer = next(iter(self._layers.items()))
+        if isinstance(layer, _Cells):
+            return {k: layer.forward(x[self._samples(self.layout.states[k], len(x))])}
+        for layer in self._layers.values():
+            if isinstance(layer, _Layer) and isinstance(layer.op, Step):
+                layer.op.read(x)
+        shape = self._shapes[0]
+        return {0: x if x.shape[1:] == shape else np.zeros((len(x), *shape), x.dtype)}
+
+    def _samples(self, state: str, count: int) -> slice:
+        """Which of the samples of its column this rank has."""
+        shares = self.layout.rows if state == "samples" else 1
+        return slice(*parts(count, shares)[self._column.rank % shares])
+
+    def _forward(self, held: dict[int, Array]) -> Array:
+        """The output, as this rank has it, from that of the first of its layers or the input."""
+        start, whole = max(held), dict[int, Array]()
+        for k, layer in self._layers.items():
+            if k <= start:
+                continue
+            before, state = self.layout.states[k - 1 : k + 1]
+            moves, now = self._moves[k], self._live[k + 1]
+            for i in moves.gathered:
+                whole[i] = self._changed(held[i], i, before, "whole")
+                if before != state:
+                    held[i] = self._changed(whole[i], i, "whole", state)
+            for i in moves.changed:
+                held[i] = self._changed(held[i], i, before, state)
+            given = whole if self.layout.by_model(self._graph, k) else held
+            held[k] = layer.forward(*(given[i] for i in self._graph.layers[k].inputs))
+            held = {i: held[i] for i in now}
+            whole = {i: whole[i] for i in now if i in whole and state == "channels"}
+        return held[k]
+
     def _loss(self, y: Array, labels: NDArray[np.int64]) -> tuple[float, Array]:
         """The mean over all samples, and the gradient of the output as this rank has it."""
-        last, state = len(self._layers), self.layout.states[-1]
+        last, state = len(self._shapes) - 1, self.layout.states[-1]
         shared = state in ("channels", "rows")
         y = self._changed(y, last, state, "whole") if shared else y
-        if state == "samples":
-            labels = labels[slice(*parts(len(labels), self.layout.rows)[self._column.rank])]
         flat = y.reshape(len(y), -1)
-        loss, grad = cross_entropy(flat, labels, self._batch)
+        loss, grad = cross_entropy(flat, labels[self._samples(state, len(labels))], self._batch)
         # Where all of a column have the same samples, one of them counts.
         counted = state == "samples" or self._column.rank == 0
         total = all_reduce(self._comm, np.array([loss if counted else 0.0]))
@@ -283,20 +385,45 @@ class IntegratedTraining(Training):
 
     def _backward(self, grad: Array) -> None:
         """Gradients from the last layer on, and a step of SGD."""
-        for k, layer in reversed(list(enumerate(self._layers, 1))):
-            if not self._trained[k]:
-                return
-            deep, need = self._trained[k - 1], self.layout.need(self._graph, k)
-            grad, grads = layer.backward(grad)
-            self._descend(k, layer, grads)
-            if not deep:
-                continue
-            if need != self.layout.states[k]:
-                # Figure 5: every rank of a column has a share of the sum.
-                grad = all_reduce(self._column, grad.reshape(-1)).reshape(grad.shape)
-            grad = self._changed(grad, k - 1, need, self.layout.states[k - 1])
+        held, whole = {len(self._shapes) - 1: grad}, dict[int, Array]()
+        grads: dict[int, dict[str, Array]] = {}
+        for k, layer in reversed(self._layers.items()):
+            one = self._graph.layers[k]
+            if self._trained[k]:
+                given = whole if self.layout.by_model(self._graph, k) else held
+                grad_x, found = layer.backward(held.pop(k))
+                for i in one.inputs:
+                    if self._trained[i]:
+                        _add(given, {i: grad_x})
+                owner = self._owner(k)
+                _add(grads.setdefault(owner, {}), found)
+                if owner == k and isinstance(layer, _Layer):
+                    self._descend(k, layer.params, grads.pop(k))
+            self._undo(k, held, whole)
 
-    def _descend(self, k: int, layer: _Layer, grads: dict[str, Array]) -> None:
+    def _owner(self, k: int) -> int:
+        """Which of the layers has the parameters that layer `k` uses."""
+        shares = self._graph.layers[k].shares
+        return shares if shares in self._layers else k
+
+    def _undo(self, k: int, held: dict[int, Array], whole: dict[int, Array]) -> None:
+        """Make of gradients behind the moves of layer `k` those of what was there before.
+
+        Those of what was gathered are sums over the ranks of a column: Figure 5.
+        """
+        before, state = self.layout.states[k - 1 : k + 1]
+        for i in self._moves[k].changed:
+            if i in held:
+                held[i] = self._changed(held[i], i, state, before)
+        for i in self._moves[k].gathered:
+            if i in whole:
+                total = whole.pop(i)
+                if i in held:
+                    total = total + self._placed(held[i], i)
+                total = all_reduce(self._column, total.reshape(-1)).reshape(total.shape)
+                held[i] = self._changed(total, i, "whole", before)
+
+    def _descend(self, k: int, params: dict[str, Array], grads: dict[str, Array]) -> None:
         """Sum gradients of parameters over all who have the same, and take the step."""
         if not grads:
             return
@@ -305,7 +432,7 @@ class IntegratedTraining(Training):
         total = all_reduce(self._comm if shared else self._row, flat)
         start = 0
         for name in grads:
-            param = layer.params[name]
+            param = params[name]
             param -= self._rate * total[start : start + param.size].reshape(param.shape)
             start += param.size
 
@@ -337,10 +464,19 @@ class IntegratedTraining(Training):
         shape, axis = split(state, len(x), self._shapes[k], self._units[k])
         a, b = parts(shape[axis], self._column.size)[self._column.rank]
         taken = x.reshape(shape)[(slice(None),) * axis + (slice(a, b),)]
-        return taken.reshape(-1, *self._local(k, state))
+        return taken.reshape(len(taken), *self._local(k, state))
+
+    def _placed(self, x: Array, k: int) -> Array:
+        """The channels of this rank, and zeros for those of others."""
+        whole = np.zeros((len(x), *self._shapes[k]), x.dtype)
+        whole[:, self._channels(k)] = x
+        return whole
 
     def _channels(self, k: int) -> slice:
-        return slice(*parts(self._units[k], self._column.size)[self._column.rank])
+        """Those of the output of layer `k` that this rank has."""
+        a, b = parts(self._units[k], self._column.size)[self._column.rank]
+        each = self._shapes[k][0] // self._units[k]
+        return slice(each * a, each * b)
 
     def _local(self, k: int, state: str) -> Shape:
         """The shape of a sample of what this rank has of the output of layer `k`."""
@@ -350,22 +486,34 @@ class IntegratedTraining(Training):
             return shape[0], b - a, shape[2]
         if state == "channels":
             chosen = self._channels(k)
-            return (shape[0] // self._units[k] * (chosen.stop - chosen.start), *shape[1:])
+            return (chosen.stop - chosen.start, *shape[1:])
         return shape
 
     def parameters(self) -> list[dict[str, Array]]:
-        """Parameters of every layer, whole, on all ranks."""
+        """Parameters of every layer, whole, on all ranks; of a recurrent network see Training."""
         found = []
-        for k, layer in enumerate(self._layers, 1):
-            params = {name: param.copy() for name, param in layer.params.items()}
-            if self.layout.states[k] == "channels" and self._graph.layers[k].kind in MIXING:
-                params = {name: self._joined(k, param) for name, param in params.items()}
-            found.append(params)
+        for k, layer in self._layers.items():
+            if isinstance(layer, _Layer) and self._owner(k) == k:
+                params = {name: param.copy() for name, param in layer.params.items()}
+                if self.layout.by_model(self._graph, k):
+                    params = {name: self._joined(k, param) for name, param in params.items()}
+                found.append(params)
         return found
 
     def _joined(self, k: int, param: Array) -> Array:
-        """A parameter of which every rank of a column has some output channels."""
-        ranges: Sequence[tuple[int, int]] = parts(self._units[k], self._column.size)
-        each = param.size // len(param)
-        blocks = all_gather(self._column, param, [each * (b - a) for a, b in ranges])
-        return np.concatenate(blocks).reshape(self._units[k], *param.shape[1:])
+        """A parameter of which every rank of a column has some output channels; gate by gate."""
+        count, chosen = self._shapes[k][0], self._channels(k)
+        each, gates = count // self._units[k], len(param) // (chosen.stop - chosen.start)
+        rows = [each * (b - a) for a, b in parts(self._units[k], self._column.size)]
+        row = param.size // (chosen.stop - chosen.start)
+        blocks = all_gather(self._column, param, [row * length for length in rows])
+        shares = [
+            block.reshape(gates, length, -1) for block, length in zip(blocks, rows, strict=True)
+        ]
+        return np.concatenate(shares, axis=1).reshape(gates * count, *param.shape[1:])
+
+
+def _add(total: dict[Any, Array], found: dict[Any, Array]) -> None:
+    """Add arrays to those of the same name, not in place."""
+    for name, array in found.items():
+        total[name] = total[name] + array if name in total else array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import groupby
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from .collectives import Range, gather_words, overlap, parts, reduce_words
 from .equations import MIXING
 from .graph import Graph, Layer
 
-__all__ = ["STATES", "Layout", "Windows", "split", "units", "windows"]
+__all__ = ["STATES", "Layout", "Moves", "Windows", "live", "split", "units", "windows"]
 
 #: How the workers of a column hold an activation of their samples: all of it each, some samples,
 #: some channels (of a layer with weights: the model), or some rows of the images (the domain).
@@ -23,11 +24,39 @@ _WORDS = {"whole": "batch", "samples": "batch", "channels": "model", "rows": "do
 
 
 def units(graph: Graph) -> list[int]:
-    """Of every layer, in how many parts at most its channels can be cut, flattened or not."""
-    found: list[int] = []
-    for layer in graph.layers:
-        kept = layer.inputs and layer.kind not in (*MIXING, "concat")
-        found.append(found[layer.inputs[0]] if kept else layer.shape[0])
+    """Of every layer, in how many parts at most its channels can be cut, flattened or not.
+
+    What is added is cut alike.
+    """
+    layers = graph.layers
+    # Of every layer, an earlier one that is cut as it is; and of the first of them, in how many.
+    alike, count = list(range(len(layers))), [layer.shape[0] for layer in layers]
+
+    def first(k: int) -> int:
+        while alike[k] != k:
+            k = alike[k]
+        return k
+
+    for k, layer in enumerate(layers):
+        kept = layer.kind not in (*MIXING, "concat")
+        same = [i for i in layer.inputs if i == layer.inputs[0] or layers[i].shape == layer.shape]
+        firsts = sorted({first(i) for i in same if kept and not layer.shape[0] % count[first(i)]})
+        for i in firsts:
+            alike[i] = firsts[0]
+            count[firsts[0]] = math.gcd(count[firsts[0]], count[i])
+        alike[k] = firsts[0] if firsts else k
+    return [count[first(k)] for k in range(len(layers))]
+
+
+def live(graph: Graph) -> list[list[int]]:
+    """For every layer, those before it that it or a later one reads."""
+    last = [0] * len(graph.layers)
+    for k, layer in enumerate(graph.layers):
+        for i in layer.inputs:
+            last[i] = k
+    found: list[list[int]] = [[]]
+    for k in range(1, len(graph.layers)):
+        found.append([i for i in (*found[-1], k - 1) if last[i] >= k])
     return found
 
 
@@ -36,7 +65,7 @@ def split(
 ) -> tuple[tuple[int, ...], int]:
     """The shape in which an activation is cut into parts, and along which axis."""
     if state == "channels":
-        return (samples, channels, int(np.prod(shape)) // channels), 1
+        return (samples, channels, math.prod(shape) // channels), 1
     return (samples, *shape), 2 if state == "rows" else 0
 
 
@@ -88,6 +117,22 @@ def windows(layer: Layer, height: int, workers: int) -> Windows:
     return Windows(inputs, outputs, makes, reads, asks)
 
 
+class Moves(NamedTuple):
+    """What is held in another way from one layer on.
+
+    Attributes
+    ----------
+    gathered : list of int
+        Numbers of the layers whose output is made whole for a share of the model, and is kept so as
+        long as layers are shared by model.
+    changed : list of int
+        Of those that are redistributed.
+    """
+
+    gathered: list[int]
+    changed: list[int]
+
+
 class Layout(NamedTuple):
     """A grid, and how each layer is shared on it.
 
@@ -105,14 +150,20 @@ class Layout(NamedTuple):
     columns: int
     states: tuple[str, ...]
 
-    def need(self, graph: Graph, k: int) -> str:
-        """How layer `k` must have its input: a share of the model needs the whole of it."""
-        return self._needed(graph, k, self.states[k])
+    def by_model(self, graph: Graph, k: int) -> bool:
+        """Whether each worker has a share of the weights of layer `k`, which reads the whole."""
+        return self.states[k] == "channels" and graph.layers[k].kind in MIXING
 
-    @staticmethod
-    def _needed(graph: Graph, k: int, state: str) -> str:
-        mixing = graph.layers[k].kind in MIXING
-        return "whole" if mixing and state == "channels" else state
+    def moves(self, graph: Graph) -> list[Moves]:
+        """What changes before every layer: all that is read later is held as its output is."""
+        found, whole = [Moves([], [])], set[int]()
+        for k, now in enumerate(live(graph)[1:], 1):
+            reads = graph.layers[k].inputs if self.by_model(graph, k) else ()
+            gathered = [i for i in dict.fromkeys(reads) if i not in whole]
+            differs = self.states[k - 1] != self.states[k]
+            found.append(Moves(gathered, [i for i in now if differs and i not in gathered]))
+            whole = whole.union(gathered) if self.states[k] == "channels" else set()
+        return found
 
     def describe(self, graph: Graph) -> str:
         """In a few words: the grid, and the layers with weights."""
@@ -125,63 +176,69 @@ class Layout(NamedTuple):
         return ", ".join([f"{self.rows} × {self.columns}", *words])
 
     def sent(self, graph: Graph, batch: int, itemsize: int) -> NDArray[np.int64]:
-        """Bytes that each worker sends in a step, of a chain; message by message."""
+        """Bytes that each worker sends in a step, message by message."""
+        layers, needed, cut = graph.layers, graph.trained, units(graph)
+        # What is alike sends the same.
+        gathers: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        sums: Counter[int] = Counter()
+        for k, moves in enumerate(self.moves(graph)[1:], 1):
+            for i in (*moves.gathered, *moves.changed):
+                gathers[self.states[k - 1], layers[i].shape, cut[i]] += 1
+            for i in moves.gathered:
+                sums[layers[i].size] += needed[i]
+            for i in moves.changed:
+                gathers[self.states[k], layers[i].shape, cut[i]] += needed[i]
+        if self.states[-1] in ("channels", "rows"):
+            gathers[self.states[-1], layers[-1].shape, cut[-1]] += 1
+        own = Counter(zip(graph.alike, self.states, cut, strict=True))
+
+        counts = np.array([b - a for a, b in parts(batch, self.columns)])
         found = np.zeros((self.columns, self.rows), np.int64)
-        counts = [b - a for a, b in parts(batch, self.columns)]
-        needed, cut, last = graph.trained, units(graph), len(graph.layers) - 1
-        # Layers that are alike send the same.
-        alike = Counter(zip(graph.alike[1:], self.states[:-1], self.states[1:], strict=True))
-        for (k, before, state), times in alike.items():
-            layer, read, need = graph.layers[k], graph.layers[k - 1], self._needed(graph, k, state)
-            for column, samples in enumerate(counts):
-                mine = np.zeros(self.rows, np.int64)
-                if before != need:
-                    mine += self._gather(before, samples, read, cut[k - 1])
-                    if needed[k - 1]:
-                        mine += self._gather(need, samples, read, cut[k - 1])
-                if need != state and needed[k - 1]:
-                    mine += reduce_words(_lengths(parts(samples * read.size, self.rows)))
-                if need == "rows" and layer.kind in ("conv", "pool"):
-                    mine += self._halo(layer, read, samples, needed[k - 1])
-                found[column] += times * mine
-            if layer.weights:
-                found += times * self._weights(layer, state)
-        if self.states[last] in ("channels", "rows"):
-            for column, samples in enumerate(counts):
-                found[column] += self._gather(
-                    self.states[last], samples, graph.layers[last], cut[last]
-                )
+        for samples in set(counts.tolist()):
+            mine = np.zeros(self.rows, np.int64)
+            for (state, shape, channels), times in gathers.items():
+                mine += times * self._gather(state, samples, shape, channels)
+            for size, times in sums.items():
+                mine += times * reduce_words(_lengths(parts(samples * size, self.rows)))
+            for (k, state, _), times in own.items():
+                if state == "rows" and layers[k].kind in ("conv", "pool"):
+                    mine += times * self._halo(graph, k, samples)
+            found[counts == samples] = mine
+        for (k, state, channels), times in own.items():
+            if layers[k].weights:
+                found += times * self._weights(layers[k].weights, state, channels)
         loss = reduce_words(_lengths(parts(1, found.size))).reshape(found.shape)
         sent: NDArray[np.int64] = (found * itemsize + loss * 8).reshape(-1)
         return sent
 
-    def _gather(self, state: str, samples: int, layer: Layer, channels: int) -> NDArray[np.int64]:
+    def _gather(
+        self, state: str, samples: int, shape: tuple[int, ...], channels: int
+    ) -> NDArray[np.int64]:
         """Numbers that each worker of a column sends so that all have the whole."""
         if state == "whole":
             return np.zeros(self.rows, np.int64)
-        shape, axis = split(state, samples, layer.shape, channels)
-        each = samples * layer.size // shape[axis]
-        return gather_words(_lengths(parts(shape[axis], self.rows)) * each)
+        whole, axis = split(state, samples, shape, channels)
+        each = math.prod(whole) // whole[axis]
+        return gather_words(_lengths(parts(whole[axis], self.rows)) * each)
 
-    def _halo(self, layer: Layer, read: Layer, samples: int, back: bool) -> NDArray[np.int64]:
+    def _halo(self, graph: Graph, k: int, samples: int) -> NDArray[np.int64]:
+        layer, i = graph.layers[k], graph.layers[k].inputs[0]
+        read = graph.layers[i]
         found = windows(layer, read.shape[1], self.rows)
         row = samples * read.size // read.shape[1]
         sent = row * _given(found.inputs, found.needs())
-        if back:
+        if graph.trained[i]:
             sent += samples * layer.size // layer.shape[1] * _given(found.outputs, found.asks)
         return sent
 
-    def _weights(self, layer: Layer, state: str) -> NDArray[np.int64]:
-        """Numbers that each worker sends for the sum of gradients of the parameters."""
+    def _weights(self, weights: int, state: str, channels: int) -> NDArray[np.int64]:
+        """Numbers that each worker sends for the sum of gradients of so many parameters."""
         shape = self.columns, self.rows
         if state in ("samples", "rows"):
-            return reduce_words(_lengths(parts(layer.weights, self.rows * self.columns))).reshape(
-                shape
-            )
-        shares = [layer.weights] * self.rows
+            return reduce_words(_lengths(parts(weights, self.rows * self.columns))).reshape(shape)
+        shares = [weights] * self.rows
         if state == "channels":
-            each = layer.weights // layer.shape[0]
-            shares = [each * (b - a) for a, b in parts(layer.shape[0], self.rows)]
+            shares = [weights // channels * (b - a) for a, b in parts(channels, self.rows)]
         sizes = np.array([_lengths(parts(share, self.columns)) for share in shares])
         return reduce_words(sizes).T
 

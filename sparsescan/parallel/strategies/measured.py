@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from ... import api
 from ...jacobians import Conv2d, Linear, Operator, Sequential
 from ..communicator import Communicator
+from ..exchange import observe
 from .architectures import from_sequential
+from .cell_share import CellShare, StepShare
 from .collectives import all_reduce
 from .integrated_run import share_of
 from .recurrent import Network, Recurrent, Step, operators
@@ -35,6 +37,8 @@ _HALVINGS, _WARM, _STEPS = 4, 2, 15
 # Steps of a recurrent network that are measured one by one.
 _CELLS = 8
 _LARGE, _CALLS, _TURNS = 1 << 16, 15, 5
+# Of an element of an exclusive scan.
+_WORDS = 1 << 10
 _COLLECTIVES: dict[str, Callable[[Communicator], object]] = {
     "maximum": lambda communicator: communicator.maximum([0]),
     "broadcast": lambda communicator: communicator.broadcast(0.0, communicator.size - 1),
@@ -103,6 +107,7 @@ def measure_times(comm: Any, network: Network, batch: int) -> Times:
         name: _together(communicator, lambda call=call: call(communicator))  # type: ignore[misc]
         for name, call in _COLLECTIVES.items()
     }
+    found.exscan = observe(communicator, np.zeros((2, _WORDS), np.int64))
     return found
 
 
@@ -238,22 +243,24 @@ def _halves(communicator: Communicator, layers: Sequence[_Timed]) -> dict[str, N
     """Of layers with weights, the whole beside half of their output channels."""
     found = np.full((len(PARTS), len(layers), 2), np.nan)
     for k, whole in enumerate(layers):
-        op, x = whole.op, whole.kept[0]
-        if not isinstance(op, (Conv2d, Linear)) or op.output_shape[0] < 2:
-            continue
-        half = slice(0, op.output_shape[0] // 2)
-        pair = [whole, _Timed(share_of(op, half, op.input_shape))]
-        grad = np.ones((len(x), *op.output_shape), np.float32)
-        both = [grad, np.ascontiguousarray(grad[:, half])]
-
-        def step(pair: list[_Timed] = pair, x: Array = x, both: list[Array] = both) -> list[Any]:
-            clock, times = _Clock(), []
-            for one, grad in zip(pair, both, strict=True):
-                times.append([one.forward(x, clock), *one.backward(grad, clock)[1]])
-            return times
-
-        found[:, k] = _mean(communicator, step).T
+        op = whole.op
+        if isinstance(op, (Conv2d, Linear)) and op.output_shape[0] > 1:
+            half = share_of(op, slice(0, op.output_shape[0] // 2), op.input_shape)
+            found[:, k] = _beside(communicator, whole, _Timed(half))
     return {part: found[k] for k, part in enumerate(PARTS)}
+
+
+def _beside(communicator: Communicator, whole: _Timed, half: _Timed) -> NDArray[np.float64]:
+    """Each part of a layer, and of half of it, by turns; (parts, 2)."""
+    x = whole.kept[0]
+    pairs = [(one, np.ones((len(x), *one.op.output_shape), np.float32)) for one in (whole, half)]
+
+    def step() -> list[list[int]]:
+        clock = _Clock()
+        return [[one.forward(x, clock), *one.backward(grad, clock)[1]] for one, grad in pairs]
+
+    found: NDArray[np.float64] = _mean(communicator, step).T
+    return found
 
 
 # -- Recurrent networks ---------------------------------------------------------------------------
@@ -264,15 +271,17 @@ def _recurrent(communicator: Communicator, network: Recurrent, sizes: Sequence[i
 
     What a chain of products takes by itself, and an update, is the same for both.
     """
-    cell, readout, losses = _apart(communicator, network, sizes)
+    cell, readout, losses, half = _apart(communicator, network, sizes)
     call, each, contention = _at_once(communicator, network, sizes)
     product = PARTS.index("product")
     sweep = float(call[product].mean())
     call[product] = 0
+    for table in (cell, half):
+        table[product] = np.maximum(table[product] - sweep, 0)
     parts = {part: np.stack([cell[k], readout[k]]) for k, part in enumerate(PARTS)}
-    parts["product"] = np.maximum(parts["product"] - sweep, 0)
     calls = {part: np.stack([call[k], each[k]]) for k, part in enumerate(PARTS)}
-    halves = {part: np.full((2, 2), np.nan) for part in PARTS}
+    # Workers that share the readout's few classes are taken to have less of it each.
+    halves = {part: np.stack([half[k], np.full(2, np.nan)]) for k, part in enumerate(PARTS)}
     layers = network.graph().layers
     known = layers[1], layers[-1]
     return Times(known, sizes, parts, halves, calls, losses, sweep, {}, contention)
@@ -280,9 +289,9 @@ def _recurrent(communicator: Communicator, network: Recurrent, sizes: Sequence[i
 
 def _apart(
     communicator: Communicator, network: Recurrent, sizes: Sequence[int]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Nanoseconds of a step of the cell and of the readout, (parts, sizes), and of the loss."""
-    rng = np.random.default_rng(communicator.rank)
+) -> tuple[NDArray[np.float64], ...]:
+    """Of a step and the readout, (parts, sizes); of the loss; of half of the cell, (parts, 2)."""
+    rng, cell = np.random.default_rng(communicator.rank), network.cell
     steps = [_Timed(op) for op in network.ops[: min(network.steps, _CELLS)]]
     layers, tables, losses = [*steps, _Timed(network.readout)], [], []
     reads = [(k,) for k in range(len(layers))]
@@ -290,13 +299,17 @@ def _apart(
         x = rng.standard_normal((size, *network.input_shape), np.float32)
         for step in steps:
             cast(Step, step.op).read(x)
-        start = np.zeros((size, network.cell.state_size), np.float32)
+        start = np.zeros((size, cell.state_size), np.float32)
         labels = rng.integers(network.output_shape[0], size=size)
         found = _mean(communicator, lambda: _step(layers, reads, start, labels))  # noqa: B023
         tables.append(found[:-1].reshape(len(layers), len(PARTS)))
         losses.append(found[-1])
-    table = np.stack(tables, axis=-1)
-    return table[:-1].mean(axis=0), table[-1], np.array(losses)
+    table, half = np.stack(tables, axis=-1), np.full((len(PARTS), 2), np.nan)
+    if cell.state_size == cell.hidden_size > 1:
+        share = _Timed(StepShare(CellShare(cell, slice(0, cell.hidden_size // 2)), 0))
+        cast(Step, share.op).read(x)
+        half = _beside(communicator, steps[0], share)
+    return table[:-1].mean(axis=0), table[-1], np.array(losses), half
 
 
 def _at_once(

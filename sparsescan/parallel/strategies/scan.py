@@ -61,7 +61,7 @@ class Scan(Strategy):
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
     ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
     (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
-    to be logarithmic. A part is swept by one call, however many steps it has.
+    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however many steps it has.
     """
 
     name = "scan"
@@ -208,6 +208,7 @@ class _Division:
         self._layers, self._batch = network.layers, batch
         # The largest group.
         self._samples = -(-batch // grid.batch)
+        self._exscan = "doubling" if machine.times is None else machine.times.exscan
         units = blocks(network)
         self._parts = [
             [k for unit in units[part.start : part.stop] for k in unit]
@@ -314,7 +315,7 @@ class _Division:
             )
             for part in inner
         ]
-        rounds = (count - 1).bit_length()
+        rounds = count - 1 if self._exscan == "linear" else (count - 1).bit_length()
         size = max(self._sizes)
         # With three parts, only gradients are combined.
         columns = size if count > 3 else 1
@@ -364,7 +365,7 @@ class _Division:
         if position > 0:
             total += samples * self._sizes[position - 1] * machine.itemsize
         if by_products:
-            total += exscan_messages("doubling", grid.chain, position) * self._message(samples)
+            total += exscan_messages(self._exscan, grid.chain, position) * self._message(samples)
         elif position < last:
             total += 8 * vector_words(self._sizes[position], self._terms(samples))
         (groups, own), (size, everywhere) = reduced[position]

@@ -40,6 +40,8 @@ class Times:
         Of a chain of products beside what each of them takes.
     collectives : dict of str to float
         Of small calls of a :class:`~sparsescan.parallel.communicator.Communicator`, by its method.
+    exscan : {"doubling", "linear"}
+        How the MPI library makes an exclusive scan.
     contention : float
         How many times as long work takes on all ranks at once as on one of them alone: they may
         share cores, and memory.
@@ -56,12 +58,13 @@ class Times:
         sweep: float,
         collectives: Mapping[str, float],
         contention: float,
+        exscan: str = "doubling",
     ) -> None:
         self.layers = {layer: row for row, layer in enumerate(layers)}
         self.samples = np.array(samples, float)
         self.parts, self.halves, self.calls = dict(parts), dict(halves), dict(calls)
         self.loss, self.sweep, self.collectives = loss, sweep, dict(collectives)
-        self.contention = contention
+        self.contention, self.exscan = contention, exscan
 
     def row(self, graph: Graph, k: int) -> int | None:
         """Of layer `k`, or of the one whose parameters it shares; None if it was not measured."""
@@ -72,7 +75,7 @@ class Times:
         """Nanoseconds of a part of a layer, of which a worker has a share of the channels."""
         table = self.parts[part][row]
         whole, half = self.halves[part][row]
-        if share == 1 or np.isnan(half):
+        if share == 1 or not whole > 0 or np.isnan(half):
             return self.at(table, samples * share)
         # What does not become less is overhead, and reading the whole input.
         kept = min(max(2 * float(half / whole) - 1, 0.0), 1.0)

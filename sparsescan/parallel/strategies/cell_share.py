@@ -1,0 +1,139 @@
+"""CellShare: some hidden units of a recurrent cell, for model parallelism of its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...jacobians.recurrent import Cell
+from ...pattern import Pattern
+from .recurrent import Step
+
+__all__ = ["CellShare", "StepShare", "rows_of_units"]
+
+Array = Any
+
+
+def rows_of_units(cell: Cell, param: Array, units: slice) -> Array:
+    """Of a parameter or its mask the rows of some hidden units, gate by gate."""
+    gates = param.reshape(-1, cell.hidden_size, *param.shape[1:])
+    chosen: Array = gates[:, units].reshape(-1, *param.shape[1:])
+    return chosen
+
+
+class CellShare:
+    """Some hidden units `U` of a cell, which read the whole state before them.
+
+        (∂h_t[U]/∂h_{t-1})ᵀ = Σ_g W_g[U]ᵀ diag(d_g[U]) + D[:, U],
+
+    with the slopes ``d_g`` and ``D`` of :mod:`sparsescan.jacobians._cell`: a share of the rows in
+    Figure 5 of Gholami et al. (SPAA 2018), whose activations are the states.
+
+    Parameters
+    ----------
+    cell : Cell
+        The whole, whose state is its hidden units alone.
+    units : slice
+        Which of them.
+
+    Attributes
+    ----------
+    state_size, units : int
+        Length of the state before, and how many units behind are made.
+    pattern : Pattern
+        Of the transposed Jacobian, dense.
+    nnz : int
+        Entries of the pattern.
+    params : dict of str to ndarray
+        Of the units, copied, by the names of the cell.
+    """
+
+    def __init__(self, cell: Cell, units: slice) -> None:
+        self._cell, self._chosen = cell, units
+        self.state_size = cell.state_size
+        self.units = len(range(*units.indices(cell.hidden_size)))
+        self.pattern = Pattern.dense((self.state_size, self.units))
+        self.nnz = self.pattern.nnz
+        self.params: dict[str, Array] = {
+            name: rows_of_units(cell, param, units).copy() for name, param in cell.params.items()
+        }
+        self._masks = {
+            name: rows_of_units(cell, mask.on(np), units)
+            for name, mask in cell._masks.items()
+            if mask is not None
+        }
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def forward(self, x: Array, state: Array) -> Array:
+        """The units behind, shape ``(n, units)``, from `x` and the whole state before."""
+        products = self._products(x, state)
+        out = np.empty(products.shape[1:], products.dtype)
+        self._cell._advance(np, products, state[:, self._chosen], out)
+        return out
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def values(self, x: Array, state: Array, *, out: Array) -> None:
+        """Write the entries of the Jacobian, `out` is ``(n, nnz)``."""
+        slopes, direct = self._cell._columns(np, self._slopes(x, state))
+        found = out.reshape(len(out), self.state_size, self.units)
+        np.einsum("gjk,gnj->nkj", self._weight("weight_hh"), slopes, out=found)
+        if direct is not None:
+            found[:, np.arange(self.state_size)[self._chosen], np.arange(self.units)] += direct
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def param_grads(self, x: Array, state: Array, grad: Array) -> dict[str, Array]:
+        """Gradients of the parameters, from that of the units, summed over samples."""
+        products = self._cell._product_grads(self._slopes(x, state), grad)
+        found = {}
+        for part, places, read in self._reads(x, state):
+            grads = products[list(places)].transpose(0, 2, 1)
+            found[f"weight_{part}"] = (grads @ read).reshape(-1, read.shape[1])
+            found[f"bias_{part}"] = grads.sum(axis=2).reshape(-1)
+        for name, mask in self._masks.items():
+            found[name][~mask] = 0
+        return {name: found[name] for name in self.params}
+
+    def _reads(self, x: Array, state: Array) -> tuple[tuple[str, tuple[int, ...], Array], ...]:
+        """What each kind of weights multiplies, and to which products of the gates that goes."""
+        return ("ih", self._cell._ih, x), ("hh", self._cell._hh, state)
+
+    def _weight(self, name: str) -> Array:
+        """A weight ``(gates, units, ·)``, 0 where it is pruned."""
+        weight, mask = self.params[name], self._masks.get(name)
+        weight = weight if mask is None else np.where(mask, weight, 0)
+        return weight.reshape(-1, self.units, weight.shape[1])
+
+    def _products(self, x: Array, state: Array) -> Array:
+        """``(products, n, units)``."""
+        dtype = np.result_type(x, state, *self.params.values())
+        found = np.zeros((max(self._cell._hh) + 1, len(x), self.units), dtype)
+        for part, places, read in self._reads(x, state):
+            for place, weight in zip(places, self._weight(f"weight_{part}"), strict=True):
+                found[place] += read @ weight.T
+            if self._cell.bias:
+                bias = self.params[f"bias_{part}"].reshape(len(places), 1, self.units)
+                found[list(places)] += bias
+        return found
+
+    def _slopes(self, x: Array, state: Array) -> Any:
+        return self._cell._slopes(np, self._products(x, state), state[:, self._chosen])
+
+
+class StepShare(Step):
+    """Step `t` of some units of a cell: from the whole state before it to theirs behind.
+
+    Parameters
+    ----------
+    cell : CellShare
+        Not copied.
+    t : int
+        Which step.
+    """
+
+    cell: Any
+
+    def __init__(self, cell: CellShare, t: int) -> None:
+        made: Any = cell
+        super().__init__(made, t)
+        self._set_output((cell.units,))
