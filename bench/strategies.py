@@ -1,8 +1,9 @@
 """Ways to spread a training step over workers: predicted up to many, measured on a few ranks.
 
 ``sparsescan.parallel.strategies.compare`` says what all strategies take for networks and numbers of
-workers, by the model; and on the ranks of this machine, all of them train LeNet-5 and an RNN in
-turns, beside what is predicted from what layers and exchanges take, measured in the same run.
+workers, by the model; and on the ranks of this machine, all of them train LeNet-5, ResNet-8 and
+an RNN in turns, beside what is predicted from what layers and exchanges take, measured in the same
+run.
 """
 
 from __future__ import annotations
@@ -44,19 +45,23 @@ _QUICK_WORKERS = (1, 4, 64)
 # Of those, what the tables show.
 _SHOWN = (4, 64)
 # What is measured, with so many samples, on so many ranks.
-MEASURED = {"lenet5": 64, "rnn:100": 16}
+MEASURED = {"lenet5": 64, "resnet-8": 16, "rnn:100": 16}
+_QUICK_MEASURED = ("lenet5", "rnn:100")
 RANKS = (1, 2, 4)
 _NAMES = {
     "lenet5": "LeNet-5",
     "vgg11": "VGG-11",
     "vgg16": "VGG-16",
+    "resnet-8": "ResNet-8",
     "resnet-110": "ResNet-110",
     "inception-v3": "Inception-v3",
 }
+_FILLS = {"lenet5": "none", "resnet-8": "left", "rnn:100": "full"}
 # Colours that everybody can tell apart (Okabe and Ito, 2008), and markers, one for each strategy.
 _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#0072b2", "marker": "o"},
     {"color": "#e69f00", "marker": "s"},
+    {"color": "#b8a100", "marker": "h"},
     {"color": "#009e73", "marker": "^"},
     {"color": "#cc79a7", "marker": "D"},
     {"color": "#999999", "marker": "v"},
@@ -77,9 +82,10 @@ def _title(network: str) -> str:
 def _pieces(options: Options) -> list[Piece]:
     networks: Iterable[str] = _QUICK_NETWORKS if options.quick else NETWORKS
     counts = _QUICK_WORKERS if options.quick else WORKERS
+    measured = _QUICK_MEASURED if options.quick else tuple(MEASURED)
     return [
         *(Piece(f"predicted, {name}", partial(_predict, name, counts)) for name in networks),
-        *(Piece(f"measured, P={count}", partial(_measure, count)) for count in RANKS),
+        *(Piece(f"measured, P={count}", partial(_measure, count, measured)) for count in RANKS),
     ]
 
 
@@ -103,23 +109,24 @@ def _plain(prediction: Prediction) -> Results:
     return asdict(prediction) | {"total": prediction.total}
 
 
-def _measure(ranks: int) -> Results:
+def _measure(ranks: int, networks: tuple[str, ...]) -> Results:
     with tempfile.TemporaryDirectory() as name:
         folder, file = Path(name), Path(name) / "found.json"
-        _call([*_on_ranks(ranks), "bench.strategies", str(file)], folder)
+        _call([*_on_ranks(ranks), "bench.strategies", str(file), *networks], folder)
         found: Results = json.loads(file.read_text())
     return found | {"cores": cores()}
 
 
-def _on_rank(path: str) -> None:
-    """On the ranks: train every network by every strategy; rank 0 writes the file."""
+def _on_rank(path: str, *networks: str) -> None:
+    """On the ranks: train the networks by every strategy; rank 0 writes the file."""
     from mpi4py import MPI
 
     from sparsescan.parallel.strategies import measure_here, run
 
     comm = MPI.COMM_WORLD
     machines, runs = {}, []
-    for name, batch in MEASURED.items():
+    for name in networks:
+        batch = MEASURED[name]
         machine = measure_here(comm, name, batch)
         found = run(comm, name, machine, batch)
         runs.append(
@@ -244,8 +251,8 @@ def _beside(pieces: list[Results]) -> Drawing:
         for run in piece["runs"]:
             for one in run["measured"]:
                 x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
-                full = "none" if run["network"] == "lenet5" else "full"
-                (line,) = axes.plot(x, y, ls="", ms=8, fillstyle=full, **styles[one["strategy"]])
+                style = styles[one["strategy"]] | {"fillstyle": _FILLS[run["network"]]}
+                (line,) = axes.plot(x, y, ls="", ms=8, **style)
                 labels.setdefault(one["strategy"], line)
                 both += [x, y]
         ends = [0.7 * min(both), 1.4 * max(both)]
@@ -261,7 +268,8 @@ def _beside(pieces: list[Results]) -> Drawing:
     )
     caption = (
         "A training step on the ranks of this machine, measured beside predicted; hollow: LeNet-5 "
-        "with 64 samples, full: an RNN of 100 steps with 16. On the dotted line both are equal. "
+        "with 64 samples, half full: ResNet-8 with 16, full: an RNN of 100 steps with 16. On the "
+        "dotted line both are equal. "
         f"{_bytes_said(pieces)} {_order_said(pieces)}"
     )
     return Drawing("Strategies on the ranks of this machine", caption, figure)
@@ -324,4 +332,4 @@ EXPERIMENT = Experiment(
 
 
 if __name__ == "__main__":
-    _on_rank(sys.argv[1])
+    _on_rank(*sys.argv[1:])

@@ -18,6 +18,7 @@ from mpi_traffic import Wire
 from sparsescan import InputError
 from sparsescan.jacobians import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
     Flatten,
     GRUCell,
@@ -35,6 +36,7 @@ from sparsescan.parallel.strategies import Machine, Recurrent
 from sparsescan.parallel.strategies.integrated import (
     BatchParallel,
     Costs,
+    DomainParallel,
     Integrated,
     ModelParallel,
 )
@@ -70,6 +72,12 @@ def unpadded(op, x: Array) -> Array:
     return x[:, :, py : x.shape[2] - py, px : x.shape[3] - px]
 
 
+def factors(op, params: dict[str, Array]) -> tuple[Array, Array]:
+    """Mean, and factor, of every channel."""
+    scale = params["weight"] / np.sqrt(op.running_var + op.eps)
+    return op.running_mean[:, None, None], scale[:, None, None]
+
+
 def forward(op, x: Array, params: dict[str, Array]) -> Array:
     if isinstance(op, Linear):
         return x @ params["weight"].T + params["bias"]
@@ -82,6 +90,9 @@ def forward(op, x: Array, params: dict[str, Array]) -> Array:
         padded, places = taps(op, x, -np.inf if isinstance(op, MaxPool2d) else 0.0)
         stacked = np.stack([padded[at] for _, _, at in places])
         return stacked.max(axis=0) if isinstance(op, MaxPool2d) else stacked.mean(axis=0)
+    if isinstance(op, BatchNorm2d):
+        mean, scale = factors(op, params)
+        return scale * (x - mean) + params["bias"][:, None, None]
     if isinstance(op, LayerNorm):
         mean, var = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
         return (x - mean) / np.sqrt(var + op.eps) * params["weight"] + params["bias"]
@@ -113,6 +124,11 @@ def backward(op, x: Array, y: Array, dy: Array, params: dict[str, Array]):
             dx[at] += dy * hit
             left &= ~hit if largest else True
         return unpadded(op, dx), {}
+    if isinstance(op, BatchNorm2d):
+        mean, scale = factors(op, {"weight": np.ones(op.num_features)})
+        weight = (dy * scale * (x - mean)).sum(axis=(0, 2, 3))
+        dx = dy * scale * params["weight"][:, None, None]
+        return dx, {"weight": weight, "bias": dy.sum(axis=(0, 2, 3))}
     if isinstance(op, LayerNorm):
         mean, std = x.mean(axis=1, keepdims=True), np.sqrt(x.var(axis=1, keepdims=True) + op.eps)
         normal, inner = (x - mean) / std, dy * params["weight"]
@@ -280,6 +296,10 @@ def images(rng: np.random.Generator, favourite: str) -> Sequential:
         rng.integers(5)
     ]
     add(Conv2d, 2, int(rng.integers(4, 8)), kernel, 1, kernel // 2, rng=seed)
+    if rng.random() < 0.7:
+        add(BatchNorm2d, ops[-1].output_shape[0])
+        for name, low in (("running_mean", -1), ("running_var", 0.5), ("weight", 0.5)):
+            setattr(ops[-1], name, rng.uniform(low, 2, ops[-1].num_features))
     add(Tanh)
     if rng.random() < 0.3:
         # Of an input with fewer channels than there may be rows of workers.
@@ -448,8 +468,8 @@ def main(seed: int, rounds: int, monitored: str = "") -> None:
         for modes in (("model",), ("domain", "model"), ("batch", "model"))
         if rows < WORLD.size or modes != ("model",)
     ]
-    for strategy in (BatchParallel(), ModelParallel(machine), *chosen):
-        domain = strategy in chosen and "domain" in strategy.modes
+    for strategy in (BatchParallel(), ModelParallel(machine), DomainParallel(machine), *chosen):
+        domain = "domain" in strategy.modes
         networks = [images(rng, "rows")] if domain else [even(), sequences(rng)]
         for network in networks:
             start_and_check(strategy, machine, network, rng, batch, wire)

@@ -52,6 +52,7 @@ def run(size: int, script: str, *arguments: object, timeout: float = 120, **env:
     assert MPIEXEC is not None
     settings = {
         "NUMBA_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
         # Open MPI asks for it where there are fewer cores than ranks, and of root.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",

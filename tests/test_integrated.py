@@ -45,6 +45,7 @@ from sparsescan.parallel.strategies.equations import (
 from sparsescan.parallel.strategies.integrated import (
     BatchParallel,
     Costs,
+    DomainParallel,
     Integrated,
     ModelParallel,
 )
@@ -607,6 +608,30 @@ def test_more_workers_than_samples() -> None:
         others = set(range(5)) - {i}
         by_domain = combined_equation(layers, 8, 512, 512, set(range(5))).words
         assert combined_equation(layers, 8, 512, 512, others).words < by_domain
+
+
+def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -> None:
+    """Equation 7, whatever else would be faster."""
+    made = Builder("images", (3, 32, 32))
+    for stride in (1, 2, 4):
+        made.conv(8, 3, stride, padding=1)
+        made.elementwise()
+    made.flatten()
+    made.linear(10)
+    graph, machine = made.graph(), Machine(network=CORI)
+    layout, _ = DomainParallel().choose(graph, machine, 8, 16)
+    # 32, 16 and 4 rows for 8 workers.
+    assert layout.states[1:5] == ("rows",) * 4
+    assert "rows" not in layout.states[5:]
+    found = DomainParallel().predict(graph, machine, 8, 16)
+    assert found.how == "8 × 1, domain in conv1–conv2, batch in conv3–linear1"
+    # The first reads the input, which has no gradient; others are halos of one row.
+    halos = [3 * 32, 8 * 32, 8 * 16]
+    time = len(halos) * CORI.latency + 4 * CORI.inverse_bandwidth * 16 * sum(halos)
+    assert found.nanoseconds["halo"] == pytest.approx(time)
+    with pytest.raises(InputError, match="no layer has images of so many rows"):
+        DomainParallel().predict(graph, machine, 64, 64)
+    assert DomainParallel().predict(graph, machine, 1, 16).nanoseconds["halo"] == 0
 
 
 def test_domain_where_it_pays() -> None:

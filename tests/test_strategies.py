@@ -33,6 +33,7 @@ from sparsescan.parallel.strategies import (
     plot_comparison,
     save_machine,
 )
+from sparsescan.parallel.strategies.compare import strategies
 from sparsescan.parallel.strategies.scan import blocks, parts_of
 from sparsescan.parallel.strategies.times import Times
 
@@ -183,7 +184,7 @@ def test_the_best_is_first_and_what_does_not_fit_is_last() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
     found = compare(build(name), Machine(), 4, 16)
-    assert len(found.predictions) + len(found.reasons) == 8
+    assert len(found.predictions) + len(found.reasons) == len(strategies())
     assert "scan" in [one.strategy for one in found.predictions]
     for one in found.predictions:
         assert one.total == sum(one.nanoseconds.values()) > 0

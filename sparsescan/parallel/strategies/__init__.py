@@ -13,7 +13,7 @@ from .architectures import build, from_chain, from_sequential, sequential
 from .compare import Comparison, Run, compare, measure_here, plot_comparison, run
 from .deepa import PerLayer
 from .graph import Graph, Layer
-from .integrated import BatchParallel, Integrated, ModelParallel
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
 from .pipeline import MicroBatches, Pipeline
 from .recurrent import Recurrent
@@ -23,6 +23,7 @@ from .strategy import Prediction, Strategy, Training
 __all__ = [
     "BatchParallel",
     "Comparison",
+    "DomainParallel",
     "Graph",
     "Integrated",
     "Layer",

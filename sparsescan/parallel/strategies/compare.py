@@ -21,7 +21,7 @@ from ..network import measure as measure_network
 from .architectures import sequential
 from .deepa import PerLayer
 from .graph import Graph
-from .integrated import BatchParallel, Integrated, ModelParallel
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
 from .pipeline import MicroBatches, Pipeline
@@ -53,6 +53,7 @@ _PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations
 _STYLES = (
     ("#0072b2", "o"),
     ("#e69f00", "s"),
+    ("#b8a100", "h"),
     ("#009e73", "^"),
     ("#cc79a7", "D"),
     ("#999999", "v"),
@@ -102,6 +103,7 @@ def strategies(machine: Machine | None = None) -> list[Strategy]:
     return [
         BatchParallel(),
         ModelParallel(machine=machine),
+        DomainParallel(machine=machine),
         Integrated(machine=machine),
         PerLayer(machine=machine),
         MicroBatches(),
@@ -471,7 +473,7 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     reasons = {}
     for strategy in strategies(machine):
         try:
-            configured = _configured(strategy, graph, machine, comm.size, batch)
+            configured = _configured(strategy, network, graph, machine, comm.size, batch)
             prediction = configured.predict(graph, machine, comm.size, batch)
             if prediction.memory > machine.memory:
                 reasons[strategy.name] = f"a rank needs {_bytes(prediction.memory)}"
@@ -492,12 +494,12 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
 
 
 def _configured(
-    strategy: Strategy, graph: Graph, machine: Machine, workers: int, batch: int
+    strategy: Strategy, network: Network, graph: Graph, machine: Machine, workers: int, batch: int
 ) -> Strategy:
     """With the choices that are predicted to be best, where it would make others to be run."""
     if isinstance(strategy, (Pipeline, MicroBatches)):
         return strategy.chosen(graph, machine, workers, batch)
-    return strategy
+    return strategy.of(network) if isinstance(strategy, Integrated) else strategy
 
 
 def _measure(trainings: Sequence[Training], x: Any, labels: Any) -> tuple[list[float], list[int]]:

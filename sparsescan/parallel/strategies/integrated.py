@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Collection
@@ -17,7 +18,7 @@ from .machine import Machine
 from .recurrent import Network, graph_of
 from .strategy import Prediction, Strategy, Training
 
-__all__ = ["BatchParallel", "Integrated", "ModelParallel"]
+__all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
 
 _STATES = {"batch": "samples", "model": "channels", "domain": "rows"}
 _PARTS = ("forward", "backward", "activations", "weights", "halo", "loss")
@@ -60,6 +61,9 @@ class Integrated(Strategy):
     """
 
     name = "integrated"
+    _together: Collection[int] = ()
+    # Whether what can be by domain is not by batch.
+    _rows_first = False
 
     def __init__(
         self,
@@ -76,7 +80,7 @@ class Integrated(Strategy):
 
     def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
         """What a step takes in the fastest layout."""
-        layout, costs = self.choose(network, machine, workers, batch)
+        layout, costs = self.choose(network, machine, workers, batch, self._together)
         times = costs.times(layout.states)
         if any(layer.kind == "concat" for layer in network.layers):
             # Shares of channels of what is joined are no shares of the whole, which would have to
@@ -95,6 +99,15 @@ class Integrated(Strategy):
         together = whole_layers(network, graph)
         layout, _ = self.choose(graph, self.machine, comm.size, batch, together)
         return IntegratedTraining(comm, network, graph, layout, batch, learning_rate)
+
+    def of(self, network: Network) -> Integrated:
+        """The same for the operators of a network, some of which only samples can be shared of.
+
+        A graph does not tell all of them: :meth:`predict` then predicts what :meth:`start` runs.
+        """
+        made = copy.copy(self)
+        made._together = whole_layers(network, graph_of(network))
+        return made
 
     def choose(
         self,
@@ -123,7 +136,9 @@ class Integrated(Strategy):
                 continue
             # With one row there is nothing but batch parallelism.
             allowed = {_STATES[mode] for mode in self.modes if rows > 1} | {"whole"}
-            costs = Costs(graph, machine, (rows, columns), batch, allowed, together)
+            costs = Costs(
+                graph, machine, (rows, columns), batch, allowed, together, self._rows_first
+            )
             total, states = costs.best()
             if math.isinf(total):
                 reasons.append(costs.reason)
@@ -169,6 +184,39 @@ class ModelParallel(Integrated):
         return [(workers, 1)]
 
 
+class DomainParallel(Integrated):
+    """Every worker has all weights and some rows of the images of all samples: equation 7.
+
+    Layers without images, or with fewer rows than there are workers, are by batch.
+    """
+
+    name = "domain"
+    _rows_first = True
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        super().__init__(modes=("domain", "batch"), machine=machine)
+
+    def _grids(self, workers: int) -> list[tuple[int, int]]:
+        return [(workers, 1)]
+
+    def choose(
+        self,
+        graph: Graph,
+        machine: Machine,
+        workers: int,
+        batch: int,
+        together: Collection[int] = (),
+    ) -> tuple[Layout, Costs]:
+        """The layout and its costs; if there are images of so many rows."""
+        layout, costs = super().choose(graph, machine, workers, batch, together)
+        if workers > 1 and "rows" not in layout.states:
+            raise InputError(
+                f"domain cannot use {workers} workers for {graph.name!r}: no layer has images of "
+                "so many rows"
+            )
+        return layout, costs
+
+
 class Costs:
     """What every layer costs on one grid, in each state, and between them.
 
@@ -191,6 +239,8 @@ class Costs:
         States that may be chosen.
     together : collection of int
         Layers that are whole or shared by samples only.
+    rows_first : bool
+        Whether what can be shared by rows is not by samples.
     """
 
     def __init__(
@@ -201,11 +251,12 @@ class Costs:
         batch: int,
         allowed: Collection[str],
         together: Collection[int],
+        rows_first: bool = False,
     ) -> None:
         self._graph, self._machine, self._batch = graph, machine, batch
         self._rows, self._columns = grid
         self._samples = batch / self._columns
-        self._allowed, self._together = allowed, together
+        self._allowed, self._together, self._rows_first = allowed, together, rows_first
         self._trained, self._units = graph.trained, units(graph)
         # Who is the first to multiply each layer by weights.
         self._first = [0] * len(graph.layers)
@@ -323,7 +374,8 @@ class Costs:
         if state not in self._allowed:
             return False
         if state == "samples":
-            return self._batch >= self._rows * self._columns
+            enough = self._batch >= self._rows * self._columns
+            return enough and not (self._rows_first and self._possible(k, "rows"))
         if state == "whole":
             # With weights it would be computed as often as there are rows.
             return layer.kind not in MIXING or self._rows == 1
@@ -334,6 +386,10 @@ class Costs:
             # The Jacobian of a cell whose state is more than its hidden units is not dense.
             dense = layer.kind != "cell" or layer.nnz == layer.size**2
             return kept and dense and self._units[k] >= self._rows
+        read = [self._graph.layers[i] for i in layer.inputs]
+        if layer.kind == "norm" and (layer.nnz, layer.shape) != (layer.size, read[0].shape):
+            # It mixes the elements of a sample.
+            return False
         shapes = [layer.shape, *(self._graph.layers[i].shape for i in self._live[k])]
         return layer.kind in _ROWWISE and all(
             len(shape) == 3 and shape[1] >= self._rows for shape in shapes

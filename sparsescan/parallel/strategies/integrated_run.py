@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ...jacobians import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
     Dropout,
     Flatten,
@@ -72,15 +73,28 @@ def _divisible(op: Operator) -> bool:
         return even and counted and len(op.input_shape) == 3
     if isinstance(op, Dropout):
         return op.mask is None
+    if isinstance(op, BatchNorm2d):
+        return len(op.input_shape) == 3
     return isinstance(op, (Flatten, Elementwise))
 
 
 def _like(op: Operator, shape: Shape, **changes: Any) -> Operator:
-    """A layer without parameters, with the same arguments for an input of another shape."""
+    """A layer of every place alone, with the same arguments for an input of another shape."""
+    if isinstance(op, BatchNorm2d):
+        return _norm_like(op, shape)
     names = [name for name in inspect.signature(type(op)).parameters if name != "input_shape"]
     arguments = {name: getattr(op, name) for name in names} | changes
     kind: Any = type(op)
     made: Operator = kind(**arguments, input_shape=shape)
+    return made
+
+
+def _norm_like(op: BatchNorm2d, shape: Shape) -> BatchNorm2d:
+    affine, tracked = op.weight is not None, op.track_running_stats
+    made = BatchNorm2d(op.num_features, op.eps, op.momentum, affine, tracked, input_shape=shape)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if getattr(op, name) is not None:
+            setattr(made, name, getattr(op, name))
     return made
 
 

@@ -61,7 +61,8 @@ class Scan(Strategy):
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
     ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
     (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
-    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however many steps it has.
+    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however
+    many steps it has.
     """
 
     name = "scan"
