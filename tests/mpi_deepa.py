@@ -169,7 +169,7 @@ def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
             (ur, uz, un), (vr, vz, vn) = np.split(u, 3, axis=1), np.split(v, 3, axis=1)
             r, z = 1 / (1 + np.exp(-ur - vr)), 1 / (1 + np.exp(-uz - vz))
             state = (1 - z) * np.tanh(un + r * vn) + z * state
-    return state @ readout["weight"].T + readout["bias"]
+    return state @ readout["weight"].T + readout.get("bias", 0)
 
 
 def of_network(network: Any, params: Params, x: Any) -> Any:
@@ -302,7 +302,7 @@ def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]
 
 def random_recurrent(rng: np.random.Generator) -> Recurrent:
     cell, features, hidden = rng.choice([RNNCell, GRUCell]), *rng.integers(1, 5, 2).tolist()
-    readout = Linear(hidden, 4, dtype=np.float64, rng=rng)
+    readout = Linear(hidden, 4, rng.random() < 0.7, dtype=np.float64, rng=rng)
     steps = int(rng.integers(1, 6))
     return Recurrent(cell(features, hidden, dtype=np.float64, rng=rng), readout, steps)
 
@@ -481,7 +481,7 @@ def test_errors() -> None:
     with pytest.raises(InputError, match=message):
         PerLayer(different).start(WORLD, cells, 4)
     training = PerLayer().start(WORLD, cells, 4)
-    with pytest.raises(InputError, match=r"expected \(4, 2, 2\) and \(4,\)"):
+    with pytest.raises(InputError, match=r"x has shape \(4, 3, 2\); expected \(4, 2, 2\)"):
         training.step(np.zeros((4, 3, 2)), np.zeros(4, int))
 
 

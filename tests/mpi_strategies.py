@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import permutations
 from typing import Any
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
+from sparsescan import InputError
 from sparsescan.jacobians import (
     Conv2d,
     Flatten,
@@ -68,7 +71,10 @@ def images(rng: np.random.Generator, dtype: Any) -> Sequential:
 
 def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
     cell = rng.choice([RNNCell, GRUCell])(2, 5, dtype=dtype, rng=rng)
-    return Recurrent(cell, Linear(5, 4, dtype=dtype, rng=rng), int(rng.integers(4, 20)))
+    readout = Linear(5, 4, dtype=dtype, rng=rng, weight_mask=rng.random((4, 5)) < 0.8)
+    # What is pruned counts as 0, whatever it is.
+    readout.weight = rng.uniform(-1, 1, (4, 5)).astype(dtype)
+    return Recurrent(cell, readout, int(rng.integers(4, 20)))
 
 
 def loss_and_output_grad(output: Any, labels: Any) -> tuple[float, Any]:
@@ -89,7 +95,7 @@ def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]
         states = cell.unroll(x)
         loss, grad = loss_and_output_grad(readout.forward(states[-1]), labels)
         grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
-        grad = grad @ readout.weight
+        grad = grad @ readout.jacobian(states[-1][0]).toarray().T
         for before, now in zip(states[-2::-1], x[::-1], strict=True):
             for name, found in cell.param_grads(now, before, grad).items():
                 grads[0][name] = grads[0][name] + found
@@ -120,7 +126,7 @@ def sent(training: Training) -> int:
 
 
 def data(network: Any, rng: np.random.Generator, batch: int, dtype: Any) -> tuple[Any, Any]:
-    x = rng.standard_normal((batch, *network.input_shape)).astype(dtype)
+    x = rng.standard_normal((batch, *network.input_shape)).astype(rng.choice([np.float32, dtype]))
     return x, rng.integers(4, size=batch)
 
 
@@ -139,7 +145,7 @@ def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> 
         for params, values in zip(parameters(network), expected, strict=True):
             for name, value in values.items():
                 params[name][...] = value
-        loss, grads = sgd(network, x, labels)
+        loss, grads = sgd(network, x.astype(dtype), labels)
         assert abs(losses[-1] - loss) < 300 * eps * max(1, loss), (losses, loss)
         expected = [
             {name: value - RATE * found[name] for name, value in values.items()}
@@ -152,6 +158,25 @@ def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> 
             assert not np.array_equal(value, start[name]), "nothing was learned"
     found = [{k: v.tobytes() for k, v in params.items()} for params in training.parameters()]
     assert all(one == [losses, found] for one in WORLD.allgather([losses, found]))
+
+
+def check_refusals(rng: np.random.Generator) -> None:
+    """What is wrong is said on all ranks, before any of them sends."""
+    x, labels = np.zeros((8, 1, 6, 6), np.float32), np.zeros(8, int)
+    wrong = [
+        (x[:, :, :5], labels, "x has shape (8, 1, 5, 6); expected (8, 1, 6, 6)"),
+        (x, labels[:3], "labels has shape (3,); expected (8,)"),
+        (x, labels + 4, "labels has 4; expected 0 to 3"),
+        (x, labels - 1, "labels has -1; expected 0 to 3"),
+    ]
+    for strategy in strategies():
+        try:
+            training = strategy.start(WORLD, images(rng, np.float32), 8)
+        except InputError:
+            continue
+        for *given, why in wrong:
+            with pytest.raises(InputError, match=f"^{re.escape(why)}$"):
+                training.step(*given)
 
 
 def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
@@ -215,6 +240,7 @@ def main() -> None:
         for make in (images, recurrent):
             for dtype in (np.float32, np.float64):
                 check(Scan(grid[:2]), make(rng, dtype), rng, dtype)
+    check_refusals(rng)
     check_bytes(images(rng, np.float32), rng, "vectors")
     for schedule in ("vectors", "products"):
         check_bytes(recurrent(rng, np.float32), rng, schedule)

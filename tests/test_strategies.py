@@ -16,7 +16,8 @@ from mpi_launch import DOUBLING, needs_mpi, run
 
 import sparsescan
 from sparsescan.__main__ import main
-from sparsescan.errors import InputError
+from sparsescan.errors import InputError, InputTypeError
+from sparsescan.jacobians import Conv2d, GRUCell, Linear, MaxPool2d, RNNCell, Sequential, Tanh
 from sparsescan.parallel import Network
 from sparsescan.parallel.strategies import (
     Graph,
@@ -24,16 +25,20 @@ from sparsescan.parallel.strategies import (
     Machine,
     Pipeline,
     Prediction,
+    Recurrent,
     Scan,
     Strategy,
     build,
     compare,
+    from_sequential,
     load_machine,
     measure_machine,
     plot_comparison,
     save_machine,
 )
 from sparsescan.parallel.strategies.compare import strategies
+from sparsescan.parallel.strategies.partitioned import limits_of
+from sparsescan.parallel.strategies.recurrent import graph_of
 from sparsescan.parallel.strategies.scan import blocks, parts_of
 from sparsescan.parallel.strategies.times import Times
 
@@ -61,6 +66,41 @@ def graphs(draw: st.DrawFn) -> Graph:
 def test_ranks_train_as_one_process_and_send_what_is_predicted(size: int) -> None:
     ended = run(size, "mpi_strategies.py", random.randrange(1 << 30), timeout=300, **DOUBLING)
     assert ended.code == 0, ended.output
+
+
+def test_networks_that_cannot_be_trained_are_refused() -> None:
+    cell, linear = RNNCell(2, 3, rng=0), Linear(3, 3, rng=0)
+    for wrong, argument in (
+        (lambda: Recurrent(None, linear, 2), "cell is a NoneType"),  # type: ignore[arg-type]
+        (lambda: Recurrent(cell, Sequential([linear]), 2), "readout is a Sequential"),  # type: ignore[arg-type]
+        (lambda: graph_of([linear]), "network is a list; expected a Sequential or a Recurrent"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputTypeError, match=argument):
+            wrong()
+    with pytest.raises(InputError, match=r"network has Linear.* twice; expected"):
+        graph_of(Sequential([linear, linear]))
+    # Only what is trained has to be there once.
+    act = Tanh(input_shape=(3,))
+    assert len(graph_of(Sequential([act, linear, act])).layers) == 4
+
+
+def test_the_graph_of_a_recurrent_network_has_the_parameters_that_there_are() -> None:
+    mask = np.eye(3, dtype=bool)
+    cell = GRUCell(2, 3, bias=False, weight_hh_mask=np.tile(mask, (3, 1)), rng=0)
+    readout = Linear(3, 4, bias=False, weight_mask=np.ones((4, 3)) > 0, rng=0)
+    graph = Recurrent(cell, readout, 5).graph()
+    assert graph.weights == 9 * 2 + 9 * 3 + 12
+    assert [layer.nnz for layer in graph.layers[1:]] == [3] * 5 + [12]
+    assert [layer.shares for layer in graph.layers[1:]] == [None, 1, 1, 1, 1, None]
+
+
+def test_windows_with_gaps_are_divided_by_samples_alone() -> None:
+    for op in (
+        Conv2d(2, 4, 3, dilation=2, input_shape=(2, 8, 8), rng=0),
+        MaxPool2d(2, dilation=2, input_shape=(2, 8, 8)),
+    ):
+        layer = from_sequential(Sequential([op])).layers[1]
+        assert limits_of(op, layer, 6) == (6, 1, 1, 1)
 
 
 @given(graphs())

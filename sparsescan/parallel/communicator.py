@@ -319,6 +319,8 @@ class Communicator:
         try:
             yield
         except BaseException as error:
+            if self.size == 1:
+                raise
             traceback.print_exc()
             print(
                 f"sparsescan: rank {self.rank} of {self.size}: {what} failed: {error}; all ranks "

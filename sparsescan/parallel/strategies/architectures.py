@@ -640,16 +640,16 @@ def from_sequential(network: Sequential, name: str = "network") -> Graph:
     Graph('network', 3 layers, 8 weights)
     """
     made = Builder(name, network.input_shape)
-    _append(made, network.ops, made.last)
+    append(made, network.ops, made.last)
     return made.graph()
 
 
-def _append(made: Builder, ops: Sequence[Operator], x: int) -> int:
+def append(made: Builder, ops: Sequence[Operator], x: int) -> int:
     """Add the layers of operators, of which the first reads layer `x`; the number of the last."""
     for op in ops:
         if isinstance(op, Residual):
-            end = _append(made, op.ops, x)
-            x = made.sum(end, _append(made, op.shortcut, x))
+            end = append(made, op.ops, x)
+            x = made.sum(end, append(made, op.shortcut, x))
         else:
             x = made.add(_layer(op, made._name(_kind(op)), x))
     return x

@@ -10,12 +10,12 @@ from ...jacobians.recurrent import Cell
 from ...pattern import Pattern
 from .recurrent import Step
 
-__all__ = ["CellShare", "StepShare", "rows_of_units"]
+__all__ = ["CellShare", "StepShare"]
 
 Array = Any
 
 
-def rows_of_units(cell: Cell, param: Array, units: slice) -> Array:
+def _rows_of_units(cell: Cell, param: Array, units: slice) -> Array:
     """Of a parameter or its mask the rows of some hidden units, gate by gate."""
     gates = param.reshape(-1, cell.hidden_size, *param.shape[1:])
     chosen: Array = gates[:, units].reshape(-1, *param.shape[1:])
@@ -56,10 +56,10 @@ class CellShare:
         self.pattern = Pattern.dense((self.state_size, self.units))
         self.nnz = self.pattern.nnz
         self.params: dict[str, Array] = {
-            name: rows_of_units(cell, param, units).copy() for name, param in cell.params.items()
+            name: _rows_of_units(cell, param, units).copy() for name, param in cell.params.items()
         }
         self._masks = {
-            name: rows_of_units(cell, mask.on(np), units)
+            name: _rows_of_units(cell, mask.on(np), units)
             for name, mask in cell._masks.items()
             if mask is not None
         }

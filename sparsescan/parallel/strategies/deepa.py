@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...elimination import minimise
 from ...errors import InputError
 from ...schedule import check_count
-from ..communicator import Communicator
+from ..communicator import Communicator, Fault
 from .configurations import (
     Configuration,
     Configurations,
@@ -430,8 +430,11 @@ class PerLayer(Strategy):
         bounds = [limits_of(op, layer, batch) for op, layer in zip(ops, graph.layers, strict=True)]
         costs = self.costs(self.machine)
         chosen = self._chosen(graph, costs, communicator.size, batch, bounds)
-        shape = network.input_shape
-        return Partitioned(communicator, ops, graph, chosen, shape, batch, learning_rate)
+        shape, fault = network.input_shape, Fault()
+        with fault:
+            made = Partitioned(communicator, ops, graph, chosen, shape, batch, learning_rate)
+        communicator.agree(fault.error)
+        return made
 
     def _chosen(
         self, graph: Graph, costs: Costs, workers: int, batch: int, bounds: Sequence[Limits]

@@ -32,7 +32,7 @@ from .graph import Graph, Layer
 from .layout import Layout, Windows, live, split, units, windows
 from .recurrent import Network, Step, operators
 from .stage import RecurrentStage, Stage
-from .strategy import Training, cross_entropy
+from .strategy import Training, check_samples, cross_entropy
 
 __all__ = ["IntegratedTraining", "whole_layers"]
 
@@ -336,16 +336,13 @@ class IntegratedTraining(Training):
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """One training step: forward, backward, SGD."""
-        if np.shape(x) != (self._batch, *self._shape) or np.shape(labels) != (self._batch,):
-            raise InputError(
-                f"x and labels have shapes {np.shape(x)} and {np.shape(labels)}; expected "
-                f"{(self._batch, *self._shape)} and {(self._batch,)}"
-            )
-        x = np.asarray(x)[self._mine]
+        classes = math.prod(self._shapes[-1])
+        x, labels = check_samples(x, labels, (self._batch, *self._shape), classes)
         # Ranks must send what others expect.
-        y = self._forward(self._start(x.astype(np.result_type(self._dtype, x), copy=False)))
-        loss, grad = self._loss(y, np.asarray(labels)[self._mine])
-        self._backward(grad)
+        x = x[self._mine].astype(np.result_type(self._dtype, x), copy=False)
+        with self._comm.ending("a training step"):
+            loss, grad = self._loss(self._forward(self._start(x)), labels[self._mine])
+            self._backward(grad)
         return loss
 
     def _start(self, x: Array) -> dict[int, Array]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import InputError
 from ...jacobians import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Operator
 from ...jacobians.activations import Elementwise
 from ..communicator import Communicator
@@ -19,7 +18,7 @@ from .configurations import Configuration, Limits, box_needed, image_of, limits
 from .graph import Graph, Layer
 from .recurrent import Step
 from .stage import RecurrentStage, Stage, copies
-from .strategy import Training, cross_entropy
+from .strategy import Training, check_samples, cross_entropy
 
 __all__ = ["Partitioned", "limits_of"]
 
@@ -40,7 +39,7 @@ def limits_of(op: Operator | None, layer: Layer, batch: int) -> Limits:
 
 def _slides(op: Operator) -> bool:
     """Whether windows slide over images, which tell all that there is to know of their borders."""
-    if len(op.input_shape) != 3:
+    if len(op.input_shape) != 3 or getattr(op, "dilation", (1, 1)) != (1, 1):
         return False
     return isinstance(op, (Conv2d, MaxPool2d)) or (isinstance(op, AvgPool2d) and _is_plain(op))
 
@@ -365,12 +364,12 @@ class Partitioned(Training):
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """One training step; see :class:`Training`."""
-        x, labels = np.asarray(x), np.asarray(labels)
-        if x.shape != self._shape or labels.shape != self._shape[:1]:
-            raise InputError(
-                f"x and labels have shapes {x.shape} and {labels.shape}; expected {self._shape} "
-                f"and {self._shape[:1]}"
-            )
+        classes = math.prod(self._layers[-1].shape)
+        x, labels = check_samples(x, labels, self._shape, classes)
+        with self._communicator.ending("a training step"):
+            return self._step(x, labels)
+
+    def _step(self, x: Array, labels: NDArray[np.int64]) -> float:
         dtype = np.result_type(self._dtype, x)
         y = self._forward(x.astype(dtype, copy=False))
         loss, grad = 0.0, y

@@ -65,7 +65,8 @@ class _Stages(Strategy):
     ) -> Training:
         """Train over the ranks, a stage on each; see :meth:`.Strategy.start`.
 
-        Registers are those of :meth:`predict` for :func:`~.recurrent.graph_of` the network.
+        Registers that are not given balance the nonzeros of Jacobians; those of :meth:`predict` are
+        in what :meth:`chosen` returns.
         """
         graph = graph_of(network)
         workers = Communicator.of(comm).size

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InputError
 from ..communicator import Communicator, Fault
 from .pipeline_run import Batch, Pipelined, Worker
 from .pipeline_schedule import Placement
 from .recurrent import Network, Recurrent
 from .stage import Gradients, RecurrentStage, Stage
-from .strategy import Training, cross_entropy
+from .strategy import Training, check_samples, cross_entropy
 
 __all__ = ["MicroBatchTraining", "PipelineTraining"]
 
@@ -53,7 +52,7 @@ class _Rank:
             {param.dtype for op in ops for param in op.params.values()}
             for ops in (before, behind, every)
         ]
-        self._shape = network.input_shape
+        self._shape, self._classes = network.input_shape, math.prod(network.output_shape)
 
     @property
     def first(self) -> bool:
@@ -63,15 +62,14 @@ class _Rank:
     def last(self) -> bool:
         return self.communicator.rank == self.communicator.size - 1
 
-    def check(self, x: Array, labels: NDArray[np.int64], batch: int) -> None:
-        """Raise unless these are so many samples; and note their dtype."""
-        if x.shape != (batch, *self._shape) or labels.shape != (batch,):
-            raise InputError(
-                f"x and labels have shapes {x.shape} and {labels.shape}; expected "
-                f"{(batch, *self._shape)} and {(batch,)}"
-            )
+    def check(
+        self, x: Array, labels: NDArray[np.int64], batch: int
+    ) -> tuple[Array, NDArray[np.int64]]:
+        """So many samples and their labels, of which the dtype is noted; or raise."""
+        x, labels = check_samples(x, labels, (batch, *self._shape), self._classes)
         kinds = [np.result_type(x.dtype, *dtypes) for dtypes in self._dtypes]
         self._before, self._behind, self._every = kinds
+        return x, labels
 
     def forth(self, y: Array | None) -> tuple[int, Array]:
         """A message of activations for the next rank; zeros of one that has failed."""
@@ -144,9 +142,11 @@ class PipelineTraining(Pipelined, Training):
         return self._rank.communicator
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
-        """Feed a minibatch; the loss of the one that reaches the end, nan before there is one."""
-        self._rank.check(x, labels, self._batch)
-        return super().step(x, labels)
+        """Feed a minibatch; the loss of the one that reaches the end, nan before there is one.
+
+        After an error, which all ranks raise, the pipeline is empty.
+        """
+        return super().step(*self._rank.check(x, labels, self._batch))
 
     def parameters(self) -> Gradients:
         """Parameters of every layer, on all ranks."""
@@ -157,7 +157,19 @@ class PipelineTraining(Pipelined, Training):
         for feed in feeds:
             found = self._cycle(feed, fault)
             loss = loss if math.isnan(found) else found
-        return self._rank.agree(fault, loss)
+        try:
+            return self._rank.agree(fault, loss)
+        except BaseException:
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Forget the minibatches that are on their way, on all ranks."""
+        self._worker.clear()
+        self._labels.clear()
+        self._x = self._grad = None
+        self._fed.extend([False] * len(self._fed))
+        self._active = 0
 
     def _cycle(self, feed: Batch | None, fault: Fault) -> float:
         self._fed.appendleft(feed is not None)
@@ -231,7 +243,7 @@ class MicroBatchTraining(Training):
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """One training step; the mean loss of the minibatch before it."""
-        self._rank.check(x, labels, self._batch)
+        x, labels = self._rank.check(x, labels, self._batch)
         xs, each = np.split(x, self._count), np.split(labels, self._count)
         forward, backward = self._rank.stage.forward, self._rank.stage.backward
         inputs, fault = [], Fault()

@@ -63,6 +63,10 @@ class Worker:
         self._last, self._batch, self._learning_rate = last, batch, learning_rate
         self._kept: deque[list[Array]] = deque()
 
+    def clear(self) -> None:
+        """Forget the minibatches that are on their way."""
+        self._kept.clear()
+
     def cycle(
         self, x: Array | None, labels: NDArray[np.int64] | None, grad: Array | None
     ) -> tuple[Array | None, Array | None, float]:
@@ -107,7 +111,7 @@ class Pipelined(ABC):
         float
             The loss of the minibatch that reaches the end: this one, if it is run alone.
         """
-        fed: list[Batch | None] = [(np.array(x), np.asarray(labels))]
+        fed: list[Batch | None] = [(np.array(x), np.array(labels))]
         empty: list[Batch | None] = [None] * (2 * self._registers)
         if self._left > 0:
             self._left -= 1

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InputError
+from ...errors import InputError, InputTypeError
 from ...jacobians import GRUCell, Linear, Operator, RNNCell, Sequential
 from ...jacobians.recurrent import Cell
 from ...pattern import Pattern
 from ...schedule import check_count
-from .architectures import Builder, build, from_sequential
+from .architectures import Builder, append, build, from_sequential
 from .graph import Graph, Layer
 
 __all__ = ["Network", "Recurrent", "Step", "graph_of", "operators"]
@@ -93,6 +93,10 @@ class Recurrent:
     """
 
     def __init__(self, cell: Cell, readout: Linear, steps: int) -> None:
+        if not isinstance(cell, Cell):
+            raise InputTypeError(f"cell is a {type(cell).__name__}; expected a recurrent cell")
+        if not isinstance(readout, Linear):
+            raise InputTypeError(f"readout is a {type(readout).__name__}; expected a Linear")
         if readout.input_shape != (cell.state_size,):
             raise InputError(
                 f"readout has input_shape {readout.input_shape}; expected {(cell.state_size,)}"
@@ -136,7 +140,7 @@ class Recurrent:
                     shares=1 if t else None,
                 )
             )
-        made.linear(self.readout.out_features)
+        append(made, [self.readout], made.last)
         return made.graph()
 
 
@@ -145,9 +149,25 @@ Network = Sequential | Recurrent
 
 
 def graph_of(network: Network, name: str = "network") -> Graph:
-    """The graph of a network that is trained."""
+    """The graph of a network that is trained.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If two layers are one object with parameters, or there is no such network.
+    """
     if isinstance(network, Recurrent):
         return network.graph(name)
+    if not isinstance(network, Sequential):
+        raise InputTypeError(
+            f"network is a {type(network).__name__}; expected a Sequential or a Recurrent"
+        )
+    trained = [op for op in network.layers if op.params]
+    for k, op in enumerate(trained):
+        if any(op is other for other in trained[:k]):
+            raise InputError(
+                f"network has {op!r} twice; expected layers with parameters of their own"
+            )
     return from_sequential(network, name)
 
 

@@ -18,7 +18,7 @@ from ...errors import InputError
 from ...pattern import Pattern
 from ...schedule import check_count
 from ..api import plan
-from ..communicator import Communicator
+from ..communicator import Communicator, Fault
 from ..exchange import exscan_messages
 from ..forecast import CLOSE, OPEN
 from ..grid import Grid, check_grid
@@ -29,7 +29,7 @@ from .graph import Graph
 from .machine import Machine
 from .recurrent import Network, Recurrent, graph_of
 from .stage import Stage
-from .strategy import Prediction, Strategy, Training, cross_entropy
+from .strategy import Prediction, Strategy, Training, check_samples, cross_entropy
 
 __all__ = ["Scan", "ScanSamples", "blocks", "parts_of"]
 
@@ -139,8 +139,11 @@ class Scan(Strategy):
         grid, schedule, _ = self._best(graph, self.machine, size, batch)
         # Positions of the scan are numbered from the end of the chain on.
         span = parts_of(graph, grid.chain)[grid.chain - 1 - grid.position(rank)]
-        part: _Part = (Steps if isinstance(network, Recurrent) else _Layers)(network, span)
-        return _Training(comm, grid, batch, part, learning_rate, schedule)
+        fault = Fault()
+        with fault:
+            part: _Part = (Steps if isinstance(network, Recurrent) else _Layers)(network, span)
+        Communicator.of(comm).agree(fault.error)
+        return _Training(comm, grid, network, span, batch, part, learning_rate, schedule)
 
 
 class ScanSamples(Scan):
@@ -462,7 +465,9 @@ class Steps(_Part):
     shared = 1
 
     def __init__(self, network: Any, span: range) -> None:
-        self._cell, self._readout = copy.deepcopy(network.cell), copy.deepcopy(network.readout)
+        # What is drawn when it is first read would be drawn twice.
+        _ = network.cell.params
+        self._cell, self._readout = copy.deepcopy(network.cell), Stage([network.readout])
         self._span = range(span.start, min(span.stop, network.steps))
         self._is_last = span.stop > network.steps
         self.jacobians = [self._cell.pattern] * len(self._span)
@@ -470,29 +475,29 @@ class Steps(_Part):
 
     @property
     def parameters(self) -> list[dict[str, Array]]:
-        layers = [self._cell, self._readout] if self._is_last else [self._cell]
-        return [layer.params for layer in layers]
+        return [self._cell.params, *(self._readout.parameters if self._is_last else [])]
 
     def forward(self, x: Array, entering: Array | None) -> Array:
         self._x = np.ascontiguousarray(x[:, self._span.start : self._span.stop].swapaxes(0, 1))
         self._states = self._cell.unroll(self._x, entering)
         output: Array = self._states[-1]
-        return self._readout.forward(output) if self._is_last else output
+        if self._is_last:
+            self._read = self._readout.forward(output)
+            output = self._read[-1]
+        return output
 
     def leaving(self, grad: Array) -> Array:
-        self._grad = grad
-        product: Array = grad @ self._readout.weight
-        return product
+        found: Array
+        found, self._behind = self._readout.backward(self._read, grad)
+        return found
 
     def values(self) -> Any:
         self._steps = self._cell.linearize(self._x, self._states[:-1])
         return self._steps.values()[::-1]
 
     def param_grads(self, grads: Any) -> list[dict[str, Array]]:
-        found = [self._steps.param_grads(np.asarray(grads)[::-1])]
-        if self._is_last:
-            found.append(self._readout.param_grads(self._states[-1], self._grad))
-        return found
+        found = self._steps.param_grads(np.asarray(grads)[::-1])
+        return [found, *(self._behind if self._is_last else [])]
 
 
 class _Training(Training):
@@ -502,6 +507,8 @@ class _Training(Training):
         self,
         comm: Any,
         grid: Grid,
+        network: Network,
+        span: range,
         batch: int,
         part: _Part,
         learning_rate: float,
@@ -510,6 +517,12 @@ class _Training(Training):
         self._world = Communicator.of(comm)
         self._grid, self._batch, self._part = grid, batch, part
         self._rate = learning_rate
+        self._shape, self._classes = network.input_shape, math.prod(network.output_shape)
+        # What goes from part to part has the dtypes of the input and of all parameters so far.
+        self._before, self._behind = (
+            {param.dtype for op in network.ops[:end] for param in op.params.values()}
+            for end in (span.start, span.stop)
+        )
         rank = self._world.rank
         self._position = grid.position(rank)
         # The ranks that hold the same part.
@@ -524,28 +537,31 @@ class _Training(Training):
         return self._world
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
-        if len(x) != self._batch or len(labels) != self._batch:
-            raise InputError(
-                f"there are {len(x)} samples and {len(labels)} labels; expected {self._batch}"
-            )
+        x, labels = check_samples(x, labels, (self._batch, *self._shape), self._classes)
         part, world, rank = self._part, self._world, self._world.rank
         samples = self._grid.samples(rank, self._batch)
         x, labels = x[samples], labels[samples]
-        entering = None
-        if self._position < self._grid.chain - 1:
-            entering = np.empty((len(x), *part.entering), x.dtype)
-            world.receive(entering, rank + 1)
-        output = part.forward(x, entering)
         loss, grad = 0.0, None
-        if self._position > 0:
-            world.send(np.ascontiguousarray(output, x.dtype), rank - 1)
-        else:
-            loss, grad = cross_entropy(output, labels, self._batch)
-            grad = part.leaving(grad)
-        grads = part.param_grads(self.plan.exclusive_scan(grad, part.values()))
-        self._sum(self._world, part.parameters[: part.shared], grads[: part.shared])
-        self._sum(self._group, part.parameters[part.shared :], grads[part.shared :])
-        return float(all_reduce(world, np.array([loss]))[0])
+        with world.ending("a training step"):
+            entering = None
+            if self._position < self._grid.chain - 1:
+                dtype = np.result_type(x, *self._before)
+                entering = np.empty((len(x), *part.entering), dtype)
+                world.receive(entering, rank + 1)
+            output = part.forward(x, entering)
+            if self._position > 0:
+                dtype = np.result_type(x, *self._behind)
+                world.send(np.ascontiguousarray(output, dtype), rank - 1)
+            else:
+                loss, grad = cross_entropy(output, labels, self._batch)
+                grad = part.leaving(grad)
+            values = part.values()
+        found = self.plan.exclusive_scan(grad, values)
+        with world.ending("a training step"):
+            grads = part.param_grads(found)
+            self._sum(self._world, part.parameters[: part.shared], grads[: part.shared])
+            self._sum(self._group, part.parameters[part.shared :], grads[part.shared :])
+            return float(all_reduce(world, np.array([loss]))[0])
 
     def _sum(
         self,

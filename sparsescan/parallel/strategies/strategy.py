@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._arrays import check_array
+from ...errors import InputError, InputTypeError
 from ..communicator import Communicator
 from .graph import Graph
 from .machine import Machine
 from .recurrent import Network
 
-__all__ = ["Prediction", "Strategy", "Training", "cross_entropy"]
+__all__ = ["Prediction", "Strategy", "Training", "check_samples", "cross_entropy"]
 
 Array = NDArray[Any]
 
@@ -35,7 +37,9 @@ class Prediction:
     bytes : int
         That the busiest worker sends in a step.
     memory : int
-        Bytes that the fullest worker needs.
+        Bytes that the fullest worker needs: for parameters and their gradients, activations and
+        what is gathered of them, and Jacobians if it scans over them. What the layers here keep
+        besides, such as the indices of their Jacobians, is no need of a strategy.
     stale : float
         Share of the weights that are used after they have been updated elsewhere; 0 if gradients
         are exact.
@@ -85,6 +89,12 @@ class Training(ABC):
         float
             The mean cross-entropy of the batch before the step, on all ranks. (Of a pipeline that
             has not filled yet: nan.)
+
+        Raises
+        ------
+        InputError, InputTypeError
+            On all ranks, if samples or labels are not as expected. What else a rank meets, ends
+            all of them, or is raised on all by a pipeline.
         """
 
     @abstractmethod
@@ -153,6 +163,26 @@ class Strategy(ABC):
         learning_rate : float
             Of SGD.
         """
+
+
+def check_samples(
+    x: Array, labels: NDArray[np.int64], shape: tuple[int, ...], classes: int
+) -> tuple[Array, NDArray[np.int64]]:
+    """Samples of this shape, batch first, and their classes, as arrays; or raise.
+
+    All ranks have all of both, so they raise alike.
+    """
+    x, labels = check_array("x", x), np.asarray(labels)
+    if x.shape != shape:
+        raise InputError(f"x has shape {x.shape}; expected {shape}")
+    if labels.dtype.kind not in "iu":
+        raise InputTypeError(f"labels has dtype {labels.dtype}; expected integers")
+    if labels.shape != shape[:1]:
+        raise InputError(f"labels has shape {labels.shape}; expected {shape[:1]}")
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise InputError(f"labels has {wrong[0]}; expected 0 to {classes - 1}")
+    return x, labels
 
 
 def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
