@@ -343,7 +343,7 @@ def _check_plot(path: str | None) -> None:
     """Find out before the work what would go wrong with a picture after it."""
     if path is not None:
         check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
-        demo._check_output(path)
+        demo.check_output(path)
 
 
 def _version(*names: str) -> str:

@@ -90,10 +90,10 @@ def _all_come(world: Any) -> bool:
 def _by_first(communicator: Communicator, path: Any, call: Callable[[], _T]) -> _T:
     """What rank 0 finds when it reads or writes a file, on all ranks; or what it raises."""
     from .parallel.communicator import Fault
-    from .parallel.scan_file import _naming
+    from .parallel.scan_file import naming
 
     fault, found = Fault(), None
-    with fault, _naming(path):
+    with fault, naming(path):
         if communicator.rank == 0:
             found = call()
     communicator.agree(fault.error)

@@ -29,7 +29,7 @@ from .plan import ScanPlan
 from .plot import check_packages
 from .schedule import Schedule, check_count
 
-__all__ = ["STEPS", "Figures", "run"]
+__all__ = ["STEPS", "Figures", "check_output", "run"]
 
 STEPS = 64  # pixels of an image
 CLASSES = 10
@@ -306,7 +306,7 @@ def run(
         check_count(name, value, least)
     check_count("seed", seed, 0)
     check_packages("the demo", "demo", _PACKAGES)
-    _check_output(output)
+    check_output(output)
     from tqdm import tqdm
 
     data = load_data(seed)
@@ -431,7 +431,7 @@ def _means(losses: list[float], per_epoch: int) -> list[float]:
     return [float(mean) for mean in np.reshape(losses, (-1, per_epoch)).mean(axis=1)]
 
 
-def _check_output(output: str | os.PathLike[str]) -> None:
+def check_output(output: str | os.PathLike[str]) -> None:
     """Find out before the training what would go wrong after it."""
     folder = os.path.dirname(os.path.abspath(output))
     if os.path.isdir(output):

@@ -72,7 +72,7 @@ def bug(*_: object) -> None:
 # Runs of a chain
 # ---------------------------------------------------------------------------------------------
 
-run_chain, measure = chain_run.run_chain, chain_run._measure
+run_chain, measure = chain_run.run_chain, chain_run.measure_in_turns
 
 
 def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
@@ -83,9 +83,9 @@ def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
             check_way(way, path)
         return measure(ways, *arguments)
 
-    chain_run._measure = checked_measure
+    chain_run.measure_in_turns = checked_measure
     found = run_chain(comm, path, batch, machine)
-    chain_run._measure = measure
+    chain_run.measure_in_turns = measure
     names = ["scan by vectors"]
     names += ["scan by products"] * (comm.size > 1)
     names += ["scan, samples only"] * (batch >= comm.size > 1)

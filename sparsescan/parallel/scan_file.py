@@ -21,7 +21,7 @@ from .api import plan
 from .communicator import Communicator, Fault
 from .grid import Grid
 
-__all__ = ["Summary", "scan_file"]
+__all__ = ["Loaded", "Summary", "load_part", "naming", "scan_file"]
 
 # Bytes that are sent at once, or one gradient, if that is larger.
 _BLOCK = 1 << 24
@@ -48,7 +48,7 @@ class Summary(NamedTuple):
     schedule: str
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """The chain, this rank's part of it, and the form of the output."""
 
     n: int
@@ -110,7 +110,7 @@ def scan_file(
     """
     world = Communicator.of(comm)
     grid = Grid(world.size)
-    loaded = _load(world, grid, path, inclusive)
+    loaded = load_part(world, grid, path, inclusive)
     start = time.perf_counter()
     made = plan(
         comm,
@@ -129,19 +129,19 @@ def scan_file(
     return Summary(many, loaded.dtype, seconds, made.schedule)
 
 
-def _load(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> _Loaded:
+def load_part(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> Loaded:
     """Read this rank's part, and check its share of the file; raise on all what is wrong on any."""
     fault = Fault()
     loaded, sums = None, None
     with ExitStack() as stack:
-        with fault, _naming(path):
+        with fault, naming(path):
             file = stack.enter_context(ChainFile(path))
             steps = grid.steps(world.rank, file.n)
             part = file.part(steps.start, steps.stop)
             period = 0 if inclusive and _is_rectangular(file) else file.period
             sizes = _sizes(file, period, inclusive) if world.rank == 0 else np.empty(0, np.int64)
             total = file.n + inclusive
-            loaded = _Loaded(file.n, file.grad, file.dtype, part, total, period, sizes)
+            loaded = Loaded(file.n, file.grad, file.dtype, part, total, period, sizes)
             sums = file.sums(world.rank, world.size)
         world.agree(fault.error)
         every = world.gather(sums)
@@ -153,7 +153,7 @@ def _load(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> _Load
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Make one error of this package of what the system says of a file."""
     try:
         yield
@@ -186,7 +186,7 @@ class _Output:
     """
 
     def __init__(
-        self, world: Communicator, loaded: _Loaded, gradients: Gradients, bounds: list[int]
+        self, world: Communicator, loaded: Loaded, gradients: Gradients, bounds: list[int]
     ) -> None:
         self._world = world
         self._loaded = loaded
@@ -201,7 +201,7 @@ class _Output:
         fault = Fault()
         with ExitStack() as stack:
             file = None
-            with fault, _naming(output):
+            with fault, naming(output):
                 self._block = np.empty(_words(max(self._largest(), _BLOCK)), np.int64)
                 if self._world.rank == 0:
                     file = stack.enter_context(open(output, "wb"))
@@ -210,7 +210,7 @@ class _Output:
                 self._send()
             else:
                 pieces = self._pieces()
-                with fault, _naming(output), file:
+                with fault, naming(output), file:
                     write_members(file, pieces)
                 # The other ranks send all, whatever has happened here.
                 for _ in pieces:

@@ -23,9 +23,9 @@ from ..grid import Grid
 from ..maps import Terms
 from ..network import allreduce_messages
 from ..plan import ParallelPlan
-from ..scan_file import _load, _Loaded
+from ..scan_file import Loaded, load_part
 from .architectures import from_chain
-from .compare import Measured, Run, _measure, measure_here, strategies
+from .compare import Measured, Run, measure_here, measure_in_turns, strategies
 from .machine import Machine
 from .scan import Scan, ScanSamples
 from .strategy import Prediction
@@ -72,7 +72,7 @@ def run_chain(comm: Any, path: Path, batch: int, machine: Machine | None = None)
     """
     world = Communicator.of(comm)
     parts = Grid(world.size)
-    loaded = _load(world, parts, path, inclusive=False)
+    loaded = load_part(world, parts, path, inclusive=False)
     samples = len(loaded.grad) if loaded.grad.ndim == 2 else 1
     if batch != samples:
         raise InputError(
@@ -91,7 +91,7 @@ def run_chain(comm: Any, path: Path, batch: int, machine: Machine | None = None)
         else:
             ways.append((prediction, way))
     turns: list[Any] = [way for _, way in ways]
-    times, sent = _measure(turns, None, None)
+    times, sent = measure_in_turns(turns, None, None)
     found = [
         Measured(prediction, nanoseconds, nbytes)
         for (prediction, _), nanoseconds, nbytes in zip(ways, times, sent, strict=True)
@@ -120,7 +120,7 @@ class _Way:
         How they share the chain and its samples.
     schedule : {"vectors", "products"}
         How parts are combined.
-    loaded : _Loaded
+    loaded : Loaded
         The gradient, and this rank's part of the chain for all samples.
 
     Attributes
@@ -131,7 +131,7 @@ class _Way:
         Of the ranks.
     """
 
-    def __init__(self, comm: Any, name: str, grid: Grid, schedule: str, loaded: _Loaded) -> None:
+    def __init__(self, comm: Any, name: str, grid: Grid, schedule: str, loaded: Loaded) -> None:
         self.name, self.communicator = name, Communicator.of(comm)
         rank, grad, self._part = self.communicator.rank, loaded.grad, loaded.part
         if grid.batch > 1:
@@ -157,7 +157,7 @@ class _Way:
         return Prediction(self.name, how, times, sent, max(forecast.memory))
 
 
-def _ways(comm: Any, path: Path, loaded: _Loaded, reasons: dict[str, str]) -> Iterator[_Way]:
+def _ways(comm: Any, path: Path, loaded: Loaded, reasons: dict[str, str]) -> Iterator[_Way]:
     """All that these ranks can scan the chain by; and why not by others, to `reasons`."""
     size = comm.size
     for schedule in ("vectors", "products"):
@@ -169,7 +169,7 @@ def _ways(comm: Any, path: Path, loaded: _Loaded, reasons: dict[str, str]) -> It
     samples = len(loaded.grad) if loaded.grad.ndim == 2 else 1
     if samples >= size > 1:
         grid = Grid(1, size)
-        whole = _load(Communicator.of(comm), grid, path, inclusive=False)
+        whole = load_part(Communicator.of(comm), grid, path, inclusive=False)
         yield _Way(comm, ScanSamples.name, grid, "vectors", whole)
     elif size > 1:
         reasons[ScanSamples.name] = f"{samples} samples are too few for {size} ranks"

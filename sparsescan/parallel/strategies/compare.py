@@ -36,6 +36,7 @@ __all__ = [
     "Single",
     "compare",
     "measure_here",
+    "measure_in_turns",
     "plain_ticks",
     "plot_comparison",
     "run",
@@ -484,7 +485,7 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
             reasons[strategy.name] = str(error)
             continue
         started.append((prediction, training))
-    times, sent = _measure([training for _, training in started], x, labels)
+    times, sent = measure_in_turns([training for _, training in started], x, labels)
     found = [
         Measured(prediction, nanoseconds, nbytes)
         for (prediction, _), nanoseconds, nbytes in zip(started, times, sent, strict=True)
@@ -502,7 +503,9 @@ def _configured(
     return strategy.of(network) if isinstance(strategy, Integrated) else strategy
 
 
-def _measure(trainings: Sequence[Training], x: Any, labels: Any) -> tuple[list[float], list[int]]:
+def measure_in_turns(
+    trainings: Sequence[Training], x: Any, labels: Any
+) -> tuple[list[float], list[int]]:
     """Nanoseconds of a step of each, and bytes that the busiest rank sends in it.
 
     They take turns, so that what else the machine does meets all of them.
