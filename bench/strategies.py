@@ -67,7 +67,7 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#999999", "marker": "v"},
     {"color": "#56b4e9", "marker": "P"},
     {"color": "#d55e00", "marker": "*"},
-    {"color": "#000000", "marker": "x"},
+    {"color": "#000000", "marker": "d"},
 )
 
 

@@ -155,6 +155,13 @@ def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
             f"--workers is {arguments.workers}, but there are {world.size} ranks; run it by "
             f"mpiexec -n {arguments.workers}"
         )
+    limited = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
+    if world.rank == 0 and world.size > 1 and not limited:
+        print(
+            "NumPy may use all cores on every rank, which can take ten times as long: "
+            "OMP_NUM_THREADS=1 gives each one core",
+            flush=True,
+        )
     communicator = Communicator.of(world)
     machine = None
     if file is not None:
@@ -165,10 +172,8 @@ def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
         measured = run(world, name, machine or measure_here(world, name, batch), batch)
     if world.rank == 0:
         print(measured)
-    if file is None:
+    # A network is measured between ranks.
+    if file is None and world.size > 1 and not name.endswith(".npz"):
         path = _by_first(communicator, worker_file(), lambda: save_machine(measured.machine))
         if world.rank == 0:
-            print(f"this machine: {path}")
-    limited = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
-    if world.rank == 0 and world.size > 1 and not limited:
-        print("NumPy may use all cores on every rank: OMP_NUM_THREADS=1 gives each one core")
+            print(f"this machine, for which tables are from now on: {path}")

@@ -180,7 +180,10 @@ def _time(nanoseconds: float) -> str:
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:
     power = 0
-    while number >= base and power < len(units) - 1:
+    # What is rounded to the next unit is given in it.
+    while max(number, float(f"{number:.3g}")) >= base and power < len(units) - 1:
         number /= base
         power += 1
-    return f"{number:.3g}{units[power]}" if power else f"{number}{units[0]}"
+    if power == 0:
+        return f"{number}{units[0]}"
+    return f"{number:.3g}{units[power]}" if number < 999.5 else f"{number:.0f}{units[power]}"

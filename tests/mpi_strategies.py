@@ -179,6 +179,22 @@ def check_refusals(rng: np.random.Generator) -> None:
                 training.step(*given)
 
 
+def check_images(rng: np.random.Generator) -> None:
+    """Outputs of any shape are logits, the same for all."""
+    conv = Conv2d(1, 3, 3, input_shape=(1, 4, 4), dtype=np.float64, rng=rng)
+    x, labels = rng.standard_normal((8, 1, 4, 4)), rng.integers(12, size=8)
+    losses = {}
+    for strategy in strategies():
+        try:
+            training = strategy.start(WORLD, Sequential([conv]), 8)
+        except InputError:
+            continue
+        losses[strategy.name] = training.step(x, labels)
+    expected = loss_and_output_grad(conv.forward(x).reshape(8, -1), labels)[0]
+    np.testing.assert_allclose([*losses.values()], expected, rtol=1e-12)
+    assert {"batch", "scan, samples only", "per layer"} <= losses.keys()
+
+
 def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
     """What the busiest rank sends in a step is what was predicted."""
     graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
@@ -226,7 +242,8 @@ def check_run(name: str, batch: int) -> None:
     # A recurrent network has no images, and two stages.
     others = {} if WORLD.size == 1 else {"domain"} if WORLD.size == 2 else {"domain", *PIPELINES}
     assert found.reasons.keys() == (set() if images else set(others)), found.reasons
-    assert str(found).startswith(f"{name}, {WORLD.size} ranks, {batch} samples")
+    ranks = "1 rank" if WORLD.size == 1 else f"{WORLD.size} ranks"
+    assert str(found).startswith(f"{name}, {ranks}, {batch} samples")
     right, pairs = found.pairs
     assert 0 <= right <= pairs <= len(names) * (len(names) - 1) / 2
     for a, b in permutations(found.measured, 2):
@@ -241,6 +258,7 @@ def main() -> None:
             for dtype in (np.float32, np.float64):
                 check(Scan(grid[:2]), make(rng, dtype), rng, dtype)
     check_refusals(rng)
+    check_images(rng)
     check_bytes(images(rng, np.float32), rng, "vectors")
     for schedule in ("vectors", "products"):
         check_bytes(recurrent(rng, np.float32), rng, schedule)

@@ -141,7 +141,7 @@ def test_unknown_names_are_answered_with_those_known(name):
 
 def test_what_cannot_be_run_is_told():
     for name in ("rnn:5", "gru:5"):
-        with pytest.raises(InputError, match="rnn:T and gru:T are recurrent, and made by Recurr"):
+        with pytest.raises(InputError, match="as can rnn:T and gru:T"):
             sequential(name)
     with pytest.raises(InputError, match=f"join the channels of their branches.*; expected {RUN}"):
         sequential("inception-v3")

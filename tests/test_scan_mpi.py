@@ -209,7 +209,8 @@ def test_a_chain_is_run_in_every_way(launch: Launch) -> None:
     for case in launch.cases:
         if case.batch is None:
             continue
-        title = f"{case.chain}, {launch.size} ranks, {case.batch} samples a step, measured"
+        ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
+        title = f"{case.chain}, {ranks}, {case.batch} samples a step, measured"
         assert title in lines
         rows = [next(lines)]
         while not rows[-1].startswith("  the order of"):
@@ -284,7 +285,6 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
         (strategies(good, 2, 1), ["--workers is 2, but there are 3 ranks"]),
         (strategies(good, 3, 7), ["batch is 7, but the gradient", "(3,); expected 1, its samples"]),
         (strategies(good, 3, 1, "--machine", missing), [f"{missing}: No such file"]),
-        (strategies(good, 3, 1, how="no cache"), ["worker.json: Not a directory; give a path"]),
         (command(["calibrate"], "no cache"), ["network.json: Not a directory; give a path"]),
     ]
     commands += [made for made, _ in others]

@@ -77,8 +77,14 @@ def test_networks_that_cannot_be_trained_are_refused() -> None:
     ):
         with pytest.raises(InputTypeError, match=argument):
             wrong()
-    with pytest.raises(InputError, match=r"network has Linear.* twice; expected"):
+    with pytest.raises(InputError, match=r"network has layers that share memory.*; expected"):
         graph_of(Sequential([linear, linear]))
+    tied = Linear(3, 3, rng=0)
+    tied.weight = linear.weight
+    with pytest.raises(InputError, match="share memory for parameters"):
+        graph_of(Sequential([linear, Tanh(input_shape=(3,)), tied]))
+    with pytest.raises(InputTypeError, match="network is a str; expected a Graph"):
+        compare("lenet5", Machine(), 4, 8)  # type: ignore[arg-type]
     # Only what is trained has to be there once.
     act = Tanh(input_shape=(3,))
     assert len(graph_of(Sequential([act, linear, act])).layers) == 4

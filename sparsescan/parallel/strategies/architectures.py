@@ -300,7 +300,7 @@ def build(name: str) -> Graph:
     if name not in _MADE:
         raise InputError(
             f"network is {name!r}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as in "
-            "resnet-110"
+            "resnet-110, and T at least 1"
         )
     return _MADE[name](name)
 
@@ -510,8 +510,8 @@ _MADE: dict[str, Callable[[str], Graph]] = {
 # Those whose layers stand one behind the other.
 _CHAINS = ("lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16")
 _RUN = (
-    f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run; rnn:T and gru:T are "
-    "recurrent, and made by Recurrent.named"
+    f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run, as can rnn:T and "
+    "gru:T (Recurrent.named)"
 )
 
 

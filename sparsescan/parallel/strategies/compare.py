@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...describe import _aligned, _bytes, _time
-from ...errors import InputError
+from ...errors import InputError, InputTypeError
 from ...plot import check_packages
 from ...schedule import check_count
 from ..communicator import Communicator
@@ -60,7 +60,7 @@ _STYLES = (
     ("#999999", "v"),
     ("#56b4e9", "P"),
     ("#d55e00", "*"),
-    ("#000000", "x"),
+    ("#000000", "d"),
 )
 
 
@@ -154,7 +154,8 @@ class Comparison:
         rows = [["strategy", "step", *parts, "sent", "memory", "gradients"]]
         for one in every:
             times = [one.nanoseconds.get(part, 0) for part in parts]
-            stale = f"{one.stale:.0%} stale" if one.stale else "exact"
+            share = f"{one.stale:.0%}" if one.stale >= 0.005 else "<1%"
+            stale = f"{share} stale" if one.stale else "exact"
             memory = _bytes(one.memory) + (" !" if not self.fits(one) else "")
             cells = [_time(value) if value else "–" for value in times]
             rows.append([one.strategy, _time(one.total), *cells, _bytes(one.bytes), memory, stale])
@@ -166,8 +167,16 @@ class Comparison:
         if not all(map(self.fits, every)):
             lines.append("  ! more memory than a worker has")
         lines += [f"  {one.strategy}: {_shortened(one.how)}" for one in self.predictions]
-        lines += [f"  without {name}: {reason}" for name, reason in self.reasons.items()]
+        lines += _without(self.reasons)
         return "\n".join(lines)
+
+
+def _without(reasons: Mapping[str, str]) -> list[str]:
+    """Lines that say why some cannot be used; those with one reason together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [f"  without {'; '.join(found)}: {reason}" for reason, found in names.items()]
 
 
 def _shortened(text: str, most: int = 100) -> str:
@@ -203,8 +212,8 @@ def compare(
 
     Raises
     ------
-    InputError
-        If there is no worker, or no sample.
+    InputError, InputTypeError
+        If there is no worker, or no sample, or `network` is no graph.
 
     Examples
     --------
@@ -214,6 +223,11 @@ def compare(
     True
     """
     workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+    if not isinstance(network, Graph):
+        raise InputTypeError(
+            f"network is a {type(network).__name__}; expected a Graph, such as build('lenet5') or "
+            "from_sequential(…)"
+        )
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
         try:
@@ -423,7 +437,7 @@ class Run:
     def __str__(self) -> str:
         right, pairs = self.pairs
         order = sorted(self.measured, key=lambda one: one.prediction.total)
-        rows = [["strategy", "step", "predicted", "order predicted", "sent", "predicted"]]
+        rows = [["strategy", "step", "predicted", "order predicted", "sent", "sent, predicted"]]
         for one in self.measured:
             times = _time(one.nanoseconds), _time(one.prediction.total), str(1 + order.index(one))
             sent = f"{one.bytes:,} B", f"{one.prediction.bytes:,} B"
@@ -431,12 +445,13 @@ class Run:
         predictions = [one.prediction for one in self.measured]
         return "\n".join(
             [
-                f"{self.network.name}, {self.workers} ranks, {self.batch} samples a step, measured",
+                f"{self.network.name}, {self.workers} rank{'s' * (self.workers > 1)}, {self.batch} "
+                "samples a step, measured",
                 *(line[2:] for line in _aligned(rows)),
                 f"  the order of {right} of the {pairs} pairs that differ by more than "
                 f"{_DIFFER - 1:.0%} is as predicted",
                 *(f"  {one.strategy}: {_shortened(one.how)}" for one in predictions),
-                *(f"  without {name}: {reason}" for name, reason in self.reasons.items()),
+                *_without(self.reasons),
             ]
         )
 

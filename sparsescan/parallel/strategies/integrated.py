@@ -80,7 +80,7 @@ class Integrated(Strategy):
 
     def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
         """What a step takes in the fastest layout."""
-        layout, costs = self.choose(network, machine, workers, batch, self._together)
+        layout, costs = self.choose(network, machine, workers, batch)
         times = costs.times(layout.states)
         if any(layer.kind == "concat" for layer in network.layers):
             # Shares of channels of what is joined are no shares of the whole, which would have to
@@ -96,28 +96,23 @@ class Integrated(Strategy):
     ) -> Training:
         """Train a network over ranks, in the layout that is best for :attr:`machine`."""
         graph = graph_of(network)
-        together = whole_layers(network, graph)
-        layout, _ = self.choose(graph, self.machine, comm.size, batch, together)
+        layout, _ = self.of(network).choose(graph, self.machine, comm.size, batch)
         return IntegratedTraining(comm, network, graph, layout, batch, learning_rate)
 
     def of(self, network: Network) -> Integrated:
         """The same for the operators of a network, some of which only samples can be shared of.
 
-        A graph does not tell all of them: :meth:`predict` then predicts what :meth:`start` runs.
+        A graph does not tell all of them: :meth:`predict` then predicts what :meth:`start` runs,
+        which knows them anyway.
         """
         made = copy.copy(self)
         made._together = whole_layers(network, graph_of(network))
         return made
 
     def choose(
-        self,
-        graph: Graph,
-        machine: Machine,
-        workers: int,
-        batch: int,
-        together: Collection[int] = (),
+        self, graph: Graph, machine: Machine, workers: int, batch: int
     ) -> tuple[Layout, Costs]:
-        """The fastest layout, and its costs; layers in `together` are shared by samples only.
+        """The fastest layout, and its costs.
 
         Raises
         ------
@@ -137,7 +132,13 @@ class Integrated(Strategy):
             # With one row there is nothing but batch parallelism.
             allowed = {_STATES[mode] for mode in self.modes if rows > 1} | {"whole"}
             costs = Costs(
-                graph, machine, (rows, columns), batch, allowed, together, self._rows_first
+                graph,
+                machine,
+                (rows, columns),
+                batch,
+                allowed,
+                self._together,
+                self._rows_first,
             )
             total, states = costs.best()
             if math.isinf(total):
@@ -200,15 +201,10 @@ class DomainParallel(Integrated):
         return [(workers, 1)]
 
     def choose(
-        self,
-        graph: Graph,
-        machine: Machine,
-        workers: int,
-        batch: int,
-        together: Collection[int] = (),
+        self, graph: Graph, machine: Machine, workers: int, batch: int
     ) -> tuple[Layout, Costs]:
         """The layout and its costs; if there are images of so many rows."""
-        layout, costs = super().choose(graph, machine, workers, batch, together)
+        layout, costs = super().choose(graph, machine, workers, batch)
         if workers > 1 and "rows" not in layout.states:
             raise InputError(
                 f"domain cannot use {workers} workers for {graph.name!r}: no layer has images of "

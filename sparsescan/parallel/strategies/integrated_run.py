@@ -338,9 +338,9 @@ class IntegratedTraining(Training):
         """One training step: forward, backward, SGD."""
         classes = math.prod(self._shapes[-1])
         x, labels = check_samples(x, labels, (self._batch, *self._shape), classes)
-        # Ranks must send what others expect.
-        x = x[self._mine].astype(np.result_type(self._dtype, x), copy=False)
         with self._comm.ending("a training step"):
+            # Ranks must send what others expect.
+            x = x[self._mine].astype(np.result_type(self._dtype, x), copy=False)
             loss, grad = self._loss(self._forward(self._start(x)), labels[self._mine])
             self._backward(grad)
         return loss

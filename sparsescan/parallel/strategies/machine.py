@@ -285,7 +285,7 @@ def measure_machine(network: Network | None = None) -> Machine:
     copying = _usual(lambda: np.copyto(copied, given))
     layer, x = Tanh(input_shape=(1,)), np.zeros((1, 1), np.float32)
     return Machine(
-        name=platform.processor() or platform.machine(),
+        name=f"measured, {platform.processor() or platform.machine()}",
         multiply_adds=len(images) * math.prod(_IMAGE[1:]) * conv.weight.size / multiplying,
         bandwidth=2 * given.nbytes / copying,
         overhead=_usual(lambda: layer.forward(x)),

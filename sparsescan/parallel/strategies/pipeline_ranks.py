@@ -144,7 +144,8 @@ class PipelineTraining(Pipelined, Training):
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Feed a minibatch; the loss of the one that reaches the end, nan before there is one.
 
-        After an error, which all ranks raise, the pipeline is empty.
+        After an error of a stage, which all ranks raise, the pipeline is empty; samples that are
+        refused change nothing.
         """
         return super().step(*self._rank.check(x, labels, self._batch))
 
@@ -154,9 +155,10 @@ class PipelineTraining(Pipelined, Training):
 
     def _run(self, feeds: Sequence[Batch | None]) -> float:
         fault, loss = Fault(), math.nan
-        for feed in feeds:
-            found = self._cycle(feed, fault)
-            loss = loss if math.isnan(found) else found
+        with self.communicator.ending("a training step"):
+            for feed in feeds:
+                found = self._cycle(feed, fault)
+                loss = loss if math.isnan(found) else found
         try:
             return self._rank.agree(fault, loss)
         except BaseException:
@@ -244,6 +246,12 @@ class MicroBatchTraining(Training):
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """One training step; the mean loss of the minibatch before it."""
         x, labels = self._rank.check(x, labels, self._batch)
+        with self.communicator.ending("a training step"):
+            fault, loss = self._run(x, labels)
+        return self._rank.agree(fault, loss)
+
+    def _run(self, x: Array, labels: NDArray[np.int64]) -> tuple[Fault, float]:
+        """What a stage has met, and the loss if it is the last."""
         xs, each = np.split(x, self._count), np.split(labels, self._count)
         forward, backward = self._rank.stage.forward, self._rank.stage.backward
         inputs, fault = [], Fault()
@@ -271,7 +279,7 @@ class MicroBatchTraining(Training):
                 self.communicator.exchange([self._rank.back(back)], [])
         if fault.error is None and total is not None:
             self._rank.stage.descend(total, self._learning_rate)
-        return self._rank.agree(fault, loss)
+        return fault, loss
 
     def _receive(self, rank: int, place: Array) -> Array:
         self.communicator.exchange([], [(rank, place)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def graph_of(network: Network, name: str = "network") -> Graph:
     Raises
     ------
     InputError, InputTypeError
-        If two layers are one object with parameters, or there is no such network.
+        If two layers share parameters, or there is no such network.
     """
     if isinstance(network, Recurrent):
         return network.graph(name)
@@ -162,11 +163,12 @@ def graph_of(network: Network, name: str = "network") -> Graph:
         raise InputTypeError(
             f"network is a {type(network).__name__}; expected a Sequential or a Recurrent"
         )
-    trained = [op for op in network.layers if op.params]
-    for k, op in enumerate(trained):
-        if any(op is other for other in trained[:k]):
+    for op, other in itertools.combinations(network.layers, 2):
+        pairs = itertools.product(op.params.values(), other.params.values())
+        if any(np.may_share_memory(*pair) for pair in pairs):
             raise InputError(
-                f"network has {op!r} twice; expected layers with parameters of their own"
+                f"network has layers that share memory for parameters, {op!r} and {other!r}; "
+                "expected layers with parameters of their own"
             )
     return from_sequential(network, name)
 

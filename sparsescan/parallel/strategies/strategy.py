@@ -78,17 +78,18 @@ class Training(ABC):
 
         Parameters
         ----------
-        x : ndarray, shape (batch, *input_shape)
+        x : ndarray of float32 or float64, shape (batch, *input_shape)
             The samples: all of them on every rank, which uses what is its own. Of a recurrent
             network, sequences ``(batch, steps, features)``.
         labels : ndarray of int64, shape (batch,)
-            Their classes.
+            Their classes: the outputs of the network are their logits.
 
         Returns
         -------
         float
-            The mean cross-entropy of the batch before the step, on all ranks. (Of a pipeline that
-            has not filled yet: nan.)
+            The mean cross-entropy of the batch, by the parameters before the step, on all ranks. A
+            pipeline with stale weights returns that of the batch that reaches its end, and nan
+            before there is one.
 
         Raises
         ------
@@ -190,8 +191,8 @@ def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple
 
     Parameters
     ----------
-    output : ndarray, shape (samples, classes)
-        Logits of these samples.
+    output : ndarray, shape (samples, …)
+        Logits of these samples, as many as there are classes.
     labels : ndarray of int64, shape (samples,)
         Their classes.
     batch : int
@@ -201,9 +202,10 @@ def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple
     -------
     loss : float
         ``-Σ log softmax(output)[label] / batch``.
-    grad : ndarray
+    grad : ndarray, shape (samples, classes)
         Of the loss in `output`.
     """
+    output = output.reshape(len(output), -1)
     shifted = output - output.max(axis=1, keepdims=True)
     scale = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     logs = shifted - scale
