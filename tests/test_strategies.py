@@ -37,9 +37,10 @@ from sparsescan.parallel.strategies import (
     save_machine,
 )
 from sparsescan.parallel.strategies.compare import strategies
+from sparsescan.parallel.strategies.graph import blocks
 from sparsescan.parallel.strategies.partitioned import limits_of
 from sparsescan.parallel.strategies.recurrent import graph_of
-from sparsescan.parallel.strategies.scan import blocks, parts_of
+from sparsescan.parallel.strategies.scan import parts_of
 from sparsescan.parallel.strategies.times import Times
 
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)

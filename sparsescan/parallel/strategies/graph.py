@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from functools import cached_property
 
 from ...errors import InputError
 
-__all__ = ["KINDS", "Graph", "Layer"]
+__all__ = ["KINDS", "Graph", "Layer", "blocks"]
 
 #: What a layer may be. A "cell" is one time step of a recurrent network.
 KINDS = (
@@ -176,3 +177,15 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r}, {len(self.layers)} layers, {self.weights} weights)"
+
+
+def blocks(network: Graph) -> list[range]:
+    """The layers between places where a chain can be cut: where one output is all that goes on."""
+    count = len(network.layers)
+    # The earliest layer that is read behind each.
+    earliest, behind = count, [count] * count
+    for k in range(count - 1, 0, -1):
+        behind[k] = earliest
+        earliest = min([earliest, *network.layers[k].inputs])
+    ends = [0] + [k for k in range(1, count) if behind[k] >= k]
+    return [range(a + 1, b + 1) for a, b in itertools.pairwise(ends)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -24,7 +23,6 @@ from ...jacobians import (
     Sequential,
 )
 from ...jacobians.activations import Elementwise
-from ...jacobians.recurrent import Cell
 from ..communicator import Communicator, Fault
 from .cell_share import CellShare, StepShare
 from .collectives import all_gather, all_reduce, fetch, parts
@@ -136,17 +134,12 @@ class _Sum:
 
 
 class _Layer:
-    """A layer as one rank computes it, from the input that it needs."""
+    """A layer, or all steps of a cell, as one rank computes it from the input that it needs."""
 
-    def __init__(self, op: Operator, deep: bool, *, copied: bool = True) -> None:
-        self.stage, self._deep = Stage([op], deep, copied=copied), deep
-        self._shape = op.input_shape
+    def __init__(self, stage: Stage | RecurrentStage, shape: Shape | None) -> None:
+        """`shape` is that of a sample of the input, None if nobody needs its gradient."""
+        self.stage, self._shape = stage, shape
         self._kept: list[Array] = []
-
-    @property
-    def op(self) -> Any:
-        """The operator, not copied."""
-        return self.stage.network.layers[0]
 
     @property
     def params(self) -> dict[str, Array]:
@@ -161,29 +154,12 @@ class _Layer:
     def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
         """Gradients of its input if they are needed, and of its parameters."""
         found, grads = self.stage.backward(self._kept, grad)
-        return found.reshape(-1, *self._shape) if self._deep else grad, grads[0]
+        return grad if self._shape is None else found.reshape(-1, *self._shape), grads[0]
 
 
-class _Cells(_Layer):
-    """All steps of a recurrent network, for some samples."""
-
-    def __init__(self, ops: Sequence[Operator]) -> None:
-        self._steps = RecurrentStage(ops)
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """Those of the cell, not copied."""
-        return self._steps.parameters[0]
-
-    def forward(self, x: Array) -> Array:
-        """The last state, from sequences."""
-        self._kept = self._steps.forward(x)
-        return self._kept[-1]
-
-    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
-        """The gradient of the state behind the first step, and of parameters."""
-        found, grads = self._steps.backward(self._kept, grad)
-        return found, grads[0]
+def _alone(op: Operator, deep: bool, *, copied: bool = True) -> _Layer:
+    """A layer whose input is in one piece."""
+    return _Layer(Stage([op], deep, copied=copied), op.input_shape if deep else None)
 
 
 class _Rows(_Layer):
@@ -192,7 +168,10 @@ class _Rows(_Layer):
     def __init__(self, op: Any, layer: Layer, column: Communicator, deep: bool) -> None:
         self._windows: Windows = windows(layer, op.input_shape[1], column.size)
         self._column, self._rank, self._op = column, column.rank, op
-        super().__init__(self._window(self._windows.reads[self._rank]), deep)
+        window = self._window(self._windows.reads[self._rank])
+        stage = Stage([window], deep)
+        super().__init__(stage, window.input_shape if deep else None)
+        (self._own,) = stage.network.layers
         self._fill = -np.inf if isinstance(op, MaxPool2d) else 0.0
         self._back: Any = None
         start, stop = self._windows.asks[self._rank]
@@ -232,8 +211,8 @@ class _Rows(_Layer):
         mine = np.zeros(shape, grad.dtype)
         grads: dict[str, Array] = {}
         if isinstance(self._op, Conv2d):
-            grads = self.stage.network.layers[0].param_grads(self._kept[0], grad)
-        if not self._deep:
+            grads = self._own.param_grads(self._kept[0], grad)
+        if self._shape is None:
             return mine, grads
         asked = fetch(self._column, grad, found.outputs, found.asks)
         if not isinstance(self._op, Conv2d):
@@ -292,13 +271,17 @@ class IntegratedTraining(Training):
         self._moves, self._live = layout.moves(graph), [*live(graph), [len(graph.layers) - 1]]
         self._layers: dict[int, _Layer | _Sum] = {}
         ops, fault = operators(network, graph), Fault()
+        steps = [op for op in ops if isinstance(op, Step)]
+        # Of steps by model, each by itself.
+        self._steps: list[StepShare] = []
         with fault:
-            first = 1
-            steps = [op for op in ops if isinstance(op, Step)]
-            if steps and not layout.by_model(graph, 1):
-                first = len(steps) + 1
-                self._layers[len(steps)] = _Cells(steps)
-            for k in range(first, len(ops)):
+            if layout.by_model(graph, 1) and steps:
+                share = CellShare(steps[0].cell, self._channels(1))
+                self._steps = [StepShare(share, step.t) for step in steps]
+                ops[1 : 1 + len(steps)] = self._steps
+            elif steps:
+                self._layers[len(steps)] = _Layer(RecurrentStage(steps), None)
+            for k in range(1 + max(self._layers, default=0), len(ops)):
                 self._layers[k] = self._made(k, ops[k])
         self._comm.agree(fault.error)
         params = [param for op in ops if op is not None for param in op.params.values()]
@@ -310,24 +293,15 @@ class IntegratedTraining(Training):
         deep = any(self._trained[i] for i in layer.inputs)
         if op is None:
             return _Sum()
-        if isinstance(op, Step):
-            return _Layer(StepShare(self._share(k, op.cell), op.t), deep, copied=False)
+        if isinstance(op, StepShare):
+            return _alone(op, deep, copied=False)
         if state == "rows" and layer.kind in ("conv", "pool"):
             return _Rows(op, layer, self._column, deep)
         if state in ("whole", "samples"):
-            return _Layer(op, deep)
+            return _alone(op, deep)
         if self.layout.by_model(self._graph, k):
-            return _Layer(share_of(op, self._channels(k), op.input_shape), deep)
-        return _Layer(_like(op, self._local(layer.inputs[0], state)), deep)
-
-    def _share(self, k: int, cell: Cell) -> CellShare:
-        """What step `k` has of the cell: the same as the first of the steps."""
-        shares = self._graph.layers[k].shares
-        if shares is None:
-            return CellShare(cell, self._channels(k))
-        first: Any = self._layers[shares]
-        share: CellShare = first.op.cell
-        return share
+            return _alone(share_of(op, self._channels(k), op.input_shape), deep)
+        return _alone(_like(op, self._local(layer.inputs[0], state)), deep)
 
     @property
     def communicator(self) -> Communicator:
@@ -348,13 +322,11 @@ class IntegratedTraining(Training):
     def _start(self, x: Array) -> dict[int, Array]:
         """What the first layer reads: of steps a first state of zeros; or what all of them make."""
         k, layer = next(iter(self._layers.items()))
-        if isinstance(layer, _Cells):
+        if isinstance(layer, _Layer) and isinstance(layer.stage, RecurrentStage):
             return {k: layer.forward(x[self._samples(self.layout.states[k], len(x))])}
-        for layer in self._layers.values():
-            if isinstance(layer, _Layer) and isinstance(layer.op, Step):
-                layer.op.read(x)
-        shape = self._shapes[0]
-        return {0: x if x.shape[1:] == shape else np.zeros((len(x), *shape), x.dtype)}
+        for step in self._steps:
+            step.read(x)
+        return {0: np.zeros((len(x), *self._shapes[0]), x.dtype) if self._steps else x}
 
     def _samples(self, state: str, count: int) -> slice:
         """Which of the samples of its column this rank has."""
@@ -386,8 +358,7 @@ class IntegratedTraining(Training):
         last, state = len(self._shapes) - 1, self.layout.states[-1]
         shared = state in ("channels", "rows")
         y = self._changed(y, last, state, "whole") if shared else y
-        flat = y.reshape(len(y), -1)
-        loss, grad = cross_entropy(flat, labels[self._samples(state, len(labels))], self._batch)
+        loss, grad = cross_entropy(y, labels[self._samples(state, len(labels))], self._batch)
         # Where all of a column have the same samples, one of them counts.
         counted = state == "samples" or self._column.rank == 0
         total = all_reduce(self._comm, np.array([loss if counted else 0.0]))

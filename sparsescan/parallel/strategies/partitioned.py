@@ -375,7 +375,7 @@ class Partitioned(Training):
         loss, grad = 0.0, y
         if y.size:
             mine = labels[slice(*self._blocks[-1][0])]
-            loss, flat = cross_entropy(y.reshape(len(y), -1), mine, len(x))
+            loss, flat = cross_entropy(y, mine, len(x))
             grad = flat.reshape(y.shape)
         losses = self._communicator.gather(loss)
         self._descend(self._backward(grad, dtype))

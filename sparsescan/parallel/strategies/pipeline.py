@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from ...errors import InputError
 from ..communicator import Communicator
-from .graph import Graph
+from .graph import Graph, blocks
 from .machine import Machine
 from .pipeline_ranks import MicroBatchTraining, PipelineTraining
 from .pipeline_schedule import Placement
 from .recurrent import Network, graph_of
-from .scan import blocks
 from .strategy import Prediction, Strategy, Training
 
 __all__ = ["MicroBatches", "Pipeline", "balance"]

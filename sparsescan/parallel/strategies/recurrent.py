@@ -163,9 +163,9 @@ def graph_of(network: Network, name: str = "network") -> Graph:
         raise InputTypeError(
             f"network is a {type(network).__name__}; expected a Sequential or a Recurrent"
         )
-    for op, other in itertools.combinations(network.layers, 2):
-        pairs = itertools.product(op.params.values(), other.params.values())
-        if any(np.may_share_memory(*pair) for pair in pairs):
+    owned = [(op, params) for op in network.layers if (params := [*op.params.values()])]
+    for (op, mine), (other, theirs) in itertools.combinations(owned, 2):
+        if any(np.may_share_memory(*pair) for pair in itertools.product(mine, theirs)):
             raise InputError(
                 f"network has layers that share memory for parameters, {op!r} and {other!r}; "
                 "expected layers with parameters of their own"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -25,13 +24,13 @@ from ..grid import Grid, check_grid
 from ..maps import Layout, Terms, vector_words
 from . import equations
 from .collectives import all_reduce, parts, reduce_words
-from .graph import Graph
+from .graph import Graph, blocks
 from .machine import Machine
 from .recurrent import Network, Recurrent, graph_of
-from .stage import Stage
+from .stage import Gradients, RecurrentStage, Stage
 from .strategy import Prediction, Strategy, Training, check_samples, cross_entropy
 
-__all__ = ["Scan", "ScanSamples", "blocks", "parts_of"]
+__all__ = ["Scan", "ScanSamples", "parts_of"]
 
 Array = NDArray[Any]
 
@@ -158,18 +157,6 @@ class ScanSamples(Scan):
     @staticmethod
     def _grids(workers: int) -> list[Grid]:
         return [Grid(1, workers)]
-
-
-def blocks(network: Graph) -> list[range]:
-    """The layers between places where a chain can be cut: where one output is all that goes on."""
-    count = len(network.layers)
-    # The earliest layer that is read behind each.
-    earliest, behind = count, [count] * count
-    for k in range(count - 1, 0, -1):
-        behind[k] = earliest
-        earliest = min([earliest, *network.layers[k].inputs])
-    ends = [0] + [k for k in range(1, count) if behind[k] >= k]
-    return [range(a + 1, b + 1) for a, b in itertools.pairwise(ends)]
 
 
 def parts_of(network: Graph, count: int) -> list[range]:
@@ -465,39 +452,32 @@ class Steps(_Part):
     shared = 1
 
     def __init__(self, network: Any, span: range) -> None:
-        # What is drawn when it is first read would be drawn twice.
-        _ = network.cell.params
-        self._cell, self._readout = copy.deepcopy(network.cell), Stage([network.readout])
-        self._span = range(span.start, min(span.stop, network.steps))
-        self._is_last = span.stop > network.steps
-        self.jacobians = [self._cell.pattern] * len(self._span)
-        self.entering = (self._cell.state_size,)
+        self._stage = RecurrentStage(network.ops[span.start : span.stop])
+        self.jacobians = self._stage.jacobians
+        self.entering = network.ops[span.start].input_shape
+        self._steps = slice(span.start, span.start + len(self.jacobians))
+        self._behind: Gradients = []
 
     @property
     def parameters(self) -> list[dict[str, Array]]:
-        return [self._cell.params, *(self._readout.parameters if self._is_last else [])]
+        return self._stage.parameters
 
     def forward(self, x: Array, entering: Array | None) -> Array:
-        self._x = np.ascontiguousarray(x[:, self._span.start : self._span.stop].swapaxes(0, 1))
-        self._states = self._cell.unroll(self._x, entering)
-        output: Array = self._states[-1]
-        if self._is_last:
-            self._read = self._readout.forward(output)
-            output = self._read[-1]
+        self._activations = self._stage.forward(x[:, self._steps], entering)
+        output: Array = self._activations[-1]
         return output
 
     def leaving(self, grad: Array) -> Array:
         found: Array
-        found, self._behind = self._readout.backward(self._read, grad)
+        found, self._behind = self._stage.leaving(self._activations, grad)
         return found
 
     def values(self) -> Any:
-        self._steps = self._cell.linearize(self._x, self._states[:-1])
-        return self._steps.values()[::-1]
+        self._linearized = self._stage.linearize(self._activations)
+        return self._linearized.values()[::-1]
 
     def param_grads(self, grads: Any) -> list[dict[str, Array]]:
-        found = self._steps.param_grads(np.asarray(grads)[::-1])
-        return [found, *(self._behind if self._is_last else [])]
+        return [self._linearized.param_grads(np.asarray(grads)[::-1]), *self._behind]
 
 
 class _Training(Training):

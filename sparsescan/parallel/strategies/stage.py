@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ... import api
 from ...jacobians import Operator, Sequential
+from ...jacobians._cell import Linearization
 from .recurrent import Step
 
 __all__ = ["RecurrentStage", "Stage", "copies"]
@@ -104,14 +106,19 @@ class Stage:
 
 
 class RecurrentStage:
-    """All steps of a recurrent network, and what reads the last state: from sequences on.
+    """Steps of a recurrent network, and what reads the last state if that follows.
 
     Back-propagation through time, by one call for all steps of each of its parts.
 
     Parameters
     ----------
     ops : sequence of Operator
-        Of a :class:`~.recurrent.Recurrent`, from the first on; copied.
+        Some of a :class:`~.recurrent.Recurrent`, one after the other, the first a step; copied.
+
+    Attributes
+    ----------
+    jacobians : list of Pattern
+        Of the steps.
 
     Notes
     -----
@@ -123,9 +130,9 @@ class RecurrentStage:
         layers = copies(ops)
         steps = [op.cell for op in layers if isinstance(op, Step)]
         self._cell = steps[0]
+        self.jacobians = [self._cell.pattern] * len(steps)
         behind = layers[len(steps) :]
         self._readout = Stage(behind, copied=False) if behind else None
-        self._scan = api.plan([self._cell.pattern] * len(steps), schedule="linear").exclusive_scan
 
     @property
     def parameters(self) -> Gradients:
@@ -133,18 +140,31 @@ class RecurrentStage:
         behind = [] if self._readout is None else self._readout.parameters
         return [self._cell.params, *behind]
 
-    def forward(self, x: Array) -> list[Array]:
+    def forward(self, x: Array, state: Array | None = None) -> list[Array]:
         """The inputs of all steps, the states, the last of them, and the output.
 
         Parameters
         ----------
         x : ndarray, shape (batch, steps, features)
-            Sequences; the first state is zeros.
+            Sequences.
+        state : ndarray, shape (batch, state_size), optional
+            Before the first step; by default zeros.
         """
         inputs = np.ascontiguousarray(x.swapaxes(0, 1))
-        states = self._cell.unroll(inputs)
+        states = self._cell.unroll(inputs, state)
         last = [states[-1]] if self._readout is None else self._readout.forward(states[-1])
         return [inputs, states, *last]
+
+    def leaving(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
+        """From the gradient of the output that of the last state, and those of what reads it."""
+        if self._readout is None:
+            return grad, []
+        return self._readout.backward(activations[2:], grad)
+
+    def linearize(self, activations: list[Array]) -> Linearization:
+        """The derivatives of all steps."""
+        inputs, states = activations[:2]
+        return self._cell.linearize(inputs, states[:-1])
 
     def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
         """Gradients of the state behind the first step, and of parameters.
@@ -156,13 +176,14 @@ class RecurrentStage:
         grad : ndarray, shape (batch, outputs)
             Of the output.
         """
-        inputs, states, *last = activations
-        behind: Gradients = []
-        if self._readout is not None:
-            grad, behind = self._readout.backward(last, grad)
-        steps = self._cell.linearize(inputs, states[:-1])
-        grads = np.asarray(self._scan(grad.reshape(states[-1].shape), steps.values()[::-1]))
+        grad, behind = self.leaving(activations, grad)
+        steps = self.linearize(activations)
+        grads = np.asarray(self._scan(grad.reshape(len(grad), -1), steps.values()[::-1]))
         return grads[-1], [steps.param_grads(grads[::-1]), *behind]
+
+    @cached_property
+    def _scan(self) -> Any:
+        return api.plan(self.jacobians, schedule="linear").exclusive_scan
 
     def descend(self, grads: Gradients, learning_rate: float) -> None:
         """As :meth:`Stage.descend`."""
