@@ -102,9 +102,9 @@ def exclusive_scan(
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1.
 
     Products of Jacobians are kept in range by exact powers of two, one for each column of a
-    product. A column keeps at full precision what is at least 2^-106 (float32) or 2^-970 (float64)
-    of its largest entry; what is smaller may be lost. Where a value is not finite, the result is
-    that of the linear scan.
+    product. The result is that of the linear scan where a value is not finite, or where the entries
+    of a column are so far apart that one power of two cannot keep them all at full precision (more
+    than 2^170 in float32, 2^1490 in float64).
 
     The same input gives the same bits. By a schedule that is named it does so whatever the number
     of threads (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another one for another number.

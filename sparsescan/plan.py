@@ -401,10 +401,10 @@ class ScanPlan:
         local: LocalGrads,
         inclusive: bool,
     ) -> None:
-        """Run the schedule; or the linear one, if a value is not finite.
+        """Run the schedule; or the linear one, where products of Jacobians cannot decide.
 
-        What such a value reaches is defined by the linear scan, and what a product of Jacobians
-        makes of it may differ.
+        What a value reaches that is not finite is defined by the linear scan, and a product may
+        make something else of it. Nor can a product hold entries of any range.
         """
         if slot.workspace(program, out.dtype, batch, local).run(out, inclusive):
             return

@@ -294,8 +294,10 @@ class Workspace:
         self._set(Book.ACCUMULATORS, np.zeros((self.threads, columns), dtype))
         self._set(Book.INTERLEAVED, np.empty((self.threads, 8 * lanes), dtype))
         self._book[Book.BATCH], self._book[Book.LOCAL] = batch, local
+        # Without products nothing else could be said of a value that is not finite.
+        self._book[Book.CHECKED] = program.products > 0
         self._book[Book.ACCUMULATOR], self._book[Book.LANES] = columns, lanes
-        self._book[Book.INFINITY : Book.TARGET + 1] = cpu.BAND[dtype]
+        self._book[Book.INFINITY : Book.NEGLIGIBLE + 1] = cpu.BAND[dtype]
         self._tables = cpu.Tables(
             book=self._book,
             exponents=np.zeros(exponents, np.int32),
@@ -385,7 +387,7 @@ class Workspace:
         )
 
     def run(self, out: NDArray[Any], inclusive: bool) -> bool:
-        """Fill `out`, whose first gradient is there; False if a value is met that is not finite."""
+        """Fill `out`, whose first gradient is there; False if the linear scan has to decide."""
         book = self._book
         book[: Book.BATCH] = 0
         book[Book.OUT] = out.ctypes.data

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import test_extremes
 import test_range
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -317,6 +318,17 @@ class TestRange:
     @given(st.data())
     def test_finite_wherever_the_linear_scan_is(self, data: Any) -> None:
         test_range.test_finite_wherever_the_linear_scan_is.hypothesis.inner_test(data)
+
+    @test_extremes.float64_is_not_the_longest
+    @settings(max_examples=100)
+    @given(arguments=test_extremes.extreme_chains())
+    def test_steps_of_every_size(self, arguments: Any) -> None:
+        test_extremes.test_steps_of_every_size.hypothesis.inner_test(arguments)
+
+    @settings(max_examples=100)
+    @given(arguments=test_extremes.extreme_chains())
+    def test_finite_wherever_back_propagation_is(self, arguments: Any) -> None:
+        test_extremes.test_finite_wherever_back_propagation_is.hypothesis.inner_test(arguments)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @settings(max_examples=15)

@@ -74,14 +74,15 @@ def sequential(
     *,
     inclusive: bool = False,
     dtype: Any = np.float64,
+    precision: Any = np.float64,
 ) -> Gradients:
-    """Back-propagation in float64, with bounds for a scan in `dtype`."""
+    """Back-propagation in `precision`, with bounds for a scan in `dtype`."""
     steps = steps_of(jacobians)
     steps = steps if inclusive else steps[:-1]
     count = len(steps) + 1 if inclusive or len(jacobians) else 0
     local = [None] * count if local_grads is None else list(local_grads)
     eps, tiny = (float(getattr(np.finfo(dtype), name)) for name in ("eps", "smallest_subnormal"))
-    x = np.asarray(grad).astype(np.float64)
+    x = np.asarray(grad).astype(precision)
     size, lost, terms = np.abs(x), np.zeros_like(x), 0
     exact, bounds = [], []
     with np.errstate(all="ignore"):

@@ -9,8 +9,9 @@ Range. Products of many Jacobians leave the range of floating point where a grad
 a matrix node is ``M·diag(2^e)``: mantissas `M`, and an exponent for each column, since columns
 evolve independently of each other. Scaling by a power of two is exact. Nodes whose entries lie
 within a *band* have no exponents and take the plain kernels; only columns that leave it are
-brought back, by one thread, since that is rare. A value that is not finite stops the run, and the
-caller lets the linear scan decide what it reaches.
+brought back, by one thread, since that is rare. Two things stop a run, and the caller lets the
+linear scan decide: a value that is not finite, and a column whose entries are so far apart that one
+exponent cannot hold them all at full precision.
 
 Indices are unsigned in the inner loops: Numba would test a signed one for wrapping around.
 """
@@ -41,7 +42,7 @@ from ._memory import (
 __all__ = [
     "BAND",
     "FINISHED",
-    "NOT_FINITE",
+    "UNDECIDED",
     "Book",
     "Kind",
     "Node",
@@ -55,10 +56,10 @@ __all__ = [
     "run_vectors",
 ]
 
-# Statuses of a run.
-FINISHED, NOT_FINITE, ABORTED = 0, 1, 1 << 32
+# Statuses of a run; what it leaves undecided the linear scan has to say.
+FINISHED, UNDECIDED, ABORTED = 0, 1, 1 << 32
 
-# What a check of the range finds: one of these, or NOT_FINITE.
+# What a check of the range finds: one of these, or UNDECIDED.
 _IN_BAND, _OUT_OF_BAND = 0, 2
 
 # In place of the exponent of a column that is zero.
@@ -175,46 +176,51 @@ class _Book(NamedTuple):
     RESULT: int = 64
     BATCH: int = 80
     LOCAL: int = 81
-    UNITS: int = 82
-    STAGE_COUNT: int = 83
+    # Whether a gradient that is not finite stops the run.
+    CHECKED: int = 82
+    UNITS: int = 83
+    STAGE_COUNT: int = 84
     # Columns of a thread's accumulator, and those of which it can interleave eight samples.
-    ACCUMULATOR: int = 84
-    LANES: int = 85
+    ACCUMULATOR: int = 85
+    LANES: int = 86
     # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
-    SCRATCH_NNZ: int = 86
-    SCRATCH_COLS: int = 87
-    SCRATCH_ROWS: int = 88
-    SCRATCH_VALUES: int = 89
-    SCRATCH_EXPONENTS: int = 90
-    SCRATCH_LOCAL: int = 91
+    SCRATCH_NNZ: int = 87
+    SCRATCH_COLS: int = 88
+    SCRATCH_ROWS: int = 89
+    SCRATCH_VALUES: int = 90
+    SCRATCH_EXPONENTS: int = 91
+    SCRATCH_LOCAL: int = 92
     # Bit patterns of infinity and of the ends of the band, the exponents of those, and the exponent
-    # to which a column is brought that has left the band.
-    INFINITY: int = 92
-    HIGH: int = 93
-    LOW: int = 94
-    HIGH_EXPONENT: int = 95
-    LOW_EXPONENT: int = 96
-    TARGET: int = 97
+    # to which a column is brought that has left the band. Then the exponents of the smallest normal
+    # number, and of an entry so small that no gradient in range can show it.
+    INFINITY: int = 93
+    HIGH: int = 94
+    LOW: int = 95
+    HIGH_EXPONENT: int = 96
+    LOW_EXPONENT: int = 97
+    TARGET: int = 98
+    NORMAL: int = 99
+    NEGLIGIBLE: int = 100
     # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
     # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
     # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
     # (n + 2,): where each gradient starts in `out`, for one sample.
-    FIRST_UNIT: int = 98
-    STAGES: int = 99
-    RUNS: int = 100
-    OPS: int = 101
-    NODES: int = 102
-    LEAVES: int = 103
-    LOCAL_GRADS: int = 104
-    OFFSETS: int = 105
+    FIRST_UNIT: int = 101
+    STAGES: int = 102
+    RUNS: int = 103
+    OPS: int = 104
+    NODES: int = 105
+    LEAVES: int = 106
+    LOCAL_GRADS: int = 107
+    OFFSETS: int = 108
     # Addresses of values: gradients, products, what local gradients inside a product add up to, a
     # row for each thread that is zero between uses, and one for interleaved samples.
-    OUT: int = 106
-    POOL: int = 107
-    LOCAL_POOL: int = 108
-    ACCUMULATORS: int = 109
-    INTERLEAVED: int = 110
-    WIDTH: int = 111
+    OUT: int = 109
+    POOL: int = 110
+    LOCAL_POOL: int = 111
+    ACCUMULATORS: int = 112
+    INTERLEAVED: int = 113
+    WIDTH: int = 114
 
 
 Book = _Book()
@@ -233,12 +239,15 @@ class Tables(NamedTuple):
 def _band(dtype: type, high: int, low: int, target: int) -> NDArray[np.int64]:
     bits = np.int32 if dtype is np.float32 else np.int64
     limits = np.array([np.inf, 2.0**high, 2.0**low], dtype).view(bits)
-    return np.array([*limits, high, low, target], np.int64)
+    info = np.finfo(dtype)
+    # As `frexp` counts. An entry times the largest gradient is less than the smallest number.
+    normal, negligible = info.minexp + 1, info.minexp - info.nmant - info.maxexp
+    return np.array([*limits, high, low, target, normal, negligible], np.int64)
 
 
 # From Book.INFINITY on. Entries in the band multiply without overflow and without underflow. The
 # target is high, so that a column keeps what is far below its largest entry: at full precision what
-# is at least 2^-106 of it in float32, and 2^-970 in float64.
+# is at least 2^-170 of it in float32, and 2^-1490 in float64.
 BAND = {
     np.dtype(np.float32): _band(np.float32, 50, -60, 46),
     np.dtype(np.float64): _band(np.float64, 480, -500, 470),
@@ -536,19 +545,19 @@ def _scaled_matvec(t, node, first, last, m, e, x, y):
         y[i] = _ldexp(total, top) if total != 0 else 0.0
 
 
-@njit
+@njit(fastmath={"reassoc"})
 def _finite(x, first, last):
+    poison = x.dtype.type(0)
     for i in range(np.uint64(first), np.uint64(last)):
-        if not math.isfinite(x[i]):
-            return False
-    return True
+        poison += x[i] * x.dtype.type(0)
+    return poison == 0
 
 
 @njit
 def _apply_product(t, node, b, thread, first, last, x, y):
     """Rows `first` to `last` of ``y = P x + local`` for a product; the status."""
     if not _finite(x, _ZERO, len(x)):
-        return NOT_FINITE
+        return UNDECIDED
     m, e = _values(t, node, b, thread), _exponents(t, node, b, thread)
     if e[node[Node.COLS]]:
         _scaled_matvec(t, node, first, last, m, e, x, y)
@@ -557,7 +566,7 @@ def _apply_product(t, node, b, thread, first, last, x, y):
     local = _local(t, node, b, thread)
     if len(local):
         _add(first, last, y, local)
-    return FINISHED if _finite(y, first, last) else NOT_FINITE
+    return FINISHED if _finite(y, first, last) else UNDECIDED
 
 
 @njit
@@ -715,7 +724,7 @@ def _extremes(bits, start, stop, highest, lowest):
 @njit
 def _range(t, highest, lowest):
     if highest >= t.book[Book.INFINITY]:
-        return NOT_FINITE
+        return UNDECIDED
     if highest > t.book[Book.HIGH] or lowest < t.book[Book.LOW]:
         return _OUT_OF_BAND
     return _IN_BAND
@@ -723,7 +732,10 @@ def _range(t, highest, lowest):
 
 @njit
 def _normalise(t, node, values, e):
-    """Bring every column with an entry outside the band to the target; by how much is in `e`."""
+    """Bring every column with an entry outside the band to the target; by how much is in `e`.
+
+    Returns the exponent of the smallest entry then, and whether bits of an entry were lost.
+    """
     indices = _indices(t, node)
     cols = node[Node.COLS]
     largest = np.zeros(cols, values.dtype)
@@ -734,24 +746,37 @@ def _normalise(t, node, values, e):
             largest[j] = max(largest[j], abs(values[p]))
             smallest[j] = min(smallest[j], abs(values[p]))
     shift = np.zeros(cols, np.int64)
-    scaled = 0
+    least = t.book[Book.TARGET]
+    e[cols] = 0
     for j in range(cols):
         if largest[j] == 0:
             e[j] = 0
-        elif (
+            continue
+        if (
             _exponent(largest[j]) > t.book[Book.HIGH_EXPONENT]
             or _exponent(smallest[j]) < t.book[Book.LOW_EXPONENT]
         ):
             shift[j] = _exponent(largest[j]) - t.book[Book.TARGET]
-            e[j] += shift[j]
-        if e[j] != 0:
-            scaled = 1
-    e[cols] = scaled
-    if scaled:
+        least = min(least, _exponent(smallest[j]) - shift[j])
+        # An entry may be outside the band still, even if the exponents cancel.
+        if e[j] != 0 or shift[j] != 0:
+            e[cols] = 1
+    lost = False
+    if e[cols]:
         for p in range(node[Node.NNZ]):
             j = _column(node, indices, p)
-            if shift[j] != 0:
+            if shift[j] != 0 and values[p] != 0:
+                lost = lost or _loses_bits(t, _exponent(values[p]) + e[j], e[j] + shift[j])
                 values[p] = _ldexp(values[p], -shift[j])
+        for j in range(cols):
+            e[j] += shift[j]
+    return least, lost
+
+
+@njit
+def _loses_bits(t, exponent, by):
+    """Whether an entry that some gradient may show is no normal number once scaled by ``2^-by``."""
+    return exponent - by < t.book[Book.NORMAL] and exponent > t.book[Book.NEGLIGIBLE]
 
 
 @njit
@@ -769,7 +794,10 @@ def _mark_empty_columns(t, node, values, e):
 
 @njit
 def _prescale(t, node, values, e, by):
-    """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at the target, and new exponents."""
+    """``diag(2^by) M diag(2^e)`` as new mantissas, the columns at the target, and new exponents.
+
+    Returns the exponent of the smallest of the mantissas, too, as it would be without rounding.
+    """
     indptr, indices = _indptr(t, node), _indices(t, node)
     cols = node[Node.COLS]
     none = -(1 << 60)
@@ -783,6 +811,7 @@ def _prescale(t, node, values, e, by):
                 j = _column(node, indices, q)
                 top[j] = max(top[j], _exponent(values[q]) + by[k] - t.book[Book.TARGET])
     scaled = np.zeros_like(values)
+    least = t.book[Book.TARGET]
     for k in range(node[Node.ROWS]):
         if by[k] == _EMPTY:
             continue
@@ -790,22 +819,20 @@ def _prescale(t, node, values, e, by):
         for q in range(start, stop):
             if values[q] != 0:
                 j = _column(node, indices, q)
+                least = min(least, _exponent(values[q]) + by[k] - top[j])
                 scaled[q] = _ldexp(values[q], by[k] - top[j])
     scaled_e = e.copy()
     for j in range(cols):
         scaled_e[j] = e[j] + top[j] if top[j] != none else 0
-    return scaled, scaled_e
+    return scaled, scaled_e, least
 
 
 @njit
-def _operand(t, node, b, thread):
-    """Values in the band and exponents, both copies: of any node, a Jacobian too."""
-    values = _values(t, node, b, thread).copy()
-    if node[Node.STORE] != Store.CALLER:
-        return values, _exponents(t, node, b, thread).copy()
-    e = np.zeros(node[Node.COLS] + 1, np.int32)
-    _normalise(t, node, values, e)
-    return values, e
+def _own_exponents(t, node, b, thread):
+    """Exponents of a product, or zeros for a Jacobian."""
+    if node[Node.STORE] == Store.CALLER:
+        return np.zeros(node[Node.COLS] + 1, np.int32)
+    return _exponents(t, node, b, thread)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -816,15 +843,66 @@ def _operand(t, node, b, thread):
 @njit
 def _multiply_scaled(t, left, right, out, b, thread):
     """The product of two nodes of any range, not normalised; how its range is."""
-    x, x_e = _operand(t, left, b, thread)
-    y, y_e = _operand(t, right, b, thread)
+    y = _values(t, right, b, thread).copy()
+    y_e = _own_exponents(t, right, b, thread).copy()
+    y_least, _ = _normalise(t, right, y, y_e)
     _mark_empty_columns(t, right, y, y_e)
-    x, x_e = _prescale(t, left, x, x_e, y_e)
+    x, x_e = _values(t, left, b, thread), _own_exponents(t, left, b, thread)
+    x, x_e, x_least = _prescale(t, left, x, x_e, y_e)
     e = _exponents(t, out, b, thread)
     for j in range(len(e)):
         e[j] = x_e[j]
+    if min(x_least, y_least, x_least + y_least) <= t.book[Book.NORMAL]:
+        # An entry, or a product of two, might be no normal number.
+        return _multiply_apart(t, left, right, out, b, thread)
     c, bits = _values(t, out, b, thread), _bits(t, out, b, thread)
     return _multiply(t, right, y, left, x, out, c, bits, _ZERO, out[Node.ROWS], thread)
+
+
+@njit
+def _multiply_apart(t, left, right, out, b, thread):
+    """The same for entries however far apart, each summed relative to its own largest term.
+
+    The exponents of the product are those that `_prescale` found.
+    """
+    indptr, indices = _indptr(t, left), _indices(t, left)
+    a_indptr, a_indices = _indptr(t, right), _indices(t, right)
+    c_indptr, c_indices = _indptr(t, out), _indices(t, out)
+    x, x_e = _values(t, left, b, thread), _own_exponents(t, left, b, thread)
+    y, y_e = _values(t, right, b, thread), _own_exponents(t, right, b, thread)
+    c, e = _values(t, out, b, thread), _exponents(t, out, b, thread)
+    cols, none = out[Node.COLS], -(1 << 60)
+    totals, tops = np.zeros(cols, np.float64), np.full(cols, none, np.int64)
+    for i in range(out[Node.ROWS]):
+        start, stop = _row(right, a_indptr, i)
+        for summing in (False, True):
+            for p in range(start, stop):
+                if y[p] == 0:
+                    continue
+                k = _column(right, a_indices, p)
+                y_mantissa, y_exponent = math.frexp(y[p])
+                first, last = _row(left, indptr, k)
+                for q in range(first, last):
+                    if x[q] == 0:
+                        continue
+                    j = _column(left, indices, q)
+                    x_mantissa, x_exponent = math.frexp(x[q])
+                    power = y_exponent + y_e[k] + x_exponent + x_e[j]
+                    if summing:
+                        mantissa = np.float64(y_mantissa) * x_mantissa
+                        totals[j] += _ldexp(mantissa, power - tops[j])
+                    else:
+                        tops[j] = max(tops[j], power)
+        start, stop = _row(out, c_indptr, i)
+        for q in range(start, stop):
+            j = _column(out, c_indices, q)
+            c[q] = 0
+            if totals[j] != 0:
+                c[q] = _ldexp(totals[j], tops[j] - e[j])
+                if _loses_bits(t, _exponent(totals[j]) + tops[j], np.int64(e[j])):
+                    return UNDECIDED
+            totals[j], tops[j] = 0, none
+    return _OUT_OF_BAND
 
 
 @njit
@@ -842,8 +920,8 @@ def _operands(t, left, right, b, thread, block, blocks):
                 t.book[Book.INFINITY],
             )
             found = _range(t, highest, lowest)
-            if found == NOT_FINITE:
-                return NOT_FINITE
+            if found == UNDECIDED:
+                return UNDECIDED
             worst = max(worst, found)
         elif _exponents(t, node, b, thread)[node[Node.COLS]]:
             worst = _OUT_OF_BAND
@@ -871,10 +949,13 @@ def _settle(t, left, right, out, b, thread, operands, result):
         for j in range(len(e)):
             e[j] = 0
         in_band = result == _IN_BAND
-    if operands == NOT_FINITE or result == NOT_FINITE:
-        return NOT_FINITE
+    if operands == UNDECIDED or result == UNDECIDED:
+        return UNDECIDED
     if not in_band:
-        _normalise(t, out, _values(t, out, b, thread), _exponents(t, out, b, thread))
+        e = _exponents(t, out, b, thread)
+        _, lost = _normalise(t, out, _values(t, out, b, thread), e)
+        if lost:
+            return UNDECIDED
     if t.book[Book.LOCAL]:
         return _product_local(t, left, right, out, b, thread)
     return FINISHED
@@ -894,7 +975,7 @@ def _product_local(t, left, right, out, sample, thread):
         x, y = _local(t, left, b, thread), _local(t, out, b, thread)
         if len(x) and right[Node.STORE] != Store.CALLER:
             if _apply_product(t, right, b, thread, _ZERO, rows, x, y) != FINISHED:
-                return NOT_FINITE
+                return UNDECIDED
             continue
         if len(x):
             _matvec(t, right, _ZERO, rows, _values(t, right, b, thread), x, y)
@@ -905,7 +986,7 @@ def _product_local(t, left, right, out, sample, thread):
         if len(local):
             _add(_ZERO, rows, y, local)
         if not _finite(y, _ZERO, rows):
-            return NOT_FINITE
+            return UNDECIDED
     return FINISHED
 
 
@@ -934,11 +1015,15 @@ def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread):
     left, out = op[Op.LEFT], op[Op.OUT]
     if node[Node.STORE] == Store.CALLER:
         _apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread)
+        if t.book[Book.CHECKED]:
+            for b in range(first_sample, last_sample):
+                if not _finite(_gradient(t, out, b), first, last):
+                    return UNDECIDED
         return FINISHED
     for b in range(first_sample, last_sample):
         x, y = _gradient(t, left, b), _gradient(t, out, b)
         if _apply_product(t, node, b, thread, first, last, x, y) != FINISHED:
-            return NOT_FINITE
+            return UNDECIDED
     return FINISHED
 
 
@@ -1017,7 +1102,7 @@ def _product_unit(t, stage, unit, thread):
 def _report(t, slot, found):
     """Tell the threads of a later stage what this one found."""
     if found != _IN_BAND:
-        fetch_add(t.book, slot, 1 if found == NOT_FINITE else 1 << 32)
+        fetch_add(t.book, slot, 1 if found == UNDECIDED else 1 << 32)
 
 
 @njit
@@ -1025,7 +1110,7 @@ def _reported(t, slot):
     """The worst that was reported."""
     reports = load(t.book, slot)
     if reports & 0xFFFFFFFF:
-        return NOT_FINITE
+        return UNDECIDED
     return _OUT_OF_BAND if reports else _IN_BAND
 
 

@@ -40,11 +40,12 @@ _AHEAD = 4
 # How the range of some values is; the worst counts.
 _IN_BAND, _OUT_OF_BAND, _NOT_FINITE = 0, 1, 2
 
-# The flag behind the exponents of a product: none, or each column its own, or all columns one.
-_UNSCALED, _EACH, _ALL = 0, 1, 2
+# The flag behind the exponents of a product: none; each column its own; all columns one; each its
+# own, and a column has entries below the band.
+_UNSCALED, _EACH, _ALL, _WIDE = 0, 1, 2, 3
 
-# Less than any exponent.
-_NONE = -(1 << 30)
+# Less than any exponent, and more.
+_NONE, _WIDTH = -(1 << 30), 1 << 30
 # Columns whose largest entries are no more powers of two apart are given one exponent.
 _APART = 30
 _WORD, _INT = np.int64(0), np.int32(0)
@@ -75,7 +76,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
     zero, no_index = dtype.type(0), index_dtype.type(0)
     itemsize = dtype.itemsize
     tile_size = _TILE_BYTES // itemsize
-    high_exponent, low_exponent, target = (int(limit) for limit in BAND[dtype][3:])
+    high_exponent, low_exponent, target, normal, negligible = (int(v) for v in BAND[dtype][3:])
     high, low = dtype.type(2.0**high_exponent), dtype.type(2.0**low_exponent)
 
     # -- Tables ---------------------------------------------------------------------------------
@@ -302,8 +303,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
             local_of(run, book, node, part, sample),
             count * block // blocks,
             count * (block + 1) // blocks,
-            # What a product makes of a value that is not finite is not for it to say.
-            load(node, Node.STORE, _WORD) - Store.CALLER,
+            int64(1),
             shared,
         )
 
@@ -317,7 +317,13 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         return _OUT_OF_BAND if math.isfinite(value) else _NOT_FINITE
 
     @cuda.jit(device=True)
-    def normalise(node, c, e, span):
+    def check_bits(run, exponent, by):
+        """Raise the flag if an entry that a gradient may show is no normal number times 2^-by."""
+        if exponent - by < normal and exponent > negligible:
+            raise_flag(run)
+
+    @cuda.jit(device=True)
+    def normalise(run, node, c, e, span):
         """Bring every column with an entry outside the band to the target, and note it in `e`.
 
         All columns by one power of two, if that will do: what a product is multiplied by then needs
@@ -355,15 +361,21 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                 shift = top - target
             elif largest != _NONE and (largest > high_exponent or smallest < low_exponent):
                 shift = largest - target
+                if smallest - shift < low_exponent:
+                    cuda.atomic.max(span, 0, int32(_WIDTH))
             store(e, j, int32(load(e, j, _INT) + shift), _INT)
             store(highs, j, int32(shift), _INT)
-        if me == 0:
-            store(e, cols, int32(_ALL if together else _EACH), _INT)
         cuda.syncthreads()
+        if me == 0:
+            flag = _ALL if together else _EACH
+            store(e, cols, int32(_WIDE if span[0] == _WIDTH else flag), _INT)
         for p in range(me, nnz, threads):
-            shift = int64(load(highs, column(node, p), _INT))
-            if shift != 0:
-                store(c, p, scale(load(c, p, zero), -shift), zero)
+            j = column(node, p)
+            shift, value = int64(load(highs, j, _INT)), load(c, p, zero)
+            if shift != 0 and value != 0:
+                by = int64(load(e, j, _INT))
+                check_bits(run, exponent_of(value) + by - shift, by)
+                store(c, p, scale(value, -shift), zero)
 
     @cuda.jit(device=True)
     def entry_of(node, k, j):
@@ -381,9 +393,10 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         return int64(-1)
 
     @cuda.jit(device=True)
-    def multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
+    def multiply_scaled(run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
         """``C diag(2^e) = A diag(2^a_e) X diag(2^x_e)`` for operands of any range, by one block.
 
+        An entry is summed relative to its largest term.
         `span` is as for `normalise`, and again so afterwards.
         """
         me, threads = int64(cuda.threadIdx.x), int64(cuda.blockDim.x)
@@ -437,19 +450,27 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         cuda.syncthreads()
         for q in range(me, load(c_node, Node.NNZ, _WORD), threads):
             i, j = row_of(c_node, q), column(c_node, q)
-            top = int64(load(tops, j, _INT))
-            total = zero
-            for p in range(row_start(a_node, i), row_start(a_node, i + 1)):
-                k = column(a_node, p)
-                r = entry_of(x_node, k, j)
-                if r >= 0:
-                    value, entry = load(a, p, zero), load(x, r, zero)
-                    if value != 0 and entry != 0:
-                        by = int64(load(powers, k, _INT))
-                        own = -by
-                        if a_e != 0:
-                            own += int64(load(a_e, k, _INT))
-                        total += scale(value, own) * scale(entry, by - top)
+            by, total, top = int64(load(tops, j, _INT)), zero, int64(_NONE)
+            for summing in range(2):
+                for p in range(row_start(a_node, i), row_start(a_node, i + 1)):
+                    k = column(a_node, p)
+                    r = entry_of(x_node, k, j)
+                    if r >= 0:
+                        value, entry = load(a, p, zero), load(x, r, zero)
+                        if value != 0 and entry != 0:
+                            own, others = exponent_of(value), exponent_of(entry)
+                            power = own + others
+                            if a_e != 0:
+                                power += int64(load(a_e, k, _INT))
+                            if summing == 0:
+                                top = max(top, power)
+                            else:
+                                mantissas = scale(value, -own) * scale(entry, -others)
+                                total += scale(mantissas, power - top)
+            if total != 0:
+                top += exponent_of(total)
+                check_bits(run, top + int64(load(e, j, _INT)) - by, int64(load(e, j, _INT)))
+                total = scale(total, top - exponent_of(total) - by)
             store(c, q, total, zero)
         cuda.syncthreads()
 
@@ -606,13 +627,15 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
     def operand_in(book, node, values, part, sample, block, blocks, later):
         """How the range of an operand is, as far as this thread sees.
 
-        Entries of products are in the band. Exponents count where columns meet rows: those of the
-        `later` operand, unless they are all one.
+        Entries of products are in the band, unless their flag says otherwise. Exponents count where
+        columns meet rows: those of the `later` operand, unless they are all one.
         """
         if load(node, Node.STORE, _WORD) != Store.CALLER:
             e = scaled_by(book, node, part, sample)
-            apart = later and e != 0 and load(e, load(node, Node.COLS, _WORD), _INT) == _EACH
-            return _OUT_OF_BAND if apart else _IN_BAND
+            if e == 0:
+                return _IN_BAND
+            flag = load(e, load(node, Node.COLS, _WORD), _INT)
+            return _OUT_OF_BAND if flag == _WIDE or (later and flag == _EACH) else _IN_BAND
         nnz = load(node, Node.NNZ, _WORD)
         return range_in(values, nnz * block // blocks, nnz * (block + 1) // blocks)
 
@@ -701,7 +724,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
             raise_flag(run)
         x_e = scaled_by(book, x_node, part, sample)
         if seen[0] == _OUT_OF_BAND:
-            multiply_scaled(a_node, a, a_e, x_node, x, x_e, c_node, c, e, span)
+            multiply_scaled(run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span)
         else:
             # The one exponent of all columns of A, and those of X.
             common = load(a_e, 0, _INT) if a_e != 0 else _INT
@@ -714,7 +737,7 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                 store(e, cols, flag, _INT)
             cuda.syncthreads()
         if seen[0] == _OUT_OF_BAND or (seen[0] == _IN_BAND and seen[1] == _OUT_OF_BAND):
-            normalise(c_node, c, e, span)
+            normalise(run, c_node, c, e, span)
         if load(book, Book.LOCAL, _WORD) != 0:
             cuda.syncthreads()
             # Samples that share a product do not share its local gradients.

@@ -6,8 +6,8 @@ of launches does not depend on the number of steps.
 
 In a chunk the columns of the product evolve independently, ``p ← J p``, each with an exponent of
 its own; one column more is what local gradients add, which stays in the range that gradients have.
-A gradient or a product that is not finite raises a flag, upon which a last kernel lets the linear
-scan decide, as on the CPU.
+A gradient or a product that is not finite raises a flag, and so does a column whose entries are too
+far apart for one exponent; upon which a last kernel lets the linear scan decide, as on the CPU.
 
 The floor is memory: each step is read twice. For 30,000 steps of 16 samples, 20×20 in float32, that
 is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products alone would take
@@ -20,7 +20,8 @@ is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products
   20×20, so that eleven such reads make 112 multiply-adds.
 * Threads of a warp that have nothing to do: a block works on as many chains, each a chunk of a
   sample, as its warps have room for. A block of one warp needs no barriers.
-* Work on every step that is seldom needed: exponents are looked at when something leaves a band.
+* Work on every step that is seldom needed: exponents are looked at when something leaves a band,
+  or is small.
 
 Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda_tables`.
 """
@@ -33,7 +34,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import from_dtype, int32
+from numba import from_dtype, int32, int64
 
 from ._device import cuda, exponent_of, load, scale, store
 from ._vectors import (
@@ -50,6 +51,7 @@ from ._vectors import (
     vote,
     write_vector,
 )
+from .cpu import BAND
 from .cuda_tables import Run, jacobian_at, local_at
 
 __all__ = ["MAX_SIZE", "ChunkKernels", "chunk_count", "chunk_kernels", "launches"]
@@ -62,6 +64,11 @@ MAX_SIZE, _SHARED = 64, 48 * 1024
 _BANDS = {
     np.dtype(np.float32): (2.0**-20, 2.0**40, 20),
     np.dtype(np.float64): (2.0**-100, 2.0**300, 200),
+}
+# Entries of columns, and of steps, whose products are normal numbers: those that are as large.
+_SMALL = {
+    np.dtype(np.float32): (2.0**-80, 2.0**-45),
+    np.dtype(np.float64): (2.0**-620, 2.0**-400),
 }
 
 # Rows of a product that a thread holds.
@@ -122,6 +129,7 @@ def _tiles(size: int, itemsize: int) -> _Tiles:
             registers = itemsize // 4 * _ROWS * cols
             registers += -(-size * size // (unit * stride)) * (unit * itemsize // 4 + 1)
             shared = chains * (tiles.room * itemsize + 4 * cols * column_groups)
+            shared += tiles.threads * itemsize
             if shared > _SHARED or registers > 104:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
@@ -332,10 +340,19 @@ def chunk_kernels(size: int, nnz: int, dtype: np.dtype[Any]) -> ChunkKernels:
     return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, chains)
 
 
+@cuda.jit(device=True)
+def _smaller(a, b):
+    """The smaller one of a positive number and a magnitude that counts unless it is zero."""
+    b = abs(b)
+    return b if b < a and b > 0 else a
+
+
 def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
     low, high, aim = _BANDS[dtype]
     low, high = real(low), real(high)
+    small, small_step = (real(limit) for limit in _SMALL[dtype])
+    normal, negligible = (int(limit) for limit in BAND[dtype][6:])
     most = 100 if dtype.itemsize == 4 else 900
     vector = 16 // dtype.itemsize
     groups, cols, column_groups, width, parts, stride, chains, threads, pitch = tiles
@@ -351,7 +368,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     staging = _staging(size, nnz, dtype, stride, pitch)
     slots, stage_size = staging.slots, staging.values
     find, fetch, deliver = staging.find, staging.fetch, staging.deliver
-    none = np.int32(_NONE)
+    none, infinity = np.int32(_NONE), real(np.inf)
 
     @cuda.jit
     def multiply(run, places, columns, exponents, steps, batch, chunk, chunks):
@@ -361,6 +378,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         right = cuda.local.array(right_size, kind)
         peaks = cuda.local.array(cols, kind)
         powers = cuda.shared.array(powers_size, int32)
+        leasts = cuda.shared.array(threads, kind)
         added = cuda.local.array(_ROWS, kind)
         staged = cuda.local.array(stage_size, kind)
         offsets = cuda.local.array(slots, int32)
@@ -383,6 +401,8 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         stacks = _stacks(run, sample)
         ahead = jacobian_at(run, first, sample)
         local = local_at(run, first + 1)
+        for m in range(stage_size):
+            staged[m] = zero
         if present:
             find(places, lane, offsets)
             fetch(ahead, lane, staged, 0)
@@ -399,7 +419,8 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         barrier(warp)
 
         for step in range(first, first + chunk):
-            if present and step + 1 < first + chunk:
+            more = present and step + 1 < first + chunk
+            if more:
                 fetch(ahead, lane, staged, 0)
                 ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
             outside = False
@@ -427,32 +448,61 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                 for r in range(_ROWS):
                     tile[local_column * _ROWS + r] += added[r]
                 for n in range(cols):
-                    peak = abs(tile[n * _ROWS])
-                    for r in range(1, _ROWS):
-                        peak = larger(peak, abs(tile[n * _ROWS + r]))
+                    peak, tiny = zero, False
+                    for r in range(_ROWS):
+                        size_of = abs(tile[n * _ROWS + r])
+                        peak = larger(peak, size_of)
+                        tiny = tiny | ((size_of < small) & (size_of > zero))
                     if n == local_column and owner:
-                        peak = zero
+                        peak, tiny = zero, False
                     peaks[n] = peak
-                    outside = outside | (peak > high) | ((peak < low) & (peak > zero))
+                    outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+            if more:
+                for m in range(stage_size):
+                    size_of = abs(staged[m])
+                    outside = outside | ((size_of < small_step) & (size_of > zero))
             if vote(outside, warp):
-                # The largest of each column, of all who share it, in the place of the column.
+                # The largest of each column, of all who share it, and the smallest, in the place of
+                # the column; and the smallest of the next step.
                 if busy:
                     for n in range(cols):
+                        least = infinity
+                        for r in range(_ROWS):
+                            least = _smaller(least, tile[n * _ROWS + r])
+                        if n == local_column and owner:
+                            least = infinity
                         put(pool, columns_at + n * pitch + row, peaks[n])
+                        put(pool, columns_at + n * pitch + groups + row, least)
+                if present:
+                    least = one
+                    if more:
+                        for m in range(stage_size):
+                            least = _smaller(least, staged[m])
+                    put(leasts, thread, least)
                 barrier(warp)
                 if busy:
+                    step_least = one
+                    for m in range(stride):
+                        step_least = _smaller(step_least, get(leasts, group * stride + m))
                     for n in range(cols):
-                        peak = zero
+                        peak, least = zero, infinity
                         for r in range(groups):
                             peak = larger(peak, get(pool, columns_at + n * pitch + r))
+                            least = _smaller(least, get(pool, columns_at + n * pitch + groups + r))
                         place = group * span + mine * cols + n
+                        shift = 0
                         if peak > high or (peak < low and peak > zero):
                             shift = min(max(aim - exponent_of(peak), -most), most)
                             factor = scale(one, shift)
-                            if row == 0:
-                                put(powers, place, np.int32(get(powers, place) - shift))
                             for r in range(_ROWS):
                                 tile[n * _ROWS + r] *= factor
+                        if row == 0 and peak > zero:
+                            power = int64(get(powers, place))
+                            put(powers, place, np.int32(power - shift))
+                            # The smallest entry, as it is kept, and what the next step makes of it.
+                            term = exponent_of(least) + shift + exponent_of(step_least) - 1
+                            if term < normal and exponent_of(least) + power > negligible:
+                                store(run, Run.FLAG, np.int64(1), _WORD)
                         elif peak == zero and row == 0:
                             # It will stay so, and is not to be taken for the largest.
                             put(powers, place, none)
@@ -486,7 +536,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
 
 
 def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
-    kind, zero = from_dtype(dtype), dtype.type(0)
+    kind, zero, infinity = from_dtype(dtype), dtype.type(0), dtype.type(np.inf)
     vector, width = 16 // dtype.itemsize, size + 1
     padded, padded_powers = -(-size // vector) * vector, -(-size // 4) * 4
     warp = threads == 32
@@ -494,6 +544,10 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
     depth = min(max(100 // (width * dtype.itemsize // 4), 1), 2)
     ring_size = depth * width
 
+    info = np.finfo(dtype)
+    lowest, last = np.int32(info.minexp), np.int32(info.minexp - info.nmant)
+    # A sum that no term changes which is no normal number, before or after it is multiplied.
+    enough = dtype.type(2.0 ** (info.minexp + 8) * max(_BANDS[dtype][1], 2.0**info.nmant))
     # To which exponent the largest term is brought: columns have entries up to `_BANDS`.
     none, high = np.int32(_NONE), np.int32(60 if dtype.itemsize == 4 else 400)
     most = np.int32(250 if dtype.itemsize == 4 else 2040)
@@ -570,6 +624,14 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
                         if vector == 4:
                             total += sums[2] + sums[3]
                         x = scaled(total, top) + ring[d * width + size]
+                        if abs(total) < enough:
+                            # Were there terms that got lost beside the largest of other rows?
+                            for j in range(size):
+                                power = get(powers, j)
+                                if ring[d * width + j] != zero and power != none:
+                                    term = power + exponent_field(ring[d * width + j])
+                                    if min(power, term) - top < lowest and term > last - 2:
+                                        poison = infinity
                         if step + depth < chunks - 1:
                             ring_powers[d] = load(exponents, at_power, _INT)
                             for j in range(width):
@@ -578,6 +640,7 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
                         place += chunk * batch * size
                         store(out, place, x, zero)
                         poison += x * zero
+                    barrier(warp)
         if poison != zero:
             store(run, Run.FLAG, np.int64(1), _WORD)
 

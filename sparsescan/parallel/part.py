@@ -270,7 +270,7 @@ class Reduction:
         )
 
     def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
-        """The product; None if a value is not finite."""
+        """The product; None if the linear scan has to decide."""
         chain.convert(terms.dtype)
         local.convert(terms.dtype)
         workspace = self.prepare(chain, terms)

@@ -1,0 +1,162 @@
+"""Steps of every size, while gradients stay in range: every schedule is as right as the loop.
+
+The products of such steps leave the range of floating point, come back into it, and have entries
+further apart than a number of the dtype can hold. Most likely to go wrong is what comes back
+exactly: so gradients here are, more often than not, as far from an earlier one as the ends of the
+band in which products are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import Gradients, assert_within, every_schedule, indices_of, sequential
+
+import sparsescan
+from sparsescan import CSRChain, Schedule
+from sparsescan.kernels.cpu import BAND
+
+# Exponents of the smallest and the largest entry of a step, or of a gradient.
+LIMITS = {"f4": (-120, 124), "f8": (-1000, 1020)}
+
+Arguments = tuple[np.ndarray, Any, "np.ndarray | None"]
+
+
+@st.composite
+def extreme_chains(draw: Any) -> Arguments:
+    """A gradient, steps that take it from one size to the next, and maybe local gradients.
+
+    Where gradients have entries of about ``2^g_k`` before a step and of ``2^h_i`` after it, entries
+    of the step are at most ``2^(h_i - g_k)``, those on the diagonal about that.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    dtype = draw(st.sampled_from(["f4", "f8"]), label="dtype")
+    size = draw(st.sampled_from([1, 1, 2, 3]), label="columns")
+    n = draw(st.sampled_from([12, 13, 9, 8, 6, 5, 4, 3]), label="steps")
+    structure = draw(st.sampled_from([np.ones_like, np.tril, np.eye]), label="structure")
+    form = draw(st.sampled_from(["dense", "csr", "batched csr"]), label="form")
+    reach = draw(st.sampled_from([1.0, 0.5]), label="reach")
+    low, high = (int(reach * limit) for limit in LIMITS[dtype])
+    *ends, target = BAND[np.dtype(dtype)][3:6]
+    back = int(rng.integers(2, 7))
+    sizes = [rng.integers(low, high, size, endpoint=True)]
+    for _ in range(n):
+        new = rng.integers(low, high, size, endpoint=True)
+        if rng.random() < 0.7:
+            new = sizes[-min(back, len(sizes))] + rng.choice([0, target, target, *ends], size)
+            new += rng.integers(-1, 1, size, endpoint=True)
+        sizes.append(np.where(rng.random(size) < 0.8, new, sizes[-1]).clip(low, high))
+
+    where = structure(np.ones((size, size))) != 0 if structure is not np.eye else np.eye(size) != 0
+    steps = np.zeros((n, size, size))
+    for step, before, after in zip(steps, sizes[:-1], sizes[1:], strict=True):
+        less = rng.integers(0, (high - low) // 2, (size, size)) * (rng.random((size, size)) < 0.7)
+        np.fill_diagonal(less, 0)
+        power = (after[:, None] - before - less).clip(*LIMITS[dtype])
+        numbers = rng.uniform(0.7, 1.4, (size, size)) * rng.choice([-1, 1, 1], (size, size))
+        kept = (rng.random((size, size)) < 0.8) | np.eye(size, dtype=bool)
+        step[where & kept] = np.ldexp(numbers, power)[where & kept]
+    steps = steps.astype(dtype)
+    grad = np.ldexp(rng.uniform(0.5, 1, size), sizes[0]).astype(dtype)
+    local = None
+    if draw(st.sampled_from([False, False, True]), label="local gradients"):
+        numbers = rng.uniform(-0.5, 0.5, (n, size)) * (rng.random((n, size)) < 0.5)
+        local = np.ldexp(numbers, sizes[:-1]).astype(dtype)
+    if form == "dense":
+        return grad, steps, local
+    indices, indptr = indices_of(where)
+    data = steps[:, where]
+    if form == "batched csr":
+        data = np.stack([data, data[::-1]], axis=1)
+        grad = np.stack([grad, grad])
+        local = local if local is None else np.stack([local, local], axis=1)
+    return grad, CSRChain(data, indices, indptr, (size, size)), local
+
+
+def oracle(grad: np.ndarray, steps: Any, local: Any) -> Gradients:
+    """The loop in the longest floating-point numbers there are, with bounds for `grad`'s."""
+    if isinstance(steps, np.ndarray):
+        steps = list(steps)
+    return sequential(grad, steps, local, dtype=grad.dtype, precision=np.longdouble)
+
+
+def finite_count(gradients: np.ndarray) -> int:
+    """How many gradients there are before one that is not finite."""
+    finite = np.isfinite(gradients).reshape(len(gradients), -1).all(axis=1)
+    return len(finite) if finite.all() else int(finite.argmin())
+
+
+# Five times as many examples as other tests have; ten thousand with --explore.
+EXAMPLES = 5 * settings.default.max_examples
+
+float64_is_not_the_longest = pytest.mark.skipif(
+    np.finfo(np.longdouble).maxexp <= np.finfo(np.float64).maxexp,
+    reason="no floating-point numbers of a larger range than float64",
+)
+
+
+@float64_is_not_the_longest
+@settings(max_examples=EXAMPLES)
+@given(extreme_chains())
+def test_steps_of_every_size(arguments):
+    grad, steps, local = arguments
+    expected = oracle(*arguments)
+    options: dict[str, Any] = {"local_grads": local}
+    count = finite_count(sparsescan.exclusive_scan(grad, steps, schedule="linear", **options))
+    expected = Gradients(expected.exact[:count], expected.bounds[:count])
+    for schedule in every_schedule(len(steps), chunks=(2, 3, 5)):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule, **options)
+        assert_within(list(result[:count]), expected, grad.dtype)
+
+
+@settings(max_examples=EXAMPLES)
+@given(extreme_chains())
+def test_finite_wherever_back_propagation_is(arguments):
+    grad, steps, local = arguments
+    with np.errstate(over="ignore", invalid="ignore"):
+        loop = looped(grad, steps, local)
+    count = finite_count(loop)
+    for schedule in ["auto", *every_schedule(len(steps), chunks=(2, 3, 5))]:
+        result = sparsescan.exclusive_scan(grad, steps, local_grads=local, schedule=schedule)
+        assert finite_count(result) >= count
+
+
+def looped(grad: np.ndarray, steps: Any, local: Any) -> np.ndarray:
+    """Back-propagation in the dtype of its input, as a caller would write it."""
+    dense = steps
+    if isinstance(steps, CSRChain):
+        dense = np.zeros((*steps.data.shape[:-1], *steps.shape), steps.dtype)
+        rows = np.repeat(np.arange(steps.shape[0]), np.diff(steps.indptr))
+        dense[..., rows, steps.indices] = steps.data
+    gradients = [grad if local is None else grad + local[0]]
+    for k, step in enumerate(dense[:-1], 1):
+        x = (step * gradients[-1][..., None, :]).sum(-1)
+        gradients.append(x if local is None else x + local[k])
+    return np.array(gradients)
+
+
+def test_exponents_that_cancel_are_still_exponents():
+    """A product is brought back to where it is kept, by as much as it was scaled before."""
+    steps = np.array([1, 1, 1, 2.6e7, 3.16e28, 5.2e-23, *[1] * 6], np.float32).reshape(12, 1, 1)
+    grad = np.full(1, 1e-32, np.float32)
+    result = sparsescan.exclusive_scan(grad, steps, schedule=Schedule.chunked(12, 3))
+    assert_within(list(result), oracle(grad, steps, None), grad.dtype)
+
+
+@pytest.mark.parametrize("form", ["dense", "csr"])
+def test_entries_of_a_column_that_no_exponent_holds_together(form):
+    """1e30 and 1e-30 in one column of a product: float32 has room for 1e51 between them."""
+    apart, back = [[1e30, 0], [1e-30, 0]], [[1e-30, 0], [0, 1e30]]
+    steps = np.array([np.eye(2), apart, back, np.eye(2)], np.float32)
+    grad = np.ones(2, np.float32)
+    expected = oracle(grad, steps, None)
+    if form == "csr":
+        indices, indptr = indices_of(np.tri(2) != 0)
+        steps = CSRChain(steps[:, np.tri(2) != 0], indices, indptr, (2, 2))
+    for schedule in every_schedule(4):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        assert_within(list(result), expected, grad.dtype)
