@@ -319,14 +319,14 @@ class TestRange:
     def test_finite_wherever_the_linear_scan_is(self, data: Any) -> None:
         test_range.test_finite_wherever_the_linear_scan_is.hypothesis.inner_test(data)
 
-    @test_extremes.float64_is_not_the_longest
+    @test_extremes.needs_longer
     @settings(max_examples=100)
-    @given(arguments=test_extremes.extreme_chains())
+    @given(arguments=test_extremes.extreme_chains)
     def test_steps_of_every_size(self, arguments: Any) -> None:
         test_extremes.test_steps_of_every_size.hypothesis.inner_test(arguments)
 
     @settings(max_examples=100)
-    @given(arguments=test_extremes.extreme_chains())
+    @given(arguments=test_extremes.extreme_chains)
     def test_finite_wherever_back_propagation_is(self, arguments: Any) -> None:
         test_extremes.test_finite_wherever_back_propagation_is.hypothesis.inner_test(arguments)
 

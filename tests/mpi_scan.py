@@ -25,6 +25,7 @@ from oracles import (
     values,
     values_only,
 )
+from test_extremes import LONGER, extreme_chain, finite_count, looped, oracle
 from test_range import linear_length, positive_steps, two_blocks, waves
 
 import sparsescan
@@ -219,6 +220,27 @@ def check_huge_and_tiny_steps() -> None:
         assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F4)
 
 
+def check_steps_of_every_size(seed: int) -> None:
+    """Exponents that cancel, and entries that no exponent holds together, in some rank's part."""
+    grad, steps, local = extreme_chain(np.random.default_rng(seed))
+    expected = oracle(grad, steps, local)
+    # Both the true gradients and those of the loop, which may be 0 where others are too small.
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.array(expected.exact).astype(grad.dtype)
+        n = min(finite_count(exact), finite_count(looped(grad, steps, local)))
+    data = steps if isinstance(steps, np.ndarray) else steps.data
+    mine = equal_parts(n)
+    part = data[mine] if data is steps else CSRChain.from_pattern(data[mine], steps.pattern)
+    found = parallel.exclusive_scan(
+        WORLD,
+        grad if WORLD.rank == 0 else None,
+        part,
+        local_grads=None if local is None else local[mine],
+        schedule="products",
+    )
+    assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), grad.dtype)
+
+
 def check_what_is_not_finite(seed: int) -> None:
     """It reaches what it reaches in the linear scan, whoever has it."""
     rng = np.random.default_rng(seed)
@@ -285,6 +307,8 @@ def main() -> None:
         check_constants()
         check_range()
         check_huge_and_tiny_steps()
+        for k in range(seed, seed + 20 * cases * LONGER):
+            check_steps_of_every_size(k)
         check_what_is_not_finite(seed)
     print(f"rank {WORLD.rank} is done", flush=True)
 
