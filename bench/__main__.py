@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = Options(options.quick, options.device, options.data)
         print(run(load(options.command), chosen, options.output))
         return 0
-    from .report import update_readme, write
+    from .readme import update_readme
+    from .report import write
 
     print(write(options.results, options.output))
     if options.readme:

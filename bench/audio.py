@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from .peers import MissingPeerError
 
-__all__ = ["SETS", "Recordings", "Setting", "features", "load", "mfcc"]
-
 Array = NDArray[Any]
 
 RATE = 44_100
@@ -92,12 +90,12 @@ def mfcc(clip: Array, setting: Setting) -> Array:
     except ImportError as error:
         raise MissingPeerError(f"{error}: {_INSTALL}") from None
     count, window, hop = setting
-    found = librosa.feature.mfcc(y=clip, sr=RATE, n_mfcc=count, n_fft=window, hop_length=hop)
-    found = found[:, 1:].reshape(-1, found.shape[-1]).T.astype(np.float64)
-    found -= found.mean(axis=0)
-    deviation = found.std(axis=0)
+    coefficients = librosa.feature.mfcc(y=clip, sr=RATE, n_mfcc=count, n_fft=window, hop_length=hop)
+    coefficients = coefficients[:, 1:].reshape(-1, coefficients.shape[-1]).T.astype(np.float64)
+    coefficients -= coefficients.mean(axis=0)
+    deviation = coefficients.std(axis=0)
     # A coefficient that never changes, as of silence, stays zero but for rounding.
-    return (found / np.where(deviation > 1e-6, deviation, 1)).astype(np.float32)
+    return (coefficients / np.where(deviation > 1e-6, deviation, 1)).astype(np.float32)
 
 
 # -- IRMAS ----------------------------------------------------------------------------------------
@@ -110,14 +108,14 @@ def load_irmas(folder: Path, per_class: int | None = None) -> Recordings:
         for each in sorted(folder.iterdir())
         if each.is_dir()
     }
-    files = {name: found for name, found in files.items() if found}
+    files = {name: recordings for name, recordings in files.items() if recordings}
     if not files:
         raise FileNotFoundError(
             f"{folder} has no folders with .wav files; expected one for each instrument, as in "
             "IRMAS-TrainingData"
         )
-    paths = [path for found in files.values() for path in found]
-    labels = np.repeat(np.arange(len(files)), [len(found) for found in files.values()])
+    paths = [path for recordings in files.values() for path in recordings]
+    labels = np.repeat(np.arange(len(files)), [len(recordings) for recordings in files.values()])
     name = f"recordings in {folder.resolve().name}"
     return Recordings(name, tuple(files), labels, lambda k: _read(paths[k]))
 
@@ -138,8 +136,8 @@ def _resample(samples: Array, rate: int) -> Array:
     from scipy.signal import resample_poly
 
     common = gcd(RATE, rate)
-    found: Array = resample_poly(samples, RATE // common, rate // common, axis=-1)
-    return found
+    resampled: Array = resample_poly(samples, RATE // common, rate // common, axis=-1)
+    return resampled
 
 
 # -- Recorded notes -------------------------------------------------------------------------------
@@ -174,13 +172,13 @@ def instruments(font: bytes) -> dict[str, list[Array]]:
     (samples,) = (font[a:b] for name, a, b in _chunks(font, *lists[b"sdta"]) if name == b"smpl")
     (headers,) = (font[a:b] for name, a, b in _chunks(font, *lists[b"pdta"]) if name == b"shdr")
     wave = np.frombuffer(samples, "<i2").astype(np.float32) / 2**15
-    found: dict[str, list[Array]] = {instrument: [] for instrument in _INSTRUMENTS}
+    notes: dict[str, list[Array]] = {instrument: [] for instrument in _INSTRUMENTS}
     for name, start, stop, _, _, rate in struct.iter_unpack("<20s5I6x", headers):
         title = name.split(b"\0")[0].decode("latin-1")
         for instrument, pattern in _INSTRUMENTS.items():
             if re.match(pattern, title) and stop - start > _SHORTEST * rate:
-                found[instrument].append(_resample(wave[start:stop], rate))
-    return found
+                notes[instrument].append(_resample(wave[start:stop], rate))
+    return notes
 
 
 def _chunks(data: bytes, start: int, stop: int | None = None) -> Iterator[tuple[bytes, int, int]]:

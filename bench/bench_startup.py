@@ -1,4 +1,4 @@
-"""What a new process pays; the limits hold for `extra_info["seconds"]`."""
+"""Time what a new process pays; the limits hold for `extra_info["seconds"]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .startup import STARTUPS
 def test_startup(name: str, reduced: bool, benchmark: BenchmarkFixture) -> None:
     startup = STARTUPS[name]
     startup.seconds()  # fills the cache of compiled kernels
-    found: list[float] = []
+    seconds: list[float] = []
     rounds = 1 if reduced else 5
-    benchmark.pedantic(lambda: found.append(startup.seconds()), rounds=rounds)
-    benchmark.extra_info.update(what=startup.what, limit=startup.limit, seconds=found)
+    benchmark.pedantic(lambda: seconds.append(startup.seconds()), rounds=rounds)
+    benchmark.extra_info.update(what=startup.what, limit=startup.limit, seconds=seconds)

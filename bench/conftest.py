@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .machine import pin
+from . import machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("benchmark_only"):
-        pin()
+        machine.pin()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -31,3 +31,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def reduced(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("reduced"))
+
+
+@pytest.fixture(autouse=True)
+def _all_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the process on the CPUs that it has."""
+    monkeypatch.setattr(machine, "pin", lambda: None)

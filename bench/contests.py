@@ -1,25 +1,26 @@
 """The table of the engine's benchmarks: for each work, its contenders and what is required.
 
-The engine is the contender :data:`OURS`. Everything here is used twice: by ``pytest
---benchmark-only`` and by ``python -m bench.compare``.
+``pytest --benchmark-only`` and ``python -m bench.compare`` run these contests. The engine is the
+contender :data:`OURS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
-from sparsescan.schedule import Level
+from sparsescan import ScanPlan
+from sparsescan.symbolic.schedule import Level, schedule_of
 
 from . import workloads
 from .peers import (
-    Call,
     jax_associative_scans,
     jax_scans,
     load_mkl,
@@ -29,48 +30,57 @@ from .peers import (
     scipy_batch_loops,
     scipy_loop,
 )
+from .timing import Call, fastest, finished
+
+MakeWork = Callable[[bool], "Work"]  # from whether it is reduced
+Op = tuple[int, int, int]
 
 OURS = "sparsescan"
 ONE_SHOT = "sparsescan, one-shot"
 
 
-@dataclass(frozen=True)
+class WrongResultError(AssertionError):
+    """A contender that did not compute what is right."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
-    """One piece of work, ready to be timed.
+    """One piece of work, ready to be timed."""
 
-    Attributes
-    ----------
-    contenders : dict
-        For each contender what makes its variants; it raises MissingPeerError.
-    bytes, flops : int
-        What must be moved and computed, however it is done.
-    answer : callable
-        The result as an array to compare, from a contender and what its call returned.
-    repeats : dict
-        For a contender whose call does only a part of the work, how many such parts there are.
-    unchecked : tuple
-        Contenders that compute something else, such as a floor.
-    right : ndarray, optional
-        The answer in float64; without it, contenders must agree with the engine's first peer.
-    """
-
+    # Each makes a contender's variants, or raises MissingPeerError.
     contenders: dict[str, Callable[[], dict[str, Call]]]
-    bytes: int
+    bytes: int  # that must be moved, however it is done
     flops: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
+    # The array to compare, from a contender and what its call returned.
     answer: Callable[[str, Any], NDArray[Any]] = lambda contender, result: np.asarray(result)
-    repeats: Mapping[str, float] = field(default_factory=dict)
-    unchecked: tuple[str, ...] = ()
+    # The answer in float64; without it, contenders must agree with the engine's first peer.
     right: NDArray[Any] | None = None
+    # For a contender whose call does only a part of the work, how many such parts there are.
+    repeats: Mapping[str, float] = field(default_factory=dict)
+    unchecked: tuple[str, ...] = ()  # contenders that compute something else, such as a floor
 
     def check(self, contender: str, result: Any) -> None:
-        """Stop if a contender did not compute what is right."""
+        """Raise WrongResultError if a contender did not compute what is right."""
         if contender in self.unchecked:
             return
-        found, expected = self.answer(contender, result), self._expected
-        error = np.abs(found - expected).max() / np.abs(expected).max()
-        if not error < np.sqrt(np.finfo(self.dtype).eps):
-            raise AssertionError(f"{contender} is wrong: relative difference {error:.1e}")
+        expected = self._expected
+        error = np.abs(self.answer(contender, result) - expected).max()
+        largest = np.abs(expected).max()
+        if not error <= np.sqrt(np.finfo(self.dtype).eps) * largest:
+            raise WrongResultError(
+                f"{contender} is wrong by {error:.1e}, where the largest entry is {largest:.1e}"
+            )
+
+    def variant(self, contender: str, device: Any, trials: int) -> tuple[str, Call]:
+        """The name and call of a contender's fastest variant, once all were found to be right."""
+        variants = self.contenders[contender]()
+        for call in variants.values():
+            self.check(contender, finished(device, call))
+        name, _ = fastest(
+            {key: partial(finished, device, call) for key, call in variants.items()}, trials
+        )
+        return name, variants[name]
 
     @cached_property
     def _expected(self) -> NDArray[Any]:
@@ -85,13 +95,31 @@ class Work:
 class Contest:
     """Lines of the table: the work, made by ``make(reduced)``, and the ratios to reach.
 
-    The ratio is the time of another contender over that of the engine; None where nothing is asked.
+    A ratio is the time of another contender over the engine's; None where nothing is asked.
     """
 
     name: str
     work: str
-    make: Callable[[bool], Work]
+    make: MakeWork
     required: Mapping[str, float | None]
+
+
+def plan_of(jacobians: Sequence[Any], *levels: list[Op], device: str | None = None) -> ScanPlan:
+    """A plan of these levels of operations and no others, so not all of its gradients are made."""
+    tables = [
+        Level(f"level {k}", np.array(ops), np.arange(len(ops) + 1)) for k, ops in enumerate(levels)
+    ]
+    schedule = schedule_of(len(jacobians), tables, f"only({levels})")
+    return sparsescan.plan(jacobians, schedule=schedule, device=device)
+
+
+def csr_bytes(matrix: sp.csr_array) -> int:
+    return int(matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes)
+
+
+def product_flops(a: sp.csr_array, b: sp.csr_array) -> int:
+    """FLOPs of ``a @ b``: twice its multiply-adds."""
+    return 2 * int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
 
 
 def spgemm(reduced: bool) -> Work:
@@ -104,78 +132,59 @@ def spgemm(reduced: bool) -> Work:
     j2, j1 = workloads.conv_pair(6, (4, 8, 16)) if reduced else workloads.conv_pair()
     grad = np.ones(j2.shape[1], j2.dtype)
     last = sparsescan.Pattern.diagonal(j1.shape[0])
-    values = [j2.data, j1.data, np.ones(last.nnz, j1.dtype)]
-
-    def plan(*ops: tuple[int, int, int]) -> sparsescan.ScanPlan:
-        levels = [Level("product", np.array([op]), np.array([0, 1])) for op in ops]
-        schedule = sparsescan.Schedule(3, levels, f"product{ops}")
-        return sparsescan.plan([j2, j1, last], schedule=schedule)
+    chain, values = [j2, j1, last], [j2.data, j1.data, np.ones(last.nnz, j1.dtype)]
 
     def ours() -> dict[str, Call]:
-        product = plan((1, 2, 3))
-        return {"plan": lambda: product.exclusive_scan(grad, values)}
+        plan = plan_of(chain, [(1, 2, 3)])
+        return {"plan": lambda: plan.exclusive_scan(grad, values)}
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
         if contender == OURS:
-            return np.asarray(plan((1, 2, 3), (0, 1, 3)).exclusive_scan(grad, values)[2])
-        if contender == "MKL":
+            applied = plan_of(chain, [(1, 2, 3)], [(0, 1, 3)])
+            return np.asarray(applied.exclusive_scan(grad, values)[2])
+        if contender == "MKL":  # handles that are kept give nothing back
             result = load_mkl().dot_product_mkl(j1, j2)
         return np.asarray(result @ grad)
 
-    product = j1 @ j2
-    index = product.indices.itemsize
-    operands = sum(m.data.nbytes + m.indices.nbytes + m.indptr.nbytes for m in (j1, j2))
     return Work(
         contenders={
             OURS: ours,
             "SciPy @": lambda: {"csr_array @ csr_array": lambda: j1 @ j2},
             "MKL": lambda: mkl_products(j1, j2),
         },
-        bytes=operands + product.nnz * (index + product.dtype.itemsize) + product.indptr.nbytes,
-        flops=2 * int(np.diff(j2.indptr).astype(np.int64)[j1.indices].sum()),
-        dtype=product.dtype,
+        bytes=sum(map(csr_bytes, (j1, j2, j1 @ j2))),
+        flops=product_flops(j1, j2),
         answer=answer,
     )
 
 
-def stencil_plan(n: int, side: int, dtype: DTypeLike) -> Callable[[bool], Work]:
-    """A :class:`CSRChain` and a plan, against matrices that share their index arrays."""
+def stencil(n: int, side: int, dtype: DTypeLike, *, one_shot: bool = False) -> MakeWork:
+    """Steps of one pattern: a :class:`CSRChain` and a plan, or a list of matrices without either.
+
+    The matrices of the list have index arrays of their own; those of the chain's peer share them.
+    """
 
     def make(reduced: bool) -> Work:
         grad, chain = data = workloads.stencil(20 if reduced else n, 8 if reduced else side, dtype)
-        plan = sparsescan.plan(chain)
-        matrices = data.matrices(shared=True)
+        matrices = data.matrices(shared=not one_shot)
+        pattern_bytes = chain.indices.nbytes + chain.indptr.nbytes
+        if one_shot:
+            ours = {"exclusive_scan": lambda: sparsescan.exclusive_scan(grad, matrices)}
+            pattern_bytes *= 1 + len(chain)
+        else:
+            plan = sparsescan.plan(chain)
+            ours = {"plan": lambda: plan.exclusive_scan(grad, chain)}
         return Work(
             contenders={
-                OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, chain)},
+                OURS: lambda: ours,
                 "SciPy loop": lambda: {"csr_array @ ndarray": scipy_loop(grad, matrices)},
             },
-            bytes=_stencil_bytes(data),
+            bytes=chain.data[:-1].nbytes + len(chain) * grad.nbytes + pattern_bytes,
             flops=2 * (len(chain) - 1) * chain.nnz,
             dtype=grad.dtype,
         )
 
     return make
-
-
-def stencil_list(reduced: bool) -> Work:
-    """A list of matrices, each with its own index arrays, and no plan."""
-    n, side = (20, 8) if reduced else (1000, 16)
-    data = workloads.stencil(n, side, np.float64)
-    grad, chain = data
-    matrices = data.matrices(shared=False)
-    indices = len(chain) * (chain.indices.nbytes + chain.indptr.nbytes)
-    return Work(
-        contenders={
-            OURS: lambda: {
-                "exclusive_scan": lambda: sparsescan.exclusive_scan(grad, matrices),
-            },
-            "SciPy loop": lambda: {"csr_array @ ndarray": scipy_loop(grad, matrices)},
-        },
-        bytes=_stencil_bytes(data) + indices,
-        flops=2 * (len(chain) - 1) * chain.nnz,
-        dtype=grad.dtype,
-    )
 
 
 def rnn(reduced: bool) -> Work:
@@ -200,7 +209,16 @@ def rnn(reduced: bool) -> Work:
     )
 
 
-def vgg11(batch: int) -> Callable[[bool], Work]:
+def exact_gradients(grad: NDArray[Any], jacobians: Sequence[Any]) -> list[NDArray[Any]]:
+    """All gradients of a batch, from the last to the first, in float64."""
+    samples = [
+        scipy_loop(x, [of_sample(jacobian, b).astype(np.float64) for jacobian in jacobians])()
+        for b, x in enumerate(grad.astype(np.float64))
+    ]
+    return [np.stack(of_samples) for of_samples in zip(*samples, strict=True)]
+
+
+def vgg11(batch: int) -> MakeWork:
     """Back-propagation through a pruned network; the samples share the Jacobians of its weights."""
 
     def make(reduced: bool) -> Work:
@@ -211,12 +229,7 @@ def vgg11(batch: int) -> Callable[[bool], Work]:
         values = [jacobian.data for jacobian in jacobians]
         grad = rng.standard_normal((batch, net.patterns[0].shape[1]), np.float32)
         plan = net.plan(schedule="auto", batch=batch, dtype=np.float32)
-
-        exact = [
-            scipy_loop(x, [of_sample(jacobian, b).astype(np.float64) for jacobian in jacobians])()
-            for b, x in enumerate(grad.astype(np.float64))
-        ]
-        gradients = [np.stack(samples) for samples in zip(*exact, strict=True)]
+        gradients = exact_gradients(grad, jacobians)
 
         def answer(contender: str, result: Any) -> NDArray[Any]:
             """All gradients, each relative to its largest entry."""
@@ -248,10 +261,16 @@ def vgg11(batch: int) -> Callable[[bool], Work]:
     return make
 
 
-def _stencil_bytes(data: workloads.Stencil) -> int:
-    grad, chain = data
-    pattern = chain.indices.nbytes + chain.indptr.nbytes
-    return chain.data[:-1].nbytes + len(chain) * grad.nbytes + pattern
+def _stencil_contest(
+    n: int, side: int, dtype: str, ratio: float, *, one_shot: bool = False
+) -> Contest:
+    form = "list of csr_array, one-shot" if one_shot else "CSRChain, plan reused"
+    return Contest(
+        f"stencil-n={n}-unknowns={side**2}-{dtype}-{'list' if one_shot else 'plan'}",
+        f"n={n:,}, {side**2:,} unknowns (5-point stencil), {form}, {dtype}",
+        stencil(n, side, dtype, one_shot=one_shot),
+        {"SciPy loop": ratio},
+    )
 
 
 CONTESTS = (
@@ -261,40 +280,15 @@ CONTESTS = (
         spgemm,
         {"SciPy @": 4, "MKL": 2},
     ),
-    Contest(
-        "stencil-n=1000-unknowns=256-float64-plan",
-        "n=1,000, 256 unknowns (5-point stencil), CSRChain, plan reused, float64",
-        stencil_plan(1000, 16, np.float64),
-        {"SciPy loop": 4},
-    ),
-    Contest(
-        "stencil-n=1000-unknowns=256-float64-list",
-        "n=1,000, 256 unknowns (5-point stencil), list of csr_array, one-shot, float64",
-        stencil_list,
-        {"SciPy loop": 1},
-    ),
-    Contest(
-        "stencil-n=100-unknowns=65536-float32-plan",
-        "n=100, 65,536 unknowns (5-point stencil), CSRChain, plan reused, float32",
-        stencil_plan(100, 256, np.float32),
-        {"SciPy loop": 1.4},
-    ),
-    Contest(
-        "stencil-n=100-unknowns=65536-float64-plan",
-        "n=100, 65,536 unknowns (5-point stencil), CSRChain, plan reused, float64",
-        stencil_plan(100, 256, np.float64),
-        {"SciPy loop": 1.4},
-    ),
+    _stencil_contest(1000, 16, "float64", 4),
+    _stencil_contest(1000, 16, "float64", 1, one_shot=True),
+    _stencil_contest(100, 256, "float32", 1.4),
+    _stencil_contest(100, 256, "float64", 1.4),
     Contest(
         "rnn-T=1000-B=16-H=20-float32",
         "T=1,000, B=16, H=20 dense, plan reused, float32",
         rnn,
-        {
-            ONE_SHOT: None,
-            "NumPy loop": 2,
-            "jax.lax.associative_scan": 30,
-            "jax.lax.scan": 1.3,
-        },
+        {ONE_SHOT: None, "NumPy loop": 2, "jax.lax.associative_scan": 30, "jax.lax.scan": 1.3},
     ),
     *(
         Contest(

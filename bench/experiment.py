@@ -1,4 +1,4 @@
-"""What all experiments share: their options, and results that outlive a run that is cut off.
+"""The frame of all experiments: options, and results that outlive a run that is cut off.
 
 An experiment is a list of *pieces*, such as one sequence length each. What a piece has measured is
 written at once; a run by the same commit on the same device goes on after the last one.
@@ -12,30 +12,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from . import machine
-
-__all__ = [
-    "NAMES",
-    "RESULTS",
-    "Drawing",
-    "Experiment",
-    "Options",
-    "Piece",
-    "Results",
-    "Row",
-    "load",
-    "run",
-]
+from .machine import RESULTS as RESULTS
 
 Results = dict[str, Any]
-
-RESULTS = Path(__file__).parent / "results"
 
 # The module of each has an Experiment called EXPERIMENT; imported when it is asked for, since one
 # does not need the peers of another.
@@ -44,7 +29,7 @@ NAMES = ("rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline", "stra
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for."""
+    """The user's choices."""
 
     quick: bool  # sizes that fit two minutes on two cores
     device: str  # "cpu" or "cuda"
@@ -55,8 +40,8 @@ class Options:
 class Piece:
     """A part that is measured on its own, by a key that is unique in the experiment.
 
-    What it found is what JSON can hold. Peers that are missing are named under ``"missing"``, a
-    dict of reasons.
+    JSON can hold what it returns. Its key ``"missing"`` is a dict of peers that are not there, and
+    why.
     """
 
     key: str
@@ -76,7 +61,7 @@ class Drawing:
 class Row:
     """A line of the tables: ours beside one peer."""
 
-    work: str  # what is timed, with its sizes
+    work: str  # that is timed, with its sizes
     peer: str
     theirs: float  # seconds, as ours: medians of samples that were taken in turns
     ours: float
@@ -85,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What can be run by its name, on the command line."""
+    """An experiment that the command line runs by its name."""
 
     name: str
     title: str
@@ -97,8 +82,14 @@ class Experiment:
 
 def load(name: str) -> Experiment:
     """The experiment of this name."""
-    found: Experiment = importlib.import_module(f"bench.{name}").EXPERIMENT
-    return found
+    experiment: Experiment = importlib.import_module(f"bench.{name}").EXPERIMENT
+    return experiment
+
+
+def cpu_only(name: str, options: Options, why: str = "") -> None:
+    """Refuse to run on a GPU."""
+    if options.device != "cpu":
+        raise SystemExit(f"{name} is of the CPU{why}: run it without --device")
 
 
 def run(experiment: Experiment, options: Options, folder: Path) -> Path:
@@ -140,16 +131,12 @@ def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, Results] 
     """A file of the same data, whatever its date, that is not done; and its pieces."""
     names = re.sub(r"-\d{4}-\d\d-\d\d-", "-????-??-??-", name)
     for path in sorted(folder.glob(names), reverse=True):
-        found = json.loads(path.read_text())
-        if not found["done"] and found["data"] == data:
-            return path, found["pieces"]
+        results = json.loads(path.read_text())
+        if not results["done"] and results["data"] == data:
+            return path, results["pieces"]
     return None
 
 
 def _save(path: Path, results: Results) -> None:
-    """Replace the file at once: a run that is cut off here leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    results["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    new.replace(path)
+    results["date"] = machine.now()
+    machine.save(path, results)

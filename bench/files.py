@@ -1,4 +1,4 @@
-"""The JSON files of all runs: what each is, what is to be said against it, and which to show."""
+"""The JSON files of all runs: their kinds, their flaws, and which of them to show."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from pathlib import Path
 
 from .experiment import NAMES, Results
 
-__all__ = ["OTHERS", "File", "lines", "newest", "read"]
-
 # Results that are no experiment's, by a key that only they have.
-_KEYS = {"engine": "engine", "chains": "grid", "cases": "memory", "races": "gpu"}
+_KEYS = {
+    "engine": "engine",
+    "chains": "grid",
+    "cases": "memory",
+    "races": "gpu",
+    "intrinsics": "intrinsics",
+}
 OTHERS = tuple(_KEYS.values())
 _COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
 
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """What a run wrote; its kind is the name of the experiment, or one of :data:`OTHERS`."""
+    """A file of results; its kind is the name of the experiment, or one of :data:`OTHERS`."""
 
     path: Path
     kind: str
@@ -50,7 +54,7 @@ class File:
 
     @property
     def marks(self) -> list[str]:
-        """What is to be said against it."""
+        """The flaws of the run, in words."""
         results = self.results
         marks = {
             "uncommitted changes": results["dirty"],
@@ -63,7 +67,7 @@ class File:
 
 
 def read(folder: Path) -> tuple[list[File], dict[str, str]]:
-    """All results in a folder, those to be preferred last; and what others lack, by their names."""
+    """Read all results in a folder, the preferred ones last; and say why other files are none."""
     files, unread = [], {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -84,19 +88,19 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
 
 
 def newest(files: Iterable[File]) -> dict[tuple[str, str], File]:
-    """Of each kind and device the file to be shown, from files in the order of :func:`read`."""
+    """Choose the file to show for each kind and device, from files in the order of :func:`read`."""
     return {(file.kind, file.device): file for file in files}
 
 
 def lines(files: Iterable[File], key: str) -> list[tuple[File, Results]]:
-    """Of each device and name the line to be shown of those that the engine's files have at `key`.
+    """Choose the line to show for each device and name, of those in the engine's files at `key`.
 
-    One by one, since a run may measure a few of them.
+    Lines are chosen one by one, since a run may measure a few of them.
     """
-    found = {
+    newest_lines = {
         (file.device, line["name"]): (file, line)
         for file in files
         if file.kind == "engine"
         for line in file.results[key]
     }
-    return list(found.values())
+    return list(newest_lines.values())

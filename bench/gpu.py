@@ -31,7 +31,7 @@ from typing import Any
 
 from . import machine, plots
 from .gpu_chains import repeat, sanitize
-from .gpu_measure import Ceilings, measure
+from .gpu_measure import measure
 from .gpu_races import RACES
 from .gpu_table import table, wanted
 from .peers import MissingPeerError
@@ -46,6 +46,7 @@ _FOUND = 77  # what compute-sanitizer exits with if it found something
 _ENVIRONMENT = {
     "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0",
     "PYTHONUNBUFFERED": "1",
+    "SPARSESCAN_ALL_TESTS": "1",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
@@ -88,17 +89,15 @@ def part(name: str, file: Path, gpu: Any, about: Report) -> int:
     report: Report = {"gpu": about}
     if name == "repeat":
 
-        def save(found: Report) -> None:
-            failed, done = len(found["failed"]), found["done"]
-            summary = f"{done} of {found['asked']} random chains, {found['repetitions']} times each"
-            ok = done == found["asked"] and not failed
-            _save(file, report | found | {"ok": ok, "summary": f"{summary}: {failed} failed"})
+        def save(runs: Report) -> None:
+            failed, done = len(runs["failed"]), runs["done"]
+            summary = f"{done} of {runs['asked']} random chains, {runs['repetitions']} times each"
+            ok = done == runs["asked"] and not failed
+            machine.save(file, report | runs | {"ok": ok, "summary": f"{summary}: {failed} failed"})
 
         repeat(gpu, save=save)
         return 0
-    # Computing first, which gets the clocks up.
-    flops_per_second = gpu.flop_rate()
-    ceilings = Ceilings(gpu.bandwidth(), flops_per_second)
+    ceilings = gpu.ceilings()
     broken: dict[str, str] = {}
     report |= {"ceilings": vars(ceilings), "races": [], "missing": {}, "failed": {}}
     for make in RACES[name]:
@@ -117,15 +116,8 @@ def part(name: str, file: Path, gpu: Any, about: Report) -> int:
         report["ok"] = done == len(RACES[name])
         why = dict.fromkeys([*report["missing"].values(), *report["failed"].values()])
         report["summary"] = "; ".join([f"{len(report['races'])} of {len(RACES[name])} races", *why])
-        _save(file, report)
+        machine.save(file, report)
     return 0
-
-
-def _save(file: Path, report: Report) -> None:
-    """All or nothing, as the process may be stopped."""
-    temporary = file.with_suffix(".new")
-    temporary.write_text(json.dumps(report, ensure_ascii=False))
-    temporary.replace(file)
 
 
 # -- The parts, as processes ----------------------------------------------------------------------
@@ -142,7 +134,7 @@ def run_tests(test: Path, folder: Path, seconds: float) -> Report:
         return {"ok": False, "summary": _ending(code, seconds, output)}
     bad, skipped, passed = [], Counter[str](), 0
     for case in ElementTree.parse(results).getroot().iter("testcase"):
-        outcomes = {found.tag: found.get("message", "") for found in case}
+        outcomes = {outcome.tag: outcome.get("message", "") for outcome in case}
         if "failure" in outcomes or "error" in outcomes:
             said = outcomes.get("failure") or outcomes.get("error") or ""
             bad.append(f"{case.get('name')}: {said}"[:300])
@@ -285,11 +277,11 @@ def run(folder: Path) -> int:
 
 
 def _checks(scratch: Path) -> dict[str, Callable[[float], Report]]:
-    """What can run at once, as nothing of it is timed."""
-    tests = [*sorted((_ROOT / "tests").glob("cuda_*.py"))]
-    tests.append(_ROOT / "tests" / "test_jacobians_device.py")
+    """The parts that can run at once, as nothing of them is timed."""
+    tests = [*sorted((_ROOT / "tests" / "gpu").glob("cuda_*.py"))]
+    tests.append(_ROOT / "tests" / "jacobians" / "test_device.py")
     return {
-        **{f"tests/{test.name}": partial(run_tests, test, scratch) for test in tests},
+        **{str(test.relative_to(_ROOT)): partial(run_tests, test, scratch) for test in tests},
         **{tool: partial(run_sanitizer, tool, scratch) for tool in ("memcheck", "racecheck")},
         "repeat": partial(run_part, "repeat", scratch),
     }

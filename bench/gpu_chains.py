@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def random_chain(
     *,
     most: int = 64,
 ) -> RandomChain:
-    """A chain, of which some is given and the rest is drawn."""
+    """Draw a chain, or what of it is not given."""
     whole = whole or rng.choice(WHOLES)
     schedule = schedule or rng.choice(SCHEDULES)
     dtype = dtype or rng.choice([np.float32, np.float64])
@@ -76,12 +77,12 @@ def random_chain(
     local = None
     if rng.random() < 0.4:
         local = [draw((*lead, sizes[k])) if rng.random() < 0.6 else None for k in range(n)]
-    made: Schedule | str = schedule
+    tree: Schedule | str = schedule
     if schedule == "truncated":
-        made = Schedule.truncated(n, int(rng.integers(n.bit_length() + 1)))
+        tree = Schedule.truncated(n, int(rng.integers(n.bit_length() + 1)))
     elif schedule == "chunked":
-        made = Schedule.chunked(n, int(rng.integers(1, n + 2)))
-    return RandomChain(draw((*lead, sizes[0])), jacobians, local, made)
+        tree = Schedule.chunked(n, int(rng.integers(1, n + 2)))
+    return RandomChain(draw((*lead, sizes[0])), jacobians, local, tree)
 
 
 def repeat(
@@ -91,7 +92,7 @@ def repeat(
     entropy: int | None = None,
     save: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Run random chains again and again; which of them did not give the same bits, or were wrong.
+    """Run random chains again and again; which of them gave other bits at times, or were wrong.
 
     The seed of chain `k` is ``[entropy, k]``; the entropy is fresh unless it is given. After each
     chain, what is known is passed to `save`.
@@ -115,9 +116,9 @@ def _fault(gpu: Any, chain: RandomChain, repetitions: int) -> str | None:
     first: list[Array] = []
     for _ in range(repetitions):
         _poison(gpu, sum(array.nbytes for array in exact))
-        found = [gpu.get(array) for array in scan()]
-        first = first or found
-        if [array.tobytes() for array in found] != [array.tobytes() for array in first]:
+        gradients = [gpu.get(array) for array in scan()]
+        first = first or gradients
+        if [array.tobytes() for array in gradients] != [array.tobytes() for array in first]:
             return "other bits"
     pairs = zip(first, exact, bounds, strict=True)
     right = all((np.abs(array - x) <= bound).all() for array, x, bound in pairs)
@@ -125,19 +126,13 @@ def _fault(gpu: Any, chain: RandomChain, repetitions: int) -> str | None:
 
 
 def sanitize(gpu: Any) -> int:
-    """A few scans of each family of kernels, small; how many."""
-    count = 0
-    for whole in WHOLES:
-        for schedule in SCHEDULES:
-            for dtype in (np.float32, np.float64):
-                rng = np.random.default_rng(count)
-                chain = random_chain(rng, whole, schedule, dtype, most=16)
-                exact, bounds = reference(chain)
-                found = [gpu.get(array) for array in prepare(gpu, chain)()]
-                for array, right, bound in zip(found, exact, bounds, strict=True):
-                    assert (np.abs(array - right) <= bound).all(), f"{chain} is wrong"
-                count += 1
-    return count
+    """Run a few scans of each family of kernels, small; how many."""
+    cases = list(product(WHOLES, SCHEDULES, (np.float32, np.float64)))
+    for count, case in enumerate(cases):
+        chain = random_chain(np.random.default_rng(count), *case, most=16)
+        why = _fault(gpu, chain, 1)
+        assert why is None, f"{chain} is {why}"
+    return len(cases)
 
 
 def prepare(gpu: Any, chain: RandomChain) -> Callable[[], Iterable[Any]]:
@@ -167,7 +162,7 @@ def reference(chain: RandomChain) -> tuple[Any, list[Array]]:
 
 
 def changed(jacobians: Any, change: Callable[[Array], Any], csr: Any = None) -> Any:
-    """The same chain with other values; `csr` changes a CSR array as a whole."""
+    """Change the values of a chain; `csr` changes a CSR array as a whole."""
     if isinstance(jacobians, CSRChain):
         return CSRChain.from_pattern(change(jacobians.data), jacobians.pattern)
     if isinstance(jacobians, np.ndarray):
@@ -217,9 +212,9 @@ class _Values:
 
     def __call__(self, shape: tuple[int, ...], entries: float = 1) -> Array:
         """Values for rows of that many entries."""
-        found = self.rng.standard_normal(shape)
-        found = np.abs(found) / entries if self.positive else found / np.sqrt(entries)
-        return found.astype(self.dtype)
+        values = self.rng.standard_normal(shape)
+        values = np.abs(values) / entries if self.positive else values / np.sqrt(entries)
+        return values.astype(self.dtype)
 
 
 def _step(draw: _Values, form: str, shape: tuple[int, int], lead: tuple[int, ...]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from ctypes.util import find_library
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +22,35 @@ from .peers import MissingPeerError
 _NO_TRANSPOSE = _BASE_ZERO = _DEFAULT = _REAL_32 = 0
 _INDEX_32 = 2
 
+_OUT, _SIZE, _LONG, _SCALAR = (POINTER(kind) for kind in (c_void_p, c_size_t, c_int64, c_float))
 _PRODUCT = [c_void_p, c_int, c_int]  # handle and operations
-_MATRICES = [c_void_p] * 3
 _PLAN = [c_int, c_void_p]  # algorithm and description
-_BUFFER = [POINTER(c_size_t), c_void_p]
+_STAGE = [*_PRODUCT, *[c_void_p] * 3, *_PLAN]
+_BUFFER = [_SIZE, c_void_p]
+_COMPUTE = [*_PRODUCT, _SCALAR, *[c_void_p] * 2, _SCALAR, c_void_p, c_int, *_PLAN]
 _PROTOTYPES: dict[str, list[Any]] = {
-    "cusparseCreate": [POINTER(c_void_p)],
+    "cusparseCreate": [_OUT],
     "cusparseDestroy": [c_void_p],
     "cusparseSetStream": [c_void_p, c_void_p],
-    "cusparseCreateCsr": [
-        POINTER(c_void_p),
-        *[c_int64] * 3,
-        *[c_void_p] * 3,
-        *[c_int] * 4,
-    ],
+    "cusparseCreateCsr": [_OUT, *[c_int64] * 3, *[c_void_p] * 3, *[c_int] * 4],
     "cusparseCsrSetPointers": [c_void_p] * 4,
     "cusparseDestroySpMat": [c_void_p],
-    "cusparseSpMatGetSize": [c_void_p, *[POINTER(c_int64)] * 3],
-    "cusparseSpGEMM_createDescr": [POINTER(c_void_p)],
+    "cusparseSpMatGetSize": [c_void_p, *[_LONG] * 3],
+    "cusparseSpGEMM_createDescr": [_OUT],
     "cusparseSpGEMM_destroyDescr": [c_void_p],
-    "cusparseSpGEMMreuse_workEstimation": [*_PRODUCT, *_MATRICES, *_PLAN, *_BUFFER],
-    "cusparseSpGEMMreuse_nnz": [*_PRODUCT, *_MATRICES, *_PLAN, *_BUFFER * 3],
-    "cusparseSpGEMMreuse_copy": [*_PRODUCT, *_MATRICES, *_PLAN, *_BUFFER],
-    "cusparseSpGEMMreuse_compute": [
-        *_PRODUCT,
-        POINTER(c_float),
-        *[c_void_p] * 2,
-        POINTER(c_float),
-        c_void_p,
-        c_int,
-        *_PLAN,
-    ],
+    "cusparseSpGEMMreuse_workEstimation": [*_STAGE, *_BUFFER],
+    "cusparseSpGEMMreuse_nnz": [*_STAGE, *_BUFFER * 3],
+    "cusparseSpGEMMreuse_copy": [*_STAGE, *_BUFFER],
+    "cusparseSpGEMMreuse_compute": _COMPUTE,
 }
 
 
 def load() -> Any:
-    """The library, knowing the types of its arguments: the one that CuPy has loaded, if any."""
+    """Load the library: the one that CuPy has loaded, or else the linker's."""
     maps = Path("/proc/self/maps")
     words = maps.read_text().split() if maps.exists() else []
-    found = [word for word in words if Path(word).name.startswith("libcusparse.so")]
-    for path in filter(None, [*found, find_library("cusparse")]):
+    loaded = [word for word in words if Path(word).name.startswith("libcusparse.so")]
+    for path in filter(None, [*loaded, find_library("cusparse")]):
         try:
             return typed(ctypes.CDLL(path))
         except (OSError, AttributeError):
@@ -69,23 +59,16 @@ def load() -> Any:
 
 
 def typed(library: Any) -> Any:
-    """The same library, knowing the types of its arguments."""
+    """Tell a library the types of its arguments."""
     for name, arguments in _PROTOTYPES.items():
         getattr(library, name).argtypes = arguments
     return library
 
 
 class NumericSpGEMM:
-    """``A @ B`` for float32 CSR matrices on the device, whose structure has been found.
+    """``A @ B``, whose structure is known, for CuPy's float32 CSR matrices with int32 indices.
 
-    Parameters
-    ----------
-    gpu : Cuda
-        The device.
-    library : CDLL
-        cuSPARSE, as :func:`load` returns it.
-    a, b : csr_matrix
-        Of CuPy, with int32 indices.
+    The library is what :func:`load` returns.
     """
 
     def __init__(self, gpu: Any, library: Any, a: Any, b: Any) -> None:
@@ -111,18 +94,9 @@ class NumericSpGEMM:
     def __call__(self) -> NumericSpGEMM:
         """Make the values."""
         a, b, c = self._matrices
-        self._call(
-            "cusparseSpGEMMreuse_compute",
-            *self._product,
-            byref(self._one),
-            a,
-            b,
-            byref(self._zero),
-            c,
-            _REAL_32,
-            _DEFAULT,
-            self._plan,
-        )
+        one, zero = byref(self._one), byref(self._zero)
+        work = *self._product, one, a, b, zero, c, _REAL_32, _DEFAULT, self._plan
+        self._call("cusparseSpGEMMreuse_compute", *work)
         return self
 
     def get(self) -> sp.csr_array:
@@ -160,17 +134,12 @@ class NumericSpGEMM:
     def _with_buffers(self, name: str, common: tuple[Any, ...], count: int) -> None:
         """Ask how large the buffers must be, then call with buffers."""
         sizes = [c_size_t() for _ in range(count)]
-        nothing = [part for size in sizes for part in (byref(size), None)]
-        self._call(name, *common, *nothing)
+        self._call(name, *common, *chain(*((byref(size), None) for size in sizes)))
         buffers = [self._xp.empty(max(size.value, 1), np.int8) for size in sizes]
         # The library goes on using some of them.
         self._kept += buffers
-        given = [
-            part
-            for size, buffer in zip(sizes, buffers, strict=True)
-            for part in (byref(size), self._address(buffer))
-        ]
-        self._call(name, *common, *given)
+        pairs = zip(map(byref, sizes), map(self._address, buffers), strict=True)
+        self._call(name, *common, *chain(*pairs))
 
     def _describe(self, shape: tuple[int, int], data: Any, indices: Any, indptr: Any) -> c_void_p:
         description = c_void_p()

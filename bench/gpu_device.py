@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 import sparsescan
 
-from .peers import Call
+from .machine import Cpu
+from .peers import load_torch
+from .timing import Call, Ceilings
 
 # Kernels for the floor and the clocks, compiled by CuPy.
 _SOURCE = r"""
@@ -66,19 +69,21 @@ class Cuda:
         CuPy.
     device : str
         What a plan is given as `device`.
-    others : str
-        What PyTorch and JAX call such a device: ``("cuda", "gpu")``.
+    torch_name, jax_name : str
+        What PyTorch and JAX call such a device.
     cache : int
         Bytes of the L2 cache.
     """
 
     device = "cuda"
-    others = ("cuda", "gpu")
+    on_gpu = True
+    torch_name, jax_name = "cuda", "gpu"
 
     def __init__(self) -> None:
         import cupy
 
         self.xp = cupy
+        self._ceilings: Ceilings | None = None
         runtime = cupy.cuda.runtime
         properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.cache = int(properties["l2CacheSize"])
@@ -121,7 +126,7 @@ class Cuda:
         return spmv(a, x)
 
     def chain(self, chain: sparsescan.CSRChain) -> sparsescan.CSRChain:
-        """The same chain with values on the device."""
+        """Copy the values of a chain to the device."""
         return sparsescan.CSRChain.from_pattern(self.put(chain.data), chain.pattern)
 
     def address(self, array: Any) -> int:
@@ -157,7 +162,7 @@ class Cuda:
             How often.
         clock : {"call", "device", "host"}
             "call" goes by device events, from an idle device until the work is done, so it has what
-            Python and the launches cost; "host" is the same by the host's clock, for a library that
+            Python and the launches cost; "host" does so by the host's clock, for a library that
             works on streams of its own. "device" is the work alone: it is queued up behind a kernel
             that waits until all of it has been launched.
         cold : bool
@@ -199,7 +204,14 @@ class Cuda:
 
     # -- Ceilings -------------------------------------------------------------------------------
 
-    def bandwidth(self) -> float:
+    def ceilings(self, moved: int = 0) -> Ceilings:
+        """The best rates, which do not depend on how much is moved."""
+        if self._ceilings is None:
+            flops_per_second = self._flop_rate()  # first, which gets the clocks up
+            self._ceilings = Ceilings(self._bandwidth(), flops_per_second)
+        return self._ceilings
+
+    def _bandwidth(self) -> float:
         """Bytes read and written per second by a large copy."""
         free, _ = self.xp.cuda.runtime.memGetInfo()
         source = self.xp.arange(min(_COPIED, free // 4) // 4, dtype=np.float32)
@@ -207,7 +219,7 @@ class Cuda:
         copying = self.samples(lambda: self.xp.copyto(target, source), 50, "device", cold=False)
         return 2 * source.nbytes / min(copying)
 
-    def flop_rate(self) -> float:
+    def _flop_rate(self) -> float:
         """FLOPs per second of float32 multiply-adds in registers."""
         blocks = self._sink.size // _THREADS
         arguments = self._sink, np.float32(0.999), np.float32(0.001), np.int32(_STEPS)
@@ -215,3 +227,13 @@ class Cuda:
             lambda: self._multiply_add((blocks,), (_THREADS,), arguments), 200, "device", cold=False
         )
         return 2 * 8 * _STEPS * self._sink.size / min(computing)
+
+
+@cache
+def device_of(name: str) -> Cpu | Cuda:
+    """The device of an experiment; PyTorch computes in full float32 there, as everybody does."""
+    if name == "cpu":
+        return Cpu()
+    torch = load_torch()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return Cuda()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any
 
-from .contests import OURS, Work
-from .peers import Call, MissingPeerError, fastest, seconds
+from .contests import OURS, Work, WrongResultError
+from .peers import MissingPeerError
+from .timing import Call, Ceilings, calls_in, rounded
 
 ROUNDS = 3
 # Seconds that a contender's turn is meant to take, and how many calls it may be.
@@ -31,73 +31,77 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Race(Work):
-    """A piece of work and what is asked of our time for it.
-
-    Attributes
-    ----------
-    name, work : str
-        In short, and in words.
-    about : dict
-        The sizes that a sweep varies.
-    ratios : tuple of Ratio
-        The lines of the table.
-    size : int
-        Bytes of the input; the calls are timed with a cold cache as well if it would hold them.
-    floors : dict
-        Floors beside ``(bytes, flops)``: of one way to do the work.
-    clocks : tuple
-        Which clocks are read; see :meth:`~bench.gpu_device.Cuda.samples`.
-    """
+    """A piece of work and what is asked of our time for it."""
 
     name: str
-    work: str
-    about: Mapping[str, int] = field(default_factory=dict)
-    ratios: tuple[Ratio, ...]
+    work: str  # in words
+    about: Mapping[str, int] = field(default_factory=dict)  # the sizes that a sweep varies
+    ratios: tuple[Ratio, ...]  # the lines of the table
+    # Bytes of the input; the calls are timed with a cold cache as well if it would hold them.
     size: int
+    # Floors beside that of the work, ``(bytes, flops)``: of one way to do it.
     floors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # Which clocks are read; see :meth:`~bench.gpu_device.Cuda.samples`.
     clocks: tuple[str, ...] = ("call", "device")
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device was measured to do at best."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-    def seconds(self, moved: int, flops: int) -> float:
-        """How long that takes at least: the longer of the two."""
-        return max(moved / self.bytes_per_second, flops / self.flops_per_second)
 
 
 def measure(
     race: Race, gpu: Any, ceilings: Ceilings, broken: dict[str, str], rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """Run a race; what a contender that did not start said.
+    """Run a race; what it gave, and why contenders were skipped.
 
     A peer that fails, other than by not being there, goes into `broken` and is not tried again.
     """
+    calls, variants, skipped = _start(race, gpu, broken)
+    samples = _take_turns(race, gpu, calls, rounds)
+    medians = {
+        mode: {name: median(chain(*taken)) for name, taken in turns.items()}
+        for mode, turns in samples.items()
+    }
+    floors = {"the work": (race.bytes, race.flops), **race.floors}
+    return {
+        "name": race.name,
+        "work": race.work,
+        "about": dict(race.about),
+        "input_bytes": race.size,
+        "median_seconds": medians,
+        "ratios": [_ratio(ratio, medians, skipped) for ratio in race.ratios],
+        "floors": {name: _floor(*work, medians, ceilings) for name, work in floors.items()},
+        "variants": variants,
+        "skipped": {name: reason for name, reason in skipped.items() if name in race.contenders},
+        "samples_seconds": samples,
+    }
+
+
+def _start(
+    race: Race, gpu: Any, broken: dict[str, str]
+) -> tuple[dict[str, Call], dict[str, str], dict[str, str]]:
+    """The calls and variants of the contenders that are there, and why others are not."""
     calls: dict[str, Call] = {}
-    variants, skipped = {}, dict(broken)
-    for contender, make in race.contenders.items():
+    variants: dict[str, str] = {}
+    skipped = dict(broken)
+    for contender in race.contenders:
         if contender in broken:
             continue
         try:
-            options = make()
-            name, _ = fastest({key: partial(_done, gpu, call) for key, call in options.items()})
-            result = options[name]()
+            variants[contender], calls[contender] = race.variant(contender, gpu, trials=3)
         except MissingPeerError as missing:
             skipped[contender] = str(missing)
-            continue
         except Exception as error:
-            if contender.startswith(OURS):
+            if contender.startswith(OURS) or isinstance(error, WrongResultError):
                 raise
             traceback.print_exc()
             broken[contender] = skipped[contender] = f"{type(error).__name__}: {error}"[:200]
-            continue
-        race.check(contender, result)
-        calls[contender], variants[contender] = options[name], name
-    times = {name: _calls_a_turn(partial(_done, gpu, call)) for name, call in calls.items()}
+    return calls, variants, skipped
+
+
+def _take_turns(
+    race: Race, gpu: Any, calls: Mapping[str, Call], rounds: int
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Samples by clock and state of the cache, of each contender and round."""
+    times = {
+        name: calls_in(_SECONDS_A_TURN, gpu, call, _FEWEST, _MOST) for name, call in calls.items()
+    }
     caches = ("warm", "cold") if race.size <= gpu.cache else ("warm",)
     samples: dict[str, dict[str, list[list[float]]]] = {
         f"{clock}, {cache}": {name: [] for name in calls}
@@ -108,42 +112,9 @@ def measure(
         for mode, turns in samples.items():
             clock, cache = mode.split(", ")
             for name, call in calls.items():
-                turns[name].append(gpu.samples(call, times[name], clock, cache == "cold"))
-    medians = {
-        mode: {name: median(chain(*turns[name])) for name in calls}
-        for mode, turns in samples.items()
-    }
-    return {
-        "name": race.name,
-        "work": race.work,
-        "about": dict(race.about),
-        "input_bytes": race.size,
-        "median_seconds": medians,
-        "ratios": [_ratio(ratio, medians, skipped) for ratio in race.ratios],
-        "floors": {
-            name: _floor(moved, flops, medians, ceilings)
-            for name, (moved, flops) in {
-                "the work": (race.bytes, race.flops),
-                **race.floors,
-            }.items()
-        },
-        "variants": variants,
-        "skipped": {name: reason for name, reason in skipped.items() if name in race.contenders},
-        "samples_seconds": {
-            mode: {name: [[round(s, 9) for s in turn] for turn in turns[name]] for name in calls}
-            for mode, turns in samples.items()
-        },
-    }
-
-
-def _done(gpu: Any, call: Call) -> Any:
-    result = call()
-    gpu.synchronize()
-    return result
-
-
-def _calls_a_turn(call: Call) -> int:
-    return max(_FEWEST, min(_MOST, round(_SECONDS_A_TURN / min(seconds(call, 2)))))
+                turn = gpu.samples(call, times[name], clock, cache == "cold")
+                turns[name].append(rounded(turn))
+    return samples
 
 
 def _ratio(

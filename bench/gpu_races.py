@@ -5,8 +5,10 @@ Everybody computes in float32: TF32, which is faster and less exact, is off ever
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,15 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
+from sparsescan import Pattern, ScanPlan
 from sparsescan.jacobians import RNNCell
-from sparsescan.schedule import Level
 
 from . import peers, workloads
-from .contests import OURS
+from .contests import OURS, csr_bytes, plan_of, product_flops
 from .gpu_cusparse import NumericSpGEMM, load
 from .gpu_measure import Race, Ratio
-from .peers import Call, MissingPeerError
+from .peers import MissingPeerError
+from .timing import Call
 
 VALUES = f"{OURS}, with values"
 PARAMETERS = f"{OURS}, with values and parameters"
@@ -47,10 +50,10 @@ class _Network:
     """One RNN in PyTorch and as a cell, its states, and the Jacobians' values, on the device."""
 
     def __init__(self, gpu: Any, steps: int, batch: int) -> None:
-        self.torch = torch = peers._torch()
+        self.torch = torch = peers.load_torch()
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.manual_seed(0)
-        place = gpu.others[0]
+        place = gpu.torch_name
         self.module = torch.nn.RNN(1, HIDDEN)
         # Orthogonal weights and faint input: the gradient neither vanishes nor explodes on its way.
         torch.nn.init.orthogonal_(self.module.weight_hh_l0)
@@ -101,11 +104,11 @@ class _Network:
         cuda.current_stream().wait_stream(side)
         graph = cuda.CUDAGraph()
         with cuda.graph(graph, stream=side):
-            found = backward()
+            gradients = backward()
 
         def replay() -> Any:
             graph.replay()
-            return found
+            return gradients
 
         return replay
 
@@ -133,16 +136,10 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
         },
         bytes=_ITEM * (read + written),
         flops=2 * read,
-        # What the three phases of a chunked scan do: all is read twice, and multiplied up.
+        # The three phases of a chunked scan read everything twice, and multiply it up.
         floors={"two passes": (_ITEM * (2 * read + written), 2 * read * (HIDDEN + 1))},
-        dtype=np.dtype(np.float32),
         answer=answer,
-        ratios=(
-            Ratio(CUDNN),
-            Ratio(CUDNN, VALUES),
-            Ratio(CUDNN_GRAPH),
-            Ratio(CUDNN_GRAPH, VALUES),
-        ),
+        ratios=tuple(Ratio(peer, ours) for peer in (CUDNN, CUDNN_GRAPH) for ours in (OURS, VALUES)),
         size=_ITEM * read,
     )
 
@@ -153,8 +150,8 @@ def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
     names = list(net.cell.params)
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
-        found = list(result.values()) if contender.startswith(OURS) else result
-        return np.concatenate([gpu.get(grad).ravel() for grad in found])
+        grads = list(result.values()) if contender.startswith(OURS) else result
+        return np.concatenate([gpu.get(grad).ravel() for grad in grads])
 
     rows = steps * batch
     return Race(
@@ -172,7 +169,6 @@ def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
         # States and inputs are read; the products are recomputed, scanned and summed up.
         bytes=_ITEM * rows * (HIDDEN + 1),
         flops=2 * rows * HIDDEN * (HIDDEN + 2 * (HIDDEN + 2)),
-        dtype=np.dtype(np.float32),
         answer=answer,
         ratios=(Ratio(CUDNN, PARAMETERS),),
         size=_ITEM * rows * (HIDDEN + 1),
@@ -183,35 +179,46 @@ def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
 
 
 def jax_scan(gpu: Any, steps: int, batch: int) -> Race:
-    """By the host's clock, as JAX has streams of its own."""
-    jax = peers._jax()
-    if jax.default_backend() != gpu.others[1]:
+    """A race by the host's clock, as JAX has streams of its own."""
+    jax = peers.load_jax()
+    if jax.default_backend() != gpu.jax_name:
         raise MissingPeerError(
             f"jax computes on {jax.default_backend()!r} here: install jax with CUDA"
         )
     jax.config.update("jax_default_matmul_precision", "highest")
     data = workloads.tanh_rnn(steps, batch, HIDDEN)
     grad, jacobians = map(gpu.put, data)
-    plan = sparsescan.plan([sparsescan.Pattern.dense((HIDDEN, HIDDEN))] * steps, device=gpu.device)
-    read = data.jacobians[1:].size
+    plan = sparsescan.plan(_patterns(steps), device=gpu.device)
     return Race(
         name=f"associative scan T={steps} B={batch}",
         work=f"T={steps}, B={batch}, H={HIDDEN} dense Jacobians",
-        about={"T": steps, "B": batch},
         contenders={
             OURS: lambda: {"plan": lambda: plan.exclusive_scan(grad, jacobians)},
             JAX: cache(lambda: peers.jax_associative_scans(*data)),  # compiled only once
         },
-        bytes=_ITEM * (read + steps * data.grad.size),
-        flops=2 * read,
-        dtype=np.dtype(np.float32),
         answer=lambda contender, result: (
             gpu.get(result) if contender == OURS else np.asarray(result)
         ),
         ratios=(Ratio(JAX, clock="host", required=5),),
-        size=_ITEM * read,
         clocks=("host",),
+        **_sizes(data),
     )
+
+
+def _patterns(steps: int) -> list[Pattern]:
+    return [Pattern.dense((HIDDEN, HIDDEN))] * steps
+
+
+def _sizes(data: workloads.Dense) -> dict[str, Any]:
+    """The sizes of a race over dense Jacobians."""
+    steps, batch, *_ = data.jacobians.shape
+    read = data.jacobians[1:].size
+    return {
+        "about": {"T": steps, "B": batch},
+        "bytes": _ITEM * (read + steps * data.grad.size),
+        "flops": 2 * read,
+        "size": _ITEM * read,
+    }
 
 
 # -- One level's products --------------------------------------------------------------------------
@@ -222,66 +229,48 @@ def vgg11(
 ) -> list[sp.csr_array]:
     """Transposed Jacobians of VGG-11's pruned convolutions from the third on, and of the pools.
 
-    From the last layer to the first, on ``side × side`` images; max-pooling is represented by
-    average pooling, whose pattern is the same.
+    From the last layer to the first, on ``side × side`` images, with int32 indices, which every
+    library is fastest with. Average pooling stands for max-pooling, which has the same pattern.
     """
     rng = np.random.default_rng(0)
     first, second, third = channels
     layers = [(first, second), (second, second), None, (second, third), (third, third), None]
-    found, last = [], first
+    jacobians, last = [], first
     for layer in [*layers, (third, third), (third, third)]:
         if layer is None:
             half = sp.kron(sp.eye_array(side // 2), np.full((2, 1), 0.5))
             pool = sp.kron(sp.eye_array(last), sp.kron(half, half))
-            found.append(sp.csr_array(pool.astype(np.float32)))
+            pooling = sp.csr_array(pool.astype(np.float32))
+            jacobians.append(workloads.with_indices(pooling, np.int32))
             side //= 2
         else:
-            found.append(workloads.pruned_conv(rng, *layer, side, pruned=pruned))
+            jacobians.append(workloads.pruned_jacobian(rng, layer, side, pruned))
             last = layer[1]
-    return [*map(_int32, found[::-1])]
-
-
-def _int32(matrix: sp.csr_array) -> sp.csr_array:
-    """The same with int32 indices, which every library is fastest with."""
-    matrix.indices, matrix.indptr = (
-        array.astype(np.int32) for array in (matrix.indices, matrix.indptr)
-    )
-    return matrix
+    return jacobians[::-1]
 
 
 def one_level(
     gpu: Any, jacobians: Sequence[sp.csr_array], products: Sequence[int]
 ) -> tuple[Call, Callable[[NDArray[Any]], Any]]:
-    """What runs one level of products and nothing else, and what applies those to a gradient.
+    """Make a call that runs one level of products and nothing else, and one that applies them.
 
     The product of elements ``k`` and ``k + 1`` is made for each `k` in `products`. TO ADAPT if the
     engine comes to offer the launch of one level: what is timed now is the run of a plan that has
     only this level, with its check of the values' shapes, its upload and its test for finiteness.
     """
     n = len(jacobians) + 1
-    last = sparsescan.Pattern.diagonal(jacobians[-1].shape[0])
+    last = Pattern.diagonal(jacobians[-1].shape[0])
     values = [gpu.put(matrix.data) for matrix in jacobians]
     values.append(gpu.put(np.ones(last.nnz, np.float32)))
-    made = [(k, k + 1, k + 2) for k in products]
-    applied, k = [], 1
-    while k < n:
-        stop = k + 2 if k in products else k + 1
-        applied.append((0, k, stop))
-        k = stop
-
-    def plan(*levels: list[tuple[int, int, int]]) -> sparsescan.ScanPlan:
-        tables = [
-            Level(f"level {i}", np.array(ops), np.arange(len(ops) + 1))
-            for i, ops in enumerate(levels)
-        ]
-        schedule = sparsescan.Schedule(n, tables, f"products({levels})")
-        return sparsescan.plan([*jacobians, last], schedule=schedule, device=gpu.device)
-
-    product = plan(made)
+    level = [(k, k + 1, k + 2) for k in products]
+    starts = [k for k in range(1, n) if k - 1 not in products]
+    applied = [[(0, k, stop)] for k, stop in pairwise([*starts, n])]
+    chain = [*jacobians, last]
+    product = plan_of(chain, level, device=gpu.device)
     first = gpu.put(np.ones(jacobians[0].shape[1], np.float32))
 
     def apply(grad: NDArray[Any]) -> Any:
-        whole = plan(made, *([op] for op in applied))
+        whole = plan_of(chain, level, *applied, device=gpu.device)
         return whole.exclusive_scan(gpu.put(grad), values)[n - 1]
 
     return lambda: product.exclusive_scan(first, values), apply
@@ -297,11 +286,13 @@ def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Seq
     def answer(contender: str, result: Any) -> NDArray[Any]:
         if contender == OURS:
             return gpu.get(apply(grad))
-        made = {k: _host(matrix) for k, matrix in zip(products, result, strict=True)}
-        x, k = grad, 1
-        while k <= len(jacobians):
-            x = (made[k] if k in made else jacobians[k - 1]) @ x
-            k += 2 if k in made else 1
+        matrices = dict(enumerate(jacobians, 1))
+        for k, product in zip(products, result, strict=True):
+            matrices[k] = product.get() if hasattr(product, "get") else product
+            del matrices[k + 1]
+        x = grad
+        for matrix in matrices.values():
+            x = matrix @ x
         return x
 
     def reuse() -> dict[str, Call]:
@@ -309,11 +300,6 @@ def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Seq
         prepared = [NumericSpGEMM(gpu, library, a, b) for a, b in on_device]
         return {"compute": lambda: [product() for product in prepared]}
 
-    moved, flops = 0, 0
-    for a, b in pairs:
-        product = a @ b
-        moved += sum(_bytes(matrix) for matrix in (a, b, product))
-        flops += 2 * int(np.diff(b.indptr).astype(np.int64)[a.indices].sum())
     return Race(
         name=f"spgemm {work}",
         work=f"values of one level's products: {work}, 97% pruned, float32",
@@ -322,18 +308,18 @@ def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Seq
             SPGEMM: lambda: {"alpha=1": lambda: [gpu.spgemm(a, b) for a, b in on_device]},
             REUSE: reuse,
         },
-        bytes=moved,
-        flops=flops,
-        dtype=np.dtype(np.float32),
+        bytes=sum(csr_bytes(matrix) for a, b in pairs for matrix in (a, b, a @ b)),
+        flops=sum(product_flops(a, b) for a, b in pairs),
         answer=answer,
         ratios=(Ratio(SPGEMM, required=5), Ratio(REUSE, clock="device", required=1.2)),
-        size=sum(_bytes(matrix) for pair in pairs for matrix in pair),
+        size=sum(csr_bytes(matrix) for pair in pairs for matrix in pair),
     )
 
 
 def spgemm_pair(gpu: Any, reduced: bool = False) -> Race:
     pair = workloads.conv_pair(6, (4, 8, 16)) if reduced else workloads.conv_pair()
-    return spgemm(gpu, "conv 64→128→256 at 16×16", [*map(_int32, pair)], (1,))
+    pair = [workloads.with_indices(matrix, np.int32) for matrix in pair]
+    return spgemm(gpu, "conv 64→128→256 at 16×16", pair, (1,))
 
 
 def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
@@ -342,22 +328,14 @@ def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
     return spgemm(gpu, work, network, (1, 4, 7))
 
 
-def _bytes(matrix: sp.csr_array) -> int:
-    return int(matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes)
-
-
-def _host(matrix: Any) -> Any:
-    return matrix.get() if hasattr(matrix, "get") else matrix
-
-
 # -- Whole plans ----------------------------------------------------------------------------------
 
 
-# TO ADAPT to the engine's internals: it has no public switch between graph replay and plain
-# launches, so these two reach into the workspaces that runs leave behind in a plan.
+# TO ADAPT to the engine's internals, which have no public switch between graph replay and plain
+# launches: the next two functions reach into the workspaces that runs leave behind in a plan.
 
 
-def with_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
+def with_graph(plan: ScanPlan, scan: Call) -> Call:
     """The scan, if a graph of it is replayed."""
     for _ in range(3):
         scan()
@@ -367,7 +345,7 @@ def with_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
     return scan
 
 
-def without_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
+def without_graph(plan: ScanPlan, scan: Call) -> Call:
     """The scan, with every kernel launched by itself."""
     scan()
     for workspace in _workspaces(plan):
@@ -377,36 +355,30 @@ def without_graph(plan: sparsescan.ScanPlan, scan: Call) -> Call:
     return scan
 
 
-def _workspaces(plan: sparsescan.ScanPlan) -> list[Any]:
+def _workspaces(plan: ScanPlan) -> list[Any]:
     return [kept for slot in plan._idle for kept in slot._workspaces.values()]
 
 
 def launches(gpu: Any, schedule: str, steps: int = 1000, batch: int = 16) -> Race:
-    """Graph replay against plain launches: the one where what the host does is the point."""
+    """Graph replay against plain launches: the race in which the host's work is what counts."""
     data = workloads.tanh_rnn(steps, batch, HIDDEN)
     grad, jacobians = map(gpu.put, data)
-    patterns = [sparsescan.Pattern.dense((HIDDEN, HIDDEN))] * steps
 
-    def scan(change: Callable[[sparsescan.ScanPlan, Call], Call]) -> Call:
-        plan = sparsescan.plan(patterns, schedule=schedule, device=gpu.device)
+    def scan(change: Callable[[ScanPlan, Call], Call]) -> Call:
+        plan = sparsescan.plan(_patterns(steps), schedule=schedule, device=gpu.device)
         return change(plan, lambda: plan.exclusive_scan(grad, jacobians))
 
-    read = data.jacobians[1:].size
     return Race(
         name=f"launches {schedule}",
         work=f"whole plan, schedule={schedule!r}, T={steps}, B={batch}, H={HIDDEN}, with launches",
-        about={"T": steps, "B": batch},
         contenders={
             OURS: lambda: {"graph replay": scan(with_graph)},
             PLAIN: lambda: {"plan": scan(without_graph)},
         },
-        bytes=_ITEM * (read + steps * data.grad.size),
-        flops=2 * read,
-        dtype=np.dtype(np.float32),
         answer=lambda contender, result: gpu.get(result),
-        # The issue asks for it where the schedule is the one that a plan picks.
+        # A ratio is required where the schedule is the one that a plan picks.
         ratios=(Ratio(PLAIN, required=1 if schedule == "auto" else None),),
-        size=_ITEM * read,
+        **_sizes(data),
     )
 
 
@@ -443,7 +415,7 @@ def convolutions(gpu: Any, reduced: bool = False) -> Race:
         lambda: plan.exclusive_scan(grad, values),
         grad,
         used,
-        sum(map(_bytes, used)) + vectors,
+        sum(map(csr_bytes, used)) + vectors,
         2 * sum(matrix.nnz for matrix in used),
     )
 
@@ -455,18 +427,12 @@ def _linear(
 
     def on_device(matrix: sp.csr_array) -> Any:
         """With index arrays that are on the device once, if the host has them once."""
-        found, address = gpu.csr(matrix), matrix.indices.ctypes.data
-        found.indices, found.indptr = shared.setdefault(address, (found.indices, found.indptr))
-        return found
+        copy, address = gpu.csr(matrix), matrix.indices.ctypes.data
+        copy.indices, copy.indptr = shared.setdefault(address, (copy.indices, copy.indptr))
+        return copy
 
     def loop(multiply: Callable[[Any, Any], Any]) -> Call:
-        def run() -> list[Any]:
-            gradients = [grad]
-            for matrix in steps:
-                gradients.append(multiply(matrix, gradients[-1]))
-            return gradients
-
-        return run
+        return peers.loop(grad, [partial(multiply, matrix) for matrix in steps])
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
         """Each gradient at its own scale."""
@@ -480,13 +446,12 @@ def _linear(
         contenders={
             OURS: lambda: {"plan, linear": ours},
             LOOP: lambda: {
-                "matrix @ vector": loop(lambda matrix, x: matrix @ x),
+                "matrix @ vector": loop(operator.matmul),
                 "cusparse.spmv": loop(gpu.spmv),
             },
         },
         bytes=moved,
         flops=flops,
-        dtype=np.dtype(np.float32),
         answer=answer,
         ratios=(Ratio(LOOP),),
         size=moved,

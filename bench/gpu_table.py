@@ -1,4 +1,4 @@
-"""What a run on a GPU gave, as lines to read, and what of it was asked for."""
+"""The results of a run on a GPU as lines to read, and the ratios that were asked for."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Report = dict[str, Any]
 
 
 def wanted(races: list[Report]) -> list[Report]:
-    """What is asked of the engine, and what was measured."""
+    """List the ratios that are asked of the engine, and those that were measured."""
     lines = []
     for ours in (OURS, VALUES):
-        found = [
+        ratios = [
             (ratio["measured"]["warm"], race["about"]["T"])
             for race in sweep(races, "T")
             for ratio in race["ratios"]
             if (ratio["theirs"], ratio["ours"]) == (CUDNN, ours) and ratio["measured"]
         ]
-        if found:
-            best, steps = max(found)
+        if ratios:
+            best, steps = max(ratios)
             what = f"backward of a tanh RNN: {ours}, at the best T, {steps} (the aim is {AIM})"
             lines.append(_wanted(what, CUDNN, best, RECORD))
     for race in sweep(races, "T"):
@@ -110,9 +110,9 @@ def table(races: list[Report]) -> list[str]:
     lines += ["", "Wanted:"]
     for line in wanted(races):
         bound = f"≥ {line['at least']}" if "at least" in line else f"≤ {line['at most']}"
-        found = "not measured" if line["measured"] is None else f"{line['measured']:.2f}×"
+        measured = "not measured" if line["measured"] is None else f"{line['measured']:.2f}×"
         state = {True: "met", False: "MISSED", None: "OPEN"}[line["met"]]
-        lines.append(f"    {state:<7} {found:>12}, {bound:<6} {line['against']}: {line['what']}")
+        lines.append(f"    {state:<7} {measured:>12}, {bound:<6} {line['against']}: {line['what']}")
     return lines
 
 

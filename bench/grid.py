@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 import sparsescan
 from sparsescan import Pattern, Schedule
-from sparsescan.costs import CpuModel, load_machine
 from sparsescan.jacobians import Conv2d, Flatten, Linear, MaxPool2d, ReLU
-from sparsescan.measure import made_up
-from sparsescan.pattern import of_mask
-from sparsescan.planner import Search
+from sparsescan.planning.costs.cpu import CpuModel, load_cpu
+from sparsescan.planning.search import Search
+from sparsescan.symbolic.pattern import of_mask
+from sparsescan.tuning.measure import made_up
 
 from . import machine, workloads
 
@@ -60,11 +60,11 @@ def chains() -> dict[str, Callable[[], Chain]]:
     def sparse(size: int, share: float) -> Callable[[], NDArray[np.bool_]]:
         return lambda: rng.random((size, size)) < share
 
-    found: dict[str, Callable[[], Chain]] = {}
+    chain_by_name: dict[str, Callable[[], Chain]] = {}
     for steps in (10, 100, 1000):
         for batch in (1, 16):
-            found[f"RNN 20, T={steps}, B={batch}"] = dense(20, steps, batch)
-    found |= {
+            chain_by_name[f"RNN 20, T={steps}, B={batch}"] = dense(20, steps, batch)
+    chain_by_name |= {
         "RNN 20, T=3000, B=4": dense(20, 3000, 4),
         "RNN 4, T=3000, B=1": dense(4, 3000, 1),
         "RNN 64, T=200, B=1": dense(64, 200, 1),
@@ -72,21 +72,21 @@ def chains() -> dict[str, Callable[[], Chain]]:
         "GRU 36, T=300, B=16": dense(36, 300, 16),
     }
     for size, n in ((16, 1000), (64, 500), (1024, 100), (4096, 40)):
-        found[f"banded {size}, n={n}"] = masked(banded(size, 2), n, 1)
-    found["banded 64, n=500, B=16"] = masked(banded(64, 2), 500, 16)
+        chain_by_name[f"banded {size}, n={n}"] = masked(banded(size, 2), n, 1)
+    chain_by_name["banded 64, n=500, B=16"] = masked(banded(64, 2), 500, 16)
     for size, n, batch in ((16, 3000, 1), (256, 1000, 1), (256, 1000, 16), (65536, 50, 1)):
-        found[f"diagonal {size}, n={n}, B={batch}"] = lambda s=size, n=n, b=batch: (
+        chain_by_name[f"diagonal {size}, n={n}, B={batch}"] = lambda s=size, n=n, b=batch: (
             [Pattern.diagonal(s)] * n,
             b,
         )
     for size, share, n in ((64, 0.1, 300), (256, 0.05, 64), (1024, 0.005, 64)):
-        found[f"random {size}, {share:.1%}, n={n}"] = masked(sparse(size, share), n, 1)
+        chain_by_name[f"random {size}, {share:.1%}, n={n}"] = masked(sparse(size, share), n, 1)
     for size, n in ((32, 1000), (1024, 200)):
         order = rng.permutation(size)
-        found[f"permutation {size}, n={n}"] = masked(
+        chain_by_name[f"permutation {size}, n={n}"] = masked(
             lambda s=size, o=order: np.eye(s, dtype=bool)[o], n, 1
         )
-    found |= {
+    chain_by_name |= {
         "dense and diagonal 32, n=200, B=4": lambda: (
             [Pattern.dense((32, 32)), Pattern.diagonal(32)] * 100,
             4,
@@ -100,7 +100,7 @@ def chains() -> dict[str, Callable[[], Chain]]:
         "VGG-11, pruned by 97%, B=16": lambda: (workloads.vgg11(0.97).patterns, 16),
         "VGG-11 at 8×8, B=1": lambda: (workloads.vgg11(0.0, 8, 4).patterns, 1),
     }
-    return found
+    return chain_by_name
 
 
 def _lenet5() -> list[Pattern]:
@@ -127,18 +127,18 @@ def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
     Of chains with large steps only the trees, since other products would fill the memory.
     """
     n = len(patterns)
-    found = [Schedule.linear(n)]
+    chosen = [Schedule.linear(n)]
     if max(pattern.nnz for pattern in patterns) <= 1_000_000:
-        found += [Schedule.truncated(n, levels) for levels in (1, 3)]
-        found += [Schedule.chunked(n, chunks) for chunks in (2, 4, 16) if chunks < n]
-        found.append(Schedule.blelloch(n))
-    model = CpuModel(load_machine(), np.dtype(np.float32), batch, _MANY)
+        chosen += [Schedule.truncated(n, levels) for levels in (1, 3)]
+        chosen += [Schedule.chunked(n, chunks) for chunks in (2, 4, 16) if chunks < n]
+        chosen.append(Schedule.blelloch(n))
+    model = CpuModel(load_cpu(), np.dtype(np.float32), batch, _MANY)
     search = Search(patterns, model, fits=lambda program: True)
     search.run()
-    for candidate in sorted(search.found, key=lambda made: made.nanoseconds)[:_TREES]:
-        if candidate.schedule not in found:
-            found.append(candidate.schedule)
-    return found
+    for candidate in sorted(search.candidates, key=lambda one: one.nanoseconds)[:_TREES]:
+        if candidate.schedule not in chosen:
+            chosen.append(candidate.schedule)
+    return chosen
 
 
 def measure(make: Callable[[], Chain], rounds: int, device: str) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         times = result["median_seconds"]
         ordered, clear = ranked(result)
         right, pairs = right + ordered, pairs + clear
-        found = ratios(result["samples_seconds"])
+        ratio = ratios(result["samples_seconds"])
         print(
-            f"{name:<36}{1e3 * times[found['linear']]:>10.3f}{found['auto/linear']:>13.2f}"
-            f"{found['auto/best']:>11.2f}  {found['best']}",
+            f"{name:<36}{1e3 * times[ratio['linear']]:>10.3f}{ratio['auto/linear']:>13.2f}"
+            f"{ratio['auto/best']:>11.2f}  {ratio['best']}",
             flush=True,
         )
     print(f"{right} of {pairs} pairs of schedules are predicted in their order")

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import audio, recurrent
+from . import audio, drawing, recurrent
+from .drawing import BLUE, ORANGE, PINK, YELLOW, legend
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .recurrent import (
     AUTOGRAD,
@@ -37,8 +38,6 @@ from .recurrent import (
     speedup,
     train,
 )
-
-__all__ = ["EXPERIMENT"]
 
 RATE = 3e-4
 BATCH = 16  # of the training
@@ -63,28 +62,20 @@ _PAPER: dict[tuple[str, int], tuple[float, float, float, float]] = {
 # The text's, of an RTX 2070 or 2080 Ti: without making the Jacobians, and of a whole iteration.
 _PAPER_BEST_BACKWARD, _PAPER_BEST_OVERALL = 13.4, 2.36
 
-# Of the backward pass, and of an iteration.
-_SPEEDUPS: tuple[dict[tuple[str, str], dict[str, Any]], ...] = (
+# Whose times are compared: for the backward pass, and for an iteration.
+_SPEEDUPS: tuple[dict[tuple[str, str], tuple[str, str, str]], ...] = (
     {
-        (AUTOGRAD, OURS): {"label": "backward", "color": "#d55e00", "marker": "o"},
-        (AUTOGRAD, GIVEN): {
-            "label": "backward, Jacobians given",
-            "color": "#e69f00",
-            "marker": "s",
-        },
-        (CHAIN, SCAN): {
-            "label": "no parameters, whole Jacobians given",
-            "color": "#cc79a7",
-            "marker": "^",
-        },
+        (AUTOGRAD, OURS): ("backward", ORANGE, "o"),
+        (AUTOGRAD, GIVEN): ("backward, Jacobians given", YELLOW, "s"),
+        (CHAIN, SCAN): ("no parameters, whole Jacobians given", PINK, "^"),
     },
-    {(STEP, STEP_OURS): {"label": "whole iteration", "color": "#0072b2", "marker": "o"}},
+    {(STEP, STEP_OURS): ("whole iteration", BLUE, "o")},
 )
 _PARTS = {
     "forward pass": "#bbbbbb",
-    "making the Jacobians": "#e69f00",
-    "rest of the backward pass": "#d55e00",
-    "backward pass by autograd": "#0072b2",
+    "making the Jacobians": YELLOW,
+    "rest of the backward pass": ORANGE,
+    "backward pass by autograd": BLUE,
     "linear map, loss, Adam": "#666666",
 }
 
@@ -106,16 +97,13 @@ def _batches(options: Options, name: str, batch: int, count: int) -> list[Callab
     """Batches of a set in random order, again and again."""
     x = _features(options.data, options.quick, name)
     labels = _recordings(options.data, options.quick).labels
-    rng = np.random.default_rng(0)
-    epochs = -(-count * batch // len(x))
-    order = np.concatenate([rng.permutation(len(x)) for _ in range(epochs)])
+    chosen = recurrent.in_random_order(np.random.default_rng(0), len(x), batch, count)
 
-    def make(k: int) -> Batch:
-        chosen = order[k * batch : (k + 1) * batch]
-        frames_first = np.ascontiguousarray(x[chosen].transpose(1, 0, 2))
-        return torch.from_numpy(frames_first), torch.from_numpy(labels[chosen])
+    def make(some: NDArray[np.int64]) -> Batch:
+        frames_first = np.ascontiguousarray(x[some].transpose(1, 0, 2))
+        return torch.from_numpy(frames_first), torch.from_numpy(labels[some])
 
-    return [partial(make, k) for k in range(count)]
+    return [partial(make, some) for some in chosen]
 
 
 # -- Pieces ---------------------------------------------------------------------------------------
@@ -156,17 +144,13 @@ def _pieces(options: Options) -> Iterable[Piece]:
 def _about(options: Options) -> dict[str, Any]:
     recordings = _recordings(options.data, options.quick)
     shapes = {name: "{} × {}".format(*each.shape) for name, each in audio.SETS.items()}
-    return {
-        "layer": f"torch.nn.GRU, {HIDDEN} units, float32; a linear map of its last state",
+    return recurrent.about("GRU", options) | {
         "audio": recordings.name,
         "classes": list(recordings.classes),
         "clips of 3 s": len(recordings.labels),
         "frames × coefficients": shapes,
         "optimiser": f"Adam, learning rate {RATE:g}",
         "iterations of each training": _iterations(options),
-        "Jacobians": recurrent.jacobians_on(options.device),
-        "memory": "glibc keeps what is freed (mallopt), for all contenders",
-        "threads of PyTorch": "2 or 1, whichever were faster; see the variants in the file",
     }
 
 
@@ -209,32 +193,23 @@ def _measured(results: Results) -> dict[tuple[str, int], Results]:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    found = []
-    trainings = {
-        name: results["pieces"][_training(name)]
-        for name in audio.SETS
-        if _training(name) in results["pieces"]
-    }
-    heard = results["about"]["audio"]
-    if trainings:
-        found.append(_losses(trainings, heard))
+    keys = {name: _training(name) for name in audio.SETS if _training(name) in results["pieces"]}
+    trainings = {name: results["pieces"][key] for name, key in keys.items()}
+    drawings = [_losses(trainings, results["about"]["audio"])] if trainings else []
     pieces = _measured(results)
     if pieces:
-        found += [_parts(pieces), _speedups(pieces)]
-    return found
+        drawings += [_parts(pieces), _speedups(pieces)]
+    return drawings
 
 
 def _losses(trainings: dict[str, Results], heard: str) -> Drawing:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(trainings), 6), layout="constrained")
-    panels = figure.subplots(2, len(trainings), squeeze=False)
+    figure, panels = drawing.panels(2, len(trainings), 4 * len(trainings), 6)
     for column, (name, training) in zip(panels.T, trainings.items(), strict=True):
         recurrent.plot_training(*column, training)
         column[0].set_title(f"{name}: T={training['steps']:,}", fontsize="medium")
     for axes, label in zip(panels[:, 0], recurrent.TRAINING_LABELS, strict=True):
         axes.set_ylabel(label)
-    recurrent.add_legend(figure, panels.flat)
+    legend(figure, panels.flat)
     said = " ".join(
         f"{name}: {recurrent.said_of_seconds(training)}. {recurrent.said_of_losses(training)}"
         for name, training in trainings.items()
@@ -249,10 +224,7 @@ def _losses(trainings: dict[str, Results], heard: str) -> Drawing:
 
 def _parts(pieces: dict[tuple[str, int], Results]) -> Drawing:
     """Two bars for each size: autograd, and ours."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, [[axes]] = drawing.panels(1, 1, 10, 4.4)
     for k, (key, piece) in enumerate(pieces.items()):
         median = {name: quartiles(piece, name)[1] for name in piece["samples"]}
         whole = median[STEP]
@@ -270,8 +242,8 @@ def _parts(pieces: dict[tuple[str, int], Results]) -> Drawing:
         axes.hlines(bppsa / baseline, k, k + 0.4, color="grey", ls="--", label="paper, V100")
     axes.set_xticks(range(len(pieces)), [f"{name}\nB={batch}" for name, batch in pieces])
     axes.set_ylabel("time over an iteration by autograd")
-    axes.spines[["top", "right"]].set_visible(False)
-    recurrent.add_legend(figure, [axes], 3)
+    drawing.plain(axes)
+    legend(figure, [axes], 3)
     caption = (
         "An iteration by autograd (left bars) and by the scan (right bars), as multiples of the "
         "one by autograd. Medians of the parts on their own; what they leave of the whole is the "
@@ -282,21 +254,18 @@ def _parts(pieces: dict[tuple[str, int], Results]) -> Drawing:
 
 
 def _speedups(pieces: dict[tuple[str, int], Results]) -> Drawing:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, [panels] = drawing.panels(1, 2, 11, 4.6)
     grey: dict[str, Any] = {"color": "grey", "lw": 1.4}
     for axes, pairs, best in zip(
         panels, _SPEEDUPS, (_PAPER_BEST_BACKWARD, _PAPER_BEST_OVERALL), strict=True
     ):
-        for j, ((theirs, ours), style) in enumerate(pairs.items()):
+        for j, ((theirs, ours), (label, color, marker)) in enumerate(pairs.items()):
             points = {
                 k + 0.15 * (j - (len(pairs) - 1) / 2): speedup(piece, theirs, ours)
                 for k, piece in enumerate(pieces.values())
             }
-            recurrent.plot_with_spread(axes, points, ls="", **style)
+            style = {"ls": "", "label": label, "color": color, "marker": marker}
+            recurrent.plot_with_spread(axes, points, **style)
         axes.axhline(best, ls="-.", label="paper, best", **grey)
         axes.set_xticks(range(len(pieces)), [f"{name}\nB={batch}" for name, batch in pieces])
         axes.grid(axis="y", alpha=0.25)
@@ -309,11 +278,9 @@ def _speedups(pieces: dict[tuple[str, int], Results]) -> Drawing:
                 axes.hlines(ratio, k - 0.3, k + 0.3, ls="--", label="paper, V100", **grey)
     backward, whole = panels
     backward.set(yscale="log", ylabel="time of the backward pass by autograd over ours")
-    backward.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    backward.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    backward.yaxis.set_minor_formatter(NullFormatter())
+    drawing.decades(backward.yaxis, "{:g}")
     whole.set(ylim=(0, None), ylabel="time of an iteration with autograd over ours")
-    recurrent.add_legend(figure, panels, 3)
+    legend(figure, panels, 3)
     caption = (
         "How many times as long autograd takes for the backward pass (left) and for a whole "
         "iteration (right), by sets and batch sizes: medians, with bars from the quartiles of "

@@ -30,11 +30,13 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from sparsescan._arrays import load_cupy
+from sparsescan.arrays.arrays import load_cupy
 from sparsescan.jacobians import Sequential, from_torch
 
+from . import drawing
+from .drawing import ORANGE, SKY, legend
 from .experiment import Drawing, Experiment, Options, Piece, Results
-from .peers import THREADS
+from .timing import THREADS
 
 Array = NDArray[Any]
 
@@ -43,16 +45,15 @@ TEST_DIGITS = 360
 AUTOGRAD, REVERSED, SCAN = "PyTorch autograd", "autograd, batches reversed", "sparsescan"
 
 _RATE, _MOMENTUM = 0.001, 0.9
-# Colours that everybody can tell apart (Okabe and Ito, 2008).
 _STYLES: dict[str, dict[str, Any]] = {
-    AUTOGRAD: {"color": "#56b4e9", "lw": 5, "alpha": 0.6},
-    SCAN: {"color": "#d55e00", "lw": 1.3},
+    AUTOGRAD: {"color": SKY, "lw": 5, "alpha": 0.6},
+    SCAN: {"color": ORANGE, "lw": 1.3},
     REVERSED: {"color": "black", "lw": 1.2, "ls": ":"},
 }
 
 
 class Network(NamedTuple):
-    """What LeNet-5 is made of, and what it computes in."""
+    """The layers that LeNet-5 is made of, and its type of numbers."""
 
     activation: type[nn.Module]
     pool: Callable[[int], nn.Module]
@@ -128,9 +129,9 @@ def lenet5(network: Network, channels: int) -> nn.Sequential:
 def train(
     contender: str, network: Network, images: Images, settings: Settings, device: str
 ) -> Curves:
-    """Train a network, whoever does it from the same parameters on the same batches."""
+    """Train a network, from the same parameters on the same batches for all contenders."""
     trainer = (_Scan if contender == SCAN else _Autograd)(network, images, device)
-    found = Curves([], [], [])
+    curves = Curves([], [], [])
     rng = np.random.default_rng(0)
     epochs, batch = settings
     for _ in tqdm(range(epochs), unit=" epochs", desc=contender, leave=False):
@@ -139,11 +140,11 @@ def train(
             chosen = order[start : start + batch]
             if contender == REVERSED:
                 chosen = chosen[::-1]
-            found.train.append(trainer.learn(images.train[chosen], images.train_labels[chosen]))
+            curves.train.append(trainer.learn(images.train[chosen], images.train_labels[chosen]))
         loss, accuracy = trainer.test(images)
-        found.test.append(loss)
-        found.accuracy.append(accuracy)
-    return found
+        curves.test.append(loss)
+        curves.accuracy.append(accuracy)
+    return curves
 
 
 class _Autograd:
@@ -176,7 +177,7 @@ class _Autograd:
 
 
 class _Scan(_Autograd):
-    """The same network, whose gradients are a scan over its Jacobians."""
+    """Such a network, whose gradients are a scan over its Jacobians."""
 
     def __init__(self, network: Network, images: Images, device: str) -> None:
         super().__init__(network, images, device)
@@ -193,8 +194,8 @@ class _Scan(_Autograd):
         self._values = self.net.values(activations, out=self._values)
         grads = self.plan.exclusive_scan(self.xp.asarray(y.grad), self._values)
         # The operators share the module's parameters, so a step of its optimiser is all it takes.
-        found = self.net.param_grads(activations, grads)
-        ours = [grad for layer in found for grad in layer.values()]
+        layers = self.net.param_grads(activations, grads)
+        ours = [grad for layer in layers for grad in layer.values()]
         for parameter, grad in zip(self.module.parameters(), ours, strict=True):
             parameter.grad = torch.as_tensor(grad, device=self.device)
         self.optimiser.step()
@@ -311,14 +312,11 @@ def _about(options: Options) -> dict[str, Any]:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    """Of each network the curves of the one over those of the other, and how far they are apart."""
-    from matplotlib.figure import Figure
-
+    """The curves of both trainings of each network, and how far they are apart."""
     pieces = results["pieces"]
     if not pieces:
         return []
-    figure = Figure(figsize=(12, 0.5 + 3.2 * len(pieces)), layout="constrained")
-    rows = figure.subplots(len(pieces), 3, squeeze=False, sharex="row")
+    figure, rows = drawing.panels(len(pieces), 3, 12, 0.5 + 3.2 * len(pieces), sharex="row")
     said = []
     for (train, test, apart), (network, piece) in zip(rows, pieces.items(), strict=True):
         curves = piece["curves"]
@@ -337,17 +335,14 @@ def _drawings(results: Results) -> list[Drawing]:
         apart.set(ylabel="largest difference so far", yscale="log")
         for axes in (train, test, apart):
             axes.set_xlabel("iteration")
-            axes.spines[["top", "right"]].set_visible(False)
+            drawing.plain(axes)
         said.append(
             f"With {network}, the losses of {SCAN} are at most {difference(curves, SCAN):.1e} from "
             f"autograd's, those in reverse order {difference(curves, REVERSED):.1e}; in the end "
             f"{curves[SCAN]['accuracy'][-1]:.1%} of the test images are recognised, by autograd "
             f"{curves[AUTOGRAD]['accuracy'][-1]:.1%}."
         )
-    lines = {line.get_label(): line for axes in (rows[0, 0], rows[0, 2]) for line in axes.lines}
-    figure.legend(
-        lines.values(), lines, loc="outside lower center", ncols=4, frameon=False, handlelength=3
-    )
+    legend(figure, [rows[0, 0], rows[0, 2]], handlelength=3)
     caption = (
         f"LeNet-5 on {results['about']['images']}, trained by a Blelloch scan and by PyTorch's "
         "autograd from the same parameters on the same batches: the paper's Figure 6, where the "

@@ -1,4 +1,7 @@
-"""The machine: which it is, the CPUs that count, and how fast it moves and computes at best."""
+"""The machine: which it is, the CPUs that count, how fast it moves and computes at best.
+
+And what a run on it writes: JSON that says where it comes from.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from .peers import THREADS, seconds
+from .timing import THREADS, Call, Ceilings, seconds
 
-_LIBRARIES = (
+_LIBRARIES = [
     "numpy",
     "scipy",
     "numba",
@@ -33,17 +36,14 @@ _LIBRARIES = (
     "jax",
     "jaxlib",
     "torch",
-)
-_GPU_LIBRARIES = (
-    "numba-cuda",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-)
+]
+_GPU_LIBRARIES = ["numba-cuda"] + [
+    name.format(cuda)
+    for name in ("cupy-cuda{}x", "jax-cuda{}-plugin", "nvidia-cudnn-cu{}")
+    for cuda in (12, 13)
+]
 _ROOT = Path(__file__).parent.parent
+RESULTS = _ROOT / "bench" / "results"
 
 
 def pin() -> None:
@@ -103,17 +103,14 @@ def describe_gpu() -> dict[str, Any]:
 
 def commit() -> tuple[str, bool]:
     """The commit that is checked out, and whether files differ from it, but for results."""
-    changes = _git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
-    return _git("rev-parse", "HEAD"), bool(changes)
+    changes = _output("git", "status", "--porcelain", "--", ".", ":(exclude)bench/results")
+    return _output("git", "rev-parse", "HEAD"), bool(changes)
 
 
 def head(
     module: str, commit: tuple[str, bool], gpu: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Where results come from, and the name of the device.
-
-    That is what :func:`describe_gpu` said, if the run was on a GPU.
-    """
+    """Where results come from, and the name of the device; `gpu` is from :func:`describe_gpu`."""
     about = describe()
     device = about["device"]["cpu"]
     if gpu is not None:
@@ -123,17 +120,20 @@ def head(
     come_from = {
         "commit": commit[0],
         "dirty": commit[1],
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
     }
     return come_from | about, device
 
 
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def file_name(prefix: str, device: str, commit: tuple[str, bool]) -> str:
     """The name of a file of results."""
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    now = datetime.now(timezone.utc)
-    return f"{prefix}-{device}-{now:%Y-%m-%d}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
+    return f"{prefix}-{device}-{now()[:10]}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
 
 
 def write(
@@ -146,17 +146,24 @@ def write(
 ) -> Path:
     """Write what a run gave as JSON, with where it comes from; the path."""
     about, device = head(module, commit, gpu)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(prefix, device, commit)
-    path.write_text(json.dumps(about | results, indent=1, ensure_ascii=False) + "\n")
+    save(path, about | results)
     return path
 
 
-def others() -> float:
-    """CPU seconds that were not this process's, on all CPUs, since an arbitrary moment.
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Replace a JSON file at once: a process that is stopped here leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    new.replace(path)
 
-    Those of other processes, and those that the host of a virtual machine took; 0 where Linux does
-    not say.
+
+def others() -> float:
+    """CPU seconds since an arbitrary moment, on all CPUs, that this process did not use.
+
+    Other processes used them, or the host of a virtual machine took them; 0 where Linux does not
+    say.
     """
     stat = Path("/proc/stat")
     if not stat.exists():
@@ -166,11 +173,32 @@ def others() -> float:
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
+class Cpu:
+    """The CPU as a device, with the interface of :class:`bench.gpu_device.Cuda`."""
+
+    xp = np
+    device = None
+    on_gpu = False
+    torch_name, jax_name = "cpu", "cpu"
+
+    put = get = staticmethod(np.asarray)
+
+    def synchronize(self) -> None:
+        pass
+
+    def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
+        return seconds(call, times)
+
+    def ceilings(self, moved: int, dtype: Any = np.float32) -> Ceilings:
+        """The rates of work that moves so many bytes."""
+        return Ceilings(bandwidth(moved), flop_rate(np.dtype(dtype)))
+
+
 @cache
 def bandwidth(size: int) -> float:
     """Bytes per second at which `size` bytes are read again and again, by one or two threads.
 
-    What fits the caches is read from there, as it is in a benchmark that repeats its work.
+    Bytes that fit the caches are read from there, as in a benchmark that repeats its work.
     """
     x = np.ones(max(size // 4, 1024), np.float32)
     return x.nbytes / min(min(_run(_sum, x, threads)) for threads in (1, THREADS))
@@ -225,17 +253,16 @@ def _version(library: str) -> str | None:
 
 
 def _nvidia_smi(query: str) -> str | None:
-    """What the driver's tool says of the first device, if there is such a tool."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+    """Ask the driver's tool about the first device, if there is such a tool."""
+    return _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0") or None
+
+
+def _output(*command: str) -> str:
+    """Return the output of a program; "" if there is none, or if it hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(
+            command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
+        return ""
     return done.stdout.strip()

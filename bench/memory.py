@@ -1,18 +1,14 @@
 """``python -m bench.memory``: what plans and runs really take, beside their ``memory_limit``.
 
 Every line is a process of its own, which first makes Jacobians and compiles kernels, and then notes
-by how much its resident memory is larger at the peak of planning and of two runs. What the returned
-gradients take is no part of that. Linux only. Writes a JSON file.
+by how much its resident memory is larger at the peak of planning and of two runs. The gradients
+that are returned are no part of that. Linux only. Writes a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,13 +16,12 @@ from typing import Any
 import numpy as np
 
 import sparsescan
-from sparsescan.kernels._threads import thread_count
-from sparsescan.measure import made_up
+from sparsescan.execution.threads import thread_count
+from sparsescan.tuning.measure import made_up
 
-from . import grid, machine
-
-_RESULTS = Path(__file__).parent / "results"
-_MIB = 1 << 20
+from . import children, grid, machine
+from .machine import RESULTS
+from .resident import GIVE_BACK, MIB, growth
 
 # Chain of the grid, schedule, threads, and limit in MiB.
 CASES: list[tuple[str, str, int, float]] = [
@@ -43,7 +38,7 @@ CASES: list[tuple[str, str, int, float]] = [
 
 
 def measure(name: str, schedule: str, limit: float) -> dict[str, Any]:
-    """In this process: one case."""
+    """Measure one case, in this process."""
     patterns, batch = grid.chains()[name]()
     n, dtype = len(patterns), np.dtype(np.float32)
     values = made_up(patterns, dtype, batch)
@@ -51,28 +46,27 @@ def measure(name: str, schedule: str, limit: float) -> dict[str, Any]:
     kind, _, count = schedule.partition(":")
     asked = getattr(sparsescan.Schedule, kind)(n, int(count)) if count else schedule
     _warm_up(dtype)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-    before = _status("VmRSS")
-    plan = sparsescan.plan(
-        patterns, schedule=asked, batch=batch, dtype=dtype, memory_limit=int(limit * _MIB)
-    )
-    plan.exclusive_scan(grad, values)
-    gradients = plan.exclusive_scan(grad, values)
-    returned = sum(gradient.nbytes for gradient in gradients)
+
+    def plan_and_scan() -> tuple[sparsescan.ScanPlan, Any]:
+        plan = sparsescan.plan(
+            patterns, schedule=asked, batch=batch, dtype=dtype, memory_limit=int(limit * MIB)
+        )
+        plan.exclusive_scan(grad, values)
+        return plan, plan.exclusive_scan(grad, values)
+
+    peak, (plan, gradients) = growth(plan_and_scan)
     return {
         "schedule": repr(plan.schedule),
         "threads": thread_count(),
         "limit_bytes": plan.memory_limit,
         "workspace_bytes": plan.workspace_bytes,
-        "peak_bytes": _status("VmHWM") - before,
-        "gradient_bytes": returned,
+        "peak_bytes": peak,
+        "gradient_bytes": sum(gradient.nbytes for gradient in gradients),
     }
 
 
 def _warm_up(dtype: np.dtype[Any]) -> None:
-    """Scan a chain with every kind of step: all is compiled then, and all threads are there."""
+    """Scan a chain with every kind of step, which compiles all kernels and starts all threads."""
     size, batch = 2000, 4
     places = np.arange(size)
     columns = np.stack([places, (places + 1) % size], axis=1)
@@ -80,23 +74,15 @@ def _warm_up(dtype: np.dtype[Any]) -> None:
     band = sparsescan.Pattern(2 * np.arange(size + 1), columns.ravel(), (size, size))
     patterns = [band, sparsescan.Pattern.diagonal(size)] * 10
     for schedule in ("auto", "blelloch"):
-        plan = sparsescan.plan(patterns, schedule=schedule, batch=batch, memory_limit=1 << 40)
+        sparsescan.plan(patterns, schedule=schedule, batch=batch, memory_limit=1 << 40)
         for scanned in (dtype, np.float64):
             plan = sparsescan.plan(patterns, schedule=schedule, memory_limit=1 << 40)
             plan.exclusive_scan(np.ones((batch, size), scanned), made_up(patterns, scanned, batch))
 
 
-def _status(key: str) -> int:
-    """Bytes of this process, such as ``VmRSS``."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.memory", description=__doc__)
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder for the JSON file")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
     parser.add_argument("--only", default="", help="chains whose name contains this")
     parser.add_argument("--case", nargs=3, metavar=("NAME", "SCHEDULE", "MIB"), help="just measure")
     options = parser.parse_args(arguments)
@@ -111,25 +97,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only not in name:
             continue
         command = [sys.executable, "-m", "bench.memory", "--case", name, schedule, str(limit)]
-        # Freed memory goes back at once, or the peak would hold what planning has given back.
-        environment = os.environ | {
-            "NUMBA_NUM_THREADS": str(threads),
-            "NUMPY_MADVISE_HUGEPAGE": "0",
-            "MALLOC_TRIM_THRESHOLD_": "0",
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-        }
-        answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        )
-        found = {"chain": name, "asked": schedule} | json.loads(answer.stdout)
-        found["taken_bytes"] = found["peak_bytes"] - found["gradient_bytes"]
-        found["within_limit"] = found["taken_bytes"] <= found["limit_bytes"]
-        over += not found["within_limit"]
-        results.append(found)
-        numbers = [limit, found["workspace_bytes"] / _MIB, found["taken_bytes"] / _MIB]
+        answer = children.run(command, {"NUMBA_NUM_THREADS": str(threads)} | GIVE_BACK)
+        case = {"chain": name, "asked": schedule} | json.loads(answer)
+        case["taken_bytes"] = case["peak_bytes"] - case["gradient_bytes"]
+        case["within_limit"] = case["taken_bytes"] <= case["limit_bytes"]
+        over += not case["within_limit"]
+        results.append(case)
+        numbers = [limit, case["workspace_bytes"] / MIB, case["taken_bytes"] / MIB]
         print(
-            line.format(name, found["schedule"][9:], threads, *(f"{x:.2f}" for x in numbers)),
-            "" if found["within_limit"] else "over",
+            line.format(name, case["schedule"][9:], threads, *(f"{x:.2f}" for x in numbers)),
+            "" if case["within_limit"] else "over",
             flush=True,
         )
     print(machine.write(options.output, "memory", "bench.memory", commit, {"cases": results}))

@@ -18,18 +18,6 @@ from typing import Any
 
 from .experiment import Drawing
 
-__all__ = [
-    "Html",
-    "exactly",
-    "figure",
-    "join",
-    "listed",
-    "page",
-    "significant",
-    "table",
-    "tag",
-]
-
 # Bytes of an SVG above which a picture of its pixels is the smaller one.
 _LARGE = 1_000_000
 
@@ -114,7 +102,7 @@ figcaption b { color: var(--ink); font-weight: 600; }
 
 
 class Html(str):
-    """What is HTML already; all other text is escaped."""
+    """Text that is HTML already; all other text is escaped."""
 
     __slots__ = ()
 
@@ -170,8 +158,8 @@ def table(
     first = int(grouped)
 
     def line(name: str, cells: Sequence[str]) -> Html:
-        made = zip(cells[first:], kinds[first:], strict=True)
-        return tag("tr", *(tag(name, cell, **kind) for cell, kind in made))
+        shown = zip(cells[first:], kinds[first:], strict=True)
+        return tag("tr", *(tag(name, cell, **kind) for cell, kind in shown))
 
     body = []
     for group, members in groupby(zip(*columns, strict=True), key=itemgetter(0)):

@@ -1,15 +1,16 @@
-"""What the engine is compared with, each at its best settings.
+"""The libraries that the engine is compared with, each at its best settings.
 
-A peer is a dictionary of variants: the same work, written in the ways that might be fastest.
-:func:`fastest` tries them. Peers are imported when they are asked for, since none is required.
+A peer is a dictionary of variants: one piece of work, written in the ways that might be fastest.
+:func:`bench.timing.fastest` tries them. Peers are imported when they are asked for, since none is
+required.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,43 +21,38 @@ from numpy.typing import NDArray
 
 from sparsescan import BatchedCSR
 
-Call = Callable[[], Any]
-
-THREADS = 2
+from .timing import THREADS, Call
 
 
 class MissingPeerError(Exception):
     """A peer that is not installed, and how to get it."""
 
 
-def fastest(variants: dict[str, Call], trials: int = 3) -> tuple[str, Call]:
-    """The variant with the shortest call, and its name; the first one without trials."""
-    if len(variants) == 1 or trials == 0:
-        return next(iter(variants.items()))
-    return min(variants.items(), key=lambda item: min(seconds(item[1], trials)))
+def require(module: str, hint: str) -> Any:
+    """The module; or MissingPeerError, with how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        reason = f"{error}".split(". ")[0]
+        raise MissingPeerError(f"{reason}: {hint}") from None
 
 
-def seconds(call: Call, times: int) -> list[float]:
-    """How long each of some calls takes, after one that is not timed."""
-    call()
-    samples = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return samples
+def loop(first: Any, steps: Iterable[Callable[[Any], Any]]) -> Call:
+    """A call that makes each gradient from the one before, and returns all of them."""
+    steps = list(steps)
 
-
-def scipy_loop(grad: NDArray[Any], matrices: list[sp.csr_array]) -> Call:
-    """Back-propagation as one writes it with SciPy."""
-
-    def run() -> list[NDArray[Any]]:
-        gradients = [grad]
-        for matrix in matrices[:-1]:
-            gradients.append(matrix @ gradients[-1])
+    def run() -> list[Any]:
+        gradients = [first]
+        for step in steps:
+            gradients.append(step(gradients[-1]))
         return gradients
 
     return run
+
+
+def scipy_loop(grad: NDArray[Any], matrices: Sequence[sp.csr_array]) -> Call:
+    """Back-propagation as one writes it with SciPy."""
+    return loop(grad, [matrix.__matmul__ for matrix in matrices[:-1]])
 
 
 def of_sample(jacobian: sp.csr_array | BatchedCSR, b: int) -> sp.csr_array:
@@ -96,18 +92,10 @@ def scipy_batch_loops(
             return shared(jacobian, len(grad))
         return (diagonal if _is_diagonal(jacobian) else own)(jacobian, len(grad))
 
-    def loop(first: Any, *makers: _MakeStep) -> Call:
-        steps = [make_step(jacobian, *makers) for jacobian in jacobians[:-1]]
-
-        def run() -> list[Any]:
-            gradients = [first]
-            for step in steps:
-                gradients.append(step(gradients[-1]))
-            return gradients
-
-        return run
-
-    return {name: loop(*form) for name, form in forms.items()}
+    return {
+        name: loop(first, [make_step(jacobian, *makers) for jacobian in jacobians[:-1]])
+        for name, (first, *makers) in forms.items()
+    }
 
 
 _Step = Callable[[Any], Any]
@@ -175,7 +163,7 @@ def numpy_loops(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
 
 def jax_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
     """``jax.lax.scan``, jitted, its input on the device."""
-    jax = _jax()
+    jax = load_jax()
 
     def matmul(step: Any, x: Any) -> Any:
         return (step @ x[..., None])[..., 0]
@@ -203,7 +191,7 @@ def jax_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
 
 def jax_associative_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[str, Call]:
     """``jax.lax.associative_scan``, jitted, its input on the device."""
-    jax = _jax()
+    jax = load_jax()
     jnp = jax.numpy
 
     def products(grad: Any, jacobians: Any) -> Any:
@@ -268,21 +256,9 @@ def load_mkl() -> ModuleType:
     for library in sorted(Path(sys.prefix, "lib").glob("libmkl_rt*")):
         os.environ.setdefault("MKL_RT", str(library))
     os.environ.setdefault("MKL_DYNAMIC", "FALSE")  # or it uses one thread when it sees fit
-    try:
-        import sparse_dot_mkl
-    except ImportError as error:
-        reason = f"{error}".split(". ")[0]
-        raise MissingPeerError(f"{reason}: pip install mkl sparse_dot_mkl") from None
+    sparse_dot_mkl: ModuleType = require("sparse_dot_mkl", "pip install mkl sparse_dot_mkl")
     sparse_dot_mkl.mkl_set_num_threads(THREADS)
     return sparse_dot_mkl
-
-
-def _jax() -> ModuleType:
-    try:
-        import jax
-    except ImportError as error:
-        raise MissingPeerError(f"{error}: pip install jax") from None
-    return jax
 
 
 def torch_columns(
@@ -293,7 +269,7 @@ def torch_columns(
     One at a time, kept without their zeros ("csr") or as they are and then forgotten ("column"); or
     all at once ("vmap").
     """
-    torch = _torch()
+    torch = load_torch()
     x_torch = torch.from_numpy(x)[None].requires_grad_()
     y = module(x_torch)
     unit = torch.zeros_like(y)
@@ -332,10 +308,11 @@ def torch_columns(
     }[way]
 
 
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise MissingPeerError("PyTorch is not installed: pip install torch") from None
+def load_jax() -> Any:
+    return require("jax", "pip install jax")
+
+
+def load_torch() -> Any:
+    torch = require("torch", "pip install torch")
     torch.set_num_threads(THREADS)
     return torch

@@ -24,9 +24,9 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsescan.jacobians import from_torch
-from sparsescan.parallel.strategies.pipeline_run import Simulation
-from sparsescan.parallel.strategies.pipeline_schedule import Placement, draw
-from sparsescan.parallel.strategies.stage import Stage
+from sparsescan.strategies.pipeline_run import Simulation
+from sparsescan.strategies.pipeline_schedule import Placement, draw
+from sparsescan.strategies.stage import Stage
 
 from .experiment import Drawing, Experiment, Options, Piece, Results
 from .lenet5 import NETWORKS, SIDE, Images, lenet5, load_digits
@@ -107,12 +107,12 @@ class TorchStage:
         x, y, _ = activations
         parameters = list(self.module.parameters())
         grads = torch.autograd.grad(y, [x, *parameters], torch.from_numpy(grad).reshape(y.shape))
-        return grads[0].numpy(), [{"": found} for found in grads[1:]]
+        return grads[0].numpy(), [{"": grad} for grad in grads[1:]]
 
     def descend(self, grads: list[dict[str, Any]], learning_rate: float) -> None:
         """A step of SGD with momentum."""
-        for p, v, found in zip(self.module.parameters(), self._velocities, grads, strict=True):
-            v.mul_(self._momentum).add_(found[""])
+        for p, v, grad in zip(self.module.parameters(), self._velocities, grads, strict=True):
+            v.mul_(self._momentum).add_(grad[""])
             p.data.sub_(v, alpha=learning_rate)
 
 
@@ -147,7 +147,7 @@ def train(
     piped, count = (third * settings.iterations // 3 for third in (parts[0], sum(parts)))
     pipeline = Simulation(stages, BATCH, RATE, piped)
     every = settings.iterations // settings.tests
-    found: dict[str, Any] = {"iterations": [], "loss": [], "accuracy": []}
+    history: dict[str, Any] = {"iterations": [], "loss": [], "accuracy": []}
     for k, batch in enumerate(tqdm(batches(images, count, seed), leave=False), 1):
         pipeline.step(*batch)
         if k == count:
@@ -155,8 +155,8 @@ def train(
         if k % every == 0:
             loss, accuracy = _test(module, images)
             for name, value in (("iterations", k), ("loss", loss), ("accuracy", accuracy)):
-                found[name].append(value)
-    return found
+                history[name].append(value)
+    return history
 
 
 def _test(module: nn.Module, images: Images) -> tuple[float, float]:
@@ -191,7 +191,7 @@ def check(images: Images, iterations: int) -> Results:
             samples.append(time.perf_counter() - start)
         seconds[name] = median(samples)
     full = slice(len(GROUPS), None)
-    ours, theirs = (np.array(found[full]) for found in losses.values())
+    ours, theirs = (np.array(each[full]) for each in losses.values())
     apart = float(np.abs(ours - theirs).max())
     bound = float(4 * np.finfo(np.float32).eps * theirs.max() * len(theirs) ** 0.5)
     if not apart <= bound:
@@ -230,7 +230,7 @@ def _pieces(options: Options) -> list[Piece]:
     first = Piece(CHECK, lambda: check(images(), 12 if options.quick else 50))
     return [
         first,
-        *(Piece(name, partial(piece, *made)) for name, made in _configurations().items()),
+        *(Piece(name, partial(piece, *how)) for name, how in _configurations().items()),
     ]
 
 
@@ -339,15 +339,15 @@ def _shares(trained: Results, results: Results) -> Drawing:
             )
         # Numbers of several curves that meet stand beside each other.
         places = ((-4, 8), (4, 8), (4, -14))
-        for (name, (made, color, marker)), place in zip(curves.items(), places, strict=True):
-            found = [
-                (100 * _stale(made[key], numbers), measured(trained[key]), made[key])
-                for key in made
+        for (name, (cuts, color, marker)), place in zip(curves.items(), places, strict=True):
+            points = [
+                (100 * _stale(cuts[key], numbers), measured(trained[key]), cuts[key])
+                for key in cuts
                 if key in trained
             ]
-            if not found:
+            if not points:
                 continue
-            shares, ends, registers = zip(*found, strict=True)
+            shares, ends, registers = zip(*points, strict=True)
             middle = [median(end) for end in ends]
             spread = np.abs([[m - min(e), max(e) - m] for m, e in zip(middle, ends, strict=True)])
             style = {"color": color, "marker": marker, "capsize": 3}

@@ -9,14 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from . import drawing
 from .contests import OURS
+from .drawing import Spread
 from .gpu_races import CUDNN, CUDNN_GRAPH, RECORD, VALUES
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -38,12 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
 def sweep(races: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
     """The races against PyTorch along T (B=16) or B (T=1,000), to the first state."""
     other, fixed = ("B", 16) if axis == "T" else ("T", 1000)
-    found = [
+    along = [
         race
         for race in races
         if race["name"].startswith("rnn T=") and race["about"][other] == fixed
     ]
-    return sorted(found, key=lambda race: race["about"][axis])
+    return sorted(along, key=lambda race: race["about"][axis])
 
 
 def draw(races: list[dict[str, Any]], path: Path) -> None:
@@ -53,22 +51,17 @@ def draw(races: list[dict[str, Any]], path: Path) -> None:
 
 def figure(races: list[dict[str, Any]]) -> Figure:
     """Times above, speedups over PyTorch below; over T on the left, over B on the right."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    drawn = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = drawn.subplots(2, 2, sharex="col", sharey="row")
+    drawn, axes = drawing.panels(2, 2, 11, 7.5, sharex="col", sharey="row")
     for axis, (times, ratios) in zip("TB", axes.T, strict=True):
         along = {race["about"][axis]: race for race in sweep(races, axis)}
         floors = {size: race["floors"]["the work"]["seconds"] for size, race in along.items()}
         theirs = _quartiles(along, CUDNN)
         for name, style in _STYLES.items():
-            taken = _quartiles(along, name)
-            _plot(times, {size: 1e3 * each for size, each in taken.items()}, label=name, **style)
+            drawing.plot_with_spread(times, _quartiles(along, name, 1e-3), label=name, **style)
             if name in (OURS, VALUES):
-                # The longest of theirs over the shortest of ours, and the other way round.
-                faster = {size: theirs[size] / taken[size][::-1] for size in theirs}
-                _plot(ratios, faster, label=name, **style)
+                ours = _quartiles(along, name)
+                faster = {size: drawing.ratio(theirs[size], ours[size]) for size in theirs}
+                drawing.plot_with_spread(ratios, faster, label=name, **style)
         dotted = {"color": "black", "ls": ":"}
         times.plot(
             list(floors), [1e3 * floor for floor in floors.values()], label="the floor", **dotted
@@ -79,7 +72,7 @@ def figure(races: list[dict[str, Any]]) -> Figure:
         for panel in (times, ratios):
             panel.set(xscale="log", yscale="log")
             panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
+            drawing.plain(panel)
         ratios.set_xticks(list(along), [f"{size:,}" for size in along], rotation=30)
         ratios.minorticks_off()
     (top_left, top_right), (left, right) = axes
@@ -89,26 +82,20 @@ def figure(races: list[dict[str, Any]]) -> Figure:
     right.set(xlabel="batch size B")
     right.invert_xaxis()  # as in the paper, where the fraction of the GPU for a sample grows
     for panel in (top_left, left):
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        drawing.numbers(panel.yaxis, "{:g}")
         panel.legend(frameon=False, fontsize="small")
     drawn.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
     return drawn
 
 
-def _quartiles(along: dict[int, dict[str, Any]], name: str) -> dict[int, NDArray[Any]]:
-    """Seconds of the calls, by sizes, where there were any."""
-    found = {}
-    for size, race in along.items():
-        calls = race["samples_seconds"]["call, warm"]
-        if name in calls:
-            found[size] = np.quantile([*chain(*calls[name])], (0.25, 0.5, 0.75))
-    return found
-
-
-def _plot(axes: Axes, points: dict[int, NDArray[Any]], **style: Any) -> None:
-    """Medians, with the quartiles as bars."""
-    low, middle, high = np.array([*points.values()]).reshape(-1, 3).T
-    axes.errorbar(list(points), middle, (middle - low, high - middle), capsize=2, **style)
+def _quartiles(along: dict[int, dict[str, Any]], name: str, unit: float = 1) -> dict[int, Spread]:
+    """The quartiles of the calls, by sizes, where there were any."""
+    calls = {size: race["samples_seconds"]["call, warm"] for size, race in along.items()}
+    return {
+        size: drawing.quartiles([*chain(*turns[name])], unit)
+        for size, turns in calls.items()
+        if name in turns
+    }
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from .experiment import Row, load
 from .files import File, lines, newest, read
 from .page import exactly, significant
 
-__all__ = ["update_readme"]
-
 _TABLE = re.compile(r"(<!-- table: ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 130
 
@@ -133,5 +131,5 @@ def _sources(rows: list[tuple[File, Row]], readme: Path) -> str:
         links.setdefault(f"{file.place}, {file.day}", []).append(f"[{which}]({path})")
         first = last + 1
     said = ["Medians of calls that took turns; every sample and all versions are in the files."]
-    said += [f"On {place}: {', '.join(found)}." for place, found in links.items()]
+    said += [f"On {place}: {', '.join(which)}." for place, which in links.items()]
     return fill(" ".join(said), _WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,33 +24,24 @@ from torch import Tensor, nn
 
 import sparsescan
 from sparsescan import CSRChain, PeriodicChain
-from sparsescan._arrays import load_cupy
-from sparsescan._place import place
+from sparsescan.arrays.arrays import load_cupy
+from sparsescan.arrays.streams import place
 from sparsescan.jacobians import GRUCell, RNNCell
 from sparsescan.jacobians._cell import Linearization
 
-from . import machine, peers
-from .experiment import Row
-from .peers import THREADS, Call, MissingPeerError, fastest
-
-__all__ = [
-    "Classifier",
-    "LastState",
-    "Model",
-    "Recurrence",
-    "Trainer",
-    "jacobians_on",
-    "measure",
-    "train",
-]
+from . import drawing, machine, peers
+from .drawing import BLUE, ORANGE, Spread
+from .experiment import Options, Results, Row
+from .gpu_device import device_of
+from .peers import MissingPeerError
+from .timing import PAUSE, THREADS, Call, fastest, finished, rounded
 
 Layer = nn.RNN | nn.GRU
 Batch = tuple[Tensor, Tensor]
-Found = dict[str, Any]
 
 HIDDEN = 20
 
-# What is measured of a size.
+# Contenders, and the parts of an iteration, that are timed at each size.
 FORWARD = "forward"
 RECORDED = "forward, recorded for autograd"
 AUTOGRAD = "PyTorch autograd"
@@ -62,24 +53,24 @@ SCAN = "sparsescan, scan of whole Jacobians"
 JAX_SCAN, JAX_ASSOCIATIVE = "jax.lax.scan", "jax.lax.associative_scan"
 STEP, STEP_OURS = "training step, PyTorch autograd", "training step, sparsescan"
 
-# What is trained, and how it is drawn.
+# The trainings, and how they are drawn.
 REVERSED = "autograd, batches reversed"
 TRAINING_LABELS = "training loss", "largest distance from autograd so far"
 _TRAININGS: dict[str, dict[str, Any]] = {
-    AUTOGRAD: {"color": "#0072b2", "lw": 1.6},
-    OURS: {"color": "#d55e00", "lw": 1.6},
+    AUTOGRAD: {"color": BLUE, "lw": 1.6},
+    OURS: {"color": ORANGE, "lw": 1.6},
     REVERSED: {"color": "black", "lw": 1, "ls": ":"},
 }
 
-# Seconds: the pause in which the threads of one contender fall asleep, and how long the next one
+# Seconds: the pause in which the threads of one contender fall asleep; and how long the next one
 # warms up, and is then timed.
-_PAUSE, _TURN = 0.25, 0.1
+_TURN = 0.1
 _QUICK_PAUSE, _QUICK_TURN = 0.1, 0.05
 # How often they take turns, and how many calls tell which variant is fastest; and of more rows than
 # so many, one for each step and sample.
 _ROUNDS, _TRIALS = 7, 3
 _FEW_ROUNDS, _FEW_TRIALS, _LONG = 3, 1, 100_000
-# Of glibc's malloc.h.
+# Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # How many times the control's distance from autograd a training by the scan may have.
 _DRIFT = 10
@@ -89,34 +80,22 @@ _BLOCK = 50
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and where.
+    """The classifier that is trained, and the device."""
 
-    Attributes
-    ----------
-    kind : {"RNN", "GRU"}
-        The layer: of PyTorch, with :data:`HIDDEN` units.
-    inputs, classes : int
-        Length of an input, and how many classes there are.
-    rate : float
-        Adam's.
-    device : {"cpu", "cuda"}
-        Where.
-    """
-
-    kind: Literal["RNN", "GRU"]
-    inputs: int
+    kind: Literal["RNN", "GRU"]  # the layer: PyTorch's, with HIDDEN units
+    inputs: int  # length of an input
     classes: int
-    rate: float
-    device: str
+    rate: float  # of Adam
+    device: str  # "cpu" or "cuda"
 
     def classifier(self, sizes: tuple[int, int] | None = None) -> Classifier:
-        """One with its initial parameters, backward by a scan of these sizes if there are any."""
+        """A classifier with its initial parameters, backward by a scan if it has sizes."""
         torch.manual_seed(0)
         layer: Layer = getattr(nn, self.kind)(self.inputs, HIDDEN)
         return Classifier(layer, self.classes).to(self.device).by_scan(sizes)
 
     def trainer(self, sizes: tuple[int, int] | None = None) -> Trainer:
-        """The same, to learn."""
+        """Such a classifier, to learn."""
         return Trainer(self.classifier(sizes), self.rate)
 
 
@@ -124,18 +103,11 @@ class Model:
 
 
 class Recurrence:
-    """What a layer's backward pass by a scan needs: a cell, and a plan.
+    """The cell and the plan of a layer's backward pass by a scan.
 
     On a GPU the scan is over the Jacobians of the steps. On the CPU, where it is the linear one, it
-    is over the two factors of each.
-
-    Parameters
-    ----------
-    layer : torch.nn.RNN or torch.nn.GRU
-        Of one layer and direction, time first. Its parameters are shared, so it must stay where
-        it is.
-    steps, batch : int
-        Sizes of the input.
+    is over the two factors of each. The layer has one direction and takes time first; its
+    parameters are shared, so it must stay where it is.
     """
 
     def __init__(self, layer: Layer, steps: int, batch: int) -> None:
@@ -156,11 +128,11 @@ class Recurrence:
         )
 
     def array(self, tensor: Tensor) -> Any:
-        """The same memory as an array of NumPy or CuPy."""
+        """The tensor's memory as an array of NumPy or CuPy."""
         return self.xp.asarray(tensor.detach())
 
     def tensor(self, array: Any) -> Tensor:
-        """The same memory as a tensor."""
+        """The array's memory as a tensor."""
         return torch.as_tensor(array, device=self.device)
 
     def host(self, array: Any) -> NDArray[Any]:
@@ -189,11 +161,25 @@ class Recurrence:
         return place(self.cell.weight_hh, None, stream)
 
 
-def jacobians_on(device: str) -> str:
-    """In which form a recurrent layer's Jacobians are scanned there, in words."""
-    if device == "cpu":
-        return "two factors of each: slopes, and weights that all steps and samples share"
-    return "multiplied out: a dense one for each step and sample"
+def about(kind: str, options: Options) -> Results:
+    """Describe the layer, and how it is timed, for the file of results."""
+    two = "two factors of each: slopes, and weights that all steps and samples share"
+    whole = "multiplied out: a dense one for each step and sample"
+    return {
+        "layer": f"torch.nn.{kind}, {HIDDEN} units, float32; a linear map of its last state",
+        "Jacobians": two if options.device == "cpu" else whole,
+        "memory": "glibc keeps what is freed (mallopt), for all contenders",
+        "threads of PyTorch": "2 or 1, whichever were faster; see the variants in the file",
+    }
+
+
+def in_random_order(
+    rng: np.random.Generator, samples: int, batch: int, count: int
+) -> list[NDArray[np.int64]]:
+    """The indices of so many batches, from as many epochs as that takes."""
+    epochs = -(-count * batch // samples)
+    order = np.concatenate([rng.permutation(samples) for _ in range(epochs)])
+    return [order[k * batch : (k + 1) * batch] for k in range(count)]
 
 
 class LastState(torch.autograd.Function):
@@ -215,13 +201,11 @@ class LastState(torch.autograd.Function):
             steps = recurrence.linearize(x, outputs)
             jacobians = recurrence.jacobians(steps)
             grads = recurrence.scan(recurrence.array(grad.contiguous()), jacobians)
-            found = steps.param_grads(grads)
-            of_x = steps.input_grads(grads) if ctx.needs_input_grad[0] else None
-            return (
-                None if of_x is None else recurrence.tensor(of_x),
-                None,
-                *map(recurrence.tensor, found.values()),
+            param_grads = map(recurrence.tensor, steps.param_grads(grads).values())
+            x_grad = (
+                recurrence.tensor(steps.input_grads(grads)) if ctx.needs_input_grad[0] else None
             )
+            return x_grad, None, *param_grads
 
 
 class Classifier(nn.Module):
@@ -249,13 +233,7 @@ class Classifier(nn.Module):
 
 
 class Trainer:
-    """A classifier that learns by Adam.
-
-    Attributes
-    ----------
-    threads : int
-        How many PyTorch uses.
-    """
+    """A classifier that learns by Adam; PyTorch uses so many `threads`."""
 
     def __init__(self, classifier: Classifier, rate: float) -> None:
         self.classifier = classifier
@@ -280,19 +258,11 @@ class Trainer:
 # -- Times ----------------------------------------------------------------------------------------
 
 
-def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Found:
+def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Results:
     """The times of forward and backward passes and of training steps, of one batch.
 
-    Parameters
-    ----------
-    model : Model
-        What is measured.
-    batch : (Tensor, Tensor)
-        Input ``(steps, batch, inputs)`` and labels ``(batch,)``.
-    quick : bool
-        Whether to take fewer samples.
-    jax : bool
-        Whether to wait for JAX, too, which compiles its variants first.
+    The batch is an input ``(steps, batch, inputs)`` and labels ``(batch,)``. A quick run takes
+    fewer samples. Without `jax`, JAX is left out, which compiles its variants first.
 
     Returns
     -------
@@ -301,26 +271,26 @@ def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Fou
         ``missing`` peers, ``floors`` in seconds, ``cores_others_used`` in each round, and the
         ``largest_difference`` of each gradient from autograd's, relative to its largest entry.
     """
-    _set_up(model.device)
-    race = _Race(model, *batch)
-    made: dict[str, Callable[[], dict[str, Call]]] = race.contenders()
-    missing = {}
-    for name in (JAX_SCAN, JAX_ASSOCIATIVE):
-        if jax:
-            made[name] = partial(race.jax, name)
-        else:
-            missing[name] = "left out of this size with --quick"
+    torch.set_num_threads(THREADS)
+    _keep_memory()
+    race, device = _Race(model, *batch), device_of(model.device)
+    contenders: dict[str, Callable[[], dict[str, Call]]] = race.contenders()
+    missing: dict[str, str] = {}
+    if jax:
+        contenders |= {name: partial(race.jax, name) for name in (JAX_SCAN, JAX_ASSOCIATIVE)}
+    else:
+        missing = dict.fromkeys((JAX_SCAN, JAX_ASSOCIATIVE), "left out of this size with --quick")
     few = quick or race.steps * race.batch > _LONG
     calls, variants = {}, {}
-    for name, make in made.items():
+    for name, make in contenders.items():
         try:
-            options = {key: _done(call, model.device) for key, call in make().items()}
+            options = {key: partial(finished, device, call) for key, call in make().items()}
         except MissingPeerError as error:
             missing[name] = str(error)
             continue
         variants[name], calls[name] = fastest(options, _FEW_TRIALS if few else _TRIALS)
     differences = race.differences(calls)
-    pause, turn = (_QUICK_PAUSE, _QUICK_TURN) if quick else (_PAUSE, _TURN)
+    pause, turn = (_QUICK_PAUSE, _QUICK_TURN) if quick else (PAUSE, _TURN)
     samples, others = _take_turns(calls, _FEW_ROUNDS if few else _ROUNDS, pause, turn)
     return {
         "steps": race.steps,
@@ -354,7 +324,7 @@ class _Race:
         self.chain = self.recurrence.linearize(self.x, self.outputs).jacobian()
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Call]]]:
-        """What makes the variants of each."""
+        """Functions that make the variants of each contender."""
         layer, recurrence = self.theirs.layer, self.recurrence
         grad = recurrence.array(self.grad)
         steps = recurrence.linearize(self.x, self.outputs)
@@ -363,8 +333,8 @@ class _Race:
 
         def state_grads() -> Any:
             with recurrence.on_stream():
-                made = recurrence.linearize(self.x, self.outputs)
-                return recurrence.scan(grad, recurrence.jacobians(made))
+                steps = recurrence.linearize(self.x, self.outputs)
+                return recurrence.scan(grad, recurrence.jacobians(steps))
 
         def scan() -> Any:
             with recurrence.on_stream():
@@ -408,9 +378,9 @@ class _Race:
         if self.model.device == "cuda":
             # Or it takes most of the device's memory for itself.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        jax = peers._jax()
+        jax = peers.load_jax()
         try:
-            (device, *_) = jax.devices("gpu" if self.model.device == "cuda" else "cpu")
+            (device, *_) = jax.devices(device_of(self.model.device).jax_name)
         except RuntimeError as error:
             raise MissingPeerError(f"jax does not compute there: {error}") from None
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -421,23 +391,24 @@ class _Race:
             return make(self.grad.cpu().numpy(), dense)
 
     def differences(self, calls: dict[str, Call]) -> dict[str, float]:
-        """How far our gradients are from theirs, relative to the largest entry; small, or it stops.
+        """How far our gradients are from theirs, relative to the largest entry of each.
 
-        Of every parameter from autograd's, and of all states from JAX's.
+        Those of every parameter are compared with autograd's, and those of all states with JAX's.
+        It raises AssertionError if rounding does not explain a difference.
         """
-        found = {}
+        differences = {}
         names = [name for name, _ in self.theirs.layer.named_parameters()]
         for name, ours, theirs in zip(names, calls[OURS](), calls[AUTOGRAD](), strict=True):
-            found[name] = float((ours - theirs).abs().max() / theirs.abs().max())
+            differences[name] = float((ours - theirs).abs().max() / theirs.abs().max())
         ours = self.recurrence.host(calls[SCAN]())
         for name in (JAX_SCAN, JAX_ASSOCIATIVE):
             if name in calls:
                 error = np.abs(ours - np.asarray(calls[name]())).max()
-                found[f"states, {name}"] = float(error / np.abs(ours).max())
-        for name, difference in found.items():
+                differences[f"states, {name}"] = float(error / np.abs(ours).max())
+        for name, difference in differences.items():
             if not difference < np.sqrt(np.finfo(np.float32).eps):
                 raise AssertionError(f"{name}: the relative difference is {difference:.1e}")
-        return found
+        return differences
 
     def _backward(self, classifier: Classifier) -> Call:
         last = classifier.last_state(self.x)
@@ -460,8 +431,9 @@ class _Race:
 def floors(model: Model, steps: int, batch: int) -> dict[str, float]:
     """Seconds that must pass at least, at the rates measured on this device.
 
-    For all of ours: inputs and states are read; products are recomputed, multiplied by gradients,
-    and summed up into those of the parameters. For the scan: Jacobians are read, gradients written.
+    The whole backward pass reads inputs and states, recomputes products, multiplies them by
+    gradients, and sums up into those of the parameters. The scan reads Jacobians and writes
+    gradients.
     """
     rows, gates = steps * batch, {"RNN": 1, "GRU": 3}[model.kind]
     jacobians, row = rows * HIDDEN**2, model.inputs + 1 + HIDDEN
@@ -469,58 +441,21 @@ def floors(model: Model, steps: int, batch: int) -> dict[str, float]:
         SCAN: (4 * (jacobians + rows * HIDDEN), 2 * jacobians),
         OURS: (4 * rows * row, 2 * gates * rows * HIDDEN * (2 * row + HIDDEN)),
     }
-    found = {}
-    for name, (moved, flops) in work.items():
-        bandwidth, rate = _rates(model.device, moved)
-        found[name] = max(moved / bandwidth, flops / rate)
-    return found
-
-
-def _rates(device: str, moved: int) -> tuple[float, float]:
-    """Bytes, of so many, and FLOPs per second."""
-    if device == "cpu":
-        return machine.bandwidth(moved), machine.flop_rate(np.dtype(np.float32))
-    return _device_rates()
-
-
-@cache
-def _device_rates() -> tuple[float, float]:
-    from .gpu_device import Cuda
-
-    gpu = Cuda()
-    return gpu.bandwidth(), gpu.flop_rate()
-
-
-def _set_up(device: str) -> None:
-    torch.set_num_threads(THREADS)
-    _keep_memory()
-    if device == "cuda":
-        # Everybody computes in float32.
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    device = device_of(model.device)
+    return {
+        name: device.ceilings(moved).seconds(moved, flops) for name, (moved, flops) in work.items()
+    }
 
 
 def _keep_memory() -> None:
     """Let glibc keep what is freed, for everybody: it else gives pages back and asks anew.
 
-    That is what PyTorch's tuning guide advises for a CPU. It is done by mallopt.
+    PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
     """
     with suppress(AttributeError):  # another libc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, 1 << 30)
-
-
-def _done(call: Call, device: str) -> Call:
-    """A call that lasts until the device is idle."""
-    if device == "cpu":
-        return call
-
-    def run() -> Any:
-        result = call()
-        torch.cuda.synchronize()
-        return result
-
-    return run
 
 
 def _take_turns(
@@ -534,7 +469,7 @@ def _take_turns(
         for name, call in calls.items():
             time.sleep(pause)
             _call_for(call, turn)
-            samples[name] += [round(taken, 9) for taken in _call_for(call, turn)]
+            samples[name] += rounded(_call_for(call, turn))
         others.append((machine.others() - others_start) / (time.perf_counter() - start))
     return samples, others
 
@@ -552,20 +487,12 @@ def _call_for(call: Call, length: float) -> list[float]:
 # -- Training -------------------------------------------------------------------------------------
 
 
-def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int, int]) -> Found:
+def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int, int]) -> Results:
     """Train by autograd and by the scan, from the same parameters, on the same batches.
 
     A third training is autograd's with the samples of every batch in reverse order, which differs
-    by rounding alone. They take turns, a block of iterations each.
-
-    Parameters
-    ----------
-    model : Model
-        What is trained.
-    batches : sequence of callable
-        What makes each batch.
-    sizes : (int, int)
-        Steps and samples of a batch.
+    by rounding alone. They take turns, a block of iterations each. The `sizes` are the steps and
+    samples of a batch.
 
     Returns
     -------
@@ -578,7 +505,8 @@ def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int
     AssertionError
         If the losses by the scan differ from autograd's by more than rounding makes of them.
     """
-    _set_up(model.device)
+    torch.set_num_threads(THREADS)
+    _keep_memory()
     trainers = {
         AUTOGRAD: model.trainer(),
         OURS: model.trainer(sizes),
@@ -593,9 +521,9 @@ def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int
             time.sleep(_QUICK_PAUSE)
             trainer.loss(*block[0])  # warms up
             for x, labels in block:
-                given = (x.flip(1), labels.flip(0)) if name == REVERSED else (x, labels)
+                batch = (x.flip(1), labels.flip(0)) if name == REVERSED else (x, labels)
                 start = time.perf_counter()
-                losses[name].append(trainer.learn(*given))
+                losses[name].append(trainer.learn(*batch))
                 seconds[name].append(round(time.perf_counter() - start, 9))
     difference = {
         name: float(np.abs(np.subtract(losses[name], losses[AUTOGRAD])).max())
@@ -616,12 +544,12 @@ def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int
 
 def _blocks(batches: Sequence[Callable[[], Batch]], device: str) -> Iterator[list[Batch]]:
     for first in range(0, len(batches), _BLOCK):
-        made = [make() for make in batches[first : first + _BLOCK]]
-        yield [(x.to(device), labels.to(device)) for x, labels in made]
+        block = [make() for make in batches[first : first + _BLOCK]]
+        yield [(x.to(device), labels.to(device)) for x, labels in block]
 
 
 def _choose_threads(trainer: Trainer, batch: Batch, device: str) -> None:
-    """As many as are fastest, before it has learnt anything."""
+    """Set the number of threads that is fastest, before the trainer has learnt anything."""
 
     def gradients(threads: int) -> None:
         trainer.threads = threads
@@ -632,50 +560,42 @@ def _choose_threads(trainer: Trainer, batch: Batch, device: str) -> None:
         trainer.threads = int(fastest(options)[0])
 
 
-# -- What was found -------------------------------------------------------------------------------
+# -- What is shown --------------------------------------------------------------------------------
 
 
-def speedup(piece: Found, theirs: str, ours: str) -> tuple[float, float, float]:
+def speedup(piece: Results, theirs: str, ours: str) -> Spread:
     """The ratio of the medians in the middle; from the quartiles how low and how high it may be."""
-    of_theirs, of_ours = quartiles(piece, theirs), quartiles(piece, ours)
-    low, middle, high = (x / y for x, y in zip(of_theirs, of_ours[::-1], strict=True))
-    return low, middle, high
+    return drawing.ratio(quartiles(piece, theirs), quartiles(piece, ours))
 
 
-def quartiles(piece: Found, name: str, scale: float = 1) -> tuple[float, float, float]:
+def quartiles(piece: Results, name: str, unit: float = 1) -> Spread:
     """The quartiles of a contender's samples, the median in the middle."""
-    low, middle, high = scale * np.quantile(piece["samples"][name], (0.25, 0.5, 0.75))
-    return float(low), float(middle), float(high)
+    return drawing.quartiles(piece["samples"][name], unit)
 
 
-def row(what: str, piece: Found, theirs: str, ours: str, paper: float | None = None) -> Row | None:
+def row(
+    what: str, piece: Results, theirs: str, ours: str, paper: float | None = None
+) -> Row | None:
     """A line of a table, if this peer is there."""
     if theirs not in piece["samples"]:
         return None
-    (_, of_theirs, _), (_, of_ours, _) = quartiles(piece, theirs), quartiles(piece, ours)
-    return Row(what, theirs.removeprefix("training step, "), of_theirs, of_ours, paper)
+    their_median, our_median = (quartiles(piece, name)[1] for name in (theirs, ours))
+    return Row(what, theirs.removeprefix("training step, "), their_median, our_median, paper)
 
 
-def plot_with_spread(
-    axes: Any, points: Mapping[Any, tuple[float, float, float]], **style: Any
-) -> None:
-    """Middles over their places, with bars from the low to the high ends."""
-    if points:
-        low, middle, high = np.array(list(points.values())).T
-        bars = [middle - low, high - middle]
-        looks: dict[str, Any] = {"ms": 4.5, "lw": 1.2, "elinewidth": 1, "capsize": 2}
-        axes.errorbar(list(points), middle, bars, **looks, **style)
+def plot_with_spread(axes: Any, points: Mapping[Any, Spread], **style: Any) -> None:
+    drawing.plot_with_spread(axes, points, **{"ms": 4.5, "lw": 1.2, "elinewidth": 1} | style)
 
 
-def plot_training(losses: Any, differences: Any, training: Found) -> None:
+def plot_training(losses: Any, differences: Any, training: Results) -> None:
     """Losses over the time they took; how far they have been from autograd's, over iterations."""
     for name, style in _TRAININGS.items():
-        found, passed = training["losses"][name], np.cumsum(training["seconds"][name])
+        values, passed = training["losses"][name], np.cumsum(training["seconds"][name])
         if name != REVERSED:
-            losses.plot(passed, found, lw=0.5, alpha=0.25, color=style["color"])
-            losses.plot(passed, _smooth(found), label=name, **style)
+            losses.plot(passed, values, lw=0.5, alpha=0.25, color=style["color"])
+            losses.plot(passed, _smooth(values), label=name, **style)
         if name != AUTOGRAD:
-            apart = np.abs(np.subtract(found, training["losses"][AUTOGRAD]))
+            apart = np.abs(np.subtract(values, training["losses"][AUTOGRAD]))
             largest = np.maximum.accumulate(apart)
             differences.plot(1 + np.arange(len(apart)), largest, label=name, **style)
     losses.set(xlabel="seconds", xlim=(0, None))
@@ -684,17 +604,7 @@ def plot_training(losses: Any, differences: Any, training: Found) -> None:
     differences.set(xlabel="iteration", ylim=(0, None))
 
 
-def add_legend(figure: Any, panels: Iterable[Any], columns: int = 4) -> None:
-    """One for all panels, below them."""
-    handles: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    figure.legend(list(handles.values()), list(handles), **place)
-
-
-def said_of_losses(training: Found) -> str:
+def said_of_losses(training: Results) -> str:
     """How far they are apart, for a caption."""
     apart = training["largest_difference"]
     ours, theirs = (f"{apart[name]:.1e}" if apart[name] else "0" for name in (OURS, REVERSED))
@@ -704,7 +614,7 @@ def said_of_losses(training: Found) -> str:
     )
 
 
-def said_of_seconds(training: Found) -> str:
+def said_of_seconds(training: Results) -> str:
     """How long both took, for a caption."""
     theirs, ours = (sum(training["seconds"][name]) for name in (AUTOGRAD, OURS))
     return f"autograd took {theirs:.3g} s, the scan {ours:.3g} s, a ratio of {theirs / ours:.2f}"
@@ -716,5 +626,4 @@ def _smooth(losses: Sequence[float]) -> NDArray[Any]:
     total = np.concatenate([[0], np.cumsum(losses)])
     middle = np.arange(len(losses))
     start, stop = np.maximum(middle - half, 0), np.minimum(middle + half + 1, len(losses))
-    smooth: NDArray[Any] = (total[stop] - total[start]) / (stop - start)
-    return smooth
+    return np.asarray((total[stop] - total[start]) / (stop - start))

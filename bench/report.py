@@ -1,7 +1,7 @@
 """``python -m bench report``: all results there are, on one HTML page and in the README's tables.
 
-Of every experiment and device the run with the least to be said against it is shown, and of these
-the newest; the others are listed.
+The page shows, for every experiment and device, the newest of the runs with the fewest flaws; it
+lists the others.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from . import page, sections
 from .experiment import NAMES, Drawing, Results, Row, load
 from .files import File, lines, newest, read
 from .page import Html, join, listed, table, tag
-from .readme import update_readme
-
-__all__ = ["update_readme", "write"]
 
 _PAPER = "https://arxiv.org/abs/1907.10134"
 _MAKERS = {"grid": sections.of_grid, "memory": sections.of_memory, "gpu": sections.of_gpu}
@@ -28,7 +25,7 @@ _COMMANDS = {
     "memory": "python -m bench.memory",
     "gpu": "bash bench/gpu.sh OUTDIR",
 }
-# What a run on a GPU has to show: of experiments what the paper measured there.
+# Claims that only a run on a GPU can show; those of experiments are the paper's.
 _ON_A_GPU = {
     "rnn": (
         "RNN: the sweeps of Figure 8. The backward pass 16 times as fast as PyTorch's at T=1,000, "
@@ -40,9 +37,9 @@ _ON_A_GPU = {
     ),
     "vgg11": ("Pruned VGG-11: the times of the steps in Figure 10 beside cuSPARSE.",),
     "gpu": (
-        "The kernels, which have run in Numba's simulator: vectors, level (kernels/cuda.py); "
-        "multiply, carry, sweep, repair (kernels/cuda_chunks.py); check_indices "
-        "(kernels/cuda_checks.py).",
+        "The kernels, which have run in Numba's simulator: vectors, level "
+        "(kernels/cuda/levels.py); multiply, carry, sweep, repair (kernels/cuda/chunks.py); "
+        "check_indices (kernels/cuda/checks.py).",
         "CuPy itself, CUDA graphs, cuBLAS, several streams, several devices; what sparsescan "
         "calibrate --device cuda measures.",
     ),
@@ -70,17 +67,17 @@ def write(results: Path, output: Path) -> Path:
     titles = {name: of[name][0].results["title"] if of[name] else name for name in NAMES} | _TITLES
 
     runs = {name: [_run(file) for file in of[name]] for name in NAMES}
-    found = {name: _experiment(runs[name]) for name in NAMES}
-    found["engine"] = sections.of_engine(engine, startups)
+    bodies = {name: _experiment(runs[name]) for name in NAMES}
+    bodies["engine"] = sections.of_engine(engine, startups)
     for kind, make in _MAKERS.items():
-        found[kind] = join(
+        bodies[kind] = join(
             *(part for file in of[kind] for part in (sections.origin(file), make(file.results)))
         )
     whole = {
         "Overview": _overview(titles, of),
         "Unproven": _unproven(of),
         "Beside the paper": _beside_the_paper(runs.values()),
-        **{titles[kind]: said or _not_yet(kind) for kind, said in found.items()},
+        **{titles[kind]: said or _not_yet(kind) for kind, said in bodies.items()},
         "Files": _files(files, {file for shown in of.values() for file in shown}, unread, titles),
     }
     said = {title: section for title, section in whole.items() if section}
@@ -101,7 +98,7 @@ def _head() -> Html:
 
 
 def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
-    """What was measured where."""
+    """List where everything was measured."""
     rows = []
     for kind, title in titles.items():
         for file in of[kind]:
@@ -118,8 +115,8 @@ def _not_yet(kind: str) -> Html:
 
 
 def _unproven(of: dict[str, list[File]]) -> Html:
-    """What no GPU has shown in full, on what is committed."""
-    proven = {kind for kind, found in of.items() if any(f.on_gpu and not f.marks for f in found)}
+    """List the claims that no full run of committed code on a GPU has shown."""
+    proven = {kind for kind, files in of.items() if any(f.on_gpu and not f.marks for f in files)}
     open_ = [line for kind, said in _ON_A_GPU.items() if kind not in proven for line in said]
     if not open_:
         return Html("")
@@ -134,8 +131,8 @@ def _unproven(of: dict[str, list[File]]) -> Html:
 
 def _run(file: File) -> _Run:
     try:
-        made = load(file.kind)
-        return _Run(file, made.rows(file.results), made.drawings(file.results))
+        experiment = load(file.kind)
+        return _Run(file, experiment.rows(file.results), experiment.drawings(file.results))
     except Exception as error:
         why = f"{file.path.name} cannot be shown: {type(error).__name__}: {error}"
         print(why, file=sys.stderr)
@@ -209,7 +206,7 @@ def _files(
 
 
 def _setup(about: Results) -> str:
-    """What a machine is and what is installed; at the end what is not."""
+    """Describe a machine and the libraries on it; those that are missing come last."""
     there = [f"{key} {sections.plain(value)}" for key, value in about.items() if value is not None]
     missing = [key for key, value in about.items() if value is None]
     return "; ".join(there) + (f"; without {', '.join(missing)}" if missing else "")

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import recurrent
+from . import drawing, recurrent
+from .drawing import BLUE, GREEN, ORANGE, PINK, SKY, YELLOW, legend
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .recurrent import (
     AUTOGRAD,
@@ -34,8 +35,6 @@ from .recurrent import (
     speedup,
     train,
 )
-
-__all__ = ["EXPERIMENT", "bitstreams"]
 
 SAMPLES, CLASSES, RATE = 32_000, 10, 1e-5
 STEPS, BATCH = 1000, 16  # what one of them is while the other varies
@@ -73,13 +72,13 @@ _PAPER_BACKWARD, _PAPER_BEST_BACKWARD = 16, 108
 _PAPER_OVERALL, _PAPER_BEST_OVERALL = 2.73, 2.75
 
 _STYLES: dict[str, dict[str, Any]] = {
-    AUTOGRAD: {"color": "#0072b2", "marker": "s"},
-    CHAIN: {"color": "#56b4e9", "marker": "s"},
-    OURS: {"color": "#d55e00", "marker": "o"},
-    VALUES: {"color": "#e69f00", "marker": "o"},
-    SCAN: {"color": "#cc79a7", "marker": "o"},
-    JAX_SCAN: {"color": "#009e73", "marker": "^"},
-    JAX_ASSOCIATIVE: {"color": "#009e73", "marker": "v", "mfc": "white"},
+    AUTOGRAD: {"color": BLUE, "marker": "s"},
+    CHAIN: {"color": SKY, "marker": "s"},
+    OURS: {"color": ORANGE, "marker": "o"},
+    VALUES: {"color": YELLOW, "marker": "o"},
+    SCAN: {"color": PINK, "marker": "o"},
+    JAX_SCAN: {"color": GREEN, "marker": "^"},
+    JAX_ASSOCIATIVE: {"color": GREEN, "marker": "v", "mfc": "white"},
 }
 
 
@@ -88,14 +87,7 @@ def bitstreams(
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Bitstreams and their classes: each bit of class c is 1 with probability 0.05 + 0.1 c.
 
-    Equation 8 of the paper.
-
-    Returns
-    -------
-    ndarray of bool, shape (samples, steps)
-        The bits.
-    ndarray of int64, shape (samples,)
-        The classes, 0 to 9.
+    Equation 8 of the paper. Bits have the shape ``(samples, steps)``, classes ``(samples,)``.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(CLASSES, size=samples)
@@ -114,15 +106,8 @@ def _batch(bits: NDArray[np.bool_], labels: NDArray[np.int64]) -> Batch:
 def _batches(iterations: int) -> list[Callable[[], Batch]]:
     """Batches of the whole data set in random order, again and again."""
     bits, labels = bitstreams(SAMPLES, STEPS)
-    rng = np.random.default_rng(1)
-    epochs = -(-iterations * BATCH // SAMPLES)
-    order = np.concatenate([rng.permutation(SAMPLES) for _ in range(epochs)])
-
-    def batch(k: int) -> Batch:
-        chosen = order[k * BATCH : (k + 1) * BATCH]
-        return _batch(bits[chosen], labels[chosen])
-
-    return [partial(batch, k) for k in range(iterations)]
+    chosen = recurrent.in_random_order(np.random.default_rng(1), SAMPLES, BATCH, iterations)
+    return [lambda some=some: _batch(bits[some], labels[some]) for some in chosen]
 
 
 # -- Pieces ---------------------------------------------------------------------------------------
@@ -139,16 +124,12 @@ def _key(steps: int, batch: int) -> str:
     return f"T={steps} B={batch}"
 
 
-def _model(options: Options) -> Model:
-    return Model("RNN", 1, CLASSES, RATE, options.device)
-
-
 def _iterations(options: Options) -> int:
     return _QUICK_ITERATIONS if options.quick else _EPOCH
 
 
 def _pieces(options: Options) -> Iterable[Piece]:
-    model = _model(options)
+    model = Model("RNN", 1, CLASSES, RATE, options.device)
 
     def size(steps: int, batch: int) -> Results:
         jax = not options.quick or (steps, batch) == (STEPS, BATCH)
@@ -163,14 +144,10 @@ def _pieces(options: Options) -> Iterable[Piece]:
 
 
 def _about(options: Options) -> dict[str, Any]:
-    return {
-        "layer": f"torch.nn.RNN, tanh, {HIDDEN} units, float32; a linear map of its last state",
+    return recurrent.about("RNN", options) | {
         "data": f"{SAMPLES:,} bitstreams of {CLASSES} classes (equation 8)",
         "optimiser": f"Adam, learning rate {RATE:g}",
         "iterations of the training": _iterations(options),
-        "Jacobians": recurrent.jacobians_on(options.device),
-        "memory": "glibc keeps what is freed (mallopt), for all contenders",
-        "threads of PyTorch": "2 or 1, whichever were faster; see the variants in the file",
     }
 
 
@@ -222,24 +199,19 @@ def _measured(results: Results) -> Results:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    found = []
     training, pieces = results["pieces"].get("training"), _measured(results)
-    if training:
-        found.append(_losses(training))
+    drawings = [_losses(training)] if training else []
     if pieces:
-        found += [_times(pieces), _backward(pieces), _overall(pieces)]
-    return found
+        drawings += [_times(pieces), _backward(pieces), _overall(pieces)]
+    return drawings
 
 
 def _losses(training: Results) -> Drawing:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, [panels] = drawing.panels(1, 2, 10, 3.8)
     recurrent.plot_training(*panels, training)
     for axes, label in zip(panels, recurrent.TRAINING_LABELS, strict=True):
         axes.set_ylabel(label)
-    recurrent.add_legend(figure, panels)
+    legend(figure, panels)
     caption = (
         f"The RNN at T={training['steps']:,}, B={training['batch']}, trained by autograd and by "
         f"the scan from the same parameters on the same {len(training['losses'][OURS]):,} batches, "
@@ -256,7 +228,7 @@ def _times(pieces: Results) -> Drawing:
         chosen = _along(pieces, along)
         for name, style in _STYLES.items():
             points = {
-                size: quartiles(piece, name, 1e3)
+                size: quartiles(piece, name, 1e-3)
                 for size, piece in chosen.items()
                 if name in piece["samples"]
             }
@@ -264,7 +236,7 @@ def _times(pieces: Results) -> Drawing:
         for name in (OURS, SCAN):
             floor = [1e3 * piece["floors"][name] for piece in chosen.values()]
             axes.plot(list(chosen), floor, ls=":", color=_STYLES[name]["color"], lw=1.5)
-    recurrent.add_legend(figure, panels)
+    legend(figure, panels)
     caption = (
         "A backward pass over the sequence length (left) and over the fraction of the device that "
         f"a sample has (right): medians, and the quartiles as bars. “{OURS}” makes the Jacobians, "
@@ -292,7 +264,7 @@ def _backward(pieces: Results) -> Drawing:
             for size, (forward, baseline, bppsa) in _PAPER[along].items()
         }
         _plot_paper(axes, along, published, _PAPER_BACKWARD, _PAPER_BEST_BACKWARD)
-    recurrent.add_legend(figure, panels)
+    legend(figure, panels)
     caption = (
         "How many times as long autograd takes: medians, with bars from the quartiles of both. "
         "Dashed is the paper's on a V100: the seconds of its Tables 4 and 5 without those of the "
@@ -312,7 +284,7 @@ def _overall(pieces: Results) -> Drawing:
         _plot_paper(axes, along, published, _PAPER_OVERALL, _PAPER_BEST_OVERALL)
     panels[0].set_yscale("linear")
     panels[0].set_ylim(0, None)
-    recurrent.add_legend(figure, panels)
+    legend(figure, panels)
     caption = (
         "A whole iteration: forward pass, loss, backward pass and Adam's step. Medians, with bars "
         "from the quartiles of both. Dashed is the paper's on a V100 (Tables 4 and 5); the star "
@@ -331,16 +303,15 @@ def _along(pieces: Results, along: str) -> dict[int, Results]:
 
 def _sweeps(label: str) -> tuple[Any, Any]:
     """A figure with a panel over T and one over 1/B."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left, right = panels = figure.subplots(1, 2, sharey=True)
+    figure, [panels] = drawing.panels(1, 2, 11, 4.6, sharey=True)
+    left, right = panels
     for axes, sizes in zip(panels, (LENGTHS, BATCHES), strict=True):
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(sizes)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        drawing.numbers(axes.yaxis)
         axes.grid(alpha=0.25)
     left.set(xlabel=f"sequence length T, B={BATCH}", ylabel=label)
     left.set_xticklabels([f"{size:,}" for size in LENGTHS])

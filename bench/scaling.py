@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,22 +21,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sparsescan.kernels._threads import usable_cores
+from sparsescan.execution.threads import usable_cores
 
-from .experiment import Experiment, Options, Piece, Results, Row
+from . import children
+from .experiment import Experiment, Options, Piece, Results, Row, cpu_only
+from .resident import GIVE_BACK, MIB
 from .scaling_drawings import drawings
 from .scaling_model import ALONE, CHAINS, INFINIBAND
 
-__all__ = ["EXPERIMENT", "cores", "missing"]
-
 _ROOT = Path(__file__).parent.parent
-_MIB = 1 << 20
 RANKS = (1, 2, 4)
 _MEMORY_RANKS, _QUICK_MEMORY_RANKS = (1, 2, 4, 8), (1, 4)
 # Turns, and seconds of each sample.
 _ROUNDS, _QUICK_ROUNDS = (25, 0.1), (5, 0.02)
 _QUICK_CHAINS = ("dense", "diagonal")
-# Of steps of so many rows, so many, with so many MiB for each rank: too few for a half of them.
+# Rows of a step, steps, and MiB for each rank, which are too few for half of the steps.
 _MEMORY, _QUICK_MEMORY = (256, 512, 96), (128, 512, 24)
 # Chains of the model: of these lengths; with so few steps that ranks have none; of so many for each
 # rank; on 1, 2, 4, … ranks, or on 1, 4, 16, …, but not on more than so many.
@@ -78,7 +76,7 @@ def _mpiexec() -> str | None:
 def _settings(folder: Path) -> dict[str, str]:
     """The environment of processes with one thread each, whose cache folder is this one."""
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {
+    return {
         "XDG_CACHE_HOME": str(folder),
         "PYTHONPATH": path,
         "NUMBA_NUM_THREADS": "1",
@@ -94,27 +92,12 @@ def _settings(folder: Path) -> dict[str, str]:
     }
 
 
-# glibc keeps what is freed, as for the other experiments; or gives it back at once, or peaks would
-# hold it.
+# Let glibc keep what is freed, as for the other experiments.
 _KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-_GIVE_BACK = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "0",
-    "NUMPY_MADVISE_HUGEPAGE": "0",
-}
 
 
 def _call(command: list[str], folder: Path, memory: dict[str, str] = _KEEP) -> None:
-    done = subprocess.run(
-        command,
-        env=_settings(folder) | memory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+    children.run(command, _settings(folder) | memory)
 
 
 def _on_ranks(ranks: int) -> list[str]:
@@ -153,13 +136,20 @@ def _pieces(options: Options) -> list[Piece]:
 
 
 def _measure(ranks: int, what: str, **options: Any) -> Results:
-    """What :mod:`bench.scaling_ranks` finds on so many ranks."""
+    """Run :mod:`bench.scaling_ranks` on so many ranks; its results."""
+    memory = GIVE_BACK if what == "memory" else _KEEP
     with _calibrated() as folder:
-        file = folder / "found.json"
-        script = ["bench.scaling_ranks", str(file), what, json.dumps(options)]
-        _call([*_on_ranks(ranks), *script], folder, _GIVE_BACK if what == "memory" else _KEEP)
-        found: Results = json.loads(file.read_text())
-        return found
+        return _answer([*_on_ranks(ranks), "bench.scaling_ranks"], [what], options, folder, memory)
+
+
+def _answer(
+    program: list[str], what: list[str], options: Results, folder: Path, memory: dict[str, str]
+) -> Results:
+    """The results of a program, which writes them to the file that it is told."""
+    file = folder / "results.json"
+    _call([*program, str(file), *what, json.dumps(options)], folder, memory)
+    results: Results = json.loads(file.read_text())
+    return results
 
 
 def _times(options: Options, ranks: int) -> Results:
@@ -167,30 +157,26 @@ def _times(options: Options, ranks: int) -> Results:
     chains = {(name, CHAINS[name].n) for name in names}
     chains |= {(name, each * ranks) for name in names if (each := CHAINS[name].each)}
     rounds, seconds = _QUICK_ROUNDS if options.quick else _ROUNDS
-    found = _measure(ranks, "times", chains=sorted(chains), rounds=rounds, seconds=seconds)
-    return found | {"cores": cores(), "oversubscribed": ranks > cores()}
+    measured = _measure(ranks, "times", chains=sorted(chains), rounds=rounds, seconds=seconds)
+    return measured | {"cores": cores(), "oversubscribed": ranks > cores()}
 
 
 def _memory(options: Options, ranks: int) -> Results:
     size, n, limit = _QUICK_MEMORY if options.quick else _MEMORY
-    found = _measure(ranks, "memory", size=size, n=n, limit=limit * _MIB)
-    return found | {"size": size, "n": n}
+    measured = _measure(ranks, "memory", size=size, n=n, limit=limit * MIB)
+    return measured | {"size": size, "n": n}
 
 
 def _model(options: Options) -> Results:
-    """On the network between as many ranks as there are cores, and on another."""
+    """Predict for the network between as many ranks as there are cores, and for another one."""
     with _calibrated() as folder:
         _call([*_on_ranks(max(2, cores())), "sparsescan", "calibrate", "--mpi"], folder)
-        file = folder / "found.json"
-        asked = json.dumps(_QUICK_MODEL if options.quick else _MODEL)
-        _call([sys.executable, "-m", "bench.scaling_model", str(file), asked], folder)
-        found: Results = json.loads(file.read_text())
-        return found
+        program = [sys.executable, "-m", "bench.scaling_model"]
+        return _answer(program, [], _QUICK_MODEL if options.quick else _MODEL, folder, _KEEP)
 
 
 def _about(options: Options) -> Results:
-    if options.device != "cpu":
-        raise SystemExit("scaling is of the CPU: run it without --device")
+    cpu_only("scaling", options)
     why = missing()
     if why:
         raise SystemExit(f"scaling {why}")

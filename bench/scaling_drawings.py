@@ -1,4 +1,4 @@
-"""Pictures of :mod:`bench.scaling`."""
+"""The pictures of :mod:`bench.scaling`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import drawing
+from .drawing import BLUE, GREEN, ORANGE, legend, plot_with_spread
 from .experiment import Drawing, Results
+from .resident import MIB
 from .scaling_model import ALONE, CHAINS, INFINIBAND
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["drawings"]
-
-_MIB = 1 << 20
-# Of the palette by Okabe and Ito.
 _GREY = "grey"
 _STYLES: dict[str, dict[str, Any]] = {
     ALONE: {"color": _GREY, "marker": "D", "ms": 4.5},
-    "vectors": {"color": "#0072b2", "marker": "s", "ms": 5},
-    "products": {"color": "#d55e00", "marker": "o", "ms": 5},
-    "groups": {"color": "#009e73", "marker": "^", "ms": 6},
+    "vectors": {"color": BLUE, "marker": "s", "ms": 5},
+    "products": {"color": ORANGE, "marker": "o", "ms": 5},
+    "groups": {"color": GREEN, "marker": "^", "ms": 6},
     "auto": {"color": "black", "marker": "o", "ms": 10, "mfc": "none", "ls": ""},
 }
 
@@ -32,14 +31,10 @@ def drawings(results: Results) -> list[Drawing]:
     pieces = results["pieces"]
     times = [piece for piece in pieces.values() if "scans" in piece]
     limited = [piece for piece in pieces.values() if "limit_bytes" in piece]
-    found = []
-    if times:
-        found += [_strong(times), _weak(times)]
+    drawings = [_strong(times), _weak(times)] if times else []
     if "model" in pieces:
-        found += [_model(pieces["model"]), _beyond(pieces["model"])]
-    if limited:
-        found.append(_memory(limited))
-    return found
+        drawings += [_model(pieces["model"]), _beyond(pieces["model"])]
+    return drawings + ([_memory(limited)] if limited else [])
 
 
 # -- Measured -------------------------------------------------------------------------------------
@@ -71,12 +66,12 @@ def _weak(times: list[Results]) -> Drawing:
 
 
 def _names(times: list[Results], wanted: Callable[[Results], bool]) -> list[str]:
-    found = {scan["chain"] for piece in times for scan in piece["scans"] if wanted(scan)}
-    return [name for name in CHAINS if name in found]
+    measured = {scan["chain"] for piece in times for scan in piece["scans"] if wanted(scan)}
+    return [name for name in CHAINS if name in measured]
 
 
 def _shared(times: list[Results]) -> str:
-    """What is to be said of cores, if any had to do for several ranks."""
+    """Say which ranks shared cores, if any did."""
     shared = [piece["ranks"] for piece in times if piece["oversubscribed"]]
     if not shared:
         return ""
@@ -85,7 +80,7 @@ def _shared(times: list[Results]) -> str:
 
 
 def _over_predicted(times: list[Results]) -> str:
-    """Of what the plans choose."""
+    """How the times of what plans choose compare with predictions."""
     said = []
     for piece in times:
         ratios = [
@@ -113,13 +108,15 @@ def _measured(
         }
         for way, style in _STYLES.items():
             chosen = {p: scan for p, scan in scans.items() if way in scan["samples_seconds"]}
-            if not chosen:
-                continue
-            samples = [1e3 * np.array(scan["samples_seconds"][way]) for scan in chosen.values()]
-            low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75), axis=1)
-            bars = None if way == "auto" else [middle - low, high - middle]
-            axes.errorbar(list(chosen), middle, bars, label=way, lw=1.5, **style)
-            if way != "auto":
+            spreads = {
+                p: drawing.quartiles(scan["samples_seconds"][way], 1e-3)
+                for p, scan in chosen.items()
+            }
+            if way == "auto":  # a ring, without bars
+                middles = [middle for _, middle, _ in spreads.values()]
+                axes.errorbar(list(chosen), middles, None, label=way, lw=1.5, **style)
+            elif chosen:
+                plot_with_spread(axes, spreads, label=way, lw=1.5, **style | {"capsize": 0})
                 said = [1e3 * scan["predicted_seconds"][way] for scan in chosen.values()]
                 axes.plot(list(chosen), said, ls="--", lw=1.2, color=style["color"])
         _over_ranks(axes, sorted(scans), (1, 2, 5))
@@ -131,7 +128,7 @@ def _measured(
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     panels[0].plot([], [], ls="--", color=_GREY, label="predicted")
-    _legend(figure, panels)
+    legend(figure, panels, 6, loc="outside upper center")
     return figure
 
 
@@ -181,7 +178,7 @@ def _beyond(model: Results) -> Drawing:
     few = curves[0]["n"][0]
     figure, (axes,) = _panels(1, 1)
     said = []
-    for curve, (color, marker) in zip(curves, (("#0072b2", "s"), ("#d55e00", "o")), strict=True):
+    for curve, (color, marker) in zip(curves, ((BLUE, "s"), (ORANGE, "o")), strict=True):
         ranks, name, fit = np.array(curve["ranks"]), _named(curve["network"]), curve["fit"]
         products = 1e6 * np.array(curve["products"], float)
         axes.plot(ranks, products, ls="", marker=marker, ms=5, color=color, label=name)
@@ -219,15 +216,15 @@ def _memory(limited: list[Results]) -> Drawing:
             if run["schedule"] == way
         }
         style, ranks = _STYLES[way], list(runs)
-        peaks = [max(run["peak_bytes"]) / _MIB for run in runs.values()]
-        said = [max(run["predicted_bytes"]) / _MIB for run in runs.values()]
+        peaks = [max(run["peak_bytes"]) / MIB for run in runs.values()]
+        said = [max(run["predicted_bytes"]) / MIB for run in runs.values()]
         axes.plot(ranks, peaks, ls="", label=f"by {way}", **style)
         axes.plot(ranks, said, ls="--", lw=1.2, color=style["color"])
         for count, peak, run in zip(ranks, peaks, runs.values(), strict=True):
             if run["refused"]:
                 axes.plot(count, peak, "x", color="black", ms=13, mew=1.4, zorder=0)
     first = limited[0]
-    limit = first["limit_bytes"] / _MIB
+    limit = first["limit_bytes"] / MIB
     axes.axhline(limit, color=_GREY, lw=1.5)
     axes.annotate("the limit of a rank", (1, limit), (0, 4), textcoords="offset points", size=9)
     axes.plot([], [], ls="--", color=_GREY, label="predicted")
@@ -241,7 +238,7 @@ def _memory(limited: list[Results]) -> Drawing:
     errors = [run["refused"] for piece in limited for run in piece["runs"] if run["refused"]]
     caption = (
         f"{first['n']:,} dense steps of {first['size']}×{first['size']}, "
-        f"{first['chain_bytes'] / _MIB:,.0f} MiB, of which each rank makes its own part: resident "
+        f"{first['chain_bytes'] / MIB:,.0f} MiB, of which each rank makes its own part: resident "
         "memory at the peak, with the Jacobians, the gradients and all that the scan needs, beside "
         "what was resident before. Every rank is then given no more than the limit; where it does "
         f"not do, all raise the same error: “{errors[0] if errors else ''}”. Answers agree with "
@@ -250,36 +247,21 @@ def _memory(limited: list[Results]) -> Drawing:
     return Drawing("Memory of a rank", caption, figure)
 
 
-# -- What all are made of -------------------------------------------------------------------------
+# -- Parts of all pictures -------------------------------------------------------------------------
 
 
 def _panels(rows: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
     width = 7 if columns == 1 else 10.5
-    figure = Figure(figsize=(width, 0.6 + 3.4 * rows), layout="constrained")
-    return figure, list(np.ravel(figure.subplots(rows, columns, **options)))
+    figure, axes = drawing.panels(rows, columns, width, 0.6 + 3.4 * rows, **options)
+    return figure, list(axes.ravel())
 
 
-def _over_ranks(axes: Axes, ranks: Sequence[int], digits: Sequence[int] = (1,)) -> None:
+def _over_ranks(axes: Axes, ranks: Sequence[int], digits: tuple[int, ...] = (1,)) -> None:
     """Both axes are logarithmic; times are named that begin with these digits."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=digits))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    drawing.decades(axes.yaxis, "{:,.10g}", digits)
     axes.grid(alpha=0.25)
-
-
-def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One for all panels."""
-    named = {}
-    for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        list(named.values()), list(named), loc="outside upper center", ncols=6, frameon=False
-    )

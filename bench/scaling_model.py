@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from sparsescan import Pattern
-from sparsescan.costs import Model, load_machine
 from sparsescan.parallel import Forecast, Grid, Network, load_network
 from sparsescan.parallel.forecast import _setting, forecasts
-from sparsescan.pattern import of_mask
-from sparsescan.planner import model_for
-
-__all__ = ["ALONE", "CHAINS", "INFINIBAND", "Chain", "curves", "logarithm", "predict"]
+from sparsescan.planning.costs.cpu import Model, load_cpu
+from sparsescan.planning.search import model_for
+from sparsescan.symbolic.pattern import of_mask
 
 ALONE = "one process"
 _SCHEDULES = ("vectors", "products", "auto")
@@ -73,13 +71,13 @@ def predict(
     """On each network by vectors, and by products if they could pay; ranks share the chain."""
     model: Model = model_for(None, np.dtype(np.float64), 1)
     setting = _setting(patterns, Grid(ranks), model, networks[0], {})
-    found = []
+    ways_by_schedule = []
     for network in networks:
         ways = forecasts(setting._replace(network=network))
         ways.sort(key=lambda way: -way.nanoseconds)
         # The best of both forms of products.
-        found.append({way.schedule: way for way in ways})
-    return found
+        ways_by_schedule.append({way.schedule: way for way in ways})
+    return ways_by_schedule
 
 
 def curves(
@@ -93,15 +91,15 @@ def curves(
     points = [
         predict([pattern] * n, count, networks) for n, count in zip(steps, ranks, strict=True)
     ]
-    made = []
+    curves_of_networks = []
     for k, network in enumerate(networks):
         curve = {"chain": name, "network": network.name, "n": list(steps), "ranks": list(ranks)}
         for schedule in ("vectors", "products"):
             ways = [point[k].get(schedule) for point in points]
             curve[schedule] = [way and 1e-9 * way.nanoseconds for way in ways]
             curve[f"{schedule}_bytes"] = [way and max(way.memory) for way in ways]
-        made.append(curve)
-    return made
+        curves_of_networks.append(curve)
+    return curves_of_networks
 
 
 def logarithm(ranks: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
@@ -126,14 +124,14 @@ def main(file: str, options: str) -> None:
     for curve in beyond:
         curve["fit"] = logarithm(ranks[first:], curve["products"][first:])
     weak = curves("dense", [asked["each"] * p for p in ranks], ranks, networks)
-    found = {
-        "machine": asdict(load_machine()),
+    predicted = {
+        "machine": asdict(load_cpu()),
         "networks": [asdict(network) for network in networks],
         "strong": strong,
         "weak": weak,
         "beyond": beyond,
     }
-    Path(file).write_text(json.dumps(found))
+    Path(file).write_text(json.dumps(predicted))
 
 
 if __name__ == "__main__":

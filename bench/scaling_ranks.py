@@ -7,8 +7,6 @@ the whole.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import math
 import resource
@@ -16,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +25,10 @@ from numpy.typing import NDArray
 
 import sparsescan
 from sparsescan import CSRChain, parallel
-from sparsescan.costs import load_machine
 from sparsescan.parallel.communicator import Fault
+from sparsescan.planning.costs.cpu import load_cpu
 
+from .resident import growth, status
 from .scaling_model import ALONE, CHAINS
 
 WORLD = MPI.COMM_WORLD
@@ -65,13 +65,13 @@ def _gradient(size: int, batch: int | None = None) -> NDArray[np.float64]:
     return np.random.default_rng(2).standard_normal((batch, size) if batch else size)
 
 
-def difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Of gradients, relative to the largest entry of each; they differ in scale by far."""
-    if not len(found):
+def difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
+    """How far gradients differ, relative to the largest entry of each, as scales are far apart."""
+    if not len(actual):
         return 0.0
-    axes = tuple(range(1, found.ndim))
+    axes = tuple(range(1, actual.ndim))
     scale = np.abs(expected).max(axis=axes)
-    return float((np.abs(found - expected).max(axis=axes) / scale).max())
+    return float((np.abs(actual - expected).max(axis=axes) / scale).max())
 
 
 # -- Times ----------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def times(chains: list[tuple[str, int]], rounds: int, seconds: float) -> dict[st
     WORLD.Barrier()
     return {
         "network": asdict(network),
-        "machine": asdict(load_machine()),
+        "machine": asdict(load_cpu()),
         "scans": [_scan(name, n, rounds, seconds) for name, n in chains],
     }
 
@@ -116,13 +116,13 @@ def _scan(name: str, n: int, rounds: int, seconds: float) -> dict[str, Any]:
     expected = expected[:, samples] if about.batch else expected
     worst = 0.0
     for schedule in about.schedules:
-        # Of groups of samples, each has the whole chain.
+        # A group of samples has the whole chain.
         options = {"batch": len(grad)} if about.batch else {"schedule": schedule}
-        made = parallel.plan(WORLD, mine, grid=grid, **options)
-        calls[schedule] = lambda made=made: made.exclusive_scan(grad, mine)
-        forecast = made.forecast
+        plan_here = parallel.plan(WORLD, mine, grid=grid, **options)
+        calls[schedule] = lambda plan_here=plan_here: plan_here.exclusive_scan(grad, mine)
+        forecast = plan_here.forecast
         predicted[schedule] = 1e-9 * forecast.nanoseconds
-        forms[schedule] = ", ".join(filter(None, [made.schedule, forecast.form]))
+        forms[schedule] = ", ".join(filter(None, [plan_here.schedule, forecast.form]))
         worst = max(worst, difference(calls[schedule](), expected))
     worst = WORLD.allreduce(worst, MPI.MAX)
     if not worst < _WRONG:
@@ -148,7 +148,7 @@ def _race(
     A sample is of so many calls, one after the other, that they take some time; it ends when the
     last rank has it. Ranks that have no part in a call sleep.
     """
-    found: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
     repeats = dict.fromkeys(names, 1)
     rng = np.random.default_rng(3)
     for turn in range(-2, rounds):
@@ -167,8 +167,8 @@ def _race(
             if turn < 0:
                 repeats[name] = max(1, min(round(seconds / taken), 1000))
             else:
-                found[name].append(taken)
-    return found
+                samples[name].append(taken)
+    return samples
 
 
 def _meet() -> None:
@@ -184,7 +184,8 @@ def _meet() -> None:
 def memory(size: int, n: int, limit: int) -> dict[str, Any]:
     """Peak memory of every rank, with at most `limit` bytes for each, and without where that fails.
 
-    It is what is resident at the peak beside what was before the part of the chain was made.
+    The memory is what is resident at the peak beside what was before the part of the chain was
+    made.
     """
     steps = parallel.Grid(WORLD.size).steps(WORLD.rank, n)
     expected = WORLD.bcast(_one_by_one(size, n) if WORLD.rank == 0 else None)[steps].copy()
@@ -201,17 +202,18 @@ def memory(size: int, n: int, limit: int) -> dict[str, Any]:
 def _within(
     size: int, steps: slice, schedule: str, limit: int, expected: NDArray[Any]
 ) -> dict[str, Any]:
+    solve = partial(_solve, size, steps, schedule)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     refused = None
-    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + limit, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, hard))
     try:
-        peak, predicted, grads = _peak(size, steps, schedule)
+        peak, (predicted, grads) = growth(solve)
     except MemoryError as error:
         refused = f"{type(error).__name__}: {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     if refused:
-        peak, predicted, grads = _peak(size, steps, schedule)
+        peak, (predicted, grads) = growth(solve)
     wrong = WORLD.allreduce(difference(grads, expected), MPI.MAX)
     if not wrong < _WRONG:
         raise AssertionError(f"gradients differ by {wrong:.1e}")
@@ -224,22 +226,13 @@ def _within(
     }
 
 
-def _peak(size: int, steps: slice, schedule: str) -> tuple[int, tuple[int, ...], NDArray[Any]]:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-    before = _status("VmRSS")
-    predicted, grads = _solve(size, steps, schedule)
-    return _status("VmHWM") - before, predicted, grads
-
-
 def _solve(size: int, steps: slice, schedule: str) -> tuple[tuple[int, ...], NDArray[Any]]:
     """Make this rank's part and scan it; what every rank was predicted to hold, and gradients."""
     fault, mine = Fault(), None
     with fault:
         mine = np.empty((steps.stop - steps.start, size, size))
-        for made, step in zip(mine, range(steps.start, steps.stop), strict=True):
-            made[...] = _dense(step, (size, size))
+        for matrix, step in zip(mine, range(steps.start, steps.stop), strict=True):
+            matrix[...] = _dense(step, (size, size))
     parallel.Communicator.of(WORLD).agree(fault.error)
     plan = parallel.plan(WORLD, mine, schedule=schedule)
     grads = plan.exclusive_scan(_gradient(size) if WORLD.rank == 0 else None, mine)
@@ -248,27 +241,19 @@ def _solve(size: int, steps: slice, schedule: str) -> tuple[tuple[int, ...], NDA
 
 def _one_by_one(size: int, n: int) -> NDArray[np.float64]:
     """The linear scan, for which no more than one step is held."""
-    y, found = _gradient(size), np.empty((n, size))
+    y, gradients = _gradient(size), np.empty((n, size))
     for k in range(n):
-        found[k] = y
+        gradients[k] = y
         y = _dense(k, (size, size)) @ y
-    return found
-
-
-def _status(key: str) -> int:
-    """Bytes of this process, such as ``VmRSS``."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
+    return gradients
 
 
 def main(file: str, what: str, options: str) -> None:
     measure = {"times": times, "memory": memory}[what]
-    found = {"ranks": WORLD.size, "MPI": MPI.Get_library_version().splitlines()[0]}
-    found |= measure(**json.loads(options))
+    results = {"ranks": WORLD.size, "MPI": MPI.Get_library_version().splitlines()[0]}
+    results |= measure(**json.loads(options))
     if WORLD.rank == 0:
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -11,24 +11,12 @@ from .experiment import Drawing, Results, Row
 from .files import File
 from .grid import ranked, ratios
 from .page import Html, exactly, join, listed, significant, table, tag
+from .resident import MIB
 
-__all__ = [
-    "missing_peers",
-    "of_engine",
-    "of_gpu",
-    "of_grid",
-    "of_memory",
-    "origin",
-    "plain",
-    "row_table",
-    "state",
-]
-
-_MIB = 1 << 20
 _TIMES = ["theirs, ms", "ours, ms"]
 
 
-# -- What all are made of -------------------------------------------------------------------------
+# -- Parts of all sections -------------------------------------------------------------------------
 
 
 def origin(file: File) -> Html:
@@ -39,14 +27,14 @@ def origin(file: File) -> Html:
 
 
 def state(file: File) -> Html:
-    """What is to be said against it, if anything."""
+    """Say what is wrong with a run, or that it is complete."""
     return tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
 
 
-def missing_peers(found: Iterable[tuple[str, str, str]]) -> Html:
+def missing_peers(missing: Iterable[tuple[str, str, str]]) -> Html:
     """The list of missing peers, from the peer, the reason, and where it is missing."""
     places: dict[str, list[str]] = {}
-    for peer, why, where in found:
+    for peer, why, where in missing:
         places.setdefault(f"{peer}: {why}", []).append(where)
     said = [f"{peer} ({'; '.join(where)})" for peer, where in places.items()]
     return join(tag("p", "Missing:"), listed(said)) if said else Html("")
@@ -74,7 +62,7 @@ def _ratio(x: float | None) -> str:
 
 
 def plain(value: Any) -> str:
-    """What JSON holds, for people."""
+    """Write a value from a JSON file for people."""
     if isinstance(value, dict):
         return "; ".join(f"{key}: {plain(x)}" for key, x in value.items())
     if isinstance(value, list):
@@ -155,11 +143,11 @@ def of_grid(results: Results) -> Html:
     rows = []
     for name, result in chains.items():
         medians = result["median_seconds"]
-        found = ratios(result["samples_seconds"])
-        times = [_ms(medians[which]) for which in (found["linear"], "auto", found["best"])]
-        times += [_ratio(found[f"auto/{which}"]) for which in ("linear", "best")]
+        relative = ratios(result["samples_seconds"])
+        times = [_ms(medians[which]) for which in (relative["linear"], "auto", relative["best"])]
+        times += [_ratio(relative[f"auto/{which}"]) for which in ("linear", "best")]
         order = "{} of {}".format(*ranked(result))
-        names = [_schedule(schedule) for schedule in (result["auto is"], found["best"])]
+        names = [_schedule(schedule) for schedule in (result["auto is"], relative["best"])]
         rows.append([name, *times, *names, order])
     numbers = ["linear, ms", "auto, ms", "best, ms", "auto/linear", "auto/best", "in order"]
     heads = ["chain", *numbers[:5], "auto is", "best is", *numbers[5:]]
@@ -175,7 +163,7 @@ def _schedule(name: str) -> str:
 def of_memory(results: Results) -> Html:
     rows = []
     for case in results["cases"]:
-        sizes = [case[f"{what}_bytes"] / _MIB for what in ("limit", "workspace", "taken")]
+        sizes = [case[f"{what}_bytes"] / MIB for what in ("limit", "workspace", "taken")]
         over = "" if case["within_limit"] else tag("span", "over the limit", kind="warn")
         names = [case["chain"], _schedule(case["schedule"]), str(case["threads"])]
         rows.append([*names, *map(significant, sizes), over])
@@ -201,11 +189,11 @@ def of_gpu(results: Results) -> Html:
         shown += [tag("h3", "Races"), _races(races)]
     missing = [
         (peer, why, where)
-        for where, found in [
+        for where, peers in [
             *((what, part.get("missing", {})) for what, part in parts.items()),
             *((race["name"], race.get("skipped", {})) for race in races),
         ]
-        for peer, why in found.items()
+        for peer, why in peers.items()
     ]
     rows = [
         [what, "ok" if part["ok"] else tag("span", "failed", kind="warn"), part["summary"]]
@@ -217,10 +205,10 @@ def of_gpu(results: Results) -> Html:
 
 
 def _failures(part: Results) -> list[str]:
-    """Of tests, of random chains, or of races with the reason."""
+    """List the tests, random chains or races of a part that failed."""
     failed = part.get("failed", [])
-    found = failed.items() if isinstance(failed, dict) else [(one,) for one in failed]
-    return [": ".join(map(plain, one)) for one in found]
+    failures = failed.items() if isinstance(failed, dict) else [(one,) for one in failed]
+    return [": ".join(map(plain, one)) for one in failures]
 
 
 _SWEEPS = (

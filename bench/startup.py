@@ -1,10 +1,11 @@
-"""What a new process pays: the import, and its first scan with compiled kernels in the cache."""
+"""The costs of a new process: the import, and its first scan with compiled kernels in the cache."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import NamedTuple
+
+from . import children
 
 _TIMED = """
 import time
@@ -34,12 +35,7 @@ class Startup(NamedTuple):
     def seconds(self) -> float:
         """Run it in a new process."""
         code = _TIMED.format(before=self.before, timed=self.timed)
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        return float(done.stdout)
+        return float(children.run([sys.executable, "-c", code], seconds=300))
 
 
 STARTUPS = {

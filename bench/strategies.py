@@ -1,6 +1,6 @@
 """Ways to spread a training step over workers: predicted up to many, measured on a few ranks.
 
-``sparsescan.parallel.strategies.compare`` says what all strategies take for networks and numbers of
+``sparsescan.strategies.compare`` says what all strategies take for networks and numbers of
 workers, by the model; and on the ranks of this machine, all of them train LeNet-5, ResNet-8 and
 an RNN in turns, beside what is predicted from what layers and exchanges take, measured in the same
 run.
@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsescan.parallel.strategies import Machine, Prediction, Scan, build, compare
-from sparsescan.parallel.strategies.compare import Comparison, plain_ticks, strategies
+from sparsescan.strategies import Machine, Prediction, Scan, build, compare
+from sparsescan.strategies.compare import Comparison, draw_over_workers, plain_ticks, styles
 
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .scaling import _call, _on_ranks, cores, missing
@@ -57,18 +57,6 @@ _NAMES = {
     "inception-v3": "Inception-v3",
 }
 _FILLS = {"lenet5": "none", "resnet-8": "left", "rnn:100": "full"}
-# Colours that everybody can tell apart (Okabe and Ito, 2008), and markers, one for each strategy.
-_STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#0072b2", "marker": "o"},
-    {"color": "#e69f00", "marker": "s"},
-    {"color": "#b8a100", "marker": "h"},
-    {"color": "#009e73", "marker": "^"},
-    {"color": "#cc79a7", "marker": "D"},
-    {"color": "#999999", "marker": "v"},
-    {"color": "#56b4e9", "marker": "P"},
-    {"color": "#d55e00", "marker": "*"},
-    {"color": "#000000", "marker": "d"},
-)
 
 
 def _title(network: str) -> str:
@@ -91,60 +79,51 @@ def _pieces(options: Options) -> list[Piece]:
 
 def _predict(name: str, counts: Iterable[int]) -> Results:
     network, batch = build(name), NETWORKS[name]
-    found = [_described(compare(network, Machine(), count, batch)) for count in counts]
-    return {"network": name, "batch": batch, "comparisons": found}
+    every = [_described(compare(network, Machine(), count, batch)) for count in counts]
+    return {"network": name, "batch": batch, "comparisons": every}
 
 
-def _described(found: Comparison) -> Results:
+def _described(one: Comparison) -> Results:
     return {
-        "workers": found.workers,
-        "single_nanoseconds": found.single.total,
-        "predictions": [_plain(one) | {"fits": found.fits(one)} for one in found.predictions],
-        "reasons": found.reasons,
+        "workers": one.workers,
+        "single_nanoseconds": one.single.total,
+        "predictions": [_plain(each) | {"fits": one.fits(each)} for each in one.predictions],
+        "reasons": one.reasons,
     }
 
 
 def _plain(prediction: Prediction) -> Results:
-    """What JSON can hold."""
+    """Describe a prediction as JSON can hold it."""
     return asdict(prediction) | {"total": prediction.total}
 
 
 def _measure(ranks: int, networks: tuple[str, ...]) -> Results:
     with tempfile.TemporaryDirectory() as name:
-        folder, file = Path(name), Path(name) / "found.json"
+        folder, file = Path(name), Path(name) / "results.json"
         _call([*_on_ranks(ranks), "bench.strategies", str(file), *networks], folder)
-        found: Results = json.loads(file.read_text())
-    return found | {"cores": cores()}
+        results: Results = json.loads(file.read_text())
+    return results | {"cores": cores()}
 
 
 def _on_rank(path: str, *networks: str) -> None:
-    """On the ranks: train the networks by every strategy; rank 0 writes the file."""
+    """Train the networks by every strategy; rank 0 writes the file."""
     from mpi4py import MPI
 
-    from sparsescan.parallel.strategies import measure_here, run
+    from sparsescan.strategies import measure_here, run
 
     comm = MPI.COMM_WORLD
     machines, runs = {}, []
     for name in networks:
         batch = MEASURED[name]
         machine = measure_here(comm, name, batch)
-        found = run(comm, name, machine, batch)
-        runs.append(
-            {
-                "network": name,
-                "batch": batch,
-                "measured": [
-                    _plain(one.prediction)
-                    | {
-                        "measured_nanoseconds": one.nanoseconds,
-                        "measured_bytes": one.bytes,
-                    }
-                    for one in found.measured
-                ],
-                "pairs": found.pairs,
-                "reasons": found.reasons,
-            }
-        )
+        done = run(comm, name, machine, batch)
+        measured = [
+            _plain(one.prediction)
+            | {"measured_nanoseconds": one.nanoseconds, "measured_bytes": one.bytes}
+            for one in done.measured
+        ]
+        about = {"network": name, "batch": batch, "pairs": done.pairs, "reasons": done.reasons}
+        runs.append(about | {"measured": measured})
         machines[name] = asdict(replace(machine, times=None))
     if comm.rank == 0:
         known = {"ranks": comm.size, "machines": machines, "runs": runs}
@@ -177,8 +156,8 @@ def _drawings(results: Results) -> list[Drawing]:
     pieces = results["pieces"].values()
     predicted = [piece for piece in pieces if "comparisons" in piece]
     measured = [piece for piece in pieces if "runs" in piece]
-    found = [_over_workers(predicted)] if predicted else []
-    return found + ([_beside(measured)] if measured else [])
+    drawings = [_over_workers(predicted)] if predicted else []
+    return drawings + ([_beside(measured)] if measured else [])
 
 
 def _figure(count: int, columns: int) -> tuple[Any, list[Axes]]:
@@ -197,38 +176,17 @@ def _over_workers(pieces: list[Results]) -> Drawing:
     labels: dict[str, Any] = {}
     for axes, piece in zip(panels, pieces, strict=True):
         counts = [one["workers"] for one in piece["comparisons"]]
-        lowest = []
-        for k, (strategy, style) in enumerate(zip(strategies(), _STYLES, strict=True)):
-            points = [
-                (one["workers"], found["total"] / 1e6, found["fits"])
-                for one in piece["comparisons"]
-                for found in one["predictions"]
-                if found["strategy"] == strategy.name
-            ]
-            if not points:
-                continue
-            x, y = ([point[axis] for point in points] for axis in (0, 1))
-            lowest.append(min(y))
-            marks = style | {"ms": 8 - 0.6 * k}
-            (line,) = axes.plot(
-                x, y, ls="-" if strategy.exact else "--", mfc="white", zorder=2 + k, **marks
-            )
-            labels.setdefault(strategy.name, line)
-            inside = [point[:2] for point in points if point[2]]
-            if inside:
-                axes.plot(*zip(*inside, strict=True), ls="", zorder=2.5 + k, **marks)
-        alone = piece["comparisons"][0]["single_nanoseconds"] / 1e6
-        (line,) = axes.plot(counts, [alone / n for n in counts], "k:", lw=1)
-        labels.setdefault("one worker / workers", line)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.7 * min(lowest))
-        axes.set_xticks(counts, [str(count) for count in counts])
+        points: dict[str, list[Any]] = {}
+        for one in piece["comparisons"]:
+            for prediction in one["predictions"]:
+                point = one["workers"], prediction["total"], prediction["fits"]
+                points.setdefault(prediction["strategy"], []).append(point)
+        alone = piece["comparisons"][0]["single_nanoseconds"]
+        labels = draw_over_workers(axes, counts, points, alone, 8) | labels
         axes.set_xlabel("workers")
-        plain_ticks(axes.yaxis)
         axes.set_title(f"{_title(piece['network'])}, B={piece['batch']}", fontsize="medium")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    names = [name for name in (*styles(), *labels) if name in labels]
+    labels = {name: labels[name] for name in names}
     figure.supylabel("predicted time of a step, ms")
     figure.legend(
         list(labels.values()), list(labels), loc="outside lower center", ncols=3, frameon=False
@@ -245,14 +203,13 @@ def _beside(pieces: list[Results]) -> Drawing:
     """Measured over predicted, one panel for each number of ranks."""
     figure, panels = _figure(len(pieces), len(pieces))
     labels: dict[str, Any] = {}
-    styles = {s.name: style for s, style in zip(strategies(), _STYLES, strict=True)}
     for axes, piece in zip(panels, pieces, strict=True):
         both = []
         for run in piece["runs"]:
             for one in run["measured"]:
                 x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
-                style = styles[one["strategy"]] | {"fillstyle": _FILLS[run["network"]]}
-                (line,) = axes.plot(x, y, ls="", ms=8, **style)
+                style = styles()[one["strategy"]] | {"fillstyle": _FILLS[run["network"]], "ls": ""}
+                (line,) = axes.plot(x, y, ms=8, **style)
                 labels.setdefault(one["strategy"], line)
                 both += [x, y]
         ends = [0.7 * min(both), 1.4 * max(both)]
@@ -282,7 +239,7 @@ def _bytes_said(pieces: list[Results]) -> str:
 
 
 def _order_said(pieces: list[Results]) -> str:
-    """By number of ranks: more than there are cores are harder to predict."""
+    """Describe the order by number of ranks: more than there are cores are harder to predict."""
     said = []
     for piece in pieces:
         right, pairs = (sum(run["pairs"][k] for run in piece["runs"]) for k in (0, 1))
@@ -312,8 +269,8 @@ def _rows(results: Results) -> list[Row]:
     return rows
 
 
-def _beside_scan(work: str, found: list[Results], key: str) -> list[Row]:
-    times = {one["strategy"]: one[key] / 1e9 for one in found if one.get("fits", True)}
+def _beside_scan(work: str, runs: list[Results], key: str) -> list[Row]:
+    times = {one["strategy"]: one[key] / 1e9 for one in runs if one.get("fits", True)}
     scan = times.pop(Scan.name, None)
     if scan is None or not times:
         return []

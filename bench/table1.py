@@ -1,17 +1,15 @@
 """Table 1 of the paper: making the Jacobians of VGG-11's first layers on 32×32 images.
 
 The peer is PyTorch's autograd, one column at a time. Its columns are kept without their zeros, as
-the Jacobian is wanted in CSR, and dense would take 17 GB. Two more contenders keep nothing, one of
+the Jacobian is wanted in CSR; dense, it would take 17 GB. Two more contenders keep nothing, one of
 which takes all columns at once. A call makes :data:`COLUMNS` columns of one sample, and its time is
-multiplied. The floor is measured as one more contender: the time it takes to write the array of
-values once.
+multiplied. The floor is measured as one more contender, which writes the array of values once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,12 @@ from numpy.typing import NDArray
 
 from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU
 
+from . import turns
 from .contests import OURS, Contest, Work
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row
-from .peers import Call, torch_columns
+from .drawing import BLUE, GREEN, ORANGE, SKY, legend, panels, rows_of_bars
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .peers import torch_columns
+from .timing import Call
 
 COLUMNS = 64
 WRITING = "writing the values once"
@@ -82,7 +83,6 @@ def _contest(name: str, work: str, batch: int = 1) -> Contest:
             },
             bytes=values.nbytes,
             flops=0,
-            dtype=values.dtype,
             answer=answer,
             repeats=dict.fromkeys((AUTOGRAD, FORGOTTEN, BATCHED), repeats),
             unchecked=(WRITING,),
@@ -94,7 +94,7 @@ def _contest(name: str, work: str, batch: int = 1) -> Contest:
 
 
 def _module(name: str, op: Operator) -> Any:
-    """The same layer in PyTorch, with the same parameters."""
+    """Make the layer in PyTorch, with the parameters of the operator."""
     import torch
 
     if name == "relu":
@@ -120,36 +120,33 @@ CONTESTS = (
 # -- The experiment -------------------------------------------------------------------------------
 
 _ROUNDS, _QUICK_ROUNDS = 15, 3
-# Colours that everybody can tell apart (Okabe and Ito, 2008).
 _STYLES: dict[str, dict[str, Any]] = {
-    AUTOGRAD: {"color": "#0072b2", "marker": "o"},
-    FORGOTTEN: {"color": "#56b4e9", "marker": "s"},
-    BATCHED: {"color": "#009e73", "marker": "D"},
+    AUTOGRAD: {"color": BLUE, "marker": "o"},
+    FORGOTTEN: {"color": SKY, "marker": "s"},
+    BATCHED: {"color": GREEN, "marker": "D"},
+}
+_LINES: dict[str, dict[str, Any]] = {
+    "ours": {"color": ORANGE, "lw": 1.5},
+    "published": {"color": "grey", "ls": "--"},
+    f"the floor: {WRITING}": {"color": "black", "ls": ":"},
 }
 
 
-def _kind(contest: Contest) -> str:
-    """Of which operator: a key of :data:`PAPER`."""
-    return contest.name.split("-")[1]
-
-
 def _pieces(options: Options) -> list[Piece]:
-    if options.device != "cpu":
-        raise SystemExit("table1 is of the CPU, as in the paper: run it without --device")
+    cpu_only("table1", options, ", as in the paper")
     return [Piece(contest.name, partial(_piece, contest, options.quick)) for contest in CONTESTS]
 
 
-def _piece(contest: Contest, quick: bool) -> dict[str, Any]:
-    from .compare import _contest  # which imports this module, for the contests
-
-    found = (
-        _contest(contest, _QUICK_ROUNDS, False, 1) if quick else _contest(contest, _ROUNDS, False)
-    )
-    op, ratios = _operator(_kind(contest), False), found["ratios"]
-    return found | {
-        "operator": _kind(contest),
+def _piece(contest: Contest, quick: bool) -> Results:
+    rounds = {"rounds": _QUICK_ROUNDS, "patience": 1} if quick else {"rounds": _ROUNDS}
+    line = turns.measure(contest, reduced=False, **rounds)
+    name = contest.name.split("-")[1]
+    op = _operator(name, False)
+    ratios = line["ratios"].items()
+    return line | {
+        "operator": name,
         "sparsity": 1 - op.nnz / (op.shape[0] * op.shape[1]),
-        "missing": {peer: ratio["skipped"] for peer, ratio in ratios.items() if ratio["skipped"]},
+        "missing": {peer: ratio["skipped"] for peer, ratio in ratios if ratio["skipped"]},
     }
 
 
@@ -162,50 +159,50 @@ def _about(options: Options) -> dict[str, Any]:
     }
 
 
-def _counted(piece: Results, contender: str) -> list[float]:
-    """Samples of the rounds in which nobody else used the machine, or of all."""
-    turns, counts = piece["samples_seconds"][contender], piece["rounds_that_count"]
-    return [*chain(*compress(turns, counts if any(counts) else [True] * len(turns)))]
-
-
 def _drawings(results: Results) -> list[Drawing]:
     """How long autograd and the floor take, in multiples of our time."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
     pieces = list(results["pieces"].values())
     if not pieces:
         return []
-    figure = Figure(figsize=(9, 0.9 + 0.75 * len(pieces)), layout="constrained")
-    axes = figure.subplots()
+    figure, [[axes]] = panels(1, 1, 9, 0.9 + 0.75 * len(pieces))
     for y, piece in enumerate(pieces):
-        medians = piece["median_seconds"]
-        for k, (peer, style) in enumerate(_STYLES.items()):
-            if peer not in medians:
-                continue
-            at = y + 0.24 * (k - 1)
-            ratios = np.array(_counted(piece, peer)) / medians[OURS]
-            axes.plot(ratios, np.full(len(ratios), at), "|", color=style["color"], alpha=0.15)
-            axes.plot(medians[peer] / medians[OURS], at, ls="", ms=6, **style)
-        span = {"ymin": y - 0.42, "ymax": y + 0.42}
-        axes.vlines(PAPER[piece["operator"]], **span, color="grey", ls="--", lw=1.5)
-        axes.vlines(1, **span, color="#d55e00", lw=1.5)
-        axes.vlines(medians[WRITING] / medians[OURS], **span, color="black", ls=":", lw=1.5)
+        _ratios(axes, y, piece)
     for peer, style in _STYLES.items():
         axes.plot([], [], ls="", ms=6, label=peer, **style)
-    for label, style in (
-        ("ours", {"color": "#d55e00", "lw": 1.5}),
-        ("published", {"color": "grey", "ls": "--"}),
-        (f"the floor: {WRITING}", {"color": "black", "ls": ":"}),
-    ):
+    for label, style in _LINES.items():
         axes.plot([], [], label=label, **style)
     axes.set_yticks(range(len(pieces)), [_label(piece) for piece in pieces])
     axes.set(xscale="log", ylim=(len(pieces) - 0.4, -0.6), xlabel="time over ours")
+    _multiples(axes)
+    rows_of_bars(axes)
+    legend(figure, [axes], 3, loc="outside upper center")
+    return [Drawing("Making Jacobians", _caption(pieces), figure)]
+
+
+def _ratios(axes: Any, y: int, piece: Results) -> None:
+    """A row of the picture."""
+    medians, counts = piece["median_seconds"], piece["rounds_that_count"]
+    counts = counts if any(counts) else [True] * len(counts)
+    for k, (peer, style) in enumerate(_STYLES.items()):
+        if peer not in medians:
+            continue
+        at = y + 0.24 * (k - 1)
+        samples = turns.counting(piece["samples_seconds"][peer], counts)
+        ratios = np.array(samples) / medians[OURS]
+        axes.plot(ratios, np.full(len(ratios), at), "|", color=style["color"], alpha=0.15)
+        axes.plot(medians[peer] / medians[OURS], at, ls="", ms=6, **style)
+    places = 1.0, PAPER[piece["operator"]], medians[WRITING] / medians[OURS]
+    for x, style in zip(places, _LINES.values(), strict=True):
+        axes.vlines(x, y - 0.42, y + 0.42, **style | {"lw": 1.5})
+
+
+def _multiples(axes: Any) -> None:
+    from matplotlib.ticker import EngFormatter
+
     axes.xaxis.set_major_formatter(EngFormatter("×", sep=""))
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+
+
+def _caption(pieces: list[Results]) -> str:
     caption = (
         "Values of the Jacobians of VGG-11's first layers on 32×32 images, made from the pattern "
         "that is known, against PyTorch's autograd (the paper's Table 1). The grey dashed lines "
@@ -217,7 +214,7 @@ def _drawings(results: Results) -> list[Drawing]:
         f"{name} {piece['sparsity']:.5f} (published: {SPARSITY[name]})"
         for name, piece in {piece["operator"]: piece for piece in pieces}.items()
     )
-    return [Drawing("Making Jacobians", f"{caption}.", figure)]
+    return f"{caption}."
 
 
 def _label(piece: Results) -> str:

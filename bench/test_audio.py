@@ -1,4 +1,4 @@
-"""What the GRU hears: clips, their coefficients, and the notes of a sound font."""
+"""The audio of the GRU: clips, their coefficients, and the notes of a sound font."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_loudness_does_not_matter_and_each_channel_has_its_half(seed: int, name:
     rng = np.random.default_rng(seed)
     # Loud at times, so that no coefficient is the same in all frames.
     clip = noise(rng) * np.repeat(rng.uniform(0.1, 1, 100), audio.LENGTH // 100).astype(np.float32)
-    found = audio.mfcc(clip, audio.SETS[name])
-    np.testing.assert_allclose(audio.mfcc(clip / 4, audio.SETS[name]), found, atol=1e-3)
-    left, right = np.split(found, 2, axis=1)
+    features = audio.mfcc(clip, audio.SETS[name])
+    np.testing.assert_allclose(audio.mfcc(clip / 4, audio.SETS[name]), features, atol=1e-3)
+    left, right = np.split(features, 2, axis=1)
     swapped = audio.mfcc(clip[::-1], audio.SETS[name])
     np.testing.assert_allclose(swapped, np.hstack([right, left]), atol=1e-5)
 
@@ -149,10 +149,10 @@ def test_notes_are_read_from_a_sound_font() -> None:
             (b"Drum", audio.RATE, drum),
         ]
     )
-    found = audio.instruments(font)
-    assert {name: len(notes) for name, notes in found.items() if notes} == {"flute": 2}
-    np.testing.assert_array_equal(found["flute"][0] * 2**15, flute)
-    assert len(found["flute"][1]) == 2 * len(low)
+    notes = audio.instruments(font)
+    assert {name: len(notes) for name, notes in notes.items() if notes} == {"flute": 2}
+    np.testing.assert_array_equal(notes["flute"][0] * 2**15, flute)
+    assert len(notes["flute"][1]) == 2 * len(low)
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sparsescan import BatchedCSR
 from sparsescan.jacobians import Conv2d, MaxPool2d, ReLU
 
-from . import compare, contests, peers, workloads
+from . import compare, contests, peers, turns, workloads
 from .contests import OURS, Contest, Work
 
 
@@ -82,8 +82,8 @@ def test_every_loop_of_scipy_is_back_propagation(
         bounds.append((np.abs(jacobian) @ bounds[-1][..., None])[..., 0])
     for name, call in peers.scipy_batch_loops(grad, jacobians).items():
         call()
-        for k, found in enumerate(call()):  # the second call: the first one changed nothing
-            by_sample = np.stack(found) if isinstance(found, list) else found.T
+        for k, gradient in enumerate(call()):  # the second call: the first one changed nothing
+            by_sample = np.stack(gradient) if isinstance(gradient, list) else gradient.T
             assert by_sample.dtype == np.float32, name
             error, eps = np.abs(by_sample - expected[k]), np.finfo(np.float32).eps
             assert np.all(error <= 8 * (k + 1) * eps * bounds[k]), name
@@ -128,7 +128,7 @@ def test_every_variant_is_checked() -> None:
         return np.zeros(3)
 
     with pytest.raises(AssertionError, match="peer is wrong"):
-        compare._contest(_contest(lambda: np.ones(3), slow_and_wrong), 1, True)
+        turns.measure(_contest(lambda: np.ones(3), slow_and_wrong), 1, True)
 
 
 def test_what_goes_wrong_after_some_calls_is_noticed() -> None:
@@ -139,14 +139,13 @@ def test_what_goes_wrong_after_some_calls_is_noticed() -> None:
         return total
 
     with pytest.raises(AssertionError, match="peer is wrong"):
-        compare._contest(_contest(changes_its_operand), 1, True)
+        turns.measure(_contest(changes_its_operand), 1, True)
 
 
 def test_a_reduced_run_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare.machine, "pin", lambda: None)
-    monkeypatch.setattr(compare, "_WARM_UP", 0)
+    monkeypatch.setattr(turns, "_WARM_UP", 0)
     assert compare.main(["--reduced", "--only", "vgg11", "--output", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ["B=1," in line for line in lines if "SciPy loop" in line] == [True, False]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from . import __main__, experiment, machine, report
+from . import __main__, experiment, machine, readme, report
 from .experiment import Experiment, Options, Piece, run
 
 QUICK, FULL = Options(True, "cpu"), Options(False, "cpu")
@@ -23,7 +23,7 @@ class CutOffError(Exception):
     """Stands for whatever cuts a run off."""
 
 
-class Made:
+class Fake:
     """An experiment that notes what it measures; a measurement of `bad` is cut off."""
 
     def __init__(self, name: str = "made") -> None:
@@ -57,12 +57,12 @@ def at(commit: str, monkeypatch: pytest.MonkeyPatch, dirty: bool = False) -> Non
     monkeypatch.setattr(machine, "commit", lambda: (commit, dirty))
 
 
-def cut_off(made: Made, options: Options, folder: Path, bad: str = "T=100") -> Path:
+def cut_off(fake: Fake, options: Options, folder: Path, bad: str = "T=100") -> Path:
     """Run until that piece; the file."""
-    made.bad = bad
+    fake.bad = bad
     with pytest.raises(CutOffError):
-        run(made.experiment, options, folder)
-    made.bad = None
+        run(fake.experiment, options, folder)
+    fake.bad = None
     return max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -71,44 +71,44 @@ def keys(path: Path) -> list[str]:
 
 
 def test_a_file_has_all_pieces_and_where_they_come_from(tmp_path: Path):
-    made = Made()
-    path = run(made.experiment, FULL, tmp_path)
-    found = json.loads(path.read_text())
-    assert list(found["pieces"]) == made.measured == ["T=10", "T=30", "T=100"]
-    assert found["pieces"]["T=30"] == {"seconds": 2, "missing": {"jax": "not installed"}}
-    assert found["done"] is True
-    assert (found["experiment"], found["title"], found["quick"]) == ("made", "Made up", False)
-    assert found["about"] == {"rounds": 3}
-    assert (found["commit"], found["dirty"]) == ("0123456789abcdef", False)
-    assert found["versions"]["numpy"]
-    assert found["device"]["cpu"]
+    fake = Fake()
+    path = run(fake.experiment, FULL, tmp_path)
+    results = json.loads(path.read_text())
+    assert list(results["pieces"]) == fake.measured == ["T=10", "T=30", "T=100"]
+    assert results["pieces"]["T=30"] == {"seconds": 2, "missing": {"jax": "not installed"}}
+    assert results["done"] is True
+    assert (results["experiment"], results["title"], results["quick"]) == ("made", "Made up", False)
+    assert results["about"] == {"rounds": 3}
+    assert (results["commit"], results["dirty"]) == ("0123456789abcdef", False)
+    assert results["versions"]["numpy"]
+    assert results["device"]["cpu"]
     assert path.name.startswith("made-")
-    assert path.name.endswith(f"-{found['date'][:10]}-01234567.json")
+    assert path.name.endswith(f"-{results['date'][:10]}-01234567.json")
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_pieces_are_saved_one_by_one(tmp_path: Path):
     seen: list[list[str]] = []
-    made = Made()
+    fake = Fake()
 
     def measure(key: str) -> dict[str, Any]:
         seen.append([key for path in tmp_path.glob("*.json") for key in keys(path)])
         return {}
 
-    made.measure = measure  # type: ignore[method-assign]
-    run(made.experiment, FULL, tmp_path)
+    fake.measure = measure  # type: ignore[method-assign]
+    run(fake.experiment, FULL, tmp_path)
     assert seen == [[], ["T=10"], ["T=10", "T=30"]]
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    made = Made()
-    path = cut_off(made, FULL, tmp_path)
+    fake = Fake()
+    path = cut_off(fake, FULL, tmp_path)
     half = json.loads(path.read_text())
     assert list(half["pieces"]) == ["T=10", "T=30"]
     assert half["done"] is False
-    again = Made()
+    again = Fake()
     assert run(again.experiment, FULL, tmp_path) == path
     assert again.measured == ["T=100"]
     whole = json.loads(path.read_text())
@@ -119,10 +119,10 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(
 
 
 def test_a_run_goes_on_after_midnight(tmp_path: Path):
-    path = cut_off(Made(), FULL, tmp_path)
+    path = cut_off(Fake(), FULL, tmp_path)
     day = json.loads(path.read_text())["date"][:10]
     yesterday = path.rename(path.with_name(path.name.replace(day, "1999-12-31")))
-    again = Made()
+    again = Fake()
     assert run(again.experiment, FULL, tmp_path) == yesterday
     assert again.measured == ["T=100"]
 
@@ -143,8 +143,8 @@ def test_results_in_the_repository_do_not_keep_a_run_from_going_on(
     git("add", ".")
     git("commit", "-q", "-m", "all")
     results = tmp_path / "bench" / "results"
-    path = cut_off(Made(), FULL, results)
-    again = Made()
+    path = cut_off(Fake(), FULL, results)
+    again = Fake()
     assert run(again.experiment, FULL, results) == path
     assert again.measured == ["T=100"]
     assert json.loads(path.read_text())["dirty"] is False
@@ -153,8 +153,8 @@ def test_results_in_the_repository_do_not_keep_a_run_from_going_on(
 
 
 def test_what_is_done_is_measured_anew(tmp_path: Path):
-    run(Made().experiment, FULL, tmp_path)
-    again = Made()
+    run(Fake().experiment, FULL, tmp_path)
+    again = Fake()
     run(again.experiment, FULL, tmp_path)
     assert again.measured == ["T=10", "T=30", "T=100"]
 
@@ -176,17 +176,17 @@ def test_nothing_is_kept_of_a_run_of(
     about = machine.describe()
     monkeypatch.setattr(machine, "describe", lambda: about)
     about["device"]["cpu"] = "Made-up CPU"
-    cut_off(Made(), FULL, tmp_path)
+    cut_off(Fake(), FULL, tmp_path)
     at(then.get("commit", "0123456789abcdef"), monkeypatch, then.get("dirty", False))
     about["device"]["cpu"] = then.get("cpu", "Made-up CPU")
-    other = Made(then.get("name", "made"))
+    other = Fake(then.get("name", "made"))
     path = run(other.experiment, then.get("options", FULL), tmp_path)
     assert other.measured == ["T=10", "T=30", "T=100"]
     assert keys(path) == other.measured
 
 
 def test_quick_results_have_a_file_of_their_own(tmp_path: Path):
-    full, quick = (run(Made().experiment, options, tmp_path) for options in (FULL, QUICK))
+    full, quick = (run(Fake().experiment, options, tmp_path) for options in (FULL, QUICK))
     assert full != quick
     assert quick.name.startswith("made-quick-")
     assert json.loads(quick.read_text())["quick"] is True
@@ -194,58 +194,58 @@ def test_quick_results_have_a_file_of_their_own(tmp_path: Path):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """An experiment that has a name on the command line."""
-    made, module = Made(), types.ModuleType("bench.made")
-    module.EXPERIMENT = made.experiment  # type: ignore[attr-defined]
+    fake, module = Fake(), types.ModuleType("bench.made")
+    module.EXPERIMENT = fake.experiment  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "bench.made", module)
     monkeypatch.setattr(__main__, "NAMES", ("made",))
-    return made
+    return fake
 
 
-def test_the_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_line(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert __main__.main(["made", "--output", str(tmp_path)]) == 0
     quick = ["made", "--quick", "--data", "audio", "--output", str(tmp_path)]
     assert __main__.main(quick) == 0
-    assert made.options == [FULL, Options(True, "cpu", Path("audio"))]
+    assert fake.options == [FULL, Options(True, "cpu", Path("audio"))]
     printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(printed) == sorted(tmp_path.glob("*.json"))
     assert len(printed) == 2
 
 
 def test_an_experiment_on_a_gpu_is_named_after_it(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     gpu = {"device": {"gpu": "Made-up GPU 1"}, "versions": {"cupy-cuda13x": "0"}}
     monkeypatch.setattr(machine, "describe_gpu", lambda: gpu)
     __main__.main(["made", "--device", "cuda", "--output", str(tmp_path)])
     (path,) = tmp_path.glob("made-made-up-gpu-1-*.json")
-    found = json.loads(path.read_text())
-    assert found["device"]["gpu"] == "Made-up GPU 1"
-    assert found["versions"]["cupy-cuda13x"] == "0"
-    assert made.options == [Options(False, "cuda")]
+    results = json.loads(path.read_text())
+    assert results["device"]["gpu"] == "Made-up GPU 1"
+    assert results["versions"]["cupy-cuda13x"] == "0"
+    assert fake.options == [Options(False, "cuda")]
 
 
 @pytest.mark.parametrize("arguments", [[], ["rnm"], ["made", "--device", "tpu"]])
 def test_what_there_is_not_is_refused(
-    arguments: list[str], made: Made, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], fake: Fake, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as stop:
         __main__.main(arguments)
     assert stop.value.code == 2
     assert "usage: python -m bench" in capsys.readouterr().err
-    assert not made.measured
+    assert not fake.measured
 
 
 def test_the_report_is_made_by_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    made: list[tuple[Path, Path]] = []
-    monkeypatch.setattr(report, "write", lambda *paths: made.append(paths) or paths[1])
-    monkeypatch.setattr(report, "update_readme", lambda *paths: made.append(paths))
+    paths_given: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(report, "write", lambda *paths: paths_given.append(paths) or paths[1])
+    monkeypatch.setattr(readme, "update_readme", lambda *paths: paths_given.append(paths))
     assert __main__.main(["report"]) == 0
     assert capsys.readouterr().out == "report.html\n"
-    assert made == [(experiment.RESULTS, Path("report.html"))]
+    assert paths_given == [(experiment.RESULTS, Path("report.html"))]
     __main__.main(["report", "--results", "r", "--output", "page.html", "--readme"])
     root = Path(__file__).parent.parent
-    assert made[1:] == [(Path("r"), Path("page.html")), (root / "README.md", Path("r"))]
+    assert paths_given[1:] == [(Path("r"), Path("page.html")), (root / "README.md", Path("r"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import subprocess
 import sys
 import time
@@ -16,57 +17,38 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from sparsescan import program
+from sparsescan.execution.workspace import Workspace
 
 from . import gpu, gpu_cusparse, gpu_device, gpu_races, machine, plots
 from .contests import OURS
 from .fake_cusparse import FakeCusparse
 from .gpu_chains import SCHEDULES, WHOLES, random_chain, reference, repeat, sanitize
 from .gpu_cusparse import NumericSpGEMM
-from .gpu_measure import Ceilings, Race, Ratio, measure
+from .gpu_measure import Race, Ratio, measure
 from .gpu_races import CUDNN, CUDNN_GRAPH, JAX, LOOP, PARAMETERS, REUSE, SPGEMM, VALUES
 from .gpu_table import table, wanted
+from .machine import Cpu
 from .peers import MissingPeerError
+from .timing import Ceilings
 
 CEILINGS = Ceilings(1e9, 1e10)
 GPU = {"device": {"gpu": "Made-up GPU 1"}, "versions": {"cupy-cuda13x": "0"}}
 
 
-class Host:
-    """What :class:`Cuda` offers, on the CPU."""
+class Host(Cpu):
+    """The CPU, with all that :class:`Cuda` offers."""
 
-    xp = np
-    device = None
-    others = ("cpu", "cpu")
+    on_gpu = True
     cache = 10_000
 
-    put = get = csr = staticmethod(np.asarray)
-    csr = staticmethod(lambda matrix: matrix)
-    chain = staticmethod(lambda chain: chain)
-    spgemm = spmv = staticmethod(lambda a, b: a @ b)
+    csr = chain = staticmethod(lambda given: given)
+    spgemm = spmv = staticmethod(operator.matmul)
     address = staticmethod(lambda array: array.ctypes.data)
+    stream = staticmethod(lambda: 0)
+    free = Cpu.synchronize
 
-    def stream(self) -> int:
-        return 0
-
-    def synchronize(self) -> None:
-        pass
-
-    free = synchronize
-
-    def samples(self, call: Callable[[], Any], times: int, clock: str, cold: bool) -> list[float]:
-        samples = []
-        for _ in range(times):
-            begin = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - begin)
-        return samples
-
-    def bandwidth(self) -> float:
-        return 1e9
-
-    def flop_rate(self) -> float:
-        return 1e10
+    def ceilings(self, moved: int = 0, dtype: Any = None) -> Ceilings:
+        return CEILINGS
 
 
 def run_race(race: Race, broken: dict[str, str] | None = None) -> dict[str, Any]:
@@ -192,7 +174,7 @@ def test_jax():
     assert set(result["median_seconds"]) == {"host, warm"}
     assert result["ratios"][0]["measured"]["warm"] > 0
     elsewhere = Host()
-    elsewhere.others = ("cuda", "gpu")
+    elsewhere.jax_name = "gpu"
     with pytest.raises(MissingPeerError, match="jax computes on 'cpu' here"):
         gpu_races.jax_scan(elsewhere, steps=12, batch=2)
 
@@ -243,8 +225,8 @@ def test_graph_replay_is_not_compared_where_there_is_none():
 
 
 def test_graph_replay_against_plain_launches(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(program.Workspace, "_may_capture", True, raising=False)
-    monkeypatch.setattr(program.Workspace, "_graphs", [None, object()], raising=False)
+    monkeypatch.setattr(Workspace, "_may_capture", True, raising=False)
+    monkeypatch.setattr(Workspace, "_graphs", [None, object()], raising=False)
     result = run_race(gpu_races.launches(Host(), "blelloch", steps=6, batch=2))
     assert result["ratios"][0]["measured"]["warm"] > 0
 
@@ -329,7 +311,7 @@ def test_the_bounds_of_positive_chains_are_tight():
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a stand-in for CuPy is asked to do on its device, whose clock ticks in milliseconds."""
+    """Calls of a stand-in for CuPy, on whose device a clock ticks in milliseconds."""
     calls: list[str] = []
 
     class Event:
@@ -398,9 +380,10 @@ def test_clocks(calls: list[str], clock: str, cold: bool, expected: list[str]):
 def test_ceilings(calls: list[str]):
     device = gpu_device.Cuda()
     copied = 2 * (1 << 20) // 4
-    assert device.bandwidth() == pytest.approx(copied / 2e-3)
+    ceilings = device.ceilings()
+    assert ceilings.bytes_per_second == pytest.approx(copied / 2e-3)
     # 64 blocks of 256 threads, 8 numbers each, 4096 steps of a multiplication and an addition.
-    assert device.flop_rate() == pytest.approx(64 * 256 * 8 * 4096 * 2 / 2e-3)
+    assert ceilings.flops_per_second == pytest.approx(64 * 256 * 8 * 4096 * 2 / 2e-3)
 
 
 def test_the_description_of_a_gpu_names_the_file(
@@ -729,7 +712,7 @@ def test_all_limits_fit_into_the_total():
 
 def test_the_checks_are_those_of_the_cuda_part(tmp_path: Path):
     checks = gpu._checks(tmp_path)
-    assert {"tests/cuda_scan.py", "tests/test_jacobians_device.py"} <= set(checks)
+    assert {"tests/gpu/cuda_scan.py", "tests/jacobians/test_device.py"} <= set(checks)
     assert {"memcheck", "racecheck", "repeat"} <= set(checks)
 
 

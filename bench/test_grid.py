@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsescan import Pattern, Schedule
-from sparsescan.pattern import of_mask
+from sparsescan.symbolic.pattern import of_mask
 
 from . import grid
 

@@ -17,6 +17,7 @@ from sparsescan import ScanPlan
 from . import lenet5
 from .experiment import Options, run
 from .lenet5 import AUTOGRAD, NETWORKS, REVERSED, SCAN, Settings
+from .runs import cut_off, draw, go_on, interrupt
 
 QUICK = Options(quick=True, device="cpu")
 
@@ -29,7 +30,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     few = lenet5.Images("digits", *(array[:8] for array in digits[1:]))
     monkeypatch.setattr(lenet5, "load_digits", lambda: few)
     monkeypatch.setattr(lenet5, "_QUICK", Settings(epochs=2, batch=4))
-    monkeypatch.setattr("bench.machine.pin", lambda: None)
     yield
     torch.set_num_threads(threads)
 
@@ -40,22 +40,17 @@ def test_both_ways_learn_the_same_and_a_run_that_is_cut_off_goes_on(
     scans: list[int] = []
     scan = ScanPlan.exclusive_scan
 
-    def cut_off(*arguments: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         scans.append(1)
-        if len(scans) == 6:
-            raise KeyboardInterrupt
-        return scan(*arguments)
+        return interrupt() if len(scans) == 6 else scan(*arguments)
 
-    monkeypatch.setattr(ScanPlan, "exclusive_scan", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        run(lenet5.EXPERIMENT, QUICK, tmp_path)
-    (file,) = tmp_path.glob("lenet5-quick-*.json")
+    monkeypatch.setattr(ScanPlan, "exclusive_scan", counted)
+    file = cut_off(lenet5.EXPERIMENT, QUICK, tmp_path, ScanPlan, "exclusive_scan", counted)
+    assert file.name.startswith("lenet5-quick-")
     first, second = NETWORKS
     assert list(json.loads(file.read_text())["pieces"]) == [first]
-    assert run(lenet5.EXPERIMENT, QUICK, tmp_path) == file
+    results = go_on(lenet5.EXPERIMENT, QUICK, tmp_path, file)
     assert len(scans) == 6 + 4  # the first network is not trained again
-
-    results = json.loads(file.read_text())
     for network, eps in zip(NETWORKS, (2**-23, 2**-52), strict=True):
         curves = results["pieces"][network]["curves"]
         assert list(curves) == [AUTOGRAD, SCAN, REVERSED]
@@ -63,8 +58,7 @@ def test_both_ways_learn_the_same_and_a_run_that_is_cut_off_goes_on(
         assert lenet5.difference(curves, SCAN) < 50 * eps
         assert lenet5.difference(curves, REVERSED) < 50 * eps
         assert curves[SCAN]["test"][1] < curves[SCAN]["test"][0]
-    (drawing,) = lenet5.EXPERIMENT.drawings(results)
-    drawing.figure.savefig(tmp_path / "picture.png")
+    (drawing,) = draw(lenet5.EXPERIMENT, results, tmp_path)
     assert drawing.caption.count("recognised") == 2
     only = results | {"pieces": {second: results["pieces"][second]}}
     assert len(lenet5.EXPERIMENT.drawings(only)) == 1

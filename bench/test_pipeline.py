@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsescan.parallel.strategies.architectures import build
+from sparsescan.strategies.architectures import build
 
 from . import lenet5, pipeline
 from .experiment import Options, run
@@ -33,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_experiment(tmp_path: Path) -> None:
     results = json.loads(run(pipeline.EXPERIMENT, QUICK, tmp_path).read_text())
     pieces = results["pieces"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from . import audio, experiment, gru, recurrent, rnn
+from . import audio, gru, recurrent, rnn
 from .experiment import Experiment, Options, Results
 from .recurrent import AUTOGRAD, OURS, REVERSED, Classifier, LastState, Model, Recurrence
+from .runs import cut_off, draw, go_on
 
 EPS = float(np.finfo(np.float64).eps)
 EXPERIMENTS = {"rnn": rnn, "gru": gru}
@@ -121,7 +121,7 @@ def test_batches_are_the_data_set_time_first() -> None:
 
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_PAUSE", "_TURN", "_QUICK_PAUSE", "_QUICK_TURN"):
+    for name in ("PAUSE", "_TURN", "_QUICK_PAUSE", "_QUICK_TURN"):
         monkeypatch.setattr(recurrent, name, 0)
     monkeypatch.setattr(recurrent.machine, "bandwidth", lambda size: 1e10)
     monkeypatch.setattr(recurrent.machine, "flop_rate", lambda dtype: 1e11)
@@ -132,24 +132,22 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_size_is_measured(kind: Any) -> None:
     model = Model(kind, 3, 4, 1e-3, "cpu")
     batch = torch.randn(7, 2, 3), torch.tensor([3, 1])
-    found = recurrent.measure(model, batch, quick=True, jax=False)
-    assert (found["steps"], found["batch"]) == (7, 2)
-    assert set(found["missing"]) == {recurrent.JAX_SCAN, recurrent.JAX_ASSOCIATIVE}
-    assert found["samples"].keys() == found["variants"].keys()
-    for samples in found["samples"].values():
+    piece = recurrent.measure(model, batch, quick=True, jax=False)
+    assert (piece["steps"], piece["batch"]) == (7, 2)
+    assert set(piece["missing"]) == {recurrent.JAX_SCAN, recurrent.JAX_ASSOCIATIVE}
+    assert piece["samples"].keys() == piece["variants"].keys()
+    for samples in piece["samples"].values():
         assert len(samples) == recurrent._FEW_ROUNDS
         assert min(samples) > 0
-    assert max(found["largest_difference"].values()) < 1e-5
+    assert max(piece["largest_difference"].values()) < 1e-5
     # Jacobians of 20 × 20 and gradients of 20 are moved, of 4 bytes.
-    assert found["floors"][recurrent.SCAN] == pytest.approx(4 * 14 * (400 + 20) / 1e10)
+    assert piece["floors"][recurrent.SCAN] == pytest.approx(4 * 14 * (400 + 20) / 1e10)
 
 
 @pytest.mark.usefixtures("few_samples")
 def test_gradients_that_differ_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.Recurrence.scan
-    monkeypatch.setattr(
-        recurrent.Recurrence, "scan", lambda self, *given: 1.01 * right(self, *given)
-    )
+    right = Recurrence.scan
+    monkeypatch.setattr(Recurrence, "scan", lambda self, *given: 1.01 * right(self, *given))
     batch = torch.randn(7, 2, 3), torch.tensor([3, 1])
     with pytest.raises(AssertionError, match="the relative difference is 1"):
         recurrent.measure(Model("RNN", 3, 4, 1e-3, "cpu"), batch, quick=True, jax=False)
@@ -160,27 +158,25 @@ def test_gradients_that_differ_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_trainings_see_the_same_batches(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "_BLOCK", 4)
     rng = np.random.default_rng(0)
-    made = []
+    batches = []
 
     def batch() -> recurrent.Batch:
         x = torch.from_numpy(rng.standard_normal((9, 3, 2), np.float32))
-        made.append(x)
+        batches.append(x)
         return x, torch.from_numpy(rng.integers(4, size=3))
 
-    found = recurrent.train(Model(kind, 2, 4, 1e-2, "cpu"), [batch] * 10, (9, 3))
-    assert len(made) == 10
-    assert found["losses"].keys() == {AUTOGRAD, OURS, REVERSED}
-    for name, losses in found["losses"].items():
-        assert len(losses) == len(found["seconds"][name]) == 10
-        np.testing.assert_allclose(losses, found["losses"][AUTOGRAD], rtol=1e-5)
-    assert max(found["largest_difference"].values()) < 1e-5
+    training = recurrent.train(Model(kind, 2, 4, 1e-2, "cpu"), [batch] * 10, (9, 3))
+    assert len(batches) == 10
+    assert training["losses"].keys() == {AUTOGRAD, OURS, REVERSED}
+    for name, losses in training["losses"].items():
+        assert len(losses) == len(training["seconds"][name]) == 10
+        np.testing.assert_allclose(losses, training["losses"][AUTOGRAD], rtol=1e-5)
+    assert max(training["largest_difference"].values()) < 1e-5
 
 
 def test_a_training_that_drifts_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.Recurrence.scan
-    monkeypatch.setattr(
-        recurrent.Recurrence, "scan", lambda self, *given: 1.5 * right(self, *given)
-    )
+    right = Recurrence.scan
+    monkeypatch.setattr(Recurrence, "scan", lambda self, *given: 1.5 * right(self, *given))
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.standard_normal((9, 3, 2), np.float32))
     labels = torch.from_numpy(rng.integers(4, size=3))
@@ -194,7 +190,7 @@ def test_a_training_that_drifts_stops_the_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 def made_up(steps: int, batch: int) -> Results:
-    """What :func:`recurrent.measure` might have found; autograd takes 20 times as long."""
+    """Made-up results of :func:`recurrent.measure`; autograd takes 20 times as long."""
     rng = np.random.default_rng(steps + batch)
     ours = (OURS, recurrent.GIVEN, recurrent.VALUES, recurrent.SCAN, recurrent.STEP_OURS)
     theirs = (AUTOGRAD, recurrent.CHAIN, recurrent.STEP)
@@ -253,12 +249,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     recordings = audio.Recordings("made up", names, np.arange(110) % 11, lambda k: np.zeros(0))
     monkeypatch.setattr(gru, "_recordings", lambda *given: recordings)
     monkeypatch.setattr(gru, "_features", features)
-    monkeypatch.setattr(experiment.machine, "pin", lambda: None)
     return calls
 
 
 def whole(name: str, options: Options) -> Results:
-    """What a file holds once all has been measured."""
+    """A file of which all pieces have been measured."""
     one: Experiment = EXPERIMENTS[name].EXPERIMENT
     pieces = {piece.key: piece.measure() for piece in one.pieces(options)}
     return {"about": one.about(options), "pieces": pieces, "done": True}
@@ -267,22 +262,13 @@ def whole(name: str, options: Options) -> Results:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("options", [QUICK, FULL], ids=["quick", "full"])
 def test_a_run_that_is_cut_off_goes_on(
-    name: str, options: Options, fakes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: Options, fakes: list[Any], tmp_path: Path
 ) -> None:
     one = EXPERIMENTS[name].EXPERIMENT
     wanted = len(list(one.pieces(options)))
-    right = EXPERIMENTS[name].train
-
-    def cut_off(*given: Any) -> Results:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(EXPERIMENTS[name], "train", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        experiment.run(one, options, tmp_path)
-    before = len(fakes)
-    assert 0 < before < wanted
-    monkeypatch.setattr(EXPERIMENTS[name], "train", right)
-    experiment.run(one, options, tmp_path)
+    file = cut_off(one, options, tmp_path, EXPERIMENTS[name], "train")
+    assert 0 < len(fakes) < wanted
+    go_on(one, options, tmp_path, file)
     assert len(fakes) == len(set(fakes)) == wanted
     assert len(list(tmp_path.glob("*.json"))) == 1
 
@@ -314,10 +300,11 @@ def test_tables_are_ratios_of_medians(name: str) -> None:
         assert row.theirs / row.ours == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("options", [QUICK, FULL], ids=["quick", "full"])
-def test_whatever_there_is_can_be_drawn(name: str, options: Options) -> None:
+def test_whatever_there_is_can_be_drawn(name: str, options: Options, tmp_path: Path) -> None:
     one, results = EXPERIMENTS[name].EXPERIMENT, whole(name, options)
     keys = list(results["pieces"])
     trainings = [key for key in keys if key.startswith("training")]
@@ -325,10 +312,8 @@ def test_whatever_there_is_can_be_drawn(name: str, options: Options) -> None:
     drawn, some = {}, [trainings, trainings[-1:], sizes[:1], sizes[-1:], sizes[1:]]
     for which in ([], *([] if options.quick else some), keys):
         partial = results | {"pieces": {key: results["pieces"][key] for key in which}}
-        drawings = one.drawings(partial)
-        for drawing in drawings:
-            drawing.figure.savefig(BytesIO(), format="svg")
-            assert len(drawing.caption) > 100
+        drawings = draw(one, partial, tmp_path)
+        assert all(len(drawing.caption) > 100 for drawing in drawings)
         drawn[len(which)] = len(drawings)
         one.rows(partial)
     assert drawn[0] == 0

@@ -69,11 +69,11 @@ class Page(HTMLParser):
 
     def row(self, section: str, *starts: str) -> list[str]:
         """The only row that begins with these cells."""
-        (found,) = [row for row in self.tables[section] if tuple(row[: len(starts)]) == starts]
-        return found
+        (row,) = [row for row in self.tables[section] if tuple(row[: len(starts)]) == starts]
+        return row
 
     def after(self, section: str, name: str) -> list[list[str]]:
-        """What follows the cell with this name, in every row that has it."""
+        """The cells behind the one with this name, in every row that has it."""
         rows = self.tables[section]
         return [row[row.index(name) + 1 :] for row in rows if name in row]
 
@@ -176,16 +176,16 @@ def chain(rng: np.random.Generator, auto: float, linear: float, chunked: float) 
 
 
 def races(rng: np.random.Generator) -> list[Results]:
-    """Of a run on a GPU, with samples."""
-    found = rnn_races()
-    for race in found:
+    """Made-up races on a GPU, with samples."""
+    results = rnn_races()
+    for race in results:
         race["samples_seconds"] = {
             mode: {
                 name: (taken * rng.uniform(0.7, 1.4, (3, 5))).tolist() for name, taken in of.items()
             }
             for mode, of in race["median_seconds"].items()
         }
-    return found
+    return results
 
 
 def rows_of(results: Results) -> list[Row]:
@@ -229,17 +229,17 @@ def made() -> Iterator[None]:
 
 
 def test_without_any_file_the_page_says_what_has_not_been_run(tmp_path: Path):
-    found = show(tmp_path)
+    shown = show(tmp_path)
     measured = ["made", "The engine", "Schedules", "Memory", "On a GPU"]
-    assert list(found.sections) == ["", "Overview", "Unproven", *measured]
-    assert found.tables["Overview"][1:] == [[title, "not run yet"] for title in measured]
+    assert list(shown.sections) == ["", "Overview", "Unproven", *measured]
+    assert shown.tables["Overview"][1:] == [[title, "not run yet"] for title in measured]
     for title, command in zip(
         measured,
         ("-m bench made", "-m bench.compare", "-m bench.grid", "-m bench.memory", "bench/gpu.sh"),
         strict=True,
     ):
-        assert found.sections[title].startswith("Not run yet: ")
-        assert command in found.sections[title]
+        assert shown.sections[title].startswith("Not run yet: ")
+        assert command in shown.sections[title]
 
 
 @pytest.fixture(scope="module")
@@ -313,10 +313,10 @@ def test_everything_says_where_it_comes_from(whole: Page):
 def test_what_a_file_says_is_text(tmp_path: Path, rng: np.random.Generator):
     line = contest(rng, "<script>alert(1)</script>", "a & b")
     save(tmp_path, "cpu", {"engine": [line], "startup": []}, commit='"><script>')
-    found = show(tmp_path)
-    assert "script" not in [name for name, _ in found.elements]
-    assert "the work of <script>alert(1)</script>" in found.sections["The engine"]
-    assert "a & b" in [row[0] for row in found.tables["The engine"]]
+    shown = show(tmp_path)
+    assert "script" not in [name for name, _ in shown.elements]
+    assert "the work of <script>alert(1)</script>" in shown.sections["The engine"]
+    assert "a & b" in [row[0] for row in shown.tables["The engine"]]
 
 
 # -- Which file is shown --------------------------------------------------------------------------
@@ -352,10 +352,10 @@ def test_every_device_has_its_own(tmp_path: Path, rng: np.random.Generator):
     cpu, gpu = (experiment(rng, "T=10") for _ in range(2))
     save(tmp_path, "a", cpu)
     save(tmp_path, "b", gpu, device=GPU)
-    found = show(tmp_path)
-    for row, results in zip(found.after("Made up", "autograd"), (cpu, gpu), strict=True):
+    shown = show(tmp_path)
+    for row, results in zip(shown.after("Made up", "autograd"), (cpu, gpu), strict=True):
         assert close(row[1], 1e3 * results["pieces"]["T=10"]["theirs"])
-    places = [row[1] for row in found.after("Overview", "Made up")]
+    places = [row[1] for row in shown.after("Overview", "Made up")]
     assert places == ["Made-up CPU, 2 cores", "Made-up GPU 1"]
 
 
@@ -365,13 +365,13 @@ def test_lines_of_the_engine_are_the_newest_of_each(tmp_path: Path, rng: np.rand
     save(tmp_path, "old", {"engine": old, "startup": []}, commit="1" * 40)
     save(tmp_path, "new", {"engine": new, "startup": []}, date=LATER, commit="2" * 40)
     save(tmp_path, "dirty", {"engine": changed, "startup": []}, date=LATER, dirty=True)
-    found = show(tmp_path)
-    rows = iter(found.tables["The engine"])
+    page = show(tmp_path)
+    rows = iter(page.tables["The engine"])
     shown = {row[0]: next(rows)[-2] for row in rows if row[0].startswith("the work of")}
     assert list(shown) == [f"the work of a · commit {'1' * 8}", f"the work of b · commit {'2' * 8}"]
     for text, line in zip(shown.values(), (old[0], new[0]), strict=True):
         assert close(text, 1e3 * line["median_seconds"]["them"])
-    assert found.row("Files", "dirty.json")[1] == "superseded; uncommitted changes"
+    assert page.row("Files", "dirty.json")[1] == "superseded; uncommitted changes"
 
 
 def test_a_grid_of_some_chains_does_not_replace_one_of_all(
@@ -382,9 +382,9 @@ def test_a_grid_of_some_chains_does_not_replace_one_of_all(
     command = "python -m bench.grid --only x"
     part = of | {"chains": {"x": chain(rng, 1, 1, 1)}}
     save(tmp_path, "part", part, date=LATER, command=command)
-    found = show(tmp_path)
-    assert found.sections["Schedules"].count("2 chains") == 1
-    assert found.row("Files", "part.json")[1] == "superseded; a part"
+    shown = show(tmp_path)
+    assert shown.sections["Schedules"].count("2 chains") == 1
+    assert shown.row("Files", "part.json")[1] == "superseded; a part"
 
 
 def test_what_is_no_result_is_named(tmp_path: Path):
@@ -433,9 +433,9 @@ def test_without_published_numbers_there_is_no_column_for_them(
     tmp_path: Path, rng: np.random.Generator
 ):
     save(tmp_path, "made", experiment(rng, "T=10"))
-    found = show(tmp_path)
-    assert "Beside the paper" not in found.sections
-    assert found.tables["Made up"][0] == ["against", "ratio", "theirs, ms", "ours, ms"]
+    shown = show(tmp_path)
+    assert "Beside the paper" not in shown.sections
+    assert shown.tables["Made up"][0] == ["against", "ratio", "theirs, ms", "ours, ms"]
 
 
 def test_missing_peers_are_named_with_the_reason(tmp_path: Path, rng: np.random.Generator):
@@ -499,24 +499,24 @@ def test_the_engine_beside_its_peers(tmp_path: Path, rng: np.random.Generator):
         line["ratios"][peer]["measured"] = times
     line["ratios"]["fast"]["required"] = 1.75
     save(tmp_path, "cpu", {"engine": [line], "startup": [startup(0.0412)]})
-    found = show(tmp_path)
+    shown = show(tmp_path)
     for peer in ("slow", "fast"):
-        _, ratio, asked, missed, theirs, ours = found.row("The engine", peer)
+        _, ratio, asked, missed, theirs, ours = shown.row("The engine", peer)
         assert close(theirs, 1e3 * medians[peer])
         assert close(ours, 1e3 * medians[OURS])
         assert close(ratio, medians[peer] / medians[OURS])
         assert (asked, missed) == {"slow": ("2×", ""), "fast": ("1.75×", "missed")}[peer]
-    _, ratio, _, _, theirs, _ = found.row("The engine", "the floor")
+    _, ratio, _, _, theirs, _ = shown.row("The engine", "the floor")
     assert close(theirs, 1e3 * line["floor"]["seconds"])
     assert close(ratio, 1 / line["multiple_of_floor"])
-    assert "MKL: no MKL here (the work of a)" in found.sections["The engine"]
-    assert found.row("The engine", "the import")[1:3] == ["41.2", "300"]
+    assert "MKL: no MKL here (the work of a)" in shown.sections["The engine"]
+    assert shown.row("The engine", "the import")[1:3] == ["41.2", "300"]
 
 
 def shares(result: Any) -> list[str]:
-    """What is said of the linear and of the best schedule of a chain."""
-    found = grid.ratios(result["samples_seconds"])
-    return [f"{found[key]:#.3g}×" for key in ("auto/linear", "auto/best")]
+    """The ratios of a chain's linear and best schedules, as they are written."""
+    relative = grid.ratios(result["samples_seconds"])
+    return [f"{relative[key]:#.3g}×" for key in ("auto/linear", "auto/best")]
 
 
 def test_schedules(tmp_path: Path, rng: np.random.Generator):
@@ -528,17 +528,17 @@ def test_schedules(tmp_path: Path, rng: np.random.Generator):
     ordered = [grid.ranked(result) for result in chains.values()]
     right, pairs = map(sum, zip(*ordered, strict=True))
     save(tmp_path, "grid", {"chains": chains, "pairs_in_order": [right, pairs]})
-    found = show(tmp_path)
-    assert "predictions rank 1 as the medians do: 50.0%" in found.sections["Schedules"]
-    assert found.row("Schedules", "linear is best")[1:] == [
+    shown = show(tmp_path)
+    assert "predictions rank 1 as the medians do: 50.0%" in shown.sections["Schedules"]
+    assert shown.row("Schedules", "linear is best")[1:] == [
         *("1.00", "1.02", "1.00", *shares(chains["linear is best"])),
         *("linear(9)", "linear(9)", "1 of 1"),
     ]
-    assert found.row("Schedules", "chunked is best")[1:] == [
+    assert shown.row("Schedules", "chunked is best")[1:] == [
         *("2.50", "2.00", "1.25", *shares(chains["chunked is best"])),
         *("linear(9)", "chunked(9,\xa02)", "0 of 1"),
     ]
-    assert found.row("Schedules", "as good")[-1] == "0 of 0"
+    assert shown.row("Schedules", "as good")[-1] == "0 of 0"
 
 
 def test_dots_of_schedules_are_at_the_ratios(rng: np.random.Generator):
@@ -570,10 +570,10 @@ def test_dots_of_the_engine_are_at_the_ratios_of_medians(rng: np.random.Generato
 
 
 def test_spread_on_a_gpu_is_of_the_samples(rng: np.random.Generator):
-    found = races(rng)
-    along = plots.sweep(found, "T")
+    results = races(rng)
+    along = plots.sweep(results, "T")
     along[0]["samples_seconds"]["call, warm"].pop(CUDNN)  # the first has no PyTorch
-    (times, _), (ratios, _) = np.reshape(plots.figure(found).axes, (2, 2))
+    (times, _), (ratios, _) = np.reshape(plots.figure(results).axes, (2, 2))
     sizes = [race["about"]["T"] for race in along]
     for axes, known in ((times, sizes), (ratios, sizes[1:])):
         drawn = {bars.get_label(): bars for bars in axes.containers}
@@ -597,30 +597,34 @@ def test_memory(tmp_path: Path):
 
 
 def test_a_run_on_a_gpu(tmp_path: Path, rng: np.random.Generator):
-    found = races(rng)
-    found[0]["skipped"] = {"jax": "computes on the CPU"}
+    results = races(rng)
+    results[0]["skipped"] = {"jax": "computes on the CPU"}
     parts = {
         "memcheck": {"ok": False, "summary": "MISSING: no compute-sanitizer"},
-        "tests/cuda_scan.py": {"ok": False, "summary": "1 failed", "failed": ["test_a: because"]},
+        "tests/gpu/cuda_scan.py": {
+            "ok": False,
+            "summary": "1 failed",
+            "failed": ["test_a: because"],
+        },
         "jax": {"ok": True, "summary": "none", "missing": {"jax T=10": "not installed"}},
         "sparse": {"ok": False, "summary": "0 of 1", "failed": {"level n=3": "ValueError: no"}},
     }
-    save(tmp_path, "gpu", {"races": found, "wanted": wanted(found), "parts": parts}, device=GPU)
+    save(tmp_path, "gpu", {"races": results, "wanted": wanted(results), "parts": parts}, device=GPU)
     shown = show(tmp_path)
     said = shown.sections["On a GPU"]
-    state = "memcheck failed, tests/cuda_scan.py failed, sparse failed"
+    state = "memcheck failed, tests/gpu/cuda_scan.py failed, sparse failed"
     assert shown.row("Overview", "On a GPU")[1] == state
     assert "jax T=10: not installed (jax)" in said
-    assert f"jax: computes on the CPU ({found[0]['name']})" in said
-    assert "tests/cuda_scan.py: test_a: because" in said
+    assert f"jax: computes on the CPU ({results[0]['name']})" in said
+    assert "tests/gpu/cuda_scan.py: test_a: because" in said
     assert "sparse: level n=3: ValueError: no" in said
-    for line in wanted(found):
+    for line in wanted(results):
         _, _, measured, asked, met = shown.row("On a GPU", line["what"])
         assert close(measured, line["measured"])
         assert number(asked) == line.get("at least", line.get("at most"))
         assert (met == "met") == line["met"]
     rows = iter(shown.tables["On a GPU"])
-    for race in found:
+    for race in results:
         assert next(row for row in rows if row == [race["work"]])
         for ratio in race["ratios"]:
             theirs, ours, clock, warm, *times = next(rows)
@@ -656,10 +660,10 @@ def test_a_round_number_keeps_its_digits():
 def test_decimal_points_are_below_each_other(numbers: list[float | None]):
     cells = ["" if x is None else page.significant(x) + "×" for x in [1.0, *numbers]]
     table = page.table(["what", "x"], [["a", cell] for cell in cells], ["x"])
-    found = re.findall(r'<td class="number">(.*?)</td>', table)
-    assert [cell.partition("<")[0] for cell in found] == cells
+    numbers_shown = re.findall(r'<td class="number">(.*?)</td>', table)
+    assert [cell.partition("<")[0] for cell in numbers_shown] == cells
     after = set()
-    for cell in filter(None, found):
+    for cell in filter(None, numbers_shown):
         text, _, pad = cell.partition("×")
         point, decimals = text.partition(".")[1:]
         after.add(len(point + decimals + "".join(re.findall(r'data-pad="(.*?)"', pad))))
@@ -698,7 +702,7 @@ def folder(copy: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _two_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the README shows of the engine."""
+    """The lines of the engine that the README shows."""
     monkeypatch.setattr(readme, "_WORKS", {"a": "Work A", "b": "the same, B", "gone": "Gone"})
 
 
@@ -722,8 +726,8 @@ def test_a_table_replaces_what_is_between_its_markers_and_nothing_else(
     start, end = "<!-- table: engine -->\n", "\n<!-- end -->"
     assert text.startswith(before + start)
     assert text.endswith(end + after)
-    made = text[len(before + start) : -len(end + after)]
-    table, sentence = made.split("\n\n")
+    replaced = text[len(before + start) : -len(end + after)]
+    table, sentence = replaced.split("\n\n")
     heads, rule, *rows = cells_of(table)
     assert heads == ["work", "against", "theirs, ms", "ours, ms", "ratio"]
     assert set(rule) == {"---"}
@@ -749,8 +753,8 @@ def test_a_table_replaces_what_is_between_its_markers_and_nothing_else(
 
 def test_tables_of_experiments(folder: Path, copy: Path, rng: np.random.Generator):
     results = experiment(rng, "T=10", "T=30")
-    found = results["pieces"]
-    found["T=30"]["paper"] = 13.4
+    pieces = results["pieces"]
+    pieces["T=30"]["paper"] = 13.4
     save(folder, "made", results)
     save(folder, "cpu", {"engine": [contest(rng, "a", "MKL")], "startup": []})
     copy.write_text(
@@ -761,7 +765,7 @@ def test_tables_of_experiments(folder: Path, copy: Path, rng: np.random.Generato
     heads, _, *rows = cells_of(first)
     assert heads[-1] == "the paper's"
     assert [row[-1] for row in rows] == ["", "13.4×"]
-    for row, piece in zip(rows, found.values(), strict=True):
+    for row, piece in zip(rows, pieces.values(), strict=True):
         assert close(row[2], 1e3 * piece["theirs"])
         assert close(row[4], piece["theirs"] / piece["ours"], 2)
     assert [row[0] for row in list(cells_of(second))[2:]] == ["Work A", *(row[0] for row in rows)]
@@ -790,14 +794,15 @@ def test_markers_that_are_wrong_are_refused(folder: Path, copy: Path):
 # -- What there is --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_results_that_are_kept_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch")
     for reader in (files, report):
         monkeypatch.setattr(reader, "NAMES", NAMES)
-    found = Page(report.write(RESULTS, tmp_path / "page.html"))
-    names = {row[0] for row in found.tables["Files"][1:]}
+    shown = Page(report.write(RESULTS, tmp_path / "page.html"))
+    names = {row[0] for row in shown.tables["Files"][1:]}
     assert names == {path.name for path in RESULTS.glob("*.json")}
-    assert not any("cannot be shown" in said for said in found.sections.values())
+    assert not any("cannot be shown" in said for said in shown.sections.values())
     for path in RESULTS.glob("cpu-*.json"):
         for line in json.loads(path.read_text())["engine"]:
-            assert line["work"] in found.sections["The engine"]
+            assert line["work"] in shown.sections["The engine"]

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsescan import Pattern
-from sparsescan.costs import load_machine, save_machine
 from sparsescan.parallel import Network
+from sparsescan.planning.costs.cpu import load_cpu, save_cpu
 
 from . import scaling, scaling_model
 from .experiment import Options, run
+from .runs import draw
 from .scaling_model import ALONE, CHAINS, INFINIBAND, curves, logarithm, predict
 
 QUICK = Options(quick=True, device="cpu")
@@ -37,7 +38,7 @@ def test_more_ranks_than_steps_take_logarithmically_longer():
     fit = logarithm(ranks, curve["products"])
     assert fit["off"] < 0.01
     assert fit["b"] == pytest.approx(added.mean() / 2, rel=0.05)
-    # By vectors, every rank more is a message more.
+    # Combining by vectors, each further rank adds a message.
     messages = 1e-9 * INFINIBAND.latency * (4096 - 1024)
     assert curve["vectors"][3] - curve["vectors"][2] >= messages
     assert curve["products"][3] < curve["vectors"][3] / 5
@@ -48,13 +49,13 @@ def test_more_ranks_than_steps_take_logarithmically_longer():
 def test_each_doubling_of_ranks_adds_a_round(k: int, size: int, network: Network):
     n = 2**k
     patterns = [Pattern.dense((size, size))] * n
-    # Of n ranks, the first makes a gradient of its part instead of a product; of more, it has none.
-    found = [predict(patterns, n * more, [network])[0]["products"] for more in (2, 4, 8)]
+    # The first of n ranks makes a gradient instead of a product; the first of more has no part.
+    forecasts = [predict(patterns, n * more, [network])[0]["products"] for more in (2, 4, 8)]
     message = 8 * (4 + size + -(-(size + 1) // 2) + size * size)  # header, c, exponents, values
     # An agreement before and one after, of 8 and 2 words; a round of the scan, with two calls.
     calls = 3 * network.latency + network.inverse_bandwidth * 80
     calls += network.exchange * message + 2 * network.call
-    for before, after in pairwise(found):
+    for before, after in pairwise(forecasts):
         assert after.nanoseconds - before.nanoseconds == pytest.approx(calls, rel=1e-6)
 
 
@@ -88,12 +89,12 @@ def test_a_logarithm_is_found(a: float, b: float, count: int):
 # -- A run ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
 def test_a_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    constants = save_machine(load_machine(), tmp_path / "machine.json").read_bytes()
+    constants = save_cpu(load_cpu(), tmp_path / "machine.json").read_bytes()
     monkeypatch.setattr(scaling, "_machine", lambda: constants)
     monkeypatch.setattr(scaling, "cores", lambda: 1)
-    monkeypatch.setattr("bench.machine.pin", lambda: None)
     monkeypatch.setattr(scaling, "RANKS", (1, 2))
     monkeypatch.setattr(scaling, "_QUICK_MEMORY_RANKS", (1, 2))
     monkeypatch.setattr(scaling, "_QUICK_ROUNDS", (3, 1e-3))
@@ -140,10 +141,7 @@ def test_a_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # The other network is this machine's, with so few samples.
     *_, infiniband = pieces["model"]["beyond"]
     assert infiniband["fit"]["off"] < 0.05
-    found = scaling.EXPERIMENT.drawings(results)
-    assert len(found) == 5
-    for drawing in found:
-        drawing.figure.savefig(tmp_path / "picture.png")
+    assert len(draw(scaling.EXPERIMENT, results, tmp_path)) == 5
     rows = scaling.EXPERIMENT.rows(results)
     assert [row.theirs for row in rows] == [
         scan["median_seconds"][ALONE]
@@ -155,7 +153,6 @@ def test_a_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("bench.machine.pin", lambda: None)
     monkeypatch.setattr(scaling, "_mpiexec", lambda: None)
     with pytest.raises(SystemExit, match="scaling needs mpi4py and mpiexec: pip install"):
         run(scaling.EXPERIMENT, QUICK, tmp_path)

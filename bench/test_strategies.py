@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from sparsescan.strategies.compare import strategies as all_strategies
+
 from . import scaling, strategies
 from .experiment import RESULTS, Options, run
 
 QUICK = Options(quick=True, device="cpu")
-EVERY = len(strategies.strategies())
+EVERY = len(all_strategies())
 
 
 @pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
@@ -29,10 +31,10 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert counts == list(strategies._QUICK_WORKERS)
         for one in piece["comparisons"]:
             assert len(one["predictions"]) + len(one["reasons"]) == EVERY
-            for found in one["predictions"]:
-                assert found["total"] == pytest.approx(sum(found["nanoseconds"].values()))
-                assert isinstance(found["bytes"], int)
-                assert isinstance(found["memory"], int)
+            for each in one["predictions"]:
+                assert each["total"] == pytest.approx(sum(each["nanoseconds"].values()))
+                assert isinstance(each["bytes"], int)
+                assert isinstance(each["memory"], int)
 
     for ranks in (1, 2):
         piece = pieces[f"measured, P={ranks}"]
@@ -40,13 +42,13 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert [one["network"] for one in piece["runs"]] == [*strategies._QUICK_MEASURED]
         for one in piece["runs"]:
             assert len(one["measured"]) + len(one["reasons"]) == EVERY
-            assert "scan" in [found["strategy"] for found in one["measured"]]
-            times = [found["measured_nanoseconds"] for found in one["measured"]]
+            assert "scan" in [each["strategy"] for each in one["measured"]]
+            times = [each["measured_nanoseconds"] for each in one["measured"]]
             assert times == sorted(times)
-            for found in one["measured"]:
-                assert found["bytes"] == found["measured_bytes"]
+            for each in one["measured"]:
+                assert each["bytes"] == each["measured_bytes"]
                 # However busy the machine is.
-                assert 0.05 < found["total"] / found["measured_nanoseconds"] < 20
+                assert 0.05 < each["total"] / each["measured_nanoseconds"] < 20
             right, pairs = one["pairs"]
             assert 0 <= right <= pairs <= EVERY * (EVERY - 1) / 2
 
@@ -82,12 +84,12 @@ def test_results_that_are_kept_are_in_the_order_predicted(path: Path):
     for name, piece in pieces.items():
         if not name.startswith("measured"):
             continue
-        for made in piece["runs"]:
-            taken = [(one["measured_nanoseconds"], one["total"]) for one in made["measured"]]
-            assert all(one["measured_bytes"] == one["bytes"] for one in made["measured"])
+        for run_ in piece["runs"]:
+            taken = [(one["measured_nanoseconds"], one["total"]) for one in run_["measured"]]
+            assert all(one["measured_bytes"] == one["bytes"] for one in run_["measured"])
             if piece["ranks"] > 2:
                 continue
-            off = sorted(abs(found / said - 1) for found, said in taken)
+            off = sorted(abs(measured / predicted - 1) for measured, predicted in taken)
             assert off[len(off) // 2] < 0.2
             assert off[-1] < 0.6
             pairs = [(a, b) for a in taken for b in taken if b[0] > 1.15 * a[0]]

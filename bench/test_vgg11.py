@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsescan import BatchedCSR, Schedule
-from sparsescan import pattern as patterns_module
 from sparsescan.jacobians import Conv2d, Sequential, from_torch
-from sparsescan.pattern import of_mask
-from sparsescan.prediction import predict
-from sparsescan.program import Program
+from sparsescan.plan.prediction import predict
+from sparsescan.symbolic import pattern as patterns_module
+from sparsescan.symbolic.pattern import of_mask
+from sparsescan.symbolic.program import Program
 
 from . import vgg11, vgg11_flop, vgg11_timing
-from .experiment import Options, Results, run
+from .contests import Work
+from .experiment import Options, Results
 from .fake_cusparse import FakeCusparse
+from .gpu_device import device_of
 from .lenet5 import Images
+from .machine import Cpu
 from .peers import MissingPeerError, load_mkl
+from .runs import cut_off, draw, go_on, interrupt
 from .test_gpu import Host
 from .vgg11_flop import Analysis, Step, baseline, layer_names
 from .vgg11_timing import (
@@ -41,14 +45,12 @@ from .vgg11_timing import (
     UP_SWEEP,
     VALUES,
     Chain,
-    Cpu,
     Nodes,
-    Work,
 )
 
 QUICK = Options(quick=True, device="cpu")
 TINY = vgg11.Settings(narrow=16, epochs=1, retrained=1, rate=2e-3, batch=32)
-CACHES = vgg11.trained, vgg11._images, vgg11._chain, vgg11._nodes, vgg11._device
+CACHES = vgg11.trained, vgg11._images, vgg11._chain, vgg11._nodes, device_of
 
 
 def images(count: int, seed: int = 0) -> Images:
@@ -65,10 +67,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(vgg11, "load_images", lambda folder: images(64))
     monkeypatch.setattr(vgg11, "_QUICK", TINY)
     monkeypatch.setattr(vgg11, "_QUICK_ROUNDS", 1)
-    monkeypatch.setattr(vgg11_timing, "_PAUSE", 0)
+    monkeypatch.setattr(vgg11_timing, "PAUSE", 0)
     monkeypatch.setattr(vgg11_timing, "_SECONDS_A_TURN", 0)
     monkeypatch.setattr(vgg11.tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("bench.machine.pin", lambda: None)
     (tmp_path / "temporary").mkdir()
     yield
     for cached in CACHES:
@@ -126,13 +127,13 @@ def test_gradients_of_the_pruned_network_are_those_of_autograd(batch: int) -> No
         xs.append(layer(xs[-1]))
     loss = nn.functional.cross_entropy(net[1:](xs[-1]), torch.arange(batch))
     wanted = torch.autograd.grad(loss, [*xs[:0:-1], *net[0].parameters()])
-    found = ops.activations(x.numpy())
-    grads = ops.plan().exclusive_scan(wanted[0].reshape(batch, -1).numpy(), ops.values(found))
+    activations = ops.activations(x.numpy())
+    grads = ops.plan().exclusive_scan(wanted[0].reshape(batch, -1).numpy(), ops.values(activations))
     bound = 1e3 * np.finfo(np.float64).eps
     for ours, theirs in zip(grads, wanted, strict=False):
         right = theirs.numpy().reshape(batch, -1)
         assert np.abs(ours - right).max() <= bound * np.abs(right).max()
-    params = [grad for layer in ops.param_grads(found, grads) for grad in layer.values()]
+    params = [grad for layer in ops.param_grads(activations, grads) for grad in layer.values()]
     # PyTorch names the bias first, as pruning has renamed the weight.
     theirs = [g.numpy() for pair in zip(wanted[22::2], wanted[21::2], strict=True) for g in pair]
     for ours, right in zip(params, theirs, strict=True):
@@ -140,15 +141,15 @@ def test_gradients_of_the_pruned_network_are_those_of_autograd(batch: int) -> No
 
 
 def test_a_trained_network_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, found = vgg11.trained(QUICK)
-    assert {name: len(part["test accuracy"]) for name, part in found.items()} == {
+    net, curves = vgg11.trained(QUICK)
+    assert {name: len(part["test accuracy"]) for name, part in curves.items()} == {
         "trained": TINY.epochs,
         "retrained": TINY.retrained,
     }
     vgg11.trained.cache_clear()
-    again, found_again = vgg11.trained(QUICK)
+    again, curves_again = vgg11.trained(QUICK)
     assert again is not net
-    assert found_again == found
+    assert curves_again == curves
     for kept, tensor in zip(again.state_dict().values(), net.state_dict().values(), strict=True):
         assert torch.equal(kept, tensor)
     x = vgg11.rgb(images(5).train)
@@ -164,17 +165,17 @@ def test_a_trained_network_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted(masks: Sequence[np.ndarray], schedule: Schedule) -> dict[tuple[int, ...], int]:
     """FLOP of every operation, from products of matrices of ones that are made."""
-    made = {(k, k + 1): sp.csr_array(mask.astype(np.int64)) for k, mask in enumerate(masks, 1)}
-    found = {}
+    products = {(k, k + 1): sp.csr_array(mask.astype(np.int64)) for k, mask in enumerate(masks, 1)}
+    flop = {}
     for start, mid, stop in np.concatenate([level.ops for level in schedule.levels]).tolist():
-        right = made[mid, stop]
+        right = products[mid, stop]
         if start == 0:
-            found[start, mid, stop] = 2 * right.nnz
+            flop[start, mid, stop] = 2 * right.nnz
             continue
-        meetings = right @ made[start, mid]  # how many pairs meet at each entry
-        found[start, mid, stop] = 2 * int(meetings.sum())
-        made[start, stop] = sp.csr_array((meetings > 0).astype(np.int64))
-    return found
+        meetings = right @ products[start, mid]  # how many pairs meet at each entry
+        flop[start, mid, stop] = 2 * int(meetings.sum())
+        products[start, stop] = sp.csr_array((meetings > 0).astype(np.int64))
+    return flop
 
 
 @st.composite
@@ -245,8 +246,8 @@ def test_a_full_blelloch_scan_is_counted_without_its_products() -> None:
 
 def test_back_propagation_multiplies_by_pruned_weights() -> None:
     net = Sequential(from_torch(pruned(0)[0], (3, 32, 32)))
-    found = {line["label"]: line for line in baseline(net)}
-    assert list(found) == layer_names(net)[:-1]
+    lines = {line["label"]: line for line in baseline(net)}
+    assert list(lines) == layer_names(net)[:-1]
     # A convolution of ones counts, for every output, the inputs that it reads.
     count = 0
     for op in net.layers[1:]:
@@ -254,11 +255,11 @@ def test_back_propagation_multiplies_by_pruned_weights() -> None:
             ones = torch.ones(1, op.in_channels, *op.input_shape[1:])
             weight = torch.ones(op.out_channels, op.in_channels, 3, 3)
             reads = nn.functional.conv2d(ones, weight, padding=1).sum()
-            name = [name for name in found if name.startswith("conv")][::-1][count]
-            assert found[name]["flop"] == 2 * reads
+            name = [name for name in lines if name.startswith("conv")][::-1][count]
+            assert lines[name]["flop"] == 2 * reads
             count += 1
     assert count == 7
-    assert found["relu1"]["flop"] == 2 * 4 * 32 * 32
+    assert lines["relu1"]["flop"] == 2 * 4 * 32 * 32
 
 
 # -- What is timed --------------------------------------------------------------------------------
@@ -273,9 +274,9 @@ def test_values_are_put_where_the_pattern_has_them(
     mask = case[0][0]
     values = rng.standard_normal(mask.shape) * mask * (rng.random(mask.shape) < 0.5)
     pattern = of_mask(mask)
-    found = vgg11_timing.in_pattern(sp.csr_array(values), pattern)
-    made = sp.csr_array((found, pattern.indices, pattern.indptr), shape=mask.shape)
-    np.testing.assert_array_equal(made.toarray(), values)
+    placed = vgg11_timing.in_pattern(sp.csr_array(values), pattern)
+    matrix = sp.csr_array((placed, pattern.indices, pattern.indptr), shape=mask.shape)
+    np.testing.assert_array_equal(matrix.toarray(), values)
 
 
 def test_values_of_a_tall_matrix_are_put_where_the_pattern_has_them() -> None:
@@ -283,8 +284,8 @@ def test_values_of_a_tall_matrix_are_put_where_the_pattern_has_them() -> None:
     mask = rng.random((600, 7)) < 0.4
     values = mask * (rng.random(mask.shape) < 0.5)
     pattern = of_mask(mask)
-    found = vgg11_timing.in_pattern(sp.csr_array(values.astype(np.float32)), pattern)
-    np.testing.assert_array_equal(found, values[mask])
+    placed = vgg11_timing.in_pattern(sp.csr_array(values.astype(np.float32)), pattern)
+    np.testing.assert_array_equal(placed, values[mask])
 
 
 @given(st.integers(1, 4), st.integers(0, 2**32))
@@ -295,9 +296,9 @@ def test_an_interleaved_matrix_is_all_samples(batch: int, seed: int) -> None:
     pattern = of_mask(mask)
     jacobian = BatchedCSR.from_pattern(rng.standard_normal((batch, pattern.nnz)), pattern)
     x = rng.standard_normal((mask.shape[1], batch))
-    found = (vgg11_timing.interleaved(jacobian) @ x.reshape(-1)).reshape(-1, batch)
+    products = (vgg11_timing.interleaved(jacobian) @ x.reshape(-1)).reshape(-1, batch)
     for b in range(batch):
-        np.testing.assert_allclose(found[:, b], jacobian[b] @ x[:, b], atol=1e-14)
+        np.testing.assert_allclose(products[:, b], jacobian[b] @ x[:, b], atol=1e-14)
 
 
 def test_products_are_sorted_and_in_their_patterns() -> None:
@@ -309,8 +310,8 @@ def test_products_are_sorted_and_in_their_patterns() -> None:
         matrix, pattern = nodes.matrix(interval), nodes.patterns[interval]
         assert matrix.has_canonical_format
         values = nodes.values(interval)
-        made = sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
-        assert abs(made - matrix).sum() == 0
+        rebuilt = sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+        assert abs(rebuilt - matrix).sum() == 0
 
 
 def timed(device: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -319,10 +320,7 @@ def timed(device: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         chain(0, 2, device), *(make(vgg11.STEPS) for make in (Schedule.linear, Schedule.blelloch))
     )
     works = {
-        f"{step.label} {step.vector}": (
-            vgg11_timing.vector_step if step.vector else vgg11_timing.product_step
-        )(nodes, step)
-        for step in nodes.steps
+        f"{step.label} {step.vector}": vgg11_timing.step_work(nodes, step) for step in nodes.steps
     }
     assert all(nodes.too_large(step) is None for step in nodes.steps)
     steps = vgg11_timing.race(works, device, 1)
@@ -369,13 +367,12 @@ def test_a_peer_that_is_missing_or_fails_is_named() -> None:
     def failing() -> Any:
         raise RuntimeError("out of memory")
 
-    one = lambda: {"": lambda: np.ones(1)}  # noqa: E731
-    contenders = {OURS: one, SCIPY: missing, MKL: failing}
-    work = Work(contenders, lambda contender, result: result, np.ones(1), 8, 2)
-    found = vgg11_timing.race({"a step": work}, Cpu(), 1)
-    assert found["missing"] == {SCIPY: "not installed", MKL: "a step: RuntimeError: out of memory"}
-    assert set(found["works"]["a step"]["median_seconds"]) == {OURS}
-    broken = Work({OURS: failing}, lambda contender, result: result, np.ones(1), 8, 2)
+    contenders = {OURS: lambda: {"": lambda: np.ones(1)}, SCIPY: missing, MKL: failing}
+    work = Work(contenders=contenders, right=np.ones(1), bytes=8, flops=2)
+    times = vgg11_timing.race({"a step": work}, Cpu(), 1)
+    assert times["missing"] == {SCIPY: "not installed", MKL: "a step: RuntimeError: out of memory"}
+    assert set(times["works"]["a step"]["median_seconds"]) == {OURS}
+    broken = Work(contenders={OURS: failing}, right=np.ones(1), bytes=8, flops=2)
     with pytest.raises(RuntimeError, match="out of memory"):
         vgg11_timing.race({"a step": broken}, Cpu(), 1)
 
@@ -383,7 +380,7 @@ def test_a_peer_that_is_missing_or_fails_is_named() -> None:
 @pytest.mark.parametrize("wrong", [1 + 1e-3, np.nan])
 def test_a_wrong_result_stops_the_run(wrong: float) -> None:
     contenders = {SCIPY: lambda: {"": lambda: np.array([1.0, wrong])}}
-    work = Work(contenders, lambda contender, result: result, np.ones(2), 8, 2)
+    work = Work(contenders=contenders, right=np.ones(2), bytes=8, flops=2)
     with pytest.raises(AssertionError, match="SciPy is wrong"):
         vgg11_timing.race({"a step": work}, Cpu(), 1)
 
@@ -394,7 +391,7 @@ def test_what_is_too_large_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(vgg11_timing, "_MOST_WORK", products["pool3–conv6"].flop // 2 - 1)
     reasons = {(step.label, step.vector): nodes.too_large(step) for step in nodes.steps}
     said = f"{products['pool3–conv6'].flop // 2:,} multiply-adds"
-    # What reads it is not timed either.
+    # Steps that read the product are not timed either.
     assert reasons["pool3–conv6", False] == reasons["pool3–conv6", True] == said
     assert reasons["conv3–conv6", False] is not None
     assert reasons["pool3–conv5", False] is None
@@ -411,37 +408,23 @@ def test_a_run_that_is_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     keys = [piece.key for piece in vgg11.EXPERIMENT.pieces(QUICK)]
     assert keys[:2] == ["training", "flop"]
 
-    def stop(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as cut_off:
-        cut_off.setattr(vgg11, "backward", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(vgg11.EXPERIMENT, QUICK, tmp_path)
-    (file,) = tmp_path.glob("vgg11-quick-*.json")
-    first = json.loads(file.read_text())
-    assert not first["done"]
-    assert list(first["pieces"]) == keys[:-2]
+    file = cut_off(vgg11.EXPERIMENT, QUICK, tmp_path, vgg11_timing, "backward")
+    assert file.name.startswith("vgg11-quick-")
+    assert list(json.loads(file.read_text())["pieces"]) == keys[:-2]
     vgg11.trained.cache_clear()
     vgg11._chain.cache_clear()
-    monkeypatch.setattr(torch.optim, "Adam", stop)  # nothing is trained again
-    assert run(vgg11.EXPERIMENT, QUICK, tmp_path) == file
-    last = json.loads(file.read_text())
-    assert last["done"]
+    monkeypatch.setattr(torch.optim, "Adam", interrupt)  # nothing is trained again
+    last = go_on(vgg11.EXPERIMENT, QUICK, tmp_path, file)
     assert list(last["pieces"]) == keys
-    assert {key: last["pieces"][key] for key in first["pieces"]} == first["pieces"]
     missing = last["pieces"]["steps: layers"]["missing"]
     assert "--device cuda" in missing[CUSPARSE]
 
-    drawings = vgg11.EXPERIMENT.drawings(last)
-    assert [drawing.title for drawing in drawings] == [
+    assert [drawing.title for drawing in draw(vgg11.EXPERIMENT, last, tmp_path)] == [
         "Accuracy before and after pruning",
         "FLOP of every step",
         "Time of every step",
         "The whole backward pass",
     ]
-    for drawing in drawings:
-        drawing.figure.savefig(tmp_path / "picture.png")
     rows = vgg11.EXPERIMENT.rows(last)
     by_peer = {row.peer: row for row in rows if "B=16" in row.work}
     medians = last["pieces"]["backward, B=16"]["works"]["backward"]["median_seconds"]
@@ -489,8 +472,7 @@ def test_whatever_pieces_there_are_can_be_drawn(tmp_path: Path) -> None:
     assert vgg11.EXPERIMENT.drawings(results({})) == []
     assert vgg11.EXPERIMENT.rows(results({})) == []
     for key in pieces:
-        (drawing,) = vgg11.EXPERIMENT.drawings(results({key: pieces[key]}))
-        drawing.figure.savefig(tmp_path / "picture.png")
+        assert len(draw(vgg11.EXPERIMENT, results({key: pieces[key]}), tmp_path)) == 1
     assert len(vgg11.EXPERIMENT.drawings(results(pieces))) == len(pieces)
     ratios = [row.theirs / row.ours for row in vgg11.EXPERIMENT.rows(results(pieces))]
     assert ratios == [2.0, 2.0]

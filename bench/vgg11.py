@@ -1,8 +1,8 @@
 """Section 4.3 and Figure 10 of the paper: the FLOP of every step of a pruned VGG-11, and its time.
 
-A VGG-11 is trained, of every convolution 97% of the weights are pruned by magnitude, and what is
-left is trained on. Its convolutional part is a chain of 21 sparse Jacobians. From their patterns
-alone follow the FLOP of every step of a scan. Then the same steps are timed, which the paper could
+A VGG-11 is trained, 97% of the weights of every convolution are pruned by magnitude, and the others
+are trained on. Its convolutional part is a chain of 21 sparse Jacobians. From their patterns
+alone follow the FLOP of every step of a scan. Then these steps are timed, which the paper could
 not do: by patterns that are known beforehand, by libraries that find them anew, and by PyTorch's
 dense backward of a layer. The images are CIFAR-10 from a local folder, or scikit-learn's
 handwritten digits scaled up to 32×32.
@@ -27,34 +27,20 @@ from tqdm import tqdm
 
 from sparsescan import Schedule
 
+from . import vgg11_timing
+from .contests import Work
 from .experiment import Experiment, Options, Piece
+from .gpu_device import device_of
 from .lenet5 import Images, load_images
-from .peers import THREADS
+from .timing import THREADS
 from .vgg11_drawings import drawings, rows
 from .vgg11_flop import Analysis, Step, baseline, layer_names
-from .vgg11_timing import (
-    CUSPARSE,
-    MKL,
-    REUSE,
-    SCIPY,
-    Chain,
-    Cpu,
-    Nodes,
-    Work,
-    backward,
-    call_seconds,
-    product_step,
-    race,
-    vector_step,
-)
-
-__all__ = ["EXPERIMENT", "PRUNED", "fit", "network", "prune_convolutions", "rgb", "trained"]
+from .workloads import VGG11_WIDTHS
 
 PRUNED = 0.97
 # Convolutions, their ReLUs, and max-pools; and the levels of the paper's up-sweep (section 5.3).
 STEPS, UP_LEVELS = 21, 2
 
-_WIDTHS = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
 _BATCHES = (1, 16)
 _ROUNDS, _QUICK_ROUNDS = 7, 2
 _ON_CPU = "computes on the CPU: run it without --device"
@@ -63,13 +49,11 @@ _ON_GPU = "computes on CUDA devices: run it with --device cuda"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a network is made: how many times narrower than VGG-11; epochs before and after pruning;
-    learning rate and batch.
-    """
+    """How a network is made."""
 
-    narrow: int
+    narrow: int  # how many times narrower than VGG-11
     epochs: int
-    retrained: int
+    retrained: int  # epochs after pruning
     rate: float
     batch: int
 
@@ -89,7 +73,7 @@ def network(narrow: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     channels = 3
-    for width in _WIDTHS:
+    for width in VGG11_WIDTHS:
         if isinstance(width, str):
             layers.append(nn.MaxPool2d(2))
             continue
@@ -122,7 +106,7 @@ def fit(
         torch.from_numpy(labels).to(device) for labels in (images.train_labels, images.test_labels)
     )
     optimiser = torch.optim.Adam(net.parameters(), lr=rate)
-    found: dict[str, list[float]] = {"train loss": [], "test accuracy": []}
+    curves: dict[str, list[float]] = {"train loss": [], "test accuracy": []}
     for _ in tqdm(range(epochs), unit=" epochs", desc="training", leave=False):
         total = 0.0
         for chosen in torch.randperm(len(x)).split(batch):
@@ -131,11 +115,11 @@ def fit(
             loss.backward()
             optimiser.step()
             total += loss.item() * len(chosen)
-        found["train loss"].append(total / len(x))
+        curves["train loss"].append(total / len(x))
         with torch.no_grad():
             kinds = torch.cat([net(part).argmax(1) for part in test.split(500)])
-        found["test accuracy"].append(float((kinds == wanted).float().mean()))
-    return found
+        curves["test accuracy"].append(float((kinds == wanted).float().mean()))
+    return curves
 
 
 @cache
@@ -146,8 +130,8 @@ def trained(options: Options) -> tuple[nn.Sequential, dict[str, Any]]:
     """
     settings, images = _settings(options), _images(options.data)
     torch.set_num_threads(THREADS)
-    code = [inspect.getsource(made) for made in (network, prune_convolutions, rgb, fit)]
-    of = settings, PRUNED, _WIDTHS, options.device, images.name, images.train.shape
+    code = [inspect.getsource(step) for step in (network, prune_convolutions, rgb, fit)]
+    of = settings, PRUNED, VGG11_WIDTHS, options.device, images.name, images.train.shape
     key = repr((code, of, torch.__version__))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     file = Path(tempfile.gettempdir()) / f"sparsescan-vgg11-{digest}.npz"
@@ -158,14 +142,14 @@ def trained(options: Options) -> tuple[nn.Sequential, dict[str, Any]]:
             net.load_state_dict({name: torch.from_numpy(kept[name]) for name in net.state_dict()})
             return net, json.loads(str(kept["found"]))
     how = settings.rate, settings.batch, options.device
-    found = {"trained": fit(net, images, settings.epochs, *how)}
+    curves = {"trained": fit(net, images, settings.epochs, *how)}
     prune_convolutions(net)
-    found["retrained"] = fit(net, images, settings.retrained, *how)
+    curves["retrained"] = fit(net, images, settings.retrained, *how)
     state = {name: tensor.cpu().numpy() for name, tensor in net.state_dict().items()}
     new = file.with_name(f"new-{file.name}")
-    np.savez(new, found=json.dumps(found), **state)
+    np.savez(new, found=json.dumps(curves), **state)
     new.replace(file)
-    return net, found
+    return net, curves
 
 
 def _settings(options: Options) -> Settings:
@@ -194,18 +178,18 @@ def _pieces(options: Options) -> list[Piece]:
 
 
 def _training(options: Options) -> dict[str, Any]:
-    net, found = trained(options)
+    net, curves = trained(options)
     layers = [layer for layer in net[0] if isinstance(layer, nn.Conv2d)]
-    return found | {
+    return curves | {
         "kept weights": [int(layer.weight_mask.sum()) for layer in layers],
         "weights": [layer.weight.numel() for layer in layers],
     }
 
 
 def _flop(options: Options) -> dict[str, Any]:
-    """By name the steps of some schedules, and of back-propagation."""
+    """Count the FLOP of each step of some schedules, and of back-propagation."""
     net = _chain(options, 1).net
-    auto = net.plan(batch=1, dtype=np.float32, device=_device(options).device)
+    auto = net.plan(batch=1, dtype=np.float32, device=device_of(options.device).device)
     analysis = Analysis(net.patterns, layer_names(net))
     schedules = {
         "the paper's": Schedule.truncated(STEPS, UP_LEVELS),
@@ -229,13 +213,13 @@ def _steps(options: Options, group: str) -> dict[str, Any]:
     steps = {step.label: step for step in nodes.steps if _group(step) == group}
     reasons = {label: nodes.too_large(step) for label, step in steps.items()}
     works = {
-        label: (vector_step if step.vector else product_step)(nodes, step)
+        label: vgg11_timing.step_work(nodes, step)
         for label, step in steps.items()
         if reasons[label] is None
     }
     return _race(options, works) | {
         "not timed": {label: why for label, why in reasons.items() if why},
-        "call_seconds": call_seconds(_device(options)),
+        "call_seconds": vgg11_timing.call_seconds(device_of(options.device)),
     }
 
 
@@ -249,18 +233,19 @@ def _group(step: Step) -> str:
 def _backward(options: Options, batch: int) -> dict[str, Any]:
     # The products of its schedule would take ten gigabytes for 16 images.
     paper = Schedule.truncated(STEPS, UP_LEVELS) if batch == 1 else None
-    return _race(options, {"backward": backward(_chain(options, batch), paper)})
+    return _race(options, {"backward": vgg11_timing.backward(_chain(options, batch), paper)})
 
 
 def _race(options: Options, works: dict[str, Work]) -> dict[str, Any]:
     """Time some works, and name the peers that do not compute on this device."""
-    device = _device(options)
-    found = race(works, device, _rounds(options))
-    if isinstance(device, Cpu):
-        found["missing"] |= dict.fromkeys((CUSPARSE, REUSE), _ON_GPU)
+    device = device_of(options.device)
+    times = vgg11_timing.race(works, device, _rounds(options))
+    if device.on_gpu:
+        elsewhere = dict.fromkeys((vgg11_timing.SCIPY, vgg11_timing.MKL), _ON_CPU)
     else:
-        found["missing"] |= dict.fromkeys((SCIPY, MKL), _ON_CPU)
-    return found
+        elsewhere = dict.fromkeys((vgg11_timing.CUSPARSE, vgg11_timing.REUSE), _ON_GPU)
+    times["missing"] |= elsewhere
+    return times
 
 
 def _rounds(options: Options) -> int:
@@ -268,28 +253,18 @@ def _rounds(options: Options) -> int:
 
 
 @cache
-def _device(options: Options) -> Any:
-    if options.device == "cpu":
-        return Cpu()
-    from .gpu_device import Cuda
-
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    return Cuda()
-
-
-@cache
-def _chain(options: Options, batch: int) -> Chain:
+def _chain(options: Options, batch: int) -> vgg11_timing.Chain:
     """The Jacobians at the first test images."""
     net, _ = trained(options)
     images = _images(options.data)
     labels = torch.from_numpy(images.test_labels[:batch])
-    return Chain(net, rgb(images.test[:batch]), labels, _device(options))
+    return vgg11_timing.Chain(net, rgb(images.test[:batch]), labels, device_of(options.device))
 
 
 @cache
-def _nodes(options: Options) -> Nodes:
+def _nodes(options: Options) -> vgg11_timing.Nodes:
     kinds = Schedule.linear(STEPS), Schedule.truncated(STEPS, UP_LEVELS), Schedule.blelloch(STEPS)
-    return Nodes(_chain(options, 1), *kinds)
+    return vgg11_timing.Nodes(_chain(options, 1), *kinds)
 
 
 def _about(options: Options) -> dict[str, Any]:

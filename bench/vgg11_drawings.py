@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
+from . import drawing
+from .drawing import BLUE, GREEN, ORANGE, SKY, YELLOW, legend, plain
 from .experiment import Drawing, Results, Row
 from .vgg11_timing import (
     CUSPARSE,
@@ -24,57 +26,52 @@ from .vgg11_timing import (
     VALUES,
 )
 
-__all__ = ["PAPER", "drawings", "rows"]
-
 # The paper's accuracies on CIFAR-10: trained, and pruned and trained again, 100 epochs each.
 PAPER = {"trained": 0.901, "retrained": 0.889}
 
-# Colours that everybody can tell apart (Okabe and Ito, 2008).
 _STYLES: dict[str, dict[str, Any]] = {
-    OURS: {"color": "#d55e00", "marker": "o"},
-    VALUES: {"color": "#d55e00", "marker": "^"},
-    PARAMETERS: {"color": "#d55e00", "marker": "D"},
-    UP_SWEEP: {"color": "#e69f00", "marker": "o"},
-    SCIPY: {"color": "#0072b2", "marker": "s"},
-    MKL: {"color": "#56b4e9", "marker": "v"},
-    CUSPARSE: {"color": "#0072b2", "marker": "X"},
-    REUSE: {"color": "#56b4e9", "marker": "P"},
-    TORCH: {"color": "#009e73", "marker": "^"},
-    TORCH_PARAMETERS: {"color": "#009e73", "marker": "D"},
+    OURS: {"color": ORANGE, "marker": "o"},
+    VALUES: {"color": ORANGE, "marker": "^"},
+    PARAMETERS: {"color": ORANGE, "marker": "D"},
+    UP_SWEEP: {"color": YELLOW, "marker": "o"},
+    SCIPY: {"color": BLUE, "marker": "s"},
+    MKL: {"color": SKY, "marker": "v"},
+    CUSPARSE: {"color": BLUE, "marker": "X"},
+    REUSE: {"color": SKY, "marker": "P"},
+    TORCH: {"color": GREEN, "marker": "^"},
+    TORCH_PARAMETERS: {"color": GREEN, "marker": "D"},
 }
 _FLOOR: dict[str, Any] = {"color": "black", "ls": ":", "lw": 1.5}
-_CALL: dict[str, Any] = {"color": "#d55e00", "ls": (0, (6, 4)), "lw": 0.8}
+_CALL: dict[str, Any] = {"color": ORANGE, "ls": (0, (6, 4)), "lw": 0.8}
 _PUBLISHED: dict[str, Any] = {"color": "grey", "ls": "--", "lw": 1.2}
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """All that the pieces there are allow to draw."""
+    """The pictures of those pieces that there are."""
     pieces, about = results["pieces"], results["about"]
-    found = []
+    drawings = []
     if "training" in pieces:
-        found.append(_training(pieces["training"], f"{_name(about)} trained on {about['images']}"))
+        what = f"{_name(about)} trained on {about['images']}"
+        drawings.append(_training(pieces["training"], what))
     if "flop" in pieces:
-        found.append(_flop(pieces["flop"]))
+        drawings.append(_flop(pieces["flop"]))
     groups = {key: piece for key, piece in pieces.items() if key.startswith("steps: ")}
     if any(group["works"] for group in groups.values()):
-        found.append(_steps(groups))
+        drawings.append(_steps(groups))
     whole = {key: piece for key, piece in pieces.items() if key.startswith("backward, ")}
-    if whole:
-        found.append(_backward(whole))
-    return found
+    return drawings + ([_backward(whole)] if whole else [])
 
 
 # -- Training -------------------------------------------------------------------------------------
 
 
 def _training(piece: Results, what: str) -> Drawing:
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, [[axes]] = drawing.panels(1, 1, 8, 3.4)
     trained, retrained = (piece[part]["test accuracy"] for part in PAPER)
     pruned = len(trained)
     epochs = np.arange(1, pruned + len(retrained) + 1)
-    axes.plot(epochs[:pruned], trained, "o-", color="#0072b2", ms=4, label="all weights")
-    axes.plot(epochs[pruned:], retrained, "s-", color="#d55e00", ms=4, label="after pruning")
+    axes.plot(epochs[:pruned], trained, "o-", color=BLUE, ms=4, label="all weights")
+    axes.plot(epochs[pruned:], retrained, "s-", color=ORANGE, ms=4, label="after pruning")
     start, middle, end = 0.5, pruned + 0.5, epochs[-1] + 0.5
     axes.hlines(PAPER["trained"], start, middle, **_PUBLISHED, label="published (CIFAR-10)")
     axes.hlines(PAPER["retrained"], middle, end, **_PUBLISHED)
@@ -82,7 +79,7 @@ def _training(piece: Results, what: str) -> Drawing:
     axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1.02), xlim=(start, end))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    _plain(axes)
+    plain(axes)
     axes.legend(frameon=False, loc="lower right")
     kept = sum(piece["kept weights"]) / sum(piece["weights"])
     caption = (
@@ -99,42 +96,12 @@ def _training(piece: Results, what: str) -> Drawing:
 
 def _flop(piece: Results) -> Drawing:
     """As in Figure 10, for some schedules."""
-    names = list(piece["steps"])
-    figure = Figure(figsize=(4.4 * len(names), 4.9), layout="constrained")
-    panels = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
-    backward = piece["back-propagation"]
+    names, backward = list(piece["steps"]), piece["back-propagation"]
+    size = 4.4 * len(names), 4.9
+    figure, [panels] = drawing.panels(1, len(names), *size, sharex=True, sharey=True)
     for axes, name in zip(panels, names, strict=True):
         steps = piece["steps"][name]
-        for vector, marker, color, what in (
-            (True, "o", "#d55e00", "matrix-vector"),
-            (False, "s", "#0072b2", "matrix-matrix"),
-        ):
-            for critical in (False, True):
-                _scatter(
-                    axes,
-                    [s for s in steps if (s["start"] == 0) == vector and s["critical"] == critical],
-                    label=what + ", critical" * critical,
-                    marker=marker,
-                    ms=7 if critical else 6,
-                    color=color,
-                    mfc=color if critical else "white",
-                    mec="black" if critical else color,
-                    mew=0.7 if critical else 1.1,
-                )
-        _scatter(
-            axes,
-            backward,
-            label="back-propagation, dense",
-            marker="o",
-            ms=10,
-            color="#009e73",
-            mfc="none",
-            mew=1.3,
-        )
-        full = [step for step in steps if step["estimated"]]
-        _scatter(
-            axes, full, label="at most: a product counts as full", marker=7, ms=7, color="black"
-        )
+        _flop_panel(axes, steps, backward)
         critical = sum(step["flop"] for step in steps if step["critical"])
         total = sum(step["flop"] for step in steps)
         axes.set_title(
@@ -142,22 +109,8 @@ def _flop(piece: Results) -> Drawing:
             f"{_count(total)} FLOP, {_count(critical)} of them critical",
             fontsize="medium",
         )
-        axes.set(xscale="log", yscale="log", xlabel="FLOP if nothing were sparse")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(EngFormatter(sep=""))
-            axis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.25)
-        _plain(axes)
     panels[0].set_ylabel("FLOP of a step, one image")
-    entries = {line.get_label(): line for axes in panels for line in axes.lines}
-    figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-        markerscale=0.9,
-    )
+    legend(figure, panels, 3, markerscale=0.9)
     most = max(step["flop"] for step in backward)
     caption = (
         "FLOP of every step of the backward pass through the pruned convolutional part, by static "
@@ -171,6 +124,30 @@ def _flop(piece: Results) -> Drawing:
     return Drawing("FLOP of every step", caption, figure)
 
 
+def _flop_panel(axes: Axes, steps: Sequence[Results], backward: Sequence[Results]) -> None:
+    for vector, marker, color, what in (
+        (True, "o", ORANGE, "matrix-vector"),
+        (False, "s", BLUE, "matrix-matrix"),
+    ):
+        of_kind = [step for step in steps if (step["start"] == 0) == vector]
+        plain_style = {"ms": 6, "mfc": "white", "mec": color, "mew": 1.1}
+        critical_style = {"ms": 7, "mfc": color, "mec": "black", "mew": 0.7}
+        for critical, style in ((False, plain_style), (True, critical_style)):
+            chosen = [step for step in of_kind if step["critical"] == critical]
+            label = what + ", critical" * critical
+            _scatter(axes, chosen, label=label, marker=marker, color=color, **style)
+    circles = {"marker": "o", "ms": 10, "color": GREEN, "mfc": "none", "mew": 1.3}
+    _scatter(axes, backward, label="back-propagation, dense", **circles)
+    full = [step for step in steps if step["estimated"]]
+    label = "at most: a product counts as full"
+    _scatter(axes, full, label=label, marker=7, ms=7, color="black")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP if nothing were sparse")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_minor_formatter(NullFormatter())
+    plain(axes, "both")
+
+
 def _scatter(axes: Axes, steps: Sequence[Results], **style: Any) -> None:
     if steps:
         x, y = zip(*((step["dense_flop"], step["flop"]) for step in steps), strict=True)
@@ -178,7 +155,7 @@ def _scatter(axes: Axes, steps: Sequence[Results], **style: Any) -> None:
 
 
 def _largest(piece: Results) -> str:
-    """What the largest product of every schedule is."""
+    """Name the largest product of every schedule."""
     said = []
     for name, steps in piece["steps"].items():
         products = [step for step in steps if step["start"] > 0]
@@ -209,10 +186,8 @@ def _steps(groups: dict[str, Results]) -> Drawing:
     }
     panels = {title: works for title, works in panels.items() if works}
     call = float(np.median([group["call_seconds"] for group in groups.values()]))
-    figure = Figure(figsize=(12, 1 + 3.7 * len(panels)), layout="constrained")
-    for axes, (title, works) in zip(
-        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
-    ):
+    figure, rows = drawing.panels(len(panels), 1, 12, 1 + 3.7 * len(panels))
+    for [axes], (title, works) in zip(rows, panels.items(), strict=True):
         labels = list(works)
         _times(axes, list(works.values()))
         axes.set_xticks(range(len(labels)), labels, rotation=35, ha="right", rotation_mode="anchor")
@@ -250,14 +225,13 @@ def _times(axes: Axes, works: Sequence[Results]) -> None:
                 continue
             at = x + 0.6 * ((k + 0.5) / len(known) - 0.5)
             style = _STYLES[contender]
-            low, high = np.quantile(work["samples_seconds"][contender], (0.25, 0.75))
+            low, _, high = drawing.quartiles(work["samples_seconds"][contender])
             axes.vlines(at, low, high, color=style["color"], lw=4, alpha=0.3)
             axes.plot(at, work["median_seconds"][contender], ls="", ms=5, label=contender, **style)
     axes.set(yscale="log", ylabel="time")
     axes.yaxis.set_major_formatter(EngFormatter("s"))
-    axes.grid(axis="y", alpha=0.25)
     axes.tick_params(axis="x", length=0)
-    _plain(axes)
+    plain(axes, "y")
 
 
 def _legend(figure: Figure) -> None:
@@ -273,8 +247,7 @@ def _legend(figure: Figure) -> None:
 
 def _backward(pieces: dict[str, Results]) -> Drawing:
     """Time of the whole backward pass, by the batch."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(pieces), squeeze=False)[0]
+    figure, [panels] = drawing.panels(1, len(pieces), 10, 3.8)
     works = {key: piece["works"]["backward"] for key, piece in pieces.items()}
     shown = [c for c in _STYLES if any(c in work["median_seconds"] for work in works.values())]
     for axes, (key, work) in zip(panels, works.items(), strict=True):
@@ -292,7 +265,7 @@ def _backward(pieces: dict[str, Results]) -> Drawing:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", which="both", alpha=0.2)
         axes.tick_params(axis="y", length=0)
-        _plain(axes)
+        plain(axes)
     figure.legend(handles=panels[-1].lines[-1:], loc="outside lower right", frameon=False)
     caption = (
         "The whole backward pass of the convolutional part: the gradients of all activations but "
@@ -311,11 +284,6 @@ def _name(about: Results) -> str:
     return "VGG-11" + f" ({narrow} times narrower)" * (narrow > 1)
 
 
-def _plain(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _count(number: float) -> str:
     return EngFormatter(sep="")(float(f"{number:.3g}"))
 
@@ -325,30 +293,24 @@ def _count(number: float) -> str:
 
 def rows(results: Results) -> list[Row]:
     """The backward pass, and the largest products that were timed."""
-    found = []
+    table = []
     net = f"pruned {_name(results['about'])}"
     for key, piece in results["pieces"].items():
-        batch = key.removeprefix("backward, ")
         works = piece.get("works", {})
         if key.startswith("backward, "):
-            medians = works["backward"]["median_seconds"]
+            batch, work = key.removeprefix("backward, "), works["backward"]
             for what, ours, peers in (
                 ("gradients, values known", OURS, (SCIPY, CUSPARSE)),
                 ("gradients", VALUES, (TORCH,)),
                 ("gradients and those of parameters", PARAMETERS, (TORCH_PARAMETERS,)),
             ):
-                work = f"{net}, {batch}: {what}"
-                found += [
-                    Row(work, peer, medians[peer], medians[ours])
-                    for peer in peers
-                    if peer in medians
-                ]
+                table += _rows(f"{net}, {batch}: {what}", work, ours, peers)
         elif key.startswith("steps: up-sweep") and works:
             label, work = max(works.items(), key=lambda item: item[1]["flop"])
-            medians = work["median_seconds"]
-            found += [
-                Row(f"{net}, product {label}", peer, medians[peer], medians[OURS])
-                for peer in (SCIPY, MKL, CUSPARSE, REUSE)
-                if peer in medians
-            ]
-    return found
+            table += _rows(f"{net}, product {label}", work, OURS, (SCIPY, MKL, CUSPARSE, REUSE))
+    return table
+
+
+def _rows(what: str, work: Results, ours: str, peers: Sequence[str]) -> list[Row]:
+    medians = work["median_seconds"]
+    return [Row(what, peer, medians[peer], medians[ours]) for peer in peers if peer in medians]

@@ -9,44 +9,24 @@ import numpy as np
 
 from sparsescan import Pattern, Schedule
 from sparsescan.jacobians import Conv2d, Operator, ReLU, Sequential
-from sparsescan.pattern import _EXACT, Products, multiply_adds
-
-__all__ = ["Analysis", "Interval", "Step", "baseline", "layer_names"]
+from sparsescan.symbolic.pattern import _EXACT, Products, multiply_adds
 
 Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operation of a schedule, ``[start, stop) = [start, mid) ◇ [mid, stop)``.
+    """An operation of a schedule, ``[start, stop) = [start, mid) ◇ [mid, stop)``."""
 
-    Attributes
-    ----------
-    level : str
-        Of the schedule.
-    start, mid, stop : int
-        Elements as a :class:`sparsescan.Schedule` numbers them.
-    label : str
-        The layers of the product; or, if a vector is multiplied, of what it is multiplied by.
-    flop : int
-        Twice its multiply-adds.
-    dense_flop : int
-        The same if no matrix were sparse.
-    critical : bool
-        Whether it is in that run of its level that has the most FLOP.
-    estimated : bool
-        Whether `flop` is of a product that counts as full, so that the exact count may be lower.
-    """
-
-    level: str
-    start: int
+    level: str  # of the schedule
+    start: int  # elements as a Schedule numbers them
     mid: int
     stop: int
-    label: str
-    flop: int
-    dense_flop: int
-    critical: bool
-    estimated: bool
+    label: str  # the layers of the product, or of what a vector is multiplied by
+    flop: int  # twice its multiply-adds
+    dense_flop: int  # its FLOP if no matrix were sparse
+    critical: bool  # whether it is in that run of its level that has the most FLOP
+    estimated: bool  # whether a product in it counts as full, so that `flop` may be too high
 
     @property
     def operands(self) -> tuple[Interval, Interval]:
@@ -63,22 +43,12 @@ class Analysis:
     """Counts the FLOP of schedules for a chain.
 
     A product that takes more than ten million multiply-adds and seems to be more than half full
-    counts as full, since that is how it would be stored; here it takes no memory.
-
-    Parameters
-    ----------
-    patterns : sequence of Pattern
-        From the last layer to the first.
-    names : sequence of str
-        Of the layers, in the same order.
-
-    Attributes
-    ----------
-    patterns : dict
-        Patterns of the elements ``(k, k + 1)``, and of products that have been met.
+    counts as full, since that is how it would be stored; here it takes no memory. Patterns and the
+    names of layers go from the last layer to the first.
     """
 
     def __init__(self, patterns: Sequence[Pattern], names: Sequence[str]) -> None:
+        # Of the elements ``(k, k + 1)``, and of the products that schedules have so far.
         self.patterns = {(k, k + 1): pattern for k, pattern in enumerate(patterns, 1)}
         self._names = names
         self._full: set[Interval] = set()
@@ -86,7 +56,7 @@ class Analysis:
 
     def steps(self, schedule: Schedule) -> list[Step]:
         """All operations of a schedule, in their order."""
-        found = []
+        steps = []
         for level in schedule.levels:
             ops = level.ops.tolist()
             flop = [2 * self._multiply_adds(*op) for op in ops]
@@ -95,7 +65,7 @@ class Analysis:
             for i, (start, mid, stop) in enumerate(ops):
                 rows, inner = self.patterns[mid, stop].shape
                 cols = 1 if start == 0 else self.patterns[start, mid].shape[1]
-                found.append(
+                steps.append(
                     Step(
                         level=level.name,
                         start=start,
@@ -108,7 +78,7 @@ class Analysis:
                         estimated=bool(self._full & {(start, mid), (mid, stop)}),
                     )
                 )
-        return found
+        return steps
 
     def _label(self, start: int, stop: int) -> str:
         first, last = self._names[stop - 2], self._names[start - 1]
@@ -140,10 +110,10 @@ def layer_names(net: Sequential) -> list[str]:
 
 
 def baseline(net: Sequential) -> list[dict[str, int | str]]:
-    """What back-propagation does in every layer but the first, from the last one on.
+    """Count back-propagation's FLOP in every layer but the first, from the last one on.
 
-    It takes all weights for what they are, zero or not: a gradient operator has as many multiply-
-    adds as the layer's Jacobian has entries before pruning.
+    Back-propagation multiplies by all weights, zero or not: a gradient operator has as many
+    multiply-adds as the layer's Jacobian has entries before pruning.
     """
     return [
         {"label": name, "flop": 2 * _nnz_unpruned(op), "dense_flop": 2 * op.shape[0] * op.shape[1]}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from statistics import median
 from typing import Any
@@ -20,44 +20,13 @@ import sparsescan
 from sparsescan import BatchedCSR, Pattern, Schedule
 from sparsescan.jacobians import Sequential, from_torch
 from sparsescan.jacobians._operator import as_matrix
-from sparsescan.schedule import Level
 
-from . import machine
-from .contests import OURS
+from . import peers
+from .contests import OURS, Op, Work, exact_gradients, plan_of
 from .gpu_cusparse import NumericSpGEMM, load
-from .peers import (
-    Call,
-    MissingPeerError,
-    fastest,
-    load_mkl,
-    mkl_products,
-    of_sample,
-    scipy_batch_loops,
-    seconds,
-)
+from .peers import MissingPeerError, load_mkl, mkl_products, of_sample, scipy_batch_loops
+from .timing import PAUSE, Call, calls_in, rounded
 from .vgg11_flop import Analysis, Interval, Step, layer_names
-
-__all__ = [
-    "CUSPARSE",
-    "MKL",
-    "OURS",
-    "PARAMETERS",
-    "REUSE",
-    "SCIPY",
-    "TORCH",
-    "TORCH_PARAMETERS",
-    "UP_SWEEP",
-    "VALUES",
-    "Chain",
-    "Cpu",
-    "Nodes",
-    "Work",
-    "backward",
-    "call_seconds",
-    "product_step",
-    "race",
-    "vector_step",
-]
 
 Array = NDArray[Any]
 
@@ -68,28 +37,10 @@ UP_SWEEP = f"{OURS}, the paper's schedule"
 
 # Multiply-adds of a step that is timed, and entries of a matrix: seconds, and some gigabytes.
 _MOST_WORK, _MOST_ENTRIES = 1_000_000_000, 200_000_000
-# OpenMP threads spin for 200 ms before they sleep, on a core that the next contender needs.
-_PAUSE = 0.25
 # Seconds that a turn is meant to take, and how many calls it may be.
 _SECONDS_A_TURN = 0.05
 _FEWEST, _MOST = 2, 30
 _ITEM = 4  # bytes of a float32
-
-
-class Cpu:
-    """What :class:`bench.gpu_device.Cuda` offers, on the CPU."""
-
-    xp = np
-    device = None
-    others = ("cpu", "cpu")
-
-    put = get = staticmethod(np.asarray)
-
-    def synchronize(self) -> None:
-        pass
-
-    def samples(self, call: Call, times: int, clock: str, cold: bool) -> list[float]:
-        return seconds(call, times)
 
 
 # -- The network's Jacobians ----------------------------------------------------------------------
@@ -98,16 +49,8 @@ class Cpu:
 class Chain:
     """Jacobians and gradients of a network at some images.
 
-    Parameters
-    ----------
-    net : nn.Sequential
-        Its first layer is the convolutional part; it may be pruned.
-    images : Tensor, shape (batch, 3, 32, 32)
-        Where.
-    labels : Tensor
-        What they show.
-    device : Cpu or Cuda
-        Where everything is computed; the network has to be there.
+    The first layer of the network is its convolutional part, which may be pruned; it has to be on
+    the device, a Cpu or Cuda.
 
     Attributes
     ----------
@@ -116,16 +59,16 @@ class Chain:
     xs, values : list of array
         Activations from the first to the last; values of the Jacobians from the last to the first.
     grad : array, shape (batch, d)
-        Of the loss, in the last activation.
+        The gradient of the loss in the last activation.
     jacobians : list of csr_array or BatchedCSR
         From the last to the first, in host memory.
     """
 
     def __init__(self, net: Any, images: torch.Tensor, labels: torch.Tensor, device: Any) -> None:
         self.device, self.features = device, net[0]
-        self.images = images.to(device.others[0])
+        self.images = images.to(device.torch_name)
         y = self.features(self.images).detach().requires_grad_()
-        loss = nn.functional.cross_entropy(net[1:](y), labels.to(device.others[0]))
+        loss = nn.functional.cross_entropy(net[1:](y), labels.to(device.torch_name))
         (self.torch_grad,) = torch.autograd.grad(loss, y)
         self.net = Sequential(from_torch(self.features, self.images.shape[1:]))
         self.xs = self.net.activations(device.xp.asarray(self.images))
@@ -139,31 +82,18 @@ class Chain:
     @cached_property
     def grads(self) -> list[Array]:
         """All gradients, from the last to the first, in float64."""
-        samples = []
-        for b, grad in enumerate(self.device.get(self.grad)):
-            found = [grad.astype(np.float64)]
-            for jacobian in self.jacobians[:-1]:
-                found.append(of_sample(jacobian, b).astype(np.float64) @ found[-1])
-            samples.append(found)
-        return [np.stack(of_samples) for of_samples in zip(*samples, strict=True)]
+        return exact_gradients(self.device.get(self.grad), self.jacobians)
 
 
 class Nodes:
-    """Elements and products as matrices, for the first sample of a chain.
-
-    Parameters
-    ----------
-    chain : Chain
-        Of any batch.
-    *schedules : Schedule
-        Which products there are.
+    """The matrices that schedules make of a chain's Jacobians, for its first sample.
 
     Attributes
     ----------
     steps : list of Step
-        Of all schedules, each once: a vector by each matrix, and every product.
+        The operations of all schedules, each once: a vector by each matrix, and every product.
     patterns : dict
-        By intervals.
+        The patterns by intervals.
     """
 
     def __init__(self, chain: Chain, *schedules: Schedule) -> None:
@@ -175,20 +105,20 @@ class Nodes:
         self.steps = [*vectors.values(), *products.values()]
         self.patterns = analysis.patterns
         self._products = products
-        self._made = {
+        self._matrices = {
             (k, k + 1): of_sample(jacobian, 0) for k, jacobian in enumerate(chain.jacobians, 1)
         }
 
     def matrix(self, interval: Interval) -> sp.csr_array:
-        """As SciPy multiplies it up: entries that happen to be zero are dropped; sorted."""
-        if interval not in self._made:
+        """The matrix as SciPy multiplies it up, sorted, without entries that happen to be zero."""
+        if interval not in self._matrices:
             left, right = self._products[interval].operands
-            self._made[interval] = self.matrix(right) @ self.matrix(left)
-            self._made[interval].sort_indices()
-        return self._made[interval]
+            product = self._matrices[interval] = self.matrix(right) @ self.matrix(left)
+            product.sort_indices()
+        return self._matrices[interval]
 
     def values(self, interval: Interval) -> Array:
-        """In the order of the pattern, zeros included."""
+        """The values in the order of the pattern, zeros included."""
         return in_pattern(self.matrix(interval), self.patterns[interval])
 
     def too_large(self, step: Step) -> str | None:
@@ -199,8 +129,8 @@ class Nodes:
         for interval in matrices:
             if self.patterns[interval].nnz > _MOST_ENTRIES:
                 return f"{self.patterns[interval].nnz:,} entries"
-            made = self._products.get(interval)
-            if made is not None and made is not step and (reason := self.too_large(made)):
+            product = self._products.get(interval)
+            if product is not None and product is not step and (reason := self.too_large(product)):
                 return reason
         return None
 
@@ -221,36 +151,11 @@ def in_pattern(matrix: sp.csr_array, pattern: Pattern) -> Array:
 # -- Works ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """Something to be timed.
-
-    Attributes
-    ----------
-    contenders : dict
-        For each contender what makes the variants of its call; it may raise MissingPeerError.
-    answer : callable
-        What to compare, from a contender and what its call returned.
-    right : ndarray
-        The answer in float64.
-    bytes, flop : int
-        What must be moved and computed, however it is done.
-    """
-
-    contenders: Mapping[str, Callable[[], dict[str, Call]]]
-    answer: Callable[[str, Any], Array]
-    right: Array
-    bytes: int
-    flop: int
-
-    def check(self, contender: str, result: Any) -> None:
-        """Stop if a contender did not compute what is right."""
-        error = np.abs(self.answer(contender, result) - self.right).max()
-        if not error <= np.sqrt(np.finfo(np.float32).eps) * np.abs(self.right).max():
-            raise AssertionError(f"{contender} is wrong: {error:.1e} from what is right")
+def step_work(nodes: Nodes, step: Step) -> Work:
+    return (_vector_work if step.vector else _product_work)(nodes, step)
 
 
-def vector_step(nodes: Nodes, step: Step) -> Work:
+def _vector_work(nodes: Nodes, step: Step) -> Work:
     """A gradient multiplied by a layer's Jacobian, or by a product."""
     device, interval = nodes.chain.device, step.operands[1]
     pattern, matrix = nodes.patterns[interval], nodes.matrix(interval)
@@ -265,14 +170,13 @@ def vector_step(nodes: Nodes, step: Step) -> Work:
 
     def answer(contender: str, result: Any) -> Array:
         index = {OURS: 1, TORCH: 0}.get(contender)
-        found: Array = device.get(result if index is None else result[index])
-        return found.reshape(-1)
+        return np.reshape(device.get(result if index is None else result[index]), -1)
 
     peers: dict[str, Callable[[], dict[str, Call]]] = {
         SCIPY: lambda: {"csr_array @ ndarray": lambda: matrix @ x},
         MKL: lambda: _mkl_vectors(matrix, x),
     }
-    if not isinstance(device, Cpu):
+    if device.on_gpu:
         peers = {CUSPARSE: lambda: _cusparse_vectors(device, matrix, grad)}
     if step.stop == step.mid + 1:
         peers[TORCH] = lambda: _torch_layer(nodes.chain, step.mid)
@@ -281,11 +185,11 @@ def vector_step(nodes: Nodes, step: Step) -> Work:
         answer=answer,
         right=matrix.astype(np.float64) @ x,
         bytes=_bytes(pattern) + _ITEM * sum(pattern.shape),
-        flop=step.flop,
+        flops=step.flop,
     )
 
 
-def product_step(nodes: Nodes, step: Step) -> Work:
+def _product_work(nodes: Nodes, step: Step) -> Work:
     """The product of two matrices, checked by what it makes of a vector."""
     device = nodes.chain.device
     left, right = (nodes.matrix(interval) for interval in step.operands)
@@ -299,19 +203,16 @@ def product_step(nodes: Nodes, step: Step) -> Work:
         host = [nodes.values(interval) for interval in step.operands]
         return [device.put(v) for v in (*host, np.ones(last.nnz, np.float32))]
 
-    def plan(*ops: tuple[int, int, int]) -> sparsescan.ScanPlan:
-        """One with these operations and no others, so not all of its gradients are made."""
-        levels = [Level("product", np.array([op]), np.array([0, 1])) for op in ops]
-        schedule = Schedule(3, levels, f"product{ops}")
-        return sparsescan.plan(patterns, schedule=schedule, device=device.device)
+    def plan(*levels: list[Op]) -> sparsescan.ScanPlan:
+        return plan_of(patterns, *levels, device=device.device)
 
     def ours() -> dict[str, Call]:
-        product = plan((1, 2, 3))
+        product = plan([(1, 2, 3)])
         return {"plan": lambda: product.exclusive_scan(grad, values())}
 
     def answer(contender: str, result: Any) -> Array:
         if contender == OURS:
-            applied = plan((1, 2, 3), (0, 1, 3)).exclusive_scan(grad, values())
+            applied = plan([(1, 2, 3)], [(0, 1, 3)]).exclusive_scan(grad, values())
             return np.asarray(device.get(applied[2]))
         if contender == MKL:  # handles that are kept give nothing back
             result = load_mkl().dot_product_mkl(right, left)
@@ -322,7 +223,7 @@ def product_step(nodes: Nodes, step: Step) -> Work:
         SCIPY: lambda: {"csr_array @ csr_array": lambda: right @ left},
         MKL: lambda: mkl_products(right, left),
     }
-    if not isinstance(device, Cpu):
+    if device.on_gpu:
         pair = cache(lambda: (device.csr(right), device.csr(left)))
         peers = {
             CUSPARSE: lambda: {"cusparse.spgemm": lambda: device.spgemm(*pair())},
@@ -334,19 +235,19 @@ def product_step(nodes: Nodes, step: Step) -> Work:
         answer=answer,
         right=right.astype(np.float64) @ (left.astype(np.float64) @ x),
         bytes=sum(map(_bytes, patterns[:2])) + _ITEM * out.nnz,
-        flop=step.flop,
+        flops=step.flop,
     )
 
 
 def backward(chain: Chain, other: Schedule | None = None) -> Work:
-    """All gradients of the convolutional part; with those of its parameters where it is said.
+    """All gradients of the convolutional part, by the planner's schedule and maybe another one.
 
-    By the planner's schedule; by another one as well, if there is one.
+    Some contenders make the gradients of the parameters as well.
     """
     net, device, batch = chain.net, chain.device, len(chain.images)
     plan = net.plan(batch=batch, dtype=np.float32, device=device.device)
     buffers = [device.xp.empty_like(values) for values in chain.values]
-    loop = SCIPY if isinstance(device, Cpu) else CUSPARSE
+    loop = CUSPARSE if device.on_gpu else SCIPY
 
     def with_values() -> Any:
         return plan.exclusive_scan(chain.grad, net.values(chain.xs, out=buffers))
@@ -361,12 +262,12 @@ def backward(chain: Chain, other: Schedule | None = None) -> Work:
 
     def answer(contender: str, result: Any) -> Array:
         """Gradients of the activations, each relative to its largest entry."""
-        found = result[: len(net)]
+        grads = result[: len(net)]
         if contender in (TORCH, TORCH_PARAMETERS):
-            found = [chain.torch_grad, *result[: len(net) - 1]]
+            grads = [chain.torch_grad, *result[: len(net) - 1]]
         elif contender == loop:
-            found = [np.stack(x) if isinstance(x, list) else device.get(x).T for x in result]
-        pairs = zip(found, chain.grads, strict=True)
+            grads = [np.stack(x) if isinstance(x, list) else device.get(x).T for x in result]
+        pairs = zip(grads, chain.grads, strict=True)
         return np.concatenate([_relative(device.get(x), right) for x, right in pairs])
 
     read = zip(net.patterns[:-1], chain.values, strict=False)
@@ -388,12 +289,12 @@ def backward(chain: Chain, other: Schedule | None = None) -> Work:
         right=np.concatenate([_relative(x, x) for x in chain.grads]),
         bytes=_ITEM * sum(x.size for x in chain.grads)
         + sum(_bytes(pattern) - _ITEM * pattern.nnz + values.nbytes for pattern, values in read),
-        flop=2 * batch * sum(pattern.nnz for pattern in net.patterns[:-1]),
+        flops=2 * batch * sum(pattern.nnz for pattern in net.patterns[:-1]),
     )
 
 
 def call_seconds(device: Any) -> float:
-    """What a call of a plan takes that computes next to nothing."""
+    """How long a call of a plan takes that computes next to nothing."""
     one = Pattern.dense((1, 1))
     plan = sparsescan.plan([one, one], schedule="linear", device=device.device)
     grad, values = (device.put(np.ones(size, np.float32)) for size in (1, (2, 1)))
@@ -407,7 +308,7 @@ def _relative(x: Array, right: Array) -> Array:
 
 
 def _bytes(pattern: Pattern) -> int:
-    """Of the values of a matrix, and of its indices where there have to be any."""
+    """Bytes of the values of a matrix, and of its indices where there have to be any."""
     index = 0 if pattern.kind != "general" else pattern.nnz + pattern.shape[0] + 1
     return _ITEM * pattern.nnz + pattern.index_dtype.itemsize * index
 
@@ -456,18 +357,13 @@ def _cusparse_loops(chain: Chain) -> dict[str, Call]:
     if batch == 1:
         steps = [(gpu.csr(of_sample(jacobian, 0)), True) for jacobian in chain.jacobians[:-1]]
 
+    def step(multiply: Callable[[Any, Any], Any], matrix: Any, own: bool, x: Any) -> Any:
+        return multiply(matrix, x.reshape(-1) if own else x).reshape(-1, batch)
+
     def loop(multiply: Callable[[Any, Any], Any]) -> Call:
-        def run() -> list[Any]:
-            gradients = [first]
-            for matrix, own in steps:
-                x = gradients[-1]
-                made = multiply(matrix, x.reshape(-1) if own else x)
-                gradients.append(made.reshape(-1, batch))
-            return gradients
+        return peers.loop(first, [partial(step, multiply, *each) for each in steps])
 
-        return run
-
-    variants = {"matrix @ array": loop(lambda matrix, x: matrix @ x)}
+    variants = {"matrix @ array": loop(operator.matmul)}
     if batch == 1:
         variants["cusparse.spmv"] = loop(gpu.spmv)
     return variants
@@ -476,9 +372,9 @@ def _cusparse_loops(chain: Chain) -> dict[str, Call]:
 def interleaved(jacobian: BatchedCSR) -> sp.csr_array:
     """One matrix for all samples, of vectors whose entry ``(i, b)`` is at ``i * batch + b``."""
     batch = len(jacobian.data)
-    made = sp.block_diag([jacobian[b] for b in range(batch)], "csr")
+    blocks = sp.block_diag([jacobian[b] for b in range(batch)], "csr")
     rows, cols = (np.arange(batch * size).reshape(batch, -1).T.ravel() for size in jacobian.shape)
-    mixed = sp.csr_array(made[rows][:, cols])
+    mixed = sp.csr_array(blocks[rows][:, cols])
     mixed.sort_indices()
     return mixed
 
@@ -486,7 +382,7 @@ def interleaved(jacobian: BatchedCSR) -> sp.csr_array:
 def _torch_layer(chain: Chain, k: int) -> dict[str, Call]:
     """PyTorch's backward of the layer whose Jacobian is element `k`, dense, of the first sample."""
     layer = chain.features[len(chain.net) - k]
-    x = torch.as_tensor(chain.xs[len(chain.net) - k][:1], device=chain.device.others[0])
+    x = torch.as_tensor(chain.xs[len(chain.net) - k][:1], device=chain.device.torch_name)
     grad = torch.from_numpy(chain.grads[k - 1][:1].astype(np.float32)).to(x.device)
 
     def variant(form: torch.memory_format) -> Call:
@@ -502,7 +398,7 @@ def _torch_backward(chain: Chain, *, parameters: bool) -> dict[str, Call]:
     """Gradients of all activations but the first, from the last to the first, and of parameters."""
 
     def variant(form: torch.memory_format) -> Call:
-        features = _copied(chain.features).to(chain.device.others[0], memory_format=form)
+        features = _copied(chain.features).to(chain.device.torch_name, memory_format=form)
         x = chain.images.contiguous(memory_format=form)
         xs = []
         for layer in features:
@@ -523,7 +419,7 @@ def _in_formats(variant: Callable[[torch.memory_format], Call]) -> dict[str, Cal
 
 
 def _copied(features: nn.Sequential) -> nn.Sequential:
-    """The same layers; what pruning has made of a weight cannot be copied as it is."""
+    """Copies of the layers; ``deepcopy`` refuses the weights that pruning has made."""
     layers: list[nn.Module] = []
     for layer in features:
         if not isinstance(layer, nn.Conv2d):
@@ -545,39 +441,34 @@ def race(works: Mapping[str, Work], device: Any, rounds: int) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``works``: of each its samples, medians and floor, in seconds, and which variants were the
+        ``works``: for each its samples, medians and floor, in seconds, and which variants were the
         fastest; ``missing``: peers and why they are not there.
     """
     calls: dict[str, dict[str, Call]] = {}
-    times: dict[tuple[str, str], int] = {}
     missing: dict[str, str] = {}
     variants: dict[str, dict[str, str]] = {name: {} for name in works}
     for name, work in works.items():
-        for contender, make in work.contenders.items():
-            found = _fastest(name, contender, make, work, device, missing)
-            if found is None:
+        for contender in work.contenders:
+            try:
+                variants[name][contender], call = work.variant(contender, device, trials=2)
+            except MissingPeerError as reason:
+                missing[contender] = str(reason)
                 continue
-            variants[name][contender], call = found
+            except (RuntimeError, MemoryError) as error:
+                if contender.startswith(OURS):
+                    raise
+                missing.setdefault(contender, f"{name}: {type(error).__name__}: {error}"[:200])
+                continue
             calls.setdefault(contender, {})[name] = call
-            once = min(seconds(partial(_done, device, call), 1))
-            times[contender, name] = max(_FEWEST, min(_MOST, round(_SECONDS_A_TURN / once)))
-    samples: dict[str, dict[str, list[float]]] = {
-        name: {contender: [] for contender in of} for name, of in variants.items()
-    }
-    for _ in range(rounds):
-        for contender, of in calls.items():
-            time.sleep(_PAUSE)
-            for name, call in of.items():
-                taken = device.samples(call, times[contender, name], "call", False)
-                samples[name][contender] += [round(s, 9) for s in taken]
+    samples = _take_turns(calls, device, rounds)
     return {
         "works": {
             name: {
-                "flop": work.flop,
+                "flop": work.flops,
                 "bytes": work.bytes,
-                "floor_seconds": _floor(device, work),
-                "median_seconds": {c: median(taken) for c, taken in samples[name].items()},
-                "samples_seconds": samples[name],
+                "floor_seconds": device.ceilings(work.bytes).seconds(work.bytes, work.flops),
+                "median_seconds": {c: median(samples[c, name]) for c in variants[name]},
+                "samples_seconds": {c: samples[c, name] for c in variants[name]},
                 "variants": variants[name],
             }
             for name, work in works.items()
@@ -586,48 +477,20 @@ def race(works: Mapping[str, Work], device: Any, rounds: int) -> dict[str, Any]:
     }
 
 
-def _fastest(
-    name: str,
-    contender: str,
-    make: Callable[[], dict[str, Call]],
-    work: Work,
-    device: Any,
-    missing: dict[str, str],
-) -> tuple[str, Call] | None:
-    """The fastest variant, once all were found to be right; None for a peer that is missing."""
-    try:
-        made = make()
-        results = [_done(device, call) for call in made.values()]
-    except MissingPeerError as reason:
-        missing[contender] = str(reason)
-        return None
-    except (RuntimeError, MemoryError) as error:
-        if contender.startswith(OURS):
-            raise
-        missing.setdefault(contender, f"{name}: {type(error).__name__}: {error}"[:200])
-        return None
-    for result in results:
-        work.check(contender, result)
-    chosen, _ = fastest({key: partial(_done, device, call) for key, call in made.items()}, trials=2)
-    return chosen, made[chosen]
-
-
-def _done(device: Any, call: Call) -> Any:
-    result = call()
-    device.synchronize()
-    return result
-
-
-def _floor(device: Any, work: Work) -> float:
-    """Seconds that moving or computing takes at least."""
-    if isinstance(device, Cpu):
-        rates = machine.bandwidth(work.bytes), machine.flop_rate(np.dtype(np.float32))
-    else:
-        rates = _rates(device)
-    return max(work.bytes / rates[0], work.flop / rates[1])
-
-
-@cache
-def _rates(gpu: Any) -> tuple[float, float]:
-    flop_rate = gpu.flop_rate()  # first, which gets the clocks up
-    return gpu.bandwidth(), flop_rate
+def _take_turns(
+    calls: dict[str, dict[str, Call]], device: Any, rounds: int
+) -> dict[tuple[str, str], list[float]]:
+    """Samples of each contender and work."""
+    times = {
+        (contender, name): calls_in(_SECONDS_A_TURN, device, call, _FEWEST, _MOST)
+        for contender, by_work in calls.items()
+        for name, call in by_work.items()
+    }
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in times}
+    for _ in range(rounds):
+        for contender, by_work in calls.items():
+            time.sleep(PAUSE)
+            for name, call in by_work.items():
+                taken = device.samples(call, times[contender, name], "call", False)
+                samples[contender, name] += rounded(taken)
+    return samples

@@ -7,6 +7,7 @@ drops.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
 from sparsescan.jacobians import Conv2d, MaxPool2d, Operator, ReLU, Sequential
+
+# Channels of VGG-11's convolutions; M is a max-pool.
+VGG11_WIDTHS = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
 
 
 class Dense(NamedTuple):
@@ -42,62 +46,60 @@ class Stencil(NamedTuple):
 
 
 def pruned_conv(
-    rng: np.random.Generator,
-    in_channels: int,
-    out_channels: int,
-    side: int,
-    *,
-    pruned: float = 0.97,
-    dtype: DTypeLike = np.float32,
-) -> sp.csr_array:
-    """Transposed Jacobian of a Conv2d, 3×3 with padding 1, on ``side × side`` images.
+    weight: NDArray[Any], shape: tuple[int, ...], pruned: float, rng: Any = 0
+) -> tuple[Conv2d, NDArray[np.bool_]]:
+    """A Conv2d, 3×3 with padding 1, for images of a shape; and which of the weights it keeps.
 
-    Of random normal weights the fraction `pruned` with the smallest magnitude is dropped. Row
-    ``(c, y, x)`` is an input and column ``(o, v, u)`` an output, with ``y = v + ky - 1`` and
-    ``x = u + kx - 1``.
+    The fraction `pruned` of the weights with the smallest magnitude is dropped.
     """
-    weight = rng.standard_normal((out_channels, in_channels, 3, 3))
     kept = np.abs(weight) >= np.quantile(np.abs(weight), pruned)
-    o, c, ky, kx = (axis[:, None] for axis in np.nonzero(kept))
-    v, u = (axis.ravel() for axis in np.indices((side, side)))
-    y, x = v + ky - 1, u + kx - 1
-    inside = (y >= 0) & (y < side) & (x >= 0) & (x < side)
-    rows = ((c * side + y) * side + x)[inside]
-    cols = ((o * side + v) * side + u)[inside]
-    values = np.broadcast_to(weight[kept][:, None], inside.shape)[inside]
-    shape = (in_channels * side**2, out_channels * side**2)
-    return sp.coo_array((values.astype(dtype), (rows, cols)), shape=shape).tocsr()
+    out, channels, *_ = weight.shape
+    conv = Conv2d(channels, out, 3, padding=1, input_shape=shape, weight_mask=kept, rng=rng)
+    conv.weight = weight.astype(np.float32)
+    return conv, kept
+
+
+def pruned_jacobian(
+    rng: np.random.Generator, channels: tuple[int, int], side: int, pruned: float = 0.97
+) -> sp.csr_array:
+    """The transposed Jacobian of a pruned convolution with random normal weights."""
+    weight = rng.standard_normal((channels[1], channels[0], 3, 3))
+    return pruned_conv(weight, (channels[0], side, side), pruned)[0].jacobian()
 
 
 def conv_pair(
     side: int = 16, channels: tuple[int, int, int] = (64, 128, 256)
 ) -> list[sp.csr_array]:
-    """The transposed Jacobians ``[J₂, J₁]`` of two pruned convolutions."""
+    """The transposed Jacobians ``[J₂, J₁]`` of two pruned convolutions, with int64 indices."""
     rng = np.random.default_rng(0)
-    first, middle, last = channels
-    j1 = pruned_conv(rng, first, middle, side)
-    return [pruned_conv(rng, middle, last, side), j1]
+    jacobians = [pruned_jacobian(rng, pair, side) for pair in pairwise(channels)]
+    return [with_indices(jacobian, np.int64) for jacobian in reversed(jacobians)]
+
+
+def with_indices(matrix: sp.csr_array, dtype: DTypeLike) -> sp.csr_array:
+    """The matrix, whose index arrays are changed to another type."""
+    matrix.indices, matrix.indptr = (x.astype(dtype) for x in (matrix.indices, matrix.indptr))
+    return matrix
 
 
 def vgg11(pruned: float, side: int = 32, narrow: int = 1) -> Sequential:
     """The convolutional part of VGG-11, for ``side × side`` images, maybe `narrow` times narrower.
 
-    Of the random normal weights of each layer the fraction `pruned` with the smallest magnitude is
+    The fraction `pruned` of each layer's random normal weights, those of the smallest magnitude, is
     dropped. The others are scaled as by He et al. (2015), so that activations keep their size.
     """
     rng, channels = np.random.default_rng(3), 3
     layers: list[Operator] = []
-    for width in (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"):
+    for width in VGG11_WIDTHS:
         shape = (channels, side, side)
-        if width == "M":
+        if isinstance(width, str):
             if side > 1:
                 layers.append(MaxPool2d(2, input_shape=shape))
                 side //= 2
             continue
         out = width // narrow
         weight = rng.standard_normal((out, channels, 3, 3), np.float32)
-        kept = np.abs(weight) >= np.quantile(np.abs(weight), pruned)
-        conv = Conv2d(channels, out, 3, padding=1, input_shape=shape, weight_mask=kept, rng=rng)
+        conv, kept = pruned_conv(weight, shape, pruned, rng)
         conv.weight = weight * np.sqrt(2 * out / np.sum(weight[kept] ** 2))
         layers += [conv, ReLU(input_shape=conv.output_shape)]
         channels = out

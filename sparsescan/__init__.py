@@ -11,7 +11,8 @@ array([[1. , 3. ],
 from importlib.metadata import PackageNotFoundError, version
 
 from .api import exclusive_scan, inclusive_scan, plan
-from .containers import BatchedCSR, CSRChain, PeriodicChain
+from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from .chains.files import load_chain, save_chain
 from .errors import (
     ChainFileError,
     DeviceError,
@@ -22,10 +23,9 @@ from .errors import (
     PlanFileError,
     SparseScanError,
 )
-from .io import load_chain, save_chain
-from .pattern import Pattern
-from .plan import ScanPlan
-from .schedule import Schedule
+from .plan.scan_plan import ScanPlan
+from .symbolic.pattern import Pattern
+from .symbolic.schedule import Schedule
 
 __all__ = [
     "BatchedCSR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,22 +12,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ._arrays import is_on_device
-from ._place import place
-from .chain import Chain, check_chain, is_stack, length, pattern_of
-from .containers import check_dtype
-from .costs import Model
-from .errors import DeviceError, InputError, MemoryLimitError
-from .measure import measure
-from .pattern import Pattern, TooLargeError
-from .plan import Gradients, ScanPlan, needed_bytes
-from .planner import Choice, choose, choose_for, model_for
-from .program import Program
-from .schedule import Schedule, check_count
+from .arrays.arrays import read_array
+from .arrays.streams import check_device, place
+from .chains.chain import Chain, length, patterns_in, steps_of
+from .chains.containers import check_dtype
+from .errors import Allocating, DeviceError, InputError, MemoryLimitError, short
+from .plan.scan_plan import Gradients, ScanPlan, needed_bytes
+from .plan.spec import PlanSpec
+from .planning.costs.cpu import Model
+from .planning.search import Choice, choose, choose_for, model_for
+from .symbolic.pattern import Pattern, TooLargeError
+from .symbolic.program import Program
+from .symbolic.schedule import Schedule, check_choice, check_count
+from .tuning.measure import measure
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
-# What "auto" said of the chains of single scans, by the keys of their patterns.
+# Entries that int64 can count, with room for sums of products.
+_COUNTED = 1 << 55
+_SCHEDULES = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
+# Choices of "auto" for single scans, by the keys of their patterns.
 _choices: dict[Any, Choice] = {}
 _KEPT = 64
 
@@ -40,7 +45,7 @@ def exclusive_scan(
     device: str | None = None,
     stream: Any = None,
 ) -> Gradients:
-    """Gradients of a chain of layers, from the last layer's output to the first layer's.
+    """Return the gradients of a chain of layers, from the last layer's output to the first's.
 
     With ``J_i = (∂x_i/∂x_{i-1})ᵀ``, the exclusive scan of ``[∇x_n, J_n, …, J_1]`` under
     ``A ◇ B = B·A`` is ``[I, ∇x_n, …, ∇x_1]``; this returns it without the identity:
@@ -91,6 +96,9 @@ def exclusive_scan(
         If a type, a sparse format or a dtype is not supported. It is a :class:`TypeError`.
     DeviceError
         If the device, or the device that holds the data, cannot be used.
+    MemoryLimitError
+        If the gradients, or what makes them, take more memory than there is. It is a
+        :class:`MemoryError`.
 
     See Also
     --------
@@ -129,7 +137,7 @@ def inclusive_scan(
     device: str | None = None,
     stream: Any = None,
 ) -> Gradients:
-    """Gradients of a chain of layers, down to the input of the first.
+    """Return the gradients of a chain of layers, down to the input of the first.
 
     As :func:`exclusive_scan`, and one more at the end: ``∇x_0 = J_1 ∇x_1 + l_0``.
 
@@ -148,7 +156,7 @@ def inclusive_scan(
 
     Raises
     ------
-    InputError, InputTypeError, DeviceError
+    InputError, InputTypeError, DeviceError, MemoryLimitError
         As :func:`exclusive_scan`.
 
     Examples
@@ -173,7 +181,7 @@ def plan(
     memory_limit: int | None = None,
     effort: str = "estimate",
 ) -> ScanPlan:
-    """The part of a scan that depends on patterns only, to be run many times.
+    """Prepare the part of a scan that depends on patterns only, to be run many times.
 
     Parameters
     ----------
@@ -208,12 +216,12 @@ def plan(
     InputError, InputTypeError, DeviceError
         As :func:`exclusive_scan`.
     MemoryLimitError
-        If the schedule, or with ``"auto"`` every one, needs more than `memory_limit`. It is a
-        :class:`MemoryError`, and says how much the least would need.
+        If the schedule, or with ``"auto"`` every one, needs more than `memory_limit`, or than there
+        is. It is a :class:`MemoryError`, and says how much the least would need.
 
     Notes
     -----
-    Of every schedule the products are stored in that form, their own pattern or dense, which takes
+    The products of every schedule are stored in the form, their own pattern or dense, that takes
     least: node and edge elimination as in DeePa (section 4).
 
     Examples
@@ -226,35 +234,40 @@ def plan(
            [0.25 , 0.25 , 0.25 ],
            [0.125, 0.125, 0.125]])
     """
-    _check_device(device)
+    check_device(device)
     chosen_batch = None if batch is None else check_count("batch", batch, 1)
     chosen_dtype = None if dtype is None else check_dtype(dtype)
     limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
-    patterns, on_device = _patterns(jacobians)
-    if on_device and device == "cpu":
-        raise DeviceError(
-            "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
-            "(cupy.asnumpy)"
+    with Allocating("the plan"):
+        patterns, on_device = patterns_in(jacobians)
+        if on_device and device == "cpu":
+            raise DeviceError(
+                "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
+                "(cupy.asnumpy)"
+            )
+        check_choice("effort", effort, "estimate", "measure")
+        _check_schedule(schedule, len(patterns))
+        if effort == "measure" and schedule != "auto":
+            raise InputError(
+                f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
+            )
+        device = "cuda" if on_device else device
+        model = model_for(device, chosen_dtype or np.dtype(np.float64), chosen_batch or 1)
+        choice = _choose(schedule, patterns, model, device, limit, measured=effort == "measure")
+        return ScanPlan(
+            PlanSpec(
+                patterns,
+                choice.schedule,
+                reason=choice.reason,
+                batch=chosen_batch,
+                dtype=chosen_dtype,
+                device=device,
+                memory_limit=limit,
+                dense=choice.dense,
+                alternatives=choice.alternatives,
+            ),
+            choice.program,
         )
-    if effort not in ("estimate", "measure"):
-        raise InputError(f"effort is {effort!r}; expected 'estimate' or 'measure'")
-    if effort == "measure" and schedule != "auto":
-        raise InputError(f"effort is 'measure', but schedule is {schedule!r}; expected 'auto'")
-    device = "cuda" if on_device else device
-    model = model_for(device, chosen_dtype or np.dtype(np.float64), chosen_batch or 1)
-    choice = _choose(schedule, patterns, model, device, limit, measured=effort == "measure")
-    return ScanPlan(
-        patterns,
-        choice.schedule,
-        reason=choice.reason,
-        batch=chosen_batch,
-        dtype=chosen_dtype,
-        device=device,
-        memory_limit=limit,
-        dense=choice.dense,
-        alternatives=choice.alternatives,
-        program=choice.program,
-    )
 
 
 def _scan_once(
@@ -267,34 +280,24 @@ def _scan_once(
     *,
     inclusive: bool,
 ) -> Gradients:
-    _check_device(device)
-    with place(grad, device, stream):
-        chain = Chain(length(jacobians))
-        patterns = chain.read(jacobians)
+    check_device(device)
+    with place(grad, device, stream), Allocating("the scan"):
+        steps = steps_of(jacobians)
+        chain = Chain(length(steps))
+        patterns = chain.read(steps)
+        _check_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
-        shape: tuple[int, ...] = getattr(grad, "shape", ())
-        batch = int(shape[0]) if len(shape) == 2 else 1
+        first = read_array("grad", grad)
+        batch = len(first) if first.ndim == 2 else 1
         model = model_for(device, chain.dtype, max(batch, 1))
         choice = _choose_once(schedule, patterns, model, device)
         once = ScanPlan(
-            patterns,
-            choice.schedule,
-            reason=choice.reason,
-            device=device,
-            dense=choice.dense,
-            program=choice.program,
+            PlanSpec(
+                patterns, choice.schedule, reason=choice.reason, device=device, dense=choice.dense
+            ),
+            choice.program,
         )
-        return once._scan_once(grad, chain, local_grads, inclusive=inclusive)
-
-
-def _patterns(jacobians: Any) -> tuple[Sequence[Pattern], bool]:
-    """The patterns of Jacobians, any of which may be a bare pattern; whether any is on a device."""
-    n = length(jacobians)
-    if is_stack(jacobians) or not any(isinstance(jacobian, Pattern) for jacobian in jacobians):
-        chain = Chain(n)
-        return chain.read(jacobians), chain.device is not None
-    patterns = [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]
-    return check_chain(patterns), any(is_on_device(jacobian) for jacobian in jacobians)
+        return once.run(once.slot(chain), first, local_grads, inclusive=inclusive)
 
 
 def _choose(
@@ -306,18 +309,11 @@ def _choose(
     *,
     measured: bool = False,
 ) -> Choice:
-    """The schedule that runs, and why."""
+    """Return the schedule that runs, and why."""
     n = len(patterns)
-    makers = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
-    if isinstance(schedule, Schedule):
-        if schedule.n != n:
-            raise InputError(f"schedule is {schedule!r}; expected one for {n} Jacobians")
-    elif not isinstance(schedule, str) or schedule not in (*makers, "auto"):
-        raise InputError(
-            f"schedule is {schedule!r}; expected 'auto', 'linear', 'blelloch' or a Schedule"
-        )
-    elif schedule != "auto":
-        schedule = makers[schedule](n)
+    _check_counts(patterns, model.batch)
+    if isinstance(schedule, str) and schedule != "auto":
+        schedule = _SCHEDULES[schedule](n)
     dtype, batch = model.dtype, model.batch
 
     def fits(program: Program) -> bool:
@@ -327,6 +323,11 @@ def _choose(
     if isinstance(schedule, Schedule):
         try:
             return choose_for(patterns, schedule, model, fits=fits, nbytes=nbytes)
+        except OverflowError:
+            raise MemoryLimitError(
+                f"products of {schedule} have more multiply-adds than int64 can count; expected "
+                "another schedule"
+            ) from None
         except TooLargeError:
             least = needed_bytes(Program(patterns, Schedule.linear(n)), dtype, batch, device)
             raise MemoryLimitError(
@@ -343,10 +344,22 @@ def _choose(
     )
 
 
+def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
+    """Raise if a chain is larger than any machine's memory, and than int64 can count."""
+    entries = sum(
+        count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
+    )
+    if entries * batch > _COUNTED:
+        raise MemoryLimitError(
+            f"the scan of {short(batch)} samples has {entries:,} entries of Jacobians and "
+            "gradients for each; expected no more than a machine can hold"
+        )
+
+
 def _choose_once(
     schedule: Schedule | str, patterns: Sequence[Pattern], model: Model, device: str | None
 ) -> Choice:
-    """The same for one scan; what "auto" says of a chain is remembered."""
+    """Choose for one scan, and remember what "auto" said of such a chain."""
     if schedule != "auto":
         return _choose(schedule, patterns, model, device)
     numbers: dict[Pattern, int] = {}
@@ -364,8 +377,8 @@ def _choose_once(
 
 
 def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
-    """Chunks for small steps of one pattern, which have kernels of their own, even for one."""
-    from .device import chunk_count
+    """Return chunks for small steps of one pattern, which have kernels of their own."""
+    from .execution.device import chunk_count
 
     n, chunks = len(patterns), chunk_count(patterns, batch) if patterns else None
     if chunks is None:
@@ -373,6 +386,11 @@ def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
     return [Schedule.chunked(n, count) for count in sorted({1, chunks})]
 
 
-def _check_device(device: str | None) -> None:
-    if device not in (None, "cpu", "cuda"):
-        raise DeviceError(f"device is {device!r}; expected None, 'cpu' or 'cuda'")
+def _check_schedule(schedule: Any, n: int) -> None:
+    if isinstance(schedule, Schedule):
+        if schedule.n != n:
+            raise InputError(f"schedule is {short(schedule)}; expected one for {n} Jacobians")
+    elif not isinstance(schedule, str) or schedule not in ("auto", *_SCHEDULES):
+        raise InputError(
+            f"schedule is {short(schedule)}; expected 'auto', 'linear', 'blelloch' or a Schedule"
+        )

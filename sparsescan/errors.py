@@ -1,5 +1,20 @@
 """The exceptions a caller can catch; each is also the built-in one that fits."""
 
+from __future__ import annotations
+
+import reprlib
+from contextlib import ContextDecorator
+from types import TracebackType
+
+# Characters of a value that an error message shows.
+_SHOWN = 100
+
+# How NumPy's errors begin where an array would not fit into any address space.
+_TOO_LARGE = ("array is too big", "Maximum allowed", "maximum supported dimension")
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
+
 
 class SparseScanError(Exception):
     """Base class of every exception that this package raises on purpose."""
@@ -30,8 +45,52 @@ class DeviceError(SparseScanError, RuntimeError):
 
 
 class MemoryLimitError(SparseScanError, MemoryError):
-    """A plan needs more memory than it was allowed."""
+    """A call needs more memory than it was allowed, or than there is."""
 
 
 class RankError(SparseScanError, RuntimeError):
     """One of the ranks of :mod:`sparsescan.parallel` met an exception that is none of these."""
+
+
+def short(value: object) -> str:
+    """Return how an error message shows a value: on one line, however large the value is."""
+    try:
+        text = " ".join(_repr.repr(value).split())
+    except Exception:  # of the repr of a caller's own class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+class Allocating(ContextDecorator):
+    """Turn a lack of memory in a block or a call into a :class:`MemoryLimitError` that names it.
+
+    Parameters
+    ----------
+    what : str
+        The subject of the message, such as ``"the scan"``.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lacking = isinstance(error, MemoryError) and not isinstance(error, MemoryLimitError)
+        if lacking or (isinstance(error, ValueError) and str(error).startswith(_TOO_LARGE)):
+            raise out_of_memory(self._what, error) from None
+
+
+def out_of_memory(what: str, error: BaseException | None) -> MemoryLimitError:
+    """Return the error that says what a lack of memory has stopped; one that does so already."""
+    if isinstance(error, MemoryLimitError):
+        return error
+    # NumPy says how many bytes it has asked for.
+    needed = str(error) or "the system gave it none"
+    return MemoryLimitError(f"{what} needs more memory than there is: {needed}")

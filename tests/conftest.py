@@ -1,40 +1,129 @@
-"""Hypothesis profiles: the same examples every time, or with ``--explore`` many random ones."""
+"""Options, what is run without any, and the fixtures that files share."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import child_tests
 import pytest
+from child_tests import (  # noqa: F401
+    pytest_collect_file,
+    pytest_runtest_protocol,
+    pytest_runtestloop,
+)
 from hypothesis import HealthCheck, settings
 
-collect_ignore_glob = ["mpi_*.py"]  # scripts for mpiexec
+import sparsescan.execution.stages
+from sparsescan.execution import threads
+from sparsescan.planning.costs.cpu import Cpu, load_cpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--all",
+        action="store_true",
+        default="SPARSESCAN_ALL_TESTS" in os.environ,
+        help="slow tests, too, and more examples",
+    )
+    parser.addoption(
         "--explore",
         action="store_true",
-        help="property tests: many random examples, not a few fixed",
+        help="all tests; many random examples, not a few fixed",
     )
+    parser.addoption("--reports", metavar="FOLDER", help="of the process that runs this as a child")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Both without a deadline: the first example that meets a kernel compiles it.
+    # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    settings.register_profile(
-        "ci",
-        derandomize=True,
-        database=None,
-        deadline=None,
-        max_examples=60,
-        suppress_health_check=slow,
-    )
+    for name, examples in (("sample", 15), ("all", 60)):
+        settings.register_profile(
+            name,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            max_examples=examples,
+            suppress_health_check=slow,
+        )
     settings.register_profile(
         "explore", deadline=None, max_examples=2000, suppress_health_check=slow, print_blob=True
     )
-    settings.load_profile("explore" if config.getoption("--explore") else "ci")
+    chosen = [name for name in ("explore", "all") if config.getoption(f"--{name}")]
+    settings.load_profile([*chosen, "sample"][0])
+    if config.getoption("--reports"):
+        config.pluginmanager.register(child_tests.Reporter(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, and leave slow tests out unless they are asked for."""
+    for item in items:
+        if reason := child_tests.reason_to_skip(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    if any(config.getoption(name) for name in ("--all", "--explore", "--reports", "-m")):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def pytest_collection_finish() -> None:
     # What has been imported stays: no collection has to look at it, of which tests ask for many.
     gc.freeze()
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> Callable[..., range]:
+    """Return the seeds of some cases: a few and always the same, or many fresh ones.
+
+    All ranks get the same.
+    """
+
+    def choose(few: int, usual: int, many: int) -> range:
+        if not request.config.getoption("--explore"):
+            return range(usual if request.config.getoption("--all") else few)
+        start = random.SystemRandom().randrange(1 << 30)
+        mpi = sys.modules.get("mpi4py.MPI")
+        start = mpi.COMM_WORLD.bcast(start) if mpi else start
+        return range(start, start + many)
+
+    return choose
+
+
+@pytest.fixture
+def with_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Set the number of threads, with as many workers, and work cut into the smallest pieces."""
+    pools = []
+
+    def set_threads(count: int) -> None:
+        pools.append(ThreadPoolExecutor(max(count - 1, 1)))
+        # By name, because the function `sparsescan.plan` hides the module.
+        plan = importlib.import_module("sparsescan.plan.scan_plan")
+        monkeypatch.setattr(plan, "thread_count", lambda: count)
+        monkeypatch.setattr(threads, "_pool", pools[-1])
+
+    monkeypatch.setattr(sparsescan.execution.stages, "RUN_GRAIN", 1)
+    monkeypatch.setattr(sparsescan.execution.stages, "ROW_GRAIN", 1)
+    yield set_threads
+    for pool in pools:
+        pool.shutdown()
+
+
+@pytest.fixture
+def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let plans be made for a machine with so many threads."""
+    built_in = load_cpu(Path("no such file"))
+
+    def set_machine(count: int, machine: Cpu = built_in) -> None:
+        search = importlib.import_module("sparsescan.planning.search")
+        for module in (search, importlib.import_module("sparsescan.plan.scan_plan")):
+            monkeypatch.setattr(module, "thread_count", lambda: count)
+        monkeypatch.setattr(search, "load_cpu", lambda: machine)
+
+    return set_machine

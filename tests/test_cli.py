@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 import sparsescan
-from sparsescan import demo
-from sparsescan.__main__ import main
+from sparsescan.cli.main import main
+from sparsescan.examples import digits
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_a_picture_that_cannot_be_drawn_gives_one_line(capsys, monkeypatch, stac
 def test_a_picture_that_cannot_be_written_is_known_before_the_work(capsys, monkeypatch, stacked):
     pytest.importorskip("matplotlib")
     bad = ["--plot", "/no/such/folder/a.png"]
-    monkeypatch.setattr("sparsescan.__main__.load_chain", None)
+    monkeypatch.setattr("sparsescan.cli.main.load_chain", None)
     for command in (["plan", stacked], ["strategies", stacked, "--workers", 2, "--batch", 4]):
         assert_one_line(capsys, [*command, *bad], "/no/such/folder/a.png: No such file")
 
@@ -269,21 +269,21 @@ def test_ctrl_c_ends_quietly(capsys, monkeypatch):
     def interrupt(**options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupt)
+    monkeypatch.setattr(digits, "run", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def test_the_options_reach_the_demo(monkeypatch):
     seen = {}
-    monkeypatch.setattr(demo, "run", lambda **options: seen.update(options))
+    monkeypatch.setattr(digits, "run", lambda **options: seen.update(options))
     options = "--hidden 3 --epochs 2 --batch 8 --device cpu --output x.png --seed 5"
     assert main(["demo", "--schedule", "truncated:2", *options.split()]) == 0
     assert seen == {
         "hidden": 3,
         "epochs": 2,
         "batch": 8,
-        "schedule": sparsescan.Schedule.truncated(demo.STEPS, 2),
+        "schedule": sparsescan.Schedule.truncated(digits.STEPS, 2),
         "device": "cpu",
         "output": "x.png",
         "seed": 5,

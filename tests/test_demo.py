@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sparsescan
-from sparsescan import demo
+from sparsescan.examples import digits
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -14,77 +14,76 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
-def small():
-    """A tiny model in float64, a batch for it, and its slopes."""
+def model():
+    """A tiny model in float64."""
     rng = np.random.default_rng(3)
-    vector = demo.initial_vector(4, rng) + 0.1 * rng.standard_normal(4 * 4 + 3 * 4 + 10 * 5)
-    return vector, rng.random((3, demo.STEPS)), np.array([7, 0, 2])
+    model = digits.Model(4, rng, np.float64)
+    model.vector += 0.1 * rng.standard_normal(4 * 4 + 3 * 4 + 10 * 5)
+    return model
 
 
-def loss_of(vector, images, labels):
-    return demo.cross_entropy(demo.forward(demo.split(vector, 4), images)[1], labels)[0]
+@pytest.fixture
+def batch():
+    return np.random.default_rng(4).random((3, digits.STEPS)), np.array([7, 0, 2])
 
 
-def gradients_of(vector, images, labels, schedule):
+def gradients_of(model, batch, schedule):
     """The gradient in the parameters by the scan, and by the loop."""
-    p = demo.split(vector, 4)
-    states, logits = demo.forward(p, images)
-    slopes = 1 - states[1:] ** 2
-    _, logit_grads = demo.cross_entropy(logits, labels)
-    last = logit_grads @ p.w_out
-    jacobians = demo.make_jacobians(p, slopes, out=np.empty((demo.STEPS, 3, 4, 4)))
-    plan = sparsescan.plan(jacobians, schedule=schedule)
-    ways = (demo.scan_backward(plan, last, jacobians), demo.sequential_backward(p, last, slopes))
-    return [demo.parameter_grads(images, states, slopes, way, logit_grads) for way in ways]
+    model.begin(*batch)
+    jacobians = model.jacobians()
+    plan = sparsescan.plan([model.cell.pattern] * digits.STEPS, schedule=schedule)
+    ways = model.scan_backward(plan, jacobians), model.sequential_backward()
+    return [np.concatenate([g.ravel() for g in model.param_grads(way)]) for way in ways]
 
 
 @pytest.mark.parametrize(
     "schedule",
-    ["linear", "blelloch", sparsescan.Schedule.chunked(demo.STEPS, 7)],
+    ["linear", "blelloch", sparsescan.Schedule.chunked(digits.STEPS, 7)],
     ids=["linear", "blelloch", "chunked"],
 )
-def test_gradients_are_those_of_the_loss(small, schedule):
-    vector, images, labels = small
+def test_gradients_are_those_of_the_loss(model, batch, schedule):
+    gradients = gradients_of(model, batch, schedule)
     step = 1e-5
+    start = model.vector.copy()
     differences = []
-    for k in range(len(vector)):
-        nudge = np.zeros_like(vector)
-        nudge[k] = step
-        above, below = (loss_of(vector + s * nudge, images, labels) for s in (1, -1))
+    for k in range(len(start)):
+        for sign in (1, -1):
+            model.vector[:] = start
+            model.vector[k] += sign * step
+            model.begin(*batch)
+        above, below = model.losses[-2:]
         differences.append((above - below) / (2 * step))
-    for gradient in gradients_of(vector, images, labels, schedule):
+    for gradient in gradients:
         # The error of a central difference: step² and eps / step, times values of order one.
         np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-9)
     assert np.abs(differences).min() > 0
 
 
-def test_scan_and_loop_agree_in_every_state(small):
-    vector, images, labels = small
-    scan, loop = gradients_of(vector, images, labels, "blelloch")
-    bound = 64 * demo.STEPS * np.finfo(np.float64).eps
+def test_scan_and_loop_agree_in_every_state(model, batch):
+    scan, loop = gradients_of(model, batch, "blelloch")
+    bound = 64 * digits.STEPS * np.finfo(np.float64).eps
     assert np.abs(scan - loop).max() <= bound * np.abs(loop).max()
 
 
-def test_the_jacobians_are_those_of_a_step():
-    rng = np.random.default_rng(4)
-    p = demo.split(demo.initial_vector(4, rng), 4)
-    states, _ = demo.forward(p, rng.random((3, demo.STEPS)))
-    made = demo.make_jacobians(p, 1 - states[1:] ** 2, out=np.empty((demo.STEPS, 3, 4, 4)))
-    slope = 1 - states[9, 1] ** 2
-    np.testing.assert_allclose(made[8, 1], p.w_hh.T @ np.diag(slope), rtol=1e-14)
+def test_the_jacobians_are_those_of_a_step(model, batch):
+    model.begin(*batch)
+    jacobians = model.jacobians().reshape(digits.STEPS, 3, 4, 4)
+    slope = 1 - model.states[9, 1] ** 2
+    np.testing.assert_allclose(jacobians[8, 1], model.cell.weight_hh.T @ np.diag(slope), rtol=1e-14)
 
 
 def test_parameters_are_views_of_the_vector():
-    vector = demo.initial_vector(3, np.random.default_rng(0))
-    p = demo.split(vector, 3)
-    assert sum(part.size for part in p) == vector.size
-    vector[:] = np.arange(vector.size)
-    assert np.concatenate([part.ravel() for part in p]).tolist() == list(range(vector.size))
-    np.testing.assert_array_equal(p.w_out.shape, (10, 3))
+    model = digits.Model(3, np.random.default_rng(0))
+    parts = [*model.cell.params.values(), *model.readout.params.values()]
+    assert sum(part.size for part in parts) == model.vector.size
+    model.vector[:] = np.arange(model.vector.size)
+    joined = np.concatenate([part.ravel() for part in parts])
+    assert joined.tolist() == list(range(model.vector.size))
+    np.testing.assert_array_equal(model.readout.weight.shape, (10, 3))
 
 
 def test_images_for_testing_are_not_for_training():
-    data = demo.load_data(seed=0)
+    data = digits.load_data(seed=0)
     assert (len(data.train_images), len(data.test_images)) == (1437, 360)
     assert (data.train_images.min(), data.train_images.max()) == (0, 1)
     train = {image.tobytes() for image in data.train_images}
@@ -93,7 +92,7 @@ def test_images_for_testing_are_not_for_training():
 
 def test_adam_minimises_a_parabola():
     vector = np.array([3.0, -2.0], np.float32)
-    adam = demo.Adam(2)
+    adam = digits.Adam(2)
     for _ in range(500):
         adam.update(vector, 2 * vector, 0.05)
     assert np.abs(vector).max() < 1e-2
@@ -102,7 +101,7 @@ def test_adam_minimises_a_parabola():
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    return demo.run(epochs=2, output=folder / "curves"), folder / "curves"
+    return digits.run(epochs=2, output=folder / "curves"), folder / "curves"
 
 
 def test_a_short_run_agrees_with_back_propagation(short_run):
@@ -137,7 +136,7 @@ def test_a_short_run_draws(short_run):
 
 def test_options_and_the_printed_table(capsys, tmp_path):
     output = tmp_path / "b.png"
-    figures = demo.run(
+    figures = digits.run(
         hidden=5, epochs=1, batch=100, schedule="blelloch", output=str(output), seed=3
     )
     out, err = capsys.readouterr()
@@ -153,7 +152,7 @@ def test_options_and_the_printed_table(capsys, tmp_path):
 
 def test_equal_seeds_give_equal_training(tmp_path):
     runs = [
-        demo.run(hidden=3, epochs=1, batch=64, seed=seed, output=tmp_path / "c")
+        digits.run(hidden=3, epochs=1, batch=64, seed=seed, output=tmp_path / "c")
         for seed in (1, 1, 2)
     ]
     assert runs[0].scan_losses == runs[1].scan_losses

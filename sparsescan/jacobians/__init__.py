@@ -11,6 +11,7 @@ Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain
 [(5, 2), (5, 2), (5, 3)]
 """
 
+from ._cell import Linearization
 from ._operator import Operator
 from ._torch import from_torch
 from .activations import (
@@ -51,6 +52,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "Linearization",
     "MaxPool2d",
     "Operator",
     "Pad",

@@ -1,11 +1,12 @@
-"""What recurrent cells share: from a state and an input to the next state.
+"""Recurrent cells: from a state and an input to the next state.
 
-What a cell makes of its products ``a = W_ih x + b_ih + W_hh h + b_hh`` is elementwise, so
+Beyond its products ``a = W_ih x + b_ih + W_hh h + b_hh``, a cell computes elementwise, so
 
     (∂s_t/∂s_{t-1})ᵀ = Σ_g W_gᵀ diag(d_g) + D,   d_g the slopes of s_t in the product of gate g,
 
-where ``D`` is what the state passes on directly: ``z`` in a GRU, ``f`` in an LSTM. The products of
-all steps are recomputed at once, from rows ``[x, 1, h]``, one for each of `n` steps and samples.
+where ``D`` is the part of the state that is passed on directly: ``z`` in a GRU, ``f`` in an LSTM.
+The products of all steps are recomputed at once, from `n` rows ``[x, 1, h]``, one for each step and
+sample.
 Arrays over them are ``(products, n, hidden_size)``.
 """
 
@@ -21,22 +22,24 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._arrays import Constant, check_array, check_memory, namespace, output
-from ..containers import BatchedCSR, CSRChain, PeriodicChain
-from ..errors import InputError
-from ..kernels._threads import share
-from ..kernels.recurrent import fill_entries, put_column
-from ..pattern import Pattern, of_mask, rows_of
-from ..schedule import check_count
+from ..arrays.arrays import Constant, check_memory, namespace, output, read_array
+from ..chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from ..errors import Allocating, InputError
+from ..symbolic.pattern import Pattern, of_mask, rows_of
+from ..symbolic.schedule import check_count
+from ._cell_units import CellUnits
+from ._checks import check_flag
 from ._fixed import Fixed
+from ._kernels.recurrent import fill_entries, put_column
 from ._operator import as_matrix
 from ._parameters import Parameter, Parametrised, check_mask, initial, masked
+from ._sharing import even_slices, map_shared, quiet
 
 __all__ = ["Cell", "Linearization", "Slopes"]
 
-# Rows of a part, which fits the cache with what is made of it; multiplications of a product that
-# OpenBLAS gives to one thread, and the rows of one that are worth a call.
+# Rows of a block, which fits the cache with its products and slopes.
 _ROWS = 8192
+# OpenBLAS gives a product of fewer multiplications to one thread; rows that are worth a call.
 _ONE_THREAD, _FEW_ROWS = 1 << 18, 64
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -49,34 +52,17 @@ class Slopes(NamedTuple):
     Attributes
     ----------
     products : ndarray, shape (products, n, hidden_size)
-        In the products. For an LSTM those of ``c_t`` in i, f and g, and of ``h_t`` in o.
+        Derivatives in the products. For an LSTM those of ``c_t`` in i, f and g, and of ``h_t`` in
+        o.
     carry : ndarray or None, shape (n, hidden_size)
-        In the old state directly: ``z`` or ``f``.
+        Derivative in the old state directly: ``z`` or ``f``.
     inner : ndarray or None, shape (n, hidden_size)
-        Of ``h_t`` in ``c_t``, for an LSTM.
+        Derivative of ``h_t`` in ``c_t``, for an LSTM.
     """
 
     products: Array
     carry: Array = None
     inner: Array = None
-
-
-class _Layout(NamedTuple):
-    """Where the entries of a pattern come from.
-
-    Attributes
-    ----------
-    columns : ndarray of int, shape (nnz,)
-        Column of every entry.
-    sources : ndarray of int, shape (weighted,)
-        For the entries of the first `hidden_size` rows, their place in the weight of a gate.
-    place : ndarray of int
-        The entries that have a part which the state passes on directly.
-    """
-
-    columns: Constant
-    sources: Constant
-    place: Constant
 
 
 class Cell(Parametrised, Fixed, ABC):
@@ -97,7 +83,7 @@ class Cell(Parametrised, Fixed, ABC):
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
-        What draws initial parameters, from the same distribution as PyTorch.
+        Source of the initial parameters, from the same distribution as PyTorch.
 
     Attributes
     ----------
@@ -115,14 +101,14 @@ class Cell(Parametrised, Fixed, ABC):
     weight_hh = Parameter()
     bias_ih = Parameter()
     bias_hh = Parameter()
-    # For each gate, which product has its part of weight_ih, and which that of weight_hh. The
-    # latter are the last products, in the order of the gates.
+    # For each gate, the product that holds its share of weight_ih, and the one that holds its share
+    # of weight_hh. The latter are the last products, in the order of the gates.
     _ih: ClassVar[tuple[int, ...]]
     _hh: ClassVar[tuple[int, ...]]
     _parts: ClassVar[int] = 1  # vectors of length hidden_size that make up the state
     _carries: ClassVar[bool] = True  # whether the last of them is passed on directly
-    # Of the slopes as a factor: for each gate, and for what is passed on, a block of rows, and the
-    # parts of the state in which these have entries.
+    # The slopes as a factor have a block of rows for each gate, and one for the direct part: the
+    # parts of the state in which each block has entries.
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
 
@@ -139,15 +125,15 @@ class Cell(Parametrised, Fixed, ABC):
     ) -> None:
         self.input_size = check_count("input_size", input_size, 1)
         self.hidden_size = check_count("hidden_size", hidden_size, 1)
-        self.bias = bool(bias)
+        self.bias = check_flag("bias", bias)
         self.state_size = self._parts * self.hidden_size
         self._gates = len(self._ih)
         rows = self._gates * self.hidden_size
         shapes: dict[str, Shape | None] = {
             "weight_ih": (rows, self.input_size),
             "weight_hh": (rows, self.hidden_size),
-            "bias_ih": (rows,) if bias else None,
-            "bias_hh": (rows,) if bias else None,
+            "bias_ih": (rows,) if self.bias else None,
+            "bias_hh": (rows,) if self.bias else None,
         }
         self._set_parameters(shapes, initial(1 / math.sqrt(self.hidden_size), dtype, rng))
         self._masks = {
@@ -155,11 +141,11 @@ class Cell(Parametrised, Fixed, ABC):
             "weight_hh": check_mask("weight_hh_mask", weight_hh_mask, self._shapes["weight_hh"]),
         }
 
-    # -- What each cell says --------------------------------------------------------------------
+    # -- Defined by each cell -------------------------------------------------------------------
 
     @abstractmethod
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Where the Jacobian may have nonzeros, from the kept hidden weights of each gate."""
+        """Return where the Jacobian may have nonzeros, from the hidden weights each gate keeps."""
 
     @abstractmethod
     def _advance(self, xp: Any, a: Array, state: Array, out: Array) -> None:
@@ -167,23 +153,24 @@ class Cell(Parametrised, Fixed, ABC):
 
     @abstractmethod
     def _slopes(self, xp: Any, a: Array, state: Array) -> Slopes:
-        """The slopes from the products `a`, which may be overwritten."""
+        """Return the slopes from the products `a`, which may be overwritten."""
 
     def _columns(self, xp: Any, slopes: Slopes) -> tuple[Array, Array]:
-        """Slopes ``(gates, n, state_size)`` of the whole state in ``v``, and the direct part."""
+        """Return the slopes ``(gates, n, state_size)`` in ``W_hh h``, and the direct part."""
         return slopes.products[-self._gates :], slopes.carry
 
     @abstractmethod
     def _factor(self, slopes: Slopes) -> list[Array]:
-        """The slopes of each block in each of its parts."""
+        """Return the slopes of each block in each of its parts of the state."""
 
     def _product_grads(self, slopes: Slopes, grad: Array) -> Array:
-        """Gradients in the products from that in the new state."""
+        """Return the gradients in the products from the gradient in the new state."""
         return slopes.products * grad
 
-    # -- What a caller uses ---------------------------------------------------------------------
+    # -- Public ---------------------------------------------------------------------------------
 
     @cached_property
+    @Allocating("the pattern")
     def pattern(self) -> Pattern:
         """Where the transposed Jacobian may have nonzeros."""
         size = self.state_size
@@ -198,6 +185,7 @@ class Cell(Parametrised, Fixed, ABC):
         return self.pattern.nnz
 
     @cached_property
+    @Allocating("the patterns of the factors")
     def factor_patterns(self) -> tuple[Pattern, Pattern]:
         """Patterns of two factors of the transposed Jacobian, as a chain applies them: `D`, `W`.
 
@@ -220,9 +208,10 @@ class Cell(Parametrised, Fixed, ABC):
             of_mask(weights.reshape(self._parts * hidden, -1)),
         )
 
-    @np.errstate(over="ignore", invalid="ignore")
+    @Allocating("the next state")
+    @quiet
     def forward(self, x: Array, state: Array) -> Array:
-        """The next state.
+        """Compute the next state.
 
         Parameters
         ----------
@@ -248,9 +237,10 @@ class Cell(Parametrised, Fixed, ABC):
         self._advance(xp, self._products(xp, self._rows(xp, x, state)), state, out)
         return out.reshape(*lead, self.state_size)
 
-    @np.errstate(over="ignore", invalid="ignore")
+    @Allocating("the states of a sequence")
+    @quiet
     def unroll(self, x: Array, state: Array = None) -> Array:
-        """All states of a sequence, one step after the other.
+        """Compute all states of a sequence, one step after the other.
 
         Parameters
         ----------
@@ -271,13 +261,13 @@ class Cell(Parametrised, Fixed, ABC):
         MemoryLimitError
             If the states would take more memory than there is.
         """
-        x = check_array("x", x)
+        x = read_array("x", x)
         if x.ndim < 2 or x.shape[-1] != self.input_size:
             raise InputError(f"x has shape {x.shape}; expected (T, …, {self.input_size})")
         steps, lead = x.shape[0], x.shape[1:-1]
         if state is None:
             state = namespace(x).zeros((*lead, self.state_size), x.dtype)
-        state = check_array("state", state)
+        state = read_array("state", state)
         if state.shape != (*lead, self.state_size):
             raise InputError(
                 f"state has shape {state.shape}; expected {(*lead, self.state_size)}, as x has "
@@ -300,8 +290,9 @@ class Cell(Parametrised, Fixed, ABC):
             self._advance(xp, now, flat[t], flat[t + 1])
         return states
 
+    @Allocating("the linearization")
     def linearize(self, x: Array, state: Array) -> Linearization:
-        """The derivatives of all steps, for a backward pass that reads them more than once.
+        """Compute the derivatives of all steps once, for several calls of a backward pass.
 
         Parameters
         ----------
@@ -326,8 +317,9 @@ class Cell(Parametrised, Fixed, ABC):
         xp, lead, (x, state) = self._read(x=x, state=state)
         return Linearization(self, xp, lead, x, state)
 
+    @Allocating("the values")
     def values(self, x: Array, state: Array, *, out: Array = None) -> Array:
-        """Values of ``(∂s_t/∂s_{t-1})ᵀ``, in the order of the pattern.
+        """Compute the values of ``(∂s_t/∂s_{t-1})ᵀ``, in the order of the pattern.
 
         Parameters
         ----------
@@ -355,17 +347,17 @@ class Cell(Parametrised, Fixed, ABC):
 
         See Also
         --------
-        linearize : Computes the gates once for the values and for the gradients.
+        linearize : Compute the gates once for the values and for the gradients.
         """
         xp, lead, (x, state) = self._read(x=x, state=state)
         apart = [x, state, *self.params.values()]
-        out = self._output(xp, lead, state.dtype, out, apart)
-        if out.size > 0:
-            Linearization(self, xp, lead, x, state)._fill(out)
-        return out
+        room = self._output(xp, lead, state.dtype, out, apart)
+        if room.size > 0:
+            Linearization(self, xp, lead, x, state)._fill(room)
+        return room if out is None else out
 
     def jacobian(self, x: Array, state: Array) -> sp.csr_array | BatchedCSR | CSRChain:
-        """The transposed Jacobian ``(∂s_t/∂s_{t-1})ᵀ``.
+        """Return the transposed Jacobian ``(∂s_t/∂s_{t-1})ᵀ``.
 
         Parameters
         ----------
@@ -384,14 +376,16 @@ class Cell(Parametrised, Fixed, ABC):
         InputError, InputTypeError, DeviceError, MemoryLimitError
             As :meth:`values`.
         """
-        if np.ndim(state) > 3:
+        state = read_array("state", state)
+        if state.ndim > 3:
             raise InputError(
-                f"state has {np.ndim(state)} axes; expected at most (T, batch, state_size)"
+                f"state has {state.ndim} axes; expected at most (T, batch, state_size)"
             )
         return self.linearize(x, state).jacobian()
 
+    @Allocating("the gradients of the parameters")
     def param_grads(self, x: Array, state: Array, grad_state: Array) -> dict[str, Array]:
-        """Gradients of the loss in the parameters, summed over all steps and samples.
+        """Return the gradients of the loss in the parameters, summed over all steps and samples.
 
         ``∇θ = Σ_t (∂s_t/∂θ)ᵀ ∇s_t``: equation 2 of BPPSA (MLSys 2020).
 
@@ -416,8 +410,9 @@ class Cell(Parametrised, Fixed, ABC):
         xp, lead, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
         return Linearization(self, xp, lead, x, state)._param_grads(grad)
 
+    @Allocating("the gradients of the input")
     def input_grads(self, x: Array, state: Array, grad_state: Array) -> Array:
-        """Gradients of the loss in the inputs: ``(∂s_t/∂x_t)ᵀ ∇s_t``.
+        """Return the gradients of the loss in the inputs: ``(∂s_t/∂x_t)ᵀ ∇s_t``.
 
         Parameters
         ----------
@@ -437,19 +432,41 @@ class Cell(Parametrised, Fixed, ABC):
         xp, lead, (x, state, grad) = self._read(x=x, state=state, grad_state=grad_state)
         return Linearization(self, xp, lead, x, state)._input_grads(grad)
 
+    def restrict(self, units: slice) -> CellUnits:
+        """Return the part of this cell that computes some hidden units from the whole state.
+
+        Parameters
+        ----------
+        units : slice
+            Which of them.
+
+        Returns
+        -------
+        CellUnits
+            The part, with a copy of its rows of the parameters.
+
+        Raises
+        ------
+        InputError
+            If the state is more than the hidden units.
+        """
+        if self.state_size != self.hidden_size:
+            raise InputError(f"{self!r} cannot be restricted; expected a state of hidden units")
+        return CellUnits(self, units)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.input_size}, {self.hidden_size}, nnz={self.nnz})"
 
     # -- Products and values --------------------------------------------------------------------
 
     def _kept_by_gate(self) -> NDArray[np.bool_]:
-        """Which hidden weights are kept, ``(gates, hidden_size, hidden_size)``."""
+        """Return which hidden weights are kept, ``(gates, hidden_size, hidden_size)``."""
         mask, shape = self._masks["weight_hh"], (self._gates, self.hidden_size, self.hidden_size)
         return np.ones(shape, bool) if mask is None else mask.on(np).reshape(shape)
 
     def _read(self, **arrays: Any) -> tuple[Any, Shape, list[Array]]:
-        """The library, the leading axes, and the arrays in one dtype, ``(n, size)`` each."""
-        checked = {name: check_array(name, array) for name, array in arrays.items()}
+        """Return NumPy or CuPy, the leading axes, and the arrays in one dtype, ``(n, size)``."""
+        checked = {name: read_array(name, array) for name, array in arrays.items()}
         x = checked["x"]
         lead: Shape = x.shape[:-1]
         for name, array in checked.items():
@@ -469,22 +486,22 @@ class Cell(Parametrised, Fixed, ABC):
     def _output(
         self, xp: Any, lead: Shape, dtype: np.dtype[Any], out: Array, apart: Sequence[Array]
     ) -> Array:
-        """Room for values."""
+        """Return an array for values: `out`, if it is given and fits."""
         shape = (*lead, self.nnz)
         return output(xp, out, shape, dtype, what=f"the values of {self!r}", apart=apart)
 
     def _place(self, *arrays: Array) -> tuple[Any, np.dtype[Any]]:
-        """The library and the dtype that arrays and parameters have in common."""
+        """Return NumPy or CuPy, and the dtype that arrays and parameters have in common."""
         everything = *arrays, *self.params.values()
         return namespace(*everything), np.result_type(*(array.dtype for array in everything))
 
     def _weight(self, xp: Any, name: str, dtype: np.dtype[Any]) -> Array:
-        """A weight ``(gates, hidden_size, ·)``, 0 where it is pruned."""
+        """Return a weight ``(gates, hidden_size, ·)``, 0 where it is pruned."""
         weight = masked(xp, getattr(self, name), self._masks[name]).astype(dtype, copy=False)
         return weight.reshape(self._gates, self.hidden_size, -1)
 
     def _rows(self, xp: Any, x: Array, state: Array) -> Array:
-        """Rows ``[x, 1, h]``, or ``[x, 1]`` if the state is None."""
+        """Return the rows ``[x, 1, h]``, or ``[x, 1]`` if the state is None."""
         hidden = 0 if state is None else self.hidden_size
         rows = xp.empty((len(x), self.input_size + 1 + hidden), x.dtype)
         rows[:, : self.input_size] = x
@@ -494,7 +511,7 @@ class Cell(Parametrised, Fixed, ABC):
         return rows
 
     def _products(self, xp: Any, rows: Array) -> Array:
-        """The products of all rows; without the parts of ``weight_hh`` if those end at the 1."""
+        """Return the products of all rows, without ``weight_hh`` if the rows are ``[x, 1]``."""
         one, count = self.input_size, max(self._hh) + 1
         A = xp.zeros((count, one + 1 + self.hidden_size, self.hidden_size), rows.dtype)
         for name, places, part in (
@@ -508,21 +525,26 @@ class Cell(Parametrised, Fixed, ABC):
                     A[places[g], one] += bias[g]
         a = xp.empty((count, len(rows), self.hidden_size), rows.dtype)
         for k in range(count):
-            # What a product does not read must not reach it as inf·0 either.
+            # Elements that a product does not read are left out: inf·0 would be NaN.
             start = 0 if k in self._ih else one
             stop = rows.shape[1] if k in self._hh else one + 1
             _product(xp, rows[:, start:stop], A[k, start:stop], out=a[k])
         return a
 
     @cached_property
-    def _layout(self) -> _Layout:
+    def _entries(self) -> tuple[Constant, Constant, Constant]:
+        """The column of every entry, its place in a gate's weight, and the entries passed on.
+
+        Only the first `hidden_size` rows have entries of the weights. The last array holds the
+        entries that have a direct part.
+        """
         pattern, hidden = self.pattern, self.hidden_size
         columns = pattern.indices
         rows = rows_of(pattern)
         sources = (columns % hidden * hidden + rows)[rows < hidden]
         carried = (columns - rows) % hidden == 0
         carried &= rows >= (self.state_size - hidden if self._carries else self.state_size)
-        return _Layout(Constant(columns), Constant(sources), Constant(np.flatnonzero(carried)))
+        return Constant(columns), Constant(sources), Constant(np.flatnonzero(carried))
 
     @cached_property
     def _kept_weights(self) -> Constant:
@@ -537,17 +559,16 @@ class Cell(Parametrised, Fixed, ABC):
             rows = np.tile(weight.transpose(0, 2, 1), (1, 1, self._parts))
             self._kernel(np.ascontiguousarray(rows), slopes, direct, out)
             return
-        layout = self._layout
-        weights = xp.take(weight.reshape(self._gates, -1), layout.sources.on(xp), axis=1)
-        columns, place = layout.columns.on(xp), layout.place.on(xp)
+        columns, sources, place = (constant.on(xp) for constant in self._entries)
+        weights = xp.take(weight.reshape(self._gates, -1), sources, axis=1)
         if direct is None:
             direct = xp.empty((0, 0), out.dtype)
         fill = fill_entries if xp is np else _fill_arrays
         fill(weights, slopes, columns, direct, place, out)
 
 
-class _Part(NamedTuple):
-    """Some rows `at` of all: ``[x, 1, h]``, and the slopes of their new states."""
+class _Block(NamedTuple):
+    """The rows ``[x, 1, h]`` of a slice, and the slopes of their new states."""
 
     at: slice
     rows: Array
@@ -575,37 +596,37 @@ class Linearization:
         self._cell, self._xp, self._lead = cell, xp, lead
         self._shape, self._dtype = x.shape, x.dtype
 
-        def linearized(at: slice) -> _Part:
+        def linearized(at: slice) -> _Block:
             rows = cell._rows(xp, x[at], state[at])
-            return _Part(at, rows, cell._slopes(xp, cell._products(xp, rows), state[at]))
+            return _Block(at, rows, cell._slopes(xp, cell._products(xp, rows), state[at]))
 
-        # A device takes all rows at once; threads share parts, the same for any number of threads.
+        # A device takes all rows at once. The blocks do not depend on the number of threads.
         count = max(1, round(len(x) / _ROWS)) if xp is np else 1
-        ends = [len(x) * k // count for k in range(count + 1)]
-        self._parts = _shared(linearized, [slice(*ends[k : k + 2]) for k in range(count)])
+        self._row_blocks = map_shared(linearized, even_slices(len(x), count))
 
+    @Allocating("the values")
     def values(self, *, out: Array = None) -> Array:
-        """As :meth:`Cell.values`."""
-        apart = [part.rows for part in self._parts] + [*self._cell.params.values()]
-        out = self._cell._output(self._xp, self._lead, self._dtype, out, apart)
-        self._fill(out)
-        return out
+        """Compute the values, as :meth:`Cell.values`."""
+        apart = [block.rows for block in self._row_blocks] + [*self._cell.params.values()]
+        room = self._cell._output(self._xp, self._lead, self._dtype, out, apart)
+        self._fill(room)
+        return room if out is None else out
 
     def jacobian(self) -> sp.csr_array | BatchedCSR | CSRChain:
-        """As :meth:`Cell.jacobian`."""
+        """Return the Jacobian, as :meth:`Cell.jacobian`."""
         values, pattern = self.values(), self._cell.pattern
         if len(self._lead) == 2:
             return CSRChain.from_pattern(values[::-1], pattern)
         return as_matrix(values, pattern)
 
     def factors(self) -> PeriodicChain:
-        """The factors of all Jacobians, of :attr:`Cell.factor_patterns`, for a linear scan.
+        """Return the factors of all Jacobians, of :attr:`Cell.factor_patterns`, for a linear scan.
 
         Returns
         -------
         PeriodicChain
-            From the LAST step to the first. The first array of its gradients are those in the
-            states.
+            The factors from the LAST step to the first. The first array of its gradients holds
+            those in the states.
 
         Raises
         ------
@@ -643,16 +664,16 @@ class Linearization:
             start += len(parts) * cell.hidden_size
         put = put_column if xp is np else _put
 
-        def fill(part: _Part) -> None:
-            out = flat[part.at]
-            for array, place in zip(cell._factor(part.slopes), places, strict=True):
+        def fill(block: _Block) -> None:
+            out = flat[block.at]
+            for array, place in zip(cell._factor(block.slopes), places, strict=True):
                 put(array, out, *place)
 
-        _shared(fill, self._parts)
+        map_shared(fill, self._row_blocks)
         return PeriodicChain([slopes[::-1], self._weights()], patterns)
 
     def _weights(self) -> Array:
-        """The values of the factor that all steps share."""
+        """Return the values of the factor that all steps share."""
         cell, xp = self._cell, self._xp
         hidden, width = cell.hidden_size, cell._gates * cell.hidden_size
         dense = xp.zeros((cell._parts, hidden, len(cell._blocks) * hidden), self._dtype)
@@ -662,88 +683,77 @@ class Linearization:
             dense[-1, :, width:] = xp.eye(hidden, dtype=self._dtype)
         return xp.take(dense.reshape(-1), cell._kept_weights.on(xp))
 
+    @Allocating("the gradients of the parameters")
     def param_grads(self, grad_state: Array) -> dict[str, Array]:
-        """As :meth:`Cell.param_grads`."""
+        """Return the gradients of the parameters, as :meth:`Cell.param_grads`."""
         return self._param_grads(self._read(grad_state))
 
+    @Allocating("the gradients of the input")
     def input_grads(self, grad_state: Array) -> Array:
-        """As :meth:`Cell.input_grads`."""
+        """Return the gradients of the inputs, as :meth:`Cell.input_grads`."""
         return self._input_grads(self._read(grad_state))
 
     def _fill(self, out: Array) -> None:
         cell, xp = self._cell, self._xp
         flat = out.reshape(self._shape[0], cell.nnz)
 
-        def fill(part: _Part) -> None:
-            cell._fill(xp, *cell._columns(xp, part.slopes), flat[part.at])
+        def fill(block: _Block) -> None:
+            cell._fill(xp, *cell._columns(xp, block.slopes), flat[block.at])
 
-        _shared(fill, self._parts)
+        map_shared(fill, self._row_blocks)
 
     def _param_grads(self, grad: Array) -> dict[str, Array]:
         cell, xp = self._cell, self._xp
 
-        def products(part: _Part) -> Array:
-            return _sum_of_products(xp, cell._product_grads(part.slopes, grad[part.at]), part.rows)
+        def products(block: _Block) -> Array:
+            return _sum_of_products(
+                xp, cell._product_grads(block.slopes, grad[block.at]), block.rows
+            )
 
         # ∇A for a = A [x, 1, h].
-        whole = sum(_shared(products, self._parts))
+        whole = sum(map_shared(products, self._row_blocks))
         one = cell.input_size
-        found = {
+        grads = {
             "weight_ih": whole[list(cell._ih), :, :one],
             "weight_hh": whole[list(cell._hh), :, one + 1 :],
             "bias_ih": whole[list(cell._ih), :, one],
             "bias_hh": whole[list(cell._hh), :, one],
         }
-        return {
-            name: masked(
-                xp, xp.ascontiguousarray(found[name]).reshape(shape), cell._masks.get(name)
-            )
-            for name, shape in cell._shapes.items()
-        }
+        for name, shape in cell._shapes.items():
+            array = xp.ascontiguousarray(grads[name]).reshape(shape)
+            grads[name] = masked(xp, array, cell._masks.get(name))
+        return {name: grads[name] for name in cell._shapes}
 
     def _input_grads(self, grad: Array) -> Array:
         cell, xp = self._cell, self._xp
         out = xp.zeros(self._shape, self._dtype)
         weights = cell._weight(xp, "weight_ih", self._dtype)
 
-        def add(part: _Part) -> None:
-            grads = cell._product_grads(part.slopes, grad[part.at])
+        def add(block: _Block) -> None:
+            grads = cell._product_grads(block.slopes, grad[block.at])
             for product, weight in zip(cell._ih, weights, strict=True):
-                out[part.at] += _product(xp, grads[product], weight)
+                out[block.at] += _product(xp, grads[product], weight)
 
-        _shared(add, self._parts)
+        map_shared(add, self._row_blocks)
         return out.reshape(*self._lead, cell.input_size)
 
     def _read(self, grad_state: Array) -> Array:
-        """The gradients as rows of the same dtype."""
-        grad = check_array("grad_state", grad_state)
+        """Return the gradients as rows of the cell's dtype."""
+        grad = read_array("grad_state", grad_state)
         shape = (*self._lead, self._cell.state_size)
         if grad.shape != shape:
             raise InputError(f"grad_state has shape {grad.shape}; expected {shape}, as state")
-        namespace(grad, *(part.rows for part in self._parts))
+        namespace(grad, *(block.rows for block in self._row_blocks))
         return grad.reshape(-1, self._cell.state_size).astype(self._dtype, copy=False)
 
 
 def _put(array: Array, out: Array, start: int, step: int) -> None:
-    """As the kernel :func:`put_column`."""
+    """Write a column of blocks, as the kernel :func:`put_column` does."""
     out[:, start : start + array.shape[1] * step : step] = array
 
 
-def _shared(call: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
-    """What `call` gives for each of the parts, which threads share."""
-    found: list[Any] = [None] * len(parts)
-
-    def one(k: int) -> None:
-        # Each thread has an error state of its own.
-        with np.errstate(over="ignore", invalid="ignore"):
-            found[k] = call(parts[k])
-
-    share(one, len(parts))
-    return found
-
-
 def _rows_at_once(xp: Any, rows: int, multiplications: int) -> int:
-    """Of a product of many rows, those that OpenBLAS gives to one thread; 0 if it gets them all.
+    """Return how many rows to multiply at once, so that OpenBLAS uses one thread; 0 for all.
 
     It wakes its threads for each larger product, and those spin while they wait for the next.
     """
@@ -752,7 +762,7 @@ def _rows_at_once(xp: Any, rows: int, multiplications: int) -> int:
 
 
 def _product(xp: Any, a: Array, b: Array, out: Array = None) -> Array:
-    """``a @ b`` for many rows `a` and a small `b`."""
+    """Compute ``a @ b`` for many rows `a` and a small `b`."""
     some = _rows_at_once(xp, len(a), b.size)
     if some == 0:
         return xp.matmul(a, b, out=out)
@@ -766,21 +776,21 @@ def _product(xp: Any, a: Array, b: Array, out: Array = None) -> Array:
 
 
 def _sum_of_products(xp: Any, a: Array, b: Array) -> Array:
-    """``aᵀ b`` for each of the arrays `a` and many rows."""
+    """Compute ``aᵀ b`` for each of the arrays `a` and many rows."""
     some = _rows_at_once(xp, len(b), a.shape[2] * b.shape[1])
     if some == 0:
         return xp.matmul(a.transpose(0, 2, 1), b)
     whole = len(b) // some * some
     many = a[:, :whole].reshape(len(a), -1, some, a.shape[2]).swapaxes(2, 3)
-    found = np.matmul(many, b[:whole].reshape(-1, some, b.shape[1])).sum(axis=1)
-    found += np.matmul(a[:, whole:].transpose(0, 2, 1), b[whole:])
-    return found
+    sums = np.matmul(many, b[:whole].reshape(-1, some, b.shape[1])).sum(axis=1)
+    sums += np.matmul(a[:, whole:].transpose(0, 2, 1), b[whole:])
+    return sums
 
 
 def _fill_arrays(
     weights: Array, slopes: Array, columns: Array, direct: Array, place: Array, out: Array
 ) -> None:
-    """As the kernel :func:`fill_entries`, by operations on whole arrays."""
+    """Write all values, as the kernel :func:`fill_entries`, by operations on whole arrays."""
     weighted = weights.shape[1]
     out[:, weighted:] = 0
     first, columns_of_first = out[:, :weighted], columns[:weighted]

@@ -2,56 +2,87 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from numbers import Real
 from typing import Any
 
-from ..errors import InputError, InputTypeError
+import numpy as np
 
-__all__ = ["Shape", "check_dim", "check_number", "check_sizes"]
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.pattern import check_ordered
+
+__all__ = ["Shape", "batched", "check_dim", "check_flag", "check_number", "check_sizes"]
 
 Shape = tuple[int, ...]
 
+# Bounds for the elements of an array, so that int64 can count some such arrays, and for its axes.
+_MOST, _AXES = int(np.iinfo(np.int64).max) >> 8, 32
+
 
 def check_sizes(name: str, value: Any, count: int | None = None, least: int = 1) -> Shape:
-    """`value` as a tuple of integers; one integer stands for `count` of them.
+    """Return `value` as a tuple of integers; one integer stands for `count` of them.
 
     Raises an error that names it if it is something else, has another length, or has an entry below
     `least`.
     """
+    shown = short(value)
     try:
         if count is not None and not hasattr(value, "__len__"):
             sizes = (operator.index(value),) * count
         else:
-            sizes = tuple(operator.index(size) for size in value)
-    except TypeError:
+            check_ordered(value)
+            sizes = tuple(operator.index(size) for size in itertools.islice(value, _AXES + 1))
+    except Exception:  # a caller's own class may raise any
         wanted = "integers" if count is None else f"an integer or {count} integers"
-        raise InputTypeError(f"{name} is {value!r}; expected {wanted}") from None
+        raise InputTypeError(f"{name} is {shown}; expected {wanted}") from None
     if count is not None and len(sizes) != count:
-        raise InputError(f"{name} is {value!r}; expected {count} integers")
+        raise InputError(f"{name} is {shown}; expected {count} integers")
+    if len(sizes) > _AXES:
+        raise InputError(f"{name} is {shown}; expected at most {_AXES} integers")
     if any(size < least for size in sizes):
-        raise InputError(f"{name} is {value!r}; expected integers of at least {least}")
+        raise InputError(f"{name} is {shown}; expected integers of at least {least}")
+    if math.prod(sizes) > _MOST:
+        raise InputError(f"{name} is {shown}; expected a product of at most {_MOST}")
     return sizes
 
 
 def check_number(name: str, value: Any, *, finite: bool = True) -> float:
-    """`value` as a float, or an error that names it."""
+    """Return `value` as a float, or raise an error that names it."""
     if not isinstance(value, Real):
-        raise InputTypeError(f"{name} is {value!r}; expected a number")
-    if math.isnan(value) or (finite and math.isinf(value)):
-        raise InputError(f"{name} is {value}; expected a{' finite' * finite} number")
-    return float(value)
+        raise InputTypeError(f"{name} is {short(value)}; expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number) or (finite and math.isinf(number)):
+        raise InputError(f"{name} is {short(value)}; expected a{' finite' * finite} number")
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool, or raise an error that names it."""
+    try:
+        return bool(value)
+    except Exception:  # an array has several truth values
+        raise InputTypeError(f"{name} is {short(value)}; expected True or False") from None
 
 
 def check_dim(name: str, dim: Any, shape: tuple[int, ...]) -> int:
-    """The axis of a sample of this shape that `dim` means, which counts the batch axis."""
+    """Return the axis of a sample for `dim`, which counts the batch axis, too."""
     try:
         axis = operator.index(dim)
-    except TypeError:
-        raise InputTypeError(f"{name} is {dim!r}; expected an integer") from None
+    except Exception:  # a caller's own class may raise any
+        raise InputTypeError(f"{name} is {short(dim)}; expected an integer") from None
     axis += len(shape) + 1 if axis < 0 else 0
     if not 1 <= axis <= len(shape):
-        axes = ", ".join(map(str, ("batch", *shape)))
-        raise InputError(f"{name} is {dim}; expected an axis of ({axes}) other than the batch")
+        raise InputError(
+            f"{name} is {short(dim)}; expected an axis of {batched(shape)} other than the batch"
+        )
     return axis - 1
+
+
+def batched(shape: Shape) -> str:
+    """Return how an error message shows the shape of a batch of samples."""
+    return f"({', '.join(map(str, ('batch', *shape)))})"

@@ -6,37 +6,38 @@ import inspect
 from abc import ABCMeta
 from typing import Any
 
-from ..errors import InputError
+from ..errors import Allocating, InputError
 from ._parameters import Parameter
 
 __all__ = ["Fixed"]
 
 
 class _Closing(ABCMeta):
-    """Classes whose objects know that their construction, subclasses' included, is over."""
+    """Metaclass that marks an object once its construction, subclasses' included, is over."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        vars(made)["_made"] = True
-        return made
+        with Allocating(f"a {cls.__name__}"):
+            layer = super().__call__(*args, **kwargs)
+        vars(layer)["_made"] = True
+        return layer
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """That of ``__init__``, which :meth:`__call__` would hide from help."""
+        """The signature of ``__init__``, which :meth:`__call__` would hide from help."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 class Fixed(metaclass=_Closing):
-    """Public attributes that cannot be set after construction, except parameters and the like.
+    """Objects whose public attributes, except parameters and the like, cannot be set later.
 
     Patterns are computed once and kernels check no bounds, so nothing that was checked may change.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_made" in vars(self) and not name.startswith("_"):
-            found = getattr(type(self), name, None)
-            if not isinstance(found, Parameter) and getattr(found, "fset", None) is None:
+            attribute = getattr(type(self), name, None)
+            if not isinstance(attribute, Parameter) and getattr(attribute, "fset", None) is None:
                 raise InputError(
                     f"{type(self).__name__}.{name} cannot be changed after the layer was made: "
                     "make a new one"

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from .._arrays import Constant
+from ..arrays.arrays import Constant
 from ..errors import InputError
-from ..pattern import Pattern, index_dtype, trusted
+from ..symbolic.pattern import Pattern, index_dtype, trusted
 from ._checks import check_sizes
 from ._operator import Operator
 
@@ -27,7 +28,7 @@ class Taps:
     size : int
         Size of the input.
     inputs : ndarray of int, shape (size_out, taps)
-        What each output reads, in increasing order; may lie outside where the weight is 0.
+        The inputs that each output reads, increasing; outside the axis the weight is 0.
     weights : ndarray of float64, shape (size_out, taps)
         The weights; 0 where there is no input to be read.
 
@@ -38,7 +39,7 @@ class Taps:
     ptr : ndarray of int, shape (size + 1,)
         The input `i` has its entries from ``ptr[i]`` to ``ptr[i + 1]``.
     tap : ndarray of int, shape (nnz,)
-        Which of the taps of its output an entry is.
+        The tap of each entry in its output.
     """
 
     def __init__(self, size: int, inputs: NDArray[Any], weights: NDArray[Any]) -> None:
@@ -62,14 +63,19 @@ class Taps:
         before: NDArray[Any] = np.arange(self.nnz) - self.ptr[self.row]
         return before
 
+    def transposed(self) -> sp.csr_array:
+        """Return the matrix from outputs to inputs, shape ``(size, size_out)``."""
+        values = self.weights[self.column, self.tap]
+        return sp.csr_array((values, self.column, self.ptr), shape=(self.size, self.size_out))
+
     @cached_property
     def _read(self) -> tuple[Constant, Constant, Constant]:
-        """By tap and output: an input, its weight, and whether it is to be read."""
+        """For each tap and output, an input, its weight, and whether it is to be read."""
         inside = np.clip(self.inputs, 0, self.size - 1)
         return Constant(inside.T), Constant(self.weights.T), Constant(self.weights.T != 0)
 
     def read(self, xp: Any, x: Array, axis: int, fill: float) -> Array:
-        """What the outputs read along an axis, which becomes two: taps, and outputs."""
+        """Return the inputs that outputs read along an axis, which becomes two: taps, outputs."""
         inputs, _, met = self._read
         values = x[(slice(None),) * axis + (inputs.on(xp),)]
         if self.weights.all():
@@ -78,7 +84,7 @@ class Taps:
         return xp.where(mask, values, x.dtype.type(fill))
 
     def apply(self, xp: Any, x: Array, axis: int) -> Array:
-        """Weighted sums along an axis."""
+        """Return the weighted sums along an axis."""
         weights = self._read[1].on(xp).astype(x.dtype, copy=False)
         weights = weights.reshape(weights.shape + (1,) * (x.ndim - axis - 1))
         return (self.read(xp, x, axis, 0) * weights).sum(axis=axis)
@@ -122,33 +128,19 @@ class Separable(Images):
     @cached_property
     def _values(self) -> Constant:
         """Values of the Kronecker product, in the order of its pattern."""
-        values = np.empty(self._core_nnz())
-        by_row = (axis.weights[axis.column, axis.tap] for axis in (self._y, self._x))
-        values[_places(self._y, self._x)] = np.outer(*by_row)
-        return Constant(values)
+        return Constant(kron(self._y, self._x).data)
+
+
+def kron(y: Taps, x: Taps) -> sp.csr_array:
+    """Return the Kronecker product of two matrices, transposed: rows are inputs."""
+    product = sp.kron(y.transposed(), x.transposed(), format="csr")
+    product.sort_indices()
+    return product
 
 
 def kron_pattern(y: Taps, x: Taps) -> Pattern:
-    """The pattern of the Kronecker product of two matrices, transposed: rows are inputs."""
-    shape = y.size * x.size, y.size_out * x.size_out
-    dtype = index_dtype(shape, y.nnz * x.nnz)
-    indptr = np.empty(shape[0] + 1, dtype)
-    starts = y.ptr[:-1, None] * x.nnz + np.diff(y.ptr)[:, None] * x.ptr[:-1]
-    indptr[:-1], indptr[-1] = starts.reshape(-1), y.nnz * x.nnz
-    indices = np.empty(y.nnz * x.nnz, dtype)
-    column = y.column.astype(dtype)[:, None] * dtype.type(x.size_out) + x.column.astype(dtype)
-    indices[_places(y, x)] = column
-    return trusted(indptr, indices, shape)
-
-
-def _places(y: Taps, x: Taps) -> NDArray[Any]:
-    """Place in the Kronecker product of each pair of entries, shape ``(y.nnz, x.nnz)``."""
-    dtype = index_dtype((0, 0), y.nnz * x.nnz)
-    # A row of the product holds, for each entry of the row of y, all entries of the row of x.
-    before_row, before = ((axis.ptr[axis.row]).astype(dtype) for axis in (y, x))
-    of_row, entries = (np.diff(axis.ptr)[axis.row].astype(dtype) for axis in (y, x))
-    places: NDArray[Any] = np.multiply.outer(y.rank.astype(dtype), entries)
-    places += x.rank.astype(dtype)
-    places += np.multiply.outer(of_row, before)
-    places += (before_row * dtype.type(x.nnz))[:, None]
-    return places
+    """Return the pattern of :func:`kron`."""
+    product = kron(y, x)
+    dtype = index_dtype(product.shape, product.nnz)
+    indptr, indices = (array.astype(dtype) for array in (product.indptr, product.indices))
+    return trusted(indptr, indices, product.shape)

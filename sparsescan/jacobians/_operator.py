@@ -1,7 +1,8 @@
-"""What all operators have in common."""
+"""The base class of all layers."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -9,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import check_array, check_memory, namespace, output
-from ..containers import BatchedCSR, as_csr
-from ..errors import InputError
-from ..kernels._threads import share
-from ..pattern import Pattern, block_diagonal, index_dtype
-from ._checks import Shape, check_sizes
+from ..arrays.arrays import check_array, check_memory, namespace, output, read_array
+from ..chains.containers import BatchedCSR, as_csr
+from ..errors import Allocating, InputError
+from ..symbolic.pattern import Pattern, block_diagonal, index_dtype
+from ._checks import Shape, batched, check_sizes
 from ._fixed import Fixed
+from ._sharing import even_slices, map_shared, quiet
 
 __all__ = ["Operator", "as_matrix"]
 
@@ -29,8 +30,8 @@ class Operator(Fixed, ABC):
     """A layer ``y = f(x; θ)`` and its transposed Jacobian ``(∂y/∂x)ᵀ``, sparse.
 
     Vectors are arrays of :attr:`input_shape` and :attr:`output_shape`, flattened in C order. A
-    layer that reads only the last axes of its input, such as a convolution, does the same along all
-    axes before them; its Jacobian is then block diagonal.
+    layer that reads only the last axes of its input, such as a convolution, repeats along all axes
+    before them; its Jacobian is then block diagonal.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class Operator(Fixed, ABC):
     _nanoseconds = 0.1
 
     def _set_shapes(self, input_shape: Any, axes: int | None) -> None:
-        """Note the shape of a sample, of which the layer reads the last `axes` axes; None: all."""
+        """Set the shape of a sample, of which the layer reads the last `axes` axes, or all."""
         shape = check_sizes("input_shape", input_shape)
         axes = len(shape) if axes is None else axes
         if len(shape) < axes:
@@ -67,23 +68,24 @@ class Operator(Fixed, ABC):
         self._blocks = math.prod(shape[: len(shape) - axes])
 
     def _set_output(self, core: Shape) -> None:
-        """Note the shape of what the layer makes of the axes it reads."""
+        """Set the shape of the output for the axes that the layer reads."""
         self._core_out = core
-        self.output_shape = (*self.input_shape[: len(self.input_shape) - len(self._core)], *core)
+        before = self.input_shape[: len(self.input_shape) - len(self._core)]
+        self.output_shape = check_sizes("output_shape", (*before, *core))
 
-    # -- What each layer says -------------------------------------------------------------------
+    # -- Defined by each layer ------------------------------------------------------------------
 
     @abstractmethod
     def _core_nnz(self) -> int:
-        """Entries of the pattern of one block, without making it."""
+        """Return the entries of the pattern of one block, without building it."""
 
     @abstractmethod
     def _core_pattern(self) -> Pattern:
-        """The pattern of one block."""
+        """Build the pattern of one block."""
 
     @abstractmethod
     def _forward(self, xp: Any, x: Array) -> Array:
-        """Output ``(m, *core_out)`` for input ``(m, *core)``."""
+        """Compute the output ``(m, *core_out)`` for the input ``(m, *core)``."""
 
     @abstractmethod
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
@@ -93,11 +95,11 @@ class Operator(Fixed, ABC):
         input, `out` is ``(1, nnz)``.
         """
 
-    # -- What a caller uses ---------------------------------------------------------------------
+    # -- Public ---------------------------------------------------------------------------------
 
     @cached_property
     def nnz(self) -> int:
-        """Entries of the pattern, which is not made for this."""
+        """Entries of the pattern, counted without building it."""
         return self._blocks * self._core_nnz()
 
     @property
@@ -106,8 +108,9 @@ class Operator(Fixed, ABC):
         return math.prod(self.input_shape), math.prod(self.output_shape)
 
     @cached_property
+    @Allocating("the pattern")
     def pattern(self) -> Pattern:
-        """Where the transposed Jacobian may have nonzeros; made when it is first asked for.
+        """Where the transposed Jacobian may have nonzeros; built when it is first read.
 
         Raises
         ------
@@ -122,9 +125,10 @@ class Operator(Fixed, ABC):
         """The parameters by their names, not copied; empty for most layers."""
         return {}
 
-    @np.errstate(over="ignore", invalid="ignore")
+    @Allocating("the output")
+    @quiet
     def forward(self, x: Array) -> Array:
-        """The output of the layer.
+        """Compute the output of the layer.
 
         Parameters
         ----------
@@ -148,8 +152,10 @@ class Operator(Fixed, ABC):
         y = self._forward(xp, x.reshape(-1, *self._core))
         return y.reshape((*lead, *self.output_shape))
 
+    @Allocating("the values")
+    @quiet
     def values(self, x: Array = None, y: Array = None, *, out: Array = None) -> Array:
-        """Values of the transposed Jacobian, in the order of the pattern.
+        """Compute the values of the transposed Jacobian, in the order of the pattern.
 
         Parameters
         ----------
@@ -177,63 +183,44 @@ class Operator(Fixed, ABC):
         MemoryLimitError
             If the values would take more memory than there is.
         """
-        lead: Shape = ()
-        params = self.params.values()
-        if x is not None:
-            x, lead = self._read("x", x, self.input_shape)
-        elif self._reads_input:
-            raise InputError(f"x is None; the values of {self!r} depend on it")
-        if y is not None:
-            y, y_lead = self._read("y", y, self.output_shape)
-            if x is not None and y_lead != lead:
-                raise InputError(
-                    f"y has shape {y.shape}; expected {(*lead, *self.output_shape)}, as x has "
-                    f"shape {x.shape}"
-                )
-        given = [*params] if x is None else [x, *params]
+        x, y, lead = self._read_pair(x, y)
+        given = [array for array in (x, *self.params.values()) if array is not None]
         if given:
-            xp, dtype = namespace(y, *given), given[0].dtype
-            if len(given) > 1:
-                dtype = np.result_type(*[array.dtype for array in given])
+            xp, dtype = namespace(y, *given), np.result_type(*(array.dtype for array in given))
         else:
             xp = np if out is None else namespace(out)
             dtype = np.dtype(np.float64) if out is None else check_array("out", out).dtype
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
         apart = given if y is None else [y, *given]
-        out = output(xp, out, shape, dtype, what=self, apart=apart)
-        if out.size == 0:
-            return out
-        if self._reads_input:
-            x = x.reshape(-1, *self._core)
-            y = None if y is None else y.reshape(-1, *self._core_out)
-            rows = out.reshape(len(x), -1)
-            # Most values are written before a thread would have come to help.
-            if out.size * self._nanoseconds < 2 * _GRAIN or xp is not np:
-                self._fill(xp, x, y, rows)
-            else:
-                self._fill_shared(x, y, rows)
+        room = output(xp, out, shape, dtype, what=self, apart=apart)
+        if room.size == 0:
+            pass
+        elif self._reads_input:
+            self._fill_samples(xp, x, y, room)
         else:
-            rows = out.reshape(self._blocks, -1)
+            rows = room.reshape(self._blocks, -1)
             self._fill(xp, None, None, rows[:1])
             rows[1:] = rows[:1]
-        return out
+        return room if out is None else out
 
-    def _fill_shared(self, x: Array, y: Array, out: Array) -> None:
-        """The same as `_fill`, with samples shared between threads."""
-        if not self._samples_apart:
-            self._fill(np, x, y, out)
+    def _fill_samples(self, xp: Any, x: Array, y: Array, out: Array) -> None:
+        """Write values that depend on the input; threads share the samples if there are many."""
+        x = x.reshape(-1, *self._core)
+        y = None if y is None else y.reshape(-1, *self._core_out)
+        rows = out.reshape(len(x), -1)
+        threads_help = out.size * self._nanoseconds >= 2 * _GRAIN and self._samples_apart
+        if xp is not np or not threads_help:
+            self._fill(xp, x, y, rows)
             return
-        parts = min(len(out), int(out.size * self._nanoseconds / _GRAIN))
-        ends = [len(out) * i // parts for i in range(parts + 1)]
 
-        def fill(i: int) -> None:
-            part = slice(ends[i], ends[i + 1])
-            self._fill(np, x[part], None if y is None else y[part], out[part])
+        def fill(part: slice) -> None:
+            self._fill(np, x[part], None if y is None else y[part], rows[part])
 
-        share(fill, parts)
+        count = min(len(rows), int(out.size * self._nanoseconds / _GRAIN))
+        map_shared(fill, even_slices(len(rows), count))
 
     def jacobian(self, x: Array = None, y: Array = None) -> Any:
-        """The transposed Jacobian ``(∂y/∂x)ᵀ``.
+        """Return the transposed Jacobian ``(∂y/∂x)ᵀ``.
 
         Parameters
         ----------
@@ -254,9 +241,10 @@ class Operator(Fixed, ABC):
         """
         return as_matrix(self.values(x, y), self.pattern)
 
-    @np.errstate(over="ignore", invalid="ignore")
+    @Allocating("the gradients of the parameters")
+    @quiet
     def param_grads(self, x: Array, grad_y: Array) -> dict[str, Array]:
-        """Gradients of the loss in the parameters, summed over the batch.
+        """Return the gradients of the loss in the parameters, summed over the batch.
 
         ``∇θ = (∂y/∂θ)ᵀ ∇y``: equation 2 of BPPSA (MLSys 2020), which needs no other layer.
 
@@ -278,7 +266,7 @@ class Operator(Fixed, ABC):
             As :meth:`forward`.
         """
         x, lead = self._read("x", x, self.input_shape)
-        grad_y = check_array("grad_y", grad_y)
+        grad_y = read_array("grad_y", grad_y)
         allowed = [(*lead, *self.output_shape), (*lead, math.prod(self.output_shape))]
         if grad_y.shape not in allowed:
             raise InputError(
@@ -292,22 +280,84 @@ class Operator(Fixed, ABC):
             xp, x.reshape(-1, *self._core), grad_y.reshape(-1, *self._core_out)
         )
 
+    def restrict(
+        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
+    ) -> Operator:
+        """Return this layer for part of its input or of its output channels.
+
+        That is what one worker computes of a layer that several share. It has the arguments of this
+        layer, and views of its parameters.
+
+        Parameters
+        ----------
+        input_shape : tuple of int
+            Shape of the part of a sample that it reads.
+        channels : slice
+            Output channels that it computes, where the layer has parameters for each of them.
+        **arguments
+            Arguments of the layer that are to be others, such as ``padding=0`` where the part
+            contains what lies around it.
+
+        Returns
+        -------
+        Operator
+            A layer of the same class.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If there is no such layer.
+
+        Examples
+        --------
+        >>> from sparsescan.jacobians import Conv2d, MaxPool2d
+        >>> conv = Conv2d(3, 8, 3, padding=1, input_shape=(3, 6, 6), rng=0)
+        >>> upper = conv.restrict((3, 4, 6), padding=(0, 1))  # the two middle rows
+        >>> half = conv.restrict((3, 6, 6), slice(4))
+        >>> upper.output_shape, half.output_shape, half.weight.base is conv.weight
+        ((8, 2, 6), (4, 6, 6), True)
+        >>> MaxPool2d(2, input_shape=(3, 6, 6)).restrict((1, 4, 6)).output_shape
+        (1, 2, 3)
+        """
+        if channels != slice(None):
+            raise InputError(f"channels is {channels}; {self!r} has no parameters for each of them")
+        names = inspect.signature(type(self)).parameters.keys() - {"input_shape"}
+        own = {name: getattr(self, name) for name in names}
+        kind: Any = type(self)
+        part: Operator = kind(**own | arguments, input_shape=input_shape)
+        return part
+
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        """The same for input ``(m, *core)`` and gradients ``(m, *core_out)``."""
+        """Return the gradients for input ``(m, *core)`` and gradients ``(m, *core_out)``."""
         return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.input_shape} → {self.output_shape}, nnz={self.nnz})"
 
     def _read(self, name: str, array: Any, shape: Shape) -> tuple[Array, Shape]:
-        """An array of one or more samples, and the shape of what comes before a sample."""
-        array = check_array(name, array)
+        """Return an array of one or more samples, and the shape before that of a sample."""
+        array = read_array(name, array)
         if array.shape == shape:
             return array, ()
         if array.shape[1:] == shape and array.ndim == len(shape) + 1:
             return array, array.shape[:1]
-        batched = ", ".join(map(str, ("batch", *shape)))
-        raise InputError(f"{name} has shape {array.shape}; expected {shape} or ({batched})")
+        raise InputError(f"{name} has shape {array.shape}; expected {shape} or {batched(shape)}")
+
+    def _read_pair(self, x: Any, y: Any) -> tuple[Array, Array, Shape]:
+        """Return input and output, where they are given, and the shape before a sample."""
+        lead: Shape = ()
+        if x is not None:
+            x, lead = self._read("x", x, self.input_shape)
+        elif self._reads_input:
+            raise InputError(f"x is None; the values of {self!r} depend on it")
+        if y is not None:
+            y, y_lead = self._read("y", y, self.output_shape)
+            if x is not None and y_lead != lead:
+                raise InputError(
+                    f"y has shape {y.shape}; expected {(*lead, *self.output_shape)}, as x has "
+                    f"shape {x.shape}"
+                )
+        return x, y, lead
 
     def _check_memory(self) -> None:
         rows, cols = self.shape
@@ -318,7 +368,7 @@ class Operator(Fixed, ABC):
 
 
 def as_matrix(values: Array, pattern: Pattern) -> Any:
-    """Values ``(nnz,)`` as a CSR array, ``(batch, nnz)`` as a BatchedCSR."""
+    """Return values ``(nnz,)`` as a CSR array, ``(batch, nnz)`` as a BatchedCSR."""
     if values.ndim == 2:
         return BatchedCSR.from_pattern(values, pattern)
     return as_csr(values, pattern)

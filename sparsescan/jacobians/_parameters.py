@@ -1,33 +1,45 @@
-"""Parameters of layers: arrays of fixed shape, that the caller may share, and masks over them."""
+"""Parameters of layers: arrays of fixed shape that the caller may share, and masks over them."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .._arrays import Constant, check_array
-from ..containers import check_dtype
-from ..errors import InputError, InputTypeError
-from ..pattern import check_host
+from ..arrays.arrays import Constant, check_array, check_memory, host_array
+from ..chains.containers import check_dtype
+from ..errors import Allocating, InputError, InputTypeError, short
+from ..symbolic.pattern import check_host
 
-__all__ = ["Initial", "Parameter", "Parametrised", "check_mask", "initial", "masked"]
+__all__ = [
+    "Initial",
+    "InitialWeight",
+    "Parameter",
+    "Parametrised",
+    "Weighted",
+    "check_mask",
+    "initial",
+    "masked",
+]
 
 Array = Any
 Shape = tuple[int, ...]
-# What says, for a parameter's name and shape, how it is drawn when it is first read. The latter is
-# kept in the layer, so it can be pickled.
+# From a parameter's name and shape to a function that draws it when it is first read. The layer
+# keeps that function, so it can be pickled.
 Initial = Callable[[str, Shape], Callable[[], Array]]
 
 
 class Parameter:
     """An attribute that is an array of fixed shape: drawn when first read, or set by the caller.
 
-    The owner, a :class:`Parametrised`, says what the shape is and how it is drawn. An array that is
-    set is kept, not copied, so that what an optimiser does to it in place is seen.
+    The owner, a :class:`Parametrised`, holds its shape and draws it. An array that is set is kept,
+    not copied, so that changes which an optimiser makes in place are seen.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -42,14 +54,14 @@ class Parameter:
         if array is None:
             if name not in shapes:
                 return None
-            # Of threads that draw at once, all get the same array.
-            array = attributes.setdefault(name, layer._draws[name]())
+            what = f"{type(layer).__name__}.{name}, of shape {shapes[name]},"
+            # It is drawn in float64.
+            check_memory(what, 8 * math.prod(shapes[name]))
+            # Threads that draw at once all get the same array.
+            with Allocating(what):
+                array = attributes.setdefault(name, layer._draws[name]())
         # Whoever shares the array may have reshaped it in place, and kernels check no bounds.
-        if array.shape != shapes[name]:
-            raise InputError(
-                f"{type(layer).__name__}.{name} has become an array of shape {array.shape}; "
-                f"expected {shapes[name]}"
-            )
+        _check_kept(f"{type(layer).__name__}.{name}", array, shapes[name])
         return array
 
     def __set__(self, layer: Any, value: Any) -> None:
@@ -64,12 +76,26 @@ class Parameter:
 
 
 class Parametrised:
-    """Parameters by name: their shapes, and what draws them."""
+    """Parameters by name: their shapes, and functions that draw them."""
 
     def _set_parameters(self, shapes: dict[str, Shape | None], initial: Initial) -> None:
         """Declare the parameters, except those whose shape is None."""
         self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
         self._draws = {name: initial(name, shape) for name, shape in self._shapes.items()}
+
+    def read_parameter(self, name: str) -> Array:
+        """Return a parameter as an array whose shape nobody else can change, for a kernel."""
+        array = getattr(self, name)
+        if type(array) is np.ndarray:
+            array = array.view()
+            _check_kept(f"{type(self).__name__}.{name}", array, self._shapes[name])
+        return array
+
+    def _share_parameters(self, part: Any, channels: slice) -> Any:
+        """Set the parameters of `part` to views of some channels of these; return it."""
+        for name in self._shapes:
+            setattr(part, name, getattr(self, name)[channels])
+        return part
 
     @property
     def params(self) -> dict[str, Array]:
@@ -77,21 +103,83 @@ class Parametrised:
         return {name: getattr(self, name) for name in self._shapes}
 
 
+@dataclass(frozen=True)
+class InitialWeight:
+    """How an initial weight and bias are drawn.
+
+    Attributes
+    ----------
+    fan_in : int
+        Inputs of an output, which bound the entries by ``1/√fan_in``.
+    dtype : {float32, float64}
+        Dtype of the parameters.
+    rng : numpy.random.Generator, int or None
+        Source of the random numbers.
+    """
+
+    fan_in: int
+    dtype: DTypeLike
+    rng: np.random.Generator | int | None
+
+
+class Weighted(Parametrised):
+    """A weight, which may be pruned, and a bias for each output channel."""
+
+    weight = Parameter()
+    bias = Parameter()
+    _mask: Constant | None
+
+    def _set_weight(
+        self, shape: Shape, biases: int | None, mask: ArrayLike | None, drawn: InitialWeight
+    ) -> None:
+        """Declare a weight with a mask, and so many biases, or none."""
+        self._mask = check_mask("weight_mask", mask, shape)
+        self._set_parameters(
+            {"weight": shape, "bias": None if biases is None else (biases,)},
+            initial(1 / math.sqrt(drawn.fan_in), drawn.dtype, drawn.rng),
+        )
+
+    def _kept_weight(self, xp: Any) -> Array:
+        """Return the weight, 0 where it is pruned."""
+        return masked(xp, self.weight, self._mask)
+
+    def _weight_grads(
+        self, xp: Any, weight: Array, grad_y: Array, axes: tuple[int, ...]
+    ) -> dict[str, Array]:
+        """Return the gradients of the parameters.
+
+        `weight` is the gradient of the weight in any shape, as if nothing were pruned; the gradient
+        of the bias is the sum of `grad_y` over some axes.
+        """
+        grads = {"weight": masked(xp, weight.reshape(self.weight.shape), self._mask)}
+        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=axes)}
+
+
+def _check_kept(name: str, array: Array, shape: Shape) -> None:
+    """Raise unless a parameter still has the shape and a dtype that it may have."""
+    if array.shape != shape:
+        raise InputError(f"{name} has become an array of shape {array.shape}; expected {shape}")
+    if array.dtype.kind != "f":
+        raise InputError(f"{name} has become an array of dtype {array.dtype}; expected a float")
+
+
 def initial(bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None) -> Initial:
-    """Initial parameters from the uniform distribution on ``[-bound, bound]``, as in PyTorch.
+    """Draw parameters from the uniform distribution on ``[-bound, bound]``, as PyTorch does.
 
     Each has a seed of its own, so that it does not matter which of them is drawn first.
     """
     checked = check_dtype(dtype)
     expected = (
-        f"rng is {rng!r}; expected a numpy.random.Generator, an integer of at least 0 or None"
+        f"rng is {short(rng)}; expected a numpy.random.Generator, an integer of at least 0 or None"
     )
     try:
-        generator = np.random.default_rng(rng)
-    except TypeError:
+        # NumPy would take nested lists, too, and crash if they are deep.
+        seed = rng if rng is None or isinstance(rng, np.random.Generator) else operator.index(rng)
+    except Exception:  # a caller's own class may raise any
         raise InputTypeError(expected) from None
-    except ValueError:
-        raise InputError(expected) from None
+    if isinstance(seed, int) and seed < 0:
+        raise InputError(expected)
+    generator = np.random.default_rng(seed)
     return lambda name, shape: partial(
         _uniform, int(generator.integers(1 << 63)), bound, shape, checked
     )
@@ -102,18 +190,18 @@ def _uniform(seed: int, bound: float, shape: Shape, dtype: np.dtype[Any]) -> Arr
 
 
 def check_mask(name: str, mask: ArrayLike | None, shape: Shape) -> Constant | None:
-    """A mask over weights of this shape, copied, or an error that names it; None for None."""
+    """Return a copy of a mask over weights of this shape, or raise an error that names it."""
     if mask is None:
         return None
     check_host(name, mask)
-    array = np.array(mask)
+    array = host_array(name, mask)
     if array.dtype != np.bool_:
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected bool")
     if array.shape != shape:
         raise InputError(f"{name} has shape {array.shape}; expected {shape}, the weight's")
-    return Constant(array)
+    return Constant(np.array(array))
 
 
 def masked(xp: Any, array: Array, mask: Constant | None) -> Array:
-    """`array`, 0 where the mask says that a weight is pruned."""
+    """Return `array`, 0 where the mask says that a weight is pruned."""
     return array if mask is None else xp.where(mask.on(xp), array, array.dtype.type(0))

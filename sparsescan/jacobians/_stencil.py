@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arrays import Constant
-from ..kernels.stencil import (
+from ..arrays.arrays import Constant
+from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ._kernels.stencil import (
     Axis,
     Templates,
     count_templates,
@@ -19,73 +21,92 @@ from ..kernels.stencil import (
     fill_values,
     gather,
 )
-from ..pattern import Pattern, index_dtype, trusted
+from ._windows import Connections
 
-__all__ = ["Stencil", "axis"]
+__all__ = ["Channels", "Stencil"]
 
 Array = Any
 
 
-class Stencil:
-    """The matrix whose row ``(channel, y, x)`` holds the weights that this input meets.
+@dataclass(frozen=True)
+class Channels:
+    """The channels of a convolution and their sizes.
 
-    Wherever two places of a channel meet the same weights, their rows have the same values, and
+    Attributes
+    ----------
+    inputs, outputs : int
+        How many there are.
+    groups : int
+        Groups of channels without connections between them.
+    size, size_out, kernel : tuple of int
+        ``(height, width)`` of an input channel, an output channel and the kernel.
+    """
+
+    inputs: int
+    outputs: int
+    groups: int
+    size: tuple[int, int]
+    size_out: tuple[int, int]
+    kernel: tuple[int, int]
+
+    @property
+    def reached(self) -> int:
+        """Output channels that an input channel reaches."""
+        return self.outputs // self.groups
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix."""
+        return self.inputs * math.prod(self.size), self.outputs * math.prod(self.size_out)
+
+
+class Stencil:
+    """The matrix whose row ``(channel, y, x)`` holds the weights from this input to each output.
+
+    Wherever two places of a channel have the same weights, their rows have the same values, and
     their columns differ by a constant. So a row is a template and a place, and neither pattern nor
     values need more than the templates; there are about as many as weights times borders.
 
     Parameters
     ----------
-    y, x : Axis
-        The two spatial axes.
-    shape : tuple of int
-        Shape of the matrix.
-    place : ndarray of int64
-        For each input channel, the first column of the first output channel that it meets.
-    outputs : int
-        Output channels that an input channel meets.
-    kernel, size_out : tuple of int
-        ``(height, width)`` of the kernel and of an output channel.
+    channels : Channels
+        The channels.
+    y, x : Connections
+        The outputs that the places of both spatial axes reach.
     mask : ndarray of bool, or None
         Which weights are kept, flat, in the order ``(input channel, output channel, *kernel)``.
     """
 
     def __init__(
-        self,
-        y: Axis,
-        x: Axis,
-        shape: tuple[int, int],
-        place: NDArray[np.int64],
-        *,
-        outputs: int,
-        kernel: tuple[int, int],
-        size_out: tuple[int, int],
-        mask: NDArray[np.bool_] | None,
+        self, channels: Channels, y: Connections, x: Connections, mask: NDArray[np.bool_] | None
     ) -> None:
-        self._y, self._x, self._shape = y, x, shape
-        self._place, self._width_out = place, size_out[1]
-        self._channels = len(place)
+        self._channels, self._y, self._x = channels, _classes(y), _classes(x)
+        y_classes, x_classes = len(self._y.ptr) - 1, len(self._x.ptr) - 1
         kept = np.empty(0, np.bool_) if mask is None else mask
-        sizes = self._channels, outputs, *kernel
-        ptr = np.zeros(self._channels * (len(y.ptr) - 1) * (len(x.ptr) - 1) + 1, np.int64)
-        count_templates(sizes, y, x, kept, ptr)
+        sizes = channels.inputs, channels.reached, *channels.kernel
+        ptr = np.zeros(channels.inputs * y_classes * x_classes + 1, np.int64)
+        count_templates(sizes, self._y, self._x, kept, ptr)
         self._templates = Templates(
             ptr,
-            np.empty(ptr[-1], index_dtype(shape, 0)),
+            np.empty(ptr[-1], index_dtype(channels.shape, 0)),
             np.empty(ptr[-1], index_dtype((0, 0), math.prod(sizes))),
         )
-        fill_templates(sizes, size_out, y, x, kept, self._templates)
-        rows = np.diff(ptr).reshape(self._channels, len(y.ptr) - 1, len(x.ptr) - 1)
-        uses = np.outer(np.bincount(y.of), np.bincount(x.of))
+        fill_templates(sizes, channels.size_out, self._y, self._x, kept, self._templates)
+        rows = np.diff(ptr).reshape(channels.inputs, y_classes, x_classes)
+        uses = np.outer(np.bincount(self._y.of), np.bincount(self._x.of))
         self._nnz = int((rows * uses).sum())
 
     def pattern(self) -> Pattern:
-        """The pattern of the matrix."""
-        dtype = index_dtype(self._shape, self._nnz)
-        indptr, indices = np.empty(self._shape[0] + 1, dtype), np.empty(self._nnz, dtype)
-        fill_pattern(
-            self._place, self._width_out, self._y, self._x, self._templates, indptr, indices
-        )
-        return trusted(indptr, indices, self._shape)
+        """Return the pattern of the matrix."""
+        channels, shape = self._channels, self._channels.shape
+        dtype = index_dtype(shape, self._nnz)
+        indptr, indices = np.empty(shape[0] + 1, dtype), np.empty(self._nnz, dtype)
+        # The first column of the first output channel that each input channel reaches.
+        group = np.arange(channels.inputs) // (channels.inputs // channels.groups)
+        place = group * (channels.reached * math.prod(channels.size_out))
+        width = channels.size_out[1]
+        fill_pattern(place, width, self._y, self._x, self._templates, indptr, indices)
+        return trusted(indptr, indices, shape)
 
     def fill(self, xp: Any, weight: Array, out: Array) -> None:
         """Write the values of the matrix; the weight is flat, in the order of the mask."""
@@ -104,14 +125,15 @@ class Stencil:
         return Constant(sources)
 
     def _copy(self, values: NDArray[Any], out: NDArray[Any]) -> None:
-        fill_values(self._channels, self._y, self._x, self._templates.ptr, values, out)
+        fill_values(self._channels.inputs, self._y, self._x, self._templates.ptr, values, out)
 
 
-def axis(ptr: NDArray[Any], weight: NDArray[Any], output: NDArray[Any]) -> Axis:
-    """The places of an axis in classes, from the :func:`meetings` of each.
+def _classes(connections: Connections) -> Axis:
+    """Return the places of an axis in classes that have the same weights.
 
     The weights of a place are equally far apart, so the first one and their number tell them all.
     """
+    ptr, weight, output = connections
     count = np.diff(ptr)
     start = np.minimum(ptr[:-1], max(len(weight) - 1, 0))
     met = count > 0

@@ -1,11 +1,11 @@
-"""From PyTorch modules to operators. PyTorch is imported here only, and when it is asked for."""
+"""From PyTorch modules to operators; the functions import PyTorch, not this module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._arrays import on_device
+from ..arrays.arrays import on_device
 from ..errors import InputError, InputTypeError, SparseScanError
 from ._checks import Shape, check_sizes
 from ._operator import Operator
@@ -61,7 +61,7 @@ _PRUNABLE = (Conv1d, Conv2d, ConvTranspose2d, Linear)
 
 
 def from_torch(module: Any, input_shape: Any) -> list[Operator]:
-    """The operators of a PyTorch module, sharing its parameters.
+    """Return the operators of a PyTorch module, sharing its parameters.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     ops: list[Operator] = []
     for name, layer in layers:
         if is_parametrized(layer):
-            # The module then is of a class of its own, which would not tell why it is refused.
+            # Such a module has a class of its own, whose name would not say why it is refused.
             raise InputError(
                 f"{name} ({type(layer).__name__}): it has parametrisations of "
                 f"{', '.join(layer.parametrizations)}; expected none: remove them by "
@@ -134,7 +134,7 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
 
 
 def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every layer and its place; what a Sequential calls, in that order."""
+    """Yield the place and the module of every layer, in the order in which they are called."""
     from torch import nn
 
     if type(module) not in (nn.Sequential, nn.Identity):
@@ -147,7 +147,7 @@ def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint: bool) -> Operator:
-    """The operator of a layer, with the layer's own parameters."""
+    """Return the operator of a layer, with the layer's own parameters."""
     arguments = {name: getattr(layer, name) for name in _LAYERS[operator].split()}
     _refuse_modes(layer)
     if joint:
@@ -168,12 +168,12 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     arrays = _arrays(layer, pruned)
     if "weight" in pruned:
         arguments["weight_mask"] = (layer.weight_mask != 0).cpu().numpy()
-    made = operator(**arguments, input_shape=shape)
+    converted = operator(**arguments, input_shape=shape)
     for name, array in arrays.items():
-        setattr(made, name, array)
-    if isinstance(made, BatchNorm2d) and layer.num_batches_tracked is not None:
-        made.num_batches_tracked = int(layer.num_batches_tracked)
-    return made
+        setattr(converted, name, array)
+    if isinstance(converted, BatchNorm2d) and layer.num_batches_tracked is not None:
+        converted.num_batches_tracked = int(layer.num_batches_tracked)
+    return converted
 
 
 def _refuse_modes(layer: Any) -> None:
@@ -208,12 +208,12 @@ def _refuse_hooks(name: str, module: Any) -> None:
 
 
 def _pruned(layer: Any) -> set[str]:
-    """Names of the parameters that are pruned, once all hooks are known to be of pruning."""
+    """Return the names of pruned parameters, once all hooks are known to be of pruning."""
     return {hook._tensor_name for hook in layer._forward_pre_hooks.values()}
 
 
 def _arrays(layer: Any, pruned: set[str]) -> dict[str, Any]:
-    """The parameters and running statistics that a layer has."""
+    """Return the parameters and running statistics that a layer has."""
     from torch import nn
 
     arrays = {}
@@ -232,7 +232,7 @@ def _arrays(layer: Any, pruned: set[str]) -> dict[str, Any]:
 
 
 def _array(name: str, tensor: Any) -> Any:
-    """The memory of a tensor as an array of NumPy, or of CuPy if it is on a GPU."""
+    """Return the memory of a tensor as an array of NumPy, or of CuPy if it is on a GPU."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise InputTypeError(f"{name} has dtype {dtype}; expected float32 or float64")

@@ -1,74 +1,123 @@
-"""Windows that slide over images, as views."""
+"""Windows that slide along an axis, as convolutions and poolings have them."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-__all__ = ["pooled_size", "windows"]
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ._checks import Shape
+
+__all__ = ["Connections", "Window", "check_output_size", "slide"]
 
 Array = Any
-Pair = tuple[int, ...]  # (of the height, of the width)
 
 
-def windows(
-    xp: Any,
-    x: Array,
-    kernel_size: Pair,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    fill: float = 0.0,
-    ends: Pair | None = None,
-) -> Array:
-    """Every window of every image, to be read only.
+class Connections(NamedTuple):
+    """The outputs that each place of an axis reaches, increasing, and by which weights.
 
-    Parameters
+    Place ``i`` has its connections from ``ptr[i]`` to ``ptr[i + 1]`` of the other two arrays.
+    """
+
+    ptr: NDArray[Any]
+    weight: NDArray[Any]
+    output: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Windows of one size that slide along an axis at equal distances.
+
+    Attributes
     ----------
-    xp : module
-        The one that `x` is an array of.
-    x : ndarray, shape (m, C, H, W)
-        The images.
-    kernel_size, stride, padding, dilation : tuple of two ints
-        As in PyTorch.
-    fill : float
-        What lies around the images.
-    ends : tuple of two ints, optional
-        More padding below and to the right.
-
-    Returns
-    -------
-    ndarray, shape (m, C, OH, OW, KH, KW)
-        A view of `x`, or of a copy if there is padding.
+    size : int
+        Size of the axis.
+    kernel : int
+        Taps of a window.
+    stride : int
+        From a window to the next one.
+    before, after : int
+        Padding at both ends of the axis.
+    dilation : int
+        From a tap to the next one.
     """
-    ends = ends or (0, 0)
-    if any(padding) or any(ends):
-        before = padding
-        after = tuple(p + e for p, e in zip(padding, ends, strict=True))
-        padded = tuple(n + b + a for n, b, a in zip(x.shape[2:], before, after, strict=True))
-        images = xp.full((*x.shape[:2], *padded), fill, x.dtype)
-        inner = tuple(slice(b, b + n) for b, n in zip(before, x.shape[2:], strict=True))
-        images[(..., *inner)] = x
-        x = images
-    size = tuple(
-        pooled_size(n, k, s, 0, d)
-        for n, k, s, d in zip(x.shape[2:], kernel_size, stride, dilation, strict=True)
-    )
-    steps = tuple(s * bytes_ for s, bytes_ in zip(stride, x.strides[2:], strict=True))
-    taps = tuple(d * bytes_ for d, bytes_ in zip(dilation, x.strides[2:], strict=True))
+
+    size: int
+    kernel: int
+    stride: int
+    before: int
+    after: int
+    dilation: int
+
+    def count(self, ceil_mode: bool = False) -> int:
+        """Return how many windows there are; less than 1 if the axis is too short for one.
+
+        With `ceil_mode`, the last window may reach beyond the padding, if it starts before its end.
+        """
+        room = self.size + self.before + self.after - self.dilation * (self.kernel - 1) - 1
+        if not ceil_mode:
+            return room // self.stride + 1
+        count = -(-room // self.stride) + 1
+        starts_outside = (count - 1) * self.stride >= self.size + self.before
+        return count - 1 if starts_outside else count
+
+    def inputs(self, count: int) -> NDArray[Any]:
+        """Return the place under each tap, shape ``(count, kernel)``; it may lie in the padding."""
+        starts = np.arange(count) * self.stride - self.before
+        return starts[:, None] + np.arange(self.kernel) * self.dilation
+
+    def connections(self, count: int) -> Connections:
+        """Return which windows read each place, and by which taps."""
+        window, tap, place = self._reads(count)
+        order = np.argsort(place, kind="stable")
+        return Connections(_ends(place, self.size), tap[order], window[order])
+
+    def transposed_connections(self, count: int) -> Connections:
+        """Return which places each window reads, and by which taps."""
+        window, tap, place = self._reads(count)
+        return Connections(_ends(window, count), tap, place)
+
+    def _reads(self, count: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return window, tap and place of everything that is read, by window and tap."""
+        inputs = self.inputs(count)
+        window, tap = np.nonzero((inputs >= 0) & (inputs < self.size))
+        return window, tap, inputs[window, tap]
+
+
+def slide(xp: Any, images: Array, y: Window, x: Window) -> Array:
+    """Return every window of every image, ``(m, C, OH, OW, KH, KW)``, to be read only.
+
+    Images have the shape ``(m, C, H, W)``. The result is a view, of a copy if there is padding.
+    """
+    axes = y, x
+    if any(axis.before or axis.after for axis in axes):
+        padded = [axis.size + axis.before + axis.after for axis in axes]
+        inner = (slice(axis.before, axis.before + axis.size) for axis in axes)
+        unpadded = images
+        images = xp.zeros((*images.shape[:2], *padded), images.dtype)
+        images[(..., *inner)] = unpadded
+    strides = images.strides[2:]
+    steps = (axis.stride * bytes_ for axis, bytes_ in zip(axes, strides, strict=True))
+    taps = (axis.dilation * bytes_ for axis, bytes_ in zip(axes, strides, strict=True))
     return xp.lib.stride_tricks.as_strided(
-        x, (*x.shape[:2], *size, *kernel_size), (*x.strides[:2], *steps, *taps)
+        images,
+        (*images.shape[:2], y.count(), x.count(), y.kernel, x.kernel),
+        (*images.strides[:2], *steps, *taps),
     )
 
 
-def pooled_size(
-    size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool = False
-) -> int:
-    """How many windows there are along an axis of this size; less than 1 if there is none.
+def check_output_size(size: Shape, input_shape: Shape, kernel_size: Shape) -> None:
+    """Raise if an image is too small for a kernel."""
+    if min(size) < 1:
+        raise InputError(
+            f"input_shape is {input_shape}; too small for kernel_size {kernel_size}: the output "
+            f"would be of size {size}"
+        )
 
-    With `ceil_mode`, the last window may reach beyond the padding, if it starts before its end.
-    """
-    room = size + 2 * padding - dilation * (kernel - 1) - 1
-    if not ceil_mode:
-        return room // stride + 1
-    count = -(-room // stride) + 1
-    return count - 1 if (count - 1) * stride >= size + padding else count
+
+def _ends(numbers: NDArray[Any], count: int) -> NDArray[Any]:
+    """Return where the entries of each of `count` sorted numbers start, and where the last end."""
+    return np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])

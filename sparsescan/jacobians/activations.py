@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import special
-from ..errors import InputError
-from ..kernels import values as kernels
-from ..pattern import Pattern, index_dtype, trusted
+from ..arrays.arrays import special
+from ..errors import InputError, short
+from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.schedule import check_choice
 from ._checks import check_dim, check_number
+from ._kernels import values as kernels
 from ._operator import Operator
 
 __all__ = [
@@ -129,8 +130,7 @@ class LeakyReLU(Elementwise):
         self.negative_slope = check_number("negative_slope", negative_slope)
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return xp.where(x > 0, x, x * self.negative_slope)
+        return xp.where(x > 0, x, x * self.negative_slope)
 
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         out.fill(self.negative_slope)
@@ -274,8 +274,7 @@ class SiLU(Elementwise):
     """
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        with np.errstate(invalid="ignore"):
-            return x * special(xp).expit(x)
+        return x * special(xp).expit(x)
 
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         expit = special(xp).expit
@@ -320,16 +319,13 @@ class GELU(Elementwise):
 
     def __init__(self, approximate: str = "none", *, input_shape: Any) -> None:
         super().__init__(input_shape=input_shape)
-        if approximate not in ("none", "tanh"):
-            raise InputError(f"approximate is {approximate!r}; expected 'none' or 'tanh'")
-        self.approximate = approximate
+        self.approximate = check_choice("approximate", approximate, "none", "tanh")
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        with np.errstate(invalid="ignore"):
-            if self.approximate == "none":
-                return x * special(xp).ndtr(x)
-            clipped = xp.clip(x, -50, 50)
-            return x * special(xp).expit(_CUBIC * clipped * (clipped * clipped * _CUBE + 1))
+        if self.approximate == "none":
+            return x * special(xp).ndtr(x)
+        clipped = xp.clip(x, -50, 50)
+        return x * special(xp).expit(_CUBIC * clipped * (clipped * clipped * _CUBE + 1))
 
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         # Beyond the clip Φ(x) is 0 or 1, and φ(x) is 0 and so is its product with any power of x.
@@ -396,13 +392,11 @@ class Softplus(Elementwise):
         self.threshold = check_number("threshold", threshold)
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):
-            scaled = x * self.beta
-            return xp.where(scaled > self.threshold, x, xp.logaddexp(0, scaled) / self.beta)
+        scaled = x * self.beta
+        return xp.where(scaled > self.threshold, x, xp.logaddexp(0, scaled) / self.beta)
 
     def _slope(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        with np.errstate(over="ignore"):
-            xp.multiply(x, self.beta, out=out)
+        xp.multiply(x, self.beta, out=out)
         linear = out > self.threshold
         special(xp).expit(out, out=out)
         xp.copyto(out, 1, where=linear)
@@ -441,7 +435,9 @@ class Hardtanh(Elementwise):
         self.min_val = check_number("min_val", min_val, finite=False)
         self.max_val = check_number("max_val", max_val, finite=False)
         if not self.min_val < self.max_val:
-            raise InputError(f"max_val is {max_val}; expected more than {min_val}, min_val")
+            raise InputError(
+                f"max_val is {short(max_val)}; expected more than {short(min_val)}, min_val"
+            )
 
     def _forward(self, xp: Any, x: Array) -> Array:
         return xp.clip(x, self.min_val, self.max_val)
@@ -504,9 +500,8 @@ class Softmax(Operator):
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # PyTorch, too, makes NaN of a row with ∞ and of one that is all -∞.
-        with np.errstate(over="ignore", invalid="ignore"):
-            y = xp.exp(x - x.max(axis=1, keepdims=True))
-            y /= y.sum(axis=1, keepdims=True)
+        y = xp.exp(x - x.max(axis=1, keepdims=True))
+        y /= y.sum(axis=1, keepdims=True)
         return y
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:

@@ -3,103 +3,99 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..errors import InputError
-from ..kernels.stencil import meetings
-from ..pattern import Pattern
-from ..schedule import check_count
-from ._checks import Shape, check_sizes
+from ..errors import InputError, short
+from ..symbolic.pattern import Pattern
+from ..symbolic.schedule import check_choice, check_count
+from ._checks import Shape, check_flag, check_sizes
 from ._operator import Operator
-from ._parameters import Parameter, Parametrised, check_mask, initial, masked
-from ._stencil import Stencil, axis
-from ._windows import windows
+from ._parameters import InitialWeight, Weighted
+from ._stencil import Channels, Stencil
+from ._windows import Connections, Window, check_output_size, slide
 
 __all__ = ["Conv1d", "Conv2d", "ConvTranspose2d"]
 
 Array = Any
 
 
-class _Convolution(Parametrised, Operator):
-    """What convolutions have in common; one-dimensional ones have images of height 1."""
+class _Convolution(Weighted, Operator):
+    """Convolutions, transposed or not; one-dimensional ones have images of height 1.
 
-    weight = Parameter()
-    bias = Parameter()
+    Their windows slide over the input, or over the output of a transposed convolution.
+    """
+
     _reads_input = False
     _axes = 2
     _transposed = False
 
-    def __init__(
-        self,
-        channels: tuple[int, int],
-        kernel_size: Any,
-        stride: Any,
-        padding: Any,
-        output_padding: Any,
-        dilation: Any,
-        groups: int,
-        bias: bool,
-        padding_mode: str,
-        input_shape: Any,
-        weight_mask: ArrayLike | None,
-        dtype: DTypeLike,
-        rng: np.random.Generator | int | None,
+    def _set_channels(
+        self, in_channels: int, out_channels: int, groups: int, padding_mode: str, input_shape: Any
     ) -> None:
-        self.in_channels = check_count("in_channels", channels[0], 1)
-        self.out_channels = check_count("out_channels", channels[1], 1)
+        """Check and set the arguments that do not depend on the windows."""
+        self.in_channels = check_count("in_channels", in_channels, 1)
+        self.out_channels = check_count("out_channels", out_channels, 1)
         self.groups = check_count("groups", groups, 1)
         if self.in_channels % self.groups or self.out_channels % self.groups:
             raise InputError(
-                f"groups is {groups}; expected a divisor of in_channels = {channels[0]} and "
-                f"out_channels = {channels[1]}"
+                f"groups is {groups}; expected a divisor of in_channels = {in_channels} and "
+                f"out_channels = {out_channels}"
             )
-        self.kernel_size = check_sizes("kernel_size", kernel_size, self._axes)
-        self.stride = check_sizes("stride", stride, self._axes)
-        self.dilation = check_sizes("dilation", dilation, self._axes)
-        if padding_mode != "zeros":
-            raise InputError(f"padding_mode is {padding_mode!r}; expected 'zeros'")
-        before, after = self._read_padding(padding)
-        self.padding = before
+        check_choice("padding_mode", padding_mode, "zeros")
         self._set_shapes(input_shape, self._axes + 1)
         if self._core[0] != self.in_channels:
             raise InputError(
                 f"input_shape is {self.input_shape}; expected {self.in_channels} channels "
                 f"before the last {self._axes} axes"
             )
-        # As images, whatever the number of axes.
-        self._kernel, self._stride, self._dilation = (
-            _image(sizes, 1) for sizes in (self.kernel_size, self.stride, self.dilation)
-        )
-        self._before, self._after = _image(before, 0), _image(after, 0)
         self._size = _image(self._core[1:], 1)
-        self.output_padding = check_sizes("output_padding", output_padding, self._axes, 0)
-        self._size_out = self._output_size(_image(self.output_padding, 0))
-        if min(self._size_out) < 1:
-            raise InputError(
-                f"input_shape is {self.input_shape}; too small for kernel_size "
-                f"{self.kernel_size}: the output would be of size {self._size_out[-self._axes :]}"
-            )
-        self._set_output((self.out_channels, *self._size_out[2 - self._axes :]))
-        shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
-        if self._transposed:
-            shape = (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
-        self._mask = check_mask("weight_mask", weight_mask, shape)
-        bound = 1 / math.sqrt(math.prod(shape[1:]))
-        self._set_parameters(
-            {"weight": shape, "bias": (self.out_channels,) if bias else None},
-            initial(bound, dtype, rng),
+
+    def _set_windows(self, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> None:
+        """Check and set the arguments of the windows."""
+        self.kernel_size = check_sizes("kernel_size", kernel_size, self._axes)
+        self.stride = check_sizes("stride", stride, self._axes)
+        self.dilation = check_sizes("dilation", dilation, self._axes)
+        self.padding, after = self._read_padding(padding)
+        self._before, self._after = _image(self.padding, 0), _image(after, 0)
+
+    def _windows_over(self, sizes: Sequence[int]) -> tuple[Window, Window]:
+        """Return the windows that slide over images of this height and width."""
+        kernel, stride, dilation = (
+            _image(numbers, 1) for numbers in (self.kernel_size, self.stride, self.dilation)
         )
+        arguments = sizes, kernel, stride, self._before, self._after, dilation
+        y, x = (Window(*axis) for axis in zip(*arguments, strict=True))
+        return y, x
+
+    def _set_size_out(self, sizes: Sequence[int]) -> None:
+        """Check and set height and width of the output."""
+        check_output_size(tuple(sizes[-self._axes :]), self.input_shape, self.kernel_size)
+        self._size_out = tuple(sizes)
+        self._set_output((self.out_channels, *sizes[-self._axes :]))
+
+    def _declare_weight(
+        self, bias: bool, weight_mask: ArrayLike | None, dtype: DTypeLike, rng: Any
+    ) -> None:
+        """Declare the parameters, once the windows are known."""
+        outer, inner = self.out_channels, self.in_channels
+        if self._transposed:
+            outer, inner = inner, outer
+        shape = (outer, inner // self.groups, *self.kernel_size)
+        initial = InitialWeight(math.prod(shape[1:]), dtype, rng)
+        biases = self.out_channels if check_flag("bias", bias) else None
+        self._set_weight(shape, biases, weight_mask, initial)
 
     def _read_padding(self, padding: Any) -> tuple[Shape, Shape]:
-        """Zeros before and after each axis."""
+        """Return the zeros before and after each axis."""
         if isinstance(padding, str):
             if padding not in ("same", "valid") or self._transposed:
                 wanted = "integers" if self._transposed else "integers, 'same' or 'valid'"
-                raise InputError(f"padding is {padding!r}; expected {wanted}")
+                raise InputError(f"padding is {short(padding)}; expected {wanted}")
             if padding == "valid":
                 return (0,) * self._axes, (0,) * self._axes
             if max(self.stride) > 1:
@@ -109,103 +105,102 @@ class _Convolution(Parametrised, Operator):
         sizes = check_sizes("padding", padding, self._axes, 0)
         return sizes, sizes
 
-    def _output_size(self, output_padding: Shape) -> Shape:
-        """``(height, width)`` of the output."""
-        return tuple(
-            (n + before + after - d * (k - 1) - 1) // s + 1
-            for n, before, after, k, s, d in zip(
-                self._size,
-                self._before,
-                self._after,
-                self._kernel,
-                self._stride,
-                self._dilation,
-                strict=True,
-            )
-        )
-
     # -- Pattern and values ---------------------------------------------------------------------
 
     def _core_nnz(self) -> int:
-        weights = [weight for _, weight, _ in self._meetings]
+        y, x = (axis.weight for axis in self._connections)
         if self._mask is None:
-            pairs = self.in_channels * self.out_channels // self.groups
-            return pairs * len(weights[0]) * len(weights[1])
-        kept = self._mask.on(np).reshape(-1, *self._kernel).sum(axis=0)
-        rows, cols = (
-            np.bincount(weight, minlength=size)
-            for weight, size in zip(weights, self._kernel, strict=True)
-        )
-        return int(rows @ kept @ cols)
+            return self.in_channels * self.out_channels // self.groups * len(y) * len(x)
+        height, width = (window.kernel for window in self._windows)
+        kept = self._mask.on(np).reshape(-1, height, width).sum(axis=0)
+        return int(np.bincount(y, minlength=height) @ kept @ np.bincount(x, minlength=width))
 
     def _core_pattern(self) -> Pattern:
         return self._stencil.pattern()
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        self._stencil.fill(xp, self._by_input(self.weight), out[0])
+        self._stencil.fill(xp, self._by_input(self.read_parameter("weight")), out[0])
 
     @cached_property
-    def _meetings(self) -> list[tuple[Any, Any, Any]]:
-        """For each axis, which outputs each place meets, and by which weights."""
-        return [
-            meetings(n, out, k, s, p, d, self._transposed)
-            for n, out, k, s, p, d in zip(
-                self._size,
-                self._size_out,
-                self._kernel,
-                self._stride,
-                self._before,
-                self._dilation,
-                strict=True,
-            )
-        ]
+    def _windows(self) -> tuple[Window, Window]:
+        """The windows along both axes."""
+        return self._windows_over(self._size_out if self._transposed else self._size)
+
+    @cached_property
+    def _connections(self) -> list[Connections]:
+        """For each axis, the outputs that each input reaches, and by which weights."""
+        if self._transposed:
+            sizes = zip(self._windows, self._size, strict=True)
+            return [window.transposed_connections(size) for window, size in sizes]
+        return [window.connections(window.count()) for window in self._windows]
 
     @cached_property
     def _stencil(self) -> Stencil:
-        y, x = (axis(*found) for found in self._meetings)
-        ins, outs = self.in_channels // self.groups, self.out_channels // self.groups
-        group = np.arange(self.in_channels) // ins
-        return Stencil(
-            y,
-            x,
-            (math.prod(self._core), math.prod(self._core_out)),
-            group * (outs * math.prod(self._size_out)),
-            outputs=outs,
-            kernel=(self._kernel[0], self._kernel[1]),
-            size_out=(self._size_out[0], self._size_out[1]),
-            mask=None if self._mask is None else self._by_input(self._mask.on(np)),
+        (height, width), (height_out, width_out) = self._size, self._size_out
+        y, x = self._windows
+        channels = Channels(
+            self.in_channels,
+            self.out_channels,
+            self.groups,
+            (height, width),
+            (height_out, width_out),
+            (y.kernel, x.kernel),
         )
+        mask = None if self._mask is None else self._by_input(self._mask.on(np))
+        y_connections, x_connections = self._connections
+        return Stencil(channels, y_connections, x_connections, mask)
 
     def _by_input(self, weight: Array) -> Array:
-        """A weight as ``(in_channels, out_channels / groups, height, width)``, flat."""
+        """Return a weight as ``(in_channels, out_channels / groups, height, width)``, flat."""
         if self._transposed:
             return weight.reshape(-1)
         ins = self.in_channels // self.groups
-        grouped = weight.reshape(self.groups, -1, ins, math.prod(self._kernel))
+        grouped = weight.reshape(self.groups, -1, ins, math.prod(self.kernel_size))
         return grouped.swapaxes(1, 2).reshape(-1)
 
     # -- Forward and parameter gradients --------------------------------------------------------
 
     def _grouped_weight(self, xp: Any) -> Array:
-        """The weight, zero where it is pruned, of shape ``(groups, ·, ·, height, width)``."""
-        weight = masked(xp, self.weight, self._mask)
-        return weight.reshape(self.groups, -1, weight.shape[1], *self._kernel)
+        """Return the weight, 0 where it is pruned, as one matrix for each group."""
+        weight = self._kept_weight(xp)
+        return weight.reshape(self.groups, len(weight) // self.groups, -1)
 
     def _add_bias(self, y: Array) -> Array:
         return y if self.bias is None else y + self.bias[:, None, None]
 
-    def _weight_grads(self, xp: Any, weight: Array, y: Array) -> dict[str, Array]:
-        """Gradients from that of the weight, in any shape, and that of the output."""
-        grads = {"weight": masked(xp, weight.reshape(self.weight.shape), self._mask)}
-        return grads if self.bias is None else grads | {"bias": y.sum(axis=(0, 2, 3))}
+    def _grouped(self, x: Array) -> Array:
+        """Return samples as ``(m, groups, channels, places)``."""
+        channels, places = x.shape[1], math.prod(x.shape[2:])
+        return x.reshape(len(x), self.groups, channels // self.groups, places)
 
-    def _images(self, x: Array) -> Array:
-        """Samples as ``(m, channels, height, width)``."""
-        return x.reshape(len(x), x.shape[1], *_image(x.shape[2:], 1))
+    def _columns(self, xp: Any, images: Array, places: Sequence[int]) -> Array:
+        """Return what each window reads in each group: ``(m, groups, read, places)``.
+
+        A transposed convolution has the last two axes the other way round.
+        """
+        images = images.reshape(*images.shape[:2], *(window.size for window in self._windows))
+        view = slide(xp, images, *self._windows)[:, :, : places[0], : places[1]]
+        samples, channels = len(view), view.shape[1] // self.groups
+        view = view.reshape(samples, self.groups, channels, *view.shape[2:])
+        read, count = channels * math.prod(self.kernel_size), math.prod(places)
+        if self._transposed:
+            view = view.transpose(0, 1, 3, 4, 2, 5, 6)
+            return view.reshape(samples, self.groups, count, read)
+        return view.transpose(0, 1, 2, 5, 6, 3, 4).reshape(samples, self.groups, read, count)
+
+    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
+        if self._transposed:
+            products = xp.matmul(self._grouped(x), self._columns(xp, grad_y, self._size))
+        else:
+            columns = self._columns(xp, x, self._size_out)
+            products = xp.matmul(self._grouped(grad_y), columns.swapaxes(-1, -2))
+        weight = products.sum(axis=0)
+        axes = (0, *range(2, grad_y.ndim))
+        return self._weight_grads(xp, weight, grad_y, axes)
 
 
 class _Forward(_Convolution):
-    """Convolutions, as they are and not transposed."""
+    """Convolutions that are not transposed."""
 
     def __init__(
         self,
@@ -224,44 +219,40 @@ class _Forward(_Convolution):
         dtype: DTypeLike = np.float32,
         rng: np.random.Generator | int | None = None,
     ) -> None:
-        super().__init__(
-            (in_channels, out_channels),
-            kernel_size,
-            stride,
-            padding,
-            0,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            input_shape,
-            weight_mask,
-            dtype,
-            rng,
-        )
+        self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
+        self._set_windows(kernel_size, stride, padding, dilation)
+        self._set_size_out([window.count() for window in self._windows])
+        self._declare_weight(bias, weight_mask, dtype, rng)
 
-    def _columns(self, xp: Any, x: Array) -> Array:
-        """What each output of each group reads: ``(m, groups, read, outputs)``."""
-        x = self._images(x)
-        ends = tuple(a - b for a, b in zip(self._after, self._before, strict=True))
-        view = windows(xp, x, self._kernel, self._stride, self._before, self._dilation, ends=ends)
-        ins = self.in_channels // self.groups
-        view = view.reshape(len(x), self.groups, ins, *view.shape[2:])
-        return view.transpose(0, 1, 2, 5, 6, 3, 4).reshape(
-            len(x), self.groups, ins * math.prod(self._kernel), math.prod(self._size_out)
+    def restrict(
+        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
+    ) -> Operator:
+        """Return this layer for part of its input and some output channels, of whole groups or one.
+
+        See :meth:`Operator.restrict`.
+        """
+        if self._before != self._after and "padding" not in arguments:
+            raise InputError("padding is 'same', of unequal sides; expected sizes for the part")
+        inputs = input_shape[len(input_shape) - self._axes - 1]
+        sizes: dict[str, Any] = {
+            name: getattr(self, name) for name in ("kernel_size", "stride", "padding", "dilation")
+        }
+        part = type(self)(
+            inputs,
+            len(range(*channels.indices(self.out_channels))),
+            **sizes | arguments,
+            groups=max(1, self.groups * inputs // self.in_channels),
+            bias=self.bias is not None,
+            input_shape=input_shape,
+            weight_mask=None if self._mask is None else self._mask.on(np)[channels],
         )
+        restricted: Operator = self._share_parameters(part, channels)
+        return restricted
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        weight = self._grouped_weight(xp)
-        y = xp.matmul(weight.reshape(*weight.shape[:2], -1), self._columns(xp, x))
+        columns = self._columns(xp, x, self._size_out)
+        y = xp.matmul(self._grouped_weight(xp), columns)
         return self._add_bias(y.reshape(len(x), self.out_channels, *self._size_out))
-
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        columns = self._columns(xp, x)
-        outs = self.out_channels // self.groups
-        grads = grad_y.reshape(len(x), self.groups, outs, columns.shape[-1])
-        weight = xp.matmul(grads, columns.swapaxes(-1, -2)).sum(axis=0)
-        return self._weight_grads(xp, weight, self._images(grad_y))
 
 
 class Conv1d(_Forward):
@@ -313,7 +304,7 @@ class Conv2d(_Forward):
     bias : bool, default True
         Whether there is one.
     padding_mode : {"zeros"}
-        What lies around the input.
+        Padding mode; zeros lie around the input.
     input_shape : tuple of int
         ``(in_channels, height, width)``, maybe after more axes.
     weight_mask : array_like of bool, shape of the weight, optional
@@ -322,7 +313,7 @@ class Conv2d(_Forward):
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
-        What draws initial parameters, from the same distribution as PyTorch.
+        Source of the initial parameters, from the same distribution as PyTorch.
 
     Attributes
     ----------
@@ -340,7 +331,7 @@ class Conv2d(_Forward):
     -----
     As :class:`torch.nn.Conv2d`. The Jacobian is that of BPPSA (MLSys 2020), Algorithms 2 to 4, for
     any kernel, stride, padding, dilation and groups. Its rows repeat from place to place, so each
-    is made once and copied.
+    is computed once and copied.
 
     Examples
     --------
@@ -354,7 +345,7 @@ class Conv2d(_Forward):
 
 
 class ConvTranspose2d(_Convolution):
-    """Transposed convolution of images: what a :class:`Conv2d` with this weight does to gradients.
+    """Transposed convolution: what a :class:`Conv2d` with this weight does to gradients.
 
     The transposed Jacobian has, in the row of input ``(c, y, x)`` and the column of output
     ``(o, v, u)``, the weight
@@ -415,87 +406,51 @@ class ConvTranspose2d(_Convolution):
         dtype: DTypeLike = np.float32,
         rng: np.random.Generator | int | None = None,
     ) -> None:
-        super().__init__(
-            (in_channels, out_channels),
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            input_shape,
-            weight_mask,
-            dtype,
-            rng,
-        )
-
-    def _output_size(self, output_padding: Shape) -> Shape:
-        for extra, s, d in zip(output_padding, self._stride, self._dilation, strict=True):
+        self._set_channels(in_channels, out_channels, groups, padding_mode, input_shape)
+        self._set_windows(kernel_size, stride, padding, dilation)
+        self.output_padding = check_sizes("output_padding", output_padding, 2, 0)
+        for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True):
             if extra >= max(s, d):
                 raise InputError(
                     f"output_padding is {self.output_padding}; expected less than the stride "
                     f"{self.stride} or the dilation {self.dilation}"
                 )
-        return tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
-            for n, s, p, d, k, extra in zip(
-                self._size,
-                self._stride,
-                self._before,
-                self._dilation,
-                self._kernel,
-                output_padding,
-                strict=True,
-            )
-        )
+        windows = zip(self._size, self.output_padding, self._windows_over(self._size), strict=True)
+        self._set_size_out([_span(w, n) - 2 * w.before + extra for n, extra, w in windows])
+        self._declare_weight(bias, weight_mask, dtype, rng)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # Each weight adds the whole input, spread by the stride, at its own place of the output.
-        weight = self._grouped_weight(xp)
-        inputs = x.reshape(len(x), self.groups, weight.shape[1], math.prod(self._size))
-        rows = weight.reshape(self.groups, weight.shape[1], -1).swapaxes(-1, -2)
-        parts = xp.matmul(rows, inputs).reshape(
-            len(x), self.out_channels, *self._kernel, *self._size
+        (height, width), (height_out, width_out) = self._size, self._size_out
+        y, x_axis = self._windows
+        rows = self._grouped_weight(xp).swapaxes(-1, -2)
+        parts = xp.matmul(rows, self._grouped(x)).reshape(
+            len(x), self.out_channels, y.kernel, x_axis.kernel, height, width
         )
-        spans = [
-            s * (n - 1) + d * (k - 1) + 1
-            for n, s, d, k in zip(
-                self._size, self._stride, self._dilation, self._kernel, strict=True
-            )
+        room = [
+            max(_span(window, size), window.before + window.size)
+            for window, size in zip(self._windows, self._size, strict=True)
         ]
-        spans = [
-            max(span, p + size)
-            for span, p, size in zip(spans, self._before, self._size_out, strict=True)
-        ]
-        y = xp.zeros((len(x), self.out_channels, *spans), parts.dtype)
-        for i in range(self._kernel[0]):
-            for j in range(self._kernel[1]):
-                at = [
-                    slice(k * d, k * d + s * (n - 1) + 1, s)
-                    for k, d, s, n in zip(
-                        (i, j), self._dilation, self._stride, self._size, strict=True
-                    )
-                ]
-                y[:, :, at[0], at[1]] += parts[:, :, i, j]
-        (top, left), (height, width) = self._before, self._size_out
-        return self._add_bias(y[:, :, top : top + height, left : left + width])
+        whole = xp.zeros((len(x), self.out_channels, *room), parts.dtype)
+        for i in range(y.kernel):
+            for j in range(x_axis.kernel):
+                at = _places(y, i, height), _places(x_axis, j, width)
+                whole[(..., *at)] += parts[:, :, i, j]
+        top, left = self._before
+        return self._add_bias(whole[:, :, top : top + height_out, left : left + width_out])
 
-    def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        view = windows(xp, grad_y, self._kernel, self._stride, self._before, self._dilation)
-        height, width = self._size
-        view = view[:, :, :height, :width]
-        ins, outs = self.in_channels // self.groups, self.out_channels // self.groups
-        columns = view.reshape(len(x), self.groups, outs, *view.shape[2:])
-        columns = columns.transpose(0, 1, 3, 4, 2, 5, 6).reshape(
-            len(x), self.groups, height * width, outs * math.prod(self._kernel)
-        )
-        inputs = x.reshape(len(x), self.groups, ins, height * width)
-        weight = xp.matmul(inputs, columns).sum(axis=0)
-        return self._weight_grads(xp, weight, grad_y)
+
+def _span(window: Window, count: int) -> int:
+    """Return how many places so many windows reach, the padding included."""
+    return window.stride * (count - 1) + window.dilation * (window.kernel - 1) + 1
+
+
+def _places(window: Window, tap: int, count: int) -> slice:
+    """Return the places that a tap of so many windows reads, counted from the padding's start."""
+    start = tap * window.dilation
+    return slice(start, start + window.stride * (count - 1) + 1, window.stride)
 
 
 def _image(sizes: Shape, missing: int) -> Shape:
-    """Sizes of one or two axes as those of two."""
+    """Return sizes of one or two axes as those of two."""
     return sizes if len(sizes) == 2 else (missing, *sizes)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .._arrays import Constant
+from ..arrays.arrays import Constant
 from ..errors import InputError
-from ..kernels.stencil import transpose
-from ..pattern import Pattern, of_mask
-from ..schedule import check_count
+from ..symbolic.pattern import Pattern, of_mask, rows_of
+from ..symbolic.schedule import check_count
+from ._checks import check_flag
+from ._kernels.stencil import transpose
 from ._operator import Operator
-from ._parameters import Parameter, Parametrised, check_mask, initial, masked
+from ._parameters import InitialWeight, Weighted
 
 __all__ = ["Linear"]
 
 Array = Any
 
 
-class Linear(Parametrised, Operator):
+class Linear(Weighted, Operator):
     """Matrix product: ``y = W x + b``, so ``(∂y/∂x)ᵀ = Wᵀ``.
 
     Parameters
@@ -38,7 +39,7 @@ class Linear(Parametrised, Operator):
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
-        What draws initial parameters, from the same distribution as PyTorch.
+        Source of the initial parameters, from the same distribution as PyTorch.
 
     Attributes
     ----------
@@ -68,8 +69,6 @@ class Linear(Parametrised, Operator):
            [3., 0.]])
     """
 
-    weight = Parameter()
-    bias = Parameter()
     _reads_input = False
 
     def __init__(
@@ -93,13 +92,23 @@ class Linear(Parametrised, Operator):
             )
         self._set_output((self.out_features,))
         shape = self.out_features, self.in_features
-        self._mask = check_mask("weight_mask", weight_mask, shape)
-        # Place in the flattened weight of every entry of a masked pattern.
-        self._sources: Constant | None = None
-        self._set_parameters(
-            {"weight": shape, "bias": (self.out_features,) if bias else None},
-            initial(1 / math.sqrt(self.in_features), dtype, rng),
+        biases = self.out_features if check_flag("bias", bias) else None
+        self._set_weight(shape, biases, weight_mask, InitialWeight(self.in_features, dtype, rng))
+
+    def restrict(
+        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
+    ) -> Operator:
+        """Return this layer for some of its outputs; see :meth:`Operator.restrict`."""
+        part = Linear(
+            self.in_features,
+            len(range(*channels.indices(self.out_features))),
+            self.bias is not None,
+            input_shape=input_shape,
+            weight_mask=None if self._mask is None else self._mask.on(np)[channels],
+            **arguments,
         )
+        restricted: Operator = self._share_parameters(part, channels)
+        return restricted
 
     def _core_nnz(self) -> int:
         if self._mask is None:
@@ -116,19 +125,21 @@ class Linear(Parametrised, Operator):
         if self._mask is None:
             matrix = out.reshape(self.in_features, self.out_features)
             if xp is np:
-                transpose(self.weight, matrix)
+                transpose(self.read_parameter("weight"), matrix)
             else:
                 matrix[...] = self.weight.T
-            return
-        if self._sources is None:
-            inputs, outputs = np.nonzero(self._mask.on(np).T)
-            self._sources = Constant(outputs * self.in_features + inputs)
-        out[0] = self.weight.reshape(-1)[self._sources.on(xp)]
+        else:
+            out[0] = self.weight.reshape(-1)[self._sources.on(xp)]
+
+    @cached_property
+    def _sources(self) -> Constant:
+        """Place in the flattened weight of every entry of a masked pattern."""
+        pattern = self._core_pattern()
+        return Constant(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        y = xp.matmul(x, masked(xp, self.weight, self._mask).T)
+        y = xp.matmul(x, self._kept_weight(xp).T)
         return y if self.bias is None else y + self.bias
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        grads = {"weight": masked(xp, xp.matmul(grad_y.T, x), self._mask)}
-        return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=0)}
+        return self._weight_grads(xp, xp.matmul(grad_y.T, x), grad_y, (0,))

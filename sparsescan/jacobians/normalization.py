@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .._arrays import namespace
-from ..containers import check_dtype
-from ..errors import InputError
-from ..pattern import Pattern, index_dtype, trusted
-from ..schedule import check_count
-from ._checks import check_number, check_sizes
+from ..arrays.arrays import namespace
+from ..chains.containers import check_dtype
+from ..errors import InputError, short
+from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.schedule import check_count
+from ._checks import check_flag, check_number, check_sizes
 from ._operator import Operator
 from ._parameters import Initial, Parameter, Parametrised
+from ._sharing import quiet
 
 __all__ = ["BatchNorm2d", "LayerNorm"]
 
@@ -100,10 +101,11 @@ class LayerNorm(Parametrised, Operator):
                 "normalized_shape"
             )
         self._set_output(shape)
+        affine = check_flag("elementwise_affine", elementwise_affine)
         self._set_parameters(
             {
-                "weight": shape if elementwise_affine else None,
-                "bias": shape if elementwise_affine and bias else None,
+                "weight": shape if affine else None,
+                "bias": shape if affine and check_flag("bias", bias) else None,
             },
             _ones_and_zeros(dtype),
         )
@@ -222,23 +224,40 @@ class BatchNorm2d(Parametrised, Operator):
         self.num_features = check_count("num_features", num_features, 1)
         self.eps = _check_eps(eps)
         self.momentum = None if momentum is None else check_number("momentum", momentum)
-        self.track_running_stats = track_running_stats
-        self.training = training
+        self.track_running_stats = check_flag("track_running_stats", track_running_stats)
+        self.training = check_flag("training", training)
         self._batches = 0
-        self._set_shapes(input_shape, None if training else 3)
+        self._set_shapes(input_shape, None if self.training else 3)
         self._check_arguments()
         self._set_output(self._core)
-        self._reads_input = training
+        self._reads_input = self.training
         channels = (self.num_features,)
+        affine = check_flag("affine", affine)
         self._set_parameters(
             {
                 "weight": channels if affine else None,
                 "bias": channels if affine else None,
-                "running_mean": channels if track_running_stats else None,
-                "running_var": channels if track_running_stats else None,
+                "running_mean": channels if self.track_running_stats else None,
+                "running_var": channels if self.track_running_stats else None,
             },
             _ones_and_zeros(dtype),
         )
+
+    def restrict(
+        self, input_shape: Any, channels: slice = slice(None), **arguments: Any
+    ) -> Operator:
+        """Return this layer for some rows, or some channels; see :meth:`Operator.restrict`."""
+        part = BatchNorm2d(
+            len(range(*channels.indices(self.num_features))),
+            self.eps,
+            self.momentum,
+            self.weight is not None,
+            self.track_running_stats,
+            input_shape=input_shape,
+            **{"training": self.training} | arguments,
+        )
+        restricted: Operator = self._share_parameters(part, channels)
+        return restricted
 
     def _check_arguments(self) -> None:
         shape = self.input_shape
@@ -278,6 +297,7 @@ class BatchNorm2d(Parametrised, Operator):
     def num_batches_tracked(self, count: int) -> None:
         self._batches = check_count("num_batches_tracked", count, 0)
 
+    @quiet
     def update_running_stats(self, x: Array) -> None:
         """Let the running statistics take in a batch, as PyTorch does in a forward in training.
 
@@ -307,14 +327,13 @@ class BatchNorm2d(Parametrised, Operator):
         x, _ = self._read("x", x, self.input_shape)
         namespace(x, self.running_mean, self.running_var)
         x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
-        with np.errstate(over="ignore", invalid="ignore"):
-            means, variances = x.mean(axis=_JOINT), x.var(axis=_JOINT, ddof=1)
-            for mean, variance in zip(means, variances, strict=True):
-                self.num_batches_tracked += 1
-                part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-                for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-                    running *= 1 - part
-                    running += part * new
+        means, variances = x.mean(axis=_JOINT), x.var(axis=_JOINT, ddof=1)
+        for mean, variance in zip(means, variances, strict=True):
+            self.num_batches_tracked += 1
+            part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                running *= 1 - part
+                running += part * new
 
     @property
     def _count(self) -> int:
@@ -365,17 +384,15 @@ class BatchNorm2d(Parametrised, Operator):
         if self.training:
             return _normalise(xp, x, _JOINT, self.eps)
         mean, inverse = (array[:, None, None] for array in self._running(x))
-        with np.errstate(over="ignore", invalid="ignore"):
-            return (x - mean) * inverse, inverse
+        return (x - mean) * inverse, inverse
 
     def _running(self, like: Array) -> tuple[Array, Array]:
-        """Running mean and ``1/σ`` in the dtype of an array, which is in the same place."""
+        """Return the running mean and ``1/σ`` in the dtype of an array, and in its place."""
         xp = namespace(like, self.running_mean, self.running_var)
         mean, variance = (
             array.astype(like.dtype, copy=False) for array in (self.running_mean, self.running_var)
         )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return mean, 1 / xp.sqrt(variance + self.eps)
+        return mean, 1 / xp.sqrt(variance + self.eps)
 
 
 # Axes of (batches, N, C, H, W) over which a channel is normalised in training.
@@ -383,20 +400,18 @@ _JOINT = (1, 3, 4)
 
 
 def _normalise(xp: Any, x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
-    """``x̂`` and ``1/σ``, by the statistics over some axes, which stay as axes of length 1."""
+    """Return ``x̂`` and ``1/σ``, by the statistics over some axes, kept with length 1."""
     # PyTorch, too, makes NaN of what is normalised together with a value that is not finite.
-    with np.errstate(all="ignore"):
-        wide = x.astype(np.float64, copy=False)
-        wide = wide - wide.mean(axis=axes, keepdims=True)
-        inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + eps)
-        wide *= inverse
-        return wide.astype(x.dtype, copy=False), inverse.astype(x.dtype, copy=False)
+    wide = x.astype(np.float64, copy=False)
+    wide = wide - wide.mean(axis=axes, keepdims=True)
+    inverse = 1 / xp.sqrt((wide * wide).mean(axis=axes, keepdims=True) + eps)
+    wide *= inverse
+    return wide.astype(x.dtype, copy=False), inverse.astype(x.dtype, copy=False)
 
 
 def _times(array: Array, weight: Array) -> Array:
-    """``array·weight``, where None is 1, and infinity times zero silently NaN."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array if weight is None else array * weight
+    """Return ``array·weight``, where a weight of None is 1."""
+    return array if weight is None else array * weight
 
 
 def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
@@ -410,16 +425,15 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
     normal = normal.astype(out.dtype, copy=False)
     part = -slope / (n * s)
     columns = normal.swapaxes(1, 2).reshape(b, 1, c, 1, n * s)
-    with np.errstate(over="ignore", invalid="ignore"):
-        xp.multiply(normal[..., None], columns * part[:, None, :, None], out=out)
-        xp.add(out, part[:, None, :, None], out=out)
-        places = xp.arange(n * s)
-        # Indexed axes come first.
-        out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
+    xp.multiply(normal[..., None], columns * part[:, None, :, None], out=out)
+    xp.add(out, part[:, None, :, None], out=out)
+    places = xp.arange(n * s)
+    # Indexed axes come first.
+    out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
 
 
 def _ones_and_zeros(dtype: DTypeLike) -> Initial:
-    """Initial parameters: scales are 1, shifts 0."""
+    """Return how initial parameters are drawn: scales are 1, shifts 0."""
     checked = check_dtype(dtype)
     return lambda name, shape: partial(np.full, shape, name in ("weight", "running_var"), checked)
 
@@ -427,5 +441,5 @@ def _ones_and_zeros(dtype: DTypeLike) -> Initial:
 def _check_eps(eps: Any) -> float:
     value = check_number("eps", eps)
     if value < 0:
-        raise InputError(f"eps is {eps}; expected at least 0")
+        raise InputError(f"eps is {short(eps)}; expected at least 0")
     return value

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .._arrays import Constant
-from ..errors import InputError
-from ..kernels.pooling import Windows, mark_in_tiles, mark_in_windows
-from ..pattern import Pattern, rows_of
-from ..schedule import check_count
-from ._checks import Shape, check_sizes
+from ..arrays.arrays import Constant
+from ..errors import InputError, short
+from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.schedule import check_count
+from ._checks import check_flag, check_sizes
+from ._kernels.pooling import Windows, mark_in_tiles, mark_in_windows
 from ._kron import Images, Separable, Taps, kron_pattern
-from ._windows import pooled_size, windows
+from ._windows import Window, check_output_size
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -26,44 +24,25 @@ Array = Any
 class _Pooling(Images):
     """Windows of one size, at equal distances."""
 
-    kernel_size: Shape
-    stride: Shape
-    padding: Shape
-    dilation: Shape
-    ceil_mode: bool
-
     def _set_windows(
-        self,
-        kernel_size: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        ceil_mode: bool,
-        input_shape: Any,
-    ) -> list[NDArray[Any]]:
-        """Note the arguments; for both axes, what lies under the taps of each window."""
-        self._set_images(input_shape)
+        self, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    ) -> list[tuple[Window, int]]:
+        """Check and set the arguments; return the windows along both axes, and their number."""
         self.kernel_size = check_sizes("kernel_size", kernel_size, 2)
         self.stride = self.kernel_size if stride is None else check_sizes("stride", stride, 2)
         self.padding = check_sizes("padding", padding, 2, 0)
         self.dilation = check_sizes("dilation", dilation, 2)
-        self.ceil_mode = bool(ceil_mode)
+        self.ceil_mode = check_flag("ceil_mode", ceil_mode)
         half = tuple(kernel // 2 for kernel in self.kernel_size)
         if any(p > most for p, most in zip(self.padding, half, strict=True)):
-            raise InputError(f"padding is {padding}; expected at most {half}, half the kernel")
-        axes = list(
-            zip(self._core, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        )
-        sizes = tuple(pooled_size(*axis, self.ceil_mode) for axis in axes)
-        if min(sizes) < 1:
             raise InputError(
-                f"input_shape is {self.input_shape}; too small for kernel_size "
-                f"{self.kernel_size}: the output would be of size {sizes}"
+                f"padding is {short(padding)}; expected at most {half}, half the kernel"
             )
-        return [
-            (np.arange(count) * s - p)[:, None] + np.arange(k) * d
-            for count, (_, k, s, p, d) in zip(sizes, axes, strict=True)
-        ]
+        arguments = self.kernel_size, self.stride, self.padding, self.padding, self.dilation
+        windows = [Window(*axis) for axis in zip(self._core, *arguments, strict=True)]
+        sizes = tuple(window.count(self.ceil_mode) for window in windows)
+        check_output_size(sizes, self.input_shape, self.kernel_size)
+        return list(zip(windows, sizes, strict=True))
 
 
 class MaxPool2d(_Pooling):
@@ -80,7 +59,7 @@ class MaxPool2d(_Pooling):
     stride : int or two ints, optional
         From a window to the next one; by default `kernel_size`.
     padding : int or two ints, default 0
-        What is added around the input, at most half of `kernel_size`; it is never the largest.
+        Padding around the input, at most half of `kernel_size`; it is never the largest.
     dilation : int or two ints, default 1
         From an input in the window to the next one.
     ceil_mode : bool, default False
@@ -118,10 +97,11 @@ class MaxPool2d(_Pooling):
         ceil_mode: bool = False,
         input_shape: Any,
     ) -> None:
-        inputs = self._set_windows(kernel_size, stride, padding, dilation, ceil_mode, input_shape)
+        self._set_images(input_shape)
+        windows = self._set_windows(kernel_size, stride, padding, dilation, ceil_mode)
         self._y, self._x = (
-            Taps(size, under, ((under >= 0) & (under < size)).astype(np.float64))
-            for size, under in zip(self._core, inputs, strict=True)
+            Taps(window.size, inputs, ((inputs >= 0) & (inputs < window.size)).astype(np.float64))
+            for window, inputs in ((window, window.inputs(count)) for window, count in windows)
         )
         self._set_output((self._y.size_out, self._x.size_out))
         # With padding, or a window that reaches beyond the end, there would be more of them.
@@ -151,30 +131,18 @@ class MaxPool2d(_Pooling):
 
     @cached_property
     def _windows(self) -> list[Windows]:
-        """Both axes, as the kernel takes them."""
+        """The windows along both axes, as the kernel takes them."""
         return [
             _kernel_windows(taps, dilation)
             for taps, dilation in zip((self._y, self._x), self.dilation, strict=True)
         ]
 
     def _fill_by_windows(self, xp: Any, x: Array, out: Array) -> None:
-        """The same in steps that a GPU takes on all windows at once."""
-        ends = tuple(
-            max(0, int(taps.inputs.max()) + 1 - taps.size - padding)
-            for taps, padding in zip((self._y, self._x), self.padding, strict=True)
-        )
-        view = windows(
-            xp,
-            x[:, None],
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            -np.inf,
-            ends,
-        )
+        """Write the values in steps that a GPU takes on all windows at once."""
         inputs, rows, columns = (constant.on(xp) for constant in self._tables)
-        values = view.reshape(len(x), *inputs.shape)
+        # Axes: sample, tap and window along y, tap and window along x.
+        read = self._x.read(xp, self._y.read(xp, x, 1, -np.inf), 3, -np.inf)
+        values = read.transpose(0, 2, 4, 1, 3).reshape(len(x), *inputs.shape)
         largest = values.max(axis=-1, keepdims=True)
         is_nan = values != values
         first = ((values == largest) & (inputs >= 0)).argmax(axis=-1)
@@ -185,7 +153,7 @@ class MaxPool2d(_Pooling):
 
     @cached_property
     def _tables(self) -> tuple[Constant, Constant, Constant]:
-        """The input under each tap of each window, or -1; row and column of every entry."""
+        """The input under each tap of each window, or -1; the row and column of every entry."""
         y, x = (np.where(taps.weights != 0, taps.inputs, -1) for taps in (self._y, self._x))
         y, x = y[:, None, :, None], x[None, :, None, :]
         inputs = np.where((y >= 0) & (x >= 0), y * self._core[1] + x, -1)
@@ -214,7 +182,7 @@ class AvgPool2d(_Pooling, Separable):
     count_include_pad : bool, default True
         Whether ``d_o`` counts the padding.
     divisor_override : int, optional
-        What to divide by instead of ``d_o``; not 0.
+        Divisor instead of ``d_o``; not 0.
     input_shape : tuple of int
         ``(channels, height, width)``, maybe after more axes.
 
@@ -245,32 +213,24 @@ class AvgPool2d(_Pooling, Separable):
         *,
         input_shape: Any,
     ) -> None:
-        inputs = self._set_windows(kernel_size, stride, padding, 1, ceil_mode, input_shape)
-        self.count_include_pad = bool(count_include_pad)
+        self._set_images(input_shape)
+        windows = self._set_windows(kernel_size, stride, padding, 1, ceil_mode)
+        self.count_include_pad = check_flag("count_include_pad", count_include_pad)
         if divisor_override is not None:
             divisor_override = check_count("divisor_override", divisor_override, 1)
         self.divisor_override = divisor_override
-        divisors: Sequence[int | None] = (None, None)
-        if divisor_override is not None:
-            divisors = divisor_override, 1
+        divisors = (None, None) if divisor_override is None else (divisor_override, 1)
         self._set_taps(
-            *(
-                Taps(size, under, self._weights(size, under, p, divisor))
-                for size, under, p, divisor in zip(
-                    self._core, inputs, self.padding, divisors, strict=True
-                )
-            )
+            *(self._taps(*axis, divisor) for axis, divisor in zip(windows, divisors, strict=True))
         )
 
-    def _weights(
-        self, size: int, inputs: NDArray[Any], padding: int, divisor: int | None
-    ) -> NDArray[Any]:
-        """The factor of one axis in the weights."""
-        inside = (inputs >= 0) & (inputs < size)
-        counted = inputs < size + padding if self.count_include_pad else inside
+    def _taps(self, window: Window, count: int, divisor: int | None) -> Taps:
+        """Return one axis, its weights divided by the size of each window or by a number."""
+        inputs = window.inputs(count)
+        inside = (inputs >= 0) & (inputs < window.size)
+        counted = inputs < window.size + window.after if self.count_include_pad else inside
         counts = counted.sum(axis=1, keepdims=True) if divisor is None else divisor
-        weights: NDArray[Any] = inside / counts
-        return weights
+        return Taps(window.size, inputs, inside / counts)
 
 
 class AdaptiveAvgPool2d(Separable):
@@ -309,7 +269,7 @@ class AdaptiveAvgPool2d(Separable):
     def __init__(self, output_size: Any, *, input_shape: Any) -> None:
         self._set_images(input_shape)
         self.output_size = output_size
-        if isinstance(output_size, Sequence) and len(output_size) == 2:
+        if isinstance(output_size, (tuple, list)) and len(output_size) == 2:
             output_size = [
                 size if given is None else given
                 for given, size in zip(output_size, self._core, strict=True)
@@ -319,7 +279,7 @@ class AdaptiveAvgPool2d(Separable):
 
 
 def _parts(size: int, count: int) -> Taps:
-    """An axis in `count` parts of almost equal size; they overlap where it is no multiple."""
+    """Cut an axis into `count` almost equal parts, which overlap where it is no multiple."""
     output = np.arange(count)[:, None]
     first, end = output * size // count, -(-(output + 1) * size // count)
     inputs = first + np.arange((end - first).max())
@@ -327,7 +287,7 @@ def _parts(size: int, count: int) -> Taps:
 
 
 def _kernel_windows(taps: Taps, dilation: int) -> Windows:
-    """One axis of max pooling, as the kernel takes it."""
+    """Return one axis of max pooling, as the kernel takes it."""
     met = taps.weights != 0
     low = met.argmax(axis=1)
     rank = np.zeros(taps.inputs.shape, np.int64)

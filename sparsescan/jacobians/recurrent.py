@@ -7,15 +7,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..errors import InputError
-from ..kernels.recurrent import fill_gru, fill_lstm, fill_rnn
+from ..symbolic.schedule import check_choice
 from ._cell import Array, Cell, Slopes
+from ._kernels.recurrent import fill_gru, fill_lstm, fill_rnn
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
 
 
 def _sigmoid(xp: Any, x: Array) -> Array:
-    """``σ(x) = 1 / (1 + exp(-x))``, in place; where ``exp`` overflows it is 0.
+    """Compute ``σ(x) = 1 / (1 + exp(-x))`` in place; it is 0 where ``exp`` overflows.
 
     For float32 several times as fast as ``expit``, which NumPy does not vectorise.
     """
@@ -26,7 +26,7 @@ def _sigmoid(xp: Any, x: Array) -> Array:
 
 
 def _slope_of_tanh(xp: Any, y: Array, out: Array) -> Array:
-    """``tanh' = 1 - tanh²`` from ``y = tanh``."""
+    """Compute ``tanh' = 1 - tanh²`` from ``y = tanh``."""
     xp.multiply(y, y, out=out)
     return xp.subtract(1, out, out=out)
 
@@ -99,9 +99,7 @@ class RNNCell(Cell):
         dtype: DTypeLike = np.float32,
         rng: np.random.Generator | int | None = None,
     ) -> None:
-        if nonlinearity not in ("tanh", "relu"):
-            raise InputError(f"nonlinearity is {nonlinearity!r}; expected 'tanh' or 'relu'")
-        self.nonlinearity = nonlinearity
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, "tanh", "relu")
         super().__init__(
             input_size,
             hidden_size,
@@ -304,7 +302,7 @@ class LSTMCell(Cell):
         )
 
     def _gate_values(self, xp: Any, a: Array) -> tuple[Array, Array, Array, Array]:
-        """``i``, ``f``, ``g`` and ``o``, all but one in place."""
+        """Compute ``i``, ``f``, ``g`` and ``o``, all but ``g`` in place."""
         g = xp.tanh(a[2])
         i, f, _, o = _sigmoid(xp, a)
         return i, f, g, o
@@ -324,7 +322,7 @@ class LSTMCell(Cell):
         c = state[:, self.hidden_size :]
         slopes = xp.empty_like(a)
         in_i, in_f, in_g, in_o = slopes
-        # All of c_t but the derivative of each sigmoid; then tanh(c_t).
+        # The slopes but for the derivative of each sigmoid; then tanh(c_t).
         xp.multiply(i, g, out=in_i)
         xp.multiply(f, c, out=in_f)
         tanh_c = xp.add(in_i, in_f)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import is_cupy, namespace
-from ..errors import InputError, InputTypeError
-from ..pattern import Pattern, index_dtype, trusted
-from ._checks import Shape, check_dim, check_number, check_sizes
+from ..arrays.arrays import check_no_mask, host_array, is_cupy, namespace
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ._checks import Shape, batched, check_dim, check_number, check_sizes
 from ._operator import Operator
 
 __all__ = ["Dropout", "Flatten", "Pad", "Permute"]
@@ -59,7 +59,7 @@ class Dropout(Operator):
     array([4., 0., 4.])
     """
 
-    _samples_apart = False  # a sample does not know which mask is its own
+    _samples_apart = False  # each sample has a mask of its own, found by its place in the batch
 
     def __init__(self, p: float = 0.5, *, input_shape: Any, mask: Any = None) -> None:
         self.p = check_number("p", p)
@@ -77,14 +77,13 @@ class Dropout(Operator):
     @mask.setter
     def mask(self, mask: Any) -> None:
         if mask is not None:
-            mask = mask if is_cupy(mask) else np.asarray(mask)
+            if type(mask) is not np.ndarray and not is_cupy(mask):
+                mask = host_array("mask", mask)
             if mask.dtype != np.bool_:
                 raise InputTypeError(f"mask has dtype {mask.dtype}; expected bool")
             if self.input_shape not in (mask.shape, mask.shape[1:]):
-                batched = ", ".join(map(str, ("batch", *self.input_shape)))
-                raise InputError(
-                    f"mask has shape {mask.shape}; expected {self.input_shape} or ({batched})"
-                )
+                expected = f"{self.input_shape} or {batched(self.input_shape)}"
+                raise InputError(f"mask has shape {mask.shape}; expected {expected}")
         self._mask = mask
         self._reads_input = mask is not None and mask.shape != self.input_shape
         # With p = 1, whether there is a mask decides the pattern.
@@ -114,8 +113,7 @@ class Dropout(Operator):
             return x
         namespace(x, self.mask)
         # As in PyTorch, an infinite element that is dropped becomes NaN.
-        with np.errstate(over="ignore", invalid="ignore"):
-            return x * (self.mask * x.dtype.type(self._scale))
+        return x * (self.mask * x.dtype.type(self._scale))
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if self.mask is None:
@@ -283,7 +281,7 @@ class Permute(_Moved):
         self.dims = check_sizes("dims", dims, least=-axes)
         self._order = tuple(dim + axes if dim < 0 else dim for dim in self.dims)
         if self._order[:1] != (0,) or sorted(self._order) != list(range(axes)):
-            raise InputError(f"dims is {dims!r}; expected 0, the batch, then 1 to {axes - 1}")
+            raise InputError(f"dims is {short(dims)}; expected 0, the batch, then 1 to {axes - 1}")
         self._set_output(tuple(self._core[dim - 1] for dim in self._order[1:]))
 
     def _core_pattern(self) -> Pattern:
@@ -299,15 +297,16 @@ class Permute(_Moved):
 
 
 def _check_pad_width(value: Any, axes: int) -> tuple[tuple[int, int], ...]:
-    """A pair of widths for each axis, or an error that says what is wrong."""
-    wrong = f"pad_width is {value!r}; expected a pair of integers for each of {axes} axes"
+    """Return a pair of widths for each axis, or raise an error that says what is wrong."""
+    wrong = f"pad_width is {short(value)}; expected a pair of integers for each of {axes} axes"
+    check_no_mask("pad_width", value)
     try:
-        widths = np.asarray(value)
+        widths = np.array(value)
         pairs = np.broadcast_to(widths, (axes, 2))
-    except ValueError:
+    except Exception:  # a caller's own class may raise any
         raise InputError(wrong) from None
     if widths.dtype.kind not in "iu":
         raise InputTypeError(wrong)
     if (widths < 0).any():
-        raise InputError(f"pad_width is {value!r}; expected integers of at least 0")
+        raise InputError(f"pad_width is {short(value)}; expected integers of at least 0")
     return tuple((before, after) for before, after in pairs.tolist())

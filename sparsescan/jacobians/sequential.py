@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +14,11 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from .. import api
-from .._arrays import Constant, check_array, check_memory, namespace, output
-from ..containers import BatchedCSR
+from ..arrays.arrays import Constant, check_array, check_memory, namespace, output
+from ..chains.containers import BatchedCSR
 from ..errors import InputError, InputTypeError
-from ..pattern import Pattern, multiply_adds, rows_of, trusted
-from ..plan import ScanPlan
+from ..plan.scan_plan import ScanPlan
+from ..symbolic.pattern import Pattern, multiply_adds, rows_of, trusted
 from ._fixed import Fixed
 from ._operator import Operator, as_matrix
 
@@ -27,10 +28,10 @@ Array = Any
 
 
 class Sequential(Fixed):
-    """Layers one after the other: their chain for a scan, and what the scan's result gives.
+    """Layers one after the other: their chain for a scan, and gradients from its result.
 
-    A :class:`Residual` among them becomes the steps of its layers, which carry beside their own
-    what the block reads or adds later; so nothing is multiplied, and nothing fills in.
+    A :class:`Residual` among them becomes the steps of its layers, which carry along the arrays
+    that the block reads or adds later; so no product is needed, and nothing fills in.
 
     Parameters
     ----------
@@ -43,8 +44,8 @@ class Sequential(Fixed):
     ops : tuple of Operator
         The layers as they were given.
     layers : tuple of Operator
-        The same with the layers of every :class:`Residual` in its place, and then those of its
-        shortcut.
+        The layers as they run: those of every :class:`Residual` in its place, and then those of
+        its shortcut.
     input_shape, output_shape : tuple of int
         Shapes of one sample.
 
@@ -82,7 +83,7 @@ class Sequential(Fixed):
     def __init__(self, ops: Iterable[Operator]) -> None:
         self.ops = _chained("ops", ops)
         self._steps = _steps(self.ops, 0)
-        self.layers = tuple(step.op for step in self._steps if isinstance(step, _Layer))
+        self.layers = tuple(step.op for step in self._steps if isinstance(step, _LayerStep))
         self.input_shape = self.ops[0].input_shape
         self.output_shape = self.ops[-1].output_shape
 
@@ -100,11 +101,11 @@ class Sequential(Fixed):
         return [step.pattern for step in reversed(self._steps)]
 
     def plan(self, **options: Any) -> ScanPlan:
-        """The plan of the chain; `options` are those of :func:`sparsescan.plan`."""
+        """Plan the scans of the chain; `options` are those of :func:`sparsescan.plan`."""
         return api.plan(self.patterns, **options)
 
     def forward(self, x: Array) -> Array:
-        """The output of the last layer.
+        """Compute the output of the last layer.
 
         Parameters
         ----------
@@ -124,7 +125,7 @@ class Sequential(Fixed):
         return self.activations(x)[-1]
 
     def activations(self, x: Array) -> list[Array]:
-        """The input of every step, and the output of the last: ``[x_0, x_1, …, x_n]``.
+        """Compute the input of every step, and the output of the last: ``[x_0, x_1, …, x_n]``.
 
         Parameters
         ----------
@@ -142,24 +143,24 @@ class Sequential(Fixed):
             As :meth:`Operator.forward`.
         """
         x = check_array("x", x)
-        found: list[Array] = [x]
+        inputs: list[Array] = [x]
         skipped: list[Array] = []
         for step in self._steps:
             x = step.forward(x, skipped)
-            found.append(x)
-        return found
+            inputs.append(x)
+        return inputs
 
     def values(
         self, activations: Sequence[Array], *, out: Sequence[Array] | None = None
     ) -> list[Array]:
-        """Values of every Jacobian, from the LAST to the first, for the scans of a plan.
+        """Compute the values of every Jacobian, from the LAST to the first, for a plan's scans.
 
         Parameters
         ----------
         activations : list of ndarray
-            What :meth:`activations` returned.
+            The result of :meth:`activations`.
         out : list of ndarray, optional
-            What this method returned for an input of the same shape and dtype: it is overwritten.
+            An earlier result for an input of the same shape and dtype: it is overwritten.
 
         Returns
         -------
@@ -171,27 +172,27 @@ class Sequential(Fixed):
         InputError, InputTypeError, DeviceError, MemoryLimitError
             As :meth:`Operator.values`.
         """
-        self._check_count("activations", activations, len(self._steps) + 1)
-        buffers = [None] * len(self._steps) if out is None else out
-        self._check_count("out", buffers, len(self._steps))
+        xs = _listed("activations", activations, len(self._steps) + 1)
+        none: list[Any] = [None] * len(self._steps)
+        buffers = none if out is None else _listed("out", out, len(self._steps))
         return [
             step.values(x, y, buffer)
             for step, x, y, buffer in zip(
                 reversed(self._steps),
-                activations[-2::-1],
-                activations[:0:-1],
+                xs[-2::-1],
+                xs[:0:-1],
                 buffers,
                 strict=True,
             )
         ]
 
     def jacobians(self, activations: Sequence[Array]) -> list[sp.csr_array | BatchedCSR]:
-        """The chain for :func:`sparsescan.exclusive_scan`: transposed, from the LAST to the first.
+        """Return the chain for :func:`sparsescan.exclusive_scan`, from the LAST to the first.
 
         Parameters
         ----------
         activations : list of ndarray
-            What :meth:`activations` returned.
+            The result of :meth:`activations`.
 
         Returns
         -------
@@ -211,14 +212,14 @@ class Sequential(Fixed):
     def param_grads(
         self, activations: Sequence[Array], gradients: Sequence[Array]
     ) -> list[dict[str, Array]]:
-        """Gradients in the parameters of every layer, summed over the batch.
+        """Return the gradients in the parameters of every layer, summed over the batch.
 
         Parameters
         ----------
         activations : list of ndarray
-            What :meth:`activations` returned.
+            The result of :meth:`activations`.
         gradients : list of ndarray
-            What the scan returned, from the LAST to the first.
+            The result of the scan, from the LAST to the first.
 
         Returns
         -------
@@ -232,8 +233,9 @@ class Sequential(Fixed):
             As :meth:`Operator.param_grads`.
         """
         count = len(self._steps)
-        self._check_count("activations", activations, count + 1)
-        if not isinstance(gradients, (Sequence, np.ndarray)):
+        xs = _listed("activations", activations, count + 1)
+        is_sequence = isinstance(gradients, (Sequence, np.ndarray))
+        if not is_sequence or getattr(gradients, "shape", None) == ():
             raise InputTypeError(
                 f"gradients is a {type(gradients).__name__}; expected what a scan returned"
             )
@@ -246,15 +248,9 @@ class Sequential(Fixed):
             step.param_grads(
                 x, check_array(f"gradients[{count - 1 - k}]", gradients[count - 1 - k])
             )
-            for k, (step, x) in enumerate(zip(self._steps, activations[:-1], strict=True))
-            if isinstance(step, _Layer)
+            for k, (step, x) in enumerate(zip(self._steps, xs[:-1], strict=True))
+            if isinstance(step, _LayerStep)
         ]
-
-    def _check_count(self, name: str, arrays: Any, count: int) -> None:
-        if not isinstance(arrays, Sequence):
-            raise InputTypeError(f"{name} is a {type(arrays).__name__}; expected a list of arrays")
-        if len(arrays) != count:
-            raise InputError(f"{name} has {len(arrays)} entries; expected {count}")
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -274,8 +270,8 @@ class Residual(Operator):
     ``J_i`` the transposed Jacobian of ``f_i``, and ``S`` the product of those of the shortcut's
     layers, or the identity if there are none.
 
-    Its own pattern and values are this sum, which fills in. A :class:`Sequential` does without: it
-    makes a step of every layer, and carries beside it what the other layers read or have made.
+    Its own pattern and values are this sum, which fills in. A :class:`Sequential` does not need
+    them: it has a step for every layer, which carries along what other layers read or return.
 
     Parameters
     ----------
@@ -354,7 +350,7 @@ class Residual(Operator):
         return self._joined(self._body.params, self._around.params)
 
     def __repr__(self) -> str:
-        # Its own entries are not counted for this: the product may be huge.
+        # The entries are not counted for this, since the product may be huge.
         words = [*map(repr, self.ops)]
         if self.shortcut:
             words.append(f"shortcut={self.shortcut!r}")
@@ -367,7 +363,7 @@ class Residual(Operator):
         return self._sum
 
     def _check_memory(self) -> None:
-        """Nothing: the pattern is made in order to count its entries."""
+        """Check nothing: counting the entries builds the pattern anyway."""
 
     @cached_property
     def _sum(self) -> Pattern:
@@ -424,22 +420,22 @@ class _Branch:
 
     @property
     def pattern(self) -> Pattern:
-        """Pattern of the product."""
+        """The pattern of the product."""
         if not self._ops:
             return Pattern.diagonal(self._size)
         return self._products[-1].pattern if self._products else self._ops[0].pattern
 
     def forward(self, x: Array) -> Array:
-        """The output of the last layer."""
+        """Compute the output of the last layer."""
         for op in self._ops:
             x = op.forward(x)
         return x
 
     def values(self, xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
-        """Values of the product, in the order of its pattern; of the identity a single 1."""
+        """Compute the values of the product, in the order of its pattern; 1 for the identity."""
         values = None
         for k, op in enumerate(self._ops):
-            # Neither input nor parameters may say where the values have to be.
+            # Without an input and parameters, dtype and place of the values have to be given.
             nowhere = x is None and not op.params
             step = op.values(x, out=xp.empty(op.nnz, dtype) if nowhere else None)
             values = step if values is None else self._products[k - 1].values(xp, values, step)
@@ -447,16 +443,16 @@ class _Branch:
         return 1 if values is None else values
 
     def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
-        """Gradients in the parameters, by their names, for a gradient ``(batch, outputs)``."""
+        """Return the gradients in the parameters for a gradient ``(batch, outputs)``."""
         if not self.params:
             return {}
         network = Sequential(self._ops)
         xs = network.activations(x)
         grads: Any = api.exclusive_scan(grad, network.jacobians(xs))
-        found = network.param_grads(xs, grads)
+        by_layer = network.param_grads(xs, grads)
         return {
             f"{place}.{name}": array
-            for place, arrays in zip(_places(self._ops), found, strict=True)
+            for place, arrays in zip(_places(self._ops), by_layer, strict=True)
             for name, array in arrays.items()
         }
 
@@ -464,8 +460,9 @@ class _Branch:
 class _Step(ABC):
     """One step of a chain: it changes the first part of the state, and carries the rest along.
 
-    The state is ``[x, s_1, s_2, …]``: what the layers work on, and of every residual block around
-    them, from the innermost to the outermost, its input or, in its shortcut, what its layers made.
+    The state is ``[x, s_1, s_2, …]``: the array that layers work on, and for every residual block
+    around them, from the innermost to the outermost, its input or, in its shortcut, the output of
+    its layers.
     """
 
     @property
@@ -475,14 +472,14 @@ class _Step(ABC):
 
     @abstractmethod
     def forward(self, x: Array, skipped: list[Array]) -> Array:
-        """The next ``x``; `skipped` holds the rest of the state."""
+        """Return the next ``x``; `skipped` holds the rest of the state."""
 
     @abstractmethod
     def values(self, x: Array, y: Array, out: Array) -> Array:
-        """Values in the order of the pattern."""
+        """Return the values in the order of the pattern."""
 
 
-class _Layer(_Step):
+class _LayerStep(_Step):
     """A layer, and `carried` entries that pass by."""
 
     def __init__(self, op: Operator, carried: int) -> None:
@@ -510,15 +507,15 @@ class _Layer(_Step):
             return self.op.values(x, y, out=out)
         own = self.op.values(x, y)
         shape = (*own.shape[:-1], own.shape[-1] + self._carried)
-        out = output(namespace(own), out, shape, own.dtype)
-        out[..., : own.shape[-1]] = own
-        out[..., own.shape[-1] :] = 1
-        return out
+        room = output(namespace(own), out, shape, own.dtype)
+        room[..., : own.shape[-1]] = own
+        room[..., own.shape[-1] :] = 1
+        return room if out is None else out
 
     def param_grads(self, x: Array, grad: Array) -> dict[str, Array]:
-        """Parameter gradients from the gradient of the whole state."""
+        """Return the gradients of the parameters from the gradient of the whole state."""
         size = math.prod(self.op.output_shape)
-        if grad.shape[-1] != size + self._carried:
+        if grad.ndim == 0 or grad.shape[-1] != size + self._carried:
             raise InputError(
                 f"a gradient has shape {grad.shape}; expected (·, {size + self._carried}) behind "
                 f"{self.op!r}"
@@ -534,9 +531,9 @@ class _Ones(_Step):
 
     def values(self, x: Array, y: Array, out: Array) -> Array:
         x = check_array("activations", x)
-        out = output(namespace(x), out, (self.pattern.nnz,), x.dtype)
-        out[...] = 1
-        return out
+        room = output(namespace(x), out, (self.pattern.nnz,), x.dtype)
+        room[...] = 1
+        return room if out is None else out
 
 
 class _Fork(_Ones):
@@ -560,17 +557,17 @@ class _Fork(_Ones):
 class _Swap(_Ones):
     """``[f, x, s, …] ↦ [x, f, s, …]``: the shortcut of a residual block begins."""
 
-    def __init__(self, made: int, size: int, carried: int) -> None:
+    def __init__(self, size_out: int, size: int, carried: int) -> None:
         super().__init__(size, carried)
-        self._made = made
+        self._size_out = size_out
 
     @cached_property
     def pattern(self) -> Pattern:
-        made, size = self._made, self._size
-        count = made + size + self._carried
+        first, size = self._size_out, self._size
+        count = first + size + self._carried
         indices = np.arange(count)
-        indices[:made] += size
-        indices[made : made + size] -= made
+        indices[:first] += size
+        indices[first : first + size] -= first
         return trusted(np.arange(count + 1), indices, (count, count))
 
     def forward(self, x: Array, skipped: list[Array]) -> Array:
@@ -594,7 +591,7 @@ class _Join(_Ones):
 
 
 class _Product:
-    """The product of two sparse matrices by gathers: what meets is found once."""
+    """The product of two sparse matrices by gathers, whose places are computed once."""
 
     def __init__(self, a: Pattern, b: Pattern) -> None:
         pairs = multiply_adds(a, b)
@@ -618,21 +615,41 @@ class _Product:
         ]
 
     def values(self, xp: Any, a: Array, b: Array) -> Array:
-        """Values of ``A B``, shape ``(…, nnz)``; the sums are always taken in the same order."""
+        """Compute the values of ``A B``, shape ``(…, nnz)``; the order of the sums is fixed."""
         lead = max(a.shape[:-1], b.shape[:-1], key=len)
         sums = xp.zeros((*lead, self.pattern.nnz), a.dtype)
         for turn in self._turns:
             place, left, right = (array.on(xp) for array in turn)
-            with np.errstate(over="ignore", invalid="ignore"):
-                sums[..., place] += a[..., left] * b[..., right]
+            sums[..., place] += a[..., left] * b[..., right]
         return sums
 
 
+def _listed(name: str, arrays: Any, count: int) -> list[Any]:
+    """Return a list of so many arrays, or raise an error that names the argument."""
+    if not isinstance(arrays, Sequence) or isinstance(arrays, (str, bytes)):
+        raise InputTypeError(f"{name} is a {type(arrays).__name__}; expected a list of arrays")
+    try:
+        length, listed = len(arrays), list(itertools.islice(arrays, count + 1))
+    except Exception as error:  # a caller's own class may raise any
+        raise InputTypeError(f"{name} cannot be read: {error}") from None
+    if length != count or len(listed) != count:
+        raise InputError(f"{name} has {length} entries; expected {count}")
+    return listed
+
+
 def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operator, ...]:
-    """Operators whose shapes chain, or an error that names the argument."""
+    """Return operators whose shapes chain, or raise an error that names the argument."""
     if not isinstance(ops, Iterable):
         raise InputTypeError(f"{name} is a {type(ops).__name__}; expected a list of operators")
-    chain = tuple(ops)
+    chain: list[Any] = []
+    try:
+        # An iterable may be endless, so reading stops at the first that is no operator.
+        for op in ops:
+            chain.append(op)
+            if not isinstance(chain[-1], Operator):
+                break
+    except Exception as error:  # a caller's own iterable may raise any
+        raise InputTypeError(f"{name} cannot be read: {error}") from None
     if len(chain) < least:
         raise InputError(f"{name} is empty; expected at least one operator")
     for k, op in enumerate(chain):
@@ -643,28 +660,28 @@ def _chained(name: str, ops: Iterable[Operator], least: int = 1) -> tuple[Operat
                 f"{name}[{k}] has input_shape {op.input_shape}; expected "
                 f"{chain[k - 1].output_shape}, the output of {name}[{k - 1}]"
             )
-    return chain
+    return tuple(chain)
 
 
 def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
-    """The steps of layers beside which `carried` entries pass by."""
+    """Return the steps of layers beside which `carried` entries pass by."""
     steps: list[_Step] = []
     for op in ops:
         if isinstance(op, Residual):
-            size, made = op.shape
+            size, size_out = op.shape
             steps.append(_Fork(size, carried))
             steps += _steps(op.ops, carried + size)
             if op.shortcut:
-                steps.append(_Swap(made, size, carried))
-                steps += _steps(op.shortcut, carried + made)
-            steps.append(_Join(made, carried))
+                steps.append(_Swap(size_out, size, carried))
+                steps += _steps(op.shortcut, carried + size_out)
+            steps.append(_Join(size_out, carried))
         else:
-            steps.append(_Layer(op, carried))
+            steps.append(_LayerStep(op, carried))
     return steps
 
 
 def _places(ops: Sequence[Operator]) -> Iterator[str]:
-    """The place of every layer, in the order of the chain: ``"2.0"`` is the first in the third."""
+    """Yield the place of every layer, as they run: ``"2.0"`` is the first in the third."""
     for k, op in enumerate(ops):
         if isinstance(op, Residual):
             yield from (f"{k}.{place}" for place in _places(op.ops))
@@ -674,14 +691,14 @@ def _places(ops: Sequence[Operator]) -> Iterator[str]:
 
 
 def _keys(pattern: Pattern) -> NDArray[np.int64]:
-    """Every entry as one number, that increases in the order of the pattern."""
+    """Return every entry as one number that increases in the order of the pattern."""
     return rows_of(pattern) * pattern.shape[1] + pattern.indices
 
 
 def _pattern_of(
     keys: NDArray[np.int64], shape: tuple[int, int]
 ) -> tuple[Pattern, NDArray[np.int64]]:
-    """The pattern with these entries, and the place of each of them in it."""
+    """Return the pattern with these entries, and the place of each of them in it."""
     unique, place = np.unique(keys, return_inverse=True)
     rows, cols = np.divmod(unique, max(shape[1], 1))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=shape[0]))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, InputTypeError
-from ._checks import check_sizes
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.schedule import check_choice
+from ._checks import check_flag, check_sizes
 from ._kron import Separable, Taps
 
 __all__ = ["Upsample"]
@@ -77,15 +79,15 @@ class Upsample(Separable):
         self._set_images(input_shape)
         self.size, self.scale_factor = size, scale_factor
         self.mode, self.align_corners = mode, align_corners
-        if mode not in ("nearest", "bilinear"):
-            raise InputError(f"mode is {mode!r}; expected 'nearest' or 'bilinear'")
+        check_choice("mode", mode, "nearest", "bilinear")
         if mode == "nearest" and align_corners is not None:
             raise InputError(
-                f"align_corners is {align_corners}; expected None, since mode is 'nearest'"
+                f"align_corners is {short(align_corners)}; expected None, since mode is 'nearest'"
             )
         if (size is None) == (scale_factor is None):
             raise InputError(
-                f"size is {size} and scale_factor is {scale_factor}; expected one of them"
+                f"size is {short(size)} and scale_factor is {short(scale_factor)}; expected one of "
+                "them"
             )
         scales: Sequence[float | None] = (None, None)
         if size is not None:
@@ -95,32 +97,37 @@ class Upsample(Separable):
             sizes = tuple(int(n * s) for n, s in zip(self._core, factors, strict=True))
             if min(sizes) < 1:
                 raise InputError(
-                    f"scale_factor is {scale_factor}; too small for input_shape "
+                    f"scale_factor is {short(scale_factor)}; too small for input_shape "
                     f"{self.input_shape}: the output would be of size {sizes}"
                 )
         axes = zip(self._core, sizes, scales, strict=True)
         if mode == "nearest":
             self._set_taps(*(_nearest(*axis) for axis in axes))
         else:
-            self._set_taps(*(_linear(*axis, bool(align_corners)) for axis in axes))
+            corners = check_flag("align_corners", align_corners)
+            self._set_taps(*(_linear(*axis, corners) for axis in axes))
 
 
 def _read_scales(scale_factor: Any) -> tuple[float, ...]:
-    """Two positive numbers, from two or one."""
+    """Return two positive numbers, from two or one."""
     pair = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * 2
     try:
-        scales = tuple(float(scale) for scale in pair)
-    except (TypeError, ValueError):
+        scales = tuple(float(scale) for scale in itertools.islice(pair, 3))
+    except Exception:  # a caller's own class may raise any
         scales = ()
     if len(scales) != 2:
-        raise InputTypeError(f"scale_factor is {scale_factor!r}; expected a number or 2 numbers")
+        raise InputTypeError(
+            f"scale_factor is {short(scale_factor)}; expected a number or 2 numbers"
+        )
     if not all(0 < scale < math.inf for scale in scales):
-        raise InputError(f"scale_factor is {scale_factor}; expected positive, finite numbers")
+        raise InputError(
+            f"scale_factor is {short(scale_factor)}; expected positive, finite numbers"
+        )
     return scales
 
 
 def _nearest(size: int, size_out: int, scale: float | None) -> Taps:
-    """One axis of nearest neighbours, each at the position rounded down, as PyTorch rounds it."""
+    """Return one axis of nearest neighbours, at positions rounded down as PyTorch does."""
     output = np.arange(size_out)
     if size_out == size:
         inputs = output
@@ -133,7 +140,7 @@ def _nearest(size: int, size_out: int, scale: float | None) -> Taps:
 
 
 def _linear(size: int, size_out: int, scale: float | None, align_corners: bool) -> Taps:
-    """One axis of linear interpolation."""
+    """Return one axis of linear interpolation."""
     if size_out == size:
         step = Fraction(1)
     elif align_corners:
@@ -153,6 +160,6 @@ def _linear(size: int, size_out: int, scale: float | None, align_corners: bool) 
 
 
 def _simplest(number: float) -> Fraction:
-    """The fraction that a float stands for, such as 1/3, if there is a simple one."""
+    """Return the fraction that a float stands for, such as 1/3, if there is a simple one."""
     simple = Fraction(number).limit_denominator(_LARGEST_DENOMINATOR)
     return simple if float(simple) == number else Fraction(number)

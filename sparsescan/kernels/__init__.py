@@ -1,1 +1,1 @@
-"""Numeric kernels only, no policy."""
+"""Numeric kernels: they check nothing, decide nothing, and know no policy."""

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .._arrays import is_on_device
-from ..api import _patterns
-from ..chain import Chain, length, pattern_of
-from ..containers import CSRChain
+from ..arrays.arrays import is_on_device, read_array
+from ..arrays.streams import check_device
+from ..chains.chain import Chain, length, pattern_of, patterns_in, steps_of
+from ..chains.containers import CSRChain
 from ..errors import DeviceError
-from ..pattern import Pattern
-from ..plan import Gradients
-from .communicator import Communicator, Fault
+from ..plan.scan_plan import Gradients
+from ..symbolic.pattern import Pattern
+from .communicator import Communicator
 from .grid import check_grid
-from .plan import ParallelPlan, check_form
-from .planning import Options, make_plan
+from .plan import Options, ParallelPlan, check_form
+from .planning import Request, make_plan
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
@@ -33,7 +33,7 @@ def plan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> ParallelPlan:
-    """The part of a scan over many ranks that depends on patterns only, to be run many times.
+    """Plan a scan over many ranks: what depends on patterns only, to be run many times.
 
     All ranks call this together, each with its own part of the chain.
 
@@ -49,19 +49,19 @@ def plan(
     batch : int, optional
         Samples of each rank, to insist on.
     dtype : {float32, float64}, optional
-        To insist on.
+        Dtype of all input, to insist on.
     grid : Grid or tuple of int, optional
         ``(chain, batch)`` or ``(chain, batch, rows)``, see :class:`Grid`; by default all ranks are
         on the chain.
     schedule : {"auto", "vectors", "products"}, default "auto"
         How to combine the parts: by the gradient, which every rank hands on to the next when it is
         done; or by the product of each part, in an exclusive scan of MPI, so that all ranks work at
-        once. ``"auto"`` is what is predicted to take less; it is vectors where ranks share rows.
+        once. ``"auto"`` takes what is predicted to take less; vectors where ranks share rows.
     device : {None, "cpu", "cuda"}, default None
         Where each rank scans its part: by default where its Jacobians are, and on the CPU for bare
-        patterns; by ``"cuda"`` on the rank's current CUDA device, from which NumPy's input goes
-        back. Products of parts are combined in host memory; a gradient goes from device to device
-        if MPI reads their memory, and otherwise by way of the host.
+        patterns; with ``"cuda"`` on the rank's current CUDA device, from which gradients go back
+        if the input was NumPy's. Products of parts are combined in host memory; a gradient goes
+        from device to device if MPI reads their memory, and otherwise by way of the host.
 
     Returns
     -------
@@ -80,23 +80,24 @@ def plan(
 
     Notes
     -----
-    Where ranks share the rows of steps, each owns those entries of the gradient that leaves a step
-    which its rows make; of the gradient that enters the chain, ``grid.entries(rank, d_n)``. Which
-    others its rows read, its halo, follows from the patterns: their owners are told once, and send
-    those and no others in every scan. Shares of rows need not be equal.
+    Where ranks share the rows of steps, each owns the entries of a gradient that its rows make, and
+    ``grid.entries(rank, d_n)`` of the gradient that enters the chain. The other entries that its
+    rows read, its halo, follow from the patterns: their owners are told once, and send these
+    entries and no others in every scan. Shares of rows need not be equal.
     """
     world = Communicator.of(comm)
-    wanted = Options(grid, schedule, batch, dtype, device)
-    fault = Fault()
-    patterns: Sequence[Pattern] = ()
-    with fault:
+
+    def read() -> Request:
         check_form(jacobians)
+        steps = steps_of(jacobians)
         if check_grid(grid, world.size).rows > 1:
-            patterns, there = _patterns_of_rows(jacobians), _is_there(jacobians)
+            patterns, there = _patterns_of_rows(steps), _is_there(steps)
         else:
-            patterns, there = _patterns(jacobians)
-        wanted = _with_device(wanted, len(patterns), there)
-    return make_plan(world, fault, patterns, wanted, 1, 8)
+            patterns, there = patterns_in(steps)
+        options = Options(grid, schedule, batch, dtype, device)
+        return Request(patterns, _with_device(options, len(patterns), there), 1, 8)
+
+    return make_plan(world, read)
 
 
 def exclusive_scan(
@@ -109,7 +110,7 @@ def exclusive_scan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    """Gradients of a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
+    """Scan a chain whose parts lie on many ranks; as :func:`sparsescan.exclusive_scan`.
 
     All ranks call this together, each with its own part of the chain.
 
@@ -135,8 +136,8 @@ def exclusive_scan(
     list of ndarray, or ndarray
         The gradients that enter the Jacobians of this rank, as many as it holds. All ranks together
         have ``[∇x_n, …, ∇x_1]``. On a grid with `rows`, its entries of them: of the first those
-        that came to it, of each other one as many as it has rows of the Jacobian before. (Of
-        Jacobians in one array a list, if those are not equally many.)
+        that came to it, of each other one as many as it has rows of the Jacobian before. (For
+        Jacobians in one array this is a list, if those are not equally many.)
 
     Raises
     ------
@@ -148,7 +149,7 @@ def exclusive_scan(
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), section 3.6: a rank holds ``n/p`` Jacobians, and
     the product of them at most.
 
-    The same input gives the same bits on the same grid. Where a value is not finite, the result is
+    Results have the same bits in every run on one grid. Where a value is not finite, the result is
     that of the linear scan.
     """
     options = Options(grid, schedule, device=device)
@@ -165,7 +166,7 @@ def inclusive_scan(
     schedule: str = "auto",
     device: str | None = None,
 ) -> Gradients:
-    """The same down to the input of the first layer: one gradient more, on the last rank.
+    """Scan down to the input of the first layer: one gradient more, on the last rank.
 
     Parameters
     ----------
@@ -192,49 +193,51 @@ def _scan_once(
     grad: ArrayLike | None,
     jacobians: Any,
     local_grads: Any,
-    wanted: Options,
+    options: Options,
     *,
     inclusive: bool,
 ) -> Gradients:
     world = Communicator.of(comm)
-    fault = Fault()
-    chain, patterns, samples = Chain(0), (), 1
-    found: Sequence[Pattern] = patterns
-    with fault:
-        chain = Chain(length(jacobians))
+    chain = Chain(0)
+
+    def read() -> Request:
+        nonlocal chain
         check_form(jacobians)
-        if check_grid(wanted.grid, world.size).rows > 1:
-            found = chain.read(jacobians, _patterns_of_rows(jacobians))
-        else:
-            found = chain.read(jacobians)
-        shape: tuple[int, ...] = getattr(grad, "shape", ())
+        steps = steps_of(jacobians)
+        chain = Chain(length(steps))
+        rows = check_grid(options.grid, world.size).rows
+        patterns = chain.read(steps, _patterns_of_rows(steps) if rows > 1 else None)
+        shape: tuple[int, ...] = () if grad is None else read_array("grad", grad).shape
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
-        wanted = _with_device(wanted, chain.n, chain.device is not None)
-    made = make_plan(world, fault, found, wanted, max(samples, 1), chain.dtype.itemsize)
-    return made._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)
+        there = _with_device(options, chain.n, chain.device is not None)
+        return Request(patterns, there, max(samples, 1), chain.dtype.itemsize)
+
+    once = make_plan(world, read)
+    return once._scan(grad, jacobians, local_grads, chain=chain, inclusive=inclusive)
 
 
-def _with_device(wanted: Options, n: int, there: bool) -> Options:
-    """The options, with the device that Jacobians are on, if none is asked for."""
-    if wanted.device == "cpu" and there:
+def _with_device(options: Options, n: int, there: bool) -> Options:
+    """Return the options, with the device that Jacobians are on if none is asked for."""
+    check_device(options.device)
+    if options.device == "cpu" and there:
         raise DeviceError(
             "device is 'cpu', but jacobians is on a CUDA device; expected arrays in host memory "
             "(cupy.asnumpy)"
         )
-    if wanted.device is None and n:
-        return wanted._replace(device="cuda" if there else "cpu")
-    return wanted
+    if options.device is None and n:
+        return options._replace(device="cuda" if there else "cpu")
+    return options
 
 
 def _is_there(jacobians: Any) -> bool:
-    """Whether any of these is on a device."""
+    """Whether any of these Jacobians is on a device."""
     if isinstance(jacobians, CSRChain):
         return is_on_device(jacobians.data)
     return is_on_device(jacobians) or any(map(is_on_device, jacobians))
 
 
 def _patterns_of_rows(jacobians: Any) -> Sequence[Pattern]:
-    """The patterns of some rows of Jacobians, which do not chain."""
+    """Return the patterns of some rows of Jacobians, which do not chain."""
     n = length(jacobians)
     if isinstance(jacobians, CSRChain):
         return [jacobians.pattern] * n

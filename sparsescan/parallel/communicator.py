@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import errors
-from .._arrays import is_cupy, load_cupy
-from ..errors import InputTypeError, RankError, SparseScanError
-from .network import allreduce_messages
+from ..arrays.arrays import is_cupy, load_cupy
+from ..errors import InputTypeError, RankError, SparseScanError, short
+from .allreduce import allreduce_messages
 
 __all__ = ["Communicator", "Fault", "Traffic", "reads_device_memory"]
+
+_T = TypeVar("_T")
 
 # Exceptions that are raised on all ranks as what they are.
 _SHARED: dict[str, type[Exception]] = {
@@ -29,7 +31,7 @@ _SHARED: dict[str, type[Exception]] = {
     if isinstance(kind, type) and issubclass(kind, SparseScanError)
 }
 _SHARED["MemoryError"] = MemoryError
-# Of the tables that user communicators carry; made when the first one is seen.
+# The key under which a caller's communicator keeps ours; created when it is first needed.
 _keyval: int | None = None
 
 
@@ -47,14 +49,14 @@ def reads_device_memory() -> bool:
 
 @dataclass
 class Traffic:
-    """What a rank has sent by one kind of call.
+    """Counts of what a rank has sent by one kind of call.
 
     Attributes
     ----------
     calls : int
-        How often it was called.
+        Number of calls.
     messages, bytes : int
-        What this rank sent, as counted by :mod:`sparsescan.parallel.network` for a collective.
+        Messages and bytes that this rank sent; for a collective call as its algorithm has them.
     operations : int
         Calls of the operator of an exclusive scan.
     """
@@ -102,29 +104,30 @@ class Fault:
 
 
 class Communicator:
-    """A duplicate of an MPI communicator.
+    """A duplicate of an MPI communicator, which counts messages and whose ranks fail together.
 
     All its methods are collective but `send`, `receive`, `exchange`, `machine` and `ending`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        Owned by this object.
+        The communicator, which this object owns.
     traffic : dict, optional
-        Where to count: by default in a table of its own.
+        Table in which to count; by default a new one.
 
     Attributes
     ----------
     rank, size : int
-        As MPI has them.
+        This rank, and the number of ranks.
     traffic : dict of str to Traffic
-        What this rank has sent, by the name of the call; by those that were split off, too.
+        Counts by the name of the call, with those of communicators that were split off.
 
     Notes
     -----
-    Ranks fail together: what a rank does on its own it does under a :class:`Fault`, it takes part
-    in every call whatever has happened, and :meth:`agree` then raises on all or on none. An error
-    of MPI itself leaves a communicator in no defined state, so it ends all ranks.
+    Ranks fail together: work of one rank is done by :meth:`together`, or under a :class:`Fault`. In
+    that case the rank takes part in every collective call even after an exception, until
+    :meth:`agree` raises on all or on none. After an error of MPI itself the state of a communicator
+    is not defined, so that it ends all ranks.
     """
 
     def __init__(self, comm: Any, traffic: dict[str, Traffic] | None = None) -> None:
@@ -138,39 +141,42 @@ class Communicator:
 
     @classmethod
     def of(cls, comm: Any) -> Communicator:
-        """The one that belongs to a caller's communicator, whose messages never meet its own."""
+        """Return the duplicate that belongs to a caller's communicator; created once."""
         global _keyval
         from mpi4py import MPI
 
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise InputTypeError(
-                f"comm is {comm!r}; expected an intracommunicator of mpi4py, such as MPI.COMM_WORLD"
+                f"comm is {short(comm)}; expected an intracommunicator of mpi4py, such as "
+                "MPI.COMM_WORLD"
             )
         if _keyval is None:
-            _keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, made: made.free())
-        found: Any = comm.Get_attr(_keyval)
-        if found is None:
-            found = cls(comm.Dup())
-            comm.Set_attr(_keyval, found)
-        made: Communicator = found
-        return made
+            _keyval = MPI.Comm.Create_keyval(
+                delete_fn=lambda comm, keyval, duplicate: duplicate.free()
+            )
+        kept: Any = comm.Get_attr(_keyval)
+        if kept is None:
+            kept = cls(comm.Dup())
+            comm.Set_attr(_keyval, kept)
+        duplicate: Communicator = kept
+        return duplicate
 
     def split(self, color: int, key: int, name: Any) -> Communicator:
-        """The ranks of one `color`, in the order of `key`; the same for the same `name` again."""
+        """Return the ranks of one `color`, ordered by `key`; created once for each `name`."""
         if name not in self._parts:
             with self._calling("split"):
                 self._parts[name] = Communicator(self._comm.Split(color, key), self.traffic)
         return self._parts[name]
 
     def machine(self) -> str:
-        """Name of the machine that this rank is on."""
+        """Return the name of the machine that this rank is on."""
         from mpi4py import MPI
 
         name: str = MPI.Get_processor_name()
         return name
 
     def free(self) -> None:
-        """Give the communicators back."""
+        """Free the communicators."""
         for part in self._parts.values():
             part.free()
         self._comm.Free()
@@ -180,14 +186,14 @@ class Communicator:
     # -----------------------------------------------------------------------------------------
 
     def agree(self, error: BaseException | None = None, flag: int = 0) -> int:
-        """The largest flag of all ranks; or, if any rank has an error, that of the lowest one.
+        """Return the largest flag of all ranks; or raise the error of the lowest rank that has one.
 
         Raises
         ------
         Exception
             On every rank, of the same class and with the same text, which names the rank: errors
             of this package and a :class:`MemoryError` as what they are, others as
-            :class:`RankError`. An interrupt is raised again where it was met.
+            :class:`RankError`. An interrupt is raised again on the rank that it has stopped.
         """
         lowest, highest = self.maximum([0 if error is None else self.size - self.rank, flag])
         if lowest == 0:
@@ -198,35 +204,42 @@ class Communicator:
             raise error
         raise _SHARED.get(kind, RankError)(f"rank {rank}: {text}") from error
 
+    def together(self, call: Callable[[], _T]) -> _T:
+        """Return what a call on this rank returns; raise on all ranks if it raises on any."""
+        results: list[_T] = []
+        error = None
+        try:
+            results.append(call())
+        except BaseException as raised:
+            error = raised
+        self.agree(error)
+        return results[0]
+
     def maximum(self, values: list[int]) -> list[int]:
-        """The largest of all ranks' values, one by one."""
+        """Return the largest of all ranks' values, one by one."""
         given = np.array(values, np.int64)
-        found = np.empty_like(given)
+        largest = np.empty_like(given)
         messages = allreduce_messages(self.size, self.rank)
         with self._calling("allreduce", messages, messages * given.nbytes):
             from mpi4py import MPI
 
-            self._comm.Allreduce(given, found, MPI.MAX)
-        return [int(value) for value in found]
-
-    def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values."""
-        return -self.maximum([-value])[0]
+            self._comm.Allreduce(given, largest, MPI.MAX)
+        return [int(value) for value in largest]
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has, on all of them."""
+        """Return the values of all ranks."""
         with self._calling("allgather"):
             gathered: list[Any] = self._comm.allgather(value)
         return gathered
 
     def swap(self, values: list[Any]) -> list[Any]:
-        """What every rank has for this one, where `values` are what this one has for each."""
+        """Send each rank one of the values; return those that the ranks have sent to this one."""
         with self._calling("alltoall"):
             swapped: list[Any] = self._comm.alltoall(values)
         return swapped
 
     def broadcast(self, value: Any, root: int) -> Any:
-        """What `root` has, on all ranks."""
+        """Return the value of `root` on all ranks."""
         with self._calling("bcast"):
             return self._comm.bcast(value, root)
 
@@ -236,23 +249,24 @@ class Communicator:
 
     def exclusive_scan(
         self,
-        given: NDArray[np.int64],
-        found: NDArray[np.int64],
+        element: NDArray[np.int64],
+        prefix: NDArray[np.int64],
         combine: Callable[[NDArray[np.int64], NDArray[np.int64]], None],
         messages: int,
     ) -> None:
-        """MPI's ``Exscan`` of one element a rank, under an operator that need not commute.
+        """Call MPI's ``Exscan`` of one element a rank, under an operator that need not commute.
 
         Parameters
         ----------
-        given, found : ndarray of int64
-            The element of this rank, and what those of lower ranks combine to; on rank 0 it is left
-            as it is.
+        element : ndarray of int64
+            The element of this rank.
+        prefix : ndarray of int64
+            Filled with the combination of the elements of lower ranks; left as it is on rank 0.
         combine : callable
             ``combine(a, b)`` writes ``a ◇ b`` to `b`, with `a` of the lower ranks. It must not
             raise.
         messages : int
-            That this rank sends, by the algorithm of the MPI library.
+            Number of messages that this rank sends, by the algorithm of the MPI library.
         """
         from mpi4py import MPI
 
@@ -262,13 +276,13 @@ class Communicator:
             traffic.operations += 1
             combine(np.frombuffer(a, np.int64), np.frombuffer(b, np.int64))
 
-        with self._calling("exscan", messages, messages * given.nbytes):
-            # One element, so that no library takes it apart.
-            element = MPI.INT64_T.Create_contiguous(given.size).Commit()
+        with self._calling("exscan", messages, messages * element.nbytes):
+            # A type for the whole element, so that no library takes it apart.
+            whole = MPI.INT64_T.Create_contiguous(element.size).Commit()
             op = MPI.Op.Create(operator, commute=False)
-            self._comm.Exscan([given, 1, element], [found, 1, element], op)
+            self._comm.Exscan([element, 1, whole], [prefix, 1, whole], op)
             op.Free()
-            element.Free()
+            whole.Free()
 
     def send(self, data: Any, rank: int) -> None:
         """Send an array of NumPy; or of CuPy, if MPI reads its memory."""
@@ -277,7 +291,7 @@ class Communicator:
             self._comm.Send(data, rank)
 
     def receive(self, data: Any, rank: int) -> None:
-        """Fill an array with one that is sent, which must be of its size."""
+        """Fill an array with one that is received, which must be of its size."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -291,7 +305,7 @@ class Communicator:
         sends: Sequence[tuple[int, NDArray[np.int64]]],
         receives: Sequence[tuple[int, NDArray[np.int64]]],
     ) -> None:
-        """Send arrays to some ranks, and fill arrays with what others send, all at once."""
+        """Send arrays to some ranks, and fill arrays with those that others send, all at once."""
         from mpi4py import MPI
 
         nbytes = sum(data.nbytes for _, data in sends)
@@ -332,7 +346,7 @@ class Communicator:
 
 
 def _wait_for(data: Any) -> None:
-    """Wait until an array of CuPy has been written and read: MPI knows nothing of streams."""
+    """Wait until an array of CuPy has been written and read, since MPI uses no streams."""
     if is_cupy(data):
         load_cupy().cuda.get_current_stream().synchronize()
 
@@ -346,7 +360,7 @@ def _check_size(status: Any, data: Any) -> None:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Class and text of an exception, as other ranks are told."""
+    """Return the class and the text of an exception, of which other ranks are told."""
     name = type(error).__name__
     if _SHARED.get(name) is type(error):
         return name, str(error) or name

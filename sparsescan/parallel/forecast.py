@@ -1,27 +1,37 @@
-"""Forecast: what a scan over many ranks takes, and which way to combine takes least."""
+"""Forecast: what a scan over many ranks takes, and which way to combine parts takes least."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..containers import check_dtype
-from ..costs import Model
-from ..describe import _aligned, _bytes, _time
+from ..chains.containers import check_dtype
 from ..errors import InputError
-from ..pattern import Pattern, Products, TooLargeError
-from ..planner import model_for
-from ..schedule import check_count
+from ..formatting import align, format_bytes, format_time
+from ..planning.costs.cpu import Model
+from ..planning.search import model_for
+from ..symbolic.pattern import Pattern, Products, TooLargeError
+from ..symbolic.program import Program
+from ..symbolic.schedule import check_count
+from .allreduce import allreduce_messages
 from .exchange import ALGORITHMS, Merge, exscan_messages, rounds, total
 from .grid import Grid, check_grid
 from .loads import costs_of_shares
-from .maps import Apply, Compose, Given, Layout, Ranges, Terms, vector_words
-from .network import Network, allreduce_messages, load_network
+from .maps import (
+    Capacity,
+    Ranges,
+    Terms,
+    apply_program,
+    compose_program,
+    product_bytes,
+    vector_words,
+)
+from .network import Network, load_network
 from .part import FORMS, Part, PartCost
 
 __all__ = ["CLOSE", "OPEN", "Forecast", "best_grid", "forecasts", "predict"]
@@ -34,35 +44,35 @@ _MOST = 8
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a scan is predicted to take, by one way to combine the parts.
+    """Predicted time, messages and memory of a scan, by one way to combine the parts.
 
     Attributes
     ----------
     grid : Grid
         How ranks share chain and batch.
     schedule : {"vectors", "products"}
-        Gradients go from rank to rank; or parts are multiplied up, and an exclusive scan of MPI
-        combines them.
+        Whether gradients go from rank to rank; or parts are multiplied up, and an exclusive scan of
+        MPI combines them.
     form : {"exact", "dense", None}
         How products are stored.
     algorithm : {"doubling", "linear", None}
-        Of the exclusive scan.
-    layout : Layout
-        Sizes for which messages of products have room.
+        Algorithm of the exclusive scan.
+    capacity : Capacity
+        The largest map for which messages of products have room.
     nanoseconds : float
         From the first rank's start to the last one's end.
     working, waiting : float
-        Of these, arithmetic and communication on the critical path. Where a machine has more ranks
-        than cores, those that work at once share them.
+        Arithmetic and communication on the critical path. Where a machine has more ranks than
+        cores, those that work at once share them.
     messages, bytes, memory : tuple of int
-        What every rank sends, and holds at most.
+        Messages and bytes that every rank sends, and bytes that it holds at most.
     """
 
     grid: Grid
     schedule: str
     form: str | None
     algorithm: str | None
-    layout: Layout = field(repr=False)
+    capacity: Capacity = field(repr=False)
     nanoseconds: float
     working: float
     waiting: float
@@ -83,22 +93,22 @@ class Forecast:
                 f"  grid: {self.grid.chain:,} parts of the chain × {self.grid.batch:,} groups of "
                 "samples" + f" × {self.grid.rows:,} shares of the rows" * (self.grid.rows > 1),
                 f"  parts are combined by {self.schedule}{how}",
-                f"  predicted: {_time(self.nanoseconds)}, of which {_time(self.waiting)} are "
-                "communication",
+                f"  predicted: {format_time(self.nanoseconds)}, of which "
+                f"{format_time(self.waiting)} are communication",
                 "  ranks, for a scan:",
-                *_aligned(rows),
+                *align(rows),
             ]
         )
 
 
 def _cells(messages: int, nbytes: int, memory: int) -> list[str]:
-    return [f"{messages:,}", _bytes(nbytes), _bytes(memory)]
+    return [f"{messages:,}", format_bytes(nbytes), format_bytes(memory)]
 
 
 class Setting(NamedTuple):
-    """What all forecasts for a chain share."""
+    """The input of all forecasts for a chain."""
 
-    # Of the ranks of a group.
+    # The costs of the ranks of a group.
     parts: Sequence[PartCost]
     grid: Grid
     network: Network
@@ -108,38 +118,38 @@ class Setting(NamedTuple):
     load: float = 0.0
 
     def slowdown(self, share: float) -> float:
-        """How much longer work takes while this share of the ranks is at it."""
+        """Return how much longer work takes while this share of the ranks does it."""
         return max(1.0, share * self.load)
 
 
 def boundaries(parts: Sequence[PartCost]) -> list[int]:
-    """Lengths of the gradients that enter each part, and leave the last one.
+    """Return the lengths of the gradients that enter each part, and leave the last one.
 
     Where ranks share rows, `parts` are those of one of them, and so are the lengths.
     """
     sizes = [part.sizes for part in parts if part.sizes is not None]
     size = sizes[0][0] if sizes else 0
-    found = [size]
+    lengths = [size]
     for part in parts:
         size = size if part.sizes is None else part.sizes[1]
-        found.append(size)
-    return found
+        lengths.append(size)
+    return lengths
 
 
 def forecasts(
     setting: Setting, algorithm: str = ALGORITHMS[0], *, limited: bool = True
 ) -> list[Forecast]:
-    """What all ways to combine take; if `limited`, but for those whose products do not pay."""
-    found = [_by_vectors(setting)]
+    """Predict all ways to combine; if `limited`, without those whose products do not pay."""
+    ways = [_by_vectors(setting)]
     if setting.grid.chain > 1 and setting.grid.rows == 1:
         inner = [part for part in setting.parts[1:-1] if part.steps]
         for form in FORMS:
             if all(form in part.maps for part in inner):
                 try:
-                    found.append(_by_products(setting, form, algorithm, limited))
+                    ways.append(_by_products(setting, form, algorithm, limited))
                 except TooLargeError:
                     continue
-    return found
+    return ways
 
 
 def _agreements(setting: Setting) -> float:
@@ -153,13 +163,17 @@ def _forecast(
     *,
     form: str | None = None,
     algorithm: str | None = None,
-    layout: Layout,
+    capacity: Capacity,
     working: float,
     waiting: float,
     data: Sequence[tuple[int, int]],
     memory: Sequence[int],
 ) -> Forecast:
-    """Of each rank of a group, `data`: messages, and bytes; `memory`: beside the part's own."""
+    """Add up a forecast.
+
+    For each rank of a group, `data` are messages and their bytes, and `memory` is the memory beside
+    that of its part.
+    """
     grid = setting.grid
     messages, nbytes = [], []
     for rank in range(grid.size):
@@ -176,7 +190,7 @@ def _forecast(
         schedule,
         form,
         algorithm,
-        layout,
+        capacity,
         working + waiting,
         working,
         waiting,
@@ -188,7 +202,7 @@ def _forecast(
 
 def _by_vectors(setting: Setting) -> Forecast:
     grid, parts = setting.grid, setting.parts
-    # Bytes that take what a rank owns into each part: a line for each share of the rows.
+    # Bytes of the messages into each part: a line for each share of the rows.
     sizes = np.array(
         [
             [8 * vector_words(size, setting.terms) for size in boundaries(parts[row :: grid.rows])]
@@ -202,12 +216,12 @@ def _by_vectors(setting: Setting) -> Forecast:
         leaving = int(sizes[row, position + 1])
         data.append((goes_on + part.messages, goes_on * leaving + part.sent))
         memory.append(2 * int(sizes[row].max()))
-    # All that share rows take as long as the slowest of them.
+    # Ranks that share rows take as long as the slowest of them.
     heads = parts[:: grid.rows]
     return _forecast(
         setting,
         "vectors",
-        layout=Layout(0, 0, 0),
+        capacity=Capacity(0, 0, 0),
         working=sum(part.nanoseconds for part in heads) * setting.slowdown(1 / grid.chain),
         waiting=sum(part.waiting for part in heads)
         + sum(setting.network.message(size) for size in sizes.max(axis=0)[1:-1].tolist()),
@@ -226,24 +240,24 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     # About as many multiply-adds as the parts take together.
     work = max(sum(cost.nanoseconds for cost in maps if cost is not None), 1e6)
     ranges = Ranges(patterns, Products(work=work if limited else math.inf))
-    made = rounds(algorithm, count)
+    scan = rounds(algorithm, count)
     composed = {
         merge
-        for ranks in made
+        for ranks in scan
         for merges in ranks
         for merge in merges
         if merge.start > 0 and merge.stop < count
     }
     stored = [pattern for pattern in patterns if pattern is not None]
     stored += [p for m in composed if (p := ranges(m.start, m.stop)) is not None]
-    layout = Layout(
+    capacity = Capacity(
         rows=max(boundaries(parts)[1:-1]),
         cols=max((pattern.shape[1] for pattern in stored), default=0),
         nnz=max((pattern.nnz for pattern in stored), default=0),
     )
-    nbytes = 8 * layout.words(terms)
+    nbytes = 8 * capacity.words(terms)
     costs = _Merges(setting, ranges)
-    merging = total(costs.nanoseconds, made)
+    merging = total(costs.nanoseconds, scan)
     first, *others = parts
     working = max(
         [first.nanoseconds, *(cost.nanoseconds for cost in maps[1:-1] if cost is not None)]
@@ -252,64 +266,63 @@ def _by_products(setting: Setting, form: str, algorithm: str, limited: bool) -> 
     messages = [exscan_messages(algorithm, count, rank) for rank in range(count)]
     memory = []
     for rank, cost in enumerate(maps):
-        mine = {merge for ranks in made for merge in ranks[rank]}
-        held = sum({program: costs.bytes(program) for program in map(costs.program, mine)}.values())
+        mine = {merge for ranks in scan for merge in ranks[rank]}
+        held = costs.bytes(mine)
         memory.append(4 * nbytes + held + (cost.bytes if cost and 0 < rank < count - 1 else 0))
     return _forecast(
         setting,
         "products",
         form=form,
         algorithm=algorithm,
-        layout=layout,
+        capacity=capacity,
         working=working * setting.slowdown(1),
-        waiting=len(made) * setting.network.round(nbytes),
+        waiting=len(scan) * setting.network.round(nbytes),
         data=[(sent, sent * nbytes) for sent in messages],
         memory=memory,
     )
 
 
 class _Merges:
-    """What the operator takes."""
+    """Predicts what calls of the operator take."""
 
     def __init__(self, setting: Setting, ranges: Ranges) -> None:
         self._model = setting.model
         self._call = setting.network.call
         self._count = setting.grid.chain
         self._ranges = ranges
-        self._programs: dict[tuple[Pattern, ...], Given] = {}
-        self._times: dict[Given | None, float] = {None: 0.0}
+        self._programs: dict[tuple[Pattern, ...], Program] = {}
+        self._times: dict[Program | None, float] = {None: 0.0}
 
-    def program(self, merge: Merge) -> Given | None:
-        """What the engine runs; None if nothing."""
+    def program(self, merge: Merge) -> Program | None:
+        """Return the program that a merge runs; None if it runs nothing."""
         right = self._ranges(merge.mid, merge.stop)
         if merge.stop == self._count or right is None:
             return None
-        batched = self._model.batch > 1
         if merge.start == 0:
-            return self._kept((right,), lambda: Apply(right, batched))
+            return self._kept((right,), lambda: apply_program(right))
         left, out = self._ranges(merge.start, merge.mid), self._ranges(merge.start, merge.stop)
         if left is None or out is None:
             return None
-        return self._kept((left, right), lambda: Compose(left, right, out, batched))
+        return self._kept((left, right), lambda: compose_program(left, right, out))
 
-    def _kept(self, key: tuple[Pattern, ...], make: Callable[[], Given]) -> Given:
+    def _kept(self, key: tuple[Pattern, ...], make: Callable[[], Program]) -> Program:
         if key not in self._programs:
             self._programs[key] = make()
         return self._programs[key]
 
     def nanoseconds(self, merge: Merge) -> float:
-        """Of one call of the operator."""
+        """Return the nanoseconds of one call of the operator."""
         program = self.program(merge)
         if program is not None and program not in self._times:
             run, levels = self._model.level_times(program)
             self._times[program] = run + sum(levels)
         return self._call + self._times[program]
 
-    def bytes(self, program: Given | None) -> int:
-        """Memory of what the engine runs."""
-        if program is None:
-            return 0
-        return program.nbytes(self._model.dtype, self._model.batch)
+    def bytes(self, merges: Iterable[Merge]) -> int:
+        """Return the memory of the programs that some merges run."""
+        programs = {program for merge in merges if (program := self.program(merge)) is not None}
+        dtype, batch = self._model.dtype, self._model.batch
+        return sum(product_bytes(program, dtype, batch) for program in programs)
 
 
 def predict(
@@ -320,26 +333,26 @@ def predict(
     dtype: DTypeLike = np.float64,
     network: Network | None = None,
 ) -> Forecast:
-    """What a scan by a grid of ranks would take; no MPI is needed to ask.
+    """Predict what a scan by a grid of ranks would take; this needs no MPI.
 
     Parameters
     ----------
     patterns : sequence of Pattern
-        Of all Jacobians, with all their rows, from the LAST layer to the first.
+        Patterns of all Jacobians, with all their rows, from the LAST layer to the first.
     grid : Grid or tuple of int
         ``(chain, batch)`` or ``(chain, batch, rows)``; steps, samples and rows are shared equally.
     batch : int, default 1
         Samples of all groups together.
     dtype : {float32, float64}
-        Of the values.
+        Dtype of the values.
     network : Network, optional
         Constants of the network; by default those that were measured, or those built in. Arithmetic
-        is taken to be as fast as here.
+        is taken to be as fast as on this machine.
 
     Returns
     -------
     Forecast
-        Of the way to combine the parts that takes least, if all Jacobians differ between samples.
+        The way to combine the parts that takes least, if all Jacobians differ between samples.
 
     Raises
     ------
@@ -354,9 +367,9 @@ def predict(
     >>> predict(chain, (64, 1)).nanoseconds < predict(chain, (2, 1)).nanoseconds
     True
     """
-    made = check_grid(grid, None)
+    checked = check_grid(grid, None)
     batch, chosen = check_count("batch", batch, 1), check_dtype(dtype)
-    return _predict(patterns, made, batch, chosen, network or load_network(), {})
+    return _predict(patterns, checked, batch, chosen, network or load_network(), {})
 
 
 def _predict(
@@ -368,8 +381,8 @@ def _predict(
     known: dict[Any, Any],
 ) -> Forecast:
     model = model_for(None, dtype, -(-batch // grid.batch))
-    found = forecasts(_setting(patterns, grid, model, network, known))
-    return min(found, key=lambda forecast: forecast.nanoseconds)
+    ways = forecasts(_setting(patterns, grid, model, network, known))
+    return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 
 def best_grid(
@@ -380,19 +393,19 @@ def best_grid(
     dtype: DTypeLike = np.float64,
     network: Network | None = None,
 ) -> Grid:
-    """The grid of so many ranks that is predicted to take least.
+    """Return the grid of so many ranks that is predicted to take least.
 
     Parameters
     ----------
     patterns, batch, dtype, network
         As for :func:`predict`.
     ranks : int
-        How many there are.
+        Number of ranks.
 
     Returns
     -------
     Grid
-        It says which steps and which samples each rank holds.
+        Which steps and which samples each rank holds.
 
     Raises
     ------
@@ -414,14 +427,14 @@ def best_grid(
         for groups in _divisors(ranks, batch)
         for rows in _divisors(ranks // groups, most)
     ]
-    # What is known of equal parts and equal steps.
+    # Costs of equal parts and equal steps.
     known: dict[Any, Any] = {}
-    found = [_predict(patterns, grid, batch, chosen, constants, known) for grid in grids]
-    return min(found, key=lambda forecast: forecast.nanoseconds).grid
+    ways = [_predict(patterns, grid, batch, chosen, constants, known) for grid in grids]
+    return min(ways, key=lambda forecast: forecast.nanoseconds).grid
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Those that are not larger than `most`, and 1."""
+    """Return the divisors that are not larger than `most`, and 1."""
     return [k for k in range(1, max(min(number, most), 1) + 1) if number % k == 0]
 
 
@@ -432,7 +445,7 @@ def _setting(
     network: Network,
     known: dict[Any, Any],
 ) -> Setting:
-    """Equal parts, each planned once where several have the same patterns."""
+    """Plan equal parts, once where several have the same patterns."""
     if not patterns:
         raise InputError("patterns is empty; expected at least one")
     terms = Terms(model.dtype, model.batch, model.batch > 1, True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
-from ..errors import InputError
-from ..schedule import check_count
+from ..errors import InputError, short
+from ..symbolic.schedule import check_count
 
 __all__ = ["Grid", "check_grid"]
 
@@ -57,45 +58,46 @@ class Grid(NamedTuple):
         return self.chain * self.rows
 
     def position(self, rank: int) -> int:
-        """Which part of the chain a rank holds."""
+        """Return which part of the chain a rank holds."""
         return rank // self.rows % self.chain
 
     def group(self, rank: int) -> int:
-        """Which group of samples a rank works on."""
+        """Return which group of samples a rank works on."""
         return rank // self.group_size
 
     def row(self, rank: int) -> int:
-        """Which share of the rows of its steps a rank holds."""
+        """Return which share of the rows of its steps a rank holds."""
         return rank % self.rows
 
     def steps(self, rank: int, n: int) -> slice:
-        """The part of a rank, of `n` Jacobians in equal parts."""
-        return _part(self.position(rank), self.chain, n)
+        """Return the part of a rank, of `n` Jacobians in equal parts."""
+        return _share(self.position(rank), self.chain, n)
 
     def samples(self, rank: int, batch: int) -> slice:
-        """The samples of a rank, of `batch` in equal groups."""
-        return _part(self.group(rank), self.batch, batch)
+        """Return the samples of a rank, of `batch` in equal groups."""
+        return _share(self.group(rank), self.batch, batch)
 
     def entries(self, rank: int, d: int) -> slice:
-        """The entries of a rank, of a gradient of `d` in equal shares; or its rows, of `d`."""
-        return _part(self.row(rank), self.rows, d)
+        """Return the entries or rows of a rank, of `d` in equal shares."""
+        return _share(self.row(rank), self.rows, d)
 
 
-def _part(index: int, count: int, length: int) -> slice:
+def _share(index: int, count: int, length: int) -> slice:
     return slice(length * index // count, length * (index + 1) // count)
 
 
 def check_grid(grid: Any, size: int | None) -> Grid:
-    """A grid for `size` ranks, if that is known, by default all on the chain; or an error."""
+    """Return a grid for `size` ranks, if that is known; by default all are on the chain."""
     if grid is None and size is not None:
         return Grid(size)
     try:
-        made = Grid(*grid)
-    except TypeError:
+        checked = Grid(*itertools.islice(grid, 4))
+    except Exception:  # if it is no sequence, or one of another length
         raise InputError(
-            f"grid is {grid!r}; expected (chain, batch) or (chain, batch, rows)"
+            f"grid is {short(grid)}; expected (chain, batch) or (chain, batch, rows)"
         ) from None
-    made = Grid(*(check_count(f"grid.{name}", getattr(made, name), 1) for name in Grid._fields))
-    if size not in (None, made.size):
-        raise InputError(f"grid is {made}; expected {size} ranks in all")
-    return made
+    counts = (check_count(f"grid.{name}", getattr(checked, name), 1) for name in Grid._fields)
+    checked = Grid(*counts)
+    if size not in (None, checked.size):
+        raise InputError(f"grid is {checked}; expected {size} ranks in all")
+    return checked

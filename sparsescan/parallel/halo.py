@@ -1,7 +1,7 @@
 """Halos: which entries of a gradient ranks need, where each holds some rows of every step.
 
-Each rank owns a range of the entries of every gradient: of the one that leaves a step those that
-its rows make. What else its rows of the next step read is its halo, which their owners send it.
+Each rank owns a range of the entries of every gradient: those that its rows of the step before
+make. The other entries that its rows of the next step read are its halo, which their owners send.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..pattern import Pattern, trusted
-from .communicator import Communicator, Fault
+from ..symbolic.pattern import Pattern, trusted
+from .communicator import Communicator
 
 __all__ = ["Halo", "Index", "Reach", "even", "find_halos", "length", "reach_of", "take_rows"]
 
-# Some entries of what a rank owns.
+# Which of the entries that a rank owns.
 Index = slice | NDArray[np.int64]
 
 
@@ -29,13 +29,13 @@ class Reach(NamedTuple):
     Attributes
     ----------
     pattern : Pattern
-        Of the rank's rows, its columns numbered as in `columns`: the entries keep their order.
+        Pattern of the rank's rows, with columns numbered as in `columns`, in the same order.
     columns : ndarray of int64
-        Which columns, sorted.
-    bounds : ndarray of int64, shape (rows + 1,)
-        Where the entries that each rank owns begin, and the last one's end.
-    ends : ndarray of int64, shape (rows + 1,)
-        Where those of `columns` that each rank owns begin, and the last one's end.
+        These columns, sorted.
+    bounds : ndarray of int64, shape (ranks + 1,)
+        Where the entries that each rank owns begin, and where the last one's end.
+    ends : ndarray of int64, shape (ranks + 1,)
+        Where the part of `columns` that each rank owns begins, and where the last one's ends.
     """
 
     pattern: Pattern
@@ -44,11 +44,11 @@ class Reach(NamedTuple):
     ends: NDArray[np.int64]
 
     def at(self, row: int) -> slice:
-        """Those of `columns` that a rank owns."""
+        """Return the part of `columns` that a rank owns."""
         return slice(int(self.ends[row]), int(self.ends[row + 1]))
 
     def wanted(self, row: int) -> Index | None:
-        """What they are among all that it owns; None if there are none."""
+        """Return which of the entries that a rank owns these are; None if there are none."""
         columns = self.columns[self.at(row)] - self.bounds[row]
         if not len(columns):
             return None
@@ -58,18 +58,18 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """What one rank sends and receives before a step.
+    """Exchange of one rank before a step.
 
     Attributes
     ----------
     pattern : Pattern
-        Of its rows, with the columns that they read and those that it owns.
+        Pattern of its rows, with the columns that they read and those that it owns.
     own : slice
-        Those of its columns that it owns.
+        The columns that it owns.
     sends : tuple of tuple
-        Ranks, and which of the entries that it owns they need.
+        Ranks, and the entries that they need of those that it owns.
     receives : tuple of tuple
-        Ranks, and which columns come from them.
+        Ranks, and the columns that come from them.
     """
 
     pattern: Pattern
@@ -79,17 +79,17 @@ class Halo:
 
 
 def length(index: Index) -> int:
-    """How many entries they are."""
+    """Return the number of entries of an index."""
     return index.stop - index.start if isinstance(index, slice) else len(index)
 
 
 def even(size: int, rows: int) -> NDArray[np.int64]:
-    """Bounds of equal shares, those of :meth:`Grid.entries`."""
+    """Return the bounds of equal shares, as :meth:`Grid.entries` has them."""
     return size * np.arange(rows + 1) // rows
 
 
 def take_rows(pattern: Pattern, first: int, last: int) -> Pattern:
-    """The pattern of some rows, with all columns."""
+    """Return the pattern of some rows, with all columns."""
     shape = last - first, pattern.shape[1]
     if pattern.kind == "dense":
         return Pattern.dense(shape)
@@ -98,13 +98,13 @@ def take_rows(pattern: Pattern, first: int, last: int) -> Pattern:
 
 
 def reach_of(pattern: Pattern, bounds: NDArray[np.int64], row: int) -> Reach:
-    """What the rows of one rank read, if ranks own what `bounds` say."""
+    """Return the columns that the rows of one rank read, if ranks own entries as `bounds` say."""
     rows, cols = pattern.shape
     if pattern.kind == "dense" and pattern.nnz:
         return Reach(pattern, np.arange(cols), bounds, bounds)
     first, last = int(bounds[row]), int(bounds[row + 1])
     indices = pattern.indices
-    # Marks are made for the columns between the outermost ones only.
+    # Only the columns between the outermost ones have marks.
     low = min(first, int(indices.min(initial=cols)))
     high = max(last, int(indices.max(initial=-1)) + 1)
     marks = np.zeros(max(high - low, 0), bool)
@@ -118,77 +118,83 @@ def reach_of(pattern: Pattern, bounds: NDArray[np.int64], row: int) -> Reach:
 
 def find_halos(
     world: Communicator,
-    rows: Communicator,
+    sharers: Communicator,
     patterns: Sequence[Pattern],
     entering: NDArray[np.int64],
-    fault: Fault,
 ) -> list[Halo]:
-    """What this rank exchanges before each of its steps: owners are told what others need of them.
+    """Find what this rank exchanges before each of its steps; owners are told what others need.
 
     Parameters
     ----------
     world : Communicator
         All ranks, which fail together.
-    rows : Communicator
-        Those that share these steps.
+    sharers : Communicator
+        The ranks that share these steps.
     patterns : sequence of Pattern
         This rank's rows, as many steps as the others have.
-    entering : ndarray of int64, shape (rows + 1,)
-        Who owns what of the gradient that enters the first step.
-    fault : Fault
-        Keeps an error, on which the ranks have yet to agree.
+    entering : ndarray of int64, shape (ranks + 1,)
+        Bounds of the entries that the ranks own of the gradient that enters the first step.
     """
     shapes = np.array([pattern.shape for pattern in patterns], np.int64).reshape(-1, 2)
-    everyone = np.array(rows.gather(shapes))
-    reaches: list[Reach] = []
-    numbers: list[int] = []
-    wanted: list[dict[int, Index]] = []
-    with fault:
+    everyone = np.array(sharers.gather(shapes))
+
+    def find_reaches() -> tuple[list[Reach], list[int], list[dict[int, Index]]]:
+        """Find different reaches, which of them each step has, and what each needs of each rank."""
         # A row for each gradient.
-        bounds = np.zeros((len(patterns) + 1, rows.size + 1), np.int64)
+        bounds = np.zeros((len(patterns) + 1, sharers.size + 1), np.int64)
         bounds[0] = entering
         np.cumsum(everyone[:, :, 0].T, axis=1, out=bounds[1:, 1:])
-        _check_columns(everyone, bounds, rows.rank, world.rank)
+        _check_columns(everyone, bounds, sharers.rank, world.rank)
+        reaches: list[Reach] = []
         known: dict[Any, int] = {}
+        numbers = []
         for pattern, owned in zip(patterns, bounds, strict=False):
             key = pattern, owned.tobytes()
             if key not in known:
                 known[key] = len(reaches)
-                reaches.append(reach_of(pattern, owned, rows.rank))
+                reaches.append(reach_of(pattern, owned, sharers.rank))
             numbers.append(known[key])
-        wanted = [_of_one(reaches, row) if row != rows.rank else {} for row in range(rows.size)]
-    world.agree(fault.error)
-    asked = rows.swap([(some, numbers if some else ()) for some in wanted])
-    halos: list[Halo] = []
-    with fault:
-        told = [(row, some, steps) for row, (some, steps) in enumerate(asked) if some]
-        made: dict[Any, Halo] = {}
-        for k, number in enumerate(numbers):
-            turns = number, *(steps[k] for _, _, steps in told)
-            if turns not in made:
-                reach = reaches[number]
-                made[turns] = Halo(
-                    reach.pattern,
-                    reach.at(rows.rank),
-                    tuple((j, some[steps[k]]) for j, some, steps in told if steps[k] in some),
-                    tuple(
-                        (row, reach.at(row)) for row, some in enumerate(wanted) if number in some
-                    ),
-                )
-            halos.append(made[turns])
-    return halos
+        needed = [
+            _needed_of(reaches, row) if row != sharers.rank else {} for row in range(sharers.size)
+        ]
+        return reaches, numbers, needed
+
+    reaches, numbers, needed = world.together(find_reaches)
+    asked = sharers.swap([(indices, numbers if indices else ()) for indices in needed])
+
+    def find() -> list[Halo]:
+        told = [(row, indices, steps) for row, (indices, steps) in enumerate(asked) if indices]
+        halos: dict[Any, Halo] = {}
+        keys = [(number, *(steps[k] for _, _, steps in told)) for k, number in enumerate(numbers)]
+        for number, *others in dict.fromkeys(keys):
+            reach = reaches[number]
+            halos[(number, *others)] = Halo(
+                reach.pattern,
+                reach.at(sharers.rank),
+                tuple(
+                    (row, indices[other])
+                    for (row, indices, _), other in zip(told, others, strict=True)
+                    if other in indices
+                ),
+                tuple(
+                    (row, reach.at(row)) for row, indices in enumerate(needed) if number in indices
+                ),
+            )
+        return [halos[key] for key in keys]
+
+    return world.together(find)
 
 
-def _of_one(reaches: Sequence[Reach], row: int) -> dict[int, Index]:
-    """What is needed of one rank, by the number of the reach."""
-    found = ((number, reach.wanted(row)) for number, reach in enumerate(reaches))
-    return {number: index for number, index in found if index is not None}
+def _needed_of(reaches: Sequence[Reach], row: int) -> dict[int, Index]:
+    """Return the entries that each reach needs of one rank, by the number of the reach."""
+    indices = ((number, reach.wanted(row)) for number, reach in enumerate(reaches))
+    return {number: index for number, index in indices if index is not None}
 
 
 def _check_columns(
     everyone: NDArray[np.int64], bounds: NDArray[np.int64], row: int, rank: int
 ) -> None:
-    """Raise if this rank has other columns than the first one, or than rows before add up to."""
+    """Raise if columns differ from those of the first rank, or from the rows of the step before."""
     columns, head = everyone[:, :, 1], rank - row
     for k in np.flatnonzero(columns[row] != bounds[:-1, -1]).tolist():
         here, first = columns[row, k], columns[0, k]

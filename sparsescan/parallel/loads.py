@@ -1,4 +1,4 @@
-"""Loads: what a step takes the ranks that share its rows."""
+"""Loads: the work of a step on the ranks that share its rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..costs import Model
-from ..kernels._threads import thread_count
-from ..pattern import Pattern
-from ..program import table_bytes
+from ..execution.threads import thread_count
+from ..execution.workspace import table_bytes
+from ..planning.costs.cpu import Model
+from ..symbolic.pattern import Pattern
 from .halo import Halo, even, length, reach_of, take_rows
 from .maps import Terms, vector_words
 from .network import Network
@@ -20,21 +20,21 @@ from .part import PartCost, step_time
 
 __all__ = ["Load", "Loads", "costs_of_shares", "load_of"]
 
-# Steps whose time is that of as many as there are: beyond this they do not fit in a cache.
+# Beyond this number equal steps do not fit in a cache, so that more of them take no longer each.
 _MANY = 1000
 
 
 class Load(NamedTuple):
-    """What one rank does in a step; or arrays of that, for some steps or ranks.
+    """Work of one rank in a step; or arrays of it, for some steps or ranks.
 
     Attributes
     ----------
     rows, cols, nnz : int
-        Of its pattern, with the columns that it reads.
+        Size of its pattern, with the columns that it reads.
     index_bytes : int
-        Of index arrays: of the pattern, and of what others need, at most.
+        Bytes of index arrays, of the pattern and of messages, at most.
     messages, sent, received : int
-        Messages that it sends, their bytes, and those of the ones that it receives.
+        Messages that it sends, their bytes, and the bytes of those that it receives.
     """
 
     rows: Any
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 def load_of(halo: Halo, terms: Terms) -> Load:
-    """The load of one step on this rank."""
+    """Return the load of one step on this rank."""
     needed, read = (
         np.array([length(index) for _, index in part], np.int64)
         for part in (halo.sends, halo.receives)
@@ -64,7 +64,7 @@ def load_of(halo: Halo, terms: Terms) -> Load:
 
 
 def _bytes(counts: NDArray[np.int64], terms: Terms) -> NDArray[np.int64]:
-    """Bytes of messages with so many entries."""
+    """Return the bytes of messages with so many entries."""
     words: NDArray[np.int64] = 8 * vector_words(counts, terms)
     return words
 
@@ -75,21 +75,17 @@ def _index_bytes(pattern: Pattern) -> int:
     return pattern.index_dtype.itemsize * (pattern.nnz + pattern.shape[0] + 1)
 
 
-class _Times:
-    """What applying a step takes, for all patterns of one kind and size the same."""
+def _apply_time(pattern: Pattern, count: int, model: Model, known: dict[Any, Any]) -> float:
+    """Return the nanoseconds of one of so many steps, each run on its own.
 
-    def __init__(self, model: Model, known: dict[Any, Any]) -> None:
-        self._model = model
-        self._known = known
-
-    def __call__(self, pattern: Pattern, count: int) -> float:
-        """Nanoseconds of one of so many such steps, each run on its own."""
-        model, count = self._model, min(count, _MANY)
-        key = "apply", model.batch, model.dtype, pattern.kind, pattern.shape, pattern.nnz, count
-        if key not in self._known:
-            self._known[key] = sum(step_time(model, pattern, count))
-        found: float = self._known[key]
-        return found
+    They depend on the kind and size of the pattern only.
+    """
+    count = min(count, _MANY)
+    key = "apply", model.batch, model.dtype, pattern.kind, pattern.shape, pattern.nnz, count
+    if key not in known:
+        known[key] = sum(step_time(model, pattern, count))
+    nanoseconds: float = known[key]
+    return nanoseconds
 
 
 def _cost(
@@ -101,9 +97,11 @@ def _cost(
     times: tuple[float, float],
     model: Model,
 ) -> PartCost:
-    """What a rank's rows take: `loads` of steps that differ, how many are such, and applied.
+    """Return what a rank's rows take.
 
-    `times` are those of the slowest rank in each step: to apply it, and to send what others need.
+    `loads` are those of different steps; `counts` says how often each step comes, and `applied` how
+    often it is applied. `times` are those of the slowest rank in each step: to apply it, and to
+    send the entries that others need.
     """
     steps = int(counts.sum())
     entries = int(counts @ loads.nnz) + entering + int(counts @ loads.rows) + int(loads.cols.max())
@@ -126,12 +124,12 @@ def _cost(
 
 
 class Loads:
-    """What this rank's rows take, of steps of which the last `skip` are not applied.
+    """The loads of this rank's rows, where an exclusive scan does not apply the last `skip` steps.
 
     Attributes
     ----------
     times : list of int
-        Nanoseconds to apply each of the others, and then to send what their rows need.
+        Nanoseconds to apply each of the others, and then to send the entries for each.
     """
 
     def __init__(
@@ -141,15 +139,18 @@ class Loads:
         self._last = max(len(halos) - skip, 0)
         self._counts = Counter(halos)
         self._own = {halo: load_of(halo, terms) for halo in self._counts}
-        times = _Times(model, {})
-        taken = {halo: times(halo.pattern, count) for halo, count in self._counts.items()}
+        known: dict[Any, Any] = {}
+        taken = {
+            halo: _apply_time(halo.pattern, count, model, known)
+            for halo, count in self._counts.items()
+        }
         sending = {halo: _sending(load, network) for halo, load in self._own.items()}
         self.times = [
             round(table[halo]) for table in (taken, sending) for halo in halos[: self._last]
         ]
 
     def cost(self, slowest: Sequence[int]) -> PartCost:
-        """What the rows take, if the slowest of the ranks that share the steps has these times."""
+        """Return what the rows take, if the slowest rank that shares the steps has these times."""
         halos, last = self._halos, self._last
         if not halos:
             return PartCost(0, None, 0, 0.0, 0, {})
@@ -178,16 +179,15 @@ def costs_of_shares(
     network: Network,
     known: dict[Any, Any],
 ) -> list[PartCost]:
-    """The same of all ranks, if each has an equal share of the rows of every step."""
+    """Return what all ranks take, if each has an equal share of the rows of every step."""
     if not patterns:
         return [PartCost(0, None, 0, 0.0, 0, {})] * rows
     counts = Counter(patterns)
     applied = Counter(patterns[: len(patterns) - skip])
-    times = _Times(model, known)
     shares = [_shares(pattern, rows, terms, known) for pattern in counts]
     working = waiting = 0.0
     for (pattern, count), (parts, loads) in zip(counts.items(), shares, strict=True):
-        working += applied[pattern] * max(times(part, count) for part in parts)
+        working += applied[pattern] * max(_apply_time(part, count, model, known) for part in parts)
         waiting += applied[pattern] * float(_sending(loads, network).max())
     entering, leaving = even(patterns[0].shape[1], rows), even(patterns[-1].shape[0], rows)
     table = np.array([loads for _, loads in shares])
@@ -208,11 +208,11 @@ def costs_of_shares(
 def _shares(
     pattern: Pattern, rows: int, terms: Terms, known: dict[Any, Any]
 ) -> tuple[set[Pattern], Load]:
-    """Patterns of equal shares of the rows of a step, and the loads of all ranks."""
+    """Return the patterns of equal shares of the rows of a step, and the loads of all ranks."""
     key = "shares", pattern.key, rows, terms
     if key in known:
-        found: tuple[set[Pattern], Load] = known[key]
-        return found
+        shares: tuple[set[Pattern], Load] = known[key]
+        return shares
     owned, cuts = even(pattern.shape[1], rows), even(pattern.shape[0], rows)
     loads = Load(*np.zeros((len(Load._fields), rows), np.int64))
     parts = set()

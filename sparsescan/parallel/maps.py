@@ -1,49 +1,50 @@
 """Maps: the elements that an exclusive scan of MPI combines, on the CPU engine.
 
 A part of the chain takes the gradient `y` that enters it to the one that leaves it by an affine map
-``y → M y + c``, with `c` what its local gradients add up to. That is what a node of the engine is:
-values, an exponent for each column, local gradients. So a message is the memory of a node, and the
-operator an operation of the engine; products stay in range here as they do there.
+``y → M y + c``, where `c` is the sum that its local gradients add. A product of the engine is such
+a map: values, an exponent for each column, local gradients. So a message holds the memory of a
+product, and the operator is an operation of the engine, which keeps products in range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pattern import Pattern, Products, multiply_adds
-from ..program import Parts, Program, Workspace
+from ..execution.workspace import Parts, Workspace
+from ..symbolic.pattern import Pattern, Products, multiply_adds
+from ..symbolic.program import Program
 
 __all__ = [
-    "Apply",
-    "Compose",
-    "Given",
-    "Layout",
+    "Capacity",
     "Merger",
     "Message",
     "Ranges",
     "State",
     "Terms",
+    "apply_program",
+    "compose_program",
+    "product_bytes",
     "vector_of",
     "vector_words",
 ]
 
 
 class _State(NamedTuple):
-    """What an element is."""
+    """Kinds of elements."""
 
-    # of ranks without steps: the identity
+    # the identity, of ranks without steps
     NOTHING: int = 0
     MAP: int = 1
-    # it holds the gradient at the end of the chain, and is one
+    # a gradient: the element includes the gradient at the end of the chain
     VECTOR: int = 2
-    # it holds the last part, which no prefix does
+    # an element that includes the last part, which no rank needs
     UNUSED: int = 3
-    # no result: somebody failed, or met a value that is not finite
+    # no result: a rank has failed, or a value is not finite
     BAD: int = 4
 
 
@@ -53,14 +54,14 @@ _START, _STOP, _STATE, _HEADER = 0, 1, 2, 4
 
 
 class Terms(NamedTuple):
-    """What the ranks of a chain agree on before they exchange data.
+    """Dtype and shapes on which the ranks of a chain agree before they exchange data.
 
     Attributes
     ----------
     dtype : dtype
-        To which all input promotes.
+        The dtype to which all input promotes.
     batch : int or None
-        Samples of each, or None if gradients have no batch axis.
+        Samples of each rank, or None if gradients have no batch axis.
     batched : bool
         Whether any Jacobian differs between samples.
     local : bool
@@ -89,25 +90,25 @@ class Terms(NamedTuple):
 
 
 def vector_words(size: Any, terms: Terms) -> Any:
-    """Words of a message with so many entries of a gradient, the first being its state."""
+    """Return the words of a message with `size` entries of a gradient; the first is its state."""
     return 1 + -(-terms.samples * size * terms.dtype.itemsize // 8)
 
 
 def vector_of(message: NDArray[np.int64], size: int, terms: Terms) -> NDArray[Any]:
-    """The entries in such a message."""
+    """Return the entries in such a message, as a view."""
     values = message[1:].view(terms.dtype)[: terms.samples * size]
     return values.reshape(*terms.shape, size)
 
 
-class Layout(NamedTuple):
-    """Sizes for which a message has room."""
+class Capacity(NamedTuple):
+    """The largest map for which a message has room."""
 
     rows: int
     cols: int
     nnz: int
 
     def ends(self, terms: Terms) -> list[int]:
-        """Where header, gradient, exponents and values of a message end, in words of 8 bytes."""
+        """Return where header, gradient, exponents and values end, in words of 8 bytes."""
         itemsize, width = terms.dtype.itemsize, terms.width
         sizes = [
             terms.samples * self.rows * itemsize,
@@ -120,26 +121,26 @@ class Layout(NamedTuple):
         return ends
 
     def words(self, terms: Terms) -> int:
-        """Words of a message."""
+        """Return the words of a message."""
         return self.ends(terms)[-1]
 
 
 class Message:
-    """An element of the scan, in the words that are sent."""
+    """An element of the scan, as a view of the words that are sent."""
 
-    def __init__(self, words: NDArray[np.int64], layout: Layout, terms: Terms) -> None:
+    def __init__(self, words: NDArray[np.int64], capacity: Capacity, terms: Terms) -> None:
         self.words = words
         self.header = words[:_HEADER]
-        ends = layout.ends(terms)
-        parts = [words[a:b] for a, b in pairwise(ends)]
-        self._vector = parts[0].view(terms.dtype)
-        self._exponents = parts[1].view(np.int32)
-        self._values = parts[2].view(terms.dtype)
+        ends = capacity.ends(terms)
+        vector, exponents, values = (words[a:b] for a, b in pairwise(ends))
+        self._vector = vector.view(terms.dtype)
+        self._exponents = exponents.view(np.int32)
+        self._values = values.view(terms.dtype)
         self._samples, self._width = terms.samples, terms.width
 
     @property
     def range(self) -> tuple[int, int]:
-        """First and last-plus-one of the parts that it stands for."""
+        """First and last-plus-one of the parts that it combines."""
         return int(self.header[_START]), int(self.header[_STOP])
 
     @property
@@ -148,19 +149,19 @@ class Message:
         return int(self.header[_STATE])
 
     def describe(self, start: int, stop: int, state: int) -> None:
-        """Write what it stands for."""
+        """Write which parts it combines, and its state."""
         self.header[:] = start, stop, state, 0
 
     def vector(self, size: int) -> NDArray[Any]:
-        """The gradient; or what local gradients add up to. A row for each sample."""
+        """Return the gradient, or the sum that local gradients add: a row for each sample."""
         return _rows(self._vector, self._samples, size)
 
     def exponents(self, cols: int) -> NDArray[Any]:
-        """Exponents of the columns, and whether any is not zero."""
+        """Return the exponents of the columns, and last whether any is not zero."""
         return _rows(self._exponents, self._width, cols + 1)
 
     def values(self, nnz: int) -> NDArray[Any]:
-        """Values of the matrix."""
+        """Return the values of the matrix."""
         return _rows(self._values, self._width, nnz)
 
 
@@ -174,9 +175,9 @@ class Ranges:
     Parameters
     ----------
     parts : sequence of Pattern or None
-        Of every part; None if it is the identity, or not a map.
+        The pattern of every part; None if it is the identity, or not a map.
     products : Products, optional
-        Which may refuse one.
+        Products of patterns, which may have a limit.
     """
 
     def __init__(self, parts: Sequence[Pattern | None], products: Products | None = None) -> None:
@@ -184,9 +185,9 @@ class Ranges:
         self._multiply = products or Products()
 
     def __call__(self, start: int, stop: int) -> Pattern | None:
-        """The pattern of parts `start` to ``stop - 1``, the same however they are combined."""
+        """Return the pattern of parts `start` to ``stop - 1``, however they are combined."""
         if (start, stop) not in self._known:
-            # Where blocks of an exclusive scan meet, so that most are known already.
+            # Exclusive scans combine blocks that meet here, so that most patterns are known.
             bits = (start ^ (stop - 1)).bit_length() - 1
             mid = (stop - 1) >> bits << bits
             left, right = self(start, mid), self(mid, stop)
@@ -197,129 +198,114 @@ class Ranges:
         return self._known[start, stop]
 
 
-class Given(Program):
-    """A program whose first products are given, and which makes one thing of them.
+def compose_program(left: Pattern, right: Pattern, out: Pattern) -> Program:
+    """Make the program of the map that is `left` and then `right`: product 2 of products 0 and 1.
 
-    It has one Jacobian, which nothing reads.
+    It runs nothing but this operation. Like all programs it has a Jacobian, which nothing reads.
     """
-
-    def __init__(
-        self, products: Sequence[Pattern], op: list[int], work: int, batched: bool
-    ) -> None:
-        self.n = 1
-        self.patterns = [Pattern.diagonal(1), *products]
-        self.ops = np.array([op, [1, 0, 0, 1]], np.int64)
-        self.work = np.array([work, 1], np.int64)
-        self.levels = [("merge", np.array([[0, 1]], np.int64))]
-        self.slots = np.full(len(products), -1, np.int64)
-        self.index_bytes = 0
-        wide = any(pattern.index_dtype == np.int64 for pattern in products)
-        self.index_dtype = np.dtype(np.int64 if wide else np.int32)
-        self.offsets = np.arange(3)
-        self._batched = batched
-
-    def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which nodes differ between samples: all or none."""
-        return np.full(len(self.patterns), self._batched)
-
-    def nbytes(self, dtype: np.dtype[Any], batch: int) -> int:
-        """Bytes of its products, if they differ between samples."""
-        sizes = [(p.nnz + p.shape[0], p.shape[1] + 1) for p in self.patterns[1:]]
-        values, exponents = np.sum(sizes, axis=0).tolist()
-        return int(batch * (dtype.itemsize * values + 4 * exponents))
+    return _one_operation([left, right, out], [0, 1, 2, 3], multiply_adds(right, left), 1, 1)
 
 
-class Compose(Given):
-    """The map that is `left` and then `right`: product 2 of products 0 and 1."""
+def apply_program(pattern: Pattern) -> Program:
+    """Make the program of the gradient that a map, product 0, makes of another one."""
+    rows, cols = pattern.shape
+    return _one_operation([pattern], [1, 0, 1, 1], pattern.nnz, cols, rows)
 
-    def __init__(self, left: Pattern, right: Pattern, out: Pattern, batched: bool) -> None:
-        super().__init__([left, right, out], [0, 1, 2, 3], multiply_adds(right, left), batched)
+
+def _one_operation(
+    products: Sequence[Pattern], op: list[int], work: int, entering: int, leaving: int
+) -> Program:
+    return Program.from_tables(
+        1,
+        [Pattern.diagonal(1), *products],
+        ops=np.array([op, [1, 0, 0, 1]], np.int64),
+        work=np.array([work, 1], np.int64),
+        levels=[("merge", np.array([[0, 1]], np.int64))],
+        offsets=np.array([0, entering, entering + leaving]),
+    )
 
 
-class Apply(Given):
-    """The gradient that a map, product 0, makes of another one."""
-
-    def __init__(self, pattern: Pattern, batched: bool) -> None:
-        super().__init__([pattern], [1, 0, 1, 1], pattern.nnz, batched)
-        rows, cols = pattern.shape
-        self.offsets = np.array([0, cols, cols + rows])
+def product_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
+    """Return the bytes of a program's products, if they differ between samples."""
+    products = program.patterns[program.n :]
+    values = sum(pattern.nnz + pattern.shape[0] for pattern in products)
+    exponents = sum(pattern.shape[1] + 1 for pattern in products)
+    return batch * (dtype.itemsize * values + 4 * exponents)
 
 
 class Merger:
     """The operator: ``merger(a, b)`` writes ``a ◇ b`` to `b`, with `a` of the earlier parts.
 
-    It never raises: an element that cannot be made is bad, and so is all that is made of it.
+    It never raises: if it fails the element is bad, and so are all that it is combined with.
 
     Parameters
     ----------
     ranges : Ranges
         Patterns of maps.
-    layout : Layout
-        Of messages.
+    capacity : Capacity
+        Capacity of messages.
     terms : Terms
-        Agreed on by all ranks.
+        Terms of the scan.
     threads : int
         Threads that may take part.
 
     Attributes
     ----------
     error : BaseException or None
-        What was raised, if anything was.
+        The first exception, if there was one.
     """
 
-    def __init__(self, ranges: Ranges, layout: Layout, terms: Terms, threads: int) -> None:
+    def __init__(self, ranges: Ranges, capacity: Capacity, terms: Terms, threads: int) -> None:
         self._ranges = ranges
-        self._layout = layout
+        self._capacity = capacity
         self._terms = terms
         self._threads = threads
         self._workspaces: dict[tuple[Pattern, ...], Workspace] = {}
         self.error: BaseException | None = None
 
     def prepare(self, start: int, mid: int, stop: int) -> None:
-        """Make what a merge needs, so that it will not have to."""
+        """Make the workspace of a merge, so that the merge takes no memory."""
         left, right = self._ranges(start, mid), self._ranges(mid, stop)
         if right is not None:
             if start == 0:
                 self._apply(right)
-            elif left is not None:
-                self._compose(left, right, self._ranges(start, stop))
+            elif left is not None and (out := self._ranges(start, stop)) is not None:
+                self._compose(left, right, out)
 
     def __call__(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
         """Write ``a ◇ b`` to `b`."""
-        left, right = (Message(words, self._layout, self._terms) for words in (a, b))
-        (start, mid), (found, stop) = left.range, right.range
+        left, right = (Message(words, self._capacity, self._terms) for words in (a, b))
+        (start, mid), (second, stop) = left.range, right.range
         try:
-            state = self._merge(left, right) if mid == found else State.BAD
+            state = self._merge(left, right) if mid == second else State.BAD
         except BaseException as error:
             self.error = self.error or error
             state = State.BAD
         right.describe(start, stop, state)
 
     def _merge(self, left: Message, right: Message) -> int:
-        """The state of what was made."""
+        """Write the combination of two messages to `right`; return its state."""
         states = left.state, right.state
         for worst in (State.BAD, State.UNUSED):
             if worst in states:
                 return worst
-        if left.state == State.NOTHING or right.state == State.NOTHING:
+        if State.NOTHING in states:
             if right.state == State.NOTHING:
                 right.words[:] = left.words
             return max(states)
-        if right.state == State.VECTOR:
-            return State.BAD
         pattern = self._ranges(*right.range)
-        assert pattern is not None
-        if left.state == State.VECTOR:
-            y = left.vector(pattern.shape[1])
-            made = self.apply(right, pattern, y)
-            if made is None:
-                return State.BAD
-            right.vector(pattern.shape[0])[:] = made
-            return State.VECTOR
-        return self._combine(left, right, pattern)
+        if right.state == State.VECTOR or pattern is None:
+            return State.BAD
+        if left.state == State.MAP:
+            return self._combine(left, right, pattern)
+        y = self.apply(right, pattern, left.vector(pattern.shape[1]))
+        if y is None:
+            return State.BAD
+        right.vector(pattern.shape[0])[:] = y
+        return State.VECTOR
 
     def apply(self, message: Message, pattern: Pattern, y: NDArray[Any]) -> NDArray[Any] | None:
-        """The gradient that a map makes of another one; None if a value is not finite."""
+        """Return the gradient that a map makes of another one; None if a value is not finite."""
         workspace = self._apply(pattern)
         self._fill(workspace, 0, message, pattern)
         out = np.empty(y.size + len(y) * pattern.shape[0], self._terms.dtype)
@@ -328,16 +314,16 @@ class Merger:
             return None
         return out[y.size :].reshape(len(y), pattern.shape[0])
 
-    def _combine(self, left: Message, right: Message, pattern: Pattern) -> int:
+    def _combine(self, left: Message, right: Message, later: Pattern) -> int:
         (start, mid), (_, stop) = left.range, right.range
         earlier, out = self._ranges(start, mid), self._ranges(start, stop)
-        assert earlier is not None
-        assert out is not None
-        if out.nnz > self._layout.nnz or out.shape[1] > self._layout.cols:
+        if earlier is None or out is None:
             return State.BAD
-        workspace = self._compose(earlier, pattern, out)
+        if out.nnz > self._capacity.nnz or out.shape[1] > self._capacity.cols:
+            return State.BAD
+        workspace = self._compose(earlier, later, out)
         self._fill(workspace, 0, left, earlier)
-        self._fill(workspace, 1, right, pattern)
+        self._fill(workspace, 1, right, later)
         if not workspace.run(np.empty(1, self._terms.dtype), False):
             return State.BAD
         self.write(right, workspace.product(2), out)
@@ -359,22 +345,22 @@ class Merger:
         if self._terms.local:
             local[:] = message.vector(pattern.shape[0])
 
-    def _compose(self, left: Pattern, right: Pattern, out: Pattern | None) -> Workspace:
-        assert out is not None
-        return self._made((left, right), lambda batched: Compose(left, right, out, batched))
+    def _compose(self, left: Pattern, right: Pattern, out: Pattern) -> Workspace:
+        return self._workspace((left, right), lambda: compose_program(left, right, out))
 
     def _apply(self, pattern: Pattern) -> Workspace:
-        return self._made((pattern,), lambda batched: Apply(pattern, batched))
+        return self._workspace((pattern,), lambda: apply_program(pattern))
 
-    def _made(self, key: tuple[Pattern, ...], program: Any) -> Workspace:
+    def _workspace(self, key: tuple[Pattern, ...], make: Callable[[], Program]) -> Workspace:
         if key not in self._workspaces:
             terms = self._terms
             self._workspaces[key] = Workspace(
-                program(terms.batched),
+                make(),
                 np.zeros((1, 2), np.int64),
                 terms.dtype,
                 terms.samples,
-                np.zeros(1, bool),
+                # Products differ between samples if the one Jacobian does.
+                np.full(1, terms.batched),
                 terms.local,
                 self._threads,
             )

@@ -10,20 +10,17 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..api import plan as plan_scan
-from ..chain import Chain, LocalGrads
-from ..costs import Model
-from ..forms import choose_forms
-from ..kernels._threads import thread_count
-from ..pattern import Pattern, Products, TooLargeError
-from ..plan import ScanPlan, needed_bytes
-from ..program import Parts, Program, Workspace
-from ..schedule import Level, Schedule
-from .maps import Terms
+from ..plan.scan_plan import ScanPlan, needed_bytes
+from ..planning.costs.cpu import Model
+from ..planning.forms import choose_forms
+from ..symbolic.pattern import Pattern, Products, TooLargeError
+from ..symbolic.program import Program
+from ..symbolic.schedule import Level, Schedule, schedule_of
+from .reduction import DeviceReduction, Reduction
 
-__all__ = ["FORMS", "MapCost", "Part", "PartCost", "Reduction", "step_time"]
+__all__ = ["FORMS", "MapCost", "Part", "PartCost", "step_time"]
 
 # How products of parts are stored: where their entries are, or densely.
 FORMS = ("exact", "dense")
@@ -36,16 +33,16 @@ _LITTLE = 1_000_000
 
 @dataclass(frozen=True)
 class MapCost:
-    """What the product of a part takes, and where its entries are.
+    """Cost of the product of a part, and where its entries are.
 
     Attributes
     ----------
     nanoseconds : float
-        To make it.
+        Time to make it.
     bytes : int
-        Memory for that, at most.
+        Memory to make it, at most.
     pattern : Pattern
-        What is stored.
+        Pattern of the entries that are stored.
     """
 
     nanoseconds: float
@@ -55,7 +52,7 @@ class MapCost:
 
 @dataclass(frozen=True)
 class PartCost:
-    """What a rank does with its part, for one group of samples.
+    """Cost of a rank's part, for one group of samples.
 
     Attributes
     ----------
@@ -67,11 +64,11 @@ class PartCost:
     nnz : int
         Entries of the Jacobians.
     nanoseconds : float
-        Of a sweep; where ranks share rows, of the slowest in each step.
+        Time of a sweep; where ranks share rows, of the slowest in each step.
     bytes : int
         Jacobians that all differ between samples, gradients, and the workspace of a sweep, at most.
     maps : dict of str to MapCost
-        What its product takes in each of :data:`FORMS`; empty if there is none, or none that pays.
+        Cost of its product in each of :data:`FORMS`; empty if there is none, or none that pays.
     waiting : float
         Nanoseconds to exchange entries in a sweep: of the slowest rank in each step.
     messages, sent : int
@@ -90,14 +87,14 @@ class PartCost:
 
 
 class Part:
-    """What a rank plans for its part of the chain.
+    """A rank's part of the chain, planned on its own.
 
     Parameters
     ----------
     patterns : sequence of Pattern
-        Of its Jacobians.
+        Patterns of its Jacobians.
     model : Model
-        What operations take.
+        Predicts what operations take.
     batch : int, optional
         The batch size to insist on.
     dtype : dtype, optional
@@ -127,17 +124,17 @@ class Part:
         self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype, device=device)
 
     def cost(self, wanted: bool, parts: int | None, *, last: bool = False) -> PartCost:
-        """What the part takes.
+        """Return what the part takes.
 
         Parameters
         ----------
         wanted : bool
-            Whether its product is of use.
+            Whether the scan may use its product.
         parts : int or None
             Parts of the whole chain, in whose linear scan the product has to pay; None if it need
             not.
         last : bool
-            Whether it is the last part, whose last step no exclusive scan applies.
+            Whether it is the last part, whose last step an exclusive scan does not apply.
         """
         if not self.n:
             return PartCost(0, None, 0, 0.0, 0, {})
@@ -145,8 +142,8 @@ class Part:
         if wanted:
             limit = math.inf if parts is None else _WORTH * parts * nnz + _LITTLE
             with suppress(TooLargeError):
-                made = _reductions(self._patterns, self._model, limit)
-                self._programs = dict(zip(FORMS, made, strict=True))
+                programs = _reductions(self._patterns, self._model, limit)
+                self._programs = dict(zip(FORMS, programs, strict=True))
         model = self._model
         sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
         swept = self.sweep.to_dict()
@@ -171,16 +168,13 @@ class Part:
         )
 
     def reduction(self, form: str) -> Reduction:
-        """What makes its product."""
-        if self._device == "cuda":
-            from .device_part import DeviceReduction
-
-            return DeviceReduction(self._programs[form])
-        return Reduction(self._programs[form])
+        """Return the reduction that makes its product."""
+        make = DeviceReduction if self._device == "cuda" else Reduction
+        return make(self._programs[form])
 
 
 def step_time(model: Model, pattern: Pattern, count: int) -> tuple[float, float]:
-    """Nanoseconds of a run, and of each of so many equal steps in it, one after the other."""
+    """Return the nanoseconds of a run, and of each of so many equal steps in it."""
     program = Program([pattern] * (count + 1), Schedule.linear(count + 1))
     run, levels = model.level_times(program)
     return run, sum(levels) / count
@@ -192,7 +186,7 @@ def _nanoseconds(model: Model, program: Program) -> float:
 
 
 def _reductions(patterns: Sequence[Pattern], model: Model, limit: float) -> tuple[Program, Program]:
-    """Programs for the product in both forms; or :class:`TooLargeError`."""
+    """Return the best programs for the product in both forms; or raise :class:`TooLargeError`."""
     n, products = len(patterns), Products(work=limit)
     # The identity comes first, and takes the first local gradient; no schedule reads what is last.
     first, last = Pattern.diagonal(patterns[0].shape[1]), Pattern.diagonal(patterns[-1].shape[0])
@@ -201,22 +195,22 @@ def _reductions(patterns: Sequence[Pattern], model: Model, limit: float) -> tupl
     for chunks in sorted({1, min(model.workers, max(n // 2, 1))}):
         schedule = _schedule(n + 2, chunks)
         forms = choose_forms(Program(steps, schedule, products=products), model)
-        made = [
+        programs = [
             Program(steps, schedule, dense=dense, products=products)
             for dense in (forms - {whole}, forms | {whole})
         ]
-        times = [_nanoseconds(model, program) for program in made]
-        ways = list(zip(times, made, strict=True))
+        times = [_nanoseconds(model, program) for program in programs]
+        ways = list(zip(times, programs, strict=True))
         best = [min(pair, key=lambda way: way[0]) for pair in zip(best or ways, ways, strict=True)]
     return best[0][1], best[1][1]
 
 
 def _schedule(n: int, chunks: int) -> Schedule:
-    """The product of all elements but the gradient, of so many chunks, and nothing else."""
+    """Return a schedule that multiplies all elements but the gradient, in so many chunks."""
     bounds = [1 + (n - 1) * c // chunks for c in range(chunks + 1)]
 
     def run(ends: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The product from the first of these bounds to the last."""
+        """Return the operations of a product from the first of these bounds to the last."""
         ops = [(ends[0], mid, stop) for mid, stop in pairwise(ends[1:])]
         return np.array(ops, np.int64).reshape(-1, 3)
 
@@ -227,60 +221,4 @@ def _schedule(n: int, chunks: int) -> Schedule:
         if kept:
             counts = np.cumsum([0] + [len(ops) for ops in kept])
             levels.append(Level(name, np.concatenate(kept), counts))
-    return Schedule(n, levels, f"product({n}, {chunks})")
-
-
-class Reduction:
-    """Makes the product of a part, with what its local gradients add up to.
-
-    Parameters
-    ----------
-    program : Program
-        Of :meth:`Part.reduction`.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._leaves = np.zeros((program.n, 2), np.int64)
-        self._ones: Any = None
-        self._key: Any = None
-        self._workspace: Any = None
-
-    def prepare(self, chain: Chain, terms: Terms) -> Any:
-        """A workspace for such Jacobians."""
-        batched = np.zeros(self._program.n, bool)
-        batched[1:-1] = chain.leaves[:, 1] != 0
-        key = terms, chain.device, batched.tobytes()
-        if self._workspace is None or self._key != key:
-            self._workspace = None
-            self._workspace = self._make(batched, terms)
-            self._key = key
-        return self._workspace
-
-    def _make(self, batched: NDArray[np.bool_], terms: Terms) -> Any:
-        self._ones = np.ones(self._program.patterns[0].nnz, terms.dtype)
-        return Workspace(
-            self._program,
-            self._leaves,
-            terms.dtype,
-            terms.samples,
-            batched,
-            terms.local,
-            thread_count(),
-        )
-
-    def run(self, chain: Chain, local: LocalGrads, terms: Terms) -> Parts | None:
-        """The product; None if the linear scan has to decide."""
-        chain.convert(terms.dtype)
-        local.convert(terms.dtype)
-        workspace = self.prepare(chain, terms)
-        self._leaves[0] = self._ones.ctypes.data, 0
-        self._leaves[1:-1] = chain.leaves
-        workspace.local_grads[:] = 0
-        # Those of Jacobian `k` of a program are at `k + 1`; the identity has those of the first.
-        local.fill(workspace.local_grads[1:])
-        # It makes no gradients.
-        if not workspace.run(np.empty(1, terms.dtype), False):
-            return None
-        made: Parts = workspace.product(self._program.products - 1)
-        return made
+    return schedule_of(n, levels, f"product({n}, {chunks})")

@@ -5,68 +5,138 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._arrays import (
-    check_array,
+from ..arrays.arrays import (
     check_one_place,
     device_of,
     is_cupy,
     is_on_device,
     load_cupy,
     namespace,
+    read_array,
     upload,
 )
-from .._place import place
-from ..chain import Chain, LocalGrads, _check_count, is_stack, read_grad
-from ..containers import CSRChain
+from ..arrays.streams import place
+from ..chains.chain import Chain, LocalGrads, is_stack, read_grad, read_local_grads
+from ..chains.containers import CSRChain
 from ..errors import DeviceError, InputError, InputTypeError
-from ..kernels._threads import thread_count
-from ..pattern import Pattern
-from ..plan import Gradients, _Slot
+from ..execution.threads import thread_count
+from ..plan.scan_plan import Gradients, Slot
+from ..symbolic.pattern import Pattern
 from .communicator import Communicator, Fault
-from .exchange import exscan_messages, rounds
+from .exchange import ALGORITHMS, exscan_messages, rounds
 from .forecast import Forecast, boundaries
+from .halo import Halo
 from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
-from .part import Part, PartCost, Reduction
-from .rows import Rows
+from .part import FORMS, Part, PartCost
+from .rows import Messages, RowSweep, Sweep
 
-__all__ = ["ParallelPlan", "check_form"]
+__all__ = ["Decision", "Options", "ParallelPlan", "Ranks", "check_form"]
 
 # Terms for which a plan keeps memory.
 _KEPT = 4
-# Of a number that a rank does not know.
+# Terms before the ranks have agreed on any.
+_NO_TERMS = Terms(np.dtype(np.float64), None, False, False)
+# In place of a number that a rank does not know.
 _UNKNOWN = -(1 << 60)
 
 
-class _Memory:
-    """What a plan needs to exchange data on some terms."""
+class Options(NamedTuple):
+    """Options of a plan."""
 
-    def __init__(self, plan: ParallelPlan, terms: Terms) -> None:
-        xp = load_cupy() if plan._sends_from_device else np
-        self.entering, self.leaving = (
-            xp.zeros(vector_words(size, terms), np.int64) for size in plan._sizes
+    grid: Any
+    schedule: str
+    batch: int | None = None
+    dtype: DTypeLike | None = None
+    device: str | None = None
+
+
+class Ranks(NamedTuple):
+    """The ranks of a plan.
+
+    Attributes
+    ----------
+    world : Communicator
+        All ranks.
+    group : Communicator
+        Those that work on the same samples.
+    direct : bool
+        Whether MPI sends gradients from device to device.
+    """
+
+    world: Communicator
+    group: Communicator
+    direct: bool
+
+
+class Decision(NamedTuple):
+    """How the ranks combine their parts.
+
+    Attributes
+    ----------
+    costs : sequence of PartCost
+        Those of the ranks of a group.
+    forecast : Forecast
+        The way that was chosen.
+    reason : str
+        Why that one.
+    signature : int
+        A number that tells plans apart, the same on all ranks.
+    """
+
+    costs: Sequence[PartCost]
+    forecast: Forecast
+    reason: str
+    signature: int
+
+
+class _Products:
+    """A rank's contribution to an exclusive scan over the products of parts."""
+
+    def __init__(self, part: Part, decision: Decision, position: int) -> None:
+        forecast = decision.forecast
+        form = forecast.form or FORMS[0]
+        self.part = part
+        self.algorithm = forecast.algorithm or ALGORITHMS[0]
+        self.capacity = forecast.capacity
+        self.count = forecast.grid.chain
+        self.position = position
+        patterns = [cost.maps[form].pattern if cost.maps else None for cost in decision.costs]
+        self.ranges = Ranges(patterns)
+        self.pattern = patterns[position]
+        self.reduction = None if self.pattern is None else part.reduction(form)
+
+
+class _Elements:
+    """Memory for an exclusive scan over products, on some terms."""
+
+    def __init__(self, products: _Products, terms: Terms) -> None:
+        self.products = products
+        capacity = products.capacity
+        words = capacity.words(terms)
+        self.own, self.prefix = (
+            Message(np.zeros(words, np.int64), capacity, terms) for _ in range(2)
         )
-        if plan._rows is not None:
-            self.messages = plan._rows.messages(terms)
-        if plan.schedule == "vectors":
-            return
-        layout, algorithm = plan.forecast.layout, plan.forecast.algorithm
-        assert algorithm is not None
-        words = layout.words(terms)
-        self.given, self.found = (
-            Message(np.zeros(words, np.int64), layout, terms) for _ in range(2)
-        )
-        self.merger = Merger(plan._ranges, layout, terms, thread_count())
+        self.merger = Merger(products.ranges, capacity, terms, thread_count())
         if not terms.samples:
             return
-        for merges in rounds(algorithm, plan.grid.chain):
-            for merge in merges[plan.position]:
-                if merge.stop < plan.grid.chain:
+        for merges in rounds(products.algorithm, products.count):
+            for merge in merges[products.position]:
+                if merge.stop < products.count:
                     self.merger.prepare(*merge)
+
+
+class _Memory(NamedTuple):
+    """Memory in which a plan exchanges data, on some terms."""
+
+    entering: Any
+    leaving: Any
+    messages: Messages
+    elements: _Elements | None
 
 
 class ParallelPlan:
@@ -98,64 +168,47 @@ class ParallelPlan:
 
     def __init__(
         self,
-        world: Communicator,
-        group: Communicator,
+        ranks: Ranks,
         patterns: Sequence[Pattern],
-        part: Part | Rows,
-        costs: Sequence[PartCost],
-        forecast: Forecast,
-        *,
-        reason: str,
-        batch: int | None,
-        dtype: np.dtype[Any] | None,
-        device: str,
-        sends_from_device: bool,
-        signature: int,
+        part: Part | RowSweep,
+        decision: Decision,
+        options: Options,
     ) -> None:
-        self._world = world
-        self._comm = group
+        rank, forecast = ranks.world.rank, decision.forecast
+        self._world, self._comm, self._direct = ranks
         self._patterns = patterns
+        self._part = part
         self.n = len(patterns)
         self.grid = forecast.grid
-        self.position, self.group = self.grid.position(world.rank), self.grid.group(world.rank)
-        self.row = self.grid.row(world.rank)
+        self.position, self.group = self.grid.position(rank), self.grid.group(rank)
+        self.row = self.grid.row(rank)
         self.schedule = forecast.schedule
         self.forecast = forecast
-        self.reason = reason
-        self.batch = batch
-        self.dtype = dtype
-        self.device = device
-        # Gradients go from device to device where MPI reads their memory.
-        self._sends_from_device = sends_from_device
-        self._signature = signature
-        mine = costs[self.row :: self.grid.rows]
-        self._steps = sum(cost.steps for cost in mine)
+        self.reason = decision.reason
+        self.batch = options.batch
+        self.dtype = None if options.dtype is None else np.dtype(options.dtype)
+        self.device = options.device or "cpu"
+        self._signature = decision.signature
+        costs = decision.costs[self.row :: self.grid.rows]
+        self._steps = sum(cost.steps for cost in costs)
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
-        self._sizes = boundaries(mine)[self.position : self.position + 2]
-        # There is no limit to what it may take.
-        self._slot = _Slot(Chain(self.n), lambda *needed: None)
-        self._rows = part if isinstance(part, Rows) else None
-        self._part = part if isinstance(part, Part) else None
+        self._sizes = boundaries(costs)[self.position : self.position + 2]
+        # The memory of a part has no limit.
+        self._slot = Slot(Chain(self.n), lambda *needed: None)
         self._memory: dict[Terms, _Memory] = {}
-        # Of a chain without steps: lengths of the gradient's shares in the last scan.
+        # For a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []
         self._is_last = self.position == self.grid.chain - 1
-        self._reduction: Reduction | None = None
-        if self.schedule == "products":
-            assert self._part is not None
-            assert forecast.form is not None
-            maps: list[Pattern | None] = [
-                cost.maps[forecast.form].pattern if cost.maps else None for cost in costs
-            ]
-            self._ranges = Ranges(maps)
-            self._pattern = maps[self.position]
-            if self._pattern is not None:
-                self._reduction = self._part.reduction(forecast.form)
+        self._products: _Products | None = None
+        if self.schedule == "products" and isinstance(part, Part):
+            self._products = _Products(part, decision, self.position)
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
     ) -> Gradients:
-        """Gradients of all but the first layer's input; as :func:`parallel.exclusive_scan`.
+        """Return the gradients of all but the first layer's input.
+
+        This is :func:`parallel.exclusive_scan` with the symbolic phase done.
 
         Parameters
         ----------
@@ -166,7 +219,7 @@ class ParallelPlan:
             Jacobians of this rank, or its rows of them, of the plan's patterns; or only their
             values, as for :meth:`sparsescan.ScanPlan.exclusive_scan`.
         local_grads : sequence or ndarray, optional
-            What is added to each gradient that this rank gets, of the same shape.
+            Arrays that are added to the gradients that this rank gets, of the same shapes.
 
         Returns
         -------
@@ -183,7 +236,7 @@ class ParallelPlan:
     def inclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
     ) -> Gradients:
-        """The same down to the input of the first layer: one gradient more, on the last rank.
+        """Return the gradients down to the first layer's input: one more, on the last rank.
 
         Parameters
         ----------
@@ -219,60 +272,59 @@ class ParallelPlan:
         inclusive: bool,
         chain: Chain | None = None,
     ) -> Gradients:
-        """A scan; of a chain that has been read already, if one is given."""
-        # Ranks fail together, even if one of them has no device.
+        """Scan Jacobians, or the chain that has read them already."""
+        call = _Call(inclusive, _is_one_array(jacobians))
+        if chain is not None:
+            self._slot.chain = chain
         with ExitStack() as stack:
-            call = _Call(inclusive, _is_one_array(jacobians))
+            stack.callback(self._slot.chain.release)
+            # Ranks fail together, even if one of them has no device.
             with call.fault:
                 stack.enter_context(place(None, self.device, None))
-            if chain is not None:
-                self._slot.chain = chain
-            return self._scan_here(grad, jacobians, local_grads, call, read=chain is None)
-
-    def _scan_here(
-        self, grad: ArrayLike | None, jacobians: Any, local_grads: Any, call: _Call, *, read: bool
-    ) -> Gradients:
-        """The same, with the device that it is on as the current one."""
-        fault = call.fault
-        try:
-            with fault:
-                if read:
+                if chain is None:
                     check_form(jacobians)
                     self._slot.chain.read(jacobians, self._patterns)
-                call.local_grads = self._read_local(local_grads, call.inclusive)
-                call.first = self._read_first(grad)
-                self._check_places(call)
-                if call.download:
-                    self._upload(call)
-            terms = self._open(call)
+                self._read(call, grad, local_grads)
             finite = True
-            if terms is not None and self._prepare(terms, fault):
-                by_products = self.schedule == "products" and terms.samples and self._steps
-                finite = (self._by_products if by_products else self._by_vectors)(terms, call)
+            if self._open(call) and self._prepare(call):
+                elements = self._memory[call.terms].elements
+                if elements is not None and call.terms.samples and self._steps:
+                    finite = self._by_products(elements, call)
+                else:
+                    self._by_vectors(call)
                 self._download(call)
-            if self._world.agree(fault.error, int(not finite)):
-                # What a value that is not finite reaches is defined by the linear scan.
-                assert terms is not None
-                self._by_vectors(terms, call)
+            if self._world.agree(call.fault.error, int(not finite)):
+                # Only the linear scan defines what a value reaches that is not finite.
+                self._by_vectors(call)
                 self._download(call)
-                self._world.agree(fault.error)
-            assert call.result is not None
-            return call.result
-        finally:
-            self._slot.chain.release()
+                self._world.agree(call.fault.error)
+        return call.result
+
+    def _read(self, call: _Call, grad: Any, local_grads: Any) -> None:
+        """Read what is not Jacobians, and bring the input to a device if it has to go there."""
+        call.local_grads = self._read_local(local_grads, call.inclusive)
+        call.first = self._read_first(grad)
+        self._check_places(call)
+        if call.download:
+            if self.n:
+                self._slot.chain.upload()
+            if call.first is not None:
+                call.first = upload(call.first)
+            if call.local_grads is not None:
+                call.local_grads = [None if a is None else upload(a) for a in call.local_grads]
 
     def _read_local(self, local_grads: Any, inclusive: bool) -> list[NDArray[Any] | None] | None:
-        """Local gradients of this rank, but for their shapes, which are not known yet."""
+        """Read local gradients of this rank; their shapes are checked when terms are known."""
         if local_grads is None:
             return None
-        _check_count(local_grads, self.n + (inclusive and self._is_last))
+        given = read_local_grads(local_grads, self.n + (inclusive and self._is_last))
         return [
-            None if array is None else check_array(f"local_grads[{k}]", array)
-            for k, array in enumerate(local_grads)
+            None if array is None else read_array(f"local_grads[{k}]", array)
+            for k, array in enumerate(given)
         ]
 
     def _read_first(self, grad: Any) -> Any:
-        """The gradient at the end of the chain, where this rank has it."""
+        """Read the gradient at the end of the chain, where this rank has it."""
         if self.position > 0:
             if grad is not None:
                 raise InputError(
@@ -291,37 +343,30 @@ class ParallelPlan:
         places = {name: device_of(array) for name, array in given.items() if array is not None}
         if self.n:
             places["jacobians"] = self._slot.chain.device
-        for name, found in places.items():
+        for name, device in places.items():
             first, *_ = places
-            if self.device == "cpu" and found is not None:
+            if self.device == "cpu" and device is not None:
                 raise DeviceError(
                     f"{name} is on a CUDA device; expected host memory (cupy.asnumpy), or a plan "
                     "with device='cuda'"
                 )
-            check_one_place(name, found, first, places[first])
-            if found is not None:
-                check_one_place(name, found, "the current device", load_cupy().cuda.Device().id)
+            check_one_place(name, device, first, places[first])
+            if device is not None:
+                check_one_place(name, device, "the current device", load_cupy().cuda.Device().id)
         call.download = self.device == "cuda" and set(places.values()) <= {None}
-
-    def _upload(self, call: _Call) -> None:
-        """Bring input from host memory to the current device."""
-        if self.n:
-            self._slot.chain.upload()
-        if call.first is not None:
-            call.first = upload(call.first)
-        if call.local_grads is not None:
-            call.local_grads = [None if a is None else upload(a) for a in call.local_grads]
 
     def _download(self, call: _Call) -> None:
         """Bring gradients to host memory, if the input came from there."""
         if call.download and call.fault.error is None:
             with call.fault:
-                found = call.result
-                call.result = list(map(_host, found)) if isinstance(found, list) else _host(found)
+                result = call.result
+                call.result = (
+                    list(map(_host, result)) if isinstance(result, list) else _host(result)
+                )
 
-    def _open(self, call: _Call) -> Terms | None:
-        """What the ranks of a group agree on; None if one has failed, or they do not."""
-        chain, first = self._slot.chain, call.first
+    def _open(self, call: _Call) -> bool:
+        """Agree on terms with the ranks of the group; return False if any has failed."""
+        chain, first, fault = self._slot.chain, call.first, call.fault
         dtypes = {array.dtype for array in call.local_grads or () if array is not None}
         if self.n:
             dtypes.add(chain.dtype)
@@ -329,15 +374,13 @@ class ParallelPlan:
         if first is not None:
             dtypes.add(first.dtype)
             batch = first.shape[0] if first.ndim == 2 else -1
-        itemsize = max((dtype.itemsize for dtype in dtypes), default=0)
         signature = self._signature + call.inclusive
-        known = _UNKNOWN if batch is None else 0
         failed, itemsize, most, least, batched, local, high, low = self._comm.maximum(
             [
-                call.fault.error is not None,
-                itemsize,
-                known or (batch or 0),
-                known or -(batch or 0),
+                fault.error is not None,
+                max((dtype.itemsize for dtype in dtypes), default=0),
+                _UNKNOWN if batch is None else batch,
+                _UNKNOWN if batch is None else -batch,
                 chain.batch is not None,
                 call.local_grads is not None,
                 signature,
@@ -345,10 +388,10 @@ class ParallelPlan:
             ]
         )
         if failed:
-            return None
+            return False
         if self._steps == 0 and high == -low:
             self._pass_on(first)
-        with call.fault:
+        with fault:
             if high != -low:
                 raise InputError("ranks call different scans, or scans of different plans")
             if most != -least:
@@ -356,16 +399,16 @@ class ParallelPlan:
                     f"ranks have different batches, from {_batch(-least)} to {_batch(most)}; "
                     "expected one for all of a chain"
                 )
-            return self._terms(itemsize, most, bool(batched), bool(local))
-        return None
+            call.terms = self._terms(itemsize, most, bool(batched), bool(local))
+        return fault.error is None
 
     def _pass_on(self, first: NDArray[Any] | None) -> None:
-        """Of a chain without steps, only who has the gradient knows its length."""
+        """Take the gradient's length from the ranks that have it, for a chain without steps."""
         sizes = [0] * self.grid.rows
         if first is not None:
             sizes[self.row] = first.shape[-1]
         sizes = self._comm.maximum(sizes)
-        # On all ranks, if the length of any has changed.
+        # All ranks take new memory if the length on any has changed.
         if self._passed_on != sizes:
             self._passed_on = sizes
             self._sizes = [sizes[self.row]] * 2
@@ -381,29 +424,38 @@ class ParallelPlan:
             raise InputError(f"ranks have {_batch(batch)}; expected {self.batch}, the plan's")
         return Terms(dtype, None if batch < 0 else batch, batched, local)
 
-    def _prepare(self, terms: Terms, fault: Fault) -> bool:
-        """Take the memory that these terms need; whether all ranks of the chain have it."""
+    def _prepare(self, call: _Call) -> bool:
+        """Take the memory that a scan needs; return whether all ranks of the group have it."""
+        terms = call.terms
         if terms in self._memory:
             return True
         while len(self._memory) >= _KEPT:
             del self._memory[next(iter(self._memory))]
-        made = None
-        with fault:
-            made = _Memory(self, terms)
-            if self._rows is not None:
-                self._rows.prepare(self._slot.chain, terms)
-            if self._reduction is not None and terms.samples:
-                self._reduction.prepare(self._slot.chain, terms)
-        if self._comm.maximum([fault.error is not None])[0]:
+        with call.fault:
+            self._memory[terms] = self._take_memory(terms)
+        if self._comm.maximum([call.fault.error is not None])[0]:
+            self._memory.pop(terms, None)
             return False
-        assert made is not None
-        self._memory[terms] = made
         return True
 
-    def _by_vectors(self, terms: Terms, call: _Call) -> bool:
-        """Every rank sweeps its part when the one before has done so."""
-        memory, y = self._memory[terms], call.first
-        good, rows = call.fault.error is None, self.grid.rows
+    def _take_memory(self, terms: Terms) -> _Memory:
+        xp = load_cupy() if self._direct else np
+        entering, leaving = (xp.zeros(vector_words(n, terms), np.int64) for n in self._sizes)
+        chain, products, elements = self._slot.chain, self._products, None
+        halos: Sequence[Halo] = ()
+        if isinstance(self._part, RowSweep):
+            halos = self._part.halos
+            self._part.prepare(chain, terms)
+        if products is not None:
+            elements = _Elements(products, terms)
+            if products.reduction is not None and terms.samples:
+                products.reduction.prepare(chain, terms)
+        return _Memory(entering, leaving, Messages(halos, terms), elements)
+
+    def _by_vectors(self, call: _Call) -> None:
+        """Sweep this rank's part when the rank before has done so."""
+        memory, terms, rows, y = self._memory[call.terms], call.terms, self.grid.rows, call.first
+        good = call.fault.error is None
         if self.position > 0:
             self._comm.receive(memory.entering, self._comm.rank - rows)
             with self._comm.ending("reading a message"):
@@ -412,120 +464,108 @@ class ParallelPlan:
         with self._comm.ending("writing a message"):
             memory.leaving[0] = State.BAD
         leaving = None
-        if self._rows is not None:
-            leaving = self._sweep_rows(y if good else None, terms, call)
+        if isinstance(self._part, RowSweep):
+            leaving = self._sweep_rows(self._part, y if good else None, memory.messages, call)
         elif good:
             with call.fault:
-                leaving = self._sweep(y, terms, call)
-        if leaving is not None and not self._is_last:
+                leaving = self._sweep(self._part, y, call)
+        if self._is_last:
+            return
+        if leaving is not None:
             with call.fault:
-                leaving = leaving if self._sends_from_device else _host(leaving)
+                leaving = leaving if self._direct else _host(leaving)
                 vector_of(memory.leaving, self._sizes[1], terms)[...] = leaving
                 memory.leaving[0] = State.VECTOR
-        if not self._is_last:
-            self._comm.send(memory.leaving, self._comm.rank + rows)
-        return True
+        self._comm.send(memory.leaving, self._comm.rank + rows)
 
-    def _by_products(self, terms: Terms, call: _Call) -> bool:
-        """All ranks work at once; whether no value was met that is not finite."""
-        memory, rank = self._memory[terms], self.position
-        merger, given, found = memory.merger, memory.given, memory.found
+    def _by_products(self, elements: _Elements, call: _Call) -> bool:
+        """Scan all parts at once; return whether no value was met that is not finite."""
+        products, rank, fault = elements.products, self.position, call.fault
+        own, prefix, merger = elements.own, elements.prefix, elements.merger
         merger.error = None
         state: int = State.BAD
-        if call.fault.error is None:
-            with call.fault:
-                state = self._element(given, merger, terms, call)
-        given.describe(rank, rank + 1, state)
-        algorithm = self.forecast.algorithm
-        assert algorithm is not None
-        messages = exscan_messages(algorithm, self._comm.size, rank)
-        self._comm.exclusive_scan(given.words, found.words, merger, messages)
-        call.fault.error = call.fault.error or merger.error
+        if fault.error is None:
+            with fault:
+                state = self._element(products, own, merger, call)
+        own.describe(rank, rank + 1, state)
+        messages = exscan_messages(products.algorithm, self._comm.size, rank)
+        self._comm.exclusive_scan(own.words, prefix.words, merger, messages)
+        fault.error = fault.error or merger.error
         if rank == 0:
             return state != State.BAD
-        if found.state != State.VECTOR or found.range != (0, rank):
+        if prefix.state != State.VECTOR or prefix.range != (0, rank):
             return False
-        if call.fault.error is None:
-            with call.fault:
-                y = found.vector(self._sizes[0]).reshape(*terms.shape, self._sizes[0])
-                self._sweep(y, terms, call)
+        if fault.error is None:
+            with fault:
+                y = prefix.vector(self._sizes[0]).reshape(*call.terms.shape, self._sizes[0])
+                self._sweep(products.part, y, call)
         return state != State.BAD
 
-    def _element(self, given: Message, merger: Merger, terms: Terms, call: _Call) -> int:
-        """Write what this rank contributes; its state."""
+    def _element(self, products: _Products, own: Message, merger: Merger, call: _Call) -> int:
+        """Write the element that this rank contributes; return its state."""
         if self.position == 0:
-            leaving = self._sweep(call.first, terms, call)
-            given.vector(self._sizes[1])[:] = _host(leaving)
+            own.vector(self._sizes[1])[:] = _host(self._sweep(products.part, call.first, call))
             return State.VECTOR
         if self._is_last:
             return State.UNUSED
-        if self._reduction is None or self._pattern is None:
+        if products.reduction is None or products.pattern is None:
             return State.NOTHING
         sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns[:-1])]
-        local = LocalGrads(call.local_grads, self.n, sizes, terms.shape)
-        product = self._reduction.run(self._slot.chain, local, terms)
+        local = LocalGrads(call.local_grads, self.n, sizes, call.terms.shape)
+        product = products.reduction.run(self._slot.chain, local, call.terms)
         if product is None:
             return State.BAD
-        merger.write(given, product, self._pattern)
+        merger.write(own, product, products.pattern)
         return State.MAP
 
-    def _sweep(self, y: Any, terms: Terms, call: _Call) -> Any:
-        """Scan this rank's part from the gradient that enters it; what leaves it."""
+    def _sweep(self, part: Part, y: Any, call: _Call) -> Any:
+        """Scan this rank's part from the gradient that enters it; return the one that leaves it."""
         if self.device == "cuda" and not is_cupy(y):
             y = upload(y)
-        y = y.astype(terms.dtype, copy=False)
-        assert self._part is not None
-        local, scan = call.local_grads, self._part.sweep._run
+        y = y.astype(call.terms.dtype, copy=False)
+        local = call.local_grads
         if self._is_last or self.n == 0:
-            call.result = scan(self._slot, y, local, call.inclusive and self._is_last)
+            inclusive = call.inclusive and self._is_last
+            call.result = part.sweep.run(self._slot, y, local, inclusive=inclusive)
             return y
-        found = scan(self._slot, y, None if local is None else [*local, None], True)
-        leaving = found[-1]
-        call.result = found[:-1]
+        local = None if local is None else [*local, None]
+        gradients = part.sweep.run(self._slot, y, local, inclusive=True)
+        call.result, leaving = gradients[:-1], gradients[-1]
         if call.stacked and isinstance(call.result, list):
             # One rectangular Jacobian that came as an array.
             call.result = namespace(y).stack(call.result)
         return leaving
 
-    def _sweep_rows(self, y: Any, terms: Terms, call: _Call) -> NDArray[Any] | None:
-        """The same of steps whose rows are spread; without `y`, only take part; None if it fails.
-
-        All ranks that share them call it, whatever has happened.
-        """
-        assert self._rows is not None
+    def _sweep_rows(
+        self, part: RowSweep, y: Any, messages: Messages, call: _Call
+    ) -> NDArray[Any] | None:
+        """Sweep steps whose rows are spread, as :meth:`RowSweep.sweep` does."""
         count = self.n + (call.inclusive and self._is_last)
         steps = max(count - 1, 0) if self._is_last else self.n
-        found = self._rows.sweep(
-            y,
-            self._slot.chain,
-            call.local_grads,
-            self._memory[terms].messages,
-            terms,
-            count,
-            steps,
-            call.fault,
-            stacked=call.stacked,
-        )
-        if found is None:
+        chain, local, terms = self._slot.chain, call.local_grads, call.terms
+        request = Sweep(chain, local, messages, terms, count, steps, call.stacked)
+        swept = part.sweep(y, request, call.fault)
+        if swept is None:
             return None
-        call.result, leaving = found
+        call.result, leaving = swept
         return leaving
 
 
 @dataclass
 class _Call:
-    """One scan."""
+    """State of one scan."""
 
     inclusive: bool
     # Whether the Jacobians came as one array.
     stacked: bool
     fault: Fault = field(default_factory=Fault)
-    # Of NumPy, or of CuPy.
+    # The gradient at the end of the chain, of NumPy or of CuPy.
     first: Any = None
     local_grads: list[Any] | None = None
     # Whether the input was brought to a device, from where the result goes back.
     download: bool = False
-    result: Gradients | None = None
+    terms: Terms = field(default=_NO_TERMS)
+    result: Gradients = field(default_factory=list)
 
 
 def _batch(batch: int) -> str:
@@ -546,6 +586,6 @@ def _is_one_array(jacobians: Any) -> bool:
 
 
 def _host(array: Any) -> NDArray[Any]:
-    """An array of NumPy or CuPy in host memory."""
-    found: NDArray[Any] = array.get() if is_cupy(array) else array
-    return found
+    """Return an array of NumPy or CuPy in host memory."""
+    host: NDArray[Any] = array.get() if is_cupy(array) else array
+    return host

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from ..containers import check_dtype
+from ..chains.containers import check_dtype
 from ..errors import InputError
-from ..kernels._threads import thread_count, usable_cores
-from ..pattern import Pattern
-from ..planner import model_for
-from ..schedule import check_count
-from .communicator import Communicator, Fault, reads_device_memory
+from ..execution.threads import thread_count, usable_cores
+from ..planning.costs.cpu import Model
+from ..planning.search import model_for
+from ..symbolic.pattern import Pattern
+from ..symbolic.schedule import check_choice, check_count
+from .communicator import Communicator, reads_device_memory
 from .exchange import ALGORITHMS, observe
 from .forecast import Forecast, Setting, forecasts
 from .grid import Grid, check_grid
 from .halo import even, find_halos
 from .loads import Loads
 from .maps import Terms
-from .network import load_network
+from .network import Network, load_network
 from .part import MapCost, Part, PartCost
-from .plan import ParallelPlan
-from .rows import Rows
+from .plan import Decision, Options, ParallelPlan, Ranks
+from .rows import RowSweep
 
-__all__ = ["Options", "make_plan"]
-
-_SCHEDULES = ("auto", "vectors", "products")
+__all__ = ["Request", "make_plan"]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a rank brings to a plan."""
+    """A rank's options and the outline of its part, of which all ranks are told."""
 
     n: int
     sizes: tuple[int, int] | None
@@ -44,134 +43,109 @@ class _Asked:
     schedule: str
     batch: int | None
     dtype: str | None
-    # None if it does not matter, since there are no steps.
+    # None if any will do, since there are no steps.
     device: str | None
     # The machine that the rank is on, the cores that it may use there, and its threads.
     machine: str
     cores: frozenset[int]
     threads: int
-    # What the plan is made for, if it insists on nothing.
+    # Samples and bytes of a value to plan for, if the plan insists on none.
     samples: int
     itemsize: int
 
 
-class Options(NamedTuple):
-    """Options of a plan."""
+class Request(NamedTuple):
+    """A rank's patterns and options, with the samples and the bytes of a value to plan for."""
 
-    grid: Any
-    schedule: str
-    batch: int | None = None
-    dtype: DTypeLike | None = None
-    device: str | None = None
+    patterns: Sequence[Pattern]
+    options: Options
+    samples: int
+    itemsize: int
 
 
-def make_plan(
-    world: Communicator,
-    fault: Fault,
-    patterns: Sequence[Pattern],
-    wanted: Options,
-    samples: int,
-    itemsize: int,
-) -> ParallelPlan:
-    """A plan; raise on all ranks what is wrong on any, of what the caller has found too."""
-    asked = None
-    with fault:
-        asked = _ask(world, patterns, wanted, samples, itemsize)
-    world.agree(fault.error)
-    assert asked is not None
+def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
+    """Make a plan of the requests that all ranks read; raise on all what is wrong on any."""
+    request, asked = world.together(lambda: _ask(world, read()))
     everyone: list[_Asked] = world.gather(asked)
     _check_together(everyone)
-    grid = asked.grid
+    grid, options, patterns = asked.grid, request.options, request.patterns
+    options = options._replace(grid=grid, device=_check_devices(everyone))
     group = world.split(grid.group(world.rank), world.rank, grid)
-
-    device = _check_devices(everyone)
-    dtype = None if wanted.dtype is None else np.dtype(wanted.dtype)
-    itemsize = max(each.itemsize for each in everyone)
+    dtype = np.dtype(options.dtype or f"f{max(each.itemsize for each in everyone)}")
     samples = max(each.samples for each in everyone)
-    known = None
-    with fault:
-        known = model_for(None, dtype or np.dtype(f"f{itemsize}"), samples), load_network()
-    world.agree(fault.error)
-    assert known is not None
-    model, network = known
+    model, network = world.together(lambda: (model_for(None, dtype, samples), load_network()))
     terms = Terms(model.dtype, model.batch, model.batch > 1, True)
-    part: Part | Rows | None = None
-    cost: PartCost | None = None
-    position = grid.position(world.rank)
-    is_last = position == grid.chain - 1
+    part: Part | RowSweep
     if grid.rows > 1:
-        rows = world.split(world.rank // grid.rows, world.rank, (grid, "rows"))
-        halos = find_halos(world, rows, patterns, _entering(everyone, grid, position), fault)
-        loads = None
-        with fault:
-            part = Rows(group, rows.rank, halos)
-            loads = Loads(halos, int(is_last), model, terms, network)
-        world.agree(fault.error)
-        assert loads is not None
-        slowest = rows.maximum(loads.times)
-        with fault:
-            cost = loads.cost(slowest)
+        entering = _entering(everyone, grid, grid.position(world.rank))
+        part, cost = _plan_rows(world, group, patterns, entering, grid, model, terms, network)
     else:
-        with fault:
-            here = model_for(device, model.dtype, model.batch)
-            part = Part(patterns, here, wanted.batch, dtype, device)
-            cost = part.cost(
-                position > 0 and not is_last and asked.schedule != "vectors",
-                grid.chain if asked.schedule == "auto" else None,
-                last=is_last,
-            )
-    world.agree(fault.error)
-    assert part is not None
-    assert cost is not None
+        part, cost = world.together(lambda: _plan_part(world, patterns, options, model))
     costs = _share(world, cost)[: grid.group_size]
     setting = Setting(costs, grid, network, model, terms, _load(everyone))
-    forecast, reason = _choose(world, group, setting, asked.schedule)
+    forecast, reason = _choose(world, group, setting, options.schedule)
     digest = hashlib.blake2b(repr((everyone, forecast)).encode(), digest_size=8).digest()
-    direct = device == "cuda" and world.minimum(reads_device_memory()) == 1
-    made = None
-    with fault:
-        made = ParallelPlan(
-            world,
-            group,
-            patterns,
-            part,
-            costs,
-            forecast,
-            reason=reason,
-            batch=wanted.batch,
-            dtype=dtype,
-            device=device,
-            sends_from_device=direct,
-            signature=int.from_bytes(digest, "big") >> 4,
-        )
-    world.agree(fault.error)
-    assert made is not None
-    return made
+    decision = Decision(costs, forecast, reason, int.from_bytes(digest, "big") >> 4)
+    direct = options.device == "cuda" and not world.agree(flag=not reads_device_memory())
+    ranks = Ranks(world, group, direct)
+    return world.together(lambda: ParallelPlan(ranks, patterns, part, decision, options))
 
 
-def _ask(
+def _plan_part(
+    world: Communicator, patterns: Sequence[Pattern], options: Options, model: Model
+) -> tuple[Part, PartCost]:
+    """Plan this rank's part of the chain, whose steps it has as a whole."""
+    grid, device = options.grid, options.device or "cpu"
+    position = grid.position(world.rank)
+    is_last = position == grid.chain - 1
+    dtype = None if options.dtype is None else np.dtype(options.dtype)
+    here = model_for(device, model.dtype, model.batch)
+    part = Part(patterns, here, options.batch, dtype, device)
+    cost = part.cost(
+        position > 0 and not is_last and options.schedule != "vectors",
+        grid.chain if options.schedule == "auto" else None,
+        last=is_last,
+    )
+    return part, cost
+
+
+def _plan_rows(
     world: Communicator,
+    group: Communicator,
     patterns: Sequence[Pattern],
-    wanted: Options,
-    samples: int,
-    itemsize: int,
-) -> _Asked:
-    """The options and the part of this rank, checked."""
-    if wanted.schedule not in _SCHEDULES:
-        raise InputError(
-            f"schedule is {wanted.schedule!r}; expected 'auto', 'vectors' or 'products'"
+    entering: NDArray[np.int64],
+    grid: Grid,
+    model: Model,
+    terms: Terms,
+    network: Network,
+) -> tuple[RowSweep, PartCost]:
+    """Plan this rank's rows of its steps, with the ranks that share them."""
+    sharers = world.split(world.rank // grid.rows, world.rank, (grid, "rows"))
+    halos = find_halos(world, sharers, patterns, entering)
+    skip = int(grid.position(world.rank) == grid.chain - 1)
+    part, loads = world.together(
+        lambda: (
+            RowSweep(group, sharers.rank, halos),
+            Loads(halos, skip, model, terms, network),
         )
-    batch = None if wanted.batch is None else check_count("batch", wanted.batch, 1)
-    dtype = None if wanted.dtype is None else check_dtype(wanted.dtype)
-    grid = check_grid(wanted.grid, world.size)
-    if grid.rows > 1 and wanted.schedule == "products":
+    )
+    slowest = sharers.maximum(loads.times)
+    return part, world.together(lambda: loads.cost(slowest))
+
+
+def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
+    """Check the options of this rank, and describe its part to the others."""
+    patterns, options, samples, itemsize = request
+    check_choice("schedule", options.schedule, "auto", "vectors", "products")
+    batch = None if options.batch is None else check_count("batch", options.batch, 1)
+    dtype = None if options.dtype is None else check_dtype(options.dtype)
+    grid = check_grid(options.grid, world.size)
+    if grid.rows > 1 and options.schedule == "products":
         raise InputError(
             f"schedule is 'products', but grid is {grid}; expected 'auto' or 'vectors' where ranks "
             "share the rows of steps: only gradients are spread over them"
         )
-    if wanted.device not in (None, "cpu", "cuda"):
-        raise InputError(f"device is {wanted.device!r}; expected None, 'cpu' or 'cuda'")
-    if grid.rows > 1 and wanted.device == "cuda":
+    if grid.rows > 1 and options.device == "cuda":
         raise InputError(
             f"device is 'cuda', but grid is {grid}; expected the CPU where ranks share the rows of "
             "steps"
@@ -179,15 +153,15 @@ def _ask(
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:
         digest.update(repr(pattern.key).encode())
-    return _Asked(
+    return request, _Asked(
         n=len(patterns),
         sizes=(patterns[0].shape[1], patterns[-1].shape[0]) if patterns else None,
         patterns=digest.hexdigest(),
         grid=grid,
-        schedule=wanted.schedule,
+        schedule=options.schedule,
         batch=batch,
         dtype=None if dtype is None else dtype.name,
-        device=wanted.device,
+        device=options.device,
         machine=world.machine(),
         cores=usable_cores(),
         threads=thread_count(),
@@ -197,23 +171,23 @@ def _ask(
 
 
 def _load(everyone: Sequence[_Asked]) -> float:
-    """Threads for each core of the machine that has most; none where GPUs do the work."""
-    found: dict[str, list[_Asked]] = {}
+    """Return the threads for each core of the machine that has most; 0 where GPUs do the work."""
+    machines: dict[str, list[_Asked]] = {}
     for each in everyone:
         if each.device != "cuda":
-            found.setdefault(each.machine, []).append(each)
+            machines.setdefault(each.machine, []).append(each)
     return max(
         (
             sum(each.threads for each in ranks)
             / len(frozenset[int]().union(*(each.cores for each in ranks)))
-            for ranks in found.values()
+            for ranks in machines.values()
         ),
         default=0.0,
     )
 
 
 def _check_devices(everyone: Sequence[_Asked]) -> str:
-    """Where all ranks scan; or an error, on every rank the same."""
+    """Return where all ranks scan; or raise, on every rank alike."""
     first = None
     for rank, each in enumerate(everyone):
         if each.device is None:
@@ -228,7 +202,7 @@ def _check_devices(everyone: Sequence[_Asked]) -> str:
 
 
 def _check_together(everyone: Sequence[_Asked]) -> None:
-    """Raise, on every rank the same, if what the ranks bring does not fit together."""
+    """Raise, on every rank alike, if options differ or parts do not chain."""
     grid = everyone[0].grid
     for rank, each in enumerate(everyone):
         for name in ("grid", "schedule", "dtype"):
@@ -276,13 +250,16 @@ def _ranks(first: int, count: int) -> str:
 
 
 def _leaving(everyone: Sequence[_Asked], grid: Grid, head: int) -> NDArray[np.int64]:
-    """Which entries the ranks that share rows own of the gradient that leaves their part."""
-    made = [each.sizes[1] for each in everyone[head : head + grid.rows] if each.sizes is not None]
-    return np.cumsum([0, *made])
+    """Return the bounds of the entries that ranks own of the gradient that leaves their part."""
+    sizes = [each.sizes[1] for each in everyone[head : head + grid.rows] if each.sizes is not None]
+    return np.cumsum([0, *sizes])
 
 
 def _entering(everyone: Sequence[_Asked], grid: Grid, position: int) -> NDArray[np.int64]:
-    """The same of the gradient that enters a part: what leaves the one before, or equal shares."""
+    """Return the bounds of the entries that ranks own of the gradient that enters their part.
+
+    They are those of the gradient that leaves the part before, or of equal shares.
+    """
     for before in range(position - 1, -1, -1):
         if everyone[before * grid.rows].n:
             return _leaving(everyone, grid, before * grid.rows)
@@ -291,17 +268,18 @@ def _entering(everyone: Sequence[_Asked], grid: Grid, position: int) -> NDArray[
 
 
 def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
-    """The costs of all ranks; each pattern is sent once, however many parts have it."""
+    """Return the costs of all ranks; each pattern is sent once, however many parts have it."""
     light = replace(cost, maps={})
-    mine = {form: (made.nanoseconds, made.bytes, made.pattern) for form, made in cost.maps.items()}
-    named = {form: (*rest, pattern.key) for form, (*rest, pattern) in mine.items()}
+    named = {
+        form: (each.nanoseconds, each.bytes, each.pattern.key) for form, each in cost.maps.items()
+    }
     everyone: list[tuple[PartCost, dict[str, tuple[float, int, Any]]]]
     everyone = world.gather((light, named))
     patterns: dict[Any, Pattern] = {}
     for rank, (_, maps) in enumerate(everyone):
         for form, (_, _, key) in maps.items():
             if key not in patterns:
-                held = mine[form][2] if rank == world.rank else None
+                held = cost.maps[form].pattern if rank == world.rank else None
                 patterns[key] = world.broadcast(held, rank)
     return [
         replace(
@@ -318,44 +296,38 @@ def _share(world: Communicator, cost: PartCost) -> list[PartCost]:
 def _choose(
     world: Communicator, group: Communicator, setting: Setting, schedule: str
 ) -> tuple[Forecast, str]:
-    """The way to combine the parts, which rank 0 decides on, and why."""
-    chosen, reason = _decide(world, setting, schedule, ALGORITHMS[0])
-    if chosen.schedule == "vectors":
-        return chosen, reason
-    # What the library does for messages of that size is looked at, once.
-    words = chosen.layout.words(setting.terms)
+    """Choose the way to combine the parts, on rank 0 for all; return why, too."""
+    best, reason = _decide(world, setting, schedule, ALGORITHMS[0])
+    if best.schedule == "vectors":
+        return best, reason
+    # The algorithm of the library for messages of that size is observed, once.
+    words = best.capacity.words(setting.terms)
     if words not in group.algorithms:
-        fault = Fault()
-        buffers = None
-        with fault:
-            buffers = np.zeros((2, words), np.int64)
-        world.agree(fault.error)
-        assert buffers is not None
+        buffers = world.together(lambda: np.zeros((2, words), np.int64))
         group.algorithms[words] = observe(group, buffers)
-    algorithm = group.algorithms[words]
-    if algorithm == chosen.algorithm:
-        return chosen, reason
-    return _decide(world, setting, schedule, algorithm)
+    if group.algorithms[words] == best.algorithm:
+        return best, reason
+    return _decide(world, setting, schedule, group.algorithms[words])
 
 
 def _decide(
     world: Communicator, setting: Setting, schedule: str, algorithm: str
 ) -> tuple[Forecast, str]:
-    """What takes least by this algorithm; rank 0 says."""
-    fault = Fault()
-    decided = None
-    with fault:
-        if world.rank == 0:
-            found = forecasts(setting, algorithm, limited=schedule == "auto")
-            allowed = [each for each in found if schedule in ("auto", each.schedule)] or found[:1]
-            best = min(allowed, key=lambda each: each.nanoseconds)
-            decided = best, _reason(best, found, schedule)
-    world.agree(fault.error)
-    answer: tuple[Forecast, str] = world.broadcast(decided, 0)
-    return answer
+    """Return the forecast that takes least by this algorithm, as rank 0 decides, and why."""
+
+    def decide() -> tuple[Forecast, str] | None:
+        if world.rank > 0:
+            return None
+        ways = forecasts(setting, algorithm, limited=schedule == "auto")
+        allowed = [each for each in ways if schedule in ("auto", each.schedule)] or ways[:1]
+        best = min(allowed, key=lambda each: each.nanoseconds)
+        return best, _reason(best, ways, schedule)
+
+    decided: tuple[Forecast, str] = world.broadcast(world.together(decide), 0)
+    return decided
 
 
-def _reason(best: Forecast, found: Sequence[Forecast], schedule: str) -> str:
+def _reason(best: Forecast, ways: Sequence[Forecast], schedule: str) -> str:
     if schedule != "auto":
         return "asked for" if best.schedule == schedule else f"{schedule} have nothing to combine"
     if best.grid.rows > 1:
@@ -363,8 +335,8 @@ def _reason(best: Forecast, found: Sequence[Forecast], schedule: str) -> str:
     if best.schedule == "vectors":
         return (
             "auto: nothing is predicted to take less"
-            if len(found) > 1
+            if len(ways) > 1
             else "auto: no products could take less"
         )
-    share = best.nanoseconds / found[0].nanoseconds
+    share = best.nanoseconds / ways[0].nanoseconds
     return f"auto: predicted to take {share:.2f} of the time of vectors"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import os
 import time
+import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chains.files import ChainFile, Path
 from ..errors import InputError
-from ..io import ChainFile, Path
-from ..npz import header, write_members
-from ..plan import Gradients
+from ..plan.scan_plan import Gradients
 from .api import plan
 from .communicator import Communicator, Fault
 from .grid import Grid
@@ -26,18 +28,21 @@ __all__ = ["Loaded", "Summary", "load_part", "naming", "scan_file"]
 # Bytes that are sent at once, or one gradient, if that is larger.
 _BLOCK = 1 << 24
 
+# Name and shape of an array, and some of its bytes.
+_Piece = tuple[str, tuple[int, ...], Any]
+
 
 class Summary(NamedTuple):
-    """What a scan did.
+    """What a scan wrote, and how long it took.
 
     Attributes
     ----------
     gradients : int
-        How many; or, where patterns take turns, arrays of them.
+        Number of gradients; or, where patterns take turns, of arrays of them.
     dtype : dtype
-        Of the gradients.
+        Dtype of the gradients.
     seconds : float
-        For the scan and its plan.
+        Time of the plan and the scan.
     schedule : str
         How parts were combined.
     """
@@ -49,20 +54,36 @@ class Summary(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The chain, this rank's part of it, and the form of the output."""
+    """A rank's part of a chain in a file, and the form of the output.
+
+    Attributes
+    ----------
+    n : int
+        Jacobians of the whole chain.
+    grad : ndarray
+        Gradient at the end of the chain.
+    dtype : dtype
+        Dtype of the gradients.
+    part : list, CSRChain or ndarray
+        Jacobians of this rank.
+    total : int
+        Gradients of the whole chain.
+    period : int
+        Number of arrays in which gradients take turns; 0 if each is an array of its own.
+    sizes : list of int
+        Length of a gradient in each of these arrays.
+    """
 
     n: int
     grad: NDArray[Any]
     dtype: np.dtype[Any]
     part: Any
-    # How many gradients there are, and in how many arrays they take turns; 0 if each has its own.
     total: int
     period: int
-    # Length of a gradient in each of these arrays, on rank 0.
-    sizes: NDArray[np.int64]
+    sizes: list[int]
 
     def members(self) -> Iterator[tuple[str, range]]:
-        """The arrays of the output, and which gradients are in each."""
+        """Yield the name of each array of the output, and which gradients it holds."""
         if self.period == 1:
             yield "gradients", range(self.total)
         for k in range(0 if self.period == 1 else self.period or self.total):
@@ -80,8 +101,8 @@ def scan_file(
 ) -> Summary:
     """Scan a chain that is in a file, and write the gradients to another one.
 
-    All ranks call this together. Each reads its part of the chain, and takes memory for that; the
-    gradients go to rank 0 in blocks, which writes what ``sparsescan scan`` does.
+    All ranks call this together. Each reads its part of the chain, and takes memory for that. They
+    send their gradients in blocks to rank 0, which writes the file that ``sparsescan scan`` writes.
 
     Parameters
     ----------
@@ -92,16 +113,16 @@ def scan_file(
     output : str or path-like
         The ``.npz`` file to write.
     inclusive : bool
-        Whether the gradient of the first layer's input is wanted, too.
+        Whether to write the gradient of the first layer's input, too.
     schedule : {"auto", "vectors", "products"}
         As for :func:`sparsescan.parallel.plan`.
     device : {"cpu", "cuda"}
-        The same.
+        As for :func:`sparsescan.parallel.plan`.
 
     Returns
     -------
     Summary
-        What was done.
+        On all ranks.
 
     Raises
     ------
@@ -112,7 +133,7 @@ def scan_file(
     grid = Grid(world.size)
     loaded = load_part(world, grid, path, inclusive)
     start = time.perf_counter()
-    made = plan(
+    parallel_plan = plan(
         comm,
         loaded.part,
         batch=(len(loaded.grad) or None) if loaded.grad.ndim == 2 else None,
@@ -120,41 +141,33 @@ def scan_file(
         schedule=schedule,
         device=device,
     )
-    scan = made.inclusive_scan if inclusive else made.exclusive_scan
+    scan = parallel_plan.inclusive_scan if inclusive else parallel_plan.exclusive_scan
     gradients = scan(loaded.grad if world.rank == 0 else None, loaded.part)
     seconds = time.perf_counter() - start
     starts = [grid.steps(rank, loaded.n).start for rank in range(world.size)]
-    _Output(world, loaded, gradients, [*starts, loaded.total]).write(output)
-    many = loaded.period if loaded.period > 1 else loaded.total
-    return Summary(many, loaded.dtype, seconds, made.schedule)
+    world.together(lambda: _Output(world, loaded, gradients, [*starts, loaded.total])).write(output)
+    arrays = loaded.period if loaded.period > 1 else loaded.total
+    return Summary(arrays, loaded.dtype, seconds, parallel_plan.schedule)
 
 
 def load_part(world: Communicator, grid: Grid, path: Path, inclusive: bool) -> Loaded:
     """Read this rank's part, and check its share of the file; raise on all what is wrong on any."""
-    fault = Fault()
-    loaded, sums = None, None
-    with ExitStack() as stack:
-        with fault, naming(path):
-            file = stack.enter_context(ChainFile(path))
+
+    def load() -> Loaded:
+        with naming(path), ChainFile(path) as file:
+            file.check(world.rank, world.size)
             steps = grid.steps(world.rank, file.n)
             part = file.part(steps.start, steps.stop)
             period = 0 if inclusive and _is_rectangular(file) else file.period
-            sizes = _sizes(file, period, inclusive) if world.rank == 0 else np.empty(0, np.int64)
-            total = file.n + inclusive
-            loaded = Loaded(file.n, file.grad, file.dtype, part, total, period, sizes)
-            sums = file.sums(world.rank, world.size)
-        world.agree(fault.error)
-        every = world.gather(sums)
-        with fault:
-            file.check(every)
-        world.agree(fault.error)
-    assert loaded is not None
-    return loaded
+            sizes = _sizes(file, period, inclusive)
+            return Loaded(file.n, file.grad, file.dtype, part, file.n + inclusive, period, sizes)
+
+    return world.together(load)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Make one error of this package of what the system says of a file."""
+    """Turn an error of the operating system into one of this package, which names the file."""
     try:
         yield
     except OSError as error:
@@ -170,19 +183,29 @@ def _is_rectangular(file: ChainFile) -> bool:
     return bool(rows != cols)
 
 
-def _sizes(file: ChainFile, period: int, inclusive: bool) -> NDArray[np.int64]:
-    """Length of a gradient in each array of the output."""
+def _sizes(file: ChainFile, period: int, inclusive: bool) -> list[int]:
+    """Return the length of a gradient in each array of the output."""
     if file.n == 0:
-        return np.array([file.grad.shape[-1]])
-    entering = file.shapes(0, period or file.n)[:, 1]
-    leaving = file.shapes(file.n - 1, file.n)[:, 0]
-    return np.concatenate([entering, leaving]) if inclusive and not period else entering
+        return [file.grad.shape[-1]]
+    sizes: list[int] = file.shapes(0, period or file.n)[:, 1].tolist()
+    if inclusive and not period:
+        sizes.append(int(file.shapes(file.n - 1, file.n)[0, 0]))
+    return sizes
 
 
 class _Output:
     """Brings the gradients of all ranks to rank 0, a block at a time, which writes them.
 
-    Blocks come array by array, and within one in the order of the ranks.
+    Parameters
+    ----------
+    world : Communicator
+        The ranks.
+    loaded : Loaded
+        The form of the output.
+    gradients : list of ndarray, or ndarray
+        Gradients of this rank.
+    bounds : list of int
+        Which gradient is the first of each rank, and the number of all.
     """
 
     def __init__(
@@ -191,110 +214,87 @@ class _Output:
         self._world = world
         self._loaded = loaded
         self._gradients = gradients
-        # Where the gradients of each rank start, and where the last ones end.
         self._bounds = bounds
         self._batch_shape = loaded.grad.shape[:-1]
-        self._block = np.empty(0, np.int64)
+        largest = math.prod(self._batch_shape) * max(loaded.sizes, default=0)
+        self._buffer = np.empty(max(largest, _BLOCK // loaded.dtype.itemsize), loaded.dtype)
 
     def write(self, output: Path) -> None:
         """Write the file, on rank 0; raise on all ranks if that fails."""
+
+        def open_on_first() -> BinaryIO | None:
+            with naming(output):
+                return open(output, "wb") if self._world.rank == 0 else None
+
+        file = self._world.together(open_on_first)
+        pieces = self._pieces()
         fault = Fault()
-        with ExitStack() as stack:
-            file = None
-            with fault, naming(output):
-                self._block = np.empty(_words(max(self._largest(), _BLOCK)), np.int64)
-                if self._world.rank == 0:
-                    file = stack.enter_context(open(output, "wb"))
-            self._world.agree(fault.error)
-            if file is None:
-                self._send()
-            else:
-                pieces = self._pieces()
-                with fault, naming(output), file:
-                    write_members(file, pieces)
-                # The other ranks send all, whatever has happened here.
-                for _ in pieces:
-                    pass
+        if file is not None:
+            with fault, naming(output), file:
+                _write_arrays(file, pieces, self._loaded.dtype)
+        # The other ranks send all blocks, even if rank 0 has failed to write one.
+        for _ in pieces:
+            pass
         self._world.agree(fault.error)
 
-    def _largest(self) -> int:
-        """Bytes of the largest gradient that passes through here."""
-        if self._world.rank > 0:
-            return max((gradient.nbytes for gradient in self._gradients), default=0)
-        return self._row_bytes(int(self._loaded.sizes.max(initial=0)))
+    def _pieces(self) -> Iterator[_Piece]:
+        """Yield the blocks of all arrays on rank 0; send this rank's blocks on others."""
+        rank, itemsize = self._world.rank, self._loaded.dtype.itemsize
+        for size, (name, numbers) in zip(self._loaded.sizes, self._loaded.members(), strict=False):
+            row_shape = *self._batch_shape, size
+            shape = (len(numbers), *row_shape) if self._loaded.period else row_shape
+            yield name, shape, b""
+            row_size = math.prod(row_shape)
+            if row_size == 0:
+                continue
+            count = max(_BLOCK // (row_size * itemsize), 1)
+            for owner in self._owners(numbers) if rank == 0 else [rank]:
+                own = self._owned(numbers, owner)
+                for first in range(0, len(own), count):
+                    some = own[first : first + count]
+                    block = self._buffer[: len(some) * row_size].reshape(len(some), *row_shape)
+                    if owner == rank:
+                        self._fill(block, some)
+                    if rank > 0:
+                        self._world.send(block, 0)
+                        continue
+                    if owner > 0:
+                        self._world.receive(block, owner)
+                    yield name, shape, block
 
-    def _row_bytes(self, size: int) -> int:
-        return math.prod(self._batch_shape) * size * self._loaded.dtype.itemsize
-
-    def _send(self) -> None:
-        """What rank 0 takes, in the order of :meth:`_pieces`."""
-        for _, gradients in self._loaded.members():
-            own = self._own(gradients, self._world.rank)
-            if own:
-                row_bytes = self._gradients[own[0] - self._bounds[self._world.rank]].nbytes
-                for block in _blocks(own, row_bytes):
-                    self._world.send(self._fill(block, row_bytes), 0)
-
-    def _pieces(self) -> Iterator[tuple[str, Any]]:
-        """What rank 0 writes, as :func:`write_members` takes it."""
-        for size, (name, gradients) in zip(
-            self._loaded.sizes.tolist(), self._loaded.members(), strict=False
-        ):
-            shape = (*self._batch_shape, size)
-            if self._loaded.period:
-                shape = (len(gradients), *shape)
-            yield name, header(shape, self._loaded.dtype)
-            row_bytes = self._row_bytes(size)
-            for rank in self._holders(gradients):
-                for block in _blocks(self._own(gradients, rank), row_bytes):
-                    if rank == 0:
-                        words = self._fill(block, row_bytes)
-                    else:
-                        words = self._block[: _words(len(block) * row_bytes)]
-                        self._world.receive(words, rank)
-                    yield name, words.view(np.uint8)[: len(block) * row_bytes]
-
-    def _holders(self, gradients: range) -> range:
-        """Ranks that may hold some of these."""
-        if not gradients:
+    def _owners(self, numbers: range) -> range:
+        """Return the ranks that may hold some of these gradients."""
+        if not numbers:
             return range(0)
         first, last = (
             bisect_right(self._bounds, k, hi=self._world.size) - 1
-            for k in (gradients[0], gradients[-1])
+            for k in (numbers[0], numbers[-1])
         )
         return range(first, last + 1)
 
-    def _own(self, gradients: range, rank: int) -> range:
-        """Those of them that a rank holds."""
+    def _owned(self, numbers: range, rank: int) -> range:
+        """Return those of some gradients that a rank holds."""
         start, stop = (
-            len(range(gradients.start, min(end, gradients.stop), gradients.step))
+            len(range(numbers.start, min(end, numbers.stop), numbers.step))
             for end in self._bounds[rank : rank + 2]
         )
-        return gradients[start:stop]
+        return numbers[start:stop]
 
-    def _fill(self, block: range, row_bytes: int) -> NDArray[np.int64]:
-        """These gradients of this rank, one after the other."""
+    def _fill(self, block: NDArray[Any], numbers: range) -> None:
+        """Copy these gradients of this rank to a block."""
         start = self._bounds[self._world.rank]
-        rows = self._gradients[block.start - start : block.stop - start : block.step]
-        words = self._block[: _words(len(block) * row_bytes)]
-        places = words.view(self._loaded.dtype)[: len(block) * rows[0].size]
-        places = places.reshape(len(block), *rows[0].shape)
-        if isinstance(rows, np.ndarray):
-            places[...] = rows
-        else:
-            for place, row in zip(places, rows, strict=True):
-                place[...] = row
-        return words
+        rows = self._gradients[numbers.start - start : numbers.stop - start : numbers.step]
+        for place, row in zip(block, rows, strict=True):
+            place[...] = row
 
 
-def _blocks(gradients: range, row_bytes: int) -> Iterator[range]:
-    """Cut them into blocks that are sent at once; none if there is nothing in them."""
-    if row_bytes == 0:
-        return
-    count = max(_BLOCK // row_bytes, 1)
-    for first in range(0, len(gradients), count):
-        yield gradients[first : first + count]
-
-
-def _words(nbytes: int) -> int:
-    return -(-nbytes // 8)
+def _write_arrays(file: BinaryIO, pieces: Iterable[_Piece], dtype: np.dtype[Any]) -> None:
+    """Write an ``.npz`` file as :func:`numpy.savez` does, from arrays that come in pieces."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    with zipfile.ZipFile(file, "w") as archive:
+        for (name, shape), group in groupby(pieces, itemgetter(0, 1)):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                described = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, described)
+                for *_, block in group:
+                    member.write(block)

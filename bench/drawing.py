@@ -1,0 +1,96 @@
+"""Parts of all pictures: colours, panels, plain axes, spreads and legends.
+
+Matplotlib is imported when something is drawn, since measuring does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that everybody can tell apart (Okabe and Ito, 2008).
+BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
+ORANGE, PINK = "#d55e00", "#cc79a7"
+Spread = tuple[float, float, float]  # the low end, the middle and the high end
+
+
+def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> Any:
+    """A figure, and an array of its axes, ``(rows, columns)``; sizes are in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def plain(axes: Axes, grid: Any = None, sides: tuple[str, ...] = ("top", "right")) -> None:
+    """Leave out these sides of the frame; a faint grid along "x", "y" or "both" lies behind."""
+    axes.set_axisbelow(True)
+    axes.spines[list(sides)].set_visible(False)
+    if grid:
+        axes.grid(axis=grid, alpha=0.25)
+
+
+def rows_of_bars(axes: Axes) -> None:
+    """Plain axes for rows that have names instead of ticks."""
+    axes.tick_params(axis="y", length=0)
+    plain(axes, "x", ("top", "right", "left"))
+
+
+def numbers(axis: Any, text: str = "{:,.10g}") -> None:
+    """Write the numbers at the ticks of a logarithmic axis out."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text.format(value)))
+
+
+def decades(axis: Any, text: str, digits: tuple[int, ...] = (1, 2, 5)) -> None:
+    """Write numbers at the ticks that begin with these digits, and nowhere else."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=digits))
+    numbers(axis, text)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def quartiles(samples: ArrayLike, unit: float = 1) -> Spread:
+    """The quartiles of samples in multiples of a unit, the median in the middle."""
+    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)) / unit
+    return float(low), float(middle), float(high)
+
+
+def ratio(theirs: Spread, ours: Spread) -> Spread:
+    """The ratio of the medians; how low and how high it may be, by the quartiles."""
+    low, middle, high = (x / y for x, y in zip(theirs, ours[::-1], strict=True))
+    return low, middle, high
+
+
+def plot_with_spread(axes: Axes, points: Mapping[Any, Spread], **style: Any) -> None:
+    """Middles over their places, with bars from the low to the high ends."""
+    if points:
+        low, middle, high = np.array(list(points.values())).T
+        bars = [middle - low, high - middle]
+        axes.errorbar(list(points), middle, bars, **{"capsize": 2} | style)
+
+
+def bar(axes: Axes, y: float, samples: ArrayLike, unit: float, middle: float) -> None:
+    """A row: a dot at the middle, and a pale bar for the middle half of the samples."""
+    low, _, high = quartiles(samples, unit)
+    axes.hlines(y, low, high, color=BLUE, lw=5, alpha=0.3, zorder=1)
+    axes.plot(middle, y, "o", color=BLUE, ms=4.5)
+
+
+def legend(figure: Figure, axes: Iterable[Axes], columns: int = 4, **options: Any) -> None:
+    """One for all panels, each label once."""
+    handles: dict[str, Any] = {}
+    for each in axes:
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    place = {"loc": "outside lower center", "frameon": False, "ncols": columns}
+    figure.legend(list(handles.values()), list(handles), **place | options)

@@ -1,0 +1,125 @@
+"""``python -m bench.intrinsics``: what code written in LLVM's language gains over Numba's loops.
+
+Each line times a kernel of the engine beside the same arithmetic as plain Numba loops, on one
+thread and on data that stays in a cache, in turns. Writes a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsescan.kernels.cpu.matvec import csr_matvec
+from sparsescan.kernels.cpu.memory import dot_two_rows
+
+from . import machine
+from .machine import RESULTS
+from .timing import seconds
+
+_CALLS, _ROUNDS = 200, 15
+_SAMPLES = 8
+
+
+@numba.njit(fastmath={"reassoc", "contract"})
+def _rows_in_pairs(m: Any, x: Any, y: Any, times: int) -> None:
+    rows, cols = np.uint64(len(y)), np.uint64(len(x))
+    for _ in range(times):
+        i = row = np.uint64(0)
+        while i < rows:
+            dot_two_rows(m, row, cols, x, y, i)
+            i += np.uint64(2)
+            row += np.uint64(2) * cols
+
+
+@numba.njit(fastmath={"reassoc", "contract"})
+def _rows_one_by_one(m: Any, x: Any, y: Any, times: int) -> None:
+    for _ in range(times):
+        for i in range(len(y)):
+            total = m.dtype.type(0)
+            for j in range(len(x)):
+                total += m[np.uint64(i * len(x) + j)] * x[np.uint64(j)]
+            y[i] = total
+
+
+@numba.njit
+def _eight_at_once(indptr: Any, indices: Any, m: Any, x: Any, y: Any, times: int) -> None:
+    rows = len(indptr) - 1
+    for _ in range(times):
+        csr_matvec(0, rows, indptr, indices, m, x, y, rows, _SAMPLES)
+
+
+@numba.njit(fastmath={"contract"})
+def _eight_in_a_loop(indptr: Any, indices: Any, m: Any, x: Any, y: Any, times: int) -> None:
+    rows = len(indptr) - 1
+    totals = np.empty(_SAMPLES, m.dtype)
+    for _ in range(times):
+        for i in range(rows):
+            for lane in range(_SAMPLES):
+                totals[lane] = 0
+            for p in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
+                j = np.uint64(indices[p])
+                for lane in range(_SAMPLES):
+                    totals[lane] += m[p] * x[j, lane]
+            for lane in range(_SAMPLES):
+                y[lane * rows + i] = totals[lane]
+
+
+def cases(
+    rng: np.random.Generator,
+) -> Iterator[tuple[str, NDArray[Any], dict[str, Callable[..., None]], tuple[Any, ...]]]:
+    """Yield a name, the array of the result, both kernels by name, and their arguments."""
+    for dtype in (np.float32, np.float64):
+        for size in (8, 20, 32, 64, 128):
+            m, x = rng.random(size * size).astype(dtype), rng.random(size).astype(dtype)
+            y = np.empty(size, dtype)
+            kernels = {"intrinsic": _rows_in_pairs, "loops": _rows_one_by_one}
+            yield f"dense {size}×{size}, {y.dtype}", y, kernels, (m, x, y)
+        for size, nnz in ((1000, 3), (1000, 20)):
+            indptr = np.arange(0, size * nnz + 1, nnz, dtype=np.int32)
+            columns = np.argsort(rng.random((size, size)), axis=1)[:, :nnz]
+            indices = np.sort(columns, axis=1).ravel().astype(np.int32)
+            m, x = rng.random(size * nnz).astype(dtype), rng.random((size, _SAMPLES)).astype(dtype)
+            y = np.empty(_SAMPLES * size, dtype)
+            kernels = {"intrinsic": _eight_at_once, "loops": _eight_in_a_loop}
+            name = f"CSR {size}×{size}, {nnz} a row, {_SAMPLES} samples, {y.dtype}"
+            yield name, y, kernels, (indptr, indices, m, x, y)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.intrinsics", description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file")
+    options = parser.parse_args(arguments)
+    commit, results = machine.commit(), []
+    for name, y, kernels, given in cases(np.random.default_rng(0)):
+        answers = []
+        for kernel in kernels.values():
+            kernel(*given, 1)
+            answers.append(y.copy())
+        np.testing.assert_allclose(*answers, rtol=1e3 * np.finfo(y.dtype).eps)
+        taken: dict[str, list[float]] = {which: [] for which in kernels}
+        for _ in range(_ROUNDS):
+            for which, kernel in kernels.items():
+                taken[which] += seconds(partial(kernel, *given, _CALLS), 1)
+        medians = {which: median(times) / _CALLS for which, times in taken.items()}
+        ratio = medians["loops"] / medians["intrinsic"]
+        results.append({"name": name, "median_seconds": medians, "ratio": ratio})
+        print(f"{name:<45}{1e9 * medians['intrinsic']:>12.0f} ns{ratio:>8.2f} times", flush=True)
+    print(
+        machine.write(
+            options.output, "intrinsics", "bench.intrinsics", commit, {"intrinsics": results}
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Arrays of NumPy and CuPy: which, where, on which stream."""

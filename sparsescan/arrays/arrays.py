@@ -1,0 +1,404 @@
+"""NumPy or CuPy: the library that arrays come from, where they lie, and memory for new ones."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError
+
+__all__ = [
+    "Constant",
+    "address_of",
+    "beside",
+    "check_array",
+    "check_memory",
+    "check_no_mask",
+    "check_one_place",
+    "contiguous",
+    "device_of",
+    "host_array",
+    "is_cupy",
+    "is_on_device",
+    "load_cupy",
+    "namespace",
+    "on_device",
+    "output",
+    "read_array",
+    "sparse",
+    "special",
+    "upload",
+    "upload_all",
+]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_FLOATS = (_FLOAT32, _FLOAT64)
+# Arrays smaller than this are made without asking how much memory there is.
+_SMALL = 1 << 26
+_INSTALL = "pip install 'sparsescan[cuda13]', or [cuda12]"
+
+
+def is_cupy(array: Any) -> bool:
+    """Return whether `array` is CuPy's."""
+    kind = type(array)
+    return kind is not np.ndarray and kind.__module__.partition(".")[0] == "cupy"
+
+
+def namespace(*arrays: Any) -> Any:
+    """Return the module, ``numpy`` or ``cupy``, whose functions take these arrays or Nones."""
+    for array in arrays:
+        if type(array) is not np.ndarray and array is not None:
+            break
+    else:
+        return np
+    on_device = [is_cupy(array) for array in arrays if array is not None]
+    if True not in on_device:
+        return np
+    if False in on_device:
+        raise DeviceError(
+            "some arrays are CuPy's and some NumPy's; expected input and parameters in one place"
+        )
+    import cupy
+
+    return cupy
+
+
+def is_on_device(array: Any) -> bool:
+    """Return whether an array of CuPy, PyTorch, Numba or others lies on a CUDA device."""
+    if type(array) is np.ndarray or isinstance(array, type):
+        return False
+    try:
+        return is_cupy(array) or hasattr(array, "__cuda_array_interface__")
+    except RuntimeError:
+        # PyTorch refuses a tensor on a device that requires grad, and any that is sparse CSR.
+        return bool(getattr(array, "is_cuda", True))
+
+
+def on_device(array: Any, name: str = "an array") -> Any:
+    """Return a CuPy array in the memory of another library's array on a CUDA device.
+
+    If that library says on which stream it works, this waits for it.
+    """
+    if is_cupy(array):
+        return array
+    _check_dense(name, array)
+    kind = f"{type(array).__module__}.{type(array).__name__}"
+    try:
+        import cupy
+    except ImportError:
+        raise DeviceError(
+            f"{name} is a {kind} on a CUDA device, but CuPy cannot be imported: {_INSTALL}"
+        ) from None
+    try:
+        return cupy.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputTypeError(f"{name} is a {kind} that CuPy cannot read: {error}") from None
+
+
+def device_of(array: Any) -> int | None:
+    """Return the number of the CUDA device that an array of CuPy lies on; None for one of NumPy."""
+    if type(array) is np.ndarray or not is_cupy(array):
+        return None
+    device: int = array.data.device_id
+    return device
+
+
+def address_of(array: Any) -> int:
+    """Return the address of the first element of an array of NumPy or CuPy."""
+    address: int = array.data.ptr if is_cupy(array) else array.ctypes.data
+    return address
+
+
+def check_one_place(
+    name: str, device: int | None, first_name: str, first_device: int | None
+) -> None:
+    """Raise, with both arguments named, unless they lie on one device or both in host memory."""
+    if device == first_device:
+        return
+    places = [
+        "in host memory" if number is None else f"on device {number}"
+        for number in (device, first_device)
+    ]
+    hint = "" if None not in (device, first_device) else ": cupy.asarray copies there"
+    raise DeviceError(
+        f"{name} is {places[0]}, {first_name} {places[1]}; expected all on one device{hint}"
+    )
+
+
+def beside(array: Any) -> AbstractContextManager[Any]:
+    """Return a context in which CuPy works on the device of `array`; an empty one for NumPy's."""
+    device: AbstractContextManager[Any] = array.device if is_cupy(array) else nullcontext()
+    return device
+
+
+def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `array` if it is C-contiguous and of this dtype, else a copy beside it."""
+    if type(array) is np.ndarray:
+        return np.ascontiguousarray(array, dtype)
+    if array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    with beside(array):
+        return namespace(array).ascontiguousarray(array, dtype)
+
+
+def upload(array: Any) -> Any:
+    """Return a copy of a NumPy array on the current device."""
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def upload_all(arrays: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
+    """Return copies of NumPy arrays, converted to `dtype`, by one transfer; None stays None.
+
+    An array that several of them view is sent once.
+    """
+    keys = [None if array is None else _memory_of(array) for array in arrays]
+    distinct = {key: array for key, array in zip(keys, arrays, strict=True) if key is not None}
+    flat = [np.empty(0, dtype), *(array.reshape(-1) for array in distinct.values())]
+    together = upload(np.concatenate(flat, dtype=dtype))
+    copies: dict[Any, Any] = {None: None}
+    start = 0
+    for key, array in distinct.items():
+        copies[key] = together[start : start + array.size].reshape(array.shape)
+        start += array.size
+    return [copies[key] for key in keys]
+
+
+def _memory_of(array: NDArray[Any]) -> tuple[Any, ...]:
+    """Return what is equal for two arrays that have the same elements of memory."""
+    return array.ctypes.data, array.shape, array.strides, array.dtype
+
+
+def load_cupy() -> Any:
+    """Return CuPy if it, numba-cuda and a device can be used; else raise what is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(f"CuPy cannot be imported ({error}): {_INSTALL}") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"no CUDA device can be used: {error}") from None
+    if count == 0:
+        raise DeviceError("no CUDA device can be used: the driver has none")
+    try:
+        from . import cuda  # noqa: F401
+    except ImportError as error:
+        raise DeviceError(f"Numba's CUDA target cannot be used ({error}): {_INSTALL}") from None
+    return cupy
+
+
+def special(xp: Any) -> Any:
+    """Return the special functions that go with :func:`namespace`."""
+    if xp is np:
+        import scipy.special
+
+        return scipy.special
+    import cupyx.scipy.special
+
+    return cupyx.scipy.special
+
+
+def sparse(xp: Any) -> Any:
+    """Return the sparse matrices that go with :func:`namespace`."""
+    if xp is np:
+        import scipy.sparse
+
+        return scipy.sparse
+    import cupyx.scipy.sparse
+
+    return cupyx.scipy.sparse
+
+
+class Constant:
+    """A NumPy array, and its copy on every device where one is asked for."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._host = array
+        self._device: dict[int | None, Any] | None = None
+
+    def on(self, xp: Any) -> Any:
+        """Return the array as one of `xp`, on the current device."""
+        if xp is np:
+            return self._host
+        if self._device is None:
+            self._device = {}
+        number = xp.cuda.Device().id if hasattr(xp, "cuda") else None
+        if number not in self._device:
+            self._device[number] = xp.asarray(self._host)
+        return self._device[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, maybe in another process, makes its own where it needs one.
+        return {"_host": self._host, "_device": None}
+
+
+def check_array(name: str, array: Any) -> Any:
+    """Return `array` as one of NumPy or CuPy, of float32 or float64, or raise an error.
+
+    The byte order is the native one. What another library has on a CUDA device is not copied.
+    """
+    # The usual case first, since this is done for every step of a chain.
+    if type(array) is np.ndarray:
+        dtype = array.dtype
+        if dtype is _FLOAT64 or dtype is _FLOAT32 or (dtype in _FLOATS and dtype.isnative):
+            return array
+    if not is_on_device(array):
+        return _check_on_host(name, array)
+    array = on_device(array, name)
+    if array.dtype not in _FLOATS:
+        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+    if array.data.ptr % array.itemsize or any(step % array.itemsize for step in array.strides):
+        raise InputError(f"{name} is not aligned; expected multiples of {array.itemsize} bytes")
+    return array
+
+
+def read_array(name: str, array: Any) -> Any:
+    """Return what :func:`check_array` does, as an array whose form nobody else can change.
+
+    Another thread may set shape, strides or dtype of a caller's array, between a check and a kernel
+    that trusts it; of a view of NumPy's it cannot. (Its values may change, which harms nothing.)
+    """
+    return check_array(name, array.view() if type(array) is np.ndarray else array)
+
+
+def _check_on_host(name: str, array: ArrayLike) -> NDArray[np.floating[Any]]:
+    array = host_array(name, array)
+    dtype = array.dtype.newbyteorder("=")
+    if dtype not in _FLOATS:
+        raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
+    with Allocating(f"a copy of {name}, of shape {array.shape},"):
+        return array.astype(dtype, copy=False)
+
+
+def host_array(name: str, value: Any) -> NDArray[Any]:
+    """Return any array in host memory as one of NumPy, or raise an error that names it."""
+    _check_no_mask_inside(name, value)
+    _check_dense(name, value)
+    try:
+        with Allocating(name):
+            array = np.asarray(value)
+    except MemoryLimitError:
+        raise
+    except Exception as error:
+        # NumPy raises it, PyTorch (for a tensor that requires grad), or a caller's own class.
+        raise InputTypeError(f"{name} is not an array: {error}") from None
+    # It is a view, since a caller's class may have given an array that it keeps.
+    return array.view(np.ndarray)
+
+
+_MASKED = "has a mask, which would be lost; expected an array without one: .filled(value) makes it"
+
+
+def check_no_mask(name: str, value: Any) -> None:
+    """Raise if a value is a masked array, of which NumPy would read what lies under the mask."""
+    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
+        raise InputTypeError(f"{name} {_MASKED}")
+
+
+def _check_no_mask_inside(name: str, value: Any) -> None:
+    """Raise if lists in lists, which may hold themselves, hold a masked array."""
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        check_no_mask(name, one)
+        if isinstance(one, (list, tuple)) and id(one) not in seen:
+            seen.add(id(one))
+            left += one
+
+
+def _check_dense(name: str, value: Any) -> None:
+    """Raise, with the way to what is expected, for matrices that are no arrays."""
+    module = type(value).__module__
+    if module.startswith(("scipy.sparse", "cupyx.scipy.sparse")):
+        raise InputTypeError(
+            f"{name} is a {type(value).__name__}; expected an array: .toarray() makes one"
+        )
+    if module.startswith("torch") and "sparse" in str(getattr(value, "layout", None)):
+        place = "on a CUDA device" if value.is_cuda else "in host memory"
+        raise InputTypeError(
+            f"{name} is a sparse tensor of PyTorch {place}; expected an array, or for a Jacobian a "
+            "csr_array of SciPy or CuPy made of its values(), col_indices() and crow_indices(), "
+            "which .to_sparse_csr() has"
+        )
+
+
+def output(
+    xp: Any,
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    what: object = "an array",
+    apart: Iterable[Any] = (),
+) -> Any:
+    """Return a new array if `out` is None, else a view of it, if it is contiguous and of this form.
+
+    It must not overlap the NumPy arrays in `apart`, which are read while it is written.
+    """
+    if out is None:
+        needed = math.prod(shape) * dtype.itemsize
+        if xp is np and needed >= _SMALL:
+            check_memory(f"an array of shape {shape} for {what}", needed)
+        return xp.empty(shape, dtype)
+    if not isinstance(out, xp.ndarray):
+        raise InputTypeError(
+            f"out is a {type(out).__module__}.{type(out).__name__}; expected an array of "
+            f"{xp.__name__}"
+        )
+    if xp is np:
+        check_no_mask("out", out)
+        # Nobody else can change the form of a view.
+        out = out.view(np.ndarray)
+    # NumPy's carray: contiguous, aligned and writeable.
+    usable = out.flags.carray if xp is np else out.flags.c_contiguous
+    if out.shape != shape or out.dtype != dtype or not usable:
+        order = "" if usable else ", not contiguous, aligned and writeable"
+        raise InputError(
+            f"out is an array of shape {out.shape} and dtype {out.dtype}{order}; expected a "
+            f"contiguous one of shape {shape} and dtype {dtype}"
+        )
+    if xp is np:
+        for array in apart:
+            if np.may_share_memory(out, array):
+                raise InputError(
+                    "out shares memory with the input, the output or a parameter of the layer; "
+                    "expected an array of its own"
+                )
+    return out
+
+
+def check_memory(what: str, needed: int) -> None:
+    """Raise, with the bytes named, if this machine has not so much memory left."""
+    if needed < _SMALL:
+        return
+    left = _memory_left()
+    if left is None:
+        # No system has more, and NumPy would not call it a lack of memory.
+        left = sys.maxsize
+    if needed > left:
+        raise MemoryLimitError(
+            f"{what} would take {needed:,} bytes; this machine has {left:,} left"
+        )
+
+
+def _memory_left() -> int | None:
+    """Return bytes that a new array may take, or None where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

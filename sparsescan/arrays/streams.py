@@ -1,0 +1,91 @@
+"""Where a scan runs: the device of the data and the caller's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from ..errors import DeviceError, InputError, InputTypeError, short
+from .arrays import is_on_device, load_cupy, on_device
+
+__all__ = ["check_device", "place"]
+
+
+def check_device(device: Any) -> None:
+    """Raise unless this is the name of a kind of device, or None."""
+    # Arrays work out equality entry by entry, so types come first.
+    if device is not None and (not isinstance(device, str) or device not in ("cpu", "cuda")):
+        raise DeviceError(f"device is {short(device)}; expected None, 'cpu' or 'cuda'")
+
+
+def place(grad: Any, device: str | None, stream: Any) -> AbstractContextManager[Any]:
+    """Return a context for work on `stream`, on the device of `grad` or the current one.
+
+    Raises
+    ------
+    DeviceError
+        If there is no such device, or `device` is ``"cpu"`` and `grad` on a CUDA device.
+    InputError
+        If there is a stream, but no CUDA device has work for it.
+    """
+    there = is_on_device(grad)
+    if device == "cpu" and there:
+        raise DeviceError(
+            "device is 'cpu', but grad is on a CUDA device; expected arrays in host memory "
+            "(cupy.asnumpy)"
+        )
+    if not there and device != "cuda":
+        if stream is not None:
+            raise InputError(
+                f"stream is {short(stream)}, but grad is in host memory; expected None"
+            )
+        return nullcontext()
+    grad = on_device(grad, "grad") if there else None
+    return _on(load_cupy(), grad, stream)
+
+
+@contextmanager
+def _on(cupy: Any, grad: Any, stream: Any) -> Iterator[None]:
+    from .cuda import current
+
+    device = cupy.cuda.Device() if grad is None else grad.device
+    chosen = nullcontext() if stream is None else _stream(cupy, stream, device.id)
+    with device, current(device.id), chosen:
+        if cupy.cuda.get_current_stream().is_capturing():
+            raise DeviceError(
+                "the stream is capturing a graph, but a scan copies addresses to the device; scan "
+                "outside, where a plan's second run is a graph of its own"
+            )
+        yield
+
+
+def _stream(cupy: Any, stream: Any, device: int) -> Any:
+    """Return a stream of CuPy for one of any library, or its handle."""
+    if isinstance(stream, cupy.cuda.Stream):
+        return stream
+    handle = stream
+    if hasattr(stream, "__cuda_stream__"):
+        _, handle = stream.__cuda_stream__()
+    elif hasattr(stream, "cuda_stream"):  # PyTorch
+        handle = stream.cuda_stream
+    elif hasattr(stream, "ptr"):  # CuPy's ExternalStream
+        handle = stream.ptr
+    if not isinstance(handle, int):
+        raise InputTypeError(
+            f"stream is a {type(stream).__name__}; expected a stream of CuPy or PyTorch, an object "
+            "with __cuda_stream__, or a handle"
+        )
+    if hasattr(cupy.cuda.Stream, "from_external"):  # since CuPy 14
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle, device)
+
+
+class _Handle:
+    """The protocol by which libraries exchange streams."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

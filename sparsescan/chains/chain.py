@@ -1,0 +1,816 @@
+"""Chain: what the caller passed, checked once and split into patterns and values."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from ..arrays import arrays as _arrays
+from ..arrays.arrays import (
+    beside,
+    check_array,
+    check_memory,
+    check_no_mask,
+    check_one_place,
+    contiguous,
+    device_of,
+    is_cupy,
+    is_on_device,
+    on_device,
+    read_array,
+)
+from ..errors import InputError, InputTypeError, PatternMismatchError
+from ..kernels.addresses import address_of, note_if_equal, note_values
+from ..symbolic.pattern import Pattern, check_shape
+from .containers import BatchedCSR, CSRChain, PeriodicChain, canonical_order
+
+__all__ = [
+    "Chain",
+    "LocalGrads",
+    "check_chain",
+    "check_places",
+    "is_stack",
+    "length",
+    "pattern_of",
+    "patterns_in",
+    "read_grad",
+    "read_local_grads",
+    "steps_of",
+]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_CSR_TYPES = (sp.csr_array, sp.csr_matrix)
+_CHAINS = (CSRChain, PeriodicChain)
+_END = object()
+# Bytes of all tables and objects of a scan for a step, at least.
+_STEP_BYTES = 256
+_ORDER = "order them from the last layer to the first, each transposed"
+
+
+class Chain:
+    """The Jacobians of a scan: a pattern for each, and where its values are.
+
+    A chain can be read into again, so that running a plan allocates nothing that grows with it. All
+    values lie in host memory, or on one CUDA device.
+
+    Parameters
+    ----------
+    n : int
+        Number of Jacobians.
+
+    Attributes
+    ----------
+    leaves : ndarray of int64, shape (n, 2)
+        Address of the values of every Jacobian, and the bytes from one sample to the next (0 if the
+        samples share them). Valid until :meth:`release`. The addresses of a chain that came as one
+        array on a device are not filled in.
+    stack : tuple of int, or None
+        Address of the values of the first Jacobian, bytes to the next one and to the next sample,
+        if they came as one array. Valid as long.
+    device : int or None
+        The CUDA device that has the values; None for host memory.
+    batch : int or None
+        Number of samples, if any Jacobian has a batch axis.
+    dtype : dtype
+        The dtype to which the Jacobians promote; float32 for an empty chain.
+    values : list of ndarray
+        Values of every Jacobian in the order of its pattern, ``(nnz,)`` or ``(batch, nnz)``; None
+        for those that came in stacks.
+    period : int
+        In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
+    """
+
+    def __init__(self, n: int) -> None:
+        check_memory(f"a chain of {n} steps", _STEP_BYTES * n)
+        self.n = n
+        self.leaves = np.zeros((n, 2), np.int64)
+        self.batch: int | None = None
+        self.dtype = _FLOAT32
+        self.device: int | None = None
+        self.period = 0
+        self.stack: tuple[int, int, int] | None = None
+        self._steps = np.arange(n)
+        # The arrays that the addresses point into: one for each Jacobian, or a few that take turns.
+        self.values: list[Any] = [None] * n
+        self._stacks: list[Any] = []
+        self._mixed = False
+        # Patterns of Jacobians that came as a sequence.
+        self._patterns: Sequence[Pattern] = ()
+        # Patterns that have been found to be these in turn.
+        self._taken: Sequence[Pattern] | None = None
+        self._turns: Sequence[Pattern] = ()
+
+    def read(self, jacobians: Any, patterns: Sequence[Pattern] | None = None) -> Sequence[Pattern]:
+        """Take Jacobians, and return their patterns.
+
+        With `patterns` given they must have these, and may be bare values in that order.
+
+        Index arrays of CuPy's matrices are checked on their device, which is waited for; but not a
+        second time, as long as they live, so that writing new values into a matrix, or making one
+        from the same index arrays, costs nothing.
+
+        Raises
+        ------
+        DeviceError
+            If not all values are in host memory or on one device.
+        InputError
+            If a Jacobian is malformed, or they do not chain, or batch sizes differ.
+        InputTypeError
+            If a type, a sparse format or a dtype is not supported.
+        PatternMismatchError
+            If a Jacobian has another pattern than `patterns` says.
+        """
+        self.period = 0
+        if is_stack(jacobians):
+            self.period = len(jacobians.patterns) if isinstance(jacobians, PeriodicChain) else 1
+        if is_on_device(jacobians):
+            jacobians = on_device(jacobians, "jacobians")
+        if length(jacobians) != self.n:
+            raise InputError(
+                f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made "
+                "for"
+            )
+        self.batch = self.device = self.stack = None
+        self._stacks, self._patterns = [], ()
+        if isinstance(jacobians, PeriodicChain):
+            patterns_read = self._read_periodic(jacobians, patterns)
+        elif self.period:
+            patterns_read = self._read_stack(jacobians, patterns)
+        else:
+            patterns_read = self._read_sequence(jacobians, patterns)
+        return check_chain(patterns_read) if patterns is None else patterns
+
+    def convert(self, dtype: np.dtype[Any]) -> None:
+        """Make every value of `dtype`: a copy of those that are not."""
+        if self.dtype == dtype and not self._mixed:
+            return
+        if self._stacks:
+            self._take_stacks([_converted("jacobians", stack, dtype) for stack in self._stacks])
+            return
+        for k, array in enumerate(self._read_again()):
+            self._take(k, _converted(f"jacobians[{k}]", array, dtype))
+
+    def upload(self) -> None:
+        """Copy the values from host memory to the current device: one transfer."""
+        if self._stacks:
+            stacks = [_arrays.upload(stack) for stack in self._stacks]
+            self.device = device_of(stacks[0])
+            self._take_stacks(stacks)
+            return
+        values = _arrays.upload_all(self._read_again(), self.dtype)
+        for k, array in enumerate(values):
+            self.device = device_of(array)
+            self._take(k, array)
+
+    def array(self, k: int) -> Any:
+        """Return the values of the `k`-th Jacobian, ``(nnz,)`` or ``(batch, nnz)``."""
+        if not self._stacks:
+            return self.values[k]
+        step, turn = divmod(k, self.period)
+        stack = self._stacks[turn]
+        return stack if stack.ndim == 1 else stack[step]
+
+    def release(self) -> None:
+        """Forget the caller's arrays."""
+        if self._stacks:
+            self._stacks = []
+            return
+        for k in range(self.n):
+            self.values[k] = None
+
+    def _read_stack(self, jacobians: Any, patterns: Sequence[Pattern] | None) -> Sequence[Pattern]:
+        name = "jacobians"
+        if patterns and self._turn_of(patterns, patterns[:1]) is not None:
+            raise InputError(f"{name} is one array, but the plan has several patterns; pass a list")
+        if patterns is not None and not patterns:
+            self.dtype, self._mixed = _FLOAT32, False
+            values = jacobians.data if isinstance(jacobians, CSRChain) else jacobians
+            self.device = device_of(read_array(name, values))
+            return patterns
+        expected = patterns[0] if patterns is not None else None
+        if isinstance(jacobians, CSRChain):
+            pattern, values = jacobians.pattern, jacobians.read()
+            if expected is not None and pattern is not expected:
+                raise _mismatch("jacobians[0]", expected, str(pattern))
+        else:
+            pattern, values = _split_dense(name, jacobians, 1, expected)
+        if len(values) != self.n:
+            raise InputError(f"{name} has {len(values)} steps now; expected {self.n}, as it had")
+        self.dtype, self._mixed = values.dtype, False
+        self.device = device_of(values)
+        if values.ndim == 3:
+            self.batch = values.shape[1]
+        self._take_stacks([values])
+        return patterns if patterns is not None else [pattern] * self.n
+
+    def _read_periodic(
+        self, jacobians: PeriodicChain, patterns: Sequence[Pattern] | None
+    ) -> Sequence[Pattern]:
+        turns, values = jacobians.patterns, jacobians.read()
+        if patterns is not None:
+            k = self._turn_of(patterns, turns)
+            if k is not None:
+                raise _mismatch(f"jacobians[{k}]", patterns[k], str(turns[k % len(turns)]))
+        self.batch = jacobians.batch
+        self.dtype = np.result_type(*(array.dtype for array in values))
+        self._mixed = any(array.dtype != self.dtype for array in values)
+        self.device = device_of(values[0])
+        for j, array in enumerate(values):
+            check_one_place(f"values[{j}]", device_of(array), "values[0]", self.device)
+        self._take_stacks(values)
+        return patterns if patterns is not None else turns * jacobians.steps
+
+    def _turn_of(self, patterns: Sequence[Pattern], turns: Sequence[Pattern]) -> int | None:
+        """Return the first pattern that is not the one of its turn; None if there is none.
+
+        A sequence of patterns that was right before is not looked at again.
+        """
+        if patterns is not self._taken or turns != self._turns:
+            for k, pattern in enumerate(patterns):
+                if pattern is not turns[k % len(turns)]:
+                    return k
+            self._taken, self._turns = patterns, turns
+        return None
+
+    def _take_stacks(self, stacks: Sequence[Any]) -> None:
+        self._stacks = [
+            stack if _is_walkable(stack) else _copied("jacobians", stack, stack.dtype)
+            for stack in stacks
+        ]
+        period = len(self._stacks)
+        for turn, stack in enumerate(self._stacks):
+            # CuPy has no address for an array without elements, but to kernels 0 says that it is
+            # none.
+            address = _arrays.address_of(stack) or stack.itemsize
+            step = stack.strides[0] if stack.ndim > 1 else 0
+            sample = stack.strides[1] if stack.ndim == 3 else 0
+            addresses, samples = self.leaves[turn::period].T
+            samples[:] = sample
+            if period == 1:
+                self.stack = address, step, sample
+            if self.device is None or period > 1:
+                np.multiply(self._steps[: len(addresses)], step, out=addresses)
+                addresses += address
+
+    def _read_sequence(
+        self, jacobians: Any, patterns: Sequence[Pattern] | None
+    ) -> Sequence[Pattern]:
+        patterns_read: list[Pattern] = []
+        # Steps often repeat a pattern without sharing its arrays: compare with one that passed the
+        # checks, by size, before checking anew.
+        known: dict[Any, Pattern] = {}
+        dtypes = set()
+        reference: Pattern | None = None
+        # The types that may go the short way, which is for host memory.
+        short_way: tuple[type, ...] = _CSR_TYPES
+        k = -1
+        # A caller's own sequence may give other items than it claims: a list is made of it.
+        steps = iter(jacobians if type(jacobians) in (list, tuple) else steps_of(jacobians))
+        # Another thread may make a list longer, but the loop ends with the table.
+        for k, jacobian in zip(range(self.n), steps, strict=False):
+            if type(jacobian) in short_way:
+                # Each attribute is read once: another thread may replace it.
+                data, shape = jacobian.data, jacobian.shape
+                indices, indptr = jacobian.indices, jacobian.indptr
+                wanted = reference
+                if not type(data) is type(indices) is type(indptr) is np.ndarray:
+                    wanted = None
+                elif patterns is not None:
+                    wanted = patterns[k]
+                elif wanted is None or shape != wanted.shape or data.size != wanted.nnz:
+                    wanted = known.get((shape, data.size))
+                if wanted is not None and shape == wanted.shape:
+                    if wanted is not reference:
+                        reference, columns, pointers = wanted, wanted.indices, wanted.indptr
+                    dtype = data.dtype
+                    # A dtype that is the same but not this object takes the long way.
+                    if (
+                        (dtype is _FLOAT64 or dtype is _FLOAT32)
+                        and (indices.dtype is _INT32 or indices.dtype is _INT64)
+                        and indices.dtype is indptr.dtype
+                        and data.ndim == indices.ndim == indptr.ndim == 1
+                        and note_if_equal(data, indices, indptr, columns, pointers, self.leaves, k)
+                        == dtype.itemsize
+                    ):
+                        self.values[k] = data
+                        dtypes.add(dtype)
+                        if patterns is None:
+                            patterns_read.append(wanted)
+                        continue
+            elif short_way and (noted := self._note(k, jacobian, patterns)) is not None:
+                dtypes.add(noted)
+                if patterns is None:
+                    patterns_read.append(jacobian.pattern)
+                continue
+            expected = None if patterns is None else patterns[k]
+            pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
+            device = None if type(values) is np.ndarray else device_of(values)
+            if k == 0 and device is not None:
+                self.device, short_way = device, ()
+            elif device != self.device:
+                check_one_place(f"jacobians[{k}]", device, "jacobians[0]", self.device)
+            if patterns is None:
+                known[pattern.shape, pattern.nnz] = pattern
+                patterns_read.append(pattern)
+            dtypes.add(values.dtype)
+            if values.ndim == 2:
+                self._check_batch(k, values.shape[0])
+            self._take(k, values)
+        if k + 1 != self.n:
+            raise InputError(f"jacobians gave {k + 1} steps; expected {self.n}, its length")
+        if next(steps, _END) is not _END:
+            raise InputError(
+                f"jacobians gave more than {self.n} steps; expected {self.n}, its length"
+            )
+        self._mixed = len(dtypes) > 1
+        self.dtype = np.result_type(*dtypes) if dtypes else _FLOAT32
+        self._patterns = patterns_read if patterns is None else patterns
+        return self._patterns
+
+    def _note(
+        self, k: int, jacobian: Any, patterns: Sequence[Pattern] | None
+    ) -> np.dtype[Any] | None:
+        """Take values of a known pattern in host memory; return their dtype, or None."""
+        if type(jacobian) is BatchedCSR:
+            values, wanted = jacobian.data, jacobian.pattern
+            if patterns is not None and wanted is not patterns[k]:
+                return None
+        elif type(jacobian) is np.ndarray and patterns is not None:
+            values, wanted = jacobian, patterns[k]
+        else:
+            return None
+        if type(values) is not np.ndarray or not 1 <= values.ndim <= 2:
+            return None
+        if values.ndim == 2 and wanted.nnz == wanted.shape[0] * wanted.shape[1]:
+            return None  # it may be dense
+        dtype = values.dtype
+        if dtype is not _FLOAT64 and dtype is not _FLOAT32:
+            return None
+        noted = note_values(values, wanted.nnz, self.leaves, k)
+        if noted % 16 != dtype.itemsize:
+            return None
+        if noted >= 16:
+            self._check_batch(k, noted // 16 - 1)
+        self.values[k] = values
+        return dtype
+
+    def _check_batch(self, k: int, batch: int) -> None:
+        if self.batch not in (None, batch):
+            raise InputError(
+                f"jacobians[{k}] has a batch of {batch}, an earlier one of {self.batch}; expected "
+                "one batch size"
+            )
+        self.batch = batch
+
+    def _read_again(self) -> list[Any]:
+        """Return the values of a sequence; an error if the caller has reshaped one since."""
+        arrays: list[Any] = []
+        views: dict[Any, Any] = {}
+        for k, (array, pattern) in enumerate(zip(self.values, self._patterns, strict=True)):
+            values = read_array(f"jacobians[{k}]", array)
+            # An array that came many times is uploaded once.
+            place = _arrays.address_of(values), values.shape, values.strides, values.dtype
+            values = views.setdefault(place, values)
+            if values.shape not in ((pattern.nnz,), (self.batch, pattern.nnz)):
+                raise InputError(
+                    f"jacobians[{k}] has values of shape {values.shape} now; expected (·, "
+                    f"{pattern.nnz}), as it had"
+                )
+            arrays.append(values)
+        return arrays
+
+    def _take(self, k: int, values: Any) -> None:
+        """Note where the values of the `k`-th Jacobian lie."""
+        if not _is_walkable(values):
+            values = _copied(f"jacobians[{k}]", values, values.dtype)
+        self.values[k] = values
+        self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
+        self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
+
+
+def is_stack(jacobians: Any) -> bool:
+    """Return whether a chain comes as one array, a CSRChain or a PeriodicChain."""
+    return isinstance(jacobians, (*_CHAINS, np.ndarray)) or is_on_device(jacobians)
+
+
+def length(jacobians: Any) -> int:
+    """Return the number of Jacobians, or raise if `jacobians` is no sequence of them."""
+    if type(jacobians) is np.ndarray and jacobians.ndim > 1:
+        return len(jacobians)
+    if is_stack(jacobians) and not isinstance(jacobians, _CHAINS):
+        if is_on_device(jacobians):
+            jacobians = on_device(jacobians, "jacobians")
+        if jacobians.ndim < 2:
+            raise InputError(
+                f"jacobians has shape {jacobians.shape}; expected (n, rows, cols) or "
+                "(n, batch, rows, cols)"
+            )
+    elif not isinstance(jacobians, _CHAINS):
+        check_no_mask("jacobians", jacobians)
+        if _is_sparse(jacobians) or isinstance(jacobians, (BatchedCSR, str, bytes)):
+            raise InputTypeError(
+                f"jacobians is a {type(jacobians).__name__}; expected a sequence of Jacobians"
+            )
+        if not isinstance(jacobians, Sequence):
+            raise InputTypeError(
+                f"jacobians is a {type(jacobians).__name__}; expected a sequence such as a list, "
+                "a CSRChain, a PeriodicChain, or an array (n, rows, cols) or (n, batch, rows, cols)"
+            )
+    return _length("jacobians", jacobians)
+
+
+def _length(name: str, sequence: Any) -> int:
+    """Return the length that a sequence claims, or raise an error that names it."""
+    try:
+        return len(sequence)
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"{name} has no length: {error}") from None
+
+
+def steps_of(jacobians: Any) -> Any:
+    """Return a sequence of Jacobians as a list of its own, and what comes in one as it is.
+
+    A sequence may say one length and give another, and other steps when it is read again: a list
+    does not.
+    """
+    n = length(jacobians)
+    if is_stack(jacobians):
+        if isinstance(jacobians, np.ndarray):
+            # It is refused before there are tables for so many steps.
+            check_array("jacobians", jacobians[:1])
+        return jacobians
+    try:
+        steps = list(itertools.islice(jacobians, min(n, sys.maxsize - 1) + 1))
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"jacobians cannot be read: {error}") from None
+    if len(steps) != n:
+        gave = len(steps) if len(steps) < n else f"more than {n}"
+        raise InputError(f"jacobians gave {gave} steps; expected {n}, its length")
+    return steps
+
+
+def pattern_of(k: int, jacobian: Any) -> Pattern:
+    """Return the pattern of the `k`-th Jacobian, which may be a bare :class:`Pattern`."""
+    if isinstance(jacobian, Pattern):
+        return jacobian
+    return _split(f"jacobians[{k}]", jacobian, None)[0]
+
+
+def patterns_in(jacobians: Any) -> tuple[Sequence[Pattern], bool]:
+    """Return the patterns of Jacobians, bare ones too, and whether any is on a device."""
+    steps = steps_of(jacobians)
+    if is_stack(steps) or not any(isinstance(step, Pattern) for step in steps):
+        chain = Chain(length(steps))
+        return chain.read(steps), chain.device is not None
+    patterns = [pattern_of(k, step) for k, step in enumerate(steps)]
+    return check_chain(patterns), any(is_on_device(step) for step in steps)
+
+
+def check_chain(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
+    """Return `patterns`, or raise an error if their shapes do not chain."""
+    previous = None
+    for k, pattern in enumerate(patterns):
+        if previous is not None and pattern.shape[1] != previous.shape[0]:
+            raise InputError(
+                f"jacobians[{k}] has shape {pattern.shape}, but jacobians[{k - 1}] has "
+                f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {_ORDER}"
+            )
+        previous = pattern
+    return patterns
+
+
+def read_grad(grad: Any, size: int | None, batch: int | None) -> Any:
+    """Return the gradient at the end of the chain, shape ``(size,)`` or ``(batch, size)``."""
+    array = check_array("grad", grad)
+    wanted = "d_n" if size is None else str(size)
+    if batch is not None:
+        if array.ndim != 2 or array.shape != (batch, array.shape[1] if size is None else size):
+            raise InputError(
+                f"grad has shape {array.shape}; expected ({batch}, {wanted}): the Jacobians have a "
+                f"batch of {batch} and {wanted} columns"
+            )
+    elif array.ndim not in (1, 2) or size not in (None, array.shape[-1]):
+        raise InputError(f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted})")
+    return array
+
+
+def check_places(grad: Any, chain: Chain, local: LocalGrads) -> int | None:
+    """Return the one device of all input of a scan, None for host memory; or raise an error."""
+    device = device_of(grad)
+    if chain.n:
+        check_one_place("grad", device, "jacobians", chain.device)
+    if local.given:
+        check_one_place("local_grads", local.device, "grad", device)
+    return device
+
+
+class LocalGrads:
+    """Gradients that are added to those a scan returns, checked.
+
+    Parameters
+    ----------
+    local_grads : None or sequence or array
+        None, or for each returned gradient None or an array of its shape.
+    count : int
+        Number of returned gradients.
+    sizes : sequence of int
+        Length of each, and maybe of more.
+    batch_shape : tuple of int
+        ``()`` or ``(batch,)``.
+    period : int
+        If more than 1, `local_grads` has one array or None for each of so many, that take turns.
+
+    Attributes
+    ----------
+    given : bool
+        Whether there is anything to add.
+    dtypes : set of dtype
+        The dtypes of the arrays.
+    device : int or None
+        The CUDA device that has them; None for host memory.
+    """
+
+    def __init__(
+        self,
+        local_grads: Any,
+        count: int,
+        sizes: Sequence[int],
+        batch_shape: tuple[int, ...],
+        period: int = 0,
+    ) -> None:
+        # The arrays that were passed: a few that take turns, or one for each gradient, or None.
+        self._stacks: list[Any] = []
+        self._list: list[Any] = []
+        self.device: int | None = None
+        if is_on_device(local_grads):
+            local_grads = on_device(local_grads, "local_grads")
+        if local_grads is not None:
+            sizes = sizes[:count]
+            if period > 1:
+                self._read_periodic(local_grads, sizes, batch_shape, period)
+                local_grads = None
+        if local_grads is not None:
+            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
+            if count and is_array and local_grads.dtype in (_FLOAT32, _FLOAT64):
+                self._read_stack(local_grads, count, sizes, batch_shape)
+            else:
+                self._read_list(local_grads, count, sizes, batch_shape)
+        given = self._stacks or self._list
+        self.dtypes = {array.dtype for array in given if array is not None}
+        self.given = bool(self.dtypes)
+
+    def _read_periodic(
+        self, stacks: Any, sizes: Sequence[int], batch_shape: tuple[int, ...], period: int
+    ) -> None:
+        given = []
+        for turn, stack in enumerate(read_local_grads(stacks, period, "pattern")):
+            if stack is not None:
+                name = f"local_grads[{turn}]"
+                stack = read_array(name, stack)
+                own = sizes[turn::period]
+                if stack.shape != (len(own), *batch_shape, *own[:1]):
+                    raise InputError(
+                        f"{name} has shape {stack.shape}; expected "
+                        f"{(len(own), *batch_shape, *own[:1])}, the shape of the gradients it is "
+                        "added to"
+                    )
+                given.append((name, device_of(stack)))
+                check_one_place(name, given[-1][1], *given[0])
+                self.device = given[0][1]
+            self._stacks.append(stack)
+
+    def _read_stack(
+        self, stack: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
+    ) -> None:
+        stack = read_array("local_grads", stack)
+        _check_count(stack, count)
+        self._stacks, self.device = [stack], device_of(stack)
+        shape = stack.shape[1:]
+        if shape != (*batch_shape, sizes[0]) or len(set(sizes)) > 1:
+            for k, size in enumerate(sizes):
+                if shape != (*batch_shape, size):
+                    raise _wrong_shape(k, shape, (*batch_shape, size))
+
+    def _read_list(
+        self, arrays: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
+    ) -> None:
+        first = -1
+        arrays = read_local_grads(arrays, count)
+        for k, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
+            if array is not None:
+                name = f"local_grads[{k}]"
+                array = read_array(name, array)
+                if array.shape != (*batch_shape, size):
+                    raise _wrong_shape(k, array.shape, (*batch_shape, size))
+                device = None if type(array) is np.ndarray else device_of(array)
+                if first < 0:
+                    first, self.device = k, device
+                elif device != self.device:
+                    check_one_place(name, device, f"local_grads[{first}]", self.device)
+            self._list.append(array)
+
+    @property
+    def stack(self) -> tuple[int, int] | None:
+        """Address of the first, and bytes to the next, if they came as one array; else None.
+
+        Only for contiguous gradients, as :meth:`convert` makes them.
+        """
+        if len(self._stacks) != 1:
+            return None
+        return _arrays.address_of(self._stacks[0]), self._stacks[0].strides[0]
+
+    def add_first(self, grad: Any, out: Any) -> None:
+        """Write the first gradient, with what is added to it, to `out`."""
+        out[...] = grad
+        if self.given:
+            (first, *_) = self._stacks or self._list
+            if first is not None:
+                first = first[0] if self._stacks else first
+                with np.errstate(over="ignore", invalid="ignore"):
+                    out += first
+
+    def convert(self, dtype: np.dtype[Any]) -> None:
+        """Make all of `dtype`, and each contiguous."""
+        for turn, stack in enumerate(self._stacks):
+            if stack is not None and (stack.dtype != dtype or not stack[:1].flags.c_contiguous):
+                self._stacks[turn] = contiguous(stack, dtype)
+        self._list = [
+            array
+            if array is None or (array.dtype == dtype and array.flags.c_contiguous)
+            else contiguous(array, dtype)
+            for array in self._list
+        ]
+
+    def upload(self) -> None:
+        """Copy what is in host memory to the current device: one transfer."""
+        if not self.given:
+            return
+        self._stacks = [None if each is None else _arrays.upload(each) for each in self._stacks]
+        if self._list:
+            self._list = _arrays.upload_all(self._list, np.result_type(*self.dtypes))
+        given = self._stacks or self._list
+        self.device = next(device_of(array) for array in given if array is not None)
+
+    def fill(self, addresses: NDArray[np.int64]) -> None:
+        """Write the address of each array, or 0."""
+        if not self.given:
+            return
+        addresses[:] = 0
+        for turn, stack in enumerate(self._stacks):
+            if stack is not None:
+                address, step = _arrays.address_of(stack), stack.strides[0]
+                own = addresses[turn :: len(self._stacks)][: len(stack)]
+                own[:] = address + step * np.arange(len(stack))
+        for k, array in enumerate(self._list):
+            if array is not None:
+                addresses[k] = _arrays.address_of(array)
+
+
+def read_local_grads(local_grads: Any, count: int, of: str = "returned gradient") -> list[Any]:
+    """Return the entries of a sequence of local gradients, as many as are expected."""
+    _check_count(local_grads, count, of)
+    try:
+        given = list(itertools.islice(local_grads, count + 1))
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"local_grads cannot be read: {error}") from None
+    if len(given) != count:
+        gave = len(given) if len(given) < count else f"more than {count}"
+        raise InputError(f"local_grads gave {gave} entries; expected {count}, its length")
+    return given
+
+
+def _check_count(local_grads: Any, count: int, of: str = "returned gradient") -> None:
+    check_no_mask("local_grads", local_grads)
+    if (
+        not (isinstance(local_grads, (Sequence, np.ndarray)) or is_on_device(local_grads))
+        or isinstance(local_grads, (str, bytes))
+        or getattr(local_grads, "shape", None) == ()
+    ):
+        raise InputTypeError(
+            f"local_grads is a {type(local_grads).__name__}; expected a sequence of arrays or None"
+        )
+    length = _length("local_grads", local_grads)
+    if length != count:
+        raise InputError(f"local_grads has {length} entries; expected {count}, one for each {of}")
+
+
+def _wrong_shape(k: int, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
+    return InputError(
+        f"local_grads[{k}] has shape {shape}; expected {expected}, the shape of the gradient it is "
+        "added to"
+    )
+
+
+def _is_sparse(matrix: Any) -> bool:
+    """Return whether a matrix is one of SciPy's or CuPy's sparse formats."""
+    return sp.issparse(matrix) or str(type(matrix).__module__).startswith("cupyx.scipy.sparse")
+
+
+def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
+    """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
+    if type(jacobian) is np.ndarray:
+        return _split_dense(name, jacobian, 0, expected)
+    if isinstance(jacobian, BatchedCSR):
+        pattern, values = jacobian.pattern, jacobian.read()
+    elif _is_sparse(jacobian) and jacobian.format == "csr":
+        pattern, values = _split_csr(name, jacobian)
+    elif isinstance(jacobian, Pattern):
+        raise InputTypeError(f"{name} is a Pattern, which has no values; expected a Jacobian")
+    elif _is_sparse(jacobian):
+        raise InputTypeError(
+            f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
+        )
+    elif isinstance(jacobian, _CHAINS):
+        raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")
+    else:
+        return _split_dense(name, jacobian, 0, expected)
+    if expected is not None and pattern is not expected:
+        raise _mismatch(name, expected, str(pattern))
+    return pattern, values
+
+
+def _split_dense(
+    name: str, jacobian: Any, steps: int, expected: Pattern | None
+) -> tuple[Pattern, Any]:
+    """Return pattern and values of a dense array, or of values of an expected pattern.
+
+    `steps` is 1 if the array has a leading axis for the steps of a chain, else 0.
+    """
+    array = read_array(name, jacobian)
+    shape = array.shape
+    leading = "(n, " if steps else "("
+    if expected is not None:
+        is_full = expected.nnz == expected.shape[0] * expected.shape[1]
+        if is_full and array.ndim in (steps + 2, steps + 3) and shape[-2:] == expected.shape:
+            return expected, _flat(name, array, expected.nnz)
+        if array.ndim in (steps + 1, steps + 2) and shape[-1] == expected.nnz:
+            return expected, array
+        raise _mismatch(
+            name,
+            expected,
+            f"an array of shape {shape}; values have shape {leading}nnz) or {leading}batch, nnz)",
+        )
+    if array.ndim not in (steps + 2, steps + 3):
+        raise InputError(
+            f"{name} has shape {shape}; expected {leading}rows, cols) or {leading}batch, rows, "
+            "cols)"
+        )
+    pattern = Pattern.dense(shape[-2:])
+    return pattern, _flat(name, array, pattern.nnz)
+
+
+def _flat(name: str, array: Any, nnz: int) -> Any:
+    """Return values with one axis for rows and columns; a view wherever one can be."""
+    shape = (*array.shape[:-2], nnz)
+    if type(array) is not np.ndarray:
+        with beside(array):
+            return array.reshape(shape)
+    (rows, cols), (row, entry) = array.shape[-2:], array.strides[-2:]
+    if row != entry * cols and rows > 1 and cols > 1:
+        array = _copied(name, array, array.dtype)
+    return array.reshape(shape)
+
+
+def _split_csr(name: str, jacobian: Any) -> tuple[Pattern, Any]:
+    shape = check_shape(name, jacobian.shape)
+    order = canonical_order(name, jacobian.indptr, jacobian.indices, shape)
+    values = read_array(name, jacobian.data)
+    if values.shape != (order.size,):
+        raise InputError(
+            f"{name} has data of shape {values.shape}; expected {(order.size,)}, as its indices"
+        )
+    return order.pattern, order.values(values)
+
+
+def _mismatch(name: str, expected: Pattern, what: str) -> PatternMismatchError:
+    return PatternMismatchError(f"{name} is {what}; expected {expected}, as the plan was made for")
+
+
+def _is_walkable(values: Any) -> bool:
+    """Return whether the kernels can walk the last axis."""
+    flags = values.flags
+    # Arrays on a device have been checked for alignment.
+    if type(values) is np.ndarray and not flags.aligned:
+        return False
+    if flags.c_contiguous:
+        return True
+    return bool(values.shape[-1] <= 1 or values.strides[-1] == values.itemsize)
+
+
+def _converted(name: str, values: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `values` in a dtype: a copy of those that are of another one."""
+    return values if values.dtype == dtype else _copied(name, values, dtype)
+
+
+def _copied(name: str, values: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a contiguous copy, if there is memory: a view may show more than there is."""
+    if type(values) is np.ndarray:
+        check_memory(f"a contiguous copy of {name}", values.size * dtype.itemsize)
+    return contiguous(values, dtype)

@@ -1,0 +1,406 @@
+"""The command line: ``sparsescan``, or ``python -m sparsescan``."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .. import __version__, exclusive_scan, inclusive_scan, load_chain, plan
+from ..errors import InputError, SparseScanError
+from ..execution.threads import thread_count, usable_cores
+from ..kernels.addresses import address_of
+from ..plan.drawing import check_packages, plot_plan
+from ..planning.costs.cpu import machine_file
+from ..symbolic.schedule import Schedule, check_count
+from . import mpi as _mpi_commands
+
+__all__ = ["main"]
+
+# A schedule needs the number of Jacobians, which is not known before the file is read.
+ScheduleOption = Callable[[int], "Schedule | str"]
+
+_SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
+_DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
+_MPI_SCHEDULES = ("auto", "vectors", "products")
+_SCAN = """\
+Compute the gradients of a chain that sparsescan.save_chain has written, and write
+them to another .npz file. If the chain is stacked (a CSRChain or one dense array),
+they are one array, under the key "gradients"; if it is a list, they are arrays under
+the keys "gradient_0", "gradient_1", and so on. The last layer's come first.
+
+mpiexec -n 4 sparsescan scan FILE.npz -o OUT.npz --mpi does the same on four ranks,
+each of which reads, holds and scans its part of the chain.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit code: 0; 2, with one line on stderr, if a file or an option is wrong; 130 if
+        interrupted.
+
+    Examples
+    --------
+    >>> from sparsescan.cli.main import main
+    >>> main(["scan", "no-such-file.npz", "-o", "gradients.npz"])  # and a line on stderr
+    2
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = _parser().parse_args(argv)
+        arguments.command(arguments)
+    except (SparseScanError, ImportError, MemoryError) as error:
+        return _complain(str(error), argv)
+    except OSError as error:
+        name = "" if error.filename is None else f"{error.filename}: "
+        return _complain(f"{name}{error.strerror or error}; give a path that works", argv)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _complain(message: str, argv: Sequence[str]) -> int:
+    if _mpi_commands.speaks(argv):
+        # At once, so that no other rank's output comes between.
+        sys.stderr.write(f"sparsescan: {' '.join(message.split())}\n")
+        sys.stderr.flush()
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sparsescan",
+        description="Gradients of long chains as a parallel scan over sparse transposed Jacobians.",
+    )
+    parser.add_argument("--version", action="version", version=f"sparsescan {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    training = commands.add_parser(
+        "demo",
+        help="train a network with the scan, side by side with back-propagation",
+        description="Train a tanh RNN on scikit-learn's handwritten digits, read pixel by pixel, "
+        "with the scan and with sequential back-propagation through time, and compare the two.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    training.add_argument("--hidden", type=int, default=20, help="size of the hidden state")
+    training.add_argument("--epochs", type=int, default=100, help="passes over the images")
+    training.add_argument("--batch", type=int, default=16, help="images of a batch")
+    _add_schedule(training)
+    _add_device(training)
+    training.add_argument("--output", default="demo.png", help="PNG file for the loss curves")
+    training.add_argument("--seed", type=int, default=0, help="of parameters and batches")
+    training.set_defaults(command=_demo)
+
+    info = commands.add_parser("info", help="print versions, devices, threads and cache folder")
+    info.set_defaults(command=_info)
+
+    calibration = commands.add_parser(
+        "calibrate",
+        help="measure what operations take on this machine, for predicted times",
+        description="Scan chains of all kinds for some fifteen seconds, or on a GPU for some "
+        "minutes, and keep what operations take on this machine in the cache folder. Best when "
+        "nothing else runs.",
+    )
+    calibration.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what is measured"
+    )
+    calibration.add_argument(
+        "--mpi", action="store_true", help="the network between the ranks of mpiexec instead"
+    )
+    calibration.set_defaults(command=_calibrate)
+
+    show = commands.add_parser("plan", help="print the plan for a chain, or draw it")
+    show.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
+    _add_schedule(show)
+    _add_device(show)
+    show.add_argument("--plot", metavar="OUT.png", help="PNG file for the FLOP of every step")
+    show.set_defaults(command=_plan)
+
+    scan = commands.add_parser(
+        "scan",
+        help="compute the gradients of a chain",
+        description=_SCAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    scan.add_argument("file", metavar="FILE.npz", help="written by sparsescan.save_chain")
+    scan.add_argument("-o", "--output", metavar="OUT.npz", required=True, help="file to write")
+    scan.add_argument(
+        "--inclusive", action="store_true", help="the gradient of the first layer's input, too"
+    )
+    _add_schedule(scan, f"; with --mpi {_listed(_MPI_SCHEDULES)}")
+    _add_device(scan)
+    scan.add_argument("--mpi", action="store_true", help="share the chain among mpiexec's ranks")
+    scan.set_defaults(command=_scan)
+    _add_strategies(commands)
+    return parser
+
+
+def _add_strategies(commands: Any) -> None:
+    parser = commands.add_parser(
+        "strategies",
+        help="compare ways to spread a training step over workers",
+        description="Predict what a training step of a network takes by batch, model, domain, "
+        "per-layer and pipelined parallelism and by the scan, the best first.",
+    )
+    parser.add_argument(
+        "network",
+        metavar="NETWORK",
+        help="lenet5, alexnet, vgg11, vgg16, resnet-N (N = 6n + 2, such as 110), inception-v3, "
+        "rnn:T or gru:T, or a file FILE.npz that sparsescan.save_chain has written",
+    )
+    parser.add_argument("--workers", type=int, required=True, metavar="P", help="how many")
+    parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--machine",
+        metavar="FILE.json",
+        help="a worker and its network; by default those that --run has measured, or else a GPU's",
+    )
+    parser.add_argument("--plot", metavar="OUT.png", help="PNG file for the time of a step over P")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="measure this machine, and train by every strategy beside its prediction, or run "
+        "the scan of a chain in every way: under mpiexec -n P, one rank a worker",
+    )
+    parser.set_defaults(command=_strategies)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="where the scan runs: cpu or cuda")
+
+
+def _add_schedule(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--schedule", default="auto", help=_SCHEDULES + more)
+
+
+def _schedule(text: str) -> ScheduleOption:
+    """Read the option, such as ``chunked:32``."""
+    name, colon, number = text.partition(":")
+    if name in ("auto", "linear", "blelloch") and not colon:
+        return lambda n: name
+    if name in ("truncated", "chunked") and number.isdecimal():
+        return lambda n: getattr(Schedule, name)(n, int(number))
+    raise InputError(f"argument --schedule: {text!r} is no schedule; expected {_SCHEDULES}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from ..examples import digits
+
+    for name in ("hidden", "epochs", "batch"):
+        check_count(name, getattr(arguments, name), 1)
+    check_count("seed", arguments.seed, 0)
+    check_packages("the demo", "demo", _DEMO_PACKAGES)
+    _check_output(arguments.output)
+    digits.run(
+        hidden=arguments.hidden,
+        epochs=arguments.epochs,
+        batch=arguments.batch,
+        schedule=_schedule(arguments.schedule)(digits.STEPS),
+        device=arguments.device,
+        output=arguments.output,
+        seed=arguments.seed,
+    )
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    rows = [("sparsescan", __version__), ("python", platform.python_version())]
+    rows += [(name, _version(name)) for name in ("numba", "numpy", "scipy")]
+    rows += [("cupy", _version("cupy", "cupy-cuda12x", "cupy-cuda13x"))]
+    rows += [("numba-cuda", _version("numba-cuda"))]
+    rows += [("CPU", f"{_cpu_name()}, {len(usable_cores())} usable")]
+    rows += [("CUDA GPUs", ", ".join(_gpu_names()) or "none")]
+    rows += [("threads", f"{thread_count()} (NUMBA_NUM_THREADS)")]
+    rows += [("Numba cache", f"{address_of.stats.cache_path} (NUMBA_CACHE_DIR)")]
+    rows += [("calibration", str(machine_file()) if machine_file().exists() else "none")]
+    for name, value in rows:
+        print(f"{name:<12}{value}")
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    if arguments.mpi:
+        _mpi_commands.calibrate(arguments)
+        return
+    if arguments.device == "cuda":
+        from ..planning.costs.cuda import save_gpu
+        from ..tuning.calibrate_device import calibrate_device
+
+        gpu = calibrate_device()
+        _print_families(gpu.families)
+        print(f"a run {gpu.run:.0f} ns, a launch {gpu.launch:.0f} ns")
+        blocks = f"{gpu.blocks:.0f} blocks at once"
+        print(f"{blocks}, memory {gpu.bandwidth:.0f} GB/s; kept in {save_gpu(gpu)}")
+        return
+    from ..planning.costs.cpu import save_cpu
+    from ..tuning.calibrate import calibrate
+
+    machine = calibrate()
+    _print_families(machine.families)
+    print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
+    print(f"memory {machine.bandwidth:.0f} GB/s, one thread; kept in {save_cpu(machine)}")
+
+
+def _print_families(families: dict[str, list[list[float]]]) -> None:
+    from ..planning.costs.cpu import FAMILIES
+
+    print(f"{'nanoseconds of':<16}{'multiply-add':>14}{'entry':>10}{'operation':>12}")
+    for name, constants in families.items():
+        for family, (multiply_add, entry, operation) in zip(FAMILIES, constants, strict=True):
+            print(f"{family:<16}{multiply_add:>14.3f}{entry:>10.3f}{operation:>12.0f}  {name}")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    schedule = _schedule(arguments.schedule)
+    _check_plot(arguments.plot)
+    grad, jacobians = load_chain(arguments.file)
+    parts = jacobians if isinstance(jacobians, list) else [jacobians]
+    prepared = plan(
+        jacobians,
+        schedule=schedule(len(jacobians)),
+        batch=(len(grad) or None) if grad.ndim == 2 else None,
+        dtype=np.result_type(grad, *{part.dtype for part in parts}),
+        device=arguments.device,
+    )
+    if arguments.plot is not None:
+        plot_plan(prepared, arguments.plot)
+    print(prepared)
+    if arguments.plot is not None:
+        print(f"FLOP of every step: {arguments.plot}")
+
+
+def _scan(arguments: argparse.Namespace) -> None:
+    if arguments.mpi:
+        if arguments.schedule not in _MPI_SCHEDULES:
+            raise InputError(
+                f"argument --schedule: {arguments.schedule!r} is no schedule of --mpi; expected "
+                f"{_listed(_MPI_SCHEDULES)}"
+            )
+        _mpi_commands.scan(arguments)
+        return
+    schedule = _schedule(arguments.schedule)
+    grad, jacobians = load_chain(arguments.file)
+    scan = inclusive_scan if arguments.inclusive else exclusive_scan
+    start = time.perf_counter()
+    gradients = scan(grad, jacobians, schedule=schedule(len(jacobians)), device=arguments.device)
+    seconds = time.perf_counter() - start
+    arrays: dict[str, Any]
+    if isinstance(gradients, np.ndarray):
+        arrays = {"gradients": gradients}
+    else:
+        arrays = {f"gradient_{k}": gradient for k, gradient in enumerate(gradients)}
+    # np.savez would append .npz to a name without it.
+    with open(arguments.output, "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    dtype = gradients[0].dtype if len(gradients) else grad.dtype
+    print(f"{arguments.output}: {len(gradients)} gradients of {dtype}, in {seconds:.3g} s")
+
+
+def _strategies(arguments: argparse.Namespace) -> None:
+    name = arguments.network
+    workers = check_count("--workers", arguments.workers, 1)
+    batch = check_count("--batch", arguments.batch, 1)
+    if arguments.run:
+        if arguments.plot is not None:
+            raise InputError(
+                "--plot draws predictions, and --run measures; expected one of them without the "
+                "other"
+            )
+        _mpi_commands.run_strategies(arguments)
+        return
+    from ..strategies import build, compare, from_chain, load_machine, plot_comparison
+
+    _check_plot(arguments.plot)
+    if name.endswith(".npz"):
+        _, jacobians = load_chain(name)
+        network = from_chain(plan(jacobians, schedule="linear").patterns, name)
+    else:
+        network = build(name)
+    machine = load_machine(arguments.machine)
+    compared = compare(network, machine, workers, batch)
+    if arguments.plot is not None:
+        plot_comparison(network, machine, workers, batch, arguments.plot)
+    print(compared)
+    if arguments.plot is not None:
+        print(f"time of a step over the number of workers: {arguments.plot}")
+
+
+def _check_plot(path: str | None) -> None:
+    """Find out before the work what would go wrong with a picture after it."""
+    if path is not None:
+        check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
+        _check_output(path)
+
+
+def _check_output(output: str | os.PathLike[str]) -> None:
+    """Raise, before the work, if a file could not be written after it."""
+    folder = os.path.dirname(os.path.abspath(output))
+    if os.path.isdir(output):
+        code = errno.EISDIR
+    elif not os.path.isdir(folder):
+        code = errno.ENOENT
+    elif not os.access(output if os.path.exists(output) else folder, os.W_OK):
+        code = errno.EACCES
+    else:
+        return
+    raise OSError(code, os.strerror(code), os.fspath(output))
+
+
+def _version(*names: str) -> str:
+    """Return the version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpu_names() -> list[str]:
+    """Return what the driver says, so that none of the optional packages is needed."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.strip().splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

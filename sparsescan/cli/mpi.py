@@ -1,0 +1,177 @@
+"""The commands of the command line that run on all ranks of ``mpiexec``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import InputError, SparseScanError
+
+if TYPE_CHECKING:
+    from ..parallel import Communicator
+
+__all__ = ["calibrate", "run_strategies", "scan", "speaks"]
+
+# Errors that end in one line on stderr.
+_EXPECTED = (SparseScanError, ImportError, MemoryError, OSError)
+# Seconds in which all ranks have to raise the error that one has raised, or are ended.
+_PATIENCE = 30.0
+
+_T = TypeVar("_T")
+_Command = Callable[[argparse.Namespace], None]
+
+
+def speaks(argv: Sequence[str]) -> bool:
+    """Whether this process prints the errors that all ranks raise: rank 0 alone under MPI."""
+    if not {"--mpi", "--run"}.intersection(argv):
+        return True
+    try:
+        rank: int = _load_mpi("MPI").COMM_WORLD.rank
+    except ImportError:
+        return True
+    return rank == 0
+
+
+def _load_mpi(user: str) -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"{user} needs mpi4py and an MPI library ({error}): pip install 'sparsescan[mpi]'"
+        ) from None
+    return MPI
+
+
+# -- All ranks end together -----------------------------------------------------------------------
+
+
+def _together(option: str) -> Callable[[Callable[[Any, argparse.Namespace], None]], _Command]:
+    """Make a command of a function that all ranks call with their communicator.
+
+    The command raises an expected error that all of them raise. Any other error ends all ranks at
+    once, since the others would wait for the one that raises it.
+    """
+
+    def command_of(call: Callable[[Any, argparse.Namespace], None]) -> _Command:
+        @functools.wraps(call)
+        def command(arguments: argparse.Namespace) -> None:
+            world = _load_mpi(option).COMM_WORLD
+            try:
+                call(world, arguments)
+            except BaseException as error:
+                if isinstance(error, _EXPECTED) and _all_come(world):
+                    raise
+                sys.stderr.write(traceback.format_exc())
+                sys.stderr.flush()
+                world.Abort(1)
+                raise
+
+        return command
+
+    return command_of
+
+
+def _all_come(world: Any) -> bool:
+    """Whether all ranks call this before long."""
+    barrier, end = world.Ibarrier(), time.monotonic() + _PATIENCE
+    while not barrier.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _by_first(communicator: Communicator, path: Any, call: Callable[[], _T]) -> _T:
+    """Read or write a file on rank 0, and return the result, or raise the error, on all ranks."""
+    from ..parallel.scan_file import naming
+
+    def on_first() -> _T | None:
+        with naming(path):
+            return call() if communicator.rank == 0 else None
+
+    result: _T = communicator.broadcast(communicator.together(on_first), 0)
+    return result
+
+
+# -- Commands -------------------------------------------------------------------------------------
+
+
+@_together("--mpi")
+def scan(world: Any, arguments: argparse.Namespace) -> None:
+    """Run ``scan --mpi``: each rank reads, holds and scans its part of the chain."""
+    from ..parallel.scan_file import scan_file
+
+    done = scan_file(
+        world,
+        arguments.file,
+        arguments.output,
+        inclusive=arguments.inclusive,
+        schedule=arguments.schedule,
+        device=arguments.device,
+    )
+    if world.rank == 0:
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        print(
+            f"{arguments.output}: {done.gradients} gradients of {done.dtype}, in "
+            f"{done.seconds:.3g} s on {ranks}, by {done.schedule}"
+        )
+
+
+@_together("--mpi")
+def calibrate(world: Any, arguments: argparse.Namespace) -> None:
+    """Run ``calibrate --mpi``: measure the network between the ranks."""
+    from ..parallel import Communicator, measure, save_network
+    from ..parallel.network import network_file
+
+    communicator = Communicator.of(world)
+    if communicator.size == 1:
+        raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
+    network = measure(communicator)
+    path = _by_first(communicator, network_file(), lambda: save_network(network))
+    if communicator.rank == 0:
+        print(f"a message {network.latency:.0f} ns and {network.inverse_bandwidth:.3g} ns a byte")
+        print(f"kept in {path}")
+
+
+@_together("--run")
+def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
+    """Run ``strategies --run``: measure this machine, and all strategies beside predictions."""
+    from ..parallel import Communicator
+    from ..strategies import load_machine, measure_here, run, save_machine
+    from ..strategies.chain_run import run_chain
+    from ..strategies.machine import worker_file
+
+    name, batch, file = arguments.network, arguments.batch, arguments.machine
+    if arguments.workers != world.size:
+        raise InputError(
+            f"--workers is {arguments.workers}, but there are {world.size} ranks; run it by "
+            f"mpiexec -n {arguments.workers}"
+        )
+    limited = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
+    if world.rank == 0 and world.size > 1 and not limited:
+        print(
+            "NumPy may use all cores on every rank, which can take ten times as long: "
+            "OMP_NUM_THREADS=1 gives each one core",
+            flush=True,
+        )
+    communicator = Communicator.of(world)
+    machine = None
+    if file is not None:
+        machine = _by_first(communicator, file, lambda: load_machine(file))
+    if name.endswith(".npz"):
+        measured = run_chain(world, name, batch, machine)
+    else:
+        measured = run(world, name, machine or measure_here(world, name, batch), batch)
+    if world.rank == 0:
+        print(measured)
+    # One rank alone measures no network.
+    if file is None and world.size > 1 and not name.endswith(".npz"):
+        path = _by_first(communicator, worker_file(), lambda: save_machine(measured.machine))
+        if world.rank == 0:
+            print(f"this machine, for which tables are from now on: {path}")

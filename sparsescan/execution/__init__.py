@@ -1,0 +1,1 @@
+"""Everything that a program runs in: memory, tables, threads, launches."""

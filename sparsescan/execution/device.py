@@ -1,0 +1,803 @@
+"""Runs on a CUDA device: tables, memory, launches and their graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays.arrays import load_cupy
+from ..arrays.cuda import SIMULATED
+from ..errors import MemoryLimitError
+from ..execution.workspace import KINDS, Parts, places
+from ..kernels.cpu.tables import Kind, Op, Store
+from ..kernels.cuda import chunks as cuda_chunks
+from ..kernels.cuda import device as _device
+from ..kernels.cuda.levels import STAGE, THREADS, level_kernels
+from ..kernels.cuda.tables import Mode, Node, Plan, Run, Unit
+from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.program import Program
+
+__all__ = [
+    "BLAS_SIZE",
+    "GRAIN",
+    "LARGE",
+    "DeviceWorkspace",
+    "Shares",
+    "chunk_count",
+    "chunk_size",
+    "device_bytes",
+]
+
+# Multiply-adds of a product that a block makes at least, where it shares the product with others.
+GRAIN = 64 if SIMULATED else 16384
+# Tiles of a step above which its rows are shared by blocks, even if each step then takes a launch.
+LARGE = 4
+# Blocks for each multiprocessor that share the rows of one step.
+_WAVES = 16
+# Rows, columns and inner dimension from which on a dense product is cuBLAS's.
+BLAS_SIZE = 6 if SIMULATED else 128
+
+# Bytes of which CuPy's memory pool gives a multiple.
+_UNIT = 512
+
+# One of the things that a run does in turn, given the handle of a stream.
+Action = Callable[[int], None]
+
+
+class StepValues(Protocol):
+    """Values of Jacobians as :class:`~sparsescan.chains.chain.Chain` has them."""
+
+    @property
+    def n(self) -> int:
+        """Number of Jacobians."""
+
+    @property
+    def leaves(self) -> NDArray[np.int64]:
+        """Address of the values of each, and bytes from one sample to the next."""
+
+    @property
+    def stack(self) -> tuple[int, int, int] | None:
+        """Address, and bytes to the next Jacobian and sample, of one array of all, if it is one."""
+
+    def array(self, k: int) -> Any:
+        """Return the values of the `k`-th."""
+
+
+class AddedGrads(Protocol):
+    """Gradients to add as :class:`~sparsescan.chains.chain.LocalGrads` has them."""
+
+    @property
+    def stack(self) -> tuple[int, int] | None:
+        """Address, and bytes to the next gradient, of one array of all, if it is one."""
+
+    def fill(self, addresses: NDArray[np.int64]) -> None:
+        """Write the address of each gradient, or 0."""
+
+
+class Kept(NamedTuple):
+    """A pattern on a device, and when it is there."""
+
+    indptr: Any
+    indices: Any
+    tiles: Any
+    home: Any  # the stream it was made on
+    ready: Any
+
+
+_counts: dict[int, int] = {}
+# Uploaded patterns, by device and index dtype.
+_patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
+_tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
+
+
+def chunk_count(patterns: Sequence[Pattern], batch: int) -> int | None:
+    """Return into how many chunks the current device would cut a chain."""
+    size = chunk_size(patterns)
+    if size is None:
+        return None
+    return cuda_chunks.chunk_count(len(patterns), batch, size, _processors(load_cupy()))
+
+
+def _processors(cupy: Any) -> int:
+    """Return the number of multiprocessors of the current device."""
+    device = cupy.cuda.Device()
+    if device.id not in _counts:
+        # CuPy asks for all attributes at once, which takes a while.
+        _counts[device.id] = int(device.attributes["MultiProcessorCount"])
+    return _counts[device.id]
+
+
+def chunk_size(patterns: Sequence[Pattern]) -> int | None:
+    """Return the size of the steps, if all have one pattern for which there are chunked kernels."""
+    first = patterns[0]
+    rows, cols = first.shape
+    if 0 < rows == cols <= cuda_chunks.MAX_SIZE and all(p is first for p in patterns):
+        return rows
+    return None
+
+
+class Shares(NamedTuple):
+    """How blocks share the operations of a program."""
+
+    blocks: NDArray[np.int64]  # parts of the rows, where an operation is the only one of its run
+    large: NDArray[np.bool_]  # whether it is worth more than one block
+    blas: NDArray[np.bool_]  # whether cuBLAS multiplies
+
+    @classmethod
+    def of(cls, program: Program) -> Shares:
+        """Return the launches of `program`, on a device of any size."""
+        ops, patterns = program.ops, program.patterns
+        left, right, product = ops[:, Op.LEFT], ops[:, Op.RIGHT], ops[:, Op.VECTOR] == 0
+        tiles = {pattern: len(_tiles_of(pattern)) - 1 for pattern in set(patterns)}
+        count = np.array([tiles[pattern] for pattern in patterns], np.int64)[right]
+        rows = np.array([pattern.shape[0] for pattern in patterns], np.int64)[right]
+        large = np.array([_is_large(pattern) for pattern in patterns])
+        blas = product & large[left] & large[right]
+        blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
+        return cls(np.maximum(blocks, 1), (count > LARGE) | blas, blas)
+
+
+def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
+    """Return the most device memory that scans take beside Jacobians and gradients, in bytes.
+
+    They are those of its products, tables and patterns, once both scans have run: as if all
+    Jacobians differed between samples, and with local gradients. What cuBLAS keeps for itself is
+    not among them.
+    """
+    n, itemsize, first = program.n, dtype.itemsize, program.patterns[0]
+    told = 8 * (Run.WIDTH + 3 * n + 1)
+    # The run table, and what is copied to it.
+    sizes = [told, told]
+    chunks, size = program.schedule.chunks, chunk_size(program.patterns[:n])
+    if chunks is not None and size is not None:
+        products = (-(-n // -(-n // chunks)) - 1) * batch
+        sizes += [products * (size + 1) * size * itemsize, products * size * 4]
+        sizes += [] if first.kind == "dense" else [4 * first.nnz]
+    else:
+        sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
+        tables = [Node.WIDTH * len(program.patterns), len(program.offsets), program.ops.size]
+        tables += [Op.WIDTH * n, Plan.WIDTH, Plan.WIDTH]
+        sizes += [8 * table for table in tables]
+        sizes += [8 * Unit.WIDTH * units for units in _unit_counts(program)]
+    return sum(-(-size // _UNIT) * _UNIT for size in sizes)
+
+
+class _Pools(NamedTuple):
+    """How much memory products take, and where in it each lies: by counting alone.
+
+    The first axis is that of values, exponents and local gradients, which have a pool each.
+
+    Attributes
+    ----------
+    counts : ndarray of int64, shape (3, products)
+        Elements of a sample of each product.
+    starts : ndarray of int64, shape (3, products)
+        Where each product starts: in the pool, or in the scratch of the first block.
+    strides : ndarray of int64, shape (3,)
+        Elements of the scratch of a block: two slots.
+    sizes : ndarray of int64, shape (3,)
+        Elements in all.
+    """
+
+    counts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, program: Program, batch: int, batched: NDArray[np.bool_], local: bool) -> _Pools:
+        """Return the pools of runs of `batch` samples, of which products `batched` differ."""
+        products = program.ops[program.ops[:, Op.VECTOR] == 0]
+        patterns, n = program.patterns, program.n
+        inner = np.zeros(program.products, np.int64)
+        inner[products[:, Op.OUT] - n] = [
+            patterns[right].shape[1] for right in products[:, Op.RIGHT].tolist()
+        ]
+        rows, cols, nnz = np.array([(*p.shape, p.nnz) for p in patterns[n:]], np.int64).T
+        counts = np.stack([nnz, 3 * cols + 1 + inner, rows * local])
+        in_scratch = _in_scratch(program)
+        widths = np.where(batched, batch, 1)
+        kept = counts * np.stack([widths, widths, np.full_like(widths, batch)]) * ~in_scratch
+        starts, totals = places(kept.T)
+        slot = counts[:, in_scratch].max(axis=1, initial=0)
+        scratch = totals[:, None] + slot[:, None] * program.slots
+        blocks = batch * max(len(runs) for _, runs in program.levels)
+        starts = np.where(in_scratch, scratch, starts.T)
+        return cls(counts, starts, 2 * slot, totals + 2 * slot * blocks)
+
+
+def _product_bytes(program: Program, itemsize: int, batch: int) -> list[int]:
+    """Return bytes of products and their state, as if all differed between samples."""
+    if not program.products:
+        return []
+    pools = _Pools.of(program, batch, np.ones(program.products, bool), True)
+    return [*(pools.sizes * [itemsize, 4, itemsize]).tolist(), 12 * batch * program.products]
+
+
+def _pattern_bytes(program: Program) -> list[int]:
+    """Return bytes of the tiles of every pattern, and of index arrays."""
+    sizes = []
+    for pattern in set(program.patterns):
+        sizes.append(8 * len(_tiles_of(pattern)))
+        if pattern.kind == "general":
+            width = program.index_dtype.itemsize
+            sizes += [width * (pattern.shape[0] + 1), width * pattern.nnz]
+    return sizes
+
+
+def _unit_counts(program: Program) -> list[int]:
+    """Return the units of each launch of an exclusive and of an inclusive scan."""
+    shares, counts = Shares.of(program), []
+    for _, runs in program.levels:
+        for together, _ in _launched(runs, shares.large):
+            only = _only(together)
+            blocks = np.where(only >= 0, shares.blocks[only], 1)
+            counts += [int(blocks.sum()), int(blocks[(only >= 0) & shares.blas[only]].sum())]
+    guard = 1 if program.products else 0
+    return [*counts, guard, *counts, guard, int(shares.blocks[-1])]
+
+
+def _launched(
+    runs: NDArray[np.int64], large: NDArray[np.bool_]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the runs of each launch of a level, with their numbers in the level.
+
+    A level is one launch; or one for each operation of its longest run, if some are worth more than
+    one block.
+    """
+    length = runs[:, 1] - runs[:, 0]
+    if length.max() == 1 or not large[int(runs[0, 0]) : int(runs[-1, 1])].any():
+        yield runs, np.arange(len(runs))
+        return
+    for depth in range(int(length.max())):
+        first = runs[length > depth, 0] + depth
+        yield np.stack([first, first + 1], axis=1), np.flatnonzero(length > depth)
+
+
+def _only(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the one operation of each run, or -1 for a run of several."""
+    return np.where(runs[:, 1] - runs[:, 0] == 1, runs[:, 0], -1)
+
+
+def _is_large(pattern: Pattern) -> bool:
+    """Return whether products of such matrices are cuBLAS's to make."""
+    return pattern.kind == "dense" and min(pattern.shape) >= BLAS_SIZE
+
+
+def _in_scratch(program: Program) -> NDArray[np.bool_]:
+    """Return which products are kept only until the next operation; but cuBLAS knows no scratch."""
+    large = [_is_large(pattern) for pattern in program.patterns[program.n :]]
+    in_scratch: NDArray[np.bool_] = (program.slots >= 0) & ~np.array(large, bool)
+    return in_scratch
+
+
+class DeviceWorkspace:
+    """Memory, tables and launches for a program on the current device, kept from run to run.
+
+    Parameters
+    ----------
+    program : Program
+        The program to run.
+    dtype : dtype
+        float32 or float64.
+    batch : int
+        Number of samples, at least 1.
+    batched : ndarray of bool, shape (n,)
+        Which Jacobians differ between samples.
+    stacked : bool
+        Whether the Jacobians come as one array.
+    local : {None, "list", "stack"}
+        Whether there are local gradients, and how they come.
+
+    Raises
+    ------
+    MemoryLimitError
+        If the device has not enough memory left.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        stacked: bool,
+        local: str | None,
+    ) -> None:
+        self._cupy = cupy = load_cupy()
+        # The streams that the memory was made on, and when no run uses it any more.
+        self._homes = [cupy.cuda.get_current_stream()]
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._done.record(self._homes[0])
+        self._kept: list[Any] = []  # what tables and launches point into
+        n = program.n
+        leaves = 0 if stacked else 2 * n
+        self._locals = Run.WIDTH + leaves if local == "list" else 0
+        # The run descriptor as the host writes it, and as the device reads it.
+        self._told = np.zeros(Run.WIDTH + leaves + (n + 1) * (local == "list"), np.int64)
+        self._run = cupy.empty(len(self._told), np.int64)
+        self._chain: StepValues | None = None
+        self._may_capture = True
+        self._launches = _Launches(program, dtype, batch, batched, local is not None, self)
+        # One entry is for exclusive scans, one for inclusive ones; a second run makes a graph.
+        self._actions: list[list[Action] | None] = [None, None]
+        self._graphs: list[Any] = [None, None]
+
+    def __del__(self) -> None:
+        # CuPy gives freed memory to others on the stream it was made on. When a process ends
+        # CuPy may be gone already, and so is whatever would have to wait.
+        with suppress(Exception):
+            for home in {id(home): home for home in self._homes}.values():
+                home.wait_event(self._done)
+
+    @property
+    def run_table(self) -> int:
+        """Address of the run table."""
+        return int(self._run.data.ptr)
+
+    def place(self, array: Any) -> int:
+        """Keep an array, uploaded if it is NumPy's; its address."""
+        array = self._cupy.asarray(array)
+        self._kept.append(array)
+        return int(array.data.ptr)
+
+    def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> Any:
+        """Keep and return a new array of `size` values, or raise an error if there is no room."""
+        needed = size * np.dtype(dtype).itemsize
+        free = self._cupy.cuda.Device().mem_info[0]
+        free += self._cupy.get_default_memory_pool().free_bytes()
+        make = self._cupy.zeros if zeros else self._cupy.empty
+        try:
+            if needed <= free:
+                array = make(size, dtype)
+                self._kept.append(array)
+                return array
+        except self._cupy.cuda.memory.OutOfMemoryError:
+            pass  # what is free is in pieces
+        raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
+
+    def product(self, k: int) -> Parts | None:
+        """Return the `k`-th product after a run, as :meth:`~.workspace.Workspace.product`.
+
+        It is copied to host memory, which waits for the device. None if a value was not finite.
+        """
+        if self._run[Run.FLAG : Run.FLAG + 1].get()[0]:
+            return None
+        return self._launches.product(k)
+
+    def keep(self, kept: Kept) -> None:
+        """Keep a pattern, which may have been uploaded on another stream."""
+        self._cupy.cuda.get_current_stream().wait_event(kept.ready)
+        self._kept.append(kept)
+        self._homes.append(kept.home)
+
+    def run(self, chain: StepValues, local: AddedGrads, out: Any, *, inclusive: bool) -> None:
+        """Fill `out`, whose first gradient is there, on the current stream."""
+        told = self._told
+        told[Run.FLAG], told[Run.OUT] = 0, out.data.ptr
+        if chain.stack is not None:
+            told[Run.BASE : Run.SAMPLE + 1] = chain.stack
+        else:
+            told[Run.WIDTH : Run.WIDTH + 2 * chain.n] = chain.leaves.ravel()
+        if local.stack is not None:
+            told[Run.LOCAL_BASE : Run.LOCAL_STEP + 1] = local.stack
+        elif self._locals:
+            told[Run.LOCALS] = self._locals
+            local.fill(told[self._locals : self._locals + chain.n + 1])
+        stream = self._cupy.cuda.get_current_stream()
+        # The memory is in use until the run before is done, which may be on another stream.
+        stream.wait_event(self._done)
+        # CuPy keeps a pinned copy until it has been copied: `told` soon changes.
+        self._run[...] = self._cupy.asarray(told)
+        self._chain = chain
+        try:
+            self._start(stream, inclusive)
+        finally:
+            self._chain = None
+            self._done.record(stream)
+
+    def _start(self, stream: Any, inclusive: bool) -> None:
+        actions, graph = self._actions[inclusive], self._graphs[inclusive]
+        if graph is None and actions is not None and self._may_capture:
+            # Kernels have been compiled and loaded, which no capture allows.
+            graph = self._graphs[inclusive] = self._capture(actions)
+        if graph is not None:
+            graph.launch(stream)
+            return
+        if actions is None:
+            actions = self._actions[inclusive] = self._launches.actions(inclusive)
+        for action in actions:
+            action(stream.ptr)
+
+    def _capture(self, actions: list[Action]) -> Any:
+        """Return a graph of a run, or None where none can be made."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        try:
+            stream.begin_capture()
+            try:
+                for action in actions:
+                    action(stream.ptr)
+            finally:
+                graph = stream.end_capture()
+        except Exception:
+            # If it was not for the capture, plain launches will raise it again.
+            self._may_capture = False
+            return None
+        return graph
+
+    def matmul(
+        self, left: Callable[[StepValues], Any], right: Callable[[StepValues], Any], out: Any
+    ) -> Action:
+        """Return ``out = left @ right`` by cuBLAS, of arrays that are known when a chain is."""
+        # A graph would keep the addresses of this chain.
+        self._may_capture = False
+
+        def action(stream: int) -> None:
+            assert self._chain is not None
+            self._cupy.matmul(left(self._chain), right(self._chain), out=out)
+
+        return action
+
+
+class _Chunked(NamedTuple):
+    """Kernels for a chain of small steps, the steps of a chunk, and addresses of what they need."""
+
+    kernels: cuda_chunks.ChunkKernels
+    chunk: int
+    memory: tuple[int, int, int]  # places of the entries, products, their exponents
+
+
+class _Launches:
+    """The launches of a program, and the tables that they read."""
+
+    def __init__(
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        local: bool,
+        workspace: DeviceWorkspace,
+    ) -> None:
+        self._program = program
+        self._dtype = dtype
+        self._batch = batch
+        self._workspace = workspace
+        self._processors = _processors(load_cupy())
+        self._run = workspace.run_table
+        n = program.n
+        self._chunked: _Chunked | None = None
+        chunks = program.schedule.chunks
+        if chunks is not None and chunk_size(program.patterns[:n]) is not None:
+            self._chunked = self._make_room(chunks)
+            return
+        self._kernels = level_kernels(dtype, program.index_dtype)
+        nodes = self._nodes()
+        self._kinds, self._nnz = nodes[:, Node.KIND], nodes[:, Node.NNZ]
+        self._rows = nodes[:, Node.ROWS]
+        self._shares = Shares.of(program)
+        self._views: dict[int, Any] = {}
+        # Of values, exponents and local gradients: the pool, where each product has its place in it
+        # (-1 in scratch), and what a sample of it takes.
+        self._pools: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]] = []
+        self._batched = self._differ(program.batched(batched))
+        nodes[:, Node.BATCHED] = self._batched
+        self._place_products(nodes, local)
+        place = workspace.place
+        common = {
+            Plan.BATCH: batch,
+            Plan.LOCAL: int(local),
+            Plan.NODES: place(nodes),
+            Plan.OFFSETS: place(program.offsets),
+        }
+        self._plan = place(self._slots(common | {Plan.OPS: place(program.ops)}))
+        steps = np.arange(n, dtype=np.int64)
+        linear = np.stack([np.ones(n, np.int64), steps, steps, steps + 1], axis=1)
+        self._linear = place(self._slots(common | {Plan.OPS: place(linear)}))
+
+    def _differ(self, batched: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which nodes differ between samples: all of a run whose last one does.
+
+        The blocks of a run, one for each sample, do not wait for each other.
+        """
+        ops = self._program.ops
+        for _, runs in self._program.levels:
+            for first, last in runs[runs[:, 1] - runs[:, 0] > 1].tolist():
+                if not ops[first, Op.VECTOR] and not self._shares.large[first:last].any():
+                    products = ops[first:last, Op.OUT]
+                    batched[products] |= batched[products[-1]]
+        return batched
+
+    @staticmethod
+    def _slots(plan: dict[int, int]) -> NDArray[np.int64]:
+        return np.array([plan[slot] for slot in range(Plan.WIDTH)], np.int64)
+
+    def actions(self, inclusive: bool) -> list[Action]:
+        """Return what an exclusive or an inclusive scan does."""
+        program = self._program
+        if self._chunked is not None:
+            return self._chunks(self._chunked, program.n - (not inclusive))
+        actions = [action for _, runs in program.levels for action in self._level(runs)]
+        if inclusive:
+            last = len(program.ops) - 1
+            actions += self._level(np.array([[last, last + 1]], np.int64))
+        # A program that makes no gradients has none to make again.
+        if program.products and program.ops[:-1, Op.VECTOR].any():
+            # One block for each sample makes them again if the flag is raised.
+            unit = np.array([[0, program.n - (not inclusive), 0, 1, 0, Mode.ALL]], np.int64)
+            actions.append(
+                self._launch(self._kernels.vectors, self._batch, THREADS, self._linear, unit, 1)
+            )
+        return actions
+
+    def _launch(
+        self,
+        kernel: Any,
+        batch: int,
+        threads: int,
+        plan: int,
+        units: NDArray[np.int64],
+        guarded: int,
+    ) -> Action:
+        arguments = self._run, plan, self._workspace.place(units), batch, guarded
+        return partial(_launch, kernel, len(units) * batch, threads, arguments)
+
+    # -- Chunked --------------------------------------------------------------------------------
+
+    def _chunks(self, chunked: _Chunked, steps: int) -> list[Action]:
+        """Return the three phases of a chain of small steps."""
+        if steps == 0:
+            return []
+        kernels, chunk, memory = chunked
+        phases = cuda_chunks.launches(kernels, self._run, *memory, steps, self._batch, chunk)
+        return [
+            partial(_launch, kernel, blocks, threads, arguments)
+            for kernel, blocks, threads, arguments in phases
+        ]
+
+    def _make_room(self, chunks: int) -> _Chunked:
+        """Prepare the kernels for chunks, and the memory that they need."""
+        pattern, steps, workspace = self._program.patterns[0], self._program.n, self._workspace
+        kernels = cuda_chunks.chunk_kernels(pattern.shape[0], pattern.nnz, self._dtype)
+        chunk = -(-steps // chunks)
+        values, exponents = kernels.scratch(steps, self._batch, chunk)
+        memory = (
+            0 if pattern.kind == "dense" else workspace.place(_places_of(pattern)),
+            workspace.room("the products of the chunks", values, self._dtype).data.ptr,
+            workspace.room("the exponents of the chunks", exponents, np.int32).data.ptr,
+        )
+        return _Chunked(kernels, chunk, memory)
+
+    # -- Levels ---------------------------------------------------------------------------------
+
+    def _level(self, runs: NDArray[np.int64]) -> list[Action]:
+        """Return the launches of a level."""
+        return [
+            action
+            for together, part in _launched(runs, self._shares.large)
+            for action in self._together(together, part)
+        ]
+
+    def _together(self, runs: NDArray[np.int64], part: NDArray[np.int64]) -> list[Action]:
+        """Return a launch of independent runs; `part` numbers them for their scratch."""
+        ops = self._program.ops
+        only = _only(runs)
+        blocks = np.where(only >= 0, self._blocks(only), 1)
+        vector = ops[runs[:, 0], Op.VECTOR] == 1
+        out = ops[runs[:, 1] - 1, Op.OUT]
+        batch = self._batch if vector.any() or self._batched[out].any() else 1
+        blas = (only >= 0) & self._shares.blas[only]
+        mode = np.where(blas, Mode.CHECK, Mode.ALL)
+        kernel = self._kernels.vectors if vector.all() else self._kernels.level
+        threads = self._threads(runs)
+        units = _units(runs, blocks, part, mode)
+        actions = [self._launch(kernel, batch, threads, self._plan, units, 0)]
+        if blas.any():
+            actions += [self._matmul(int(op)) for op in only[blas]]
+            units = _units(runs[blas], blocks[blas], part[blas], np.full(blas.sum(), Mode.SETTLE))
+            actions.append(self._launch(kernel, batch, threads, self._plan, units, 0))
+        return actions
+
+    def _blocks(self, ops: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return into how many parts the rows of each operation are cut."""
+        blocks, vector = self._shares.blocks[ops], self._program.ops[ops, Op.VECTOR] == 1
+        # More of them only wait for each other; a block goes through several tiles.
+        return np.where(vector, np.minimum(blocks, _WAVES * self._processors), blocks)
+
+    def _threads(self, runs: NDArray[np.int64]) -> int:
+        """Return threads of a block: fewer where there would be nothing to do for more."""
+        program = self._program
+        ops = program.ops[runs[:, 0]]
+        left, right = np.where(ops[:, Op.VECTOR] == 1, 0, ops[:, Op.LEFT]), ops[:, Op.RIGHT]
+        nnz = self._nnz
+        # Each thread has a few entries of a tile, or of a product; or one of each row, where rows
+        # are added up one after the other.
+        wanted = np.minimum(nnz[right] // 4, STAGE // 4)
+        added = (
+            (ops[:, Op.VECTOR] == 0)
+            & (self._kinds[left] == Kind.CSR)
+            & (self._kinds[right] != Kind.DIAGONAL)
+        )
+        wanted = np.where(added, nnz[left] // np.maximum(self._rows[left], 1), wanted)
+        threads = min(32, THREADS)
+        while threads < min(int(np.median(wanted)), THREADS):
+            threads *= 2
+        return threads
+
+    def _matmul(self, op: int) -> Action:
+        left, right, out = self._program.ops[op, [Op.LEFT, Op.RIGHT, Op.OUT]].tolist()
+        return self._workspace.matmul(self._matrix(right), self._matrix(left), self._views[out])
+
+    def _matrix(self, node: int) -> Callable[[StepValues], Any]:
+        """Return a dense node as an array ``(rows, cols)`` or ``(batch, rows, cols)``."""
+        if node >= self._program.n:
+            view = self._views[node]
+            return lambda chain: view
+        shape = self._program.patterns[node].shape
+
+        def matrix(chain: StepValues) -> Any:
+            values = chain.array(node)
+            return values.reshape(*values.shape[:-1], *shape)
+
+        return matrix
+
+    # -- Tables ---------------------------------------------------------------------------------
+
+    def _nodes(self) -> NDArray[np.int64]:
+        """Return the node table, as far as patterns and Jacobians go."""
+        program, n = self._program, self._program.n
+        rows: dict[Pattern, list[int]] = {}
+        for pattern in set(program.patterns):
+            kept = _keep(pattern, program.index_dtype)
+            self._workspace.keep(kept)
+            arrays = kept.indptr, kept.indices, kept.tiles
+            rows[pattern] = [
+                KINDS[pattern.kind],
+                *pattern.shape,
+                pattern.nnz,
+                *(0 if array is None else array.data.ptr for array in arrays),
+                len(kept.tiles) - 1,
+            ]
+        nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
+        nodes[:, : Node.TILE_COUNT + 1] = [rows[pattern] for pattern in program.patterns]
+        nodes[:n, Node.STORE] = Store.CALLER
+        nodes[:n, Node.VALUES] = np.arange(n)
+        return nodes
+
+    def _place_products(self, nodes: NDArray[np.int64], local: bool) -> None:
+        """Give every product its place: in the pool, or in the scratch of the run that makes it."""
+        program, batch = self._program, self._batch
+        if not program.products:
+            return
+        products, in_scratch = nodes[program.n :], _in_scratch(program)
+        batched = products[:, Node.BATCHED] == 1
+        pools = _Pools.of(program, batch, batched, local)
+        products[:, Node.STORE] = np.where(in_scratch, Store.SCRATCH, Store.POOL)
+        columns: tuple[tuple[str, int, Any], ...] = (
+            ("the products", Node.VALUES, self._dtype),
+            ("their exponents", Node.EXPONENTS, np.int32),
+            ("their local gradients", Node.LOCAL, self._dtype),
+        )
+        for counts, starts, stride, size, (what, column, dtype) in zip(
+            *pools, columns, strict=True
+        ):
+            pool, itemsize = self._workspace.room(what, int(size), dtype), np.dtype(dtype).itemsize
+            products[:, column] = pool.data.ptr + starts * itemsize
+            products[:, column + 1] = np.where(in_scratch, stride, counts) * itemsize
+            self._pools.append((pool, np.where(in_scratch, -1, starts), counts))
+        kept, widths = np.flatnonzero(~in_scratch), np.where(batched, batch, 1)
+        self._view_products(self._pools[0][0], pools.starts[0], kept, widths)
+        first, total = places(3 * widths)
+        state = self._workspace.room("the state of the products", int(total), np.int32, zeros=True)
+        products[:, Node.STATE] = state.data.ptr + 4 * first
+
+    def product(self, k: int) -> Parts:
+        """Return a product as :meth:`DeviceWorkspace.product` does."""
+        pattern = self._program.patterns[self._program.n + k]
+        width = self._batch if self._batched[self._program.n + k] else 1
+
+        def rows(column: int, count: int, size: int) -> NDArray[Any]:
+            pool, place, step = self._pools[column]
+            first, stop = place[k], place[k] + count * step[k]
+            array: NDArray[Any] = pool[first:stop].get().reshape(count, step[k])[:, :size]
+            return array
+
+        values = rows(0, width, pattern.nnz)
+        exponents = rows(1, width, pattern.shape[1] + 1)
+        # Kernels do not write the exponents of a product that is in range.
+        exponents[exponents[:, -1] == 0] = 0
+        exponents[:, -1] = exponents[:, -1] != 0
+        return values, exponents, rows(2, self._batch, pattern.shape[0])
+
+    def _view_products(
+        self,
+        pool: Any,
+        first: NDArray[np.int64],
+        kept: NDArray[np.int64],
+        widths: NDArray[np.int64],
+    ) -> None:
+        """Make arrays ``(batch or 1, rows, cols)`` of the large dense products, for cuBLAS."""
+        n = self._program.n
+        for k in kept.tolist():
+            pattern, place, width = self._program.patterns[n + k], int(first[k]), int(widths[k])
+            if _is_large(pattern):
+                values = pool[place : place + width * pattern.nnz]
+                self._views[n + k] = values.reshape(width, *pattern.shape)
+
+
+def _launch(
+    kernel: Any, blocks: int, threads: int, arguments: tuple[int, ...], stream: int
+) -> None:
+    _device.launch(kernel, blocks, threads, stream, *arguments)
+
+
+def _units(
+    runs: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    part: NDArray[np.int64],
+    mode: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return a unit for each of the `blocks` parts of each run."""
+    run = np.repeat(np.arange(len(runs)), blocks)
+    units = np.empty((len(run), Unit.WIDTH), np.int64)
+    units[:, [Unit.FIRST, Unit.LAST]] = runs[run]
+    units[:, Unit.BLOCK] = np.arange(len(run)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    units[:, Unit.BLOCKS] = blocks[run]
+    units[:, Unit.PART] = part[run]
+    units[:, Unit.MODE] = mode[run]
+    return units
+
+
+def _keep(pattern: Pattern, index_dtype: np.dtype[Any]) -> Kept:
+    """Return what kernels read of a pattern, on the current device."""
+    cupy = load_cupy()
+    known = _patterns.setdefault(pattern, {})
+    key = cupy.cuda.Device().id, index_dtype
+    if key not in known:
+        indptr = indices = None
+        if pattern.kind == "general":
+            indptr = cupy.asarray(pattern.indptr.astype(index_dtype, copy=False))
+            indices = cupy.asarray(pattern.indices.astype(index_dtype, copy=False))
+        tiles = cupy.asarray(_tiles_of(pattern))
+        home, ready = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
+        ready.record(home)
+        known[key] = Kept(indptr, indices, tiles, home, ready)
+    return known[key]
+
+
+def _tiles_of(pattern: Pattern) -> NDArray[np.int64]:
+    """Return the first row of every tile, and the number of rows."""
+    if pattern not in _tiles:
+        _tiles[pattern] = _cut(pattern)
+    return _tiles[pattern]
+
+
+def _cut(pattern: Pattern) -> NDArray[np.int64]:
+    rows, cols = pattern.shape
+    if pattern.kind != "general":
+        step = 4 * THREADS
+        if pattern.kind == "dense":
+            # A row gets as many threads as have a few entries each, 32 at most.
+            lanes = 1
+            while lanes < 32 and 8 * lanes <= cols:
+                lanes *= 2
+            step = max(1, THREADS // lanes)
+        return np.append(np.arange(0, rows, step, dtype=np.int64), rows)
+    indptr, tiles = pattern.indptr, [0]
+    while tiles[-1] < rows:
+        first = tiles[-1]
+        last = int(np.searchsorted(indptr, int(indptr[first]) + STAGE, side="right")) - 1
+        tiles.append(min(max(last, first + 1), first + THREADS, rows))
+    return np.array(tiles, np.int64)
+
+
+def _places_of(pattern: Pattern) -> NDArray[np.int32]:
+    """Return ``row·cols + column`` of every entry."""
+    rows = rows_of(pattern)
+    return (rows * pattern.shape[1] + pattern.indices).astype(np.int32)

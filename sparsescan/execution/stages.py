@@ -1,0 +1,132 @@
+"""Stages: how the levels of a program are cut into units of work for threads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.cpu.tables import Op, Stage, Work
+from ..symbolic.program import Program
+
+__all__ = ["ROW_GRAIN", "RUN_GRAIN", "STAGE_BYTES", "Stages"]
+
+# Bytes of the tables of a stage, at most.
+STAGE_BYTES = 128
+# Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
+# they only decide how work is cut up.
+_NANOSECONDS = {"dense": 0.2, "general": 0.5, "diagonal": 0.5}
+# Nanoseconds of work below which more threads cost more than they save: for a run, which has to
+# wake them, and for a block of the rows of one operation, after which they meet.
+RUN_GRAIN = 200_000
+ROW_GRAIN = 10_000
+# Bytes of a step below which its samples are not shared out: threads that skip through memory in
+# pieces this small take longer than one that reads on (half as fast with pieces of 13 kB, from
+# 25 to 75 MB, on the machine of bench/results).
+_BLOCK_BYTES = 32_768
+
+
+class Stages:
+    """How the levels of a program are cut into units for some threads.
+
+    Nothing here changes a result: units only say who computes what.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        batch: int,
+        widths: NDArray[np.int64],
+        threads: int,
+        itemsize: int,
+    ) -> None:
+        self._program = program
+        ops = program.ops
+        vector = ops[:, Op.VECTOR] == 1
+        self._width = np.where(vector, batch, widths[np.where(vector, 0, ops[:, Op.OUT])])
+        # A product in the scratch of a thread is made and read by that thread.
+        self._in_scratch = np.zeros(len(ops), bool)
+        self._in_scratch[~vector] = program.slots[ops[~vector, Op.OUT] - program.n] >= 0
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._units: list[int] = []
+        self._runs: list[NDArray[np.int64]] = []
+        self._run_count = 0
+        # Bytes that each operation reads for every sample.
+        nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
+        self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
+        rate = np.array([_NANOSECONDS[pattern.kind] for pattern in program.patterns])
+        cost = program.work * self._width * rate[ops[:, Op.RIGHT]]
+        # The predicted time of all threads together.
+        self.nanoseconds = float(cost.sum())
+        if self.nanoseconds < RUN_GRAIN:
+            threads = 1
+        for _, runs in program.levels:
+            self._level(runs, cost, threads)
+        last = len(ops) - 1
+        self._level(np.array([[last, last + 1]], np.int64), cost, threads)
+        self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
+        self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
+        self.widest = max(self._units)
+        self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
+
+    def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        large = cost >= 2 * ROW_GRAIN
+        mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
+        if (
+            threads == 1
+            or not mostly_large
+            or self._in_scratch[first:last].any()
+            or self._balanced(runs, cost, threads)
+        ):
+            self._add_runs(runs, threads)
+            return
+        for start, stop in runs.tolist():
+            op = start
+            while op < stop:
+                small = op
+                while small < stop and not large[small]:
+                    small += 1
+                if small > op:
+                    self._add_runs(np.array([[op, small]], np.int64), threads)
+                    op = small
+                else:
+                    self._add_rows(op, min(threads, int(cost[op] / ROW_GRAIN)))
+                    op += 1
+
+    def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> bool:
+        """Return whether runs cut only between samples keep all threads about equally busy."""
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        blocks = self._blocks(runs, threads)
+        if len(runs) * blocks > 16 * threads:
+            return True
+        run_cost = np.add.reduceat(cost[first:last], runs[:, 0] - first)
+        pieces = np.minimum(self._width[runs[:, 1] - 1], blocks)
+        busy = np.zeros(threads)
+        for unit in sorted(np.repeat(run_cost / pieces, pieces), reverse=True):
+            busy[busy.argmin()] += unit
+        return bool(busy.max() <= 1.25 * busy.mean())
+
+    def _blocks(self, runs: NDArray[np.int64], threads: int) -> int:
+        """Return blocks of samples into which every run of a level is cut."""
+        blocks = min(int(self._width[runs[:, 1] - 1].max()), -(-threads // len(runs)))
+        read = self._bytes[runs[0, 0] : runs[-1, 1]]
+        if blocks > 1 and read.any():
+            blocks = min(blocks, int(np.median(read[read > 0])) // _BLOCK_BYTES)
+        return max(blocks, 1)
+
+    def _add_runs(self, runs: NDArray[np.int64], threads: int) -> None:
+        blocks = self._blocks(runs, threads)
+        self._rows.append((Work.RUNS, self._run_count, blocks, 0))
+        self._units.append(len(runs) * blocks)
+        self._runs.append(runs)
+        self._run_count += len(runs)
+
+    def _add_rows(self, op: int, blocks: int) -> None:
+        if self._program.ops[op, Op.VECTOR]:
+            self._rows.append((Work.VECTOR, op, blocks, 0))
+            self._units.append(blocks)
+            return
+        for sample in range(int(self._width[op])):
+            for kind, units in ((Work.CHECK, blocks), (Work.MULTIPLY, blocks), (Work.SETTLE, 1)):
+                self._rows.append((kind, op, units, sample))
+                self._units.append(units)

@@ -1,0 +1,288 @@
+"""Workspace: the memory and the tables that a program runs in on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.cpu import run
+from ..kernels.cpu.tables import BAND, FINISHED, Kind, Node, Op, Run, Store, Tables
+from ..symbolic.pattern import Pattern
+from ..symbolic.program import Program
+from .stages import STAGE_BYTES, Stages
+from .threads import work
+
+__all__ = ["KINDS", "Parts", "Workspace", "places", "table_bytes", "workspace_bytes"]
+
+KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
+
+# Bytes of tables and objects, at most: of a run, for a step, a product.
+_RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES = 24_576, 1024, 3072
+
+# Values, exponents and local gradients of a product, with a row for each sample.
+Parts = tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]
+
+
+class Memory(NamedTuple):
+    """How much memory a run takes, and where in it every product lies: by counting alone.
+
+    Attributes
+    ----------
+    starts : ndarray of int64, shape (products, 3)
+        Where the values, exponents and local gradients of each product in a pool start.
+    slot : tuple of int
+        Entries, columns and rows of the largest product in scratch, for which there are slots.
+    scratch : tuple of int
+        Where the slots of thread 0 start among values, exponents and local gradients.
+    sizes : tuple of int
+        Elements of the pools, slots included: values, exponents, local gradients.
+    accumulator : int
+        Columns of the widest product, which a thread adds up a row in.
+    lanes : int
+        Columns of the widest Jacobian that samples share, of which eight are interleaved.
+    """
+
+    starts: NDArray[np.int64]
+    slot: tuple[int, ...]
+    scratch: tuple[int, ...]
+    sizes: tuple[int, ...]
+    accumulator: int
+    lanes: int
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        batch: int,
+        batched: NDArray[np.bool_],
+        local: bool,
+        threads: int,
+        shared: Iterable[Pattern],
+    ) -> Memory:
+        """Return the memory of runs of `batch` samples, of which nodes `batched` differ.
+
+        `shared` are the patterns of Jacobians that the samples share.
+        """
+        n, patterns = program.n, program.patterns
+        counts = np.array([(p.nnz, p.shape[1] + 1, p.shape[0]) for p in patterns[n:]], np.int64)
+        counts = counts.reshape(-1, 3)
+        kept = program.slots < 0
+        widths = np.where(batched[n:], batch, 1)
+        samples = np.stack([widths, widths, np.full(len(widths), batch * local)], axis=1)
+        starts, totals = places(counts * samples * kept[:, None])
+        slots = 0 if kept.all() else 2 * threads
+        nnz, cols, rows = (int(size) for size in counts[~kept].max(axis=0, initial=0))
+        scratch = slots * nnz, slots * cols, slots * rows * batch * local
+        sizes = tuple(int(total) + more for total, more in zip(totals, scratch, strict=True))
+        wide = [pattern.shape[1] for pattern in shared if pattern.kind != "diagonal"]
+        return cls(
+            starts,
+            slot=(nnz, max(cols - 1, 0), rows),
+            scratch=tuple(int(total) for total in totals),
+            sizes=sizes,
+            accumulator=max((pattern.shape[1] for pattern in patterns[n:]), default=0),
+            lanes=max(wide, default=0) if batch > 2 else 0,
+        )
+
+
+def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads: int) -> int:
+    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most.
+
+    It counts as if every Jacobian differed between samples, with local gradients, and products that
+    leave the range of floating point; with the linear scan that is run if a value is not finite.
+    """
+    patterns = set(program.patterns)
+    batched = np.ones(len(program.patterns), bool)
+    memory = Memory.of(program, batch, batched, True, threads, patterns)
+    values, exponents, local = memory.sizes
+    values += local + threads * (memory.accumulator + 8 * memory.lanes)
+    if program.products:
+        # Both operands of a product, and the earlier one again, while they are scaled.
+        rows, cols = np.array([pattern.shape for pattern in program.patterns], np.int64).T
+        nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
+        read = program.ops[program.ops[:, Op.VECTOR] == 0][:, [Op.LEFT, Op.RIGHT]]
+        values += threads * int((nnz[read] @ [2, 1]).max() + 2 * cols[read].max())
+        exponents += threads * int(cols[read].max() + rows[read].max()) * 6
+    copied = [p for p in patterns if p.kind == "general" and p.index_dtype != program.index_dtype]
+    indices = program.index_bytes + sum(8 * (p.nnz + p.shape[0] + 1) for p in copied)
+    tables = table_bytes(program.n, program.products)
+    if threads > 1:
+        # Stages of products whose rows are shared: three for each sample.
+        tables += STAGE_BYTES * 3 * batch * program.products
+    return dtype.itemsize * values + 4 * exponents + indices + tables
+
+
+def table_bytes(n: int, products: int) -> int:
+    """Return bytes of tables and objects, at most, for so many steps and products."""
+    return _RUN_BYTES + _STEP_BYTES * n + _PRODUCT_BYTES * products
+
+
+class Workspace:
+    """Memory and tables for running a program on one batch size, kept from run to run.
+
+    Parameters
+    ----------
+    program : Program
+        The program to run.
+    leaves : ndarray of int64, shape (n, 2)
+        The table that a :class:`~sparsescan.chains.chain.Chain` fills before each run.
+    dtype : dtype
+        float32 or float64.
+    batch : int
+        Number of samples, at least 1.
+    batched : ndarray of bool, shape (n,)
+        Which Jacobians differ between samples.
+    local : bool
+        Whether there will be local gradients.
+    threads : int
+        Threads that may take part.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: NDArray[np.int64],
+        dtype: np.dtype[Any],
+        batch: int,
+        batched: NDArray[np.bool_],
+        local: bool,
+        threads: int,
+    ) -> None:
+        n = program.n
+        self._n, self._batch, self._local = n, batch, local
+        self._kept: list[NDArray[Any]] = []  # what the tables point into
+        self._arrays: dict[int, NDArray[Any]] = {}  # what the run descriptor points to
+        node_batched = program.batched(batched)
+        widths = np.where(node_batched, batch, 1)
+        self._stages = Stages(program, batch, widths, threads, dtype.itemsize)
+        self.threads = min(threads, self._stages.widest)
+        self.local_grads = np.zeros(n + 1, np.int64)
+        self._kernel = run.run if program.products else run.run_vectors
+
+        nodes = self._nodes(program)
+        nodes[:, Node.BATCHED] = node_batched
+        self._run = np.zeros(Run.WIDTH, np.int64)
+        # Samples are not interleaved for Jacobians with one entry in every row.
+        single = nodes[:n, Node.SINGLE] != 0
+        shared = set(itertools.compress(program.patterns, ~(batched | single)))
+        memory = Memory.of(program, batch, node_batched, local, self.threads, shared)
+        self._place_products(program, nodes, memory)
+        self._set(Run.FIRST_UNIT, self._stages.first_unit)
+        self._set(Run.STAGES, self._stages.stages)
+        self._set(Run.RUNS, self._stages.runs)
+        self._set(Run.OPS, program.ops)
+        self._set(Run.NODES, nodes)
+        self._set(Run.LEAVES, leaves)
+        self._set(Run.LOCAL_GRADS, self.local_grads)
+        self._set(Run.OFFSETS, program.offsets)
+        values, exponents, local_values = memory.sizes
+        self._set(Run.POOL, np.empty(values, dtype))
+        self._set(Run.LOCAL_POOL, np.empty(local_values, dtype))
+        self._set(Run.ACCUMULATORS, np.zeros((self.threads, memory.accumulator), dtype))
+        self._set(Run.INTERLEAVED, np.empty((self.threads, 8 * memory.lanes), dtype))
+        self._run[Run.BATCH], self._run[Run.LOCAL] = batch, local
+        # Without products the run is the linear scan, which decides what is not finite.
+        self._run[Run.CHECKED] = program.products > 0
+        self._run[Run.ACCUMULATOR], self._run[Run.LANES] = memory.accumulator, memory.lanes
+        self._run[Run.INFINITY : Run.NEGLIGIBLE + 1] = BAND[dtype]
+        self._tables = Tables(
+            run=self._run,
+            exponents=np.zeros(exponents, np.int32),
+            values=np.empty(0, dtype),
+            bits=np.empty(0, np.int32 if dtype == np.float32 else np.int64),
+            indices=np.empty(0, program.index_dtype),
+        )
+
+    def _set(self, slot: int, array: NDArray[Any]) -> None:
+        """Write the address of an array into the run descriptor, and keep the array."""
+        self._run[slot] = array.ctypes.data
+        self._arrays[slot] = array
+
+    def _nodes(self, program: Program) -> NDArray[np.int64]:
+        """Return the node table with what follows from patterns."""
+        rows: dict[Pattern, list[int]] = {}
+        for pattern in set(program.patterns):
+            # No kernel follows the indices of a dense or diagonal node, so they are not made.
+            address, single = [0, 0], False
+            if pattern.kind == "general":
+                for i, array in enumerate((pattern.indptr, pattern.indices)):
+                    array = array.astype(program.index_dtype, copy=False)
+                    self._kept.append(array)
+                    address[i] = array.ctypes.data
+                single = bool((np.diff(pattern.indptr) == 1).all())
+            rows[pattern] = [KINDS[pattern.kind], *pattern.shape, pattern.nnz, *address, single]
+        nodes = np.zeros((len(program.patterns), Node.WIDTH), np.int64)
+        nodes[:, : Node.SINGLE + 1] = [rows[pattern] for pattern in program.patterns]
+        nodes[: program.n, Node.STORE] = Store.CALLER
+        nodes[: program.n, Node.VALUES] = np.arange(program.n)
+        return nodes
+
+    def _place_products(self, program: Program, nodes: NDArray[np.int64], memory: Memory) -> None:
+        """Write the place of every product, in a pool or in scratch, into the tables."""
+        products, in_scratch = nodes[program.n :], program.slots >= 0
+        products[:, Node.STORE] = np.where(in_scratch, Store.SCRATCH, Store.POOL)
+        products[:, [Node.VALUES, Node.EXPONENTS, Node.LOCAL]] = memory.starts
+        products[in_scratch, Node.VALUES] = program.slots[in_scratch]
+        self._run[Run.SCRATCH_NNZ : Run.SCRATCH_ROWS + 1] = memory.slot
+        self._run[Run.SCRATCH_VALUES : Run.SCRATCH_LOCAL + 1] = memory.scratch
+
+    def product(self, k: int) -> Parts:
+        """Return values, exponents and local gradients of the `k`-th product, if it is in the pool.
+
+        Views with a row for each sample; values and exponents have one where all samples share
+        them. The last column of the exponents says whether any is not zero. Without local gradients
+        there are no rows of them.
+        """
+        node = self._arrays[Run.NODES][self._n + k]
+        width = self._batch if node[Node.BATCHED] else 1
+
+        def rows(pool: NDArray[Any], place: int, count: int, size: int) -> NDArray[Any]:
+            return pool[place : place + count * size].reshape(count, size)
+
+        return (
+            rows(self._arrays[Run.POOL], node[Node.VALUES], width, node[Node.NNZ]),
+            rows(self._tables.exponents, node[Node.EXPONENTS], width, node[Node.COLS] + 1),
+            rows(
+                self._arrays[Run.LOCAL_POOL],
+                node[Node.LOCAL],
+                self._batch * self._local,
+                node[Node.ROWS],
+            ),
+        )
+
+    def run(self, out: NDArray[Any], inclusive: bool) -> bool:
+        """Fill `out`, whose first gradient is there; False if the linear scan has to decide."""
+        run = self._run
+        run[: Run.BATCH] = 0
+        run[Run.OUT] = out.ctypes.data
+        # The last stage is the one more step of an inclusive scan.
+        stages = len(self._stages.stages) - (not inclusive)
+        run[Run.STAGE_COUNT] = stages
+        run[Run.UNITS] = self._stages.first_unit[stages]
+        work(self._kernel, self._tables, self.threads, self._stages.nanoseconds)
+        return bool(run[Run.STATUS] == FINISHED)
+
+    def run_stages(
+        self, out: NDArray[Any], first: int, last: int, threads: int, nanoseconds: float
+    ) -> None:
+        """Run stages `first` to ``last - 1``, by so many threads at most, in about this time."""
+        run, stages = self._run, self._stages
+        run[: Run.BATCH] = 0
+        run[Run.OUT] = out.ctypes.data
+        # The tables begin with the first of these stages, but units are counted from the start.
+        run[Run.FIRST_UNIT] = stages.first_unit[first:].ctypes.data
+        run[Run.STAGES] = stages.stages[first:].ctypes.data
+        run[Run.NEXT] = run[Run.DONE] = stages.first_unit[first]
+        run[Run.STAGE_COUNT] = last - first
+        run[Run.UNITS] = stages.first_unit[last]
+        work(self._kernel, self._tables, min(threads, self.threads), nanoseconds)
+
+
+def places(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where pieces start that lie end to end along the first axis, and where all end."""
+    ends = np.cumsum(sizes, axis=0, dtype=np.int64)
+    return ends - sizes, sizes.sum(axis=0, dtype=np.int64)

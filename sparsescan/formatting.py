@@ -1,0 +1,46 @@
+"""How numbers and tables are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["align", "format_bytes", "format_count", "format_time"]
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: its first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "    "
+        + "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_count(number: int) -> str:
+    """Return a number with a prefix of 1000 where it is large."""
+    return _scaled(number, 1000, ["", "k", "M", "G", "T", "P"])
+
+
+def format_bytes(number: int) -> str:
+    """Return a number of bytes in the largest binary unit that it fills."""
+    return _scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def format_time(nanoseconds: float) -> str:
+    """Return a time in the largest unit that it fills."""
+    return _scaled(round(nanoseconds), 1000, [" ns", " µs", " ms", " s"])
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    # What is rounded to the next unit is given in it.
+    while max(number, float(f"{number:.3g}")) >= base and power < len(units) - 1:
+        number /= base
+        power += 1
+    if power == 0:
+        return f"{number}{units[0]}"
+    return f"{number:.3g}{units[power]}" if number < 999.5 else f"{number:.0f}{units[power]}"

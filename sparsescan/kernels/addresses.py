@@ -1,0 +1,61 @@
+"""Addresses of arrays in host memory, noted in the table that kernels follow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .compile import njit
+
+__all__ = ["address_of", "note_if_equal", "note_values"]
+
+
+@njit(nogil=True, cache=True)
+def address_of(array):
+    """Return the address of the first element of `array`."""
+    return array.ctypes.data
+
+
+@njit(nogil=True, cache=True)
+def note_if_equal(data, indices, indptr, columns, pointers, leaves, k):
+    """Note the address of values that the kernels can walk, if they have this pattern.
+
+    Return the bytes of a value that were looked at, or 0: an array is unpacked once, when the call
+    begins, so what is noted here is consistent, whatever other threads do to its attributes.
+    """
+    nnz = len(columns)
+    address = data.ctypes.data
+    if len(indptr) != len(pointers) or len(indices) != nnz or len(data) != nnz:
+        return 0
+    if (nnz > 1 and data.strides[0] != data.itemsize) or address % data.itemsize:
+        return 0
+    # No early exit: equal is the rule, and the plain loop runs in vectors.
+    differ = False
+    for i in range(np.uint64(len(indptr))):
+        differ |= indptr[i] != pointers[i]
+    for p in range(np.uint64(nnz)):
+        differ |= indices[p] != columns[p]
+    if differ:
+        return 0
+    leaves[k, 0] = address
+    leaves[k, 1] = 0
+    return data.itemsize
+
+
+@njit(nogil=True, cache=True)
+def note_values(values, nnz, leaves, k):
+    """Note where values ``(nnz,)`` or ``(batch, nnz)`` lie, if the kernels can walk them.
+
+    Return the bytes of a value that were looked at, and 16 times one more than the batch, if there
+    is one; or 0. As in :func:`note_if_equal`, what is noted is consistent.
+    """
+    itemsize, address, step = values.itemsize, values.ctypes.data, values.strides[0]
+    if values.shape[-1] != nnz or (nnz > 1 and values.strides[-1] != itemsize):
+        return 0
+    if address % itemsize or step % itemsize:
+        return 0
+    leaves[k, 0] = address
+    if values.ndim == 1:
+        leaves[k, 1] = 0
+        return itemsize
+    leaves[k, 1] = step
+    return itemsize + 16 * (len(values) + 1)

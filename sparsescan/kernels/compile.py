@@ -1,0 +1,117 @@
+"""The one door to ``numba.njit``: compiled functions whose cache on disk may be damaged.
+
+Numba keeps what it has compiled in an index (``.nbi``) and in data files (``.nbc``), and trusts
+them: a truncated file raises whatever ``pickle`` stumbles over, and a flipped bit is run as machine
+code. Here each file ends with a checksum, and one that is damaged counts as missing: the function
+is compiled anew, and the file replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+__all__ = ["njit"]
+
+_DIGEST_SIZE = 16
+
+
+def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
+    """Compile a function as ``numba.njit`` does, with the same options.
+
+    Parameters
+    ----------
+    function : callable, optional
+        The function; without it a decorator is returned.
+    cache : bool, default False
+        Whether to keep compiled code on disk, in Numba's places and format.
+    **options
+        As for ``numba.njit``.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        # Where NUMBA_DISABLE_JIT is set, it is the function itself.
+        if cache and hasattr(dispatcher, "_cache"):
+            dispatcher._cache = _Cache(function)
+        return dispatcher
+
+    return compiled if function is None else compiled(function)
+
+
+class _Cache(FunctionCache):
+    """Keep the compiled code of one function, if the disk can be written."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file = _CheckedFiles(  # type: ignore[no-untyped-call]
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=_source_stamp(Path(function.__code__.co_filename).parent),
+        )
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        # A folder that cannot be written, or a full disk, takes time and nothing else.
+        with suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _source_stamp(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Return what changes with any file of a folder, or of the engine's kernels.
+
+    The compiled code of a function holds that of the functions that it calls.
+    """
+    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.rglob("*.py")})
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in files))
+
+
+class _CheckedFiles(IndexDataCacheFile):
+    """Read and write the index and the data files of a function, each followed by its checksum."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            with io.BytesIO(_read(self._index_path)) as file:
+                if pickle.load(file) != self._version:
+                    return {}
+                stamp, overloads = pickle.load(file)
+        except OSError:
+            return {}
+        kept: dict[Any, str] = overloads if stamp == self._source_stamp else {}
+        return kept
+
+    def _load_data(self, name: str) -> Any:
+        # An OSError says that the file is missing.
+        path = self._data_path(name)  # type: ignore[no-untyped-call]
+        return pickle.loads(_read(path))
+
+    @contextmanager
+    def _open_for_write(self, path: str) -> Any:
+        content = io.BytesIO()
+        yield content
+        with super()._open_for_write(path) as file:
+            file.write(content.getvalue())
+            file.write(_digest(content.getvalue()))
+
+
+def _read(path: str) -> bytes:
+    """Return the content of a file without its checksum; an :class:`OSError` if that is wrong."""
+    with open(path, "rb") as file:
+        content = file.read()
+    content, digest = content[:-_DIGEST_SIZE], content[-_DIGEST_SIZE:]
+    if _digest(content) != digest:
+        raise OSError(f"{path} is damaged: its checksum is wrong")
+    return content
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()

@@ -1,0 +1,273 @@
+"""Intrinsics that Numba lacks: arrays at an address, vectors, atomics between threads.
+
+A compiled call walks thousands of arrays that Python would take longer to unpack than the kernel
+takes to run, so the kernels get tables of addresses. Whoever fills such a table has checked the
+sizes and holds a reference to every array until the call is over.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from ..compile import njit
+
+__all__ = [
+    "add_fused_term",
+    "add_term",
+    "array_at",
+    "dot_two_rows",
+    "eights_at",
+    "fetch_add",
+    "load",
+    "plus",
+    "relax",
+    "store",
+    "zero",
+]
+
+
+@intrinsic
+def _pointer(typingctx, address, like):
+    """Return `address` as a pointer to the dtype of the array `like`."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), codegen
+
+
+@njit(inline="always")
+def array_at(address, size, like):
+    """Return `size` elements at `address`, as an array of the dtype of `like`."""
+    return carray(_pointer(address, like), np.int64(size))
+
+
+@njit(inline="always")
+def eights_at(address, rows, like):
+    """Return `rows` times eight elements at `address`, as an array of the dtype of `like`."""
+    return carray(_pointer(address, like), (np.int64(rows), np.int64(8)))
+
+
+def _element(context, builder, signature, args):
+    """Return the pointer to ``array[index]`` from the leading two arguments of an intrinsic."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    return cgutils.get_item_pointer(
+        context, builder, signature.args[0], array, [args[1]], wraparound=False
+    )
+
+
+@intrinsic
+def fetch_add(typingctx, array, index, value):
+    """Add `value` to ``array[index]`` in one step that no thread can split; the old value."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _element(context, builder, signature, args)
+        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+
+    return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def load(typingctx, array, index):
+    """Return ``array[index]`` as other threads have left it, with all that they wrote before."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_element(context, builder, signature, args), "seq_cst", 8)
+
+    return types.int64(array, types.intp), codegen
+
+
+@intrinsic
+def dot_two_rows(typingctx, m, start, cols, x, y, i):
+    """Set ``y[i], y[i + 1]`` to the products of two rows of a dense matrix with `x`.
+
+    In vectors of 32 bytes, the last one masked. What the compiler makes of the loop falls back to
+    single elements for the last few of each row, which are most of a short one.
+    """
+
+    def codegen(context, builder, signature, args):
+        element = context.get_value_type(m.dtype)
+        lanes = 256 // m.dtype.bitwidth
+        vector, i64, i32 = ir.VectorType(element, lanes), ir.IntType(64), ir.IntType(32)
+        lane_mask = ir.VectorType(ir.IntType(1), lanes)
+        pointer, zero = vector.as_pointer(), ir.Constant(vector, [0.0] * lanes)
+        suffix = f"v{lanes}f{m.dtype.bitwidth}"
+        masked_load = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [pointer, i32, lane_mask, vector]),
+            f"llvm.masked.load.{suffix}.p0",
+        )
+        add_up = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(element, [element, vector]),
+            f"llvm.vector.reduce.fadd.{suffix}",
+        )
+
+        def data(k):
+            return context.make_array(signature.args[k])(context, builder, args[k]).data
+
+        first, x_data, y_data = builder.gep(data(0), [args[1]]), data(3), data(4)
+        rows = first, builder.gep(first, [args[2]])
+        totals = [cgutils.alloca_once_value(builder, zero) for _ in rows]
+
+        def accumulate(column, read):
+            x_part = read(builder.gep(x_data, [column]))
+            for row, total in zip(rows, totals, strict=True):
+                term = builder.fmul(read(builder.gep(row, [column])), x_part, flags=("contract",))
+                total_now = builder.fadd(builder.load(total), term, flags=("contract",))
+                builder.store(total_now, total)
+
+        def read_all(address):
+            part = builder.load(builder.bitcast(address, pointer))
+            part.align = m.dtype.bitwidth // 8
+            return part
+
+        whole = builder.and_(args[2], i64(-lanes))
+        with cgutils.for_range_slice(builder, i64(0), whole, i64(lanes), intp=i64) as (column, _):
+            accumulate(column, read_all)
+        rest = builder.sub(args[2], whole)
+        with builder.if_then(builder.icmp_unsigned("!=", rest, i64(0))):
+            one = builder.insert_element(
+                ir.Constant(ir.VectorType(i64, lanes), ir.Undefined), rest, i32(0)
+            )
+            every = builder.shuffle_vector(
+                one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes)
+            )
+            numbers = ir.Constant(ir.VectorType(i64, lanes), list(range(lanes)))
+            mask = builder.icmp_unsigned("<", numbers, every)
+
+            def read_rest(address):
+                align = i32(m.dtype.bitwidth // 8)
+                return builder.call(
+                    masked_load, [builder.bitcast(address, pointer), align, mask, zero]
+                )
+
+            accumulate(whole, read_rest)
+        for k, total in enumerate(totals):
+            dot = builder.call(
+                add_up, [ir.Constant(element, -0.0), builder.load(total)], fastmath=("reassoc",)
+            )
+            builder.store(dot, builder.gep(y_data, [builder.add(args[5], i64(k))]))
+        return context.get_dummy_value()
+
+    return types.void(m, types.uint64, types.uint64, x, y, types.uint64), codegen
+
+
+# ---------------------------------------------------------------------------------------------
+# Sums of a number, or of eight numbers at once
+# ---------------------------------------------------------------------------------------------
+
+
+class _Eight(types.Type):
+    """Eight numbers, added and multiplied at once in as many registers as that takes."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        super().__init__(name=f"Eight({dtype})")
+
+
+@register_model(_Eight)
+class _EightModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        element = dmm.lookup(fe_type.dtype).get_value_type()
+        super().__init__(dmm, fe_type, ir.VectorType(element, 8))
+
+
+@intrinsic
+def zero(typingctx, x):
+    """Return the zero that goes with ``x[j]``: a number, or eight if `x` has rows of eight."""
+    total = x.dtype if x.ndim == 1 else _Eight(x.dtype)
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(total), 0.0 if x.ndim == 1 else [0.0] * 8)
+
+    return total(x), codegen
+
+
+@intrinsic
+def plus(typingctx, a, b):
+    """Return ``a + b``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return a(a, a), codegen
+
+
+def _add_term(total, m, x, flags):
+    """Return signature and code of an intrinsic that adds a product, with these flags of LLVM's."""
+
+    def codegen(context, builder, signature, args):
+        def element(k, index):
+            array = context.make_array(signature.args[k])(context, builder, args[k])
+            return builder.gep(array.data, [index])
+
+        factor = builder.load(element(1, args[2]))
+        if x.ndim == 1:
+            value = builder.load(element(3, args[4]))
+        else:
+            eight, i32 = context.get_value_type(total), ir.IntType(32)
+            place = element(3, builder.mul(args[4], args[4].type(8)))
+            value = builder.load(builder.bitcast(place, eight.as_pointer()))
+            value.align = x.dtype.bitwidth // 8
+            first = builder.insert_element(ir.Constant(eight, ir.Undefined), factor, i32(0))
+            lanes = ir.Constant(ir.VectorType(i32, 8), [0] * 8)
+            factor = builder.shuffle_vector(first, first, lanes)
+        product = builder.fmul(factor, value, flags=flags)
+        return builder.fadd(args[0], product, flags=flags)
+
+    return total(total, m, types.uint64, x, types.uint64), codegen
+
+
+@intrinsic
+def add_term(typingctx, total, m, p, x, j):
+    """Return ``total + m[p]·x[j]``, the product rounded before it is added."""
+    return _add_term(total, m, x, ())
+
+
+@intrinsic
+def add_fused_term(typingctx, total, m, p, x, j):
+    """Return ``total + m[p]·x[j]``, rounded once where the processor can."""
+    return _add_term(total, m, x, ("contract",))
+
+
+@intrinsic
+def store(typingctx, y, i, total, stride, count):
+    """Set ``y[i] = total``; of eight numbers the first `count`, `stride` apart from `i` on."""
+
+    def codegen(context, builder, signature, args):
+        array, i, value, stride, count = args
+        data = context.make_array(y)(context, builder, array).data
+        if not isinstance(total, _Eight):
+            builder.store(value, builder.gep(data, [i]))
+            return context.get_dummy_value()
+        for lane in range(8):
+            with builder.if_then(builder.icmp_unsigned("<", count.type(lane), count)):
+                number = builder.extract_element(value, ir.IntType(32)(lane))
+                place = builder.add(i, builder.mul(stride, stride.type(lane)))
+                builder.store(number, builder.gep(data, [place]))
+        return context.get_dummy_value()
+
+    return types.void(y, types.uint64, total, types.uint64, types.uint64), codegen
+
+
+if os.name == "posix":
+    _sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+    @njit(inline="always")
+    def relax(spins):
+        """Let other threads run, from the thousandth turn of waiting on."""
+        if spins > 1000:
+            _sched_yield()
+
+else:
+
+    @njit(inline="always")
+    def relax(spins):
+        """Let other threads run, from the thousandth turn of waiting on."""

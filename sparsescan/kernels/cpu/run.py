@@ -1,0 +1,230 @@
+"""The CPU engine: one compiled call runs a whole plan.
+
+A plan is a sequence of *stages*. The units of a stage do not depend on each other; a stage starts
+when every unit before it is done. Threads claim units from a counter, so a thread that comes late,
+or never, delays nobody, and the arithmetic of a unit does not depend on who claims it: the result
+has the same bits whatever the number of threads.
+
+Range. Products of many Jacobians leave the range of floating point where a gradient would not, so
+a matrix node is ``M·diag(2^e)``: mantissas `M`, and an exponent for each column, since columns
+evolve independently of each other. Scaling by a power of two is exact. Nodes whose entries lie
+within a *band* have no exponents and take the plain kernels; only columns that leave it are
+brought back, by one thread, since that is rare. Two things stop a run, and the caller lets the
+linear scan decide: a value that is not finite, and a column whose entries are so far apart that one
+exponent cannot hold them all at full precision.
+
+Indices are unsigned in the inner loops: Numba would test a signed one for wrapping around.
+"""
+
+from __future__ import annotations
+
+from ..compile import njit
+from .matvec import apply_jacobian, apply_product
+from .memory import array_at, fetch_add, load, relax
+from .nodes import balanced_row, gradient_of, is_stopped, node_at, op_at
+from .products import check_operands, make_product, multiply_rows, settle
+from .scaling import all_finite
+from .tables import (
+    ABORTED,
+    FINISHED,
+    IN_BAND,
+    ONE,
+    OUT_OF_BAND,
+    UNDECIDED,
+    WORD,
+    ZERO,
+    Node,
+    Op,
+    Run,
+    Stage,
+    Store,
+    Tables,
+    Work,
+)
+
+__all__ = ["abort", "run", "run_vectors"]
+
+
+@njit
+def _vector_operation(t, op, block, blocks, first_sample, last_sample, thread):
+    """Make a block of the rows of one gradient, for a range of samples; return the status."""
+    node = node_at(t, op[Op.RIGHT])
+    first = balanced_row(t, node, block, blocks)
+    last = balanced_row(t, node, block + 1, blocks)
+    left, out = op[Op.LEFT], op[Op.OUT]
+    if node[Node.STORE] == Store.CALLER:
+        apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, thread)
+        if t.run[Run.CHECKED]:
+            for b in range(first_sample, last_sample):
+                if not all_finite(gradient_of(t, out, b), first, last):
+                    return UNDECIDED
+        return FINISHED
+    for b in range(first_sample, last_sample):
+        x, y = gradient_of(t, left, b), gradient_of(t, out, b)
+        if apply_product(t, node, b, thread, first, last, x, y) != FINISHED:
+            return UNDECIDED
+    return FINISHED
+
+
+@njit
+def _run_range(t, run, block, blocks):
+    """Return the operations of a run, and the samples of a block of it."""
+    bounds = array_at(t.run[Run.RUNS] + run * 2 * WORD, 2, t.run)
+    last_op = op_at(t, bounds[1] - 1)
+    width = t.run[Run.BATCH]
+    if not last_op[Op.VECTOR] and not node_at(t, last_op[Op.OUT])[Node.BATCHED]:
+        width = ONE
+    return bounds[0], bounds[1], width * block // blocks, width * (block + 1) // blocks
+
+
+@njit
+def _vector_run(t, run, block, blocks, thread):
+    """Make one run of vector operations, for one block of the samples; return the status."""
+    first_op, last_op, first, last = _run_range(t, run, block, blocks)
+    for i in range(first_op, last_op):
+        status = _vector_operation(t, op_at(t, i), ZERO, ONE, first, last, thread)
+        if status != FINISHED:
+            return status
+        if is_stopped(t):
+            break
+    return FINISHED
+
+
+@njit
+def _product_run(t, run, block, blocks, thread):
+    """Make one run of products, for one block of the samples; return the status."""
+    first_op, last_op, first, last = _run_range(t, run, block, blocks)
+    # Sample by sample, so that the scratch of this thread holds one.
+    for b in range(first, last):
+        for i in range(first_op, last_op):
+            status = make_product(t, op_at(t, i), b, thread)
+            if status != FINISHED:
+                return status
+            if is_stopped(t):
+                return FINISHED
+    return FINISHED
+
+
+@njit
+def _vector_unit(t, stage, unit, thread):
+    """Make one unit of a stage of vector operations; return the status."""
+    blocks = stage[Stage.BLOCKS]
+    run, block = unit // blocks, unit % blocks
+    if stage[Stage.KIND] == Work.RUNS:
+        return _vector_run(t, stage[Stage.FIRST] + run, block, blocks, thread)
+    op = op_at(t, stage[Stage.FIRST])
+    return _vector_operation(t, op, block, blocks, ZERO, t.run[Run.BATCH], thread)
+
+
+@njit
+def _product_unit(t, stage, unit, thread):
+    """Make one unit of a stage of products; return the status."""
+    blocks = stage[Stage.BLOCKS]
+    run, block = unit // blocks, unit % blocks
+    if stage[Stage.KIND] == Work.RUNS:
+        return _product_run(t, stage[Stage.FIRST] + run, block, blocks, thread)
+    op = op_at(t, stage[Stage.FIRST])
+    left, right, out = node_at(t, op[Op.LEFT]), node_at(t, op[Op.RIGHT]), node_at(t, op[Op.OUT])
+    b = stage[Stage.SAMPLE]
+    if stage[Stage.KIND] == Work.CHECK:
+        _report(t, Run.OPERANDS, check_operands(t, left, right, b, thread, block, blocks))
+        return FINISHED
+    operands = _reported(t, Run.OPERANDS)
+    if stage[Stage.KIND] == Work.MULTIPLY:
+        if operands == IN_BAND:
+            range_ = multiply_rows(t, left, right, out, b, thread, block, blocks)
+            _report(t, Run.RESULT, range_)
+        return FINISHED
+    result = _reported(t, Run.RESULT)
+    t.run[Run.OPERANDS] = 0
+    t.run[Run.RESULT] = 0
+    return settle(t, left, right, out, b, thread, operands, result)
+
+
+@njit
+def _report(t, slot, range_):
+    """Tell the threads of a later stage what this one found."""
+    if range_ != IN_BAND:
+        fetch_add(t.run, slot, 1 if range_ == UNDECIDED else 1 << 32)
+
+
+@njit
+def _reported(t, slot):
+    """Return the worst that was reported."""
+    reports = load(t.run, slot)
+    if reports & 0xFFFFFFFF:
+        return UNDECIDED
+    return OUT_OF_BAND if reports else IN_BAND
+
+
+@njit
+def _makes_vectors(t, stage, unit):
+    if stage[Stage.KIND] == Work.RUNS:
+        run = stage[Stage.FIRST] + unit // stage[Stage.BLOCKS]
+        return op_at(t, array_at(t.run[Run.RUNS] + run * 2 * WORD, 2, t.run)[0])[Op.VECTOR] != 0
+    return stage[Stage.KIND] == Work.VECTOR
+
+
+@njit
+def _claim(t, at):
+    """Return the next unit and its stage, ready to start; -1 if none is left, or the run failed.
+
+    `at` is a stage at or before it.
+    """
+    first_unit = array_at(t.run[Run.FIRST_UNIT], t.run[Run.STAGE_COUNT] + 1, t.run)
+    while True:
+        unit = fetch_add(t.run, Run.NEXT, 1)
+        if unit >= t.run[Run.UNITS]:
+            return ZERO - 1, at
+        while unit >= first_unit[at + 1]:
+            at += 1
+        spins = 0
+        while load(t.run, Run.DONE) < first_unit[at]:
+            relax(spins)
+            spins += 1
+        if load(t.run, Run.STATUS) == FINISHED:
+            return unit - first_unit[at], at
+        fetch_add(t.run, Run.DONE, 1)
+
+
+@njit
+def _complete(t, status):
+    if status != FINISHED:
+        fetch_add(t.run, Run.STATUS, status)
+    fetch_add(t.run, Run.DONE, 1)
+
+
+def abort(t: Tables) -> None:
+    """Stop every unit and let nobody wait: a thread has failed and will not do its own."""
+    t.run[Run.STATUS] = ABORTED
+    t.run[Run.NEXT] = t.run[Run.DONE] = 1 << 62
+
+
+@njit(nogil=True, cache=True)
+def run_vectors(t, thread):
+    """Work on a plan without products as thread number `thread` until no unit is left.
+
+    It does what :func:`run` does, which takes longer to compile.
+    """
+    at = ZERO
+    while True:
+        unit, at = _claim(t, at)
+        if unit < 0:
+            return
+        stage = array_at(t.run[Run.STAGES] + at * Stage.WIDTH * WORD, Stage.WIDTH, t.run)
+        _complete(t, _vector_unit(t, stage, unit, thread))
+
+
+@njit(nogil=True, cache=True)
+def run(t, thread):
+    """Work on a plan as thread number `thread` until no unit is left."""
+    at = ZERO
+    while True:
+        unit, at = _claim(t, at)
+        if unit < 0:
+            return
+        stage = array_at(t.run[Run.STAGES] + at * Stage.WIDTH * WORD, Stage.WIDTH, t.run)
+        if _makes_vectors(t, stage, unit):
+            _complete(t, _vector_unit(t, stage, unit, thread))
+        else:
+            _complete(t, _product_unit(t, stage, unit, thread))

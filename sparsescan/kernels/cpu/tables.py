@@ -1,0 +1,226 @@
+"""Tables of a run on the CPU: what their columns and slots are, and what the kernels return."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ABORTED",
+    "BAND",
+    "EMPTY",
+    "FINISHED",
+    "IN_BAND",
+    "ONE",
+    "OUT_OF_BAND",
+    "UNDECIDED",
+    "WORD",
+    "ZERO",
+    "Kind",
+    "Node",
+    "Op",
+    "Run",
+    "Stage",
+    "Store",
+    "Tables",
+    "Work",
+]
+
+# Statuses of a run; what it leaves undecided the linear scan has to say.
+FINISHED, UNDECIDED, ABORTED = 0, 1, 1 << 32
+
+# Results of a check of the range, beside UNDECIDED.
+IN_BAND, OUT_OF_BAND = 0, 2
+
+# It stands in place of the exponent of a column that is zero.
+EMPTY = -(1 << 30)
+
+# A plain literal would compile each kernel that takes it a second time, for that literal.
+ZERO, ONE = np.int64(0), np.int64(1)
+WORD = 8
+
+
+class _Kind(NamedTuple):
+    """Which kernels a matrix gets."""
+
+    DENSE: int = 0
+    CSR: int = 1
+    DIAGONAL: int = 2
+
+
+Kind = _Kind()
+
+
+class _Store(NamedTuple):
+    """Where the values of a node are: with the caller, in the pool, or in a thread's two slots."""
+
+    CALLER: int = 0
+    POOL: int = 1
+    SCRATCH: int = 2
+
+
+Store = _Store()
+
+
+class _Node(NamedTuple):
+    """Columns of the node table: one row for each Jacobian, then one for each product."""
+
+    KIND: int = 0
+    ROWS: int = 1
+    COLS: int = 2
+    NNZ: int = 3
+    # addresses; not followed for dense and diagonal nodes
+    INDPTR: int = 4
+    INDICES: int = 5
+    # whether it is CSR with exactly one entry in every row
+    SINGLE: int = 6
+    STORE: int = 7
+    BATCHED: int = 8
+    # the Jacobian, the place in the pool, or the slot
+    VALUES: int = 9
+    # places in those arrays
+    EXPONENTS: int = 10
+    LOCAL: int = 11
+    WIDTH: int = 12
+
+
+Node = _Node()
+
+
+class _Op(NamedTuple):
+    """Columns of the operation table: ``out = left ◇ right``.
+
+    `LEFT` and `OUT` of a vector operation number gradients; all else numbers nodes.
+    """
+
+    VECTOR: int = 0
+    LEFT: int = 1
+    RIGHT: int = 2
+    OUT: int = 3
+    WIDTH: int = 4
+
+
+Op = _Op()
+
+
+class _Stage(NamedTuple):
+    """Columns of the stage table. A stage has `BLOCKS` units, for each of its runs."""
+
+    KIND: int = 0
+    FIRST: int = 1
+    BLOCKS: int = 2
+    SAMPLE: int = 3
+    WIDTH: int = 4
+
+
+Stage = _Stage()
+
+
+class _Work(NamedTuple):
+    """Kinds of a stage: whole runs, or one operation with its rows shared out."""
+
+    # Runs from FIRST on, their samples in blocks.
+    RUNS: int = 0
+    # The operation FIRST makes a gradient, for all samples.
+    VECTOR: int = 1
+    # The operation FIRST makes a product for one SAMPLE, in three stages.
+    CHECK: int = 2
+    MULTIPLY: int = 3
+    SETTLE: int = 4
+
+
+Work = _Work()
+
+
+class _Run(NamedTuple):
+    """Slots of the run descriptor: counters, sizes, limits, and the addresses of all tables.
+
+    One array of integers, because every array that a kernel is passed costs it seven arguments.
+    """
+
+    # Counters that threads share, each on a cache line of its own.
+    NEXT: int = 0
+    DONE: int = 16
+    STATUS: int = 32
+    OPERANDS: int = 48
+    RESULT: int = 64
+    BATCH: int = 80
+    LOCAL: int = 81
+    # Whether a gradient that is not finite stops the run.
+    CHECKED: int = 82
+    UNITS: int = 83
+    STAGE_COUNT: int = 84
+    # Columns of a thread's accumulator, and those of which it can interleave eight samples.
+    ACCUMULATOR: int = 85
+    LANES: int = 86
+    # Sizes of a scratch slot, and where thread 0 has its own in the pool, exponents, local pool.
+    SCRATCH_NNZ: int = 87
+    SCRATCH_COLS: int = 88
+    SCRATCH_ROWS: int = 89
+    SCRATCH_VALUES: int = 90
+    SCRATCH_EXPONENTS: int = 91
+    SCRATCH_LOCAL: int = 92
+    # Bit patterns of infinity and of the ends of the band, the exponents of those, and the exponent
+    # to which a column is brought that has left the band. Then the exponents of the smallest normal
+    # number, and of an entry so small that no gradient in range can show it.
+    INFINITY: int = 93
+    HIGH: int = 94
+    LOW: int = 95
+    HIGH_EXPONENT: int = 96
+    LOW_EXPONENT: int = 97
+    TARGET: int = 98
+    NORMAL: int = 99
+    NEGLIGIBLE: int = 100
+    # Addresses of tables of int64: (stages + 1,), (stages, Stage.WIDTH), (runs, 2): first and
+    # last-plus-one operation, (operations, Op.WIDTH), (nodes, Node.WIDTH), (n, 2): of each Jacobian
+    # the address and the bytes between samples, (n + 1,): address of each local gradient or 0,
+    # (n + 2,): where each gradient starts in `out`, for one sample.
+    FIRST_UNIT: int = 101
+    STAGES: int = 102
+    RUNS: int = 103
+    OPS: int = 104
+    NODES: int = 105
+    LEAVES: int = 106
+    LOCAL_GRADS: int = 107
+    OFFSETS: int = 108
+    # Addresses of values: gradients, products, what local gradients inside a product add up to, a
+    # row for each thread that is zero between uses, and one for interleaved samples.
+    OUT: int = 109
+    POOL: int = 110
+    LOCAL_POOL: int = 111
+    ACCUMULATORS: int = 112
+    INTERLEAVED: int = 113
+    WIDTH: int = 114
+
+
+Run = _Run()
+
+
+class Tables(NamedTuple):
+    """All that a run reads and writes; :class:`~.execution.workspace.Workspace` fills it."""
+
+    run: NDArray[np.int64]
+    exponents: NDArray[np.int32]  # of each node and sample: one for each column, then their flag
+    values: NDArray[np.floating[Any]]  # empty, of the dtype of the values
+    bits: NDArray[np.integer[Any]]  # empty, of the integer dtype as wide as a value
+    indices: NDArray[np.integer[Any]]  # empty, of the dtype of the index arrays
+
+
+def _band(dtype: type, high: int, low: int, target: int) -> NDArray[np.int64]:
+    bits = np.int32 if dtype is np.float32 else np.int64
+    limits = np.array([np.inf, 2.0**high, 2.0**low], dtype).view(bits)
+    info = np.finfo(dtype)
+    # Exponents count as in `frexp`. A negligible entry times the largest gradient underflows.
+    normal, negligible = info.minexp + 1, info.minexp - info.nmant - info.maxexp
+    return np.array([*limits, high, low, target, normal, negligible], np.int64)
+
+
+# From Run.INFINITY on. Entries in the band multiply without overflow and without underflow. The
+# target is high, so that a column keeps what is far below its largest entry: at full precision what
+# is at least 2^-170 of it in float32, and 2^-1490 in float64.
+BAND = {
+    np.dtype(np.float32): _band(np.float32, 50, -60, 46),
+    np.dtype(np.float64): _band(np.float64, 480, -500, 470),
+}

@@ -1,0 +1,786 @@
+"""Kernels for a chain of small square steps on a GPU, in three phases: ``Schedule.chunked``.
+
+*multiply* makes the product of the steps of each chunk, for each sample; *carry* takes the gradient
+over the chunk boundaries; *sweep* goes through each chunk with matrix-vector products. The number
+of launches does not depend on the number of steps.
+
+In a chunk the columns of the product evolve independently, ``p ← J p``, each with an exponent of
+its own; one column more is what local gradients add, which stays in the range that gradients have.
+A gradient or a product that is not finite raises a flag, and so does a column whose entries are too
+far apart for one exponent; upon which a last kernel lets the linear scan decide, as on the CPU.
+
+The floor is memory: each step is read twice. For 30,000 steps of 16 samples, 20×20 in float32, that
+is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products alone would take
+0.12 ms at 67 TFLOP/s. What can keep kernels from the floor, and what is done about it:
+
+* Latency of memory: steps are loaded ahead into registers, 16 bytes at a time if they are aligned,
+  and stored to shared memory when the step before is done with.
+* Shared memory, which delivers 16 bytes to every thread of a warp in the time of eight to sixteen
+  multiply-adds: a thread holds several rows and columns of a product (`_Tiles`), 4×7 for
+  20×20, so that eleven such reads make 112 multiply-adds.
+* Threads of a warp that have nothing to do: a block works on as many chains, each a chunk of a
+  sample, as its warps have room for. A block of one warp needs no barriers.
+* Work on every step that is seldom needed: exponents are looked at when something leaves a band,
+  or is small.
+
+Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda.tables`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype, int32, int64
+
+from ...arrays.cuda import cuda
+from ..cpu.tables import BAND
+from .device import exponent_of, load, scale, store
+from .tables import Run, jacobian_at, local_at
+from .vectors import (
+    barrier,
+    block_index,
+    exponent_field,
+    get,
+    larger,
+    load_vector,
+    power_of_two,
+    put,
+    read_vector,
+    thread_index,
+    vote,
+    write_vector,
+)
+
+__all__ = ["MAX_SIZE", "ChunkKernels", "chunk_count", "chunk_kernels", "launches"]
+
+# The largest step that these kernels take, and bytes of shared memory that every block may have.
+MAX_SIZE, _SHARED = 64, 48 * 1024
+
+# For the largest entry of a column: the band in which it stays, and the exponent to which it is
+# brought back. Steps may have entries up to 2^80, or 2^700, which is left of the range.
+_BANDS = {
+    np.dtype(np.float32): (2.0**-20, 2.0**40, 20),
+    np.dtype(np.float64): (2.0**-100, 2.0**300, 200),
+}
+# Entries of columns, and of steps, whose products are normal numbers: those that are as large.
+_SMALL = {
+    np.dtype(np.float32): (2.0**-80, 2.0**-45),
+    np.dtype(np.float64): (2.0**-620, 2.0**-400),
+}
+
+# Rows of a product that a thread holds.
+_ROWS = 4
+# Less than any exponent.
+_NONE = -(1 << 30)
+_WORD, _INT = np.int64(0), np.int32(0)
+
+
+class _Tiles(NamedTuple):
+    """How the threads of a block share products.
+
+    A chain has ``groups × column_groups`` threads; thread ``(g, c)`` has rows ``g, g + groups, …``
+    and columns ``c·cols, c·cols + 1, …``. Each chain has `stride` threads, the last of which may be
+    idle, and each of the `parts` blocks of a chain has `width` columns.
+    """
+
+    groups: int
+    cols: int
+    column_groups: int
+    width: int
+    parts: int
+    stride: int
+    chains: int
+    threads: int
+    pitch: int
+
+    @property
+    def room(self) -> int:
+        """Values of shared memory for each chain: a step, row by row, and columns."""
+        return (_ROWS * self.groups + self.cols * self.column_groups) * self.pitch
+
+
+def _pitch(rows: int, vector: int) -> int:
+    """Return values from one row to the next, an odd number of vectors: no bank conflicts."""
+    return (-(-rows // vector) | 1) * vector
+
+
+def _tiles(size: int, itemsize: int) -> _Tiles:
+    """Return the cheapest tiles that fit into shared memory, in as few parts as possible."""
+    vector = 16 // itemsize
+    groups = -(-size // _ROWS)
+    pitch = _pitch(_ROWS * groups, vector)
+    for parts in range(1, size + 2):
+        width = -(-(size + 1) // parts)
+        fitting = []
+        for cols, warps in product(range(1, 9), range(1, 9)):
+            column_groups = -(-width // cols)
+            chains = 32 * warps // (groups * column_groups)
+            if chains == 0:
+                continue
+            stride = 32 * warps // chains
+            tiles = _Tiles(
+                groups, cols, column_groups, width, parts, stride, chains, 32 * warps, pitch
+            )
+            # Registers of a thread: its part of a product, and values and places of the next step.
+            unit = 1 if size % vector else vector
+            registers = itemsize // 4 * _ROWS * cols
+            registers += -(-size * size // (unit * stride)) * (unit * itemsize // 4 + 1)
+            shared = chains * (tiles.room * itemsize + 4 * cols * column_groups)
+            shared += tiles.threads * itemsize
+            if shared > _SHARED or registers > 104:
+                continue
+            # Multiply-adds, and reads of shared memory, which take longer; then barriers.
+            cost = (4 * _ROWS * cols + 8 * (_ROWS + cols)) * warps / chains
+            fitting.append((cost if warps == 1 else 1.1 * cost, warps, tiles))
+        if fitting:
+            return min(fitting)[-1]
+    raise AssertionError
+
+
+class ChunkKernels(NamedTuple):
+    """Compiled for steps of one pattern and dtype.
+
+    All take ``(run, places, columns, exponents, steps, batch, chunk, chunks)``, the first four
+    addresses: of the run table; of ``row·size + column`` for each value of a step, int32, unless
+    all steps are dense; and of scratch memory. They apply `steps` Jacobians to the first gradient,
+    in ``chunks = ⌈steps / chunk⌉`` chunks of `chunk` steps.
+
+    Attributes
+    ----------
+    size : int
+        Rows, and columns, of a step.
+    multiply : callable
+        Products of all chunks but the last, into `columns`, ``(chunks - 1, batch, size + 1,
+        size)``, and `exponents`, ``(chunks - 1, batch, size)``. The last column is what local
+        gradients add.
+    carry : callable
+        The first gradient of every chunk, a block for each sample.
+    sweep : callable
+        All other gradients.
+    repair : callable
+        All gradients by the linear scan, if the flag is raised.
+    tiles : _Tiles
+        How blocks of `multiply` share the work.
+    threads : int
+        Threads of a block of the other kernels.
+    chains : int
+        Samples, or chunks of samples, of a block of `sweep`, or of `repair`.
+    """
+
+    size: int
+    multiply: Any
+    carry: Any
+    sweep: Any
+    repair: Any
+    tiles: _Tiles
+    threads: int
+    chains: int
+
+    def scratch(self, steps: int, batch: int, chunk: int) -> tuple[int, int]:
+        """Return values and exponents of scratch memory that are needed."""
+        products = max(-(-steps // chunk) - 1, 0) * batch
+        return products * (self.size + 1) * self.size, products * self.size
+
+
+def launches(
+    kernels: ChunkKernels,
+    run: int,
+    places: int,
+    columns: int,
+    exponents: int,
+    steps: int,
+    batch: int,
+    chunk: int,
+) -> list[tuple[Any, int, int, tuple[int, ...]]]:
+    """Return the kernels to start in turn, with blocks, threads of a block, and arguments."""
+    chunks = -(-steps // chunk)
+    arguments = run, places, columns, exponents, steps, batch, chunk, chunks
+    tiles, threads, chains = kernels.tiles, kernels.threads, kernels.chains
+    products = -(-(chunks - 1) * batch // tiles.chains) * tiles.parts
+    phases = [
+        (kernels.multiply, products, tiles.threads, arguments),
+        (kernels.carry, batch, threads, arguments),
+        (kernels.sweep, -(-chunks * batch // chains), threads, arguments),
+        (kernels.repair, -(-batch // chains), threads, arguments),
+    ]
+    return phases if chunks > 1 else phases[2:]
+
+
+def chunk_count(steps: int, batch: int, size: int, multiprocessors: int) -> int:
+    """Return the number of chunks into which to cut a chain; 1 if products do not pay."""
+    tiles = _tiles(size, 4)
+    padded = -(-size // 4) * 4
+    # Cycles from one step to the next where nothing else goes on, as the code for float32 has it;
+    # and of two launches.
+    multiply, carry, sweep = 8 * tiles.cols * padded + 300, 4 * size + 150, 6 * size + 100
+    launch = 6000
+    # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20 bytes.
+    work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
+    read = size * size * 4 / 20
+
+    def cycles(chunks: int) -> float:
+        depth, chains = steps / chunks, batch * chunks / multiprocessors
+        swept = depth * max(sweep, chains * read)
+        if chunks == 1:
+            return swept
+        return swept + depth * max(multiply, chains * work) + chunks * carry + launch
+
+    # As many chunks as make depth and carries take the same time; but no more than there is room
+    # for at once, with 168 registers for each thread.
+    most = multiprocessors * (384 // tiles.threads) * tiles.chains // batch
+    best = min(math.isqrt(steps * (multiply + sweep) // carry), most, steps)
+    return min(1, max(best, 1), key=cycles)
+
+
+@cuda.jit(device=True)
+def _stacks(run, sample):
+    """Return where stacked steps start for a sample, and stacked local gradients; 0 if not stacked.
+
+    Then bytes to the next of each, and where the table of local gradients starts.
+    """
+    base = load(run, Run.BASE, _WORD)
+    if base != 0:
+        base += sample * load(run, Run.SAMPLE, _WORD)
+    return (
+        base,
+        load(run, Run.LOCAL_BASE, _WORD),
+        load(run, Run.STEP, _WORD),
+        load(run, Run.LOCAL_STEP, _WORD),
+        load(run, Run.LOCALS, _WORD),
+    )
+
+
+@cuda.jit(device=True)
+def _jacobian_after(run, stacks, address, step, steps, sample):
+    """Return the address of a step, given that of the one before; any after the last."""
+    if stacks[0] != 0:
+        return address + stacks[2]
+    return jacobian_at(run, min(step, steps - 1), sample)
+
+
+@cuda.jit(device=True)
+def _local_after(run, stacks, address, k, steps):
+    """Return the address of what is added to gradient `k`, or 0, given that of the one before."""
+    if stacks[1] != 0:
+        return address + stacks[3]
+    if stacks[4] == 0:
+        return stacks[4]
+    return local_at(run, min(k, steps))
+
+
+class _Staging(NamedTuple):
+    """Device functions by which the `stride` threads of a chain copy a step to shared memory.
+
+    A thread keeps `slots` numbers of places in an int32 array, and `values` values in registers.
+    """
+
+    slots: int
+    values: int
+    find: Any
+    fetch: Any
+    deliver: Any
+
+
+def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int) -> _Staging:
+    dense, vector, zero = nnz == size * size, 16 // dtype.itemsize, dtype.type(0)
+    # Dense rows that are whole vectors are copied as such.
+    unit = vector if dense and size % vector == 0 else 1
+    units = nnz // unit
+    slots = max(1, -(-units // stride))
+
+    @cuda.jit(device=True)
+    def find(places, lane, offsets):
+        """Return where in shared memory a thread puts its values."""
+        for slot in range(slots):
+            m = lane + slot * stride
+            if m < units:
+                place = m * unit if dense else np.int64(load(places, m, _INT))
+                offsets[slot] = place // size * pitch + place % size
+
+    @cuda.jit(device=True)
+    def fetch(address, lane, staged, at):
+        """Load the values of a thread to places `at` and after in registers."""
+        if unit > 1 and address & 15 == 0:
+            for slot in range(slots):
+                m = lane + slot * stride
+                if (slot + 1) * stride <= units or m < units:
+                    load_vector(staged, at + slot * unit, address, m * unit)
+        else:
+            for slot in range(slots):
+                m = lane + slot * stride
+                if (slot + 1) * stride <= units or m < units:
+                    for v in range(unit):
+                        staged[at + slot * unit + v] = load(address, m * unit + v, zero)
+
+    @cuda.jit(device=True)
+    def deliver(pool, base, lane, offsets, staged, at):
+        """Store them to the step that begins at `base`."""
+        for slot in range(slots):
+            m = lane + slot * stride
+            if m < units:
+                if unit > 1:
+                    write_vector(pool, base + offsets[slot], staged, at + slot * unit)
+                else:
+                    put(pool, base + offsets[slot], staged[at + slot])
+
+    return _Staging(slots, slots * unit, find, fetch, deliver)
+
+
+@cache
+def chunk_kernels(size: int, nnz: int, dtype: np.dtype[Any]) -> ChunkKernels:
+    """Return the kernels for ``(size, size)`` steps with `nnz` values each, dense if all are."""
+    tiles = _tiles(size, dtype.itemsize)
+    threads, chains = (32, 32 // size) if size <= 32 else (128, 1)
+    multiply = _multiply(size, nnz, dtype, tiles)
+    carry = _carry(size, dtype, threads)
+    sweep, repair = _sweeps(size, nnz, dtype, threads, chains)
+    return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, chains)
+
+
+@cuda.jit(device=True)
+def _smaller(a, b):
+    """Return the smaller of a positive number and a magnitude, which counts unless it is zero."""
+    b = abs(b)
+    return b if b < a and b > 0 else a
+
+
+def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
+    kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
+    low, high, aim = _BANDS[dtype]
+    low, high = real(low), real(high)
+    small, small_step = (real(limit) for limit in _SMALL[dtype])
+    normal, negligible = (int(limit) for limit in BAND[dtype][6:])
+    most = 100 if dtype.itemsize == 4 else 900
+    vector = 16 // dtype.itemsize
+    groups, cols, column_groups, width, parts, stride, chains, threads, pitch = tiles
+    warp = threads == 32
+    room, matrix_size = tiles.room, _ROWS * groups * pitch
+    pool_size, tile_size, left_size = chains * room, _ROWS * cols, _ROWS * vector
+    right_size, span = cols * vector, cols * column_groups
+    powers_size = chains * span
+    padded = -(-size // vector) * vector
+    # The thread, of which block, that has the column of local gradients.
+    local_part, rest = divmod(size, width)
+    local_group, local_column = divmod(rest, cols)
+    staging = _staging(size, nnz, dtype, stride, pitch)
+    slots, stage_size = staging.slots, staging.values
+    find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    none, infinity = np.int32(_NONE), real(np.inf)
+
+    @cuda.jit
+    def multiply(run, places, columns, exponents, steps, batch, chunk, chunks):
+        pool = cuda.shared.array(pool_size, kind, alignment=16)
+        tile = cuda.local.array(tile_size, kind)
+        left = cuda.local.array(left_size, kind)
+        right = cuda.local.array(right_size, kind)
+        peaks = cuda.local.array(cols, kind)
+        powers = cuda.shared.array(powers_size, int32)
+        leasts = cuda.shared.array(threads, kind)
+        added = cuda.local.array(_ROWS, kind)
+        staged = cuda.local.array(stage_size, kind)
+        offsets = cuda.local.array(slots, int32)
+        thread, block = thread_index(), block_index()
+        group, lane = thread // stride, thread % stride
+        part = block % parts
+        chain = block // parts * chains + group
+        present = group < chains and chain < (chunks - 1) * batch
+        if not present:
+            chain = 0
+        sample = chain % batch
+        first = chain // batch * chunk
+        row, mine = lane % groups, lane // groups
+        busy = present and mine < column_groups
+        owner = busy and part == local_part and mine == local_group
+        base = group * room
+        rows_at = base + row * pitch
+        columns_at = base + matrix_size + mine * cols * pitch
+
+        stacks = _stacks(run, sample)
+        ahead = jacobian_at(run, first, sample)
+        local = local_at(run, first + 1)
+        for m in range(stage_size):
+            staged[m] = zero
+        if present:
+            find(places, lane, offsets)
+            fetch(ahead, lane, staged, 0)
+            for m in range(lane, room, stride):
+                put(pool, base + m, zero)
+        barrier(warp)
+        if present:
+            deliver(pool, base, lane, offsets, staged, 0)
+            for c in range(lane, span, stride):
+                put(powers, group * span + c, _INT)
+                if c < width and part * width + c < size:
+                    put(pool, base + matrix_size + c * pitch + part * width + c, one)
+        ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
+        barrier(warp)
+
+        for step in range(first, first + chunk):
+            more = present and step + 1 < first + chunk
+            if more:
+                fetch(ahead, lane, staged, 0)
+                ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
+            outside = False
+            if busy:
+                for r in range(_ROWS):
+                    added[r] = zero
+                if owner and local != 0:
+                    for r in range(_ROWS):
+                        if (r + 1) * groups <= size or row + r * groups < size:
+                            added[r] = load(local, sample * size + row + r * groups, zero)
+                local = _local_after(run, stacks, local, step + 2, steps)
+                for m in range(tile_size):
+                    tile[m] = zero
+                k = 0
+                while k < padded:
+                    for r in range(_ROWS):
+                        read_vector(left, r * vector, pool, rows_at + r * groups * pitch + k)
+                    for n in range(cols):
+                        read_vector(right, n * vector, pool, columns_at + n * pitch + k)
+                    for n in range(cols):
+                        for v in range(vector):
+                            for r in range(_ROWS):
+                                tile[n * _ROWS + r] += left[r * vector + v] * right[n * vector + v]
+                    k += vector
+                for r in range(_ROWS):
+                    tile[local_column * _ROWS + r] += added[r]
+                for n in range(cols):
+                    peak, tiny = zero, False
+                    for r in range(_ROWS):
+                        size_of = abs(tile[n * _ROWS + r])
+                        peak = larger(peak, size_of)
+                        tiny = tiny | ((size_of < small) & (size_of > zero))
+                    if n == local_column and owner:
+                        peak, tiny = zero, False
+                    peaks[n] = peak
+                    outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+            if more:
+                for m in range(stage_size):
+                    size_of = abs(staged[m])
+                    outside = outside | ((size_of < small_step) & (size_of > zero))
+            if vote(outside, warp):
+                # The largest of each column, of all who share it, and the smallest, in the place of
+                # the column; and the smallest of the next step.
+                if busy:
+                    for n in range(cols):
+                        least = infinity
+                        for r in range(_ROWS):
+                            least = _smaller(least, tile[n * _ROWS + r])
+                        if n == local_column and owner:
+                            least = infinity
+                        put(pool, columns_at + n * pitch + row, peaks[n])
+                        put(pool, columns_at + n * pitch + groups + row, least)
+                if present:
+                    least = one
+                    if more:
+                        for m in range(stage_size):
+                            least = _smaller(least, staged[m])
+                    put(leasts, thread, least)
+                barrier(warp)
+                if busy:
+                    step_least = one
+                    for m in range(stride):
+                        step_least = _smaller(step_least, get(leasts, group * stride + m))
+                    for n in range(cols):
+                        peak, least = zero, infinity
+                        for r in range(groups):
+                            peak = larger(peak, get(pool, columns_at + n * pitch + r))
+                            least = _smaller(least, get(pool, columns_at + n * pitch + groups + r))
+                        place = group * span + mine * cols + n
+                        shift = 0
+                        if peak > high or (peak < low and peak > zero):
+                            shift = min(max(aim - exponent_of(peak), -most), most)
+                            factor = scale(one, shift)
+                            for r in range(_ROWS):
+                                tile[n * _ROWS + r] *= factor
+                        if row == 0 and peak > zero:
+                            power = int64(get(powers, place))
+                            put(powers, place, np.int32(power - shift))
+                            # The smallest entry, as it is kept, and what the next step makes of it.
+                            term = exponent_of(least) + shift + exponent_of(step_least) - 1
+                            if term < normal and exponent_of(least) + power > negligible:
+                                store(run, Run.FLAG, np.int64(1), _WORD)
+                        elif peak == zero and row == 0:
+                            # It stays so, and must not count as the largest.
+                            put(powers, place, none)
+                barrier(warp)
+            if busy:
+                for n in range(cols):
+                    for r in range(_ROWS):
+                        put(pool, columns_at + n * pitch + row + r * groups, tile[n * _ROWS + r])
+            if present:
+                deliver(pool, base, lane, offsets, staged, 0)
+            barrier(warp)
+
+        if busy:
+            poison = zero
+            for n in range(cols):
+                c = mine * cols + n
+                j = part * width + c
+                if c < width and j <= size:
+                    for r in range(_ROWS):
+                        i = row + r * groups
+                        poison += tile[n * _ROWS + r] * zero
+                        if i < size:
+                            place = (chain * (size + 1) + j) * size + i
+                            store(columns, place, tile[n * _ROWS + r], zero)
+                    if row == 0 and j < size:
+                        store(exponents, chain * size + j, get(powers, group * span + c), _INT)
+            if poison != zero:
+                store(run, Run.FLAG, np.int64(1), _WORD)
+
+    return multiply
+
+
+def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
+    kind, zero, infinity = from_dtype(dtype), dtype.type(0), dtype.type(np.inf)
+    vector, width = 16 // dtype.itemsize, size + 1
+    padded, padded_powers = -(-size // vector) * vector, -(-size // 4) * 4
+    warp = threads == 32
+    # Products that are loaded ahead, into so many registers.
+    depth = min(max(100 // (width * dtype.itemsize // 4), 1), 2)
+    ring_size = depth * width
+
+    info = np.finfo(dtype)
+    lowest, last = np.int32(info.minexp), np.int32(info.minexp - info.nmant)
+    # A sum that no term changes which is no normal number, before or after it is multiplied.
+    enough = dtype.type(2.0 ** (info.minexp + 8) * max(_BANDS[dtype][1], 2.0**info.nmant))
+    # To which exponent the largest term is brought: columns have entries up to `_BANDS`.
+    none, high = np.int32(_NONE), np.int32(60 if dtype.itemsize == 4 else 400)
+    most = np.int32(250 if dtype.itemsize == 4 else 2040)
+
+    @cuda.jit(device=True)
+    def scaled(value, exponent):
+        """Return ``value·2^exponent``, in two steps, of which each can be made."""
+        exponent = max(min(exponent, most), np.int32(-most))
+        half = np.int32(exponent >> 1)
+        value *= power_of_two(half, zero)
+        return value * power_of_two(np.int32(exponent - half), zero)
+
+    @cuda.jit
+    def carry(run, places, columns, exponents, steps, batch, chunk, chunks):
+        terms = cuda.shared.array(padded, kind, alignment=16)
+        powers = cuda.shared.array(padded_powers, int32, alignment=16)
+        some_terms = cuda.local.array(vector, kind)
+        some_powers = cuda.local.array(4, int32)
+        sums = cuda.local.array(vector, kind)
+        ring = cuda.local.array(ring_size, kind)
+        ring_powers = cuda.local.array(depth, int32)
+        i, sample = thread_index(), block_index()
+        out = load(run, Run.OUT, _WORD)
+        x = zero
+        # Places in gradients, and in exponents and columns of the product to load next.
+        place = sample * size + i
+        at_power, at_column = place, sample * width * size + i
+        to_power, to_column = batch * size, batch * width * size
+        if i < size:
+            x = load(out, place, zero)
+            for d in range(depth):
+                if d < chunks - 1:
+                    ring_powers[d] = load(exponents, at_power, _INT)
+                    for j in range(width):
+                        ring[d * width + j] = load(columns, at_column + j * size, zero)
+                    at_power, at_column = at_power + to_power, at_column + to_column
+        for j in range(i, padded, threads):
+            put(terms, j, zero)
+        for j in range(i, padded_powers, threads):
+            put(powers, j, none)
+        barrier(warp)
+        poison = zero
+
+        for start in range(0, chunks - 1, depth):
+            for d in range(depth):
+                step = start + d
+                if step < chunks - 1:
+                    # Terms relative to the largest, so that none overflows, none that counts is
+                    # lost.
+                    if i < size:
+                        power = none
+                        if x != zero:
+                            power = np.int32(exponent_field(x) + ring_powers[d])
+                        put(powers, i, power)
+                    barrier(warp)
+                    top = none
+                    for j in range(0, padded_powers, 4):
+                        read_vector(some_powers, 0, powers, j)
+                        for v in range(4):
+                            top = max(top, some_powers[v])
+                    top = np.int32(top - high)
+                    if i < size:
+                        put(terms, i, scaled(x, np.int32(ring_powers[d] - top)))
+                    barrier(warp)
+                    if i < size:
+                        for v in range(vector):
+                            sums[v] = zero
+                        for j in range(0, padded, vector):
+                            read_vector(some_terms, 0, terms, j)
+                            for v in range(vector):
+                                if j + v < size:
+                                    sums[v] += ring[d * width + j + v] * some_terms[v]
+                        total = sums[0] + sums[1]
+                        if vector == 4:
+                            total += sums[2] + sums[3]
+                        x = scaled(total, top) + ring[d * width + size]
+                        if abs(total) < enough:
+                            # Were there terms that got lost beside the largest of other rows?
+                            for j in range(size):
+                                power = get(powers, j)
+                                if ring[d * width + j] != zero and power != none:
+                                    term = power + exponent_field(ring[d * width + j])
+                                    if min(power, term) - top < lowest and term > last - 2:
+                                        poison = infinity
+                        if step + depth < chunks - 1:
+                            ring_powers[d] = load(exponents, at_power, _INT)
+                            for j in range(width):
+                                ring[d * width + j] = load(columns, at_column + j * size, zero)
+                            at_power, at_column = at_power + to_power, at_column + to_column
+                        place += chunk * batch * size
+                        store(out, place, x, zero)
+                        poison += x * zero
+                    barrier(warp)
+        if poison != zero:
+            store(run, Run.FLAG, np.int64(1), _WORD)
+
+    return carry
+
+
+def _sweeps(
+    size: int, nnz: int, dtype: np.dtype[Any], threads: int, chains: int
+) -> tuple[Any, Any]:
+    kind, zero = from_dtype(dtype), dtype.type(0)
+    vector, warp = 16 // dtype.itemsize, threads == 32
+    padded, pitch = -(-size // vector) * vector, _pitch(size, vector)
+    stride = threads // chains
+    matrix_size, room = size * pitch, (size + 2) * pitch
+    pool_size = chains * room
+    staging = _staging(size, nnz, dtype, stride, pitch)
+    slots, values = staging.slots, staging.values
+    find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    # Steps that are loaded ahead, into so many registers.
+    depth = min(max(48 // (values * dtype.itemsize // 4), 1), 4)
+    ring_size = depth * values
+    sparse = nnz < size * size
+
+    def walk(linear: bool) -> Any:
+        """Make the gradients after `first`, up to that after step ``last - 1``.
+
+        The linear scan of sparse steps passes over what they do not have: 0·∞ is not 0.
+        """
+        masked = sparse and linear
+
+        @cuda.jit(device=True)
+        def matvecs(run, places, steps, batch, first, last, count, sample, group, lane):
+            pool = cuda.shared.array(pool_size, kind, alignment=16)
+            left = cuda.local.array(vector, kind)
+            right = cuda.local.array(vector, kind)
+            sums = cuda.local.array(vector, kind)
+            ring = cuda.local.array(ring_size, kind)
+            added = cuda.local.array(depth, kind)
+            offsets = cuda.local.array(slots, int32)
+            present = first < last
+            busy = present and lane < size
+            base = group * room
+            vectors = base + matrix_size
+            row_at = base + lane * pitch
+            out = load(run, Run.OUT, _WORD)
+            mask = np.int64(0)
+            if masked and busy:
+                for m in range(nnz):
+                    place = load(places, m, _INT)
+                    if place // size == lane:
+                        mask |= 1 << place % size
+
+            stacks = _stacks(run, sample)
+            ahead, local = np.int64(0), np.int64(0)
+            if present:
+                find(places, lane, offsets)
+                ahead = jacobian_at(run, first, sample)
+                local = local_at(run, first + 1)
+                for m in range(lane, room, stride):
+                    put(pool, base + m, zero)
+            barrier(warp)
+            if busy:
+                put(pool, vectors + lane, load(out, (first * batch + sample) * size + lane, zero))
+            for d in range(depth):
+                added[d] = zero
+                if first + d < last:
+                    fetch(ahead, lane, ring, d * values)
+                    ahead = _jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
+                    if busy and local != 0:
+                        added[d] = load(local, sample * size + lane, zero)
+                    local = _local_after(run, stacks, local, first + d + 2, steps)
+            # Two places for the gradient, by turns.
+            now, then = vectors, vectors + pitch
+            place = (first * batch + sample) * size + lane
+            poison = zero
+
+            for start in range(0, count, depth):
+                for d in range(depth):
+                    step = first + start + d
+                    if step < last:
+                        deliver(pool, base, lane, offsets, ring, d * values)
+                    barrier(warp)
+                    if step < last:
+                        entry = added[d]
+                        if step + depth < last:
+                            fetch(ahead, lane, ring, d * values)
+                            ahead = _jacobian_after(
+                                run, stacks, ahead, step + depth + 1, steps, sample
+                            )
+                            added[d] = zero
+                            if busy and local != 0:
+                                added[d] = load(local, sample * size + lane, zero)
+                            local = _local_after(run, stacks, local, step + depth + 2, steps)
+                        if busy:
+                            for v in range(vector):
+                                sums[v] = zero
+                            for k in range(0, padded, vector):
+                                read_vector(left, 0, pool, row_at + k)
+                                read_vector(right, 0, pool, now + k)
+                                for v in range(vector):
+                                    if not masked or (mask >> k + v) & 1:
+                                        sums[v] += left[v] * right[v]
+                            if vector == 4:
+                                entry += sums[2] + sums[3]
+                            entry += sums[0] + sums[1]
+                            put(pool, then + lane, entry)
+                            place += batch * size
+                            store(out, place, entry, zero)
+                            poison += entry * zero
+                            now, then = then, now
+                    barrier(warp)
+            if poison != zero:
+                store(run, Run.FLAG, np.int64(1), _WORD)
+
+        return matvecs
+
+    walk_chunk, walk_all = walk(False), walk(True)
+
+    @cuda.jit
+    def sweep(run, places, columns, exponents, steps, batch, chunk, chunks):
+        thread = thread_index()
+        group, lane = thread // stride, thread % stride
+        chain = block_index() * chains + group
+        c, sample = chain // batch, chain % batch
+        first, last = 0, 0
+        if group < chains and c < chunks:
+            # The gradient at the end of a chunk is the first of the next one, from `carry`.
+            first = c * chunk
+            last = first + chunk - 1 if c < chunks - 1 else steps
+        walk_chunk(run, places, steps, batch, first, last, chunk, sample, group, lane)
+
+    @cuda.jit
+    def repair(run, places, columns, exponents, steps, batch, chunk, chunks):
+        if load(run, Run.FLAG, _WORD) == 0:
+            return
+        thread = thread_index()
+        group, lane = thread // stride, thread % stride
+        sample = block_index() * chains + group
+        last = steps if group < chains and sample < batch else 0
+        walk_all(run, places, steps, batch, 0, last, steps, sample, group, lane)
+
+    return sweep, repair

@@ -1,0 +1,232 @@
+"""Where the tables of a run say that things are: values, exponents, gradients, rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int64
+
+from ...arrays.cuda import cuda
+from ..cpu.tables import BAND, Kind, Store
+from .device import load, store
+from .tables import Node, Plan, Run, jacobian_at, local_at
+
+__all__ = [
+    "INT",
+    "WORD",
+    "Dtypes",
+    "Shared",
+    "balanced_row",
+    "column",
+    "dtypes_of",
+    "entry_of",
+    "exponents_of",
+    "gradient_at",
+    "local_of",
+    "lower_bound",
+    "raise_flag",
+    "row_of",
+    "row_start",
+    "scaled_by",
+    "values_of",
+]
+
+# Zeros whose types select what is loaded.
+WORD, INT = np.int64(0), np.int32(0)
+
+
+class Dtypes(NamedTuple):
+    """Constants that follow from the dtypes of a plan: the first argument ``t`` of functions here.
+
+    Attributes
+    ----------
+    zero, no_index : scalar
+        Zeros of the dtypes of values and of index arrays, which select what is loaded.
+    itemsize : int
+        Bytes of a value.
+    tile_size : int
+        Columns that a row is added up in at a time.
+    low, high : scalar
+        The ends of the band, powers of two.
+    high_exponent, low_exponent, target, normal, negligible : int
+        The band, as in :data:`sparsescan.kernels.cpu.tables.BAND`.
+    """
+
+    zero: Any
+    no_index: Any
+    itemsize: int
+    tile_size: int
+    low: Any
+    high: Any
+    high_exponent: int
+    low_exponent: int
+    target: int
+    normal: int
+    negligible: int
+
+
+def dtypes_of(dtype: np.dtype[Any], index_dtype: np.dtype[Any], tile_bytes: int) -> Dtypes:
+    """Return what depends on the dtypes of values and of index arrays."""
+    high, low, *others = (int(number) for number in BAND[dtype][3:])
+    ends = dtype.type(2.0**low), dtype.type(2.0**high)
+    zeros = dtype.type(0), index_dtype.type(0)
+    return Dtypes(*zeros, dtype.itemsize, tile_bytes // dtype.itemsize, *ends, high, low, *others)
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block, an entry a thread.
+
+    Attributes
+    ----------
+    columns : array
+        Columns of a row that is added up, or terms of the rows of a tile; as many as those have.
+    partial, tops : array
+        Sums of values, and largest exponents.
+    factor, starts, stops : array
+        Entries of a row, and where the rows begin and end that they are multiplied by.
+    """
+
+    columns: Any
+    partial: Any
+    tops: Any
+    factor: Any
+    starts: Any
+    stops: Any
+
+
+@cuda.jit(device=True)
+def row_start(t, node, i):
+    """Return the first entry of row `i`."""
+    kind = load(node, Node.KIND, WORD)
+    if kind == Kind.DENSE:
+        return i * load(node, Node.COLS, WORD)
+    if kind == Kind.DIAGONAL:
+        return i
+    return int64(load(load(node, Node.INDPTR, WORD), i, t.no_index))
+
+
+@cuda.jit(device=True)
+def column(t, node, p):
+    """Return the column of entry `p`."""
+    kind = load(node, Node.KIND, WORD)
+    if kind == Kind.DENSE:
+        return p % load(node, Node.COLS, WORD)
+    if kind == Kind.DIAGONAL:
+        return p
+    return int64(load(load(node, Node.INDICES, WORD), p, t.no_index))
+
+
+@cuda.jit(device=True)
+def lower_bound(t, array, first, last, value):
+    """Return where `value` would stand among sorted indices ``array[first:last]``."""
+    while first < last:
+        middle = (first + last) // 2
+        if int64(load(array, middle, t.no_index)) < value:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@cuda.jit(device=True)
+def row_of(t, node, p):
+    """Return the row of entry `p`."""
+    kind = load(node, Node.KIND, WORD)
+    if kind == Kind.DENSE:
+        return p // load(node, Node.COLS, WORD)
+    if kind == Kind.DIAGONAL:
+        return p
+    rows = load(node, Node.ROWS, WORD)
+    return lower_bound(t, load(node, Node.INDPTR, WORD), int64(0), rows + 1, p + 1) - 1
+
+
+@cuda.jit(device=True)
+def seat(node, plan, part, sample):
+    """Return which product of its node this is: by sample; for one in scratch, by run as well."""
+    if load(node, Node.STORE, WORD) == Store.SCRATCH:
+        return part * load(plan, Plan.BATCH, WORD) + sample
+    return sample
+
+
+@cuda.jit(device=True)
+def values_of(run, plan, node, part, sample):
+    """Return the address of the values of a node."""
+    first = load(node, Node.VALUES, WORD)
+    if load(node, Node.STORE, WORD) == Store.CALLER:
+        return jacobian_at(run, first, sample)
+    own = sample * load(node, Node.BATCHED, WORD)
+    return first + seat(node, plan, part, own) * load(node, Node.VALUES_STEP, WORD)
+
+
+@cuda.jit(device=True)
+def exponents_of(plan, node, part, sample):
+    """Return the address of the exponents of a product."""
+    own = sample * load(node, Node.BATCHED, WORD)
+    at = seat(node, plan, part, own) * load(node, Node.EXPONENTS_STEP, WORD)
+    return load(node, Node.EXPONENTS, WORD) + at
+
+
+@cuda.jit(device=True)
+def scaled_by(plan, node, part, sample):
+    """Return the address of the exponents of a node, or 0 if it has none."""
+    if load(node, Node.STORE, WORD) == Store.CALLER:
+        return int64(0)
+    at = exponents_of(plan, node, part, sample)
+    return at if load(at, load(node, Node.COLS, WORD), INT) != 0 else int64(0)
+
+
+@cuda.jit(device=True)
+def local_of(t, run, plan, node, part, sample):
+    """Return the address of the summed local gradients of a node, or 0 if there are none."""
+    if load(plan, Plan.LOCAL, WORD) == 0:
+        return int64(0)
+    rows = load(node, Node.ROWS, WORD)
+    if load(node, Node.STORE, WORD) == Store.CALLER:
+        at = local_at(run, load(node, Node.VALUES, WORD) + 1)
+        return at + sample * rows * t.itemsize if at != 0 else at
+    at = load(node, Node.LOCAL, WORD)
+    return at + seat(node, plan, part, sample) * load(node, Node.LOCAL_STEP, WORD)
+
+
+@cuda.jit(device=True)
+def gradient_at(t, run, plan, k, sample):
+    """Return the address of gradient `k`."""
+    offsets = load(plan, Plan.OFFSETS, WORD)
+    first, last = load(offsets, k, WORD), load(offsets, k + 1, WORD)
+    place = first * load(plan, Plan.BATCH, WORD) + sample * (last - first)
+    return load(run, Run.OUT, WORD) + place * t.itemsize
+
+
+@cuda.jit(device=True)
+def raise_flag(run):
+    """Let the linear scan decide."""
+    store(run, Run.FLAG, int64(1), WORD)
+
+
+@cuda.jit(device=True)
+def entry_of(t, node, k, j):
+    """Return the place of entry ``(k, j)`` of a node, or -1."""
+    start, stop = row_start(t, node, k), row_start(t, node, k + 1)
+    kind = load(node, Node.KIND, WORD)
+    if kind == Kind.DENSE:
+        return start + j
+    if kind == Kind.DIAGONAL:
+        return start if k == j else int64(-1)
+    indices = load(node, Node.INDICES, WORD)
+    p = lower_bound(t, indices, start, stop, j)
+    if p < stop and int64(load(indices, p, t.no_index)) == j:
+        return p
+    return int64(-1)
+
+
+@cuda.jit(device=True)
+def balanced_row(t, node, block, blocks):
+    """Return the first row of one of `blocks` parts that have about as many entries each."""
+    rows = load(node, Node.ROWS, WORD)
+    if block == blocks:
+        return rows
+    if load(node, Node.KIND, WORD) != Kind.CSR:
+        return rows * block // blocks
+    wanted = load(node, Node.NNZ, WORD) * block // blocks
+    return lower_bound(t, load(node, Node.INDPTR, WORD), int64(0), rows, wanted)

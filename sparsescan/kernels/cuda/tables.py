@@ -1,0 +1,147 @@
+"""Tables of int64 on a device, which tell the kernels what to do and where everything is.
+
+The plan table and what it points to are uploaded when a plan first runs on some kind of input; the
+run table before every run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays.cuda import cuda
+from .device import load
+
+__all__ = ["Mode", "Node", "Plan", "Run", "Unit", "jacobian_at", "local_at"]
+
+_WORD = np.int64(0)
+
+
+class _Run(NamedTuple):
+    """Slots of the run table: all that differs between two runs, so a CUDA graph can be replayed.
+
+    After `WIDTH` slots follow the rows ``(address, bytes from one sample to the next)`` of each
+    Jacobian, unless they lie `STEP` bytes apart from `BASE` on; then the address of each local
+    gradient, or 0, unless those lie `LOCAL_STEP` bytes apart from `LOCAL_BASE` on.
+    """
+
+    # It is set once a value is not finite: the linear scan then decides.
+    FLAG: int = 0
+    # Address of the gradients, which lie one after the other, each (batch, size).
+    OUT: int = 1
+    # Stacked Jacobians: address of the first (0 if they are not), bytes to the next step and to the
+    # next sample.
+    BASE: int = 2
+    STEP: int = 3
+    SAMPLE: int = 4
+    # Stacked local gradients (0 if not): that which is added to gradient 0, and bytes to the next.
+    LOCAL_BASE: int = 5
+    LOCAL_STEP: int = 6
+    # First slot of the table of local gradients; 0 if there is none.
+    LOCALS: int = 7
+    WIDTH: int = 8
+
+
+Run = _Run()
+
+
+class _Plan(NamedTuple):
+    """Slots of the plan table: the batch, whether there are local gradients, addresses of tables.
+
+    OFFSETS, (n + 2,): where each gradient starts, for one sample.
+    """
+
+    BATCH: int = 0
+    LOCAL: int = 1
+    OPS: int = 2
+    NODES: int = 3
+    OFFSETS: int = 4
+    WIDTH: int = 5
+
+
+Plan = _Plan()
+
+
+class _Node(NamedTuple):
+    """Columns of the node table: one row for each Jacobian, then one for each product."""
+
+    KIND: int = 0
+    ROWS: int = 1
+    COLS: int = 2
+    NNZ: int = 3
+    # addresses; not followed for dense and diagonal nodes
+    INDPTR: int = 4
+    INDICES: int = 5
+    # address of the first row of each tile, and of the one after the last; number of tiles
+    TILES: int = 6
+    TILE_COUNT: int = 7
+    STORE: int = 8
+    BATCHED: int = 9
+    # the number of a Jacobian; of a product the address of the first sample's values, and bytes to
+    # the next
+    VALUES: int = 10
+    VALUES_STEP: int = 11
+    # int32: exponents of the columns, their flag (0 if there are none), room for 2·cols + inner
+    EXPONENTS: int = 12
+    EXPONENTS_STEP: int = 13
+    # what local gradients inside a product add up to
+    LOCAL: int = 14
+    LOCAL_STEP: int = 15
+    # int32, three a sample, zero between runs
+    STATE: int = 16
+    WIDTH: int = 17
+
+
+Node = _Node()
+
+
+class _Unit(NamedTuple):
+    """Columns of the unit table: operations, which `BLOCK` of `BLOCKS` parts of their rows.
+
+    `PART` numbers the units of a level that use scratch.
+    """
+
+    FIRST: int = 0
+    LAST: int = 1
+    BLOCK: int = 2
+    BLOCKS: int = 3
+    PART: int = 4
+    MODE: int = 5
+    WIDTH: int = 6
+
+
+Unit = _Unit()
+
+
+class _Mode(NamedTuple):
+    """Phases of a product that a unit does: all, or those before or after cuBLAS multiplies."""
+
+    ALL: int = 0
+    CHECK: int = 1
+    SETTLE: int = 2
+
+
+Mode = _Mode()
+
+
+@cuda.jit(device=True)
+def jacobian_at(run, step, sample):
+    """Return the address of the values of a Jacobian for a sample."""
+    base = load(run, Run.BASE, _WORD)
+    if base != 0:
+        return base + step * load(run, Run.STEP, _WORD) + sample * load(run, Run.SAMPLE, _WORD)
+    row = Run.WIDTH + 2 * step
+    return load(run, row, _WORD) + sample * load(run, row + 1, _WORD)
+
+
+@cuda.jit(device=True)
+def local_at(run, k):
+    """Return the address of the local gradient `k`, shape ``(batch, size)``; 0 if there is none."""
+    base = load(run, Run.LOCAL_BASE, _WORD)
+    if base != 0:
+        return base + k * load(run, Run.LOCAL_STEP, _WORD)
+    first = load(run, Run.LOCALS, _WORD)
+    if first == 0:
+        return first
+    return load(run, first + k, _WORD)

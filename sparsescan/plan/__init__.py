@@ -1,0 +1,1 @@
+"""Plans: made once, run many times, printed, drawn and saved."""

@@ -1,0 +1,490 @@
+"""ScanPlan: a schedule for chains of fixed patterns; the numeric runs."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..arrays.arrays import check_memory, load_cupy, namespace, upload
+from ..arrays.frozen import Frozen
+from ..arrays.streams import place
+from ..chains.chain import Chain, LocalGrads, check_places, read_grad
+from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
+from ..execution.threads import thread_count
+from ..execution.workspace import Workspace, workspace_bytes
+from ..planning.search import Alternative
+from ..symbolic.pattern import Pattern
+from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule, check_count
+from .describe import describe, to_dict
+from .files import load_spec, save_spec
+from .prediction import ScanPrediction, predict
+from .spec import PlanSpec
+
+if TYPE_CHECKING:
+    from ..execution.device import DeviceWorkspace
+
+__all__ = ["ScanPlan", "Slot", "needed_bytes"]
+
+# Workspaces that one slot of a plan keeps, e.g. for different batch sizes.
+_KEPT = 4
+
+Gradients = list[NDArray[Any]] | NDArray[Any]
+
+
+def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:
+    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most."""
+    if device == "cuda":
+        from ..execution.device import device_bytes
+
+        return device_bytes(program, dtype, batch)
+    return workspace_bytes(program, dtype, batch, thread_count())
+
+
+class ScanPlan(Frozen):
+    """A schedule for chains of fixed patterns, with the symbolic phase done.
+
+    Made by :func:`sparsescan.plan`. A plan may be used from several threads at once, and after a
+    fork. Its second run with the same kind of input allocates nothing that grows with the chain but
+    the gradients it returns.
+
+    Attributes
+    ----------
+    n : int
+        Number of Jacobians.
+    patterns : tuple of Pattern
+        The pattern of every Jacobian, from the last layer to the first.
+    schedule : Schedule
+        The schedule that runs.
+    reason : str
+        Why that one.
+    batch : int or None
+        The batch size that the plan insists on, if any.
+    dtype : dtype or None
+        The dtype that the plan insists on, if any.
+    device : {None, "cpu", "cuda"}
+        Where it runs; None is where the data is.
+    memory_limit : int or None
+        Bytes that it may take.
+    dense : frozenset of tuple
+        The products ``(start, stop)``, of elements as a schedule numbers them, that are stored
+        densely although their patterns are sparse.
+    alternatives : tuple of Alternative
+        The schedules that the planner looked at, with the nanoseconds predicted then.
+    """
+
+    n: int
+    patterns: tuple[Pattern, ...]
+    schedule: Schedule
+    reason: str
+    batch: int | None
+    dtype: np.dtype[Any] | None
+    device: str | None
+    memory_limit: int | None
+    dense: frozenset[tuple[int, int]]
+    alternatives: tuple[Alternative, ...]
+
+    def __init__(self, spec: PlanSpec, program: Program | None = None) -> None:
+        patterns = spec.patterns
+        self._spec = spec
+        self._set(n=len(patterns), **vars(spec) | {"patterns": tuple(patterns)})
+        if patterns and program is None:
+            program = Program(patterns, spec.schedule, dense=spec.dense)
+        self._program = program
+        self._linear: Program | None = None
+        self._sizes = [patterns[0].shape[1]] if patterns else []
+        self._sizes += [pattern.shape[0] for pattern in patterns]
+        self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
+        # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
+        self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
+        self._idle: deque[Slot] = deque()
+        if program is not None:
+            self._admit(program, np.dtype(spec.dtype or np.float64), spec.batch or 1)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that the plan and a run take beside Jacobians and gradients, at most.
+
+        The products with their indices, scratch of every thread, and tables; for `batch` samples of
+        `dtype`, or one of float64 where the plan insists on none, as if every Jacobian differed
+        between samples.
+        """
+        if self._program is None:
+            return 0
+        dtype = np.dtype(self.dtype or np.float64)
+        return needed_bytes(self._program, dtype, self.batch or 1, self.device)
+
+    def _admit(self, program: Program, dtype: np.dtype[Any], batch: int) -> None:
+        """Raise if a program and a run of it need more than the limit."""
+        if self.memory_limit is None:
+            return
+        needed = needed_bytes(program, dtype, batch, self.device)
+        if needed <= self.memory_limit:
+            return
+        linear = Program(self.patterns, Schedule.linear(self.n))
+        least = needed_bytes(linear, dtype, batch, self.device)
+        raise MemoryLimitError(
+            f"memory_limit is {self.memory_limit} bytes; {self.schedule} needs {needed}, and the "
+            f"least, Schedule.linear({self.n}), {least}"
+        )
+
+    def exclusive_scan(
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
+    ) -> Gradients:
+        """Return what :func:`sparsescan.exclusive_scan` does, for a chain of these patterns.
+
+        Parameters
+        ----------
+        grad : array_like, shape (d_n,) or (batch, d_n)
+            Gradient at the end of the chain.
+        jacobians : sequence, CSRChain, PeriodicChain or ndarray
+            Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
+            sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
+            ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
+        local_grads : sequence or ndarray, optional
+            A term that is added to each returned gradient.
+        stream : optional
+            As for :func:`sparsescan.exclusive_scan`.
+
+        Returns
+        -------
+        list of ndarray, or ndarray
+            The ``n`` gradients ``[∇x_n, …, ∇x_1]``; one array if the Jacobians came as one, one for
+            each pattern of a :class:`PeriodicChain`.
+
+        Raises
+        ------
+        PatternMismatchError
+            If a Jacobian has another pattern than the plan was made for.
+        InputError, InputTypeError, MemoryLimitError
+            As :func:`sparsescan.exclusive_scan`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> values = np.full((3, 4), 0.5)
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 3)
+        >>> plan.exclusive_scan([1.0, 2.0], values)
+        array([[1. , 2. ],
+               [1.5, 1.5],
+               [1.5, 1.5]])
+        """
+        return self._scan(grad, jacobians, local_grads, stream, inclusive=False)
+
+    def inclusive_scan(
+        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
+    ) -> Gradients:
+        """Return gradients of every layer's input and output: one more, ``∇x_0``, at the end.
+
+        Parameters
+        ----------
+        grad, jacobians, local_grads, stream
+            As for :meth:`exclusive_scan`; `local_grads` has one entry more.
+
+        Returns
+        -------
+        list of ndarray, or ndarray
+            The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. A list also for a single rectangular
+            Jacobian that came as an array, since the two gradients differ in length.
+
+        Raises
+        ------
+        PatternMismatchError, InputError, InputTypeError, MemoryLimitError
+            As :meth:`exclusive_scan`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))])
+        >>> plan.inclusive_scan([1.0, 2.0], [np.eye(2) * 3])
+        [array([1., 2.]), array([3., 6.])]
+        """
+        return self._scan(grad, jacobians, local_grads, stream, inclusive=True)
+
+    def predict(self, workers: int) -> ScanPrediction:
+        """Return steps and work of an exclusive scan of one sample with any number of workers.
+
+        Parameters
+        ----------
+        workers : int
+            How many, at least 1: more than this machine has, if you like.
+
+        Returns
+        -------
+        ScanPrediction
+            Steps and multiply-adds, on the critical path and in all.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If `workers` is no positive integer.
+
+        Examples
+        --------
+        >>> import sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.diagonal(8)] * 1000, schedule="blelloch")
+        >>> plan.predict(1).steps, plan.predict(128).steps, plan.predict(1000).steps
+        (1984, 26, 18)
+        """
+        return predict(self._program, check_count("workers", workers, 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the plan prints, for programs: lists, numbers and strings, as JSON has them.
+
+        Returns
+        -------
+        dict
+            ``levels`` has a dict for each level: the counts are for one sample, bytes for the dtype
+            of the plan, or float64.
+
+        Examples
+        --------
+        >>> import sparsescan
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 4, schedule="blelloch")
+        >>> plan.to_dict()["levels"][0]["multiply_adds"]
+        12
+        """
+        return to_dict(self._spec, self._program, self.workspace_bytes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, in NumPy's ``.npz`` format and without pickle.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file, written under exactly this name; one that exists is replaced.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If `path` is no path.
+        OSError
+            If the file cannot be written.
+
+        See Also
+        --------
+        load : The way back.
+
+        Notes
+        -----
+        Stored are the patterns, the schedule and the options, but no products.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan, tempfile, os
+        >>> plan = sparsescan.plan([sparsescan.Pattern.dense((2, 2))] * 3, schedule="blelloch")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "plan.npz")
+        ...     plan.save(path)
+        ...     loaded = sparsescan.ScanPlan.load(path)
+        >>> loaded
+        ScanPlan(3 Jacobians, Schedule.blelloch(3))
+        >>> loaded.exclusive_scan([1.0, 2.0], np.full((3, 4), 0.5))
+        array([[1. , 2. ],
+               [1.5, 1.5],
+               [1.5, 1.5]])
+        """
+        save_spec(path, self._spec)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ScanPlan:
+        """Read a plan that :meth:`save` has written.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Returns
+        -------
+        ScanPlan
+            It prints the same, and gives the same bits. One for a device can be loaded without it.
+
+        Raises
+        ------
+        PlanFileError
+            If the file is damaged or something else. It is a :class:`ValueError`.
+        InputError, InputTypeError
+            If `path` is no path.
+        MemoryLimitError
+            If a run on this machine, with more threads maybe, needs more than the plan's limit.
+        OSError
+            If the file cannot be opened, such as :class:`FileNotFoundError`.
+
+        See Also
+        --------
+        save : Has an example.
+        """
+        return ScanPlan(load_spec(path))
+
+    def _scan(
+        self, grad: ArrayLike, jacobians: Any, local_grads: Any, stream: Any, *, inclusive: bool
+    ) -> Gradients:
+        with place(grad, self.device, stream):
+            try:
+                slot = self._idle.pop()
+            except IndexError:
+                slot = self.slot(Chain(self.n))
+            try:
+                slot.chain.read(jacobians, self.patterns)
+                return self.run(slot, grad, local_grads, inclusive=inclusive)
+            except MemoryError as error:
+                raise out_of_memory("the scan", error) from None
+            finally:
+                slot.chain.release()
+                self._idle.append(slot)
+
+    def slot(self, chain: Chain) -> Slot:
+        """Return a slot to run a chain in."""
+        return Slot(chain, self._admit)
+
+    def run(self, slot: Slot, grad: ArrayLike, local_grads: Any, *, inclusive: bool) -> Gradients:
+        """Scan the chain that a slot has read, and that the caller will release."""
+        chain, count = slot.chain, self.n + inclusive
+        first, local, dtype = self._read(chain, grad, local_grads, count)
+        batch_shape = first.shape[:-1]
+        sizes = self._sizes if self.n else [first.shape[-1]]
+        xp = namespace(first)
+        if count == 0:
+            return xp.empty((0, *first.shape), dtype) if chain.period == 1 else []
+        download = xp is np and self.device == "cuda"
+        if download:
+            xp = load_cupy()
+            first = upload(first)
+            chain.upload()
+            local.upload()
+        batch = batch_shape[0] if batch_shape else 1
+        size = self._offsets[count] if self.n else sizes[0]
+        if chain.period > 1:
+            # Whole periods, the last of which may lack its end.
+            size = -(-count // chain.period) * self._offsets[chain.period]
+        if xp is np:
+            check_memory("the gradients", batch * size * dtype.itemsize)
+        out = xp.empty(batch * size, dtype)
+        local.add_first(first, out[: first.size].reshape(first.shape))
+        if self._program is not None and count > 1 and batch > 0:
+            chain.convert(dtype)
+            local.convert(dtype)
+            if xp is not np:
+                workspace = slot.on_device(self._program, dtype, batch, local)
+                workspace.run(chain, local, out, inclusive=inclusive)
+            elif not slot.workspace(self._program, dtype, batch, local).run(out, inclusive):
+                # The linear scan defines what a value reaches that is not finite, of which a
+                # product may make something else; nor can a product hold entries of any range.
+                if self._linear is None:
+                    self._linear = Program(self.patterns, Schedule.linear(self.n))
+                slot.workspace(self._linear, dtype, batch, local).run(out, inclusive)
+        return self._cut(out.get() if download else out, count, sizes, batch_shape, chain.period)
+
+    def _read(
+        self, chain: Chain, grad: ArrayLike, local_grads: Any, count: int
+    ) -> tuple[Any, LocalGrads, np.dtype[Any]]:
+        """Return what comes with a chain, checked, and the dtype of all gradients."""
+        first = read_grad(grad, self._sizes[0] if self.n else None, chain.batch)
+        batch_shape = first.shape[:-1]
+        if self.batch is not None and batch_shape != (self.batch,):
+            raise InputError(
+                f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
+            )
+        sizes = self._sizes if self.n else [first.shape[-1]]
+        local = LocalGrads(local_grads, count, sizes, batch_shape, chain.period)
+        check_places(first, chain, local)
+        dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
+        if self.dtype is not None and dtype != self.dtype:
+            raise InputTypeError(
+                f"the input is of dtype {dtype}; expected {self.dtype}, the plan's"
+            )
+        return first, local, dtype
+
+    def _cut(
+        self,
+        out: NDArray[Any],
+        count: int,
+        sizes: Sequence[int],
+        batch_shape: tuple[int, ...],
+        period: int,
+    ) -> Gradients:
+        """Return the gradients, which lie one after the other in `out`."""
+        batch = batch_shape[0] if batch_shape else 1
+        offsets = self._offsets
+        if period > 1:
+            rows = out.reshape(-(-count // period), batch * offsets[period])
+            taken = [-(-(count - turn) // period) for turn in range(period)]
+            return [
+                rows[:steps, batch * start : batch * stop].reshape(steps, *batch_shape, size)
+                for steps, start, stop, size in zip(
+                    taken, offsets[:period], offsets[1:], sizes, strict=False
+                )
+            ]
+        if self._uniform[count - self.n]:
+            stack = out.reshape(count, *batch_shape, sizes[0])
+            return stack if period else list(stack)
+        return [
+            out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, sizes[k])
+            for k in range(count)
+        ]
+
+    def __repr__(self) -> str:
+        return f"ScanPlan({self.n} Jacobians, {self.schedule})"
+
+    def __str__(self) -> str:
+        return describe(self._spec, self._program, self.workspace_bytes)
+
+
+class Slot:
+    """Chain and workspaces of one run at a time, kept for the next."""
+
+    def __init__(self, chain: Chain, admit: Callable[[Program, np.dtype[Any], int], None]) -> None:
+        self.chain = chain
+        self._admit = admit
+        self._workspaces: dict[Any, Any] = {}
+
+    def workspace(
+        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
+    ) -> Workspace:
+        """Return a workspace on the CPU for this program and this kind of input."""
+        threads = thread_count()
+        batched, key = self._batched()
+        workspace: Workspace = self._kept(
+            (program, dtype, batch, key, local.given, threads),
+            lambda: Workspace(
+                program, self.chain.leaves, dtype, batch, batched, local.given, threads
+            ),
+        )
+        local.fill(workspace.local_grads)
+        return workspace
+
+    def on_device(
+        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
+    ) -> DeviceWorkspace:
+        """Return a workspace on the current device for this program and this kind of input."""
+        from ..execution.device import DeviceWorkspace
+
+        stacked = self.chain.stack is not None
+        how = None if not local.given else "list" if local.stack is None else "stack"
+        batched, key = self._batched()
+        workspace: DeviceWorkspace = self._kept(
+            (program, dtype, batch, key, stacked, how, self.chain.device),
+            lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how),
+        )
+        return workspace
+
+    def _batched(self) -> tuple[NDArray[np.bool_], tuple[int, bytes]]:
+        """Return which Jacobians differ between samples, and the same to look it up by."""
+        batched = self.chain.leaves[:, 1] != 0
+        count = int(np.count_nonzero(batched))
+        return batched, (count, batched.tobytes() if 0 < count < len(batched) else b"")
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        workspace = self._workspaces.get(key)
+        if workspace is None:
+            self._admit(*key[:3])
+            while len(self._workspaces) >= _KEPT:
+                del self._workspaces[next(iter(self._workspaces))]
+            workspace = self._workspaces[key] = make()
+        return workspace

@@ -1,0 +1,1 @@
+"""Which schedule, and which form of each product, takes least."""

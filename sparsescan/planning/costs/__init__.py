@@ -1,0 +1,1 @@
+"""The time of operations on a machine."""

@@ -1,0 +1,327 @@
+"""Costs of scans on a CUDA device, by the launches of :mod:`~.execution.device`.
+
+A launch takes as long as its longest block, or as all of its blocks take those that work at once,
+or as memory takes to move what no cache holds, whichever is longest. A block does one operation
+after the other, each for ``a·m + b·o + c`` nanoseconds (:mod:`~.costs.cpu`); of an operation that
+is the only one of its run it may do a part, for ``(a·m + b·o) / parts + c``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays.arrays import load_cupy
+from ...errors import DeviceError
+from ...execution.device import BLAS_SIZE, GRAIN, LARGE, Shares, chunk_size
+from ...kernels.cuda.levels import STAGE, THREADS
+from ...symbolic.program import Program
+from .cpu import FAMILIES, LANES, Operations, machine_file, read_constants, write_constants
+
+__all__ = ["Gpu", "GpuModel", "gpu_file", "load_gpu", "save_gpu"]
+
+# Vectors come before products.
+_DENSE, _CSR, _SHARED_CSR, _SHARED_DENSE = map(
+    FAMILIES.index, ("dense·x", "csr·x", "shared csr·x", "shared dense·x")
+)
+_DENSE_PRODUCT = FAMILIES.index("dense·dense")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Constants of a GPU.
+
+    Attributes
+    ----------
+    name : str
+        Its name, or where the constants come from.
+    families : dict of str to list
+        For ``"float32"`` and ``"float64"`` a row ``(a, b, c)`` for each of
+        :data:`~sparsescan.planning.costs.cpu.FAMILIES`, in nanoseconds of one block.
+    product_step : dict of str to list
+        For each dtype ``(a, b, c)``: in the product of a chunk of steps of size `H` one step comes
+        ``b·H + c`` nanoseconds after the other, and in those of many chunks every multiply-add
+        takes the device `a`.
+    vector_step : dict of str to list
+        For each dtype ``(b, c)``, the same of matrix-vector products in chunks.
+    matmul : dict of str to float
+        For each dtype nanoseconds of a multiply-add by cuBLAS.
+    blocks : float
+        Blocks that work at once.
+    run : float
+        Nanoseconds of a run beside its launches.
+    launch, plain : float
+        Nanoseconds of a launch in a graph beside its work; and from one launch to the next outside
+        of graphs, with its work where that takes no longer.
+    cache : float
+        Bytes beyond which values come from memory.
+    bandwidth : float
+        Bytes a nanosecond that memory gives.
+    """
+
+    name: str
+    families: dict[str, list[list[float]]] = field(repr=False)
+    product_step: dict[str, list[float]]
+    vector_step: dict[str, list[float]]
+    matmul: dict[str, float]
+    blocks: float
+    run: float
+    launch: float
+    plain: float
+    cache: float
+    bandwidth: float
+
+
+_TABLES: dict[str, tuple[int, ...]] = {
+    "families": (len(FAMILIES), 3),
+    "product_step": (3,),
+    "vector_step": (2,),
+    "matmul": (),
+}
+
+
+def gpu_file(name: str) -> Path:
+    """Return where ``sparsescan calibrate --device cuda`` keeps the constants of GPUs of a name."""
+    return machine_file().with_name(f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json")
+
+
+def load_gpu(path: Path | None = None) -> Gpu:
+    """Return the constants that were measured, by default on a GPU like the current one.
+
+    The built-in ones serve where none were measured, or none can be.
+    """
+    if path is None:
+        name = _current_name()
+        if name is None:
+            return _BUILT_IN
+        path = gpu_file(name)
+    return read_constants(path, Gpu, _TABLES, ("blocks", "bandwidth")) or _BUILT_IN
+
+
+def save_gpu(gpu: Gpu, path: Path | None = None) -> Path:
+    """Write constants to a file; the path."""
+    return write_constants(gpu, path or gpu_file(gpu.name))
+
+
+def _current_name() -> str | None:
+    """Return the name of the current device, if there is one."""
+    try:
+        runtime = load_cupy().cuda.runtime
+    except DeviceError:
+        return None
+    device = runtime.getDevice()
+    if device not in _names:
+        _names[device] = runtime.getDeviceProperties(device)["name"].decode()
+    return _names[device]
+
+
+_names: dict[int, str] = {}
+
+
+class _Work(NamedTuple):
+    """Times of operations, in nanoseconds."""
+
+    divided: NDArray[np.float64]  # of one block, for one sample, and what more blocks share
+    each: NDArray[np.float64]  # of every block
+    samples: NDArray[np.float64]
+    matmul: NDArray[np.float64]  # of cuBLAS, for all samples
+
+    def in_blocks(self, blocks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the time of all blocks together, if each operation is divided among so many."""
+        return (self.divided + blocks * self.each) * self.samples
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """The CUDA engine's :class:`~sparsescan.planning.costs.cpu.Model`."""
+
+    gpu: Gpu
+    dtype: np.dtype[Any]
+    batch: int
+
+    @property
+    def where(self) -> str:
+        """Which GPU."""
+        return f"a GPU ({self.gpu.name})"
+
+    @property
+    def workers(self) -> int:
+        """Blocks for each sample."""
+        return max(int(self.gpu.blocks) // self.batch, 1)
+
+    @property
+    def meet(self) -> float:
+        """Nanoseconds of a launch."""
+        return self.gpu.launch
+
+    def leaves_idle(self, steps: int, entries: int) -> bool:
+        """Return whether samples alone do not keep all blocks busy."""
+        return self.workers > 1
+
+    def step(self, operations: Operations) -> NDArray[np.float64]:
+        """Return the time of each in a launch of its own, rows divided among all blocks."""
+        shares = _shares(operations)
+        work = self._work(operations, shares.blas)
+        longest = work.divided / shares.blocks + work.each
+        longest = np.maximum(longest, work.in_blocks(shares.blocks) / self.gpu.blocks)
+        # Before and after cuBLAS, blocks look at the range.
+        return longest + work.matmul + self.gpu.launch * np.where(shares.blas, 3, shares.large)
+
+    def share(self, operations: Operations) -> NDArray[np.float64]:
+        """Return the time of all blocks of each, divided by those that work at once."""
+        shares = _shares(operations)
+        work = self._work(operations, shares.blas)
+        return work.in_blocks(shares.blocks) / self.gpu.blocks + work.matmul
+
+    def level_times(self, program: Program) -> tuple[float, list[float]]:
+        """Return the times of a launch for each level, or for each large operation."""
+        chunks, size = program.schedule.chunks, chunk_size(program.patterns[: program.n])
+        if chunks is not None and size is not None:
+            return self.gpu.run, self._chunked(program, chunks, size)
+        batched = np.full(program.n, self.batch > 1)
+        operations = Operations.of(program, self.dtype.itemsize, self.batch, batched)
+        shares = Shares.of(program)
+        work = self._work(operations, shares.blas)
+        moved = operations.bytes / self.gpu.bandwidth
+        if operations.bytes[:-1].sum() <= self.gpu.cache:
+            moved[:] = 0
+        # No graph has calls of cuBLAS.
+        plain = self.gpu.plain if shares.blas.any() else 0.0
+        times = [self._level(runs, work, shares, moved, plain) for _, runs in program.levels]
+        # The linear scan in the end, which waits for a value that is not finite.
+        guard = max(self.gpu.launch, plain) if program.products else 0.0
+        return self.gpu.run + guard, times
+
+    def _level(
+        self,
+        runs: NDArray[np.int64],
+        work: _Work,
+        shares: Shares,
+        moved: NDArray[np.float64],
+        plain: float,
+    ) -> float:
+        """Return nanoseconds of a level: `moved` for memory, at least `plain` for a launch."""
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        level, starts, length = slice(first, last), runs[:, 0] - first, runs[:, 1] - runs[:, 0]
+        # A launch does one large operation of each run, so that none has to wait.
+        apart = length.max() > 1 and bool(shares.large[level].any())
+        alone = np.repeat((length == 1) | apart, length)
+        blocks = np.where(alone, shares.blocks[level], 1)
+        work = _Work(*(column[level] for column in work))
+        longest = work.divided / blocks + work.each
+        if apart:
+            launch = np.arange(last - first) - np.repeat(starts, length)
+        else:
+            launch, longest = np.zeros(last - first, np.int64), np.add.reduceat(longest, starts)
+        total = np.bincount(launch, work.in_blocks(blocks)) / self.gpu.blocks
+        times = np.maximum(total, np.bincount(launch, moved[level]))
+        np.maximum.at(times, launch[: len(longest)], longest)
+        calls = np.bincount(launch, shares.blas[level] & alone)
+        launches = 1 + calls + (calls > 0)
+        times += np.bincount(launch, work.matmul) + launches * self.gpu.launch
+        return float(np.maximum(times, launches * plain).sum())
+
+    def _chunked(self, program: Program, chunks: int, size: int) -> list[float]:
+        """Return the times of the launches of small steps; the last two are one level."""
+        gpu, dtype, steps = self.gpu, self.dtype.name, program.n - 1
+        chunk = -(-program.n // chunks)
+        products = max(-(-steps // chunk) - 1, 0)
+        a, b, c = gpu.product_step[dtype]
+        vector = gpu.vector_step[dtype][0] * size + gpu.vector_step[dtype][1]
+        values = self.batch * self.dtype.itemsize
+        read, written = steps * program.patterns[0].nnz, products * (size + 1) * size
+
+        def from_memory(count: int) -> float:
+            return count * values / gpu.bandwidth if read * values > gpu.cache else 0.0
+
+        multiply_adds = products * chunk * self.batch * size * size * (size + 1)
+        multiply = max(chunk * (b * size + c), a * multiply_adds, from_memory(read + written))
+        carry = max(products * vector, from_memory(written))
+        sweep = max(min(chunk, steps) * vector, from_memory(read + steps * size))
+        times = [gpu.launch + multiply, gpu.launch + carry] if products else []
+        times += [2 * gpu.launch + sweep, 0.0, 0.0]
+        # A level without products of cuBLAS, or with nothing else, has fewer launches.
+        count = len(program.levels)
+        return [*times[: count - 1], sum(times[count - 1 :])] if count else []
+
+    def _work(self, operations: Operations, blas: NDArray[np.bool_]) -> _Work:
+        a, b, c = np.array(self.gpu.families[self.dtype.name])[operations.family].T
+        macs, entries, samples = _of_a_sample(operations)
+        divided = np.where(blas, 0.0, a * macs) + b * entries
+        matmul = np.where(blas, self.gpu.matmul[self.dtype.name] * macs * samples, 0.0)
+        return _Work(divided, c, samples, matmul)
+
+
+def _of_a_sample(operations: Operations) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return multiply-adds and entries of one sample, and how many samples there are.
+
+    A CPU multiplies a matrix that samples share by several of them at once, a device by each.
+    """
+    macs, entries, times = operations.counts.T
+    samples = np.maximum(times, 1)
+    shared = np.isin(operations.family, (_SHARED_CSR, _SHARED_DENSE))
+    passes = np.where(shared, np.ceil(samples / LANES), samples)
+    return macs / passes, entries / samples, samples
+
+
+def _shares(operations: Operations) -> Shares:
+    """Return how blocks share operations, as far as their counts tell."""
+    family = operations.family
+    macs, entries, _ = _of_a_sample(operations)
+    # A tile has as many entries, but no more rows than threads, and at most a warp for each.
+    sparse, dense = np.isin(family, (_CSR, _SHARED_CSR)), np.isin(family, (_DENSE, _SHARED_DENSE))
+    tiles = np.maximum(macs / STAGE, np.where(sparse, entries / THREADS, 0.0))
+    tiles = np.minimum(tiles, np.where(dense, entries * 32 / THREADS, np.inf))
+    blas = (family == _DENSE_PRODUCT) & (macs >= BLAS_SIZE**3)
+    blocks = np.maximum(np.where(family > _SHARED_DENSE, macs // GRAIN, tiles), 1).astype(np.int64)
+    return Shares(blocks, (blocks > LARGE) | blas, blas)
+
+
+# Estimates for an H200, from its data sheet and the instructions of the kernels.
+_BUILT_IN = Gpu(
+    name="H200, estimated",
+    families={
+        "float32": [
+            [0.5, 0.0, 1000],
+            [1.0, 0.5, 1100],
+            [0.5, 0.0, 900],
+            [1.0, 0.5, 1100],
+            [0.5, 0.0, 1000],
+            [0.0, 1.5, 3000],
+            [0.0, 0.8, 3000],
+            [0.05, 0.5, 3000],
+            [1.5, 3.0, 3500],
+            [0.08, 1.0, 3000],
+            [1.5, 5.0, 3500],
+            [1.5, 5.0, 3500],
+        ],
+        "float64": [
+            [0.7, 0.0, 1000],
+            [1.3, 0.5, 1100],
+            [0.7, 0.0, 900],
+            [1.3, 0.5, 1100],
+            [0.7, 0.0, 1000],
+            [0.0, 2.0, 3000],
+            [0.0, 1.0, 3000],
+            [0.1, 0.7, 3000],
+            [2.0, 4.0, 3500],
+            [0.16, 1.3, 3000],
+            [2.0, 6.0, 3500],
+            [2.0, 6.0, 3500],
+        ],
+    },
+    product_step={"float32": [6.1e-5, 32, 170], "float64": [1.2e-4, 45, 200]},
+    vector_step={"float32": [3, 70], "float64": [4, 80]},
+    matmul={"float32": 4.3e-5, "float64": 4.3e-5},
+    blocks=528,
+    run=20_000,
+    launch=2500,
+    plain=5000,
+    cache=5e7,
+    bandwidth=4800,
+)

@@ -1,0 +1,164 @@
+"""The form of every product, its own sparse one or dense, at the least work in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product as every
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.cpu.tables import Op
+from ..symbolic.pattern import Pattern, multiply_adds
+from ..symbolic.program import Program, stored
+from .costs.cpu import Matrices, Model, Operations
+from .elimination import minimise
+
+__all__ = ["choose_forms"]
+
+_OWN, _DENSE = 0, 1
+
+
+class _Way(NamedTuple):
+    """Forms of the operands and of the result of a product."""
+
+    left: int
+    right: int
+    out: int
+
+
+def choose_forms(program: Program, model: Model) -> frozenset[tuple[int, int]]:
+    """Return which products ``[start, stop)`` are better stored densely than in their own pattern.
+
+    Kernels take operands of any form, so nothing is ever converted: what another form would save is
+    in the times of the kernels that read it. Every product is a node of a graph whose choices are
+    the forms of its operands and its own, at the time that it then takes, and that of the matrix-
+    vector products that read it; on the edge to a product that reads it, all choices cost infinity
+    in which the two disagree. The least is found by node and edge elimination.
+
+    Parameters
+    ----------
+    program : Program
+        With all products in their own patterns.
+    model : Model
+        Times of operations.
+
+    Returns
+    -------
+    frozenset of tuple
+        The argument `dense` of a :class:`Program`.
+    """
+    if all(pattern.kind != "general" for pattern in program.patterns[program.n :]):
+        return frozenset()
+    graph = _Graph(program)
+    choices, _ = minimise(graph.node_costs(model), graph.edges())
+    chosen = [ways[choice] for ways, choice in zip(graph.ways, choices.tolist(), strict=True)]
+    intervals = np.concatenate([level.ops[:, ::2] for level in program.schedule.levels])
+    return frozenset(
+        (start, stop)
+        for (start, stop), way, pattern in zip(
+            intervals[graph.rows].tolist(), chosen, graph.patterns, strict=True
+        )
+        if way.out == _DENSE and pattern.kind == "general"
+    )
+
+
+class _Graph:
+    """The products of a program, in the order in which they are made, and the ways to make them."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.rows = np.flatnonzero(program.ops[:-1, Op.VECTOR] == 0)
+        self.patterns = program.patterns[program.n :]
+        self.ways: list[list[_Way]] = []
+        for row in self.rows.tolist():
+            self.ways.append(self._ways(row))
+
+    def _ways(self, row: int) -> list[_Way]:
+        _, left, right, out = self._program.ops[row].tolist()
+        ways = []
+        for a, b in every(self._forms(left), self._forms(right)):
+            # A product by a diagonal matrix is stored as the other operand is.
+            if self._program.patterns[right].kind == "diagonal":
+                ways.append(_Way(a, b, a))
+            elif self._program.patterns[left].kind == "diagonal":
+                ways.append(_Way(a, b, b))
+            else:
+                ways += [_Way(a, b, c) for c in self._own_forms(out)]
+        return ways
+
+    def _forms(self, node: int) -> Sequence[int]:
+        """Return the forms in which a node can be read."""
+        if node < self._program.n:
+            return (_OWN,)
+        return sorted({way.out for way in self.ways[node - self._program.n]})
+
+    def _own_forms(self, node: int) -> Sequence[int]:
+        return (_OWN, _DENSE) if self._program.patterns[node].kind == "general" else (_OWN,)
+
+    def _pattern(self, node: int, form: int) -> Pattern:
+        pattern = self._program.patterns[node]
+        return Pattern.dense(pattern.shape) if form == _DENSE else pattern
+
+    def node_costs(self, model: Model) -> list[NDArray[np.float64]]:
+        """Return the times of every way to make each product, and vectors of it."""
+        program = self._program
+        numbers: dict[tuple[Pattern, bool], int] = {}
+
+        def number(node: int, form: int) -> int:
+            """Return the number of a stored pattern among all that differ."""
+            key = self._pattern(node, form), node < program.n
+            return numbers.setdefault(key, len(numbers))
+
+        work: dict[tuple[Pattern, Pattern], int] = {}
+        table = []
+        for row, ways in zip(self.rows.tolist(), self.ways, strict=True):
+            _, left, right, out = program.ops[row].tolist()
+            for way in ways:
+                pair = self._pattern(right, way.right), self._pattern(left, way.left)
+                if pair not in work:
+                    work[pair] = multiply_adds(*pair)
+                pattern = stored(*pair, program.patterns[out], dense=way.out == _DENSE)
+                pattern_number = numbers.setdefault((pattern, False), len(numbers))
+                table.append(
+                    (
+                        0,
+                        number(left, way.left),
+                        number(right, way.right),
+                        pattern_number,
+                        work[pair],
+                    )
+                )
+                table.append((1, 0, pattern_number, 0, pattern.nnz))
+        vector, left, right, out, macs = np.array(table, np.int64).T
+        stores = [pattern for pattern, _ in numbers]
+        matrices = Matrices(
+            stores,
+            np.array([jacobian for _, jacobian in numbers]),
+            np.full(len(stores), model.batch > 1),
+        )
+        itemsize = model.dtype.itemsize
+        operations = Operations.count(
+            vector == 1, left, right, out, macs, matrices, itemsize, model.batch
+        )
+        times = model.share(operations)
+        # How many vectors are made of each product.
+        ops = program.ops[:-1]
+        read = np.bincount(ops[ops[:, Op.VECTOR] == 1, Op.RIGHT], minlength=len(program.patterns))
+        counts = np.repeat(read[program.n :], [len(ways) for ways in self.ways])
+        total = times[::2] + counts * times[1::2]
+        return np.split(total, np.cumsum([len(ways) for ways in self.ways])[:-1])
+
+    def edges(self) -> list[tuple[int, int, NDArray[np.float64]]]:
+        """Return infinity wherever a product is read in another form than it was made in."""
+        n, tables = self._program.n, []
+        for p, row in enumerate(self.rows.tolist()):
+            for side, node in zip(("left", "right"), self._program.ops[row, 1:3], strict=True):
+                if node >= n:
+                    outputs = np.array([way.out for way in self.ways[node - n]])
+                    taken = np.array([getattr(way, side) for way in self.ways[p]])
+                    tables.append(
+                        (int(node) - n, p, np.where(outputs[:, None] == taken, 0.0, np.inf))
+                    )
+        return tables

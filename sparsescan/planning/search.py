@@ -1,0 +1,529 @@
+"""The planner: which schedule, and which form of every product, is predicted to take least.
+
+Any tree between the linear and the Blelloch scan may be chosen. Products that no worthwhile plan
+could hold are not worked out: the numeric phase makes every product at least once, so patterns that
+take more multiply-adds than all workers can do in the time of the linear scan are given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..execution.threads import thread_count
+from ..execution.workspace import table_bytes
+from ..symbolic.pattern import (
+    Kind,
+    Pattern,
+    Products,
+    TooLargeError,
+    index_dtype,
+    multiply_adds,
+    product_nnz,
+)
+from ..symbolic.program import Program
+from ..symbolic.schedule import Level, Schedule, chunk_levels
+from .costs.cpu import FAMILIES, CpuModel, Matrices, Model, Operations, load_cpu
+from .forms import choose_forms
+
+__all__ = ["Alternative", "Candidate", "Choice", "Search", "choose", "choose_for", "model_for"]
+
+# A schedule is chosen in place of the linear one if it is predicted to take less than this share
+# of its time: predictions are not exact, and nobody should wait longer than for back-propagation.
+_MARGIN = 0.9
+_ASKED = "asked for"
+_NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
+# Candidates that are measured beside the linear scan.
+_LEADING = 3
+# Levels without gain after which the search goes no deeper.
+_PATIENCE = 2
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A schedule that the planner looked at.
+
+    Attributes
+    ----------
+    schedule : str
+        How it prints.
+    steps : int
+        Operations from the first to the last, one after the other.
+    products : int
+        Matrix-matrix products.
+    nanoseconds : float or None
+        The predicted time of a scan; None if its products were given up.
+    measured : float or None
+        The measured time of a scan, if there is one.
+    """
+
+    schedule: str
+    steps: int
+    products: int
+    nanoseconds: float | None
+    measured: float | None = None
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, nanoseconds: float | None, measured: float | None = None
+    ) -> Alternative:
+        """Return what is said of a schedule."""
+        products = _count_products(schedule)
+        return cls(repr(schedule), schedule.depth, products, nanoseconds, measured)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule that the planner chose, and why."""
+
+    schedule: Schedule
+    dense: frozenset[tuple[int, int]]
+    reason: str
+    alternatives: tuple[Alternative, ...]
+    program: Program | None = None
+
+
+class Candidate(NamedTuple):
+    """A schedule with its forms, and nanoseconds of a scan."""
+
+    schedule: Schedule
+    dense: frozenset[tuple[int, int]]
+    nanoseconds: float
+
+
+def choose(
+    patterns: Sequence[Pattern],
+    model: Model,
+    *,
+    fits: Callable[[Program], bool],
+    nbytes: float = math.inf,
+    more: Sequence[Schedule] = (),
+    measure: Callable[[Sequence[Candidate]], Sequence[float]] | None = None,
+) -> Choice:
+    """Return the schedule and the forms that take least.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        At least one.
+    model : Model
+        The cost model.
+    fits : callable
+        Whether a program stays within the limit of memory.
+    nbytes : float, optional
+        Bytes that patterns of products may take, or one product.
+    more : sequence of Schedule, optional
+        Schedules to look at besides those of all kinds.
+    measure : callable, optional
+        Nanoseconds that scans by some candidates take. Those that are predicted to be the fastest
+        are then measured.
+
+    Returns
+    -------
+    Choice
+        If nothing is measured, it depends on the arguments alone.
+    """
+    if not patterns or not (measure or more or pays(patterns, model)):
+        return Choice(Schedule.linear(len(patterns)), frozenset(), _NOTHING_PAYS, ())
+    search = Search(patterns, model, fits, nbytes)
+    search.run(more)
+    in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
+    linear = search.linear
+    if measure is None:
+        best, base = in_order[0], linear.nanoseconds
+        least = best.nanoseconds
+        alternatives = [Alternative.of(option.schedule, option.nanoseconds) for option in in_order]
+        how = "predicted"
+    else:
+        leading = [
+            linear,
+            *[option for option in in_order if option is not linear][:_LEADING],
+        ]
+        times = dict(zip(map(id, leading), measure(leading), strict=True))
+        best, base = min(leading, key=lambda option: times[id(option)]), times[id(linear)]
+        least = times[id(best)]
+        alternatives = [
+            Alternative.of(option.schedule, option.nanoseconds, times.get(id(option)))
+            for option in in_order
+        ]
+        how = "measured"
+    if least > _MARGIN * base:
+        best = linear
+    reason = (
+        f"auto: nothing is {how} to take less than {_MARGIN} of its time"
+        if best is linear
+        else f"auto: {how} to take {least / base:.2f} of the linear scan's time"
+    )
+    alternatives += search.given_up
+    program = search.program if best is in_order[0] else None
+    return Choice(best.schedule, best.dense, reason, tuple(alternatives), program)
+
+
+def choose_for(
+    patterns: Sequence[Pattern],
+    schedule: Schedule,
+    model: Model,
+    *,
+    fits: Callable[[Program], bool],
+    nbytes: float = math.inf,
+) -> Choice:
+    """Return the forms for a schedule that was asked for, or raise :class:`TooLargeError`.
+
+    Arguments are as for :func:`choose`.
+    """
+    if not patterns:
+        return Choice(schedule, frozenset(), _ASKED, ())
+    dense, program = _formed(patterns, schedule, model, Products(nbytes=nbytes), fits)
+    return Choice(schedule, dense, _ASKED, (), program)
+
+
+def model_for(device: str | None, dtype: np.dtype[Any], batch: int) -> Model:
+    """Return the cost model of this machine's CPU, or of the current CUDA device."""
+    if device == "cuda":
+        from .costs.cuda import GpuModel, load_gpu
+
+        return GpuModel(load_gpu(), dtype, batch)
+    return CpuModel(load_cpu(), dtype, batch, thread_count())
+
+
+class Search:
+    """All that is worth looking at for a chain.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        At least one.
+    model : Model
+        The cost model.
+    fits : callable
+        Whether a program stays within the limit of memory.
+    nbytes : float
+        Bytes that patterns of products may take, or one product.
+
+    Attributes
+    ----------
+    linear : Candidate
+        The linear scan.
+    found : list of Candidate
+        All that fit, the linear scan first.
+    given_up : list of Alternative
+        What does not, or takes longer than the linear scan for certain.
+    program : Program
+        The program of the fastest one.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        model: Model,
+        fits: Callable[[Program], bool],
+        nbytes: float = math.inf,
+    ) -> None:
+        self._patterns = patterns
+        self._model = model
+        self._fits = fits
+        self.linear, self.program = self._candidate(Schedule.linear(len(patterns)), Products())
+        self.candidates = [self.linear]
+        self.given_up: list[Alternative] = []
+        work = self.linear.nanoseconds / _product_rate(model)
+        # A third for patterns, half for tables: of the fastest so far, and of one more.
+        self._products = Products(work, nbytes / 3)
+        self._nbytes = nbytes / 2
+
+    def run(self, more: Sequence[Schedule] = ()) -> None:
+        """Look at schedules of all kinds, and at these."""
+        n = len(self._patterns)
+        self._try_while_better(Schedule.truncated(n, k) for k in range(1, n.bit_length()))
+        if len(set(self._patterns)) > 1:
+            self._try_while_better(_merged(self._patterns, self._model, self._products))
+        # Chunks: as many as workers, or about as many as make the fewest steps.
+        workers, few = self._model.workers, math.isqrt(2 * n)
+        counts = {workers + 1, 2 * workers, 4 * workers, few, 2 * few}
+        # The first and the last chunk need no product.
+        for count in sorted((c for c in counts if 3 <= c <= n // 2), reverse=True):
+            self._try(_chunked(self._patterns, count))
+        for schedule in more:
+            self._try(schedule)
+
+    def _try_while_better(self, schedules: Iterable[Schedule]) -> None:
+        """Look at schedules, each deeper than the one before."""
+        best, waited = math.inf, 0
+        try:
+            for schedule in schedules:
+                time = self._try(schedule)
+                waited = 0 if time < best else waited + 1
+                best = min(best, time)
+                if waited == _PATIENCE or time == math.inf:
+                    return
+        except TooLargeError:
+            return
+
+    def _try(self, schedule: Schedule) -> float:
+        """Return nanoseconds, infinite if the search was given up."""
+        if any(schedule == other.schedule for other in self.candidates):
+            return next(o.nanoseconds for o in self.candidates if o.schedule == schedule)
+        products = [_count_products(schedule), self.program.products]
+        tables = sum(table_bytes(len(self._patterns), count) for count in products)
+        try:
+            if tables > self._nbytes:
+                raise TooLargeError
+            candidate, program = self._candidate(schedule, self._products)
+        except TooLargeError:
+            self.given_up.append(Alternative.of(schedule, None))
+            return math.inf
+        if not self._fits(program):
+            self.given_up.append(Alternative.of(schedule, candidate.nanoseconds))
+            return math.inf
+        if candidate.nanoseconds < min(other.nanoseconds for other in self.candidates):
+            # The programs of other candidates are let go: together they would take memory.
+            self.program = program
+        self.candidates.append(candidate)
+        return candidate.nanoseconds
+
+    def _candidate(self, schedule: Schedule, products: Products) -> tuple[Candidate, Program]:
+        model = self._model
+        dense, program = _formed(self._patterns, schedule, model, products, self._fits)
+        run, levels = model.level_times(program)
+        return Candidate(schedule, dense, run + sum(levels)), program
+
+
+def _count_products(schedule: Schedule) -> int:
+    return sum(int(np.count_nonzero(level.ops[:, 0])) for level in schedule.levels)
+
+
+def pays(patterns: Sequence[Pattern], model: Model) -> bool:
+    """Return whether the product of any two neighbours might save more time than it takes."""
+    inner = patterns[:-1]  # the last does not enter an exclusive scan
+    if not model.leaves_idle(len(inner), sum(pattern.nnz for pattern in inner)):
+        return False
+    pairs = list(dict.fromkeys(pairwise(inner)))
+    return any(merge.gain > 0 for merge in _merges(pairs, model))
+
+
+def _formed(
+    patterns: Sequence[Pattern],
+    schedule: Schedule,
+    model: Model,
+    products: Products,
+    fits: Callable[[Program], bool],
+) -> tuple[frozenset[tuple[int, int]], Program]:
+    """Return the program with every product in the form that takes least, if that fits."""
+    program = Program(patterns, schedule, products=products)
+    dense = choose_forms(program, model)
+    if dense:
+        formed = Program(patterns, schedule, dense=dense, products=products)
+        if fits(formed):
+            return dense, formed
+    return frozenset(), program
+
+
+def _product_rate(model: Model) -> float:
+    """Return nanoseconds of a multiply-add of CSR matrices, if all workers share the work."""
+    many, families = 1e9 * model.batch, ("csr·csr", "csr·csr, dense")
+    family = np.array([FAMILIES.index(name) for name in families])
+    counts = np.array([[many, 0.0, model.batch]] * 2)
+    share = model.share(Operations(family, counts, np.zeros(2, np.int64)))
+    return max(float(share.min()) / 1e9, 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trees
+# ---------------------------------------------------------------------------------------------
+
+
+class _Guess(NamedTuple):
+    """An estimate of a product's pattern, with the attributes of a Pattern."""
+
+    shape: tuple[int, int]
+    nnz: int
+    kind: Kind
+    index_dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], nnz: int) -> _Guess:
+        full = nnz >= shape[0] * shape[1]
+        return cls(shape, nnz, "dense" if full else "general", index_dtype(shape, nnz))
+
+
+class _Merge(NamedTuple):
+    """The change of a scan's time if two neighbours are multiplied first, in nanoseconds."""
+
+    gain: float  # that it saves in all
+    product: float  # that all workers take for the product
+    step: float  # that the earlier neighbour took as a step
+
+
+def _merges(pairs: Sequence[tuple[Pattern, Pattern]], model: Model) -> list[_Merge]:
+    """Return what each pair of neighbours would save.
+
+    Instead of two steps, one after the other, there is one; but all workers make the product, and
+    afterwards the gradient between the two. Where not even the least that a product can take pays,
+    that bound is taken; else its multiply-adds are counted and its entries estimated.
+    """
+    merges = _merge_in_forms(pairs, [_at_least(left, right) for left, right in pairs], model)
+    hopeful = [i for i, merge in enumerate(merges) if merge.gain > 0]
+    some = [pairs[i] for i in hopeful]
+    gains = _merge_in_forms(some, [_estimate(left, right) for left, right in some], model)
+    for i, merge in zip(hopeful, gains, strict=True):
+        merges[i] = merge
+    return merges
+
+
+def _merge_in_forms(
+    pairs: Sequence[tuple[Pattern, Pattern]],
+    products: Sequence[tuple[int, _Guess | Pattern]],
+    model: Model,
+) -> list[_Merge]:
+    """Return the gain of products of so many multiply-adds, stored sparsely or densely."""
+    sparsely = _merge(pairs, products, model)
+    if all(isinstance(out, Pattern) or out.kind == "dense" for _, out in products):
+        return sparsely
+    dense = [
+        (work, out if isinstance(out, Pattern) else _Guess.of(out.shape, math.prod(out.shape)))
+        for work, out in products
+    ]
+    ways = zip(sparsely, _merge(pairs, dense, model), strict=True)
+    return [max(way, key=lambda merge: merge.gain) for way in ways]
+
+
+def _at_least(left: Pattern, right: Pattern) -> tuple[int, _Guess | Pattern]:
+    """Return multiply-adds and entries of a product that has no fewer in general."""
+    if "diagonal" in (left.kind, right.kind):
+        return _estimate(left, right)
+    shape = right.shape[0], left.shape[1]
+    nnz = max(left.nnz, right.nnz)
+    return nnz, _Guess.of(shape, min(nnz, shape[0] * shape[1]))
+
+
+def _estimate(left: Pattern, right: Pattern) -> tuple[int, _Guess | Pattern]:
+    """Return multiply-adds, and what the product is like."""
+    work = multiply_adds(right, left)
+    if right.kind == "diagonal":
+        return work, left
+    if left.kind == "diagonal":
+        return work, right
+    return work, _Guess.of((right.shape[0], left.shape[1]), product_nnz(right, left))
+
+
+def _merge(
+    pairs: Sequence[tuple[Pattern, Pattern]],
+    products: Sequence[tuple[int, _Guess | Pattern]],
+    model: Model,
+) -> list[_Merge]:
+    """Return the gain of products that are stored like this."""
+    count = len(pairs)
+    stores: list[Any] = [left for left, _ in pairs] + [right for _, right in pairs]
+    stores += [out for _, out in products]
+    matrices = Matrices(stores, np.zeros(3 * count, bool), np.full(3 * count, model.batch > 1))
+    left = np.arange(count)
+    right, out = left + count, left + 2 * count
+    work = np.array([macs for macs, _ in products], np.int64)
+    itemsize, batch = model.dtype.itemsize, model.batch
+
+    def reads(matrix: NDArray[np.int64]) -> Operations:
+        """Return the time of multiplying a vector."""
+        every, macs = np.ones(count, bool), matrices.nnz[matrix]
+        return Operations.count(every, left, matrix, out, macs, matrices, itemsize, batch)
+
+    none = np.zeros(count, bool)
+    operation = Operations.count(none, left, right, out, work, matrices, itemsize, batch)
+    product, step = model.share(operation), model.step(reads(left))
+    gain = step + model.step(reads(right)) - model.step(reads(out))
+    gain -= product + model.share(reads(left))
+    return [_Merge(*row) for row in np.stack([gain, product, step], axis=1).tolist()]
+
+
+def _matching(gains: Sequence[float]) -> list[int]:
+    """Return disjoint pairs of neighbours, each named by its first, of the largest total gain."""
+    best, taken = [0.0, 0.0], [False]
+    for gain in gains:
+        with_pair = best[-2] + gain
+        taken.append(gain > 0 and with_pair > best[-1])
+        best.append(max(best[-1], with_pair) if taken[-1] else best[-1])
+    pairs, at = [], len(gains)
+    while at > 0:
+        if taken[at]:
+            pairs.append(at - 1)
+            at -= 2
+        else:
+            at -= 1
+    return pairs[::-1]
+
+
+def _chunked(patterns: Sequence[Pattern], count: int) -> Schedule:
+    """Return chunks with about the same number of entries each."""
+    n = len(patterns)
+    if len(set(patterns)) == 1:
+        return Schedule.chunked(n, count)
+    # Element `k` is Jacobian `k - 1`.
+    entries = np.cumsum([1] + [pattern.nnz + 1 for pattern in patterns[:-1]])
+    inner = np.searchsorted(entries, entries[-1] * np.arange(1, count) / count) + 1
+    bounds = np.unique(np.concatenate([[0], np.minimum(inner, n), [n]]))
+    return Schedule.from_levels(n, chunk_levels(bounds.tolist()))
+
+
+class _Item(NamedTuple):
+    """Elements ``[start, stop)`` of the chain and the pattern of their product."""
+
+    start: int
+    stop: int
+    pattern: Pattern
+
+
+def _merged(patterns: Sequence[Pattern], model: Model, products: Products) -> Iterator[Schedule]:
+    """Return trees of more and more levels; each multiplies the neighbours with the largest gains.
+
+    As long as a level makes products, one worker sweeps what is first, for which none is needed.
+    """
+    n = len(patterns)
+    items = [_Item(k + 1, k + 2, pattern) for k, pattern in enumerate(patterns[:-1])]
+    ups: list[Level] = []
+    downs: list[Level] = []
+    known: dict[tuple[Pattern, Pattern], _Merge] = {}
+    while len(items) > 1:
+        pairs = [(a.pattern, b.pattern) for a, b in pairwise(items)]
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
+        known.update(zip(new, _merges(new, model), strict=True))
+        merges = [known[pair] for pair in pairs]
+        head = _swept_meanwhile(merges)
+        firsts = _matching([0.0] * head + [merge.gain for merge in merges[head:]])
+        if not firsts:
+            return
+        runs = [[(0, item.start, item.stop) for item in items[:head]]]
+        middle: list[tuple[int, int, int]] = []
+        merged, at = [], head
+        for first in [*firsts, len(items)]:
+            merged += items[at:first]
+            if first < len(items):
+                a, b = items[first : first + 2]
+                runs.append([(a.start, b.start, b.stop)])
+                middle.append((0, a.start, a.stop))
+                merged.append(_Item(a.start, b.stop, products(b.pattern, a.pattern)))
+            at = first + 2
+        level = len(ups)
+        ups.append(_level(f"up-sweep {level}", runs))
+        downs.insert(0, _level(f"down-sweep {level}", [[op] for op in middle]))
+        items = merged
+        linear = _level("linear", [[(0, item.start, item.stop) for item in items]])
+        yield Schedule.from_levels(n, [*ups, linear, *downs])
+
+
+def _swept_meanwhile(merges: Sequence[_Merge]) -> int:
+    """Return how many steps one worker takes while all others make products."""
+    time = sum(merges[first].product for first in _matching([merge.gain for merge in merges]))
+    head = 0
+    while head < len(merges) and (time := time - merges[head].step) >= 0:
+        head += 1
+    return head
+
+
+def _level(name: str, runs: Sequence[Sequence[tuple[int, int, int]]]) -> Level:
+    kept = [np.array(run, np.int64) for run in runs if run]
+    ops = np.concatenate([np.empty((0, 3), np.int64), *kept])
+    return Level(name, ops, np.cumsum([0] + [len(run) for run in kept], dtype=np.int64))

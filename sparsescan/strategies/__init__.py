@@ -1,0 +1,53 @@
+"""Ways to spread a training step over workers, behind one interface.
+
+Which of them is fastest for a network, and what they take by a model of the workers::
+
+    from sparsescan.strategies import build, compare, load_machine
+
+    print(compare(build("vgg16"), load_machine(), workers=16, batch=256))
+
+Every strategy also trains: `start` makes a :class:`Training` over the ranks of a communicator.
+"""
+
+from .architectures import build, from_chain, from_sequential, sequential
+from .compare import Comparison, Run, compare, measure_here, plot_comparison, run
+from .deepa import PerLayer
+from .graph import Graph, Layer
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .machine import Machine, load_machine, measure_machine, save_machine
+from .pipeline import MicroBatches, Pipeline
+from .recurrent import Recurrent
+from .scan import Scan, ScanSamples
+from .strategy import Prediction, Strategy, Training
+
+__all__ = [
+    "BatchParallel",
+    "Comparison",
+    "DomainParallel",
+    "Graph",
+    "Integrated",
+    "Layer",
+    "Machine",
+    "MicroBatches",
+    "ModelParallel",
+    "PerLayer",
+    "Pipeline",
+    "Prediction",
+    "Recurrent",
+    "Run",
+    "Scan",
+    "ScanSamples",
+    "Strategy",
+    "Training",
+    "build",
+    "compare",
+    "from_chain",
+    "from_sequential",
+    "load_machine",
+    "measure_here",
+    "measure_machine",
+    "plot_comparison",
+    "run",
+    "save_machine",
+    "sequential",
+]

@@ -1,0 +1,704 @@
+"""Architectures: the networks that are built in, as graphs and as operators."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ..errors import InputError
+from ..jacobians import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Operator,
+    Pad,
+    ReLU,
+    Residual,
+    Sequential,
+    Softmax,
+    Tanh,
+)
+from ..jacobians.activations import Elementwise
+from ..jacobians.reshape import Permute
+from ..symbolic.pattern import Pattern
+from .graph import Graph, Layer
+
+__all__ = [
+    "NAMES",
+    "Builder",
+    "append",
+    "build",
+    "from_chain",
+    "from_sequential",
+    "output_size",
+    "sequential",
+]
+
+#: Names for :func:`build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+NAMES = (
+    "lenet5",
+    "alexnet",
+    "alexnet-owt",
+    "vgg11",
+    "vgg16",
+    "resnet-N",
+    "inception-v3",
+    "rnn:T",
+    "gru:T",
+)
+
+# Chains of layers, each as (channels, kernel, stride, padding, groups) of a convolution, whose last
+# entries may be left out and which an activation follows, "M" for max-pools of 3 by 2 or "m" of 2
+# by 2, or the features of a linear layer. The first entry is the shape of a sample.
+_Chain = tuple[tuple[int, int, int], Sequence[str | int | tuple[int, ...]]]
+
+
+def _vgg(*widths: int | str) -> list[str | tuple[int, ...]]:
+    """Return 3×3 convolutions of so many channels, and max-pools."""
+    return [width if isinstance(width, str) else (width, 3, 1, 1) for width in widths]
+
+
+_VGG11 = _vgg(64, "m", 128, "m", 256, 256, "m", 512, 512, "m", 512, 512, "m")
+_VGG16 = _vgg(
+    *(64, 64, "m", 128, 128, "m", *((256,) * 3), "m", *((512,) * 3), "m", *((512,) * 3), "m")
+)
+_LINEAR = (4096, 4096, 1000)
+_CHAINS: dict[str, _Chain] = {
+    "lenet5": ((1, 32, 32), [(6, 5), "m", (16, 5), "m", 120, 84, 10]),
+    "alexnet": (
+        (3, 227, 227),
+        [
+            *((96, 11, 4), "M", (256, 5, 1, 2, 2), "M"),
+            *((384, 3, 1, 1), (384, 3, 1, 1, 2), (256, 3, 1, 1, 2), "M", *_LINEAR),
+        ],
+    ),
+    "alexnet-owt": (
+        (3, 224, 224),
+        [
+            *((64, 11, 4, 2), "M", (192, 5, 1, 2), "M"),
+            *((384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1), "M", *_LINEAR),
+        ],
+    ),
+    "vgg11": ((3, 32, 32), [*_VGG11, 10]),
+    "vgg16": ((3, 224, 224), [*_VGG16, *_LINEAR]),
+}
+# Gates, entries of an input, and classes of the recurrent experiments; hidden units.
+_CELLS, _HIDDEN = {"rnn": (1, 1, 10), "gru": (3, 20, 9)}, 20
+
+Pair = tuple[int, int]
+Sizes = int | Pair
+
+
+class Builder:
+    """A graph to which layers are added one by one.
+
+    Every method that adds a layer returns its number. A layer reads the one that was added last,
+    or layer ``x``. Multiply-adds are those of convolutions, linear layers and cells, as they are
+    usually counted.
+
+    Parameters
+    ----------
+    name : str
+        Name of the network.
+    shape : tuple of int
+        Shape of one sample.
+
+    Attributes
+    ----------
+    layers : list of Layer
+        The layers so far.
+    prefix : str
+        Start of the names of layers that are added.
+
+    Examples
+    --------
+    >>> from sparsescan.strategies.architectures import Builder
+    >>> builder = Builder("small", (3, 32, 32))
+    >>> builder.conv(64, 3, padding=1)
+    1
+    >>> builder.layers[1].nnz  # as that of the operator
+    1696512
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.layers = [Layer("input", "input", (), shape)]
+        self.prefix = ""
+        self._named: Counter[str] = Counter()
+
+    @property
+    def last(self) -> int:
+        """Number of the layer that was added last."""
+        return len(self.layers) - 1
+
+    def graph(self) -> Graph:
+        """Return the graph of all layers."""
+        return Graph(self.name, self.layers)
+
+    def add(self, layer: Layer) -> int:
+        """Add a layer as it is."""
+        self.layers.append(layer)
+        return self.last
+
+    def conv(
+        self,
+        channels: int,
+        kernel: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        *,
+        groups: int = 1,
+        norm: bool = False,
+        x: int | None = None,
+    ) -> int:
+        """Add a convolution with a bias, or with a batch normalisation and a ReLU in one layer."""
+        x, shape = self._read(x)
+        sizes = _pair(kernel), _pair(stride), _pair(padding)
+        weights = channels * (shape[0] // groups) * math.prod(sizes[0])
+        out = channels, *output_size(shape, *sizes)
+        return self.add(
+            Layer(
+                self.name_of("conv"),
+                "conv",
+                (x,),
+                out,
+                # The normalisation has a factor and a bias for each channel.
+                weights=weights + channels * (2 if norm else 1),
+                multiply_adds=weights * math.prod(out[1:]),
+                nnz=channels * (shape[0] // groups) * _meetings(shape, *sizes),
+                kernel=sizes[0],
+                stride=sizes[1],
+                padding=sizes[2],
+                groups=groups,
+            )
+        )
+
+    def pool(
+        self,
+        kernel: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        *,
+        x: int | None = None,
+    ) -> int:
+        """Add a pooling, by maxima or means."""
+        x, shape = self._read(x)
+        sizes = _pair(kernel), _pair(kernel if stride is None else stride), _pair(padding)
+        out = shape[0], *output_size(shape, *sizes)
+        nnz = shape[0] * _meetings(shape, *sizes)
+        name = self.name_of("pool")
+        return self.add(Layer(name, "pool", (x,), out, 0, 0, nnz, *sizes))
+
+    def linear(self, features: int, *, x: int | None = None) -> int:
+        """Add a linear layer with a bias."""
+        x, shape = self._read(x)
+        size = math.prod(shape) * features
+        name = self.name_of("linear")
+        return self.add(Layer(name, "linear", (x,), (features,), size + features, size, size))
+
+    def cell(self, gates: int, features: int, hidden: int) -> int:
+        """Add the next step of a recurrent network, which reads `features` inputs of its own."""
+        first = next((k for k, layer in enumerate(self.layers) if layer.kind == "cell"), None)
+        size = gates * hidden * (features + hidden)
+        weights = 0 if first is not None else size + 2 * gates * hidden
+        name, x, nnz = self.name_of("cell"), self.last, hidden * hidden
+        return self.add(Layer(name, "cell", (x,), (hidden,), weights, size, nnz, shares=first))
+
+    def elementwise(self, *, x: int | None = None) -> int:
+        """Add an activation."""
+        x, shape = self._read(x)
+        name = self.name_of("elementwise")
+        return self.add(Layer(name, "elementwise", (x,), shape, nnz=math.prod(shape)))
+
+    def flatten(self) -> int:
+        """Add a layer that joins the axes of an image."""
+        x, shape = self._read(None)
+        size = math.prod(shape)
+        return self.add(Layer(self.name_of("flatten"), "flatten", (x,), (size,), nnz=size))
+
+    def sum(self, *inputs: int) -> int:
+        """Add a sum; zeros continue inputs with fewer channels than the first."""
+        return self._join("add", inputs, self.layers[inputs[0]].shape)
+
+    def concat(self, *inputs: int) -> int:
+        """Add a layer that joins the channels of some layers."""
+        shapes = [self.layers[k].shape for k in inputs]
+        return self._join("concat", inputs, (sum(s[0] for s in shapes), *shapes[0][1:]))
+
+    def _join(self, kind: str, inputs: tuple[int, ...], shape: tuple[int, ...]) -> int:
+        nnz = sum(self.layers[k].size for k in inputs)
+        return self.add(Layer(self.name_of(kind), kind, inputs, shape, nnz=nnz))
+
+    def _read(self, x: int | None) -> tuple[int, tuple[int, ...]]:
+        x = self.last if x is None else x
+        return x, self.layers[x].shape
+
+    def name_of(self, kind: str) -> str:
+        """Return a name for the next layer of a kind."""
+        start = self.prefix + kind
+        self._named[start] += 1
+        return f"{start}{self._named[start]}"
+
+
+def _pair(sizes: int | Sequence[int]) -> Pair:
+    y, x = (sizes, sizes) if isinstance(sizes, int) else sizes
+    return y, x
+
+
+def output_size(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    """Return height and width of the output of windows on images of a shape."""
+    y, x = (
+        (n + 2 * p - k) // s + 1
+        for n, k, s, p in zip(shape[1:], kernel, stride, padding, strict=True)
+    )
+    return y, x
+
+
+def _meetings(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> int:
+    """Count pairs of a place in the input and one in the output whose window contains it."""
+    counts = []
+    axes = zip(
+        shape[1:],
+        output_size(shape, kernel, stride, padding),
+        kernel,
+        stride,
+        padding,
+        strict=True,
+    )
+    for size, out, k, s, p in axes:
+        first = np.arange(out) * s - p
+        counts.append(int((np.minimum(first + k, size) - np.maximum(first, 0)).clip(0).sum()))
+    return math.prod(counts)
+
+
+# -------------------------------------------------------------------------------------------------
+# Networks by name
+# -------------------------------------------------------------------------------------------------
+
+
+def build(name: str) -> Graph:
+    """Build the graph of a network that is built in.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`NAMES`, with a number for ``N`` or ``T``:
+
+        lenet5
+            LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
+        alexnet
+            Krizhevsky et al. (2012): convolutions 2, 4 and 5 in two groups; 61.0 million
+            parameters.
+        alexnet-owt
+            Krizhevsky (2014), "one weird trick", without groups; 61.1 million parameters.
+        vgg11
+            The convolutions of Simonyan and Zisserman (2014) for images of 32×32, and one linear
+            layer.
+        vgg16
+            Their network of 16 layers, for images of 224×224.
+        resnet-N
+            He et al. (2016) for images of 32×32, whose shortcuts have no parameters: ``N = 6n + 2``
+            layers with weights for `n` blocks of each width, such as resnet-20 or resnet-110.
+        inception-v3
+            Szegedy et al. (2016) for images of 299×299, without the auxiliary classifier.
+        rnn:T, gru:T
+            `T` steps of a recurrent network with 20 hidden units that reads 1 and 20 features at a
+            time, and a linear layer. The input of the graph is the first state.
+
+        Batch normalisations and the ReLUs behind them are part of their convolutions in the last
+        two of the networks for images.
+
+    Returns
+    -------
+    Graph
+        The network.
+
+    Raises
+    ------
+    InputError
+        If there is no network of this name.
+
+    Examples
+    --------
+    >>> from sparsescan.strategies.architectures import build
+    >>> build("lenet5")
+    Graph('lenet5', 13 layers, 61706 weights)
+    """
+    kind, colon, steps = name.partition(":")
+    if kind in _CELLS and colon and steps.isdecimal() and int(steps):
+        return _recurrent(name, *_CELLS[kind], int(steps))
+    if _blocks(name):
+        return _resnet(name)
+    if name == "inception-v3":
+        return _inception(name)
+    if name not in _CHAINS:
+        raise InputError(
+            f"network is {name!r}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as in "
+            "resnet-110, and T at least 1"
+        )
+    return _chain_graph(name)
+
+
+def _chain_graph(name: str) -> Graph:
+    """Return the graph of a network whose layers stand one behind the other."""
+    shape, layers = _CHAINS[name]
+    builder = Builder(name, shape)
+    for layer in layers:
+        if isinstance(layer, str):
+            builder.pool(*((3, 2) if layer == "M" else (2,)))
+        elif isinstance(layer, tuple):
+            channels, kernel, stride, padding, groups = *layer, *(1, 0, 1)[len(layer) - 2 :]
+            builder.conv(channels, kernel, stride, padding, groups=groups)
+            builder.elementwise()
+        else:
+            if builder.layers[-1].kind == "linear":
+                builder.elementwise()
+            else:
+                builder.flatten()
+            builder.linear(layer)
+    return builder.graph()
+
+
+def _blocks(name: str) -> int:
+    """Return the blocks of each width of ``resnet-N``; 0 if the name is another."""
+    match = re.fullmatch("resnet-([1-9][0-9]*)", name)
+    layers = int(match[1]) if match else 0
+    return layers // 6 if layers % 6 == 2 else 0
+
+
+def _widths(name: str) -> Iterator[tuple[int, int, int]]:
+    """Yield channels, number among those, and stride of every block of ``resnet-N``."""
+    for channels in (16, 32, 64):
+        for block in range(_blocks(name)):
+            yield channels, block, 2 if channels > 16 and block == 0 else 1
+
+
+def _resnet(name: str) -> Graph:
+    builder = Builder(name, (3, 32, 32))
+    builder.conv(16, 3, padding=1, norm=True)
+    for channels, block, stride in _widths(name):
+        start = builder.last
+        builder.prefix = f"{channels}.{block}."
+        builder.conv(channels, 3, stride, 1, norm=True)
+        inner = builder.conv(channels, 3, padding=1, norm=True)
+        # Every other place of the input, whose channels zeros continue.
+        builder.sum(inner, start if stride == 1 else builder.pool(1, 2, x=start))
+    builder.prefix = ""
+    builder.pool(8)
+    builder.flatten()
+    builder.linear(10)
+    return builder.graph()
+
+
+def _inception(name: str) -> Graph:
+    builder = Builder(name, (3, 299, 299))
+    for channels, kernel, stride, padding in ((32, 3, 2, 0), (32, 3, 1, 0), (64, 3, 1, 1)):
+        builder.conv(channels, kernel, stride, padding, norm=True)
+    builder.pool(3, 2)
+    builder.conv(80, 1, norm=True)
+    builder.conv(192, 3, norm=True)
+    builder.pool(3, 2)
+    # A branch has the channels, the kernel and, if it is not 1, the stride of its convolutions.
+    for k, pooled in enumerate((32, 64, 64)):
+        branches: list[_Branch] = [
+            [(64, 1)],
+            [(48, 1), (64, 5)],
+            [(64, 1), (96, 3), (96, 3)],
+            ["mean", (pooled, 1)],
+        ]
+        _module(builder, f"A{k + 1}", branches)
+    _module(builder, "B1", [[(384, 3, 2)], [(64, 1), (96, 3), (96, 3, 2)], ["max"]])
+    row, column = (1, 7), (7, 1)
+    for k, c in enumerate((128, 160, 160, 192)):
+        branches = [
+            [(192, 1)],
+            [(c, 1), (c, row), (192, column)],
+            [(c, 1), (c, column), (c, row), (c, column), (192, row)],
+            ["mean", (192, 1)],
+        ]
+        _module(builder, f"C{k + 1}", branches)
+    branches = [
+        [(192, 1), (320, 3, 2)],
+        [(192, 1), (192, row), (192, column), (192, 3, 2)],
+        ["max"],
+    ]
+    _module(builder, "D1", branches)
+    fork: _Fork = ((384, (1, 3)), (384, (3, 1)))
+    for k in range(2):
+        branches = [
+            [(320, 1)],
+            [(384, 1), fork],
+            [(448, 1), (384, 3), fork],
+            ["mean", (192, 1)],
+        ]
+        _module(builder, f"E{k + 1}", branches)
+    builder.prefix = ""
+    builder.pool(8)
+    builder.flatten()
+    builder.linear(1000)
+    return builder.graph()
+
+
+_Conv = tuple[int, Sizes] | tuple[int, Sizes, int]
+_Fork = tuple[tuple[int, Pair], tuple[int, Pair]]
+_Branch = Sequence[str | _Conv | _Fork]
+
+
+def _module(builder: Builder, name: str, branches: Sequence[_Branch]) -> None:
+    """Add branches that read one layer, and join their outputs."""
+    builder.prefix, start = f"Inception{name}.", builder.last
+    ends: list[int] = []
+    for branch in branches:
+        x = [start]
+        for part in branch:
+            if part == "mean":
+                x = [builder.pool(3, 1, 1, x=x[0])]
+            elif part == "max":
+                x = [builder.pool(3, 2, x=x[0])]
+            elif isinstance(part[0], tuple):
+                x = [_normal(builder, conv, x[0]) for conv in part]  # type: ignore[arg-type]
+            else:
+                x = [_normal(builder, part, x[0])]  # type: ignore[arg-type]
+        ends += x
+    builder.concat(*ends)
+
+
+def _normal(builder: Builder, conv: _Conv, x: int) -> int:
+    """Add a convolution; without a stride, one that keeps height and width."""
+    channels, kernel, *stride = conv
+    y, z = _pair(kernel)
+    if stride:
+        return builder.conv(channels, kernel, stride[0], norm=True, x=x)
+    return builder.conv(channels, kernel, padding=(y // 2, z // 2), norm=True, x=x)
+
+
+def _recurrent(name: str, gates: int, features: int, classes: int, steps: int) -> Graph:
+    builder = Builder(name, (_HIDDEN,))
+    for _ in range(steps):
+        builder.cell(gates, features, _HIDDEN)
+    builder.linear(classes)
+    return builder.graph()
+
+
+# -------------------------------------------------------------------------------------------------
+# Networks of operators
+# -------------------------------------------------------------------------------------------------
+
+_RUN = (
+    f"{', '.join(_CHAINS)} or resnet-N, where N is 6n + 2, which can be run, as can rnn:T and "
+    "gru:T (Recurrent.named)"
+)
+
+
+def sequential(name: str, rng: np.random.Generator | int | None = None) -> Sequential:
+    """Return a network that is built in, to be run; LeNet-5 has tanh and means, as in 1998.
+
+    Parameters
+    ----------
+    name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
+        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`build`.
+    rng : numpy.random.Generator or int, optional
+        Random generator of the parameters, which are drawn when they are first read.
+
+    Returns
+    -------
+    Sequential
+        Its layers are those of ``build(name)`` behind the input. In ResNet-N, the normalisation, by
+        frozen statistics, and the ReLU of a convolution are layers of their own. The last
+        normalisation of each block starts with weight 0, and so the block as its shortcut (Goyal et
+        al., 2017, section 5.1).
+
+    Raises
+    ------
+    InputError
+        If the network cannot be run.
+
+    Notes
+    -----
+    Jacobians may not fit into memory: those of alexnet have 0.7·10⁹ entries for a sample, those of
+    vgg16 15·10⁹.
+
+    Examples
+    --------
+    >>> from sparsescan.strategies.architectures import sequential
+    >>> sequential("lenet5", 0)
+    Sequential((1, 32, 32) → (10,), 12 steps)
+    >>> sequential("resnet-20", 0).output_shape
+    (10,)
+    """
+    generator = np.random.default_rng(rng)
+    if _blocks(name):
+        return Sequential(_residual(name, generator))
+    if name == "inception-v3":
+        raise InputError(
+            "network is 'inception-v3', whose modules join the channels of their branches, which "
+            f"no chain of operators does; expected {_RUN}"
+        )
+    if name not in _CHAINS:
+        raise InputError(f"network is {name!r}; expected {_RUN}")
+    return Sequential(_chain(name, generator))
+
+
+def _chain(name: str, rng: np.random.Generator) -> list[Operator]:
+    """Return the operators of a network whose layers stand one behind the other."""
+    small = name == "lenet5"
+    ops: list[Operator] = []
+    for before, layer in pairwise(build(name).layers):
+        shape = before.shape
+        if layer.kind == "conv":
+            sizes = layer.shape[0], layer.kernel, layer.stride, layer.padding
+            ops.append(Conv2d(shape[0], *sizes, groups=layer.groups, input_shape=shape, rng=rng))
+        elif layer.kind == "pool":
+            pool = AvgPool2d if small else MaxPool2d
+            ops.append(pool(layer.kernel, layer.stride, input_shape=shape))
+        elif layer.kind == "elementwise":
+            ops.append(Tanh(input_shape=shape) if small else ReLU(input_shape=shape))
+        elif layer.kind == "flatten":
+            ops.append(Flatten(input_shape=shape))
+        else:
+            ops.append(Linear(shape[0], layer.shape[0], rng=rng))
+    return ops
+
+
+def _residual(name: str, rng: np.random.Generator) -> list[Operator]:
+    """Return the operators of ``resnet-N``."""
+    ops: list[Operator] = [*_normalised((3, 32, 32), 16, 1, rng), ReLU(input_shape=(16, 32, 32))]
+    for channels, _, stride in _widths(name):
+        shape = ops[-1].output_shape
+        first = _normalised(shape, channels, stride, rng)
+        inner = first[-1].output_shape
+        conv, norm = _normalised(inner, channels, 1, rng)
+        norm.weight = np.zeros(channels, np.float32)
+        shortcut = _every_other(shape, channels) if stride > 1 else ()
+        block = Residual(*first, ReLU(input_shape=inner), conv, norm, shortcut=shortcut)
+        ops += [block, ReLU(input_shape=inner)]
+    pool = AvgPool2d(8, input_shape=ops[-1].output_shape)
+    return [*ops, pool, Flatten(input_shape=pool.output_shape), Linear(64, 10, rng=rng)]
+
+
+def _normalised(
+    shape: tuple[int, ...], channels: int, stride: int, rng: np.random.Generator
+) -> tuple[Conv2d, BatchNorm2d]:
+    """Return a 3×3 convolution without a bias, and the normalisation behind it."""
+    conv = Conv2d(shape[0], channels, 3, stride, 1, bias=False, input_shape=shape, rng=rng)
+    return conv, BatchNorm2d(channels, input_shape=conv.output_shape)
+
+
+def _every_other(shape: tuple[int, ...], channels: int) -> tuple[AvgPool2d, Pad]:
+    """Return layers that take every other place of an image, and add channels of zeros."""
+    pool = AvgPool2d(1, 2, input_shape=shape)
+    zeros = (0, channels - shape[0]), (0, 0), (0, 0)
+    return pool, Pad(zeros, input_shape=pool.output_shape)
+
+
+def from_sequential(network: Sequential, name: str = "network") -> Graph:
+    """Return the graph of a network of operators.
+
+    Parameters
+    ----------
+    network : Sequential
+        The network. Its operators become layers; a residual block becomes the layers that it goes
+        around, those of its shortcut, and a sum.
+    name : str
+        Name of the graph.
+
+    Returns
+    -------
+    Graph
+        Behind the input, its layers are those of `network` if it has no residual blocks.
+
+    Examples
+    --------
+    >>> from sparsescan.jacobians import Linear, Sequential, Tanh
+    >>> from sparsescan.strategies.architectures import from_sequential
+    >>> from_sequential(Sequential([Linear(3, 2, rng=0), Tanh(input_shape=(2,))]))
+    Graph('network', 3 layers, 8 weights)
+    """
+    builder = Builder(name, network.input_shape)
+    append(builder, network.ops, builder.last)
+    return builder.graph()
+
+
+def append(builder: Builder, ops: Sequence[Operator], x: int) -> int:
+    """Add the layers of operators, the first of which reads layer `x`; return the last one."""
+    for op in ops:
+        if isinstance(op, Residual):
+            end = append(builder, op.ops, x)
+            x = builder.sum(end, append(builder, op.shortcut, x))
+        else:
+            x = builder.add(_layer(op, builder.name_of(_kind(op)), x))
+    return x
+
+
+def _kind(op: Operator) -> str:
+    if isinstance(op, Conv2d):
+        return "conv"
+    if isinstance(op, (MaxPool2d, AvgPool2d, AdaptiveAvgPool2d)):
+        return "pool"
+    if isinstance(op, Linear):
+        return "linear"
+    if isinstance(op, (Flatten, Permute)):
+        return "flatten"
+    if isinstance(op, Softmax):
+        return "softmax"
+    if isinstance(op, (Dropout, Elementwise)):
+        return "elementwise"
+    # All other layers, which mix or move the elements.
+    return "norm"
+
+
+def _layer(op: Operator, name: str, x: int) -> Layer:
+    kind = _kind(op)
+    weights = sum(math.prod(array.shape) for array in op.params.values())
+    nnz, shape = op.nnz, op.output_shape
+    if isinstance(op, Conv2d):
+        taps = math.prod(op.weight.shape) * math.prod(shape[:-3]) * math.prod(shape[-2:])
+        sizes = _pair(op.kernel_size), _pair(op.stride), _pair(op.padding)
+        return Layer(name, kind, (x,), shape, weights, taps, nnz, *sizes, groups=op.groups)
+    if isinstance(op, (MaxPool2d, AvgPool2d)):
+        sizes = _pair(op.kernel_size), _pair(op.stride), _pair(op.padding)
+        return Layer(name, kind, (x,), shape, weights, 0, nnz, *sizes)
+    if isinstance(op, AdaptiveAvgPool2d):
+        pairs = zip(op.input_shape[-2:], shape[-2:], strict=True)
+        size = _pair([-(-n // m) for n, m in pairs])
+        return Layer(name, kind, (x,), shape, weights, 0, nnz, size, size)
+    dense = nnz if isinstance(op, Linear) else 0
+    return Layer(name, kind, (x,), shape, weights, dense, nnz)
+
+
+def from_chain(patterns: Sequence[Pattern], name: str = "chain") -> Graph:
+    """Return the graph of a chain of Jacobians.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        Patterns of the transposed Jacobians, from the LAST to the first.
+    name : str
+        Name of the graph.
+
+    Returns
+    -------
+    Graph
+        A linear layer for each, or an elementwise one where the pattern is diagonal. Every entry of
+        a linear layer counts as a parameter, since a chain does not tell their number.
+    """
+    if not patterns:
+        raise InputError("patterns is empty; expected at least one")
+    builder = Builder(name, (patterns[-1].shape[0],))
+    for pattern in reversed(patterns):
+        if pattern.kind == "diagonal":
+            builder.elementwise()
+            continue
+        nnz, title = pattern.nnz, builder.name_of("linear")
+        builder.add(Layer(title, "linear", (builder.last,), (pattern.shape[1],), nnz, nnz, nnz))
+    return builder.graph()

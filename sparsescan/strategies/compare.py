@@ -1,0 +1,592 @@
+"""All strategies side by side: predicted in a table and a picture, and measured over MPI ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, InputTypeError
+from ..formatting import align, format_bytes, format_time
+from ..parallel.communicator import Communicator
+from ..parallel.network import measure as measure_network
+from ..plan.drawing import check_packages
+from ..symbolic.schedule import check_count
+from .architectures import sequential
+from .deepa import PerLayer
+from .graph import Graph
+from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .machine import Machine, measure_machine
+from .measured import measure_exchanges, measure_times
+from .pipeline import MicroBatches, Pipeline
+from .recurrent import Recurrent, Trainable, graph_of
+from .scan import Scan, ScanSamples
+from .strategy import Prediction, Strategy, Training
+
+__all__ = [
+    "Comparison",
+    "Measured",
+    "Run",
+    "Single",
+    "compare",
+    "draw_over_workers",
+    "measure_here",
+    "measure_in_turns",
+    "plain_ticks",
+    "plot_comparison",
+    "run",
+    "strategies",
+    "styles",
+]
+
+# Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
+_WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
+_RATE = 0.01
+# Ratio of times above which the order of two strategies counts.
+_DIFFER = 1.15
+# Parts whose columns come first in a table; others follow.
+_PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations", "weights")
+# Colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
+_STYLES = (
+    ("#0072b2", "o"),
+    ("#e69f00", "s"),
+    ("#b8a100", "h"),
+    ("#009e73", "^"),
+    ("#cc79a7", "D"),
+    ("#999999", "v"),
+    ("#56b4e9", "P"),
+    ("#d55e00", "*"),
+    ("#000000", "d"),
+)
+
+
+class Single(Strategy):
+    """One worker, with which strategies are compared."""
+
+    name = "one worker"
+
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """Predict a step layer by layer, forward and backward."""
+        layers = range(len(network.layers))
+        numbers = 2 * (network.weights + batch * network.activations)
+        return Prediction(
+            self.name,
+            "",
+            {
+                "forward": sum(machine.forward(network, k, batch) for k in layers),
+                "backward": sum(machine.backward(network, k, batch) for k in layers),
+            },
+            0,
+            machine.itemsize * numbers,
+        )
+
+    def start(
+        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
+    ) -> Training:
+        """Train on one rank."""
+        if comm.size > 1:
+            raise InputError(f"comm has {comm.size} ranks; expected one")
+        return BatchParallel().start(comm, network, batch, learning_rate=learning_rate)
+
+
+def strategies(machine: Machine | None = None) -> list[Strategy]:
+    """Return all strategies; `machine` is the one for which they choose when they are started."""
+    return [
+        BatchParallel(),
+        ModelParallel(machine=machine),
+        DomainParallel(machine=machine),
+        Integrated(machine=machine),
+        PerLayer(machine=machine),
+        MicroBatches(),
+        Pipeline(),
+        Scan(machine=machine),
+        ScanSamples(machine=machine),
+    ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predictions of all strategies for one network.
+
+    Attributes
+    ----------
+    network : Graph
+        The network.
+    machine : Machine
+        A worker.
+    workers, batch : int
+        Numbers of workers, and of samples of a step.
+    single : Prediction
+        The prediction for one worker.
+    predictions : list of Prediction
+        The best first; those for which a worker has too little memory last.
+    reasons : dict of str to str
+        Why others cannot be used, by their names.
+    """
+
+    network: Graph
+    machine: Machine
+    workers: int
+    batch: int
+    single: Prediction
+    predictions: list[Prediction]
+    reasons: dict[str, str]
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Tell whether a worker has the memory."""
+        return int(prediction.memory) <= self.machine.memory
+
+    def __str__(self) -> str:
+        every = [self.single, *self.predictions]
+        taken = {part for one in every for part, value in one.nanoseconds.items() if value > 0}
+        known = dict.fromkeys([*_PARTS, *(part for one in every for part in one.nanoseconds)])
+        parts = [part for part in known if part in taken]
+        rows = [["strategy", "step", *parts, "sent", "memory", "gradients"]]
+        for one in every:
+            times = [one.nanoseconds.get(part, 0) for part in parts]
+            share = f"{one.stale:.0%}" if one.stale >= 0.005 else "<1%"
+            stale = f"{share} stale" if one.stale else "exact"
+            memory = format_bytes(one.memory) + (" !" if not self.fits(one) else "")
+            cells = [format_time(value) if value else "–" for value in times]
+            step = [one.strategy, format_time(one.total)]
+            rows.append([*step, *cells, format_bytes(one.bytes), memory, stale])
+        lines = [
+            f"{self.network.name}, {self.workers} workers, {self.batch} samples a step; a worker "
+            f"has {format_bytes(self.machine.memory)} ({self.machine.name})",
+            *(line[2:] for line in align(rows)),
+        ]
+        if not all(map(self.fits, every)):
+            lines.append("  ! more memory than a worker has")
+        lines += [f"  {one.strategy}: {_shortened(one.how)}" for one in self.predictions]
+        return "\n".join(lines + _without(self.reasons))
+
+
+def _without(reasons: Mapping[str, str]) -> list[str]:
+    """Return lines that say why some strategies cannot be used, one for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [f"  without {'; '.join(those)}: {reason}" for reason, those in names.items()]
+
+
+def _shortened(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def compare(
+    network: Graph,
+    machine: Machine,
+    workers: int,
+    batch: int,
+    chosen: Sequence[Strategy] | None = None,
+) -> Comparison:
+    """Predict a step of a network by all strategies.
+
+    Parameters
+    ----------
+    network : Graph
+        The network.
+    machine : Machine
+        A worker, and the network between workers.
+    workers : int
+        Number of workers.
+    batch : int
+        Samples of a step, of all workers together.
+    chosen : sequence of Strategy, optional
+        Strategies to be compared; by default all.
+
+    Returns
+    -------
+    Comparison
+        Print it for a table.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If there is no worker, or no sample, or `network` is no graph.
+
+    Examples
+    --------
+    >>> from sparsescan.strategies import Machine, build, compare
+    >>> comparison = compare(build("lenet5"), Machine(), workers=4, batch=64)
+    >>> best, *others = comparison.predictions
+    >>> all(best.total <= other.total for other in others)
+    True
+    """
+    workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+    if not isinstance(network, Graph):
+        raise InputTypeError(
+            f"network is a {type(network).__name__}; expected a Graph, such as build('lenet5') or "
+            "from_sequential(…)"
+        )
+    predictions, reasons = [], {}
+    for strategy in strategies() if chosen is None else chosen:
+        try:
+            predictions.append(strategy.predict(network, machine, workers, batch))
+        except InputError as error:
+            reasons[strategy.name] = str(error)
+    predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
+    single = Single().predict(network, machine, 1, batch)
+    return Comparison(network, machine, workers, batch, single, predictions, reasons)
+
+
+def plot_comparison(
+    network: Graph, machine: Machine, workers: int, batch: int, path: str | os.PathLike[str]
+) -> None:
+    """Draw the predicted time of a step over the number of workers.
+
+    Parameters
+    ----------
+    network, machine, batch
+        As for :func:`compare`.
+    workers : int
+        The most; powers of two up to them are drawn.
+    path : str or path-like
+        The PNG file to write, under exactly this name.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing.
+    OSError
+        If the file cannot be written.
+    """
+    check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
+    from matplotlib.figure import Figure
+
+    counts = sorted({1 << k for k in range(workers.bit_length())} | {workers})
+    every = [compare(network, machine, count, batch) for count in counts]
+    points: dict[str, list[tuple[int, float, bool]]] = {}
+    for one in every:
+        for prediction in one.predictions:
+            point = one.workers, prediction.total, one.fits(prediction)
+            points.setdefault(prediction.strategy, []).append(point)
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axes = figure.subplots()
+    draw_over_workers(axes, counts, points, every[0].single.total, 10)
+    axes.set(xlabel="workers", ylabel="predicted time of a training step, ms")
+    axes.set_title(f"{network.name}, {batch} samples a step ({machine.name})", fontsize="medium")
+    figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    figure.supxlabel(
+        "hollow: more memory than a worker has; dashed: stale gradients", fontsize="small"
+    )
+    figure.savefig(path, format="png", dpi=150)
+
+
+def styles() -> dict[str, dict[str, Any]]:
+    """Return the colour, the marker and the line of every strategy, by its name."""
+    return {
+        strategy.name: {"color": color, "marker": marker, "ls": "-" if strategy.exact else "--"}
+        for strategy, (color, marker) in zip(strategies(), _STYLES, strict=True)
+    }
+
+
+def draw_over_workers(
+    axes: Any,
+    counts: Sequence[int],
+    points: Mapping[str, Sequence[tuple[int, float, bool]]],
+    alone: float,
+    size: float,
+) -> dict[str, Any]:
+    """Draw the time of every strategy over the number of workers; return the lines by name.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        An empty panel.
+    counts : sequence of int
+        Numbers of workers.
+    points : dict of str to sequence of tuple
+        Workers, nanoseconds, and whether a worker has the memory, for each strategy.
+    alone : float
+        Nanoseconds of one worker.
+    size : float
+        Size of the first marker; others are smaller, since several may be at one place.
+    """
+    lines: dict[str, Any] = {}
+    lowest: list[float] = []
+    for k, (name, style) in enumerate(styles().items()):
+        if name not in points:
+            continue
+        x, y = ([count for count, *_ in points[name]], [time / 1e6 for _, time, _ in points[name]])
+        style["ms"] = size * (1 - 0.08 * k)
+        (lines[name],) = axes.plot(x, y, mfc="white", label=name, zorder=2 + k, **style)
+        inside = [(count, time / 1e6) for count, time, fits in points[name] if fits]
+        if inside:
+            axes.plot(*zip(*inside, strict=True), zorder=2.5 + k, **style | {"ls": ""})
+        lowest.append(min(y))
+    ideal = [alone / 1e6 / count for count in counts]
+    label = "one worker / workers"
+    (lines[label],) = axes.plot(counts, ideal, "k:", lw=1, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7 * min(lowest, default=alone / 1e6))
+    axes.set_xticks(counts, [str(count) for count in counts])
+    plain_ticks(axes.yaxis)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return lines
+
+
+def plain_ticks(axis: Any) -> None:
+    """Label a few places in every decade of a logarithmic axis by plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+# -- Over the ranks of MPI ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Time and bytes of a strategy that was measured, beside its prediction.
+
+    Attributes
+    ----------
+    prediction : Prediction
+        The prediction for this machine.
+    nanoseconds : float
+        Median time of a step on the slowest rank.
+    bytes : int
+        Bytes of data that the busiest rank sent in a step.
+    """
+
+    prediction: Prediction
+    nanoseconds: float
+    bytes: int
+
+
+def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine:
+    """Measure a worker of this computer while all ranks work, and the network; collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    name : str, optional
+        Name of a network that is built in, whose layers are to be measured one by one.
+    batch : int
+        Samples of a step, of all ranks together.
+
+    Returns
+    -------
+    Machine
+        The same on all ranks.
+
+    Raises
+    ------
+    InputError
+        If the network cannot be run, or there is too little memory.
+    """
+    communicator = Communicator.of(comm)
+    batch, trained = check_count("batch", batch, 1), None if name is None else _runnable(name)
+    network = measure_network(communicator)
+    communicator.agree()
+    every: list[Machine] = communicator.gather(measure_machine(network))
+    machine = replace(
+        every[0],
+        multiply_adds=min(one.multiply_adds for one in every),
+        bandwidth=min(one.bandwidth for one in every),
+        overhead=max(one.overhead for one in every),
+        # All ranks share the memory.
+        memory=every[0].memory // communicator.size,
+    )
+    if communicator.size > 1:
+        latency, inverse_bandwidth = measure_exchanges(communicator)
+        network = replace(network, latency=latency, inverse_bandwidth=inverse_bandwidth)
+        machine = replace(machine, network=network)
+    if trained is None:
+        return machine
+    _check_memory(graph_of(trained, str(name)), machine, communicator.size, batch)
+    times = communicator.broadcast(measure_times(comm, trained, batch), 0)
+    return replace(machine, times=times)
+
+
+def _runnable(name: str) -> Trainable:
+    """Return a network that is built in, to be run."""
+    return Recurrent.named(name, 0) if ":" in name else sequential(name, 0)
+
+
+def _check_memory(graph: Graph, machine: Machine, workers: int, batch: int) -> None:
+    """Raise unless there is room for the Jacobians of all strategies, which take turns."""
+    every = strategies()
+    # With other strategies, each worker has only its part of the layers.
+    whole = sum(isinstance(one, (BatchParallel, PerLayer, ScanSamples)) for one in every)
+    values = sum(layer.values(batch) for layer in graph.layers) * machine.itemsize
+    held = int(values) + sum(layer.index_bytes for layer in graph.layers)
+    needed = held * whole + held * (len(every) - whole) // workers
+    if needed > machine.memory:
+        raise InputError(
+            f"network is {graph.name}; the Jacobians of {len(every)} strategies take about "
+            f"{format_bytes(needed)} on each of {workers} ranks; expected at most the "
+            f"{format_bytes(machine.memory)} that it has"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measurements of strategies over the ranks of a communicator.
+
+    Attributes
+    ----------
+    network : Graph
+        The network.
+    machine : Machine
+        The machine for which steps were predicted.
+    workers, batch : int
+        Number of ranks, and samples of a step.
+    measured : list of Measured
+        The fastest first.
+    reasons : dict of str to str
+        Why others were not measured, by their names.
+    """
+
+    network: Graph
+    machine: Machine
+    workers: int
+    batch: int
+    measured: list[Measured]
+    reasons: dict[str, str]
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Pairs of strategies in the order predicted, of those that differ by over 15%, and all."""
+        both = [(one.nanoseconds, one.prediction.total) for one in self.measured]
+        differ = [(a, b) for a, b in combinations(sorted(both), 2) if b[0] > _DIFFER * a[0]]
+        return sum(a[1] < b[1] for a, b in differ), len(differ)
+
+    def __str__(self) -> str:
+        right, pairs = self.pairs
+        order = sorted(self.measured, key=lambda one: one.prediction.total)
+        rows = [["strategy", "step", "predicted", "order predicted", "sent", "sent, predicted"]]
+        for one in self.measured:
+            times = (
+                format_time(one.nanoseconds),
+                format_time(one.prediction.total),
+                str(1 + order.index(one)),
+            )
+            sent = f"{one.bytes:,} B", f"{one.prediction.bytes:,} B"
+            rows.append([one.prediction.strategy, *times, *sent])
+        predictions = [one.prediction for one in self.measured]
+        return "\n".join(
+            [
+                f"{self.network.name}, {self.workers} rank{'s' * (self.workers > 1)}, {self.batch} "
+                "samples a step, measured",
+                *(line[2:] for line in align(rows)),
+                f"  the order of {right} of the {pairs} pairs that differ by more than "
+                f"{_DIFFER - 1:.0%} is as predicted",
+                *(f"  {one.strategy}: {_shortened(one.how)}" for one in predictions),
+                *_without(self.reasons),
+            ]
+        )
+
+
+def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
+    """Train a network that is built in by every strategy that can; collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    name : str
+        Name of the network.
+    machine : Machine
+        The same on all ranks.
+    batch : int
+        Samples of a step.
+
+    Returns
+    -------
+    Run
+        Print it for a table.
+
+    Raises
+    ------
+    InputError
+        If the network cannot be run, or there is too little memory.
+    """
+    network, rng = _runnable(name), np.random.default_rng(0)
+    graph, batch = graph_of(network, name), check_count("batch", batch, 1)
+    _check_memory(graph, machine, comm.size, batch)
+    x = rng.standard_normal((batch, *network.input_shape), np.float32)
+    labels = rng.integers(graph.layers[-1].size, size=batch)
+    started: list[tuple[Prediction, Training]] = []
+    reasons = {}
+    for strategy in strategies(machine):
+        try:
+            configured = _configured(strategy, network, graph, machine, comm.size, batch)
+            prediction = configured.predict(graph, machine, comm.size, batch)
+            if prediction.memory > machine.memory:
+                reasons[strategy.name] = f"a rank needs {format_bytes(prediction.memory)}"
+                continue
+            # An error of the arguments is raised on all ranks.
+            training = configured.start(comm, network, batch, learning_rate=_RATE)
+        except InputError as error:
+            reasons[strategy.name] = str(error)
+            continue
+        started.append((prediction, training))
+    measured = measure_in_turns(started, x, labels)
+    return Run(graph, machine, comm.size, batch, measured, reasons)
+
+
+def _configured(
+    strategy: Strategy, network: Trainable, graph: Graph, machine: Machine, workers: int, batch: int
+) -> Strategy:
+    """Return the strategy with the choices that are predicted to be best for this machine."""
+    if isinstance(strategy, (Pipeline, MicroBatches)):
+        return strategy.chosen(graph, machine, workers, batch)
+    return strategy.of(network) if isinstance(strategy, Integrated) else strategy
+
+
+def measure_in_turns(
+    started: Sequence[tuple[Prediction, Any]], x: Any = None, labels: Any = None
+) -> list[Measured]:
+    """Measure steps of all trainings, the fastest first.
+
+    They take turns, so that other work on the machine slows down all of them.
+    """
+    trainings, sent = [training for _, training in started], []
+    for training in trainings:
+        communicator = training.communicator
+        # A pipeline is full by then.
+        for _ in range(_WARM + 2 * communicator.size):
+            training.step(x, labels)
+        before = _sent(communicator)
+        training.step(x, labels)
+        sent += communicator.maximum([_sent(communicator) - before])
+    samples: list[list[int]] = [[] for _ in trainings]
+    total = 0
+    while samples and (
+        len(samples[0]) < _LEAST
+        or (len(samples[0]) < _MOST and total < _SECONDS * 1e9 * len(samples))
+    ):
+        for training, own in zip(trainings, samples, strict=True):
+            # The first of a turn finds the caches as another has left them.
+            for k in range(1 + _IN_A_ROW):
+                training.communicator.agree()
+                start = time.perf_counter_ns()
+                training.step(x, labels)
+                # All ranks have the same times, so that all stop at once.
+                taken = training.communicator.maximum([time.perf_counter_ns() - start])
+                own += taken * (k > 0)
+                total += taken[0]
+    measured = [
+        Measured(prediction, float(median(own)), nbytes)
+        for (prediction, _), own, nbytes in zip(started, samples, sent, strict=True)
+    ]
+    return sorted(measured, key=lambda one: one.nanoseconds)
+
+
+def _sent(communicator: Communicator) -> int:
+    """Count bytes of data, without the few by which ranks agree that nothing is wrong."""
+    traffic = communicator.traffic
+    return sum(kind.bytes for name, kind in traffic.items() if name != "allreduce")

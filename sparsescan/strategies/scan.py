@@ -1,0 +1,433 @@
+"""Scan: parts of the chain of layers on workers, their gradients by a scan over the Jacobians."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ..parallel.api import plan
+from ..parallel.communicator import Communicator, Fault
+from ..parallel.exchange import exscan_messages
+from ..parallel.forecast import CLOSE, OPEN
+from ..parallel.grid import Grid, check_grid
+from ..parallel.maps import Capacity, Terms, vector_words
+from ..symbolic.schedule import check_count
+from . import equations
+from .collectives import all_reduce, descend, lengths, reduce_words
+from .graph import Graph, blocks
+from .machine import Machine
+from .recurrent import Trainable, graph_of
+from .stage import Gradients, stage_of
+from .strategy import Prediction, Strategy, Training, check_samples, cross_entropy
+
+__all__ = ["Scan", "ScanSamples", "ScanTraining", "parts_of"]
+
+Array = NDArray[Any]
+
+_LOSS_BYTES = 8
+
+
+class Scan(Strategy):
+    """The parts of a chain on workers, and the scan over its Jacobians; exact.
+
+    The forward pass goes from part to part; then all workers write the Jacobians of their parts at
+    once, the scan gives every part its gradients, and all compute those of their parameters at
+    once. With fewer parts than workers, groups of workers share the samples.
+
+    Parameters
+    ----------
+    grid : tuple of int, optional
+        Parts of the chain, and groups of samples; by default the grid that is predicted to take
+        least, with at least two parts where there are two workers: one is batch parallelism.
+    schedule : {"vectors", "products"}, optional
+        How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way that is
+        predicted to take less.
+    machine : Machine, optional
+        The machine for which :meth:`start` chooses.
+
+    Notes
+    -----
+    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
+    ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
+    (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
+    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however
+    many steps it has.
+    """
+
+    name = "scan"
+
+    def __init__(
+        self,
+        grid: tuple[int, int] | None = None,
+        schedule: str | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        self.grid = None if grid is None else Grid(*grid)
+        if schedule not in (None, "vectors", "products"):
+            raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
+        self.schedule = schedule
+        self.machine = Machine() if machine is None else machine
+
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """Predict a step by the best grid; if none fits, by the one that needs least memory."""
+        return replace(self._best(network, machine, workers, batch)[2], strategy=self.name)
+
+    def _best(
+        self, network: Graph, machine: Machine, workers: int, batch: int
+    ) -> tuple[Grid, str, Prediction]:
+        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+        most = _most_parts(network)
+        ways: list[tuple[Grid, str, Prediction]] = []
+        for grid in self._grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
+            if grid.chain > most or grid.batch > batch:
+                continue
+            division = _Division(network, machine, grid, batch)
+            for schedule in ("vectors", "products"):
+                wanted = self.schedule in (None, schedule)
+                if wanted and (schedule == "vectors" or grid.chain > 1):
+                    ways.append((grid, schedule, division.prediction(schedule)))
+        if not ways:
+            raise InputError(
+                f"{network.name} can be cut into {most} parts at most, and {batch} samples into "
+                f"{batch} groups: no such grid of {workers} workers"
+            )
+        fitting = [one for one in ways if one[2].memory <= machine.memory]
+        if not fitting:
+            return min(ways, key=lambda one: one[2].memory)
+        return min(fitting, key=lambda one: one[2].total)
+
+    @staticmethod
+    def _grids(workers: int) -> list[Grid]:
+        least = min(workers, 2)
+        chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
+        return [Grid(chain, workers // chain) for chain in chains]
+
+    def start(
+        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
+    ) -> Training:
+        """Train over the ranks; see :meth:`Strategy.start`."""
+        size = Communicator.of(comm).size
+        grid, schedule, _ = self._best(graph_of(network), self.machine, size, batch)
+        return ScanTraining(comm, network, grid, schedule, batch, learning_rate)
+
+
+class ScanSamples(Scan):
+    """The scan of the whole chain on every worker, each with some of the samples; exact.
+
+    It differs from batch parallelism by Jacobians and a scan in place of a backward pass, and from
+    :class:`Scan` in that no parts of the chain work at once.
+    """
+
+    name = "scan, samples only"
+
+    @staticmethod
+    def _grids(workers: int) -> list[Grid]:
+        return [Grid(1, workers)]
+
+
+def parts_of(network: Graph, count: int) -> list[range]:
+    """Return the blocks of `count` parts of the chain with about equal entries of Jacobians.
+
+    A recurrent network is cut between its steps only; its last part has the readout.
+    """
+    layers, units = network.layers, blocks(network)
+    cells = [unit for unit in units if layers[unit[0]].kind == "cell"]
+    done = np.cumsum([0, *(sum(layers[k].nnz for k in unit) for unit in cells or units)])
+    last, bounds = len(done) - 1, [0]
+    for part in range(1, count):
+        # The end nearest to its share.
+        wanted = int(done[-1]) * part // count
+        end = int(np.searchsorted(done, wanted))
+        if end > 0 and wanted - done[end - 1] < done[end] - wanted:
+            end -= 1
+        bounds.append(min(max(end, bounds[-1] + 1), last - count + part))
+    return [range(a, b) for a, b in itertools.pairwise([*bounds, len(units)])]
+
+
+def _most_parts(network: Graph) -> int:
+    cells = sum(layer.kind == "cell" for layer in network.layers)
+    return cells or len(blocks(network))
+
+
+# ---------------------------------------------------------------------------------------------
+# Prediction
+# ---------------------------------------------------------------------------------------------
+
+
+class _Division:
+    """Costs of a step by one grid.
+
+    Parts are numbered as the positions of the scan: from the end of the chain on.
+    """
+
+    def __init__(self, network: Graph, machine: Machine, grid: Grid, batch: int) -> None:
+        self._graph, self._machine, self._grid = network, machine, grid
+        self._layers, self._batch = network.layers, batch
+        # The largest group.
+        self._samples = -(-batch // grid.batch)
+        self._exscan = "doubling" if machine.times is None else machine.times.exscan
+        units = blocks(network)
+        self._parts = [
+            [k for unit in units[part.start : part.stop] for k in unit]
+            for part in reversed(parts_of(network, grid.chain))
+        ]
+        self._sizes = [self._layers[part[-1]].size for part in self._parts[1:]]
+        # Layers whose parameters others use, too.
+        self._shared = {own for layer in self._layers if (own := layer.shares) is not None}
+
+    def prediction(self, schedule: str) -> Prediction:
+        """Predict a step in which parts are combined by vectors or products."""
+        machine, network, grid = self._machine, self._machine.network, self._grid
+        by_products = schedule == "products"
+        working, waiting = self._products if by_products else self._vectors
+        agreed = network.allreduce(grid.chain, 8 * OPEN) + network.allreduce(grid.size, 8 * CLOSE)
+        measured = machine.times is not None
+        waiting += 2 * machine.collective("maximum", grid.size) if measured else agreed
+        reduced = [self._summed(part) for part in self._parts]
+        held = [self._held(part) for part in self._parts]
+        if by_products:
+            # Elements that are given and returned, and those of the library and the operator.
+            held = [nbytes + 4 * self._message(self._samples) for nbytes in held]
+        return Prediction(
+            strategy=Scan.name,
+            how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
+            nanoseconds={
+                "forward": sum(self._one(self._each("forward", part)) for part in self._parts),
+                "activations": sum(
+                    network.message(self._samples * size * machine.itemsize) for size in self._sizes
+                ),
+                "Jacobians": self._all([self._each("values", part) for part in self._parts]),
+                "scan": working + waiting,
+                "parameters": self._all([self._param_grads(part) for part in self._parts]),
+                "weights": max(map(self._updating, reduced, self._parts)),
+                "loss": machine.loss(self._samples)
+                + equations.all_reduce(grid.size, 1).time(network, _LOSS_BYTES),
+            },
+            bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
+            memory=max(held),
+        )
+
+    def _time(self, multiply_adds: float, nbytes: float) -> float:
+        machine = self._machine
+        return max(multiply_adds / machine.multiply_adds, nbytes / machine.bandwidth)
+
+    def _one(self, work: float) -> float:
+        """Return nanoseconds of work that one part after the other does, in each group."""
+        return self._machine.shared([work], self._grid.chain)
+
+    def _all(self, work: Sequence[float]) -> float:
+        """Return nanoseconds of work that all parts do at once."""
+        return self._machine.shared(work, self._grid.chain)
+
+    def _each(self, part: str, layers: Sequence[int]) -> float:
+        """Return nanoseconds of some layers; those that share parameters are one call."""
+        graph, machine, samples = self._graph, self._machine, self._samples
+        owners = {k if (own := self._layers[k].shares) is None else own for k in layers}
+        calls = sum(machine.call(part, graph, k, samples) for k in owners)
+        return calls + math.fsum(machine.step(part, graph, k, samples) for k in layers)
+
+    def _param_grads(self, part: Sequence[int]) -> float:
+        layers = self._layers
+        own = [k for k in part if layers[k].weights or layers[k].shares is not None]
+        return self._each("params", own)
+
+    def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
+        """Return nanoseconds of sums of parameter gradients, and of updates."""
+        machine = self._machine
+        reducing = [
+            equations.all_reduce(ranks, count).time(machine.network, machine.itemsize)
+            for ranks, count in sums
+            if count
+        ]
+        return sum(reducing) + sum(machine.update(self._graph, k) for k in part)
+
+    @cached_property
+    def _sweeps(self) -> list[float]:
+        """Nanoseconds in which each worker sweeps one gradient through its part."""
+        return [
+            (self._machine.sweep or self._machine.overhead)
+            + sum(self._machine.step("product", self._graph, k, self._samples) for k in part)
+            for part in self._parts
+        ]
+
+    @cached_property
+    def _vectors(self) -> tuple[float, float]:
+        """Nanoseconds of work and of messages, every part after the one before."""
+        message = self._machine.network.message
+        terms = self._terms(self._samples)
+        return sum(map(self._one, self._sweeps)), sum(
+            message(8 * vector_words(n, terms)) for n in self._sizes
+        )
+
+    @cached_property
+    def _products(self) -> tuple[float, float]:
+        """Nanoseconds of work and of messages: all parts are multiplied at once, then combined."""
+        machine, network, count = self._machine, self._machine.network, self._grid.chain
+        inner = self._parts[1:-1]
+        reducing = [
+            machine.overhead
+            + sum(
+                machine.columns(self._graph, k, self._samples, self._layers[part[-1]].size)
+                for k in part
+            )
+            for part in inner
+        ]
+        rounds = count - 1 if self._exscan == "linear" else (count - 1).bit_length()
+        size = max(self._sizes)
+        # With three parts, only gradients are combined.
+        columns = size if count > 3 else 1
+        entries = size * size + 2 * size * columns if inner else 0
+        merging = self._time(
+            self._samples * size * size * columns if inner else 0,
+            machine.itemsize * self._samples * entries,
+        )
+        work = max([self._sweeps[0], *reducing]) + rounds * (network.call + merging)
+        work += max(self._sweeps[1:])
+        return work, rounds * network.round(self._message(self._samples))
+
+    def _terms(self, samples: int) -> Terms:
+        return Terms(np.dtype(f"f{self._machine.itemsize}"), samples, True, False)
+
+    def _message(self, samples: int) -> int:
+        """Count the bytes of an element of the exclusive scan."""
+        size = max(self._sizes)
+        inner = len(self._parts) > 2
+        return 8 * Capacity(size, size * inner, size * size * inner).words(self._terms(samples))
+
+    def _summed(self, part: Sequence[int]) -> list[tuple[int, int]]:
+        """Return ranks and numbers of each sum of gradients of the parameters of a part."""
+        layers, grid, shared = self._layers, self._grid, self._shared
+        mine = sum(layers[k].weights for k in part if k not in shared)
+        everywhere = sum(layers[k].weights for k in shared)
+        return [(grid.batch, mine), (grid.size, everywhere)]
+
+    def _held(self, part: Sequence[int]) -> int:
+        """Count bytes of Jacobians and their indices, activations, parameters, and gradients."""
+        layers, itemsize = [self._layers[k] for k in part], self._machine.itemsize
+        numbers = sum(int(layer.values(self._samples)) for layer in layers)
+        numbers += 2 * self._samples * sum(layer.size for layer in layers)
+        numbers += 2 * sum(count for _, count in self._summed(part))
+        # Layers that share parameters share the pattern, too.
+        own = [layer for layer in layers if layer.shares is None]
+        return itemsize * numbers + sum(layer.index_bytes for layer in own)
+
+    def _sent(self, rank: int, by_products: bool, reduced: list[list[tuple[int, int]]]) -> int:
+        """Count the bytes of data that a rank sends in a step, without small agreements."""
+        grid, machine = self._grid, self._machine
+        mine = grid.samples(rank, self._batch)
+        samples = mine.stop - mine.start
+        position, last = grid.position(rank), grid.chain - 1
+        total = 0
+        if position > 0:
+            total += samples * self._sizes[position - 1] * machine.itemsize
+        if by_products:
+            total += exscan_messages(self._exscan, grid.chain, position) * self._message(samples)
+        elif position < last:
+            total += 8 * vector_words(self._sizes[position], self._terms(samples))
+        (groups, own), (size, everywhere) = reduced[position]
+        total += machine.itemsize * _sum_sent(own, groups, grid.group(rank))
+        total += machine.itemsize * _sum_sent(everywhere, size, rank)
+        return total + _LOSS_BYTES * _sum_sent(1, size, rank)
+
+
+def _sum_sent(count: int, size: int, rank: int) -> int:
+    """Count the numbers that a rank sends where `size` ranks sum `count` of them."""
+    return int(reduce_words(lengths(count, size))[rank])
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------
+
+
+class ScanTraining(Training):
+    """A part of a network on every rank, for a group of samples.
+
+    Parameters
+    ----------
+    comm, network, batch, learning_rate
+        As for :meth:`.Strategy.start`.
+    grid : Grid
+        Parts of the chain, and groups of samples.
+    schedule : {"vectors", "products"}
+        How parts are combined.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        network: Trainable,
+        grid: Grid,
+        schedule: str,
+        batch: int,
+        learning_rate: float,
+    ) -> None:
+        self.communicator, fault = Communicator.of(comm), Fault()
+        rank = self.communicator.rank
+        self._grid, self._batch, self._rate = grid, batch, learning_rate
+        self._position = grid.position(rank)
+        # Positions of the scan are numbered from the end of the chain on.
+        span = parts_of(graph_of(network), grid.chain)[grid.chain - 1 - self._position]
+        with fault:
+            self._stage = stage_of(network.ops[span.start : span.stop])
+        self.communicator.agree(fault.error)
+        self._shape, self._classes = network.input_shape, math.prod(network.output_shape)
+        self._entering = network.ops[span.start].input_shape
+        # Activations between parts have the dtypes of the input and of all parameters so far.
+        self._before, self._behind = (
+            {param.dtype for op in network.ops[:end] for param in op.params.values()}
+            for end in (span.start, span.stop)
+        )
+        # The ranks that hold the same part.
+        self._group = self.communicator.split(
+            self._position, grid.group(rank), ("samples", grid.chain, grid.batch)
+        )
+        sizes = grid.chain, grid.batch
+        self.plan = plan(comm, self._stage.patterns, grid=sizes, schedule=schedule)
+
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        """Run one training step; see :meth:`.Training.step`."""
+        x, labels = check_samples(x, labels, (self._batch, *self._shape), self._classes)
+        stage, world, rank = self._stage, self.communicator, self.communicator.rank
+        samples = self._grid.samples(rank, self._batch)
+        x, labels = x[samples], labels[samples]
+        loss, grad = 0.0, None
+        following: Gradients = []
+        with world.ending("a training step"):
+            entering = None
+            if self._position < self._grid.chain - 1:
+                dtype = np.result_type(x, *self._before)
+                entering = np.empty((len(x), *self._entering), dtype)
+                world.receive(entering, rank + 1)
+            activations = stage.forward(x, entering)
+            if self._position > 0:
+                dtype = np.result_type(x, *self._behind)
+                world.send(np.ascontiguousarray(activations[-1], dtype), rank - 1)
+            else:
+                loss, grad = cross_entropy(activations[-1], labels, self._batch)
+                grad, following = stage.leaving(activations, grad)
+            values = stage.values(activations)
+        gradients = self.plan.exclusive_scan(grad, values)
+        with world.ending("a training step"):
+            grads = stage.param_grads(activations, gradients, following)
+            everywhere, here = slice(stage.shared), slice(stage.shared, None)
+            for ranks, some in ((world, everywhere), (self._group, here)):
+                descend(stage.parameters[some], grads[some], self._rate, partial(all_reduce, ranks))
+            return float(all_reduce(world, np.array([loss]))[0])
+
+    def parameters(self) -> list[dict[str, Array]]:
+        """Return parameters of every layer, whole, on all ranks."""
+        every = self.communicator.gather(self._stage.parameters)
+        # Those of the first group, from the start of the chain on.
+        held = every[: self._grid.chain][::-1]
+        shared = self._stage.shared
+        whole: list[dict[str, Array]] = held[0][:shared]
+        return whole + [params for part in held for params in part[shared:]]

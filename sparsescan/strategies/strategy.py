@@ -1,0 +1,215 @@
+"""Strategy: the interface of all ways to spread a training step over workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays.arrays import check_array
+from ..errors import InputError, InputTypeError
+from ..parallel.communicator import Communicator
+from .graph import Graph
+from .machine import Machine
+from .recurrent import Trainable
+
+__all__ = ["Prediction", "Strategy", "Training", "check_samples", "cross_entropy"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A prediction of a training step.
+
+    Attributes
+    ----------
+    strategy : str
+        Name of the strategy.
+    how : str
+        The configuration that was chosen, in a few words.
+    nanoseconds : dict of str to float
+        Times of parts of the step, which add up to the whole; such as "forward", "backward",
+        "weights" (their sum over workers), "activations", "halo", "idle".
+    bytes : int
+        Bytes that the busiest worker sends in a step.
+    memory : int
+        Bytes that the fullest worker needs: for parameters and their gradients, activations, also
+        those gathered, and Jacobians if it scans over them. Memory that only the layers here need,
+        such as for indices of Jacobians, is left out.
+    stale : float
+        Share of the weights that are used after they have been updated elsewhere; 0 if gradients
+        are exact.
+    """
+
+    strategy: str
+    how: str
+    nanoseconds: dict[str, float]
+    bytes: int
+    memory: int
+    stale: float = 0.0
+
+    def __post_init__(self) -> None:
+        # JSON and exact comparisons need numbers of Python.
+        for name in ("bytes", "memory"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        times = {part: float(taken) for part, taken in self.nanoseconds.items()}
+        object.__setattr__(self, "nanoseconds", times)
+        object.__setattr__(self, "stale", float(self.stale))
+
+    @property
+    def total(self) -> float:
+        """Nanoseconds of the step."""
+        return sum(self.nanoseconds.values())
+
+
+class Training(ABC):
+    """A network that the ranks of a communicator train together, by plain SGD.
+
+    All its methods are collective.
+
+    Attributes
+    ----------
+    communicator : Communicator
+        The ranks; its `traffic` tells the bytes that this rank has sent.
+    """
+
+    communicator: Communicator
+
+    @abstractmethod
+    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
+        """Run one training step.
+
+        Parameters
+        ----------
+        x : ndarray of float32 or float64, shape (batch, *input_shape)
+            All samples, on every rank, which uses its own; for a recurrent network sequences,
+            ``(batch, steps, features)``.
+        labels : ndarray of int64, shape (batch,)
+            Their classes, of which the outputs of the network are the logits.
+
+        Returns
+        -------
+        float
+            The mean cross-entropy of the batch, by the parameters before the step, on all ranks. A
+            pipeline with stale weights returns that of the batch that reaches its end, and nan
+            before there is one.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            On all ranks, if samples or labels are not as expected. Other errors of a rank end all
+            ranks, or are raised on all by a pipeline.
+        """
+
+    @abstractmethod
+    def parameters(self) -> list[dict[str, Array]]:
+        """Return parameters of every layer, whole, on all ranks; of a cell once."""
+
+
+class Strategy(ABC):
+    """A way to spread a training step over workers.
+
+    Attributes
+    ----------
+    name : str
+        Name that is printed.
+    exact : bool
+        Whether gradients are those of one worker.
+    """
+
+    name: str
+    exact: bool = True
+
+    @abstractmethod
+    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+        """Predict a step with the best configuration of this strategy.
+
+        Parameters
+        ----------
+        network : Graph
+            The network.
+        machine : Machine
+            A worker, and the network between workers.
+        workers : int
+            Number of workers.
+        batch : int
+            Samples of a step, of all workers together.
+
+        Raises
+        ------
+        InputError
+            If the strategy cannot use so many workers for it; the text says why.
+        """
+
+    @abstractmethod
+    def start(
+        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
+    ) -> Training:
+        """Train a network over the ranks of a communicator; collective.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The ranks.
+        network : Sequential or Recurrent
+            The same on all ranks; each takes a copy of the parameters that it needs, the
+            caller's are not changed.
+        batch : int
+            Samples of a step.
+        learning_rate : float
+            Learning rate of SGD.
+        """
+
+
+def check_samples(
+    x: Array, labels: NDArray[np.int64], shape: tuple[int, ...], classes: int
+) -> tuple[Array, NDArray[np.int64]]:
+    """Check samples of this shape, batch first, and their classes; return them as arrays.
+
+    All ranks have all of both, so they raise the same errors.
+    """
+    x, labels = check_array("x", x), np.asarray(labels)
+    if x.shape != shape:
+        raise InputError(f"x has shape {x.shape}; expected {shape}")
+    if labels.dtype.kind not in "iu":
+        raise InputTypeError(f"labels has dtype {labels.dtype}; expected integers")
+    if labels.shape != shape[:1]:
+        raise InputError(f"labels has shape {labels.shape}; expected {shape[:1]}")
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise InputError(f"labels has {wrong[0]}; expected 0 to {classes - 1}")
+    return x, labels
+
+
+def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
+    """Return the softmax cross-entropy of these samples, divided by `batch`, and its gradient.
+
+    Parameters
+    ----------
+    output : ndarray, shape (samples, …)
+        Logits of these samples, as many as there are classes.
+    labels : ndarray of int64, shape (samples,)
+        Their classes.
+    batch : int
+        Samples of the whole step.
+
+    Returns
+    -------
+    loss : float
+        ``-Σ log softmax(output)[label] / batch``.
+    grad : ndarray, shape (samples, classes)
+        Gradient of the loss in `output`.
+    """
+    output = output.reshape(len(output), -1)
+    shifted = output - output.max(axis=1, keepdims=True)
+    scale = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    logs = shifted - scale
+    rows = np.arange(len(labels))
+    grad = np.exp(logs)
+    grad[rows, labels] -= 1
+    grad /= batch
+    return -float(logs[rows, labels].sum()) / batch, grad

@@ -1,0 +1,1 @@
+"""A scan without values: patterns, schedules, and the programs that follow from both."""

@@ -1,0 +1,188 @@
+"""Program: patterns × schedule as tables of nodes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ..kernels.cpu.tables import Op
+from .pattern import Pattern, Products, multiply_adds
+from .schedule import Schedule
+
+__all__ = ["Program", "stored"]
+
+
+class Program:
+    """The nodes and operations of a scan: everything that does not depend on values or batch.
+
+    Parameters
+    ----------
+    patterns : sequence of Pattern
+        The pattern of every Jacobian; at least one.
+    schedule : Schedule
+        For as many Jacobians.
+    dense : collection of tuple, optional
+        Products ``(start, stop)`` that are stored densely whatever their patterns. (One by a
+        diagonal matrix is stored as the other operand is.)
+    products : Products, optional
+        Products of patterns that are known already.
+
+    Attributes
+    ----------
+    patterns : list of Pattern
+        The pattern in which every node is stored: first the Jacobians, then the products.
+    ops : ndarray of int64, shape (m + 1, 4)
+        Columns as in :class:`~sparsescan.kernels.cpu.tables.Op`. The last operation is the one more
+        that an inclusive scan has.
+    work : ndarray of int64, shape (m + 1,)
+        Multiply-adds of every operation, for one sample.
+    levels : list of tuple
+        ``(name, runs)``, with the first and last-plus-one operation of every run.
+    slots : ndarray of int64
+        For every product -1, or the scratch slot of one that only the next operation reads.
+    index_bytes : int
+        Bytes of the index arrays that the symbolic phase made for products.
+    index_dtype : dtype
+        The dtype of index arrays of a run: int64 if any pattern needs it.
+    offsets : ndarray of int64, shape (n + 2,)
+        Where each gradient starts, and the last one ends, for one sample.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        schedule: Schedule,
+        *,
+        dense: Collection[tuple[int, int]] = (),
+        products: Products | None = None,
+    ) -> None:
+        n = len(patterns)
+        if schedule.n != n:
+            raise InputError(f"schedule is for {schedule.n} Jacobians; expected {n}")
+        self.n = n
+        self.schedule = schedule
+        self.patterns: list[Pattern] = list(patterns)
+        self.levels: list[tuple[str, NDArray[np.int64]]] = []
+        # The exact pattern of every node: its entries may be stored among zeros.
+        exact: list[Pattern] = list(patterns)
+        multiply = products or Products()
+        known: dict[tuple[Pattern, Pattern], int] = {}
+        nodes: dict[tuple[int, int], int] = {}
+        nnz = np.array([pattern.nnz for pattern in patterns], np.int64)
+        all_ops, all_work, first = [], [], 0
+        for level in schedule.levels:
+            start, mid, stop = level.ops.T
+            ops = np.empty((len(level.ops), 4), np.int64)
+            ops[:, Op.VECTOR] = start == 0
+            ops[:, Op.LEFT] = mid - 1
+            ops[:, Op.RIGHT] = mid - 1
+            ops[:, Op.OUT] = stop - 1
+            macs = np.zeros(len(ops), np.int64)
+            for i in np.flatnonzero((start > 0) | (stop > mid + 1)):
+                a, m, b = level.ops[i].tolist()
+                right = m - 1 if b == m + 1 else nodes[m, b]
+                ops[i, Op.RIGHT] = right
+                if a == 0:
+                    macs[i] = self.patterns[right].nnz
+                    continue
+                left = a - 1 if m == a + 1 else nodes[a, m]
+                pair = self.patterns[right], self.patterns[left]
+                if pair not in known:
+                    known[pair] = multiply_adds(*pair)
+                macs[i] = known[pair]
+                nodes[a, b] = ops[i, Op.OUT] = len(self.patterns)
+                ops[i, Op.LEFT] = left
+                exact.append(multiply(exact[right], exact[left]))
+                self.patterns.append(stored(*pair, exact[-1], dense=(a, b) in dense))
+            leaf = (start == 0) & (stop == mid + 1)
+            macs[leaf] = nnz[mid[leaf] - 1]
+            all_ops.append(ops)
+            all_work.append(macs)
+            runs = np.stack([level.runs[:-1], level.runs[1:]], axis=1) + first
+            self.levels.append((level.name, runs))
+            first += len(ops)
+        all_ops.append(np.array([[1, n - 1, n - 1, n]], np.int64))
+        all_work.append(nnz[-1:])
+        self.ops = np.concatenate(all_ops)
+        self.work = np.concatenate(all_work)
+        new = {p for p in exact[n:] if p.kind == "general"}.difference(patterns)
+        self.index_bytes = sum(p.index_dtype.itemsize * (p.nnz + p.shape[0] + 1) for p in new)
+        self.slots = self._scratch_slots()
+        self.index_dtype = _widest_index(self.patterns)
+        sizes = [patterns[0].shape[1], *(pattern.shape[0] for pattern in patterns)]
+        self.offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+    @classmethod
+    def from_tables(
+        cls,
+        n: int,
+        patterns: Sequence[Pattern],
+        ops: NDArray[np.int64],
+        work: NDArray[np.int64],
+        levels: Sequence[tuple[str, NDArray[np.int64]]],
+        offsets: NDArray[np.int64],
+    ) -> Program:
+        """Make a program of tables that follow from no schedule, as its attributes describe them.
+
+        It has `n` Jacobians, and no product of it is kept in scratch.
+        """
+        program = cls.__new__(cls)
+        program.n = n
+        program.patterns, program.levels = list(patterns), list(levels)
+        program.ops, program.work, program.offsets = ops, work, offsets
+        program.slots = np.full(len(patterns) - n, -1, np.int64)
+        program.index_bytes = 0
+        program.index_dtype = _widest_index(program.patterns)
+        return program
+
+    @property
+    def products(self) -> int:
+        """Number of matrix-matrix products."""
+        return len(self.patterns) - self.n
+
+    def batched(self, leaves: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which nodes differ between samples, if these Jacobians do."""
+        batched = np.zeros(len(self.patterns), bool)
+        batched[: self.n] = leaves
+        if leaves.all() or not leaves.any():
+            batched[self.n :] = leaves.any()
+            return batched
+        products = self.ops[self.ops[:, Op.VECTOR] == 0]
+        for _, left, right, out in products.tolist():
+            batched[out] = batched[left] or batched[right]
+        return batched
+
+    def _scratch_slots(self) -> NDArray[np.int64]:
+        slots = np.full(self.products, -1, np.int64)
+        readers = np.zeros(len(self.patterns), np.int64)
+        vector = self.ops[:, Op.VECTOR] == 1
+        np.add.at(readers, self.ops[:, Op.RIGHT], 1)
+        np.add.at(readers, self.ops[~vector, Op.LEFT], 1)
+        for _, runs in self.levels:
+            for first, last in runs[runs[:, 1] - runs[:, 0] > 1].tolist():
+                for op in range(first, last - 1):
+                    out, following = self.ops[op, Op.OUT], self.ops[op + 1]
+                    if vector[op]:
+                        break
+                    if readers[out] == 1 and not vector[op + 1] and following[Op.LEFT] == out:
+                        slots[out - self.n] = (op - first) % 2
+        return slots
+
+
+def _widest_index(patterns: Sequence[Pattern]) -> np.dtype[Any]:
+    """Return the dtype of index arrays that suits all patterns."""
+    wide = any(pattern.index_dtype == np.int64 for pattern in set(patterns))
+    return np.dtype(np.int64 if wide else np.int32)
+
+
+def stored(right: Pattern, left: Pattern, exact: Pattern, *, dense: bool) -> Pattern:
+    """Return what is stored of the product of two nodes with entries at `exact`."""
+    if right.kind == "diagonal":
+        return left
+    if left.kind == "diagonal":
+        return right
+    return Pattern.dense(exact.shape) if dense else exact

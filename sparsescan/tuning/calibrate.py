@@ -1,0 +1,191 @@
+"""Measure the constants of :mod:`~.planning.costs.cpu` here, for ``sparsescan calibrate``."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from ..execution.threads import share, thread_count
+from ..execution.workspace import Workspace
+from ..planning.costs.cpu import FAMILIES, Cpu, Operations
+from ..symbolic.pattern import Pattern, of_mask, trusted
+from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule
+
+__all__ = ["Trial", "calibrate", "trials"]
+
+# Seconds for which each chain is scanned, and how often at least.
+_SECONDS, _TIMES = 0.03, 5
+# Steps of a chain at most.
+_STEPS = 2000
+
+
+class Trial(NamedTuple):
+    """A chain that is scanned.
+
+    `shared`: samples share the values, and so do steps of one pattern; `dense`: products are
+    stored densely.
+    """
+
+    patterns: list[Pattern]
+    schedule: Schedule
+    batch: int
+    shared: bool
+    dense: bool = False
+
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        products = {
+            (a, b) for level in self.schedule.levels for a, _, b in level.ops.tolist() if a > 0
+        }
+        return Program(self.patterns, self.schedule, dense=products if self.dense else ())
+
+
+def calibrate() -> Cpu:
+    """Measure the constants of this machine, from scans of all kinds; it takes ten seconds.
+
+    Returns
+    -------
+    Cpu
+
+    Notes
+    -----
+    Times of one thread are explained by counts of multiply-adds, entries and operations: a least
+    squares problem in relative errors, with constants that are not negative.
+    """
+    families, runs = {}, []
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        chains = list(trials(_STEPS))
+        rows = np.array([_features(chain, dtype) for chain in chains])
+        times = np.array([_time(chain, dtype, 1) for chain in chains])
+        constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
+        runs.append(constants[0])
+        families[dtype.name] = constants[1:].reshape(len(FAMILIES), 3).tolist()
+    cache, bandwidth, memory_threads = _memory()
+    wake, meet = _meetings() if thread_count() > 1 else (0.0, 0.0)
+    return Cpu(
+        name=platform.processor() or platform.machine(),
+        families=families,
+        run=float(np.mean(runs)),
+        wake=wake,
+        meet=meet,
+        cache=cache,
+        bandwidth=bandwidth,
+        memory_threads=memory_threads,
+    )
+
+
+def trials(steps: int) -> Iterator[Trial]:
+    """Return chains of at most so many steps; each family does much of the work at some size."""
+    rng = np.random.default_rng(0)
+
+    def sparse(size: int, share: float) -> Pattern:
+        return of_mask(rng.random((size, size)) < share)
+
+    def banded(size: int) -> Pattern:
+        return of_mask(np.abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 2)
+
+    patterns = [Pattern.dense((size, size)) for size in (2, 8, 20, 48, 128)]
+    patterns += [Pattern.diagonal(size) for size in (4, 64, 1024, 8192)]
+    patterns += [banded(size) for size in (8, 64, 512, 2048)]
+    patterns += [sparse(64, 0.2), sparse(512, 0.05)]
+    for step in patterns:
+        # Chains are as long as real ones, whose tables of operations leave the near caches.
+        n = min(max(100_000 // step.nnz, 16), steps)
+        for batch in (1, 8):
+            yield Trial([step] * n, Schedule.linear(n), batch, shared=False)
+        if step.kind != "diagonal":
+            yield Trial([step] * n, Schedule.linear(n), 16, shared=True)
+        if step.shape[0] <= 512:
+            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False)
+            yield Trial([step] * n, Schedule.truncated(n, 2), 4, shared=False)
+        if step.kind == "general" and step.shape[0] <= 512:
+            yield Trial([step] * n, Schedule.truncated(n, 1), 1, shared=False, dense=True)
+    for size in (8, 48, 200):
+        kinds = [Pattern.dense((size, size)), Pattern.diagonal(size), banded(size)]
+        for a in kinds:
+            for b in kinds:
+                if a is not b:
+                    yield Trial([a, b] * 16, Schedule.truncated(32, 1), 1, shared=False)
+
+
+def _features(chain: Trial, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """Return what the constants are multiplied by: that of a run, then those of the families."""
+    operations = Operations.of(chain.program, dtype.itemsize, chain.batch, _batched(chain))
+    table = np.zeros((len(FAMILIES), 3))
+    np.add.at(table, operations.family[:-1], operations.counts[:-1])
+    return np.concatenate([[1.0], table.ravel()])
+
+
+def _batched(chain: Trial) -> NDArray[np.bool_]:
+    return np.full(len(chain.patterns), chain.batch > 1 and not chain.shared)
+
+
+def _time(chain: Trial, dtype: np.dtype[Any], threads: int) -> float:
+    """Return nanoseconds of an exclusive scan: the median of many."""
+    program, batched = chain.program, _batched(chain)
+    rng = np.random.default_rng(1)
+    values, data = [], {}
+    for pattern in chain.patterns:
+        # Row sums of one, so that nothing grows.
+        per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
+        shape = (chain.batch, pattern.nnz) if batched[0] else (pattern.nnz,)
+        if pattern not in data or not chain.shared:
+            data[pattern] = ((rng.random(shape) + 0.5) / per_row).astype(dtype)
+        values.append(data[pattern])
+    leaves = np.array(
+        [[array.ctypes.data, array.strides[0] if batched[0] else 0] for array in values], np.int64
+    )
+    workspace = Workspace(program, leaves, dtype, chain.batch, batched, False, threads)
+    sizes = [chain.patterns[0].shape[1], *(pattern.shape[0] for pattern in chain.patterns)]
+    out = np.ones(chain.batch * sum(sizes), dtype)
+    samples: list[int] = []
+    workspace.run(out, False)
+    deadline = time.perf_counter() + _SECONDS
+    while len(samples) < _TIMES or time.perf_counter() < deadline:
+        start = time.perf_counter_ns()
+        workspace.run(out, False)
+        samples.append(time.perf_counter_ns() - start)
+    return median(samples)
+
+
+def _memory() -> tuple[float, float, float]:
+    """Measure bytes of caches; bytes a nanosecond from memory to one thread; and to many."""
+    large = np.ones(1 << 25, np.float32)
+
+    def read(parts: int, array: NDArray[Any]) -> float:
+        pieces, samples = np.array_split(array, parts), []
+        for _ in range(_TIMES):
+            start = time.perf_counter_ns()
+            share(lambda i: pieces[i].max(), parts)
+            samples.append(time.perf_counter_ns() - start)
+        return array.nbytes / median(samples)
+
+    alone, together = read(1, large), read(thread_count(), large)
+    cache = 1 << 20
+    while cache < large.nbytes // 2 and read(1, large[: cache // 4]) > 1.3 * alone:
+        cache *= 2
+    return float(cache), alone, max(together / alone, 1.0)
+
+
+def _meetings() -> tuple[float, float]:
+    """Measure nanoseconds to start helpers, and of a barrier, by steps with shared rows."""
+    threads, dtype = thread_count(), np.dtype(np.float64)
+    # Blocks of two: enough work for a thread, in few cache lines.
+    size = 20_000
+    columns = np.repeat(np.arange(size).reshape(-1, 2), 2, axis=0)
+    step = trusted(np.arange(0, 2 * size + 1, 2), columns.ravel(), (size, size))
+    lost = []
+    for n in (3, 33):
+        chain = Trial([step] * n, Schedule.linear(n), 1, shared=True)
+        lost.append(_time(chain, dtype, threads) - _time(chain, dtype, 1) / threads)
+    meet = max(lost[1] - lost[0], 0.0) / 30
+    return max(lost[0] - 2 * meet, 0.0), meet

@@ -1,0 +1,233 @@
+"""Measure the constants of :mod:`~.planning.costs.cuda`, as ``sparsescan calibrate`` may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from ..arrays.arrays import load_cupy
+from ..execution.device import BLAS_SIZE, Shares
+from ..plan.scan_plan import ScanPlan
+from ..plan.spec import PlanSpec
+from ..planning.costs.cpu import FAMILIES, Operations
+from ..planning.costs.cuda import Gpu, GpuModel
+from ..symbolic.pattern import Pattern
+from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule
+from .calibrate import trials
+from .measure import made_up
+
+__all__ = ["calibrate_device"]
+
+# Seconds for which each chain is scanned, and how often at least.
+_SECONDS, _TIMES = 0.03, 5
+# Steps of a chain at most, since each may be a launch; of chains in chunks, and their sizes.
+_STEPS, _CHUNKED, _SIZES = 200, 1000, (4, 20, 64)
+# Samples, and samples and chunks, that keep all of a device busy.
+_SAMPLES, _CHUNKS = 4096, 128
+# Rows of a matrix that keeps cuBLAS busy, how often it is called, and bytes that are copied.
+_ROWS, _CALLS, _COPIED = 2048, 100, 1 << 30
+
+_DTYPES = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def calibrate_device() -> Gpu:
+    """Return the constants of the current CUDA device, from scans of chains of all kinds.
+
+    Takes some minutes, half of them to compile.
+
+    Returns
+    -------
+    Gpu
+
+    Raises
+    ------
+    DeviceError
+        If there is no device.
+
+    Notes
+    -----
+    Chains of which one block does one operation after the other take a sum of constants, each so
+    many times: a least squares problem in relative errors, with constants that are not negative.
+    The others follow from chains and calls that keep the whole device busy.
+    """
+    cupy = load_cupy()
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    programs = _programs()
+    rows = np.array([_row(program) for program in programs])
+    fitted = []
+    for dtype in _DTYPES:
+        times = np.array([_time(program, dtype, 1) for program in programs])
+        constants, _ = nnls(rows / times[:, None], np.ones(len(times)))
+        fitted.append(constants)
+    gpu = replace(
+        _gpu(np.array(fitted)),
+        name=properties["name"].decode(),
+        matmul={dtype.name: _matmul(dtype, _ROWS, 1) / _ROWS**3 for dtype in _DTYPES},
+        plain=median(_matmul(dtype, BLAS_SIZE, _CALLS) for dtype in _DTYPES),
+        cache=float(properties["l2CacheSize"]),
+        bandwidth=_bandwidth(),
+    )
+    gpu = replace(gpu, blocks=_blocks(gpu))
+    return replace(gpu, product_step={dtype.name: _product_step(gpu, dtype) for dtype in _DTYPES})
+
+
+# -- One block, one operation after the other ------------------------------------------------------
+
+
+def _programs() -> list[Program]:
+    """Return scans in which no launch has more than one run."""
+    programs = []
+    for trial in trials(_STEPS):
+        if trial.batch > 1 or trial.dense:
+            continue
+        n, levels = len(trial.patterns), trial.schedule.levels
+        apart = [(level.name, [[op]]) for level in levels for op in level.ops.tolist()]
+        programs.append(Program(trial.patterns, Schedule.from_levels(n, apart)))
+        if len(levels) == 1:
+            programs.append(Program(trial.patterns, trial.schedule))
+    programs = [program for program in programs if not Shares.of(program).blas.any()]
+    for size in _SIZES:
+        steps = [Pattern.dense((size, size))] * _CHUNKED
+        programs += [Program(steps, Schedule.chunked(_CHUNKED, chunks)) for chunks in (1, 2)]
+    return programs
+
+
+def _gpu(constants: NDArray[np.float64]) -> Gpu:
+    """Return a GPU of these constants for each dtype, in the order of `_row`, without limits."""
+    families = constants[:, 6:].reshape(len(_DTYPES), len(FAMILIES), 3)
+    # On a device nothing is special about these.
+    for family, like in (
+        ("shared csr·x", "csr·x"),
+        ("shared dense·x", "dense·x"),
+        ("csr·csr, dense", "csr·csr"),
+    ):
+        families[:, FAMILIES.index(family)] = families[:, FAMILIES.index(like)]
+    names = [dtype.name for dtype in _DTYPES]
+    return Gpu(
+        name="",
+        families=dict(zip(names, families.tolist(), strict=True)),
+        product_step={
+            name: [0.0, *row[4:6].tolist()] for name, row in zip(names, constants, strict=True)
+        },
+        vector_step={name: row[2:4].tolist() for name, row in zip(names, constants, strict=True)},
+        matmul=dict.fromkeys(names, 0.0),
+        blocks=np.inf,
+        run=float(constants[:, 0].mean()),
+        launch=float(constants[:, 1].mean()),
+        plain=0.0,
+        cache=np.inf,
+        bandwidth=np.inf,
+    )
+
+
+def _row(program: Program) -> NDArray[np.float64]:
+    """Return how often each constant is part of the time of a scan.
+
+    They are those of a run and of a launch, two each of `vector_step` and of `product_step`, and
+    those of the families.
+    """
+    operations = Operations.of(program, 4, 1, np.zeros(program.n, bool))
+    families = np.unique(operations.family[:-1])
+    row = np.zeros(6 + 3 * len(FAMILIES))
+    for k in range(len(row)):
+        if k < 6 or (k - 6) // 3 in families:
+            unit = np.zeros((len(_DTYPES), len(row)))
+            unit[:, k] = 1
+            row[k] = _predicted(_gpu(unit), program, _DTYPES[0], 1)
+    return row
+
+
+def _predicted(gpu: Gpu, program: Program, dtype: np.dtype[Any], batch: int) -> float:
+    run, times = GpuModel(gpu, dtype, batch).level_times(program)
+    return run + sum(times)
+
+
+def _time(program: Program, dtype: np.dtype[Any], batch: int) -> float:
+    """Return nanoseconds of an exclusive scan."""
+    cupy, patterns = load_cupy(), program.patterns[: program.n]
+    plan = ScanPlan(PlanSpec(patterns, program.schedule, device="cuda"), program)
+    host = made_up(patterns, dtype, batch)
+    one = len(set(patterns)) == 1
+    values = cupy.asarray(np.stack(host)) if one else [cupy.asarray(array) for array in host]
+    grad = cupy.ones((batch, patterns[0].shape[1]), dtype)
+    return _elapsed(lambda: plan.exclusive_scan(grad, values))
+
+
+def _elapsed(call: Callable[[], Any]) -> float:
+    """Return the nanoseconds that a call takes an idle device: the median of many."""
+    cupy = load_cupy()
+    first, last = cupy.cuda.Event(), cupy.cuda.Event()
+    samples: list[float] = []
+    # The first run of a plan compiles, the second makes a graph.
+    call()
+    call()
+    deadline = time.perf_counter() + _SECONDS
+    while len(samples) < _TIMES or time.perf_counter() < deadline:
+        cupy.cuda.get_current_stream().synchronize()
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        samples.append(1e6 * float(cupy.cuda.get_elapsed_time(first, last)))
+    return median(samples)
+
+
+# -- All of the device -----------------------------------------------------------------------------
+
+
+def _blocks(gpu: Gpu) -> float:
+    """Return blocks that work at once, from scans of many samples."""
+    counts = []
+    for step in (Pattern.dense((8, 8)), Pattern.dense((20, 20)), Pattern.diagonal(64)):
+        program = Program([step] * _SIZES[1], Schedule.linear(_SIZES[1]))
+        for dtype in _DTYPES:
+            once = gpu.run + gpu.launch
+            work = _predicted(replace(gpu, blocks=1), program, dtype, _SAMPLES) - once
+            counts.append(work / max(_time(program, dtype, _SAMPLES) - once, 1.0))
+    return max(median(counts), 1.0)
+
+
+def _product_step(gpu: Gpu, dtype: np.dtype[Any]) -> list[float]:
+    """Return the time of a multiply-add of the whole device, from many samples and chunks."""
+    size = _SIZES[1]
+    schedule = Schedule.chunked(_CHUNKED, _CHUNKS)
+    program = Program([Pattern.dense((size, size))] * _CHUNKED, schedule)
+    _, *chain = gpu.product_step[dtype.name]
+
+    def predicted(multiply_add: float) -> float:
+        steps = gpu.product_step | {dtype.name: [multiply_add, *chain]}
+        return _predicted(replace(gpu, product_step=steps), program, dtype, _CHUNKS)
+
+    taken = _time(program, dtype, _CHUNKS)
+    # If a multiply-add took so long, it would hide all else that goes on meanwhile.
+    work = (predicted(2 * taken) - predicted(taken)) / taken
+    others = predicted(taken) - taken * work
+    return [max(taken - others, 0.0) / work, *chain]
+
+
+def _matmul(dtype: np.dtype[Any], rows: int, calls: int) -> float:
+    """Return nanoseconds from one product of cuBLAS to the next."""
+    cupy = load_cupy()
+    left, right, out = (cupy.ones((rows, rows), dtype) for _ in range(3))
+
+    def multiply() -> None:
+        for _ in range(calls):
+            cupy.matmul(left, right, out=out)
+
+    return _elapsed(multiply) / calls
+
+
+def _bandwidth() -> float:
+    """Return bytes a nanosecond, read and written, of a large copy."""
+    cupy = load_cupy()
+    source = cupy.zeros(_COPIED // 4, np.float32)
+    target = cupy.zeros(_COPIED // 4, np.float32)
+    return 2 * int(source.nbytes) / _elapsed(lambda: cupy.copyto(target, source))

@@ -1,0 +1,547 @@
+"""A chain comes back from its file as it was, and a damaged file is called one."""
+
+import io
+import time
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparsescan
+from sparsescan import (
+    BatchedCSR,
+    ChainFileError,
+    CSRChain,
+    InputError,
+    Pattern,
+    PeriodicChain,
+    load_chain,
+    save_chain,
+)
+from sparsescan.chains.files import ChainFile
+from sparsescan.symbolic.pattern import of_mask
+
+DTYPES = (np.float32, np.float64)
+
+
+def values(rng, shape, dtype):
+    """Any bits: NaN with a payload, infinities, -0.0 and subnormal numbers among them."""
+    unsigned = np.uint32 if dtype == np.float32 else np.uint64
+    return rng.integers(0, np.iinfo(unsigned).max, shape, unsigned, endpoint=True).view(dtype)
+
+
+def random_pattern(rng, rows, cols):
+    kind = rng.integers(4)
+    if kind == 0 and rows == cols:
+        return sp.csr_array(np.eye(rows))
+    density = (0.0, 0.3, 0.3, 1.0)[kind]
+    return sp.csr_array(rng.random((rows, cols)) < density)
+
+
+def random_step(rng, shape, batch, mask):
+    dtype = DTYPES[rng.integers(2)]
+    form = rng.integers(3 if batch is None else 5)
+    if form == 0:
+        return sp.csr_array((values(rng, mask.nnz, dtype), mask.indices, mask.indptr), shape)
+    if form == 1:
+        return sp.csr_matrix((values(rng, mask.nnz, dtype), mask.indices, mask.indptr), shape)
+    if form == 2:
+        return values(rng, shape, dtype)
+    if form == 3:
+        data = values(rng, (batch, mask.nnz), dtype)
+        return BatchedCSR(data, mask.indices, mask.indptr, shape)
+    return values(rng, (batch, *shape), dtype)
+
+
+@st.composite
+def chains(draw):
+    """Gradient and Jacobians: a list of anything, a CSRChain or a dense stack."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n = draw(st.integers(0, 8))
+    layout = draw(st.sampled_from(["list", "list", "csr_chain", "dense_stack"]))
+    batch = draw(st.sampled_from([None, 0, 1, 3]))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = int(rng.integers(0, 5))
+    grad = values(rng, (size,) if batch is None else (batch, size), dtype)
+    leading = (n,) if batch is None or rng.integers(2) else (n, batch)
+    if layout == "dense_stack":
+        return grad, values(rng, (*leading, size, size), dtype)
+    if layout == "csr_chain":
+        mask = random_pattern(rng, size, size)
+        data = values(rng, (*leading, mask.nnz), dtype)
+        return grad, CSRChain(data, mask.indices, mask.indptr, (size, size))
+    sizes = [size, *rng.integers(0, 5, n).tolist()] if rng.integers(2) else [size] * (n + 1)
+    known = {}
+    steps = []
+    for shape in zip(sizes[1:], sizes[:-1], strict=True):
+        if shape not in known or rng.integers(2):
+            known[shape] = random_pattern(rng, *shape)
+        steps.append(random_step(rng, shape, batch, known[shape]))
+    return grad, steps
+
+
+def assert_same_array(found, expected):
+    assert type(found) is np.ndarray
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+def assert_same(found, expected):
+    if isinstance(expected, list):
+        assert type(found) is list
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert_same_array(found, expected)
+    else:
+        kept = isinstance(expected, (BatchedCSR, CSRChain))
+        assert type(found) is (type(expected) if kept else sp.csr_array)
+        assert found.shape == expected.shape
+        assert_same_array(found.data, expected.data)
+        assert np.array_equal(found.indices, expected.indices)
+        assert np.array_equal(found.indptr, expected.indptr)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("chains")
+
+
+@given(chain=chains())
+def test_a_chain_comes_back_bit_for_bit(folder, chain):
+    path = folder / "any name"
+    save_chain(path, *chain)
+    grad, jacobians = load_chain(str(path))
+    assert_same_array(grad, chain[0])
+    assert_same(jacobians, chain[1])
+
+
+# Parts
+
+
+@st.composite
+def periodic_chains(draw):
+    """Gradient and Jacobians of patterns that take turns."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    batch = draw(st.sampled_from([None, 1, 3]))
+    steps, period = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    sizes = rng.integers(1, 4, period).tolist()
+    shapes = zip([*sizes[1:], sizes[0]], sizes, strict=True)
+    patterns = [of_mask(rng.random(shape) < rng.choice([0.6, 1.0])) for shape in shapes]
+    own = () if batch is None else (batch,)
+    arrays = []
+    for j, pattern in enumerate(patterns):
+        leading = [(steps, *own), (steps,), ()][rng.integers(3) if j else 0]
+        arrays.append(values(rng, (*leading, pattern.nnz), DTYPES[rng.integers(2)]))
+    return values(rng, (*own, sizes[0]), np.float64), PeriodicChain(arrays, patterns)
+
+
+def steps_of(jacobians):
+    """What a part of a chain is compared by: pattern and values of each step."""
+    if isinstance(jacobians, PeriodicChain):
+        for k in range(len(jacobians)):
+            step, turn = divmod(k, len(jacobians.patterns))
+            array = jacobians.values[turn]
+            yield jacobians.patterns[turn], array if array.ndim == 1 else array[step]
+    elif isinstance(jacobians, CSRChain):
+        yield from ((jacobians.pattern, row) for row in jacobians.data)
+    else:
+        for step in jacobians:
+            if isinstance(step, np.ndarray):
+                pattern = Pattern.dense(step.shape[-2:])
+                yield pattern, step.reshape(*step.shape[:-2], pattern.nnz)
+            else:
+                yield Pattern(step.indptr, step.indices, step.shape), step.data
+
+
+def saved_as(path, how):
+    """Write a file again: compressed, big-endian, or in Fortran's order."""
+    with np.load(path) as found:
+        arrays = dict(found)
+    if how == "big-endian":
+        arrays = {key: a.astype(a.dtype.newbyteorder(">")) for key, a in arrays.items()}
+    if how == "Fortran":
+        arrays = {key: np.asfortranarray(a) if a.ndim else a for key, a in arrays.items()}
+    with open(path, "wb") as file:
+        (np.savez_compressed if how == "compressed" else np.savez)(file, **arrays)
+
+
+WAYS = ("as saved", "compressed", "big-endian", "Fortran")
+
+
+@given(chain=st.one_of(chains(), periodic_chains()), how=st.sampled_from(WAYS), data=st.data())
+def test_parts_are_those_of_the_whole(folder, chain, how, data):
+    path = folder / "parts"
+    save_chain(path, *chain)
+    if how != "as saved":
+        saved_as(path, how)
+    whole = list(steps_of(chain[1]))
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    shares = data.draw(st.integers(1, 5))
+    with ChainFile(path) as file:
+        assert file.n == len(whole)
+        assert_same_array(file.grad, chain[0])
+        assert file.dtype == np.result_type(chain[0], *(array for _, array in whole))
+        part = file.part(start, stop)
+        assert type(part) is (list if isinstance(chain[1], PeriodicChain) else type(chain[1]))
+        for (pattern, array), (other, expected) in zip(
+            steps_of(part), whole[start:stop], strict=True
+        ):
+            assert pattern is other
+            assert_same_array(array, expected)
+        shapes = [pattern.shape for pattern, _ in whole[start:stop]]
+        assert file.shapes(start, stop).tolist() == list(map(list, shapes))
+        for share in range(shares):
+            file.check(share, shares)
+
+
+@pytest.mark.parametrize("layout", ["dense_stack", "csr_chain", "periodic", "list", "patterns"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_part_takes_its_own_memory(tmp_path, layout, how):
+    n, size = 64, 128
+    stack, pattern = np.ones((n, size, size)), Pattern.dense((size, size))  # 8 MB
+    flat = stack.reshape(n, -1)
+    rng = np.random.default_rng(0)
+    chain = {
+        "dense_stack": stack,
+        "csr_chain": CSRChain(flat, pattern.indices, pattern.indptr, pattern.shape),
+        "periodic": PeriodicChain([flat[::2], flat[1::2]], [pattern, pattern]),
+        "list": list(stack),
+        # Each has one of its own.
+        "patterns": [sp.csr_array(step * (rng.random((size, size)) < 0.9)) for step in stack],
+    }[layout]
+    path = tmp_path / "c.npz"
+    save_chain(path, np.ones(size), chain)
+    del chain
+    saved_as(path, how)
+    with ChainFile(path) as file:
+        file.part(0, 1)
+    tracemalloc.start()
+    try:
+        with ChainFile(path) as file:
+            part = file.part(40, 48)
+            file.check(5, 8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(part) == 8
+    # Other orders of bytes take a copy, patterns are checked and copied, and blocks take 1 MB.
+    own = stack.nbytes / 8 * (4 if layout == "patterns" else 1 + (how == "big-endian"))
+    assert peak < own + (4 << 20) * (how == "compressed") + (1 << 20) + 300_000
+
+
+def test_what_comes_back_can_be_scanned(tmp_path):
+    rng = np.random.default_rng(0)
+    jacobians = [sp.csr_array(rng.standard_normal((4, 4)) * (k % 2 or np.eye(4))) for k in range(9)]
+    grad = rng.standard_normal((3, 4))
+    save_chain(tmp_path / "c", grad, jacobians)
+    found = sparsescan.inclusive_scan(*load_chain(tmp_path / "c"))
+    for one, other in zip(found, sparsescan.inclusive_scan(grad, jacobians), strict=True):
+        assert_same_array(one, other)
+
+
+def test_a_reversed_view_keeps_its_order(tmp_path):
+    stack = np.random.default_rng(1).standard_normal((5, 3, 2, 2))
+    save_chain(tmp_path / "c", np.ones((3, 2)), stack[::-1])
+    assert_same_array(load_chain(tmp_path / "c")[1], np.ascontiguousarray(stack[::-1]))
+
+
+def test_unsorted_rows_and_duplicates_come_back_canonical(tmp_path):
+    raw = sp.csr_array((np.array([1.0, 2.0, 4.0]), [1, 0, 1], [0, 3, 3]), shape=(2, 2))
+    save_chain(tmp_path / "c", np.ones(2), [raw])
+    found = load_chain(tmp_path / "c")[1][0]
+    assert found.has_canonical_format
+    assert found.toarray().tolist() == [[2, 5], [0, 0]]
+    assert raw.data.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_big_endian_values_come_back_in_native_order(tmp_path, stacked):
+    big = np.arange(8.0).reshape(2, 2, 2).astype(">f8")
+    save_chain(tmp_path / "c", np.ones(2, ">f4"), big if stacked else list(big))
+    grad, jacobians = load_chain(tmp_path / "c")
+    assert grad.dtype == np.dtype("=f4")
+    assert_same(jacobians, big.astype("=f8") if stacked else list(big.astype("=f8")))
+
+
+def test_equal_patterns_are_stored_once_and_fast(tmp_path):
+    step = sp.csr_array(np.tri(16) - np.tri(16, k=-3))
+    jacobians = [step * k for k in range(10_000)]
+    start = time.perf_counter()
+    save_chain(tmp_path / "c", np.ones(16), jacobians)
+    found = load_chain(tmp_path / "c")[1]
+    seconds = time.perf_counter() - start
+    assert found[9_999].toarray().tolist() == (step * 9_999).toarray().tolist()
+    assert np.shares_memory(found[0].indices, found[9_999].indices)
+    # The values, three integers for each step, and little else.
+    assert (tmp_path / "c").stat().st_size < 10_000 * (step.nnz * 8 + 3 * 8) + 10_000
+    assert seconds < 3  # measured: 0.3
+
+
+def test_a_wrong_chain_writes_nothing(tmp_path):
+    with pytest.raises(InputError, match=r"jacobians\[1\] has shape \(2, 2\)"):
+        save_chain(tmp_path / "c", np.ones(3), [np.ones((3, 3)), np.ones((2, 2))])
+    with pytest.raises(InputError, match=r"grad has shape \(4,\)"):
+        save_chain(tmp_path / "c", np.ones(4), np.ones((2, 3, 3)))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_missing_file_is_an_ordinary_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_chain(tmp_path / "nothing.npz")
+
+
+# Damage
+
+
+LAYOUTS = ("list", "csr_chain", "dense_stack")
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    """A small file of each layout, as bytes."""
+    rng = np.random.default_rng(7)
+    mask = sp.csr_array(np.tri(4))
+    chains = {
+        "list": [
+            mask,
+            sp.csr_array(np.eye(4, dtype=np.float32)),
+            BatchedCSR(rng.standard_normal((2, mask.nnz)), mask.indices, mask.indptr, (4, 4)),
+            rng.standard_normal((3, 4)),
+            rng.standard_normal((2, 5, 3)),
+        ],
+        "csr_chain": CSRChain(np.ones((6, mask.nnz)), mask.indices, mask.indptr, (4, 4)),
+        "dense_stack": rng.standard_normal((6, 2, 4, 4)),
+    }
+    found = {}
+    for layout, jacobians in chains.items():
+        save_chain(folder / layout, rng.standard_normal((2, 4)), jacobians)
+        found[layout] = (folder / layout).read_bytes()
+    return found
+
+
+def read_part(path):
+    """Read the whole as if it were a part."""
+    with ChainFile(path) as file:
+        file.check(0, 1)
+        file.part(0, file.n)
+
+
+def assert_refused(path, contents, match=None):
+    path.write_bytes(contents)
+    with pytest.raises(ChainFileError, match=match) as caught:
+        load_chain(path)
+    with pytest.raises(ChainFileError) as refused:
+        read_part(path)
+    for error in (caught, refused):
+        message = str(error.value)
+        assert message.startswith(str(path))
+        assert "expected a file written by sparsescan.save_chain" in message
+        assert "\n" not in message
+
+
+def rewritten(contents, **changes):
+    """The file with other arrays under some keys; None drops the key."""
+    with np.load(io.BytesIO(contents)) as arrays:
+        kept = dict(arrays) | changes
+    file = io.BytesIO()
+    np.savez(file, **{key: array for key, array in kept.items() if array is not None})
+    return file.getvalue()
+
+
+@given(layout=st.sampled_from(LAYOUTS), share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_refused(folder, saved, layout, share):
+    contents = saved[layout]
+    assert_refused(folder / "cut", contents[: int(share * len(contents))])
+
+
+def test_a_header_that_asks_for_less_is_refused(tmp_path, saved):
+    """The sum of what such a header leaves unread would not be checked by reading alone."""
+    contents = saved["dense_stack"]
+    assert contents.count(b"(6, 2, 4, 4)") == 1
+    shorter = contents.replace(b"(6, 2, 4, 4)", b"(5, 2, 4, 4)")
+    assert_refused(tmp_path / "f.npz", shorter, "stack.npy is damaged: its checksum is wrong")
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data):
+    contents = bytearray(saved[layout])
+    place = data.draw(st.integers(0, len(contents) - 1))
+    contents[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = folder / "flipped"
+    path.write_bytes(contents)
+    try:
+        grad, jacobians = load_chain(path)
+    except ChainFileError:
+        pass
+    else:
+        # Zip has bytes that say nothing about the arrays, such as dates.
+        expected = load_chain(folder / layout)
+        assert_same_array(grad, expected[0])
+        assert_same(jacobians, expected[1])
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_a_flipped_bit_is_found_by_those_who_read_parts(folder, saved, layout, data):
+    contents = bytearray(saved[layout])
+    place = data.draw(st.integers(0, len(contents) - 1))
+    contents[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = folder / "flipped"
+    path.write_bytes(contents)
+    try:
+        with ChainFile(path) as file:
+            parts = [file.part(k, k + 1) for k in range(file.n)]
+            for share in range(3):
+                file.check(share, 3)
+    except ChainFileError:
+        pass
+    else:
+        steps = [step for part in parts for step in steps_of(part)]
+        for one, other in zip(steps, steps_of(load_chain(folder / layout)[1]), strict=True):
+            assert one[0] is other[0]
+            assert_same_array(one[1], other[1])
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
+    folder, saved, layout, data
+):
+    """Checksums are right here: only the reader's own checks stand between file and kernels."""
+    with np.load(io.BytesIO(saved[layout])) as found:
+        arrays = dict(found)
+    integers = [key for key, array in arrays.items() if array.dtype.kind == "i"]
+    key = data.draw(st.sampled_from(integers))
+    array = arrays[key].reshape(-1).copy()
+    if array.size:
+        extremes = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 2**31 - 1]
+        array[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from(extremes))
+    path = folder / "tampered"
+    path.write_bytes(rewritten(saved[layout], **{key: array.reshape(arrays[key].shape)}))
+    try:
+        grad, jacobians = load_chain(path)
+    except ChainFileError:
+        pass
+    else:
+        sparsescan.inclusive_scan(grad, jacobians)
+    # Nobody sees all of it who reads a part.
+    try:
+        with ChainFile(path) as file:
+            parts = [file.part(k, k + 1) for k in range(file.n)]
+    except ChainFileError:
+        return
+    for part in parts:
+        (_, cols), *_ = (pattern.shape for pattern, _ in steps_of(part))
+        sparsescan.inclusive_scan(np.ones((2, cols)), part)
+
+
+KEYS = {
+    "list": ("patterns", "indptr", "indices", "steps", "float32", "float64"),
+    "csr_chain": ("patterns", "indptr", "indices", "stack"),
+    "dense_stack": ("stack",),
+}
+EVERY_KEY = [
+    (layout, key) for layout, keys in KEYS.items() for key in ("version", "layout", "grad", *keys)
+]
+
+
+def test_a_file_has_no_other_keys(saved):
+    for layout, contents in saved.items():
+        with np.load(io.BytesIO(contents)) as arrays:
+            assert set(arrays) == {"version", "layout", "grad", *KEYS[layout]}
+
+
+@pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
+def test_each_key_is_needed(tmp_path, saved, layout, key):
+    contents = rewritten(saved[layout], **{key: None})
+    assert_refused(tmp_path / "f.npz", contents, f"the key '{key}' is missing")
+
+
+@pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
+@pytest.mark.parametrize("dtype", [object, np.complex128, np.float16, "U3"])
+def test_each_key_has_its_dtype(tmp_path, saved, layout, key, dtype):
+    with np.load(io.BytesIO(saved[layout])) as arrays:
+        damaged = np.zeros(arrays[key].shape, dtype)
+    name = "Object arrays" if dtype is object else "layout is ''" if key == "layout" else key
+    if key == "layout" and dtype not in (object, "U3"):
+        name = "layout has dtype"
+    assert_refused(tmp_path / "f.npz", rewritten(saved[layout], **{key: damaged}), name)
+
+
+@pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
+def test_each_key_has_its_shape(tmp_path, saved, layout, key):
+    with np.load(io.BytesIO(saved[layout])) as arrays:
+        damaged = np.stack([arrays[key], arrays[key]])
+    assert_refused(tmp_path / "f.npz", rewritten(saved[layout], **{key: damaged}))
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "match"),
+    [
+        ("version", lambda a: a + 1, "version is 2; expected 1"),
+        ("layout", lambda a: np.array("heap"), "layout is 'heap'; expected 'list'"),
+        ("grad", lambda a: a[:, :3], r"grad has shape \(2, 3\); expected \(2, 4\)"),
+        ("grad", lambda a: a[0], r"steps\[2\] has a batch; expected grad of shape"),
+        ("grad", lambda a: a[[0, 0, 0]], "float64 has .* entries; expected"),
+        ("patterns", lambda a: a - [[9, 0, 0]], r"patterns\[0, 0\] is -9; expected 0 to 2"),
+        ("patterns", lambda a: np.add(a, [[0, 0, 1]]), "diagonal of shape"),
+        ("patterns", lambda a: -a, r"patterns\[0\] is general of shape \(-4, -4\)"),
+        ("patterns", lambda a: a[:-1], r"steps\[:, 1\] is 3; expected 0 to 2"),
+        ("indptr", lambda a: a[:-1], "patterns.* has an indptr of 4 entries; expected 5"),
+        ("indptr", lambda a: np.append(a, 0), "indptr has 6 entries; expected 5"),
+        ("indptr", lambda a: a + 1, r"patterns\[0\] .*indptr .*starts at 1"),
+        ("indptr", lambda a: a[::-1], r"patterns\[0\] .*indptr .*starts at 10"),
+        ("indptr", lambda a: a[[0, 2, 1, 3, 4]], r"patterns\[0\] .*indptr .*falls .*row 1"),
+        ("indices", lambda a: a[:-1], r"patterns\[0\] .*indptr .*ends at 10; expected 9"),
+        ("indices", lambda a: np.append(a, 0), "indices has 11 entries; expected 10"),
+        ("indices", lambda a: a + 1, r"patterns\[0\] .*index 4 in row 3; expected .*0 to 3"),
+        ("indices", lambda a: -a, r"patterns\[0\] .*index -1 in row 1"),
+        ("indices", lambda a: a * 0, "unsorted or duplicate columns in row 1"),
+        ("steps", lambda a: np.add(a, [4, 0, 0]), r"steps\[:, 0\] is 4; expected 0 to 3"),
+        ("steps", lambda a: a - [0, 1, 0], r"steps\[:, 1\] is -1; expected 0 to 3"),
+        ("steps", lambda a: np.add(a, [0, 0, 1]), r"steps\[:, 2\] is 2; expected 0 to 1"),
+        ("steps", lambda a: a[:-1], "float64 has .* entries; expected"),
+        ("steps", lambda a: a[[0, 1, 2, 4, 3]], r"jacobians\[3\] has shape"),
+        ("steps", lambda a: a * [0, 1, 1] + [2, 0, 0], r"steps\[0\] is dense with Pattern"),
+        ("float64", lambda a: a[:-1], "float64 has .* entries; expected"),
+        ("float32", lambda a: np.append(a, a), "float32 has 8 entries; expected 4"),
+        ("float32", lambda a: a.astype(float), "float32 has dtype float64"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, saved, key, change, match):
+    with np.load(io.BytesIO(saved["list"])) as arrays:
+        damaged = change(arrays[key])
+    assert_refused(tmp_path / "f.npz", rewritten(saved["list"], **{key: damaged}), match)
+
+
+def test_a_pattern_too_large_for_its_file_is_refused(tmp_path, saved):
+    for kind, shape in ((1, (2**40, 2**40)), (2, (2**40, 2**40)), (2, (2**40, 0)), (0, (2**62, 1))):
+        patterns = np.array([(kind, *shape)] * 4)
+        assert_refused(tmp_path / "f.npz", rewritten(saved["list"], patterns=patterns))
+
+
+def test_other_files_are_refused(tmp_path):
+    array, archive = io.BytesIO(), io.BytesIO()
+    np.save(array, np.ones(3))
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("version", b"1")
+    assert_refused(tmp_path / "empty", b"", "not a zip file")
+    assert_refused(tmp_path / "text", b"a line\n" * 100, "not a zip file")
+    assert_refused(tmp_path / "one.npy", array.getvalue(), "not a zip file")
+    assert_refused(tmp_path / "other.zip", archive.getvalue(), "the key 'version' is missing")
+
+
+def test_nothing_is_unpickled(tmp_path, saved):
+    class Bomb:
+        def __reduce__(self):
+            return pytest.fail, ("the file was unpickled",)
+
+    bomb = np.empty((), object)
+    bomb[()] = Bomb()
+    assert_refused(tmp_path / "f.npz", rewritten(saved["list"], grad=bomb), "allow_pickle=False")

@@ -1,0 +1,145 @@
+"""Compiled code on disk: whatever becomes of Numba's files, results are right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+import sparsescan
+from sparsescan.jacobians._kernels import recurrent, values
+from sparsescan.kernels import compile as compiling
+
+CALLS = """
+    from sparsescan.jacobians import ReLU
+    from sparsescan.symbolic.pattern import Pattern, product
+    lower = Pattern([0, 1, 3, 4], [0, 0, 1, 2], (3, 3))
+    print(product(lower, lower).indices, ReLU(input_shape=(3,)).values([-1.0, 0.0, 2.0]))
+"""
+
+
+def run(folder: Path) -> tuple[str, int]:
+    """What a fresh interpreter prints, and how many of the files in the folder it has written."""
+    before = {path: path.stat().st_mtime_ns for path in files(folder)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(CALLS)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    after = {path: path.stat().st_mtime_ns for path in files(folder)}
+    return done.stdout, sum(before.get(path) != time for path, time in after.items())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.nb?") if path.suffix in (".nbi", ".nbc"))
+
+
+def flipped(content: bytes) -> bytes:
+    """With one bit changed, in the middle, where there is machine code."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+
+
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    lambda content: b"",
+    lambda content: b"garbage",
+    lambda content: content[: len(content) // 2],
+    lambda content: content[:-1],
+    lambda content: content + b"\0",
+    lambda content: content[:-16],  # as Numba itself writes it
+    flipped,
+]
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_is_compiled_anew(tmp_path):
+    printed, written = run(tmp_path)
+    found = files(tmp_path)
+    assert written == len(found) > 4
+    assert run(tmp_path) == (printed, 0)
+    for k, path in enumerate(found):
+        path.write_bytes(DAMAGES[k % len(DAMAGES)](path.read_bytes()))
+    again, written = run(tmp_path)
+    assert again == printed
+    assert written > 4
+    assert run(tmp_path) == (printed, 0)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """The files of one function, with something in them."""
+    made = compiling._CheckedFiles(str(tmp_path), "function", source_stamp=(1, 2))
+    made.save("key", {"code": b"x" * 1000})
+    return made
+
+
+def test_what_is_kept_is_found_again(cache):
+    assert cache.load("key") == {"code": b"x" * 1000}
+    assert cache.load("another") is None
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_damaged_file_is_read(cache, tmp_path, suffix, damage):
+    (path,) = tmp_path.glob(f"*{suffix}")
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.load("key") is None
+    cache.save("key", {"code": b"y"})
+    assert cache.load("key") == {"code": b"y"}
+
+
+def test_a_file_that_is_missing_is_made_anew(cache, tmp_path):
+    for path in tmp_path.iterdir():
+        path.unlink()
+        assert cache.load("key") is None
+    cache.save("key", 7)
+    assert cache.load("key") == 7
+
+
+def test_other_versions_of_the_source_are_not_read(cache, tmp_path):
+    later = compiling._CheckedFiles(str(tmp_path), "function", source_stamp=(1, 3))
+    assert later.load("key") is None
+
+
+def test_numba_itself_reads_the_files(cache, tmp_path):
+    """Such as that of an earlier version of this package, in the same folder."""
+    plain = IndexDataCacheFile(str(tmp_path), "function", source_stamp=(1, 2))
+    assert plain.load("key") == {"code": b"x" * 1000}
+    stale = IndexDataCacheFile(str(tmp_path), "function", source_stamp=(0, 0))
+    assert stale.load("key") is None
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+    function = values.relu.py_func
+    relu = compiling.njit(cache=True, nogil=True)(function)
+    monkeypatch.setattr(relu._cache._impl.locator, "ensure_cache_path", refuse)
+    monkeypatch.setattr(relu._cache._cache_file, "_index_path", str(tmp_path / "no" / "index.nbi"))
+    out = np.empty(3)
+    relu(np.array([-1.0, 0.0, 2.0]), out)
+    assert out.tolist() == [0, 0, 1]
+
+
+def refuse() -> None:
+    raise PermissionError("read-only")
+
+
+def test_every_kernel_that_is_kept_is_checked():
+    for kernel in (values.relu, recurrent.fill_rnn):
+        assert isinstance(kernel._cache, compiling._Cache)
+    package = Path(sparsescan.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.name != "compiling.py":
+            text = path.read_text()
+            imports = [line for line in text.splitlines() if line.startswith("from numba import")]
+            assert not any("njit" in line for line in imports), f"{path}: import kernels.compile"

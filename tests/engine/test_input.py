@@ -1,0 +1,868 @@
+"""Bad input: one exception that names the argument, what was passed and what is expected."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from malformed import malformed
+from oracles import assert_within, every_schedule, same_bits, sequential
+
+import sparsescan
+from sparsescan import (
+    BatchedCSR,
+    CSRChain,
+    DeviceError,
+    InputError,
+    InputTypeError,
+    Pattern,
+    Schedule,
+    SparseScanError,
+)
+from sparsescan.jacobians import Dropout, Linear, ReLU, RNNCell, Sequential, Tanh
+from sparsescan.symbolic.schedule import Level
+
+
+def csr(rows: int = 3, cols: int = 3, **changes: Any) -> sp.csr_array:
+    """A CSR array with every entry, some of its arrays replaced after SciPy has checked them."""
+    matrix = sp.csr_array(np.arange(1.0, rows * cols + 1).reshape(rows, cols))
+    for name, array in changes.items():
+        setattr(matrix, name, np.array(array))
+    return matrix
+
+
+def refused(grad: Any, jacobians: Any, **options: Any) -> str:
+    """The message with which a scan and, where it can see it, a plan refuse this input."""
+    messages = set()
+    for call in (sparsescan.exclusive_scan, sparsescan.inclusive_scan):
+        with pytest.raises(SparseScanError) as caught:
+            call(grad, jacobians, **options)
+        assert caught.value.__cause__ is None
+        messages.add((type(caught.value), str(caught.value)))
+    assert len(messages) == 1
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# ---------------------------------------------------------------------------------------------
+# CSR structure
+# ---------------------------------------------------------------------------------------------
+
+WRONG_VALUES = {
+    "starts off 0": ({"indptr": [1, 3, 6, 9]}, "an indptr that starts at 1; expected 0"),
+    "falls": ({"indptr": [0, 6, 3, 9]}, "an indptr that falls after row 1; expected"),
+    "ends early": ({"indptr": [0, 3, 6, 8]}, "an indptr that ends at 8; expected 9"),
+    "ends late": ({"indptr": [0, 3, 6, 10]}, "an indptr that ends at 10; expected 9"),
+    "negative indptr": ({"indptr": [0, -3, 6, 9]}, "an indptr that falls after row 0; expected"),
+    "short indptr": ({"indptr": [0, 3, 9]}, "an indptr of 3 entries; expected 4 for 3 rows"),
+    "long indptr": ({"indptr": [0, 3, 6, 9, 9]}, "an indptr of 5 entries; expected 4 for 3 rows"),
+    "index too large": (
+        {"indices": [0, 1, 2, 0, 1, 3, 0, 1, 2]},
+        "an index 3 in row 1; expected columns 0 to 2",
+    ),
+    "huge index": (
+        {"indices": np.array([0, 1, 2, 0, 1, 2, 0, 1, 2**32])},
+        "an index 4294967296 in row 2; expected columns 0 to 2",
+    ),
+    "negative index": (
+        {"indices": [0, 1, 2, -1, 1, 2, 0, 1, 2]},
+        "an index -1 in row 1; expected columns 0 to 2",
+    ),
+    "short data": ({"data": np.ones(8)}, "data of shape (8,); expected (9,)"),
+    "long data": ({"data": np.ones(10)}, "data of shape (10,); expected (9,)"),
+    "data with two axes": ({"data": np.ones((9, 1))}, "data of shape (9, 1); expected (9,)"),
+    "indices with two axes": (
+        {"indices": np.zeros((3, 3), np.int32)},
+        "indices of shape (3, 3); expected one dimension",
+    ),
+}
+WRONG_TYPES = {
+    "float indices": (
+        {"indices": np.arange(9.0) % 3}, "indices of dtype float64; expected integers"
+    ),
+    "float indptr": (
+        {"indptr": [0.0, 3.0, 6.0, 9.0]}, "indptr of dtype float64; expected integers"
+    ),
+    "boolean indices": (
+        {"indices": np.zeros(9, bool)}, "indices of dtype bool; expected integers"
+    ),
+}  # fmt: skip
+MALFORMED = {
+    name: (changes, f"{kind}: jacobians[1] has {text}")
+    for kind, cases in (("InputError", WRONG_VALUES), ("InputTypeError", WRONG_TYPES))
+    for name, (changes, text) in cases.items()
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_csr_array(name):
+    changes, message = MALFORMED[name]
+    bad = csr(**changes)
+    before = [array.tobytes() for array in (bad.data, bad.indices, bad.indptr)]
+    assert refused(np.ones(3), [csr(), bad, csr()]).startswith(message)
+    with pytest.raises(SparseScanError) as caught:
+        sparsescan.plan([csr(), bad, csr()])
+    assert str(caught.value) == refused(np.ones(3), [csr(), bad, csr()]).split(": ", 1)[1]
+    plan = sparsescan.plan([csr()] * 3)
+    with pytest.raises(SparseScanError) as caught:
+        plan.exclusive_scan(np.ones(3), [csr(), bad, csr()])
+    assert str(caught.value).startswith("jacobians[1] ")
+    assert [array.tobytes() for array in (bad.data, bad.indices, bad.indptr)] == before
+
+
+@pytest.mark.parametrize("name", [n for n, (c, _) in MALFORMED.items() if "data" not in c])
+@pytest.mark.parametrize("kind", [BatchedCSR, CSRChain, Pattern])
+def test_malformed_index_arrays(kind, name):
+    changes, message = MALFORMED[name]
+    good = csr()
+    arrays = {"indices": good.indices, "indptr": good.indptr, **changes}
+    arguments = [arrays["indices"], arrays["indptr"]]
+    arguments = arguments[::-1] if kind is Pattern else [np.ones((2, 9)), *arguments]
+    with pytest.raises(SparseScanError) as caught:
+        kind(*arguments, (3, 3))
+    wrong, text = message.split(": ", 1)
+    assert type(caught.value).__name__ == wrong
+    name = "pattern" if kind is Pattern else kind.__name__
+    assert str(caught.value).startswith(text.replace("jacobians[1]", name))
+
+
+@pytest.mark.parametrize("kind", [BatchedCSR, CSRChain])
+@pytest.mark.parametrize("shape", [(9,), (2, 8), (2, 9, 1), (1, 2, 3, 9), ()])
+def test_values_of_a_wrong_shape(kind, shape):
+    with pytest.raises(InputError, match=rf"^{kind.__name__} has data of shape .*; expected \("):
+        kind(np.ones(shape), csr().indices, csr().indptr, (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"),
+    [
+        ((3,), InputTypeError),
+        ((3, -1), InputError),
+        ("ab", InputTypeError),
+        ((3.5, 3), InputTypeError),
+    ],
+)
+def test_a_wrong_matrix_shape(shape, error):
+    with pytest.raises(error, match=r"has shape .*; expected"):
+        BatchedCSR(np.ones((2, 9)), csr().indices, csr().indptr, shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# Unsorted and duplicate columns: accepted, made canonical on a copy
+# ---------------------------------------------------------------------------------------------
+
+
+def messy() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, indices and indptr: unsorted rows, columns that come twice, empty rows."""
+    return (
+        np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        np.array([2, 0, 2, 1, 1, 0], np.int32),
+        np.array([0, 3, 3, 6, 6], np.int32),
+    )
+
+
+CLEAN = np.array([[2.0, 0, 4.0, 0], [0, 0, 0, 0], [6.0, 9.0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_unsorted_and_duplicate_columns_are_summed_on_a_copy():
+    arrays = messy()
+    grad = np.array([1.0, 10.0, 100.0, 1000.0])
+    matrix = sp.csr_array((4, 4))
+    matrix.data, matrix.indices, matrix.indptr = arrays
+    for jacobians in (
+        [matrix, matrix, np.eye(4)],
+        [BatchedCSR(arrays[0][None], *arrays[1:], (4, 4))] * 3,
+        CSRChain(np.stack([arrays[0]] * 3), *arrays[1:], (4, 4)),
+        CSRChain(np.stack([arrays[0]] * 3)[:, None], *arrays[1:], (4, 4)),
+    ):
+        batched = isinstance(jacobians, CSRChain) and jacobians.batch
+        batched = batched or (isinstance(jacobians, list) and hasattr(jacobians[0], "batch"))
+        g = grad[None] if batched else grad
+        for schedule in every_schedule(3):
+            result = sparsescan.exclusive_scan(g, jacobians, schedule=schedule)
+            expected = [g, g @ CLEAN.T, g @ CLEAN.T @ CLEAN.T]
+            assert same_bits(result, expected)
+    for array, fresh in zip(arrays, messy(), strict=True):
+        assert array.tobytes() == fresh.tobytes()
+
+
+def test_made_canonical_a_container_shows_what_it_holds():
+    batched = BatchedCSR(messy()[0][None], *messy()[1:], (4, 4))
+    assert batched.nnz == 4
+    np.testing.assert_array_equal(batched[0].toarray(), CLEAN)
+    assert batched.data.tolist() == [[2.0, 4.0, 6.0, 9.0]]
+
+
+def test_a_plan_meets_the_same_pattern_unsorted():
+    matrix = sp.csr_array((4, 4))
+    matrix.data, matrix.indices, matrix.indptr = messy()
+    clean = sp.csr_array(CLEAN)
+    plan = sparsescan.plan([clean, clean], schedule="blelloch")
+    for pair in ([matrix, clean], [clean, matrix], [matrix, matrix]):
+        assert same_bits(
+            plan.inclusive_scan(np.ones(4), pair), plan.inclusive_scan(np.ones(4), [clean, clean])
+        )
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_shuffled_entries_make_no_difference(random):
+    rng = np.random.default_rng(random)
+    rows, cols = rng.integers(0, 6, 2)
+    matrix = sp.random_array((rows, cols), density=0.6, rng=rng, format="csr")
+    odd = matrix.copy()
+    order = np.lexsort((rng.random(matrix.nnz), np.repeat(np.arange(rows), np.diff(matrix.indptr))))
+    odd.indices, odd.data = matrix.indices[order], matrix.data[order]
+    grad = rng.standard_normal(cols)
+    expected, found = (sparsescan.inclusive_scan(grad, [m]) for m in (matrix, odd))
+    assert same_bits(expected, found)
+
+
+# ---------------------------------------------------------------------------------------------
+# Shapes that do not agree
+# ---------------------------------------------------------------------------------------------
+
+
+def test_dimensions_that_do_not_chain():
+    message = refused(np.ones(30), [np.ones((25, 30)), np.ones((20, 30))])
+    assert message == (
+        "InputError: jacobians[1] has shape (20, 30), but jacobians[0] has 25 rows; "
+        "expected (·, 25): order them from the last layer to the first, each transposed"
+    )
+    with pytest.raises(InputError, match=r"jacobians\[2\] has shape \(4, 3\), but jacobians\[1\]"):
+        sparsescan.plan([Pattern.dense((2, 3)), Pattern.dense((2, 2)), Pattern.dense((4, 3))])
+    with pytest.raises(InputError, match=r"has shape \(2, 3\)"):
+        sparsescan.exclusive_scan(np.ones(3), np.ones((2, 2, 3)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,), (), (2, 3), (2, 2, 4), (4, 2)])
+def test_a_gradient_of_a_wrong_shape(shape):
+    message = refused(np.ones(shape), [np.ones((3, 4))] + [np.ones((3, 3))] * 2)
+    assert message.startswith(f"InputError: grad has shape {shape}; expected (4,) or (batch, 4)")
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3), (1, 4)])
+def test_a_gradient_whose_batch_is_not_the_jacobians(shape):
+    message = refused(np.ones(shape), [np.ones((2, 3, 4)), np.ones((3, 3))])
+    assert message.startswith(f"InputError: grad has shape {shape}; expected (2, 4)")
+
+
+def test_batch_sizes_that_differ():
+    jacobians = [np.ones((2, 3, 3)), np.ones((3, 3)), np.ones((4, 3, 3))]
+    assert refused(np.ones((2, 3)), jacobians).startswith(
+        "InputError: jacobians[2] has a batch of 4, an earlier one of 2; expected one batch size"
+    )
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3, 3, 3), ()])
+def test_a_jacobian_with_a_wrong_number_of_axes(shape):
+    assert refused(np.ones(3), [np.ones((3, 3)), np.ones(shape)]).startswith(
+        f"InputError: jacobians[1] has shape {shape}; expected (rows, cols) or (batch, rows, cols)"
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 3), (1, 2, 3, 3, 3)])
+def test_a_stack_with_a_wrong_number_of_axes(shape):
+    assert refused(np.ones(3), np.ones(shape)).startswith(
+        f"InputError: jacobians has shape {shape}; expected (n, rows, cols) or "
+    )
+
+
+def test_local_gradients():
+    jacobians = np.ones((3, 2, 2))
+    call = sparsescan.exclusive_scan
+    for local, error, message in [
+        ([None] * 4, InputError, "local_grads has 4 entries; expected 3"),
+        ([np.ones(2)] * 2, InputError, "local_grads has 2 entries; expected 3"),
+        ([None, np.ones(3), None], InputError, r"local_grads\[1\] has shape \(3,\); expected \(2,"),
+        ([None, np.ones((2, 2)), None], InputError, r"local_grads\[1\] has shape \(2, 2\); exp"),
+        ([None, None, [1, 2]], InputTypeError, r"local_grads\[2\] has dtype int64; expected float"),
+        ("abc", InputTypeError, "local_grads is a str; expected a sequence"),
+        ({0: np.ones(2)}, InputTypeError, "local_grads is a dict; expected a sequence"),
+        (7.0, InputTypeError, "local_grads is a float; expected a sequence"),
+    ]:
+        with pytest.raises(error, match=f"^{message}"):
+            call(np.ones(2), jacobians, local_grads=local)
+
+
+# ---------------------------------------------------------------------------------------------
+# Types
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["coo", "csc", "bsr", "dia", "dok", "lil"])
+@pytest.mark.parametrize("kind", ["array", "matrix"])
+def test_other_sparse_formats_are_told_the_way(form, kind):
+    made = getattr(sp, f"{form}_{kind}")(np.eye(3))
+    message = refused(np.ones(3), [csr(), made, csr()])
+    assert message == (
+        f"InputTypeError: jacobians[1] is a {form}_{kind}; expected CSR: convert it with .tocsr()"
+    )
+
+
+DTYPES = [np.float16, np.longdouble, complex, np.complex64, int, np.int8, np.uint64, bool, object]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_other_dtypes_are_refused_by_name(dtype):
+    name = np.dtype(dtype).name
+    if np.dtype(dtype) == np.float64:
+        pytest.skip("long double is double here")
+    odd = csr()
+    odd.data = np.ones(9, dtype)
+    says = f"dtype {name}; expected float32 or float64"
+    eye = np.eye(3, dtype=dtype)
+    assert says in refused(np.ones(3), [csr(), odd])
+    assert refused(np.ones(3), [csr(), eye]) == f"InputTypeError: jacobians[1] has {says}"
+    assert refused(np.ones(3), np.stack([eye, eye])) == f"InputTypeError: jacobians has {says}"
+    assert refused(np.ones(3, dtype), [csr()]) == f"InputTypeError: grad has {says}"
+    local = [None, np.ones(3, dtype), None]
+    with pytest.raises(InputTypeError, match=rf"local_grads\[1\] has {says}"):
+        sparsescan.exclusive_scan(np.ones(3), [csr()] * 3, local_grads=local)
+    for kind in (BatchedCSR, CSRChain):
+        with pytest.raises(InputTypeError, match=f"{kind.__name__} data has {says}"):
+            kind(np.ones((2, 9), dtype), csr().indices, csr().indptr, (3, 3))
+    with pytest.raises(InputTypeError, match=f"dtype is .*{name}.*; expected float32 or float64"):
+        sparsescan.plan([csr()], dtype=dtype)
+
+
+@pytest.mark.parametrize("text", ["abc", np.array(["1.0"]), np.array([], "datetime64[s]")])
+def test_what_is_no_number(text):
+    assert refused(text, [csr()]).startswith("InputTypeError: grad has dtype ")
+
+
+def test_ragged_lists():
+    with pytest.raises(InputTypeError, match="pattern indptr is not an array"):
+        Pattern([[0], [1, 2]], [0, 1], (2, 2))
+    assert refused([[1.0], [1.0, 2.0]], [csr()]).startswith("InputTypeError: grad is not an array")
+    ragged = [[1.0, 2.0], [3.0]]
+    message = refused(np.ones(3), [csr(), ragged])
+    assert message.startswith("InputTypeError: jacobians[1] is not an array")
+
+
+@pytest.mark.parametrize(
+    ("jacobians", "message"),
+    [
+        (None, "jacobians is a NoneType; expected a sequence"),
+        (3, "jacobians is a int; expected a sequence"),
+        ("csr", "jacobians is a str; expected a sequence"),
+        ({1: 2}, "jacobians is a dict; expected a sequence"),
+        ((m for m in [csr()]), "jacobians is a generator; expected a sequence"),
+        (csr(), "jacobians is a csr_array; expected a sequence"),
+        (BatchedCSR(np.ones((2, 3)), [0, 1, 2], [0, 1, 2, 3], (3, 3)), "jacobians is a BatchedCSR"),
+        ([Pattern.diagonal(3)], "jacobians[0] is a Pattern, which has no values; expected a Jac"),
+        (
+            [csr(), CSRChain(np.ones((2, 3)), [0, 1, 2], [0, 1, 2, 3], (3, 3))],
+            "jacobians[1] is a C",
+        ),
+        ([csr(), None], "jacobians[1] has dtype object; expected float32 or float64"),
+    ],
+)
+def test_what_is_no_chain(jacobians, message):
+    assert refused(np.ones(3), jacobians).startswith(f"InputTypeError: {message}")
+
+
+class OnDevice:
+    """What says of itself that its memory is a GPU's, as CuPy's and PyTorch's arrays do."""
+
+    shape, dtype, ndim = (3,), np.dtype(float), 1
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": (3,), "typestr": "<f8", "data": (0, False), "version": 3}
+
+    def __len__(self):
+        return 3
+
+    def __array__(self, *_, **__):
+        raise AssertionError("copied from the device without being asked")
+
+
+def test_arrays_on_a_device_without_cupy():
+    on_device = OnDevice()
+    says = r"OnDevice on a CUDA device, but CuPy cannot be imported: pip install"
+    for grad, jacobians, name in [
+        (on_device, [csr()], "grad"),
+        (np.ones(3), on_device, "jacobians"),
+        (np.ones(3), [csr(), on_device], "jacobians[1]"),
+    ]:
+        message = refused(grad, jacobians)
+        assert message.startswith(f"DeviceError: {name} is a ")
+        assert says in message
+    for local, name in [(on_device, "local_grads"), ([on_device], r"local_grads\[0\]")]:
+        with pytest.raises(DeviceError, match=f"^{name} is a .*{says}"):
+            sparsescan.exclusive_scan(np.ones(3), [csr()], local_grads=local)
+    for kind in (BatchedCSR, CSRChain):
+        for name in ("data", "indices", "indptr"):
+            arrays = {"data": np.ones((2, 9)), "indices": csr().indices, "indptr": csr().indptr}
+            arrays[name] = on_device
+            with pytest.raises(DeviceError, match=f"^{kind.__name__} {name} is a .*{says}"):
+                kind(**arrays, shape=(3, 3))
+
+
+@pytest.mark.parametrize("device", ["gpu", "", 0])
+def test_devices_that_are_not_there(device):
+    assert refused(np.ones(3), [csr()], device=device).startswith(
+        f"DeviceError: device is {device!r}; expected None, 'cpu' or 'cuda'"
+    )
+    with pytest.raises(DeviceError, match=r"^device is .*; expected None, 'cpu' or 'cuda'"):
+        sparsescan.plan([csr()], device=device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["fast", "", None, 3, ["linear"], Schedule.linear])
+def test_schedules_that_do_not_exist(schedule):
+    message = refused(np.ones(3), [csr()], schedule=schedule)
+    assert message.startswith(f"InputError: schedule is {schedule!r}; expected 'auto', 'linear', ")
+
+
+def test_a_schedule_for_another_length():
+    assert refused(np.ones(3), [csr()] * 3, schedule=Schedule.blelloch(4)) == (
+        "InputError: schedule is Schedule.blelloch(4); expected one for 3 Jacobians"
+    )
+
+
+@pytest.mark.parametrize("name", ["batch", "memory_limit"])
+def test_options_of_a_plan_are_counts(name):
+    with pytest.raises(InputTypeError, match=rf"^{name} is 2\.5; expected an integer"):
+        sparsescan.plan([csr()], **{name: 2.5})
+    with pytest.raises(InputError, match=rf"^{name} is -1; expected at least"):
+        sparsescan.plan([csr()], **{name: -1})
+
+
+@pytest.mark.parametrize("dtype", ["float", "nonsense", 7, "O"])
+def test_dtype_of_a_plan(dtype):
+    if dtype == "float":
+        assert sparsescan.plan([csr()], dtype=dtype).dtype == np.float64
+        return
+    with pytest.raises(InputTypeError, match=r"^dtype is .*; expected float32 or float64"):
+        sparsescan.plan([csr()], dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------
+# Malformed CSR at random
+# ---------------------------------------------------------------------------------------------
+
+INDEX_DTYPES = ("i4", "i8", "u4", "u8", "i2", "f8", ">i4", "O", "?")
+
+
+def survive(matrix: sp.csr_array, schedules: tuple[str, ...] = ("linear", "blelloch")) -> bool:
+    """Scan with such a matrix; whether it was accepted. What is accepted must be right."""
+    rows, cols = matrix.shape
+    jacobians = [matrix, np.ones((2, rows)), np.ones((2, 2)), np.ones((cols, 2)), matrix]
+    accepted = set()
+    for schedule in schedules:
+        try:
+            result = sparsescan.inclusive_scan(np.ones(cols), jacobians, schedule=schedule)
+        except SparseScanError as error:
+            assert "jacobians[0]" in str(error)  # noqa: PT017
+            accepted.add(False)
+        else:
+            clean = sp.csr_array(
+                (
+                    matrix.data.astype(float),
+                    matrix.indices.astype(np.int64),
+                    matrix.indptr.astype(np.int64),
+                ),
+                shape=matrix.shape,
+            )
+            clean.sum_duplicates()
+            jacobians = [clean, *jacobians[1:4], clean]
+            expected = sequential(np.ones(cols), jacobians, inclusive=True)
+            assert_within(result, expected, result[0].dtype)
+            accepted.add(True)
+    assert len(accepted) == 1
+    return accepted.pop()
+
+
+@given(malformed(INDEX_DTYPES))
+def test_malformed_csr_never_crashes(matrix):
+    survive(matrix)
+
+
+@given(malformed(INDEX_DTYPES))
+def test_malformed_csr_never_passes_for_a_plans_pattern(matrix):
+    """The short way, which compares with a known pattern, lets nothing else through."""
+    rows, cols = matrix.shape
+    whole = sp.csr_array(np.ones((rows, cols)))
+    plan = sparsescan.plan([whole, np.ones((2, rows))], schedule="blelloch")
+    try:
+        plan.inclusive_scan(np.ones(cols), [matrix, np.ones((2, rows))])
+    except SparseScanError as error:
+        assert "jacobians[0]" in str(error)  # noqa: PT017
+    else:
+        assert matrix.nnz >= rows * cols
+
+
+@pytest.mark.slow
+def test_malformed_csr_with_bounds_checked(tmp_path):
+    """The same in an interpreter whose kernels raise where they read or write out of bounds."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={
+            **os.environ,
+            "NUMBA_BOUNDSCHECK": "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    accepted, refused = map(int, done.stdout.split())
+    assert accepted > 5
+    assert refused > 20
+
+
+def main() -> None:
+    """Run the random input above once; print how many were accepted and refused."""
+    counts = [0, 0]
+
+    @seed(0)
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(malformed(INDEX_DTYPES))
+    def run(matrix):
+        counts[not survive(matrix, ("blelloch",))] += 1
+
+    run()
+    print(*counts)
+
+
+if __name__ == "__main__":
+    main()
+
+
+def test_steps_of_a_chain_over_one_pattern_are_square():
+    with pytest.raises(InputError, match=r"CSRChain has 3 steps of shape \(1, 2\)"):
+        CSRChain(np.ones((3, 2)), [0, 1], [0, 2], (1, 2))
+    assert len(CSRChain(np.ones((1, 2)), [0, 1], [0, 2], (1, 2))) == 1
+
+
+class Liar(list):
+    """A sequence that says one length and gives another."""
+
+    def __init__(self, length, items):
+        super().__init__(items)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize(("given", "gave"), [(0, "0"), (1, "1"), (3, "more than 2")])
+def test_a_sequence_that_lies_about_its_length_is_refused(given, gave, tmp_path):
+    matrix = sp.csr_array(np.eye(3) + np.eye(3, k=1))
+    plan = sparsescan.plan([matrix] * 2)
+    jacobians = Liar(2, [matrix] * given)
+    message = f"^jacobians gave {gave} steps; expected 2, its length"
+    for call in (
+        lambda: plan.inclusive_scan(np.ones(3), jacobians),
+        lambda: sparsescan.exclusive_scan(np.ones(3), jacobians),
+        lambda: sparsescan.plan(jacobians),
+        lambda: sparsescan.save_chain(tmp_path / "chain.npz", np.ones(3), jacobians),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+    local_grads = Liar(2, [np.ones(3)] * given)
+    with pytest.raises(InputError, match=f"^local_grads gave {gave} entries; expected 2"):
+        plan.exclusive_scan(np.ones(3), [matrix] * 2, local_grads=local_grads)
+
+
+def test_a_sequence_that_claims_to_be_long_takes_no_memory():
+    with pytest.raises(InputError, match=r"^jacobians gave 1 steps; expected 4611686018427387904"):
+        sparsescan.exclusive_scan(np.ones(3), Liar(2**62, [np.eye(3)]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("data", [1.0] * 3), ("indices", [0, 1, 2])])
+def test_attributes_that_somebody_replaced_are_read_or_refused(name, value):
+    matrix = sp.csr_array(np.eye(3))
+    plan = sparsescan.plan([matrix] * 2)
+    replaced = matrix.copy()
+    for call in (plan.inclusive_scan, sparsescan.inclusive_scan):
+        setattr(replaced, name, value)
+        assert np.array_equal(call(np.ones(3), [matrix, replaced]), np.ones((3, 3)))
+        setattr(replaced, name, None)
+        with pytest.raises(sparsescan.SparseScanError, match=r"jacobians\[1\] has"):
+            call(np.ones(3), [matrix, replaced])
+
+
+# ---------------------------------------------------------------------------------------------
+# What compares, counts or holds in ways of its own
+# ---------------------------------------------------------------------------------------------
+
+ODD_OPTIONS: dict[str, Any] = {
+    "array": np.array(["cpu", "auto"]),
+    "array of one": np.array(["estimate"]),
+    "empty array": np.array([]),
+    "sparse": csr(),
+    "masked": np.ma.array([1.0, 2.0], mask=[True, False]),
+    "list": ["linear"],
+    "class": np.float64,
+    "bytes": b"auto",
+}
+
+
+@pytest.mark.parametrize("name", ODD_OPTIONS)
+def test_options_that_are_compared_entry_by_entry(name):
+    value = ODD_OPTIONS[name]
+    grad, jacobians = np.ones(3), [csr()] * 3
+    assert "; expected None, 'cpu' or 'cuda'" in refused(grad, jacobians, device=value)
+    assert "; expected 'auto', 'linear', 'blelloch' or a Sched" in refused(
+        grad, jacobians, schedule=value
+    )
+    for option, error, message in [
+        ("device", DeviceError, "^device is .*; expected None, 'cpu' or 'cuda'$"),
+        ("schedule", InputError, "^schedule is .*; expected 'auto', 'linear', 'blelloch' or a S"),
+        ("effort", InputError, "^effort is .*; expected 'estimate' or 'measure'$"),
+        ("batch", InputTypeError, "^batch is .*; expected an integer$"),
+        ("memory_limit", InputTypeError, "^memory_limit is .*; expected an integer$"),
+        ("dtype", InputTypeError, "^dtype is .*; expected float32 or float64$"),
+    ]:
+        if option == "dtype" and value is np.float64:
+            continue
+        with pytest.raises(error, match=message):
+            sparsescan.plan(jacobians, **{option: value})
+
+
+def test_a_periodic_chain_is_of_two_sequences():
+    diagonal = Pattern.diagonal(2)
+    for values, patterns, message in [
+        (3, 4, "^patterns is 4; expected a list"),
+        (None, [diagonal], "^values is None; expected a list"),
+        ([np.ones((3, 2))], None, "^patterns is None; expected a list"),
+        ("ab", [diagonal], "^values is 'ab'; expected a list"),
+        ({0: 1}, [diagonal], "^values is {0: 1}; expected a list"),
+        (np.array(1.0), [diagonal], "^values cannot be read: "),
+        ([np.ones((3, 2))], [diagonal.shape], r"^patterns\[0\] is a tuple; expected a Pattern"),
+    ]:
+        with pytest.raises(InputTypeError, match=message):
+            sparsescan.PeriodicChain(values, patterns)
+    with pytest.raises(InputError, match=r"^values gave other than 2 entries; expected 2, its len"):
+        sparsescan.PeriodicChain(Liar(2, [np.ones((3, 2))]), [diagonal])
+
+
+@pytest.mark.parametrize("n", [2**40, 2**62, 2**63, 2**100])
+def test_schedules_that_no_machine_holds(n):
+    for call in (
+        lambda: Schedule.linear(n),
+        lambda: Schedule.blelloch(n),
+        lambda: Schedule.truncated(n, 3),
+        lambda: Schedule.chunked(n, 3),
+        lambda: Schedule.chunked(n, n),
+    ):
+        message = r"^Schedule\..* would take [0-9,]+ bytes; this machine has [0-9,]+ left$"
+        with pytest.raises(sparsescan.MemoryLimitError, match=message):
+            call()
+    assert Schedule.chunked(3, n).chunks == 3
+    with pytest.raises(InputError, match=r"^n is .*; expected at most 2\*\*128"):
+        Schedule.linear(10**5000)
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        csr(),
+        np.array(1.0),
+        np.ma.array([1.0]),
+        [("a", csr())],
+        [("a", [csr()])],
+        [("a", [np.ma.array([[0, 1, 2]], mask=[[True, False, False]])])],
+        [("a", [[np.ma.array([0, 1, 2], mask=[True, False, False])]])],
+        [("a", [np.ones((1, 2), int)])],
+        [Level("a", csr(), np.array([0, 1]))],
+        [Level("a", np.array(3), np.array([0, 1]))],
+        [Level("a", np.array([[0, 1, 2]]), None)],
+        [Level("a", np.ma.array([[0, 1, 2]]), np.array([0, 1]))],
+    ],
+)
+def test_levels_of_arrays_that_are_not_what_they_show(levels):
+    with pytest.raises((InputError, InputTypeError), match="levels"):
+        Schedule.from_levels(2, levels)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.ndarray, list, Pattern])
+def test_classes_are_no_arrays(kind):
+    says = "has dtype object; expected float32 or float64"
+    assert refused(kind, [csr()]) == f"InputTypeError: grad {says}"
+    assert refused(np.ones(3), [csr(), kind]) == f"InputTypeError: jacobians[1] {says}"
+    assert "is a type; expected a sequence" in refused(np.ones(3), kind)
+    with pytest.raises(InputTypeError, match=f"^BatchedCSR data {says}"):
+        BatchedCSR(kind, [0], [0, 1], (1, 1))
+
+
+@pytest.mark.parametrize("dtype", [complex, bool, object, "S1", "M8[s]", np.float32])
+def test_empty_index_arrays_are_of_integers_too(dtype):
+    empty = np.array([], dtype)
+    message = f"^pattern has indices of dtype {re.escape(str(np.dtype(dtype)))}; expected"
+    with pytest.raises(InputTypeError, match=message):
+        Pattern([0, 0], empty, (1, 3))
+    # An empty list is of float64.
+    assert Pattern([0, 0], [], (1, 3)).nnz == 0
+
+
+@pytest.mark.parametrize("shape", [(4, 2**20, 2**20), (2, 3, 2**20, 2**20)])
+def test_views_that_show_more_than_any_machine_holds(shape):
+    stack = np.broadcast_to(1.0, shape)
+    grad = np.broadcast_to(1.0, (*shape[1:-2], 2**20))
+    needed = f"{8 * np.prod(shape, dtype=object):,}"
+    for call in (
+        lambda: sparsescan.exclusive_scan(grad, stack),
+        lambda: sparsescan.inclusive_scan(grad, list(stack)),
+        lambda: sparsescan.plan(stack),
+    ):
+        with pytest.raises(sparsescan.MemoryLimitError, match=r"^a contiguous copy of jacobians"):
+            call()
+    with pytest.raises(sparsescan.MemoryLimitError, match=f"would take {needed} bytes; this mach"):
+        sparsescan.exclusive_scan(grad, stack)
+
+
+def test_views_that_repeat_one_step_are_not_copied():
+    """However many steps they show, of which only one is there."""
+    step = np.full((2, 2), 0.5)
+    many = np.broadcast_to(step, (50, 2, 2))
+    expected = sparsescan.exclusive_scan(np.ones(2), np.ascontiguousarray(many))
+    assert same_bits(sparsescan.exclusive_scan(np.ones(2), many), expected)
+
+
+def test_gradients_that_no_machine_holds():
+    diagonal = Pattern.diagonal(2**40)
+    chain = CSRChain.from_pattern(np.broadcast_to(1.0, (3, 2**40)), diagonal)
+    with pytest.raises(sparsescan.MemoryLimitError, match="copy of jacobians would take"):
+        sparsescan.exclusive_scan(np.broadcast_to(1.0, (2**40,)), chain)
+    with pytest.raises(sparsescan.MemoryLimitError, match="expected no more than a machine can"):
+        sparsescan.plan([Pattern.diagonal(2**60)] * 3)
+    with pytest.raises(sparsescan.MemoryLimitError, match=r"^the index arrays of Pattern.*would t"):
+        diagonal.indptr  # noqa: B018
+    with pytest.raises(InputError, match=r"^shape is \(4294967296, 4294967296\); expected at most"):
+        Pattern.dense((2**32, 2**32))
+
+
+def test_a_message_is_short_whatever_it_shows():
+    huge = np.zeros((1000, 1000))
+    many = list(range(10**6))
+    for call in (
+        lambda: sparsescan.plan([csr()], device=huge),
+        lambda: sparsescan.plan([csr()], schedule=many),
+        lambda: sparsescan.plan([csr()], effort="x" * 10**6),
+        lambda: sparsescan.plan([csr()], batch=-(10**4000)),
+        lambda: sparsescan.plan([csr()], dtype="x" * 10**6),
+        lambda: Pattern([0], [], many),
+        lambda: Schedule.linear(-(10**5000)),
+        lambda: Schedule.from_levels(3, [("a", [many])]),
+        lambda: sparsescan.load_chain(many),
+        lambda: ReLU(input_shape=many),
+        lambda: Linear(2, 2, rng=many),
+    ):
+        with pytest.raises(SparseScanError) as caught:
+            call()
+        assert len(str(caught.value)) < 300
+
+
+# ---------------------------------------------------------------------------------------------
+# Masks, and sparse tensors of PyTorch
+# ---------------------------------------------------------------------------------------------
+
+
+def masked(*shape: int, dtype: Any = np.float64) -> np.ma.MaskedArray:
+    """An array of ones, of which the first is masked."""
+    made = np.ma.ones(shape, dtype)
+    made[(0,) * len(shape)] = np.ma.masked
+    return made
+
+
+MASK_LOST = r"has a mask, which would be lost; expected an array without one: \.filled\(value\) ma"
+
+
+def test_masks_are_not_lost(tmp_path):
+    lower, linear, cell = Pattern([0, 1, 3], [0, 0, 1], (2, 2)), Linear(2, 2), RNNCell(2, 2)
+    eye, plan = sp.csr_array(np.eye(2)), sparsescan.plan([lower] * 2)
+    bad, network = eye.copy(), Sequential([linear])
+    bad.data = masked(2)
+    x, values = np.ones((2, 2)), np.ones((2, 3))
+    indices = np.ma.array([0, 0, 1], mask=[True, False, False])
+    calls: list[tuple[str, Any]] = [
+        ("grad", lambda: sparsescan.exclusive_scan(masked(2), [eye])),
+        ("grad", lambda: sparsescan.exclusive_scan([np.ma.masked, 1.0], [eye])),
+        ("grad", lambda: plan.exclusive_scan(masked(2), np.ones((2, 3)))),
+        ("jacobians", lambda: sparsescan.exclusive_scan(np.ones(2), masked(3, 2, 2))),
+        ("jacobians", lambda: sparsescan.plan(masked(3, 2, 2))),
+        ("jacobians", lambda: plan.exclusive_scan(np.ones(2), masked(2, 3))),
+        ("jacobians[1]", lambda: plan.exclusive_scan(np.ones(2), [np.ones(3), masked(3)])),
+        ("jacobians[1]", lambda: sparsescan.exclusive_scan(np.ones(2), [eye, masked(2, 2)])),
+        ("jacobians[0]", lambda: sparsescan.exclusive_scan(np.ones(2), [[masked(2), masked(2)]])),
+        ("jacobians[1]", lambda: sparsescan.exclusive_scan(np.ones(2), [eye, bad])),
+        (
+            "local_grads",
+            lambda: plan.exclusive_scan(x[0], values, local_grads=masked(2, 2)),
+        ),
+        (
+            "local_grads[1]",
+            lambda: plan.exclusive_scan(x[0], values, local_grads=[None, masked(2)]),
+        ),
+        ("pattern indices", lambda: Pattern([0, 1, 3], indices, (2, 2))),
+        ("pattern indptr", lambda: Pattern(np.ma.array([0, 1, 3]), [0, 0, 1], (2, 2))),
+        ("BatchedCSR data", lambda: BatchedCSR.from_pattern(masked(4, 3), lower)),
+        ("CSRChain indices", lambda: CSRChain(np.ones((1, 3)), indices, [0, 1, 3], (2, 2))),
+        ("values[0]", lambda: sparsescan.PeriodicChain([masked(4, 3)], [lower])),
+        ("grad", lambda: sparsescan.save_chain(tmp_path / "c.npz", masked(2), [eye])),
+        ("x", lambda: linear.forward(masked(2))),
+        ("x", lambda: ReLU(input_shape=(2,)).values(masked(2))),
+        ("y", lambda: Tanh(input_shape=(2,)).values(np.ones(2), masked(2))),
+        ("out", lambda: linear.values(out=np.ma.ones(4, np.float32))),
+        ("grad_y", lambda: linear.param_grads(np.ones(2), masked(2))),
+        ("Linear.weight", lambda: setattr(linear, "weight", masked(2, 2))),
+        ("weight_mask", lambda: Linear(2, 2, weight_mask=masked(2, 2, dtype=bool))),
+        ("mask", lambda: Dropout(input_shape=(2,), mask=masked(2, dtype=bool))),
+        ("x", lambda: cell.unroll(masked(3, 2))),
+        ("state", lambda: cell.values(x, masked(2, 2))),
+        ("grad_state", lambda: cell.linearize(x, x).param_grads(masked(2, 2))),
+        ("x", lambda: network.forward(masked(2))),
+        ("gradients[0]", lambda: network.param_grads([x, x], [masked(2, 2)])),
+    ]
+    for name, call in calls:
+        with pytest.raises(InputTypeError, match=f"^{re.escape(name)} {MASK_LOST}"):
+            call()
+
+
+def test_masked_arrays_without_a_mask_are_refused_too():
+    """Whether there is something to lose must not depend on the values."""
+    assert refused(np.ma.ones(3), [csr()]).startswith(
+        "InputTypeError: grad has a mask, which would"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_tensors_of_pytorch_are_not_on_a_device(form):
+    torch = pytest.importorskip("torch")
+    tensor = getattr(torch.eye(3, dtype=torch.float64), form)()
+    says = "is a sparse tensor of PyTorch in host memory; expected an array, or for a Jacobian a"
+    for name, grad, jacobians in [
+        ("grad", tensor, [csr()]),
+        ("jacobians[1]", np.ones(3), [csr(), tensor]),
+    ]:
+        assert refused(grad, jacobians).startswith(f"InputTypeError: {name} {says}")
+    # What the message says is right.
+    tensor = tensor.to_sparse_csr()
+    parts = tensor.values(), tensor.col_indices(), tensor.crow_indices()
+    matrix = sp.csr_array(tuple(part.numpy() for part in parts), shape=tensor.shape)
+    found = sparsescan.inclusive_scan(np.arange(3.0), [matrix])
+    assert np.array_equal(found, [np.arange(3.0)] * 2)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, 2**70])
+def test_a_diagonal_pattern_has_a_size(size):
+    with pytest.raises(sparsescan.SparseScanError, match="size has shape"):
+        Pattern.diagonal(size)

@@ -1,0 +1,155 @@
+"""What a plan and a run of it take, beside Jacobians and gradients, is what the plan says."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from oracles import every_schedule, random_patterns
+from sampling import slow
+from trees import random_levels
+
+import sparsescan
+from sparsescan import Pattern, ScanPlan, Schedule
+from sparsescan.symbolic.pattern import of_mask
+
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class Case:
+    """A chain with values, local gradients or none, and how to scan it."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        patterns: Sequence[Pattern],
+        schedule: Schedule | str,
+        *,
+        shared: bool | None = None,
+    ) -> None:
+        self.patterns, self.schedule = patterns, schedule
+        self.batch, self.dtype = int(rng.choice([1, 3])), rng.choice([F4, F8])
+        batch, dtype = self.batch, self.dtype
+        shared = rng.random() < 0.3 if shared is None else shared
+        # Products of large values leave the range.
+        scale = rng.choice([1, 1e20])
+        self.values = [
+            (rng.standard_normal((batch, pattern.nnz)[shared:]) * scale).astype(dtype)
+            for pattern in patterns
+        ]
+        sizes = [patterns[0].shape[1], *(pattern.shape[0] for pattern in patterns[:-1])]
+        self.grad = rng.standard_normal((batch, sizes[0])).astype(dtype)
+        self.local = None
+        if rng.random() < 0.5:
+            self.local = [rng.standard_normal((batch, size)).astype(dtype) for size in sizes]
+
+    def peak(self) -> tuple[int, ScanPlan]:
+        """Bytes that making a plan and running it once take at most, beside the gradients.
+
+        Those that kernels allocate for themselves are not seen.
+        """
+        gc.collect()
+        tracemalloc.start()
+        try:
+            plan = sparsescan.plan(
+                self.patterns, schedule=self.schedule, batch=self.batch, dtype=self.dtype
+            )
+            made = tracemalloc.get_traced_memory()[1]
+            tracemalloc.reset_peak()
+            grads = plan.exclusive_scan(self.grad, self.values, local_grads=self.local)
+            ran = tracemalloc.get_traced_memory()[1] - sum(array.nbytes for array in grads)
+        finally:
+            tracemalloc.stop()
+        return max(made, ran), plan
+
+
+def any_schedule(rng: np.random.Generator, n: int) -> Schedule:
+    named = [*every_schedule(n), Schedule.from_levels(n, random_levels(rng, n))]
+    return named[int(rng.integers(len(named)))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Compile all kernels, and import what is imported late."""
+    rng = np.random.default_rng(0)
+    for schedule in ("linear", "blelloch", "auto"):
+        for _ in range(12):
+            Case(rng, random_patterns(rng, 6, 3, 9), schedule).peak()
+
+
+@pytest.fixture(params=[4, *slow(1)])
+def threads(request: Any, with_threads: Any) -> int:
+    """So many, with work cut into the smallest pieces, of which there are then the most."""
+    with_threads(request.param)
+    return int(request.param)
+
+
+def test_short_chains_of_small_steps(threads: int) -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(1, 40))
+        case = Case(rng, random_patterns(rng, n, 1, 30), any_schedule(rng, n))
+        peak, plan = case.peak()
+        assert peak <= plan.workspace_bytes, (seed, case.schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", ["diagonal", "permutation", "sparse"])
+def test_long_chains_of_small_steps(threads: int, structure: str) -> None:
+    """Where all is tables and objects."""
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(300, 700))
+        patterns = random_patterns(rng, n, 10, 10, [structure])
+        for schedule in (any_schedule(rng, n), Schedule.blelloch(n)):
+            peak, plan = Case(rng, patterns, schedule).peak()
+            assert peak <= plan.workspace_bytes, (seed, schedule)
+
+
+@pytest.mark.slow
+def test_megabytes_of_products(threads: int) -> None:
+    """No more than said; and, with one thread, not much less where all Jacobians differ."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(16, 40))
+        patterns = random_patterns(rng, n, 60, 150)
+        for schedule in (Schedule.blelloch(n), Schedule.chunked(n, 4), Schedule.truncated(n, 2)):
+            peak, plan = Case(rng, patterns, schedule, shared=False).peak()
+            assert peak <= plan.workspace_bytes
+            if threads == 1 and peak > 1 << 20:
+                assert plan.workspace_bytes <= 2 * peak
+
+
+def test_one_product_of_small_steps_beside_a_large_one() -> None:
+    """Scratch is counted for what is multiplied, not for what is only applied."""
+    small, large = Pattern.dense((10, 10)), Pattern.dense((1000, 10))
+    patterns = [small, small, small, small, large, Pattern.dense((10, 1000))]
+    rng = np.random.default_rng(0)
+    levels = [("pair", [[(2, 3, 4)]]), ("linear", [[(0, 1, 2), (0, 2, 4), (0, 4, 5), (0, 5, 6)]])]
+    schedule = Schedule.from_levels(6, [*levels, ("middle", [[(0, 2, 3)]])])
+    without = sparsescan.plan([small] * 6, schedule=schedule).workspace_bytes
+    assert sparsescan.plan(patterns, schedule=schedule).workspace_bytes <= 2 * without
+    peak, plan = Case(rng, patterns, schedule).peak()
+    assert peak <= plan.workspace_bytes
+
+
+@pytest.mark.parametrize("share", [1.5, 4, 20])
+def test_planning_keeps_to_the_limit_too(as_if: Any, share: float) -> None:
+    """The products of all schedules that are looked at, in so many times what linear needs."""
+    rng = np.random.default_rng(0)
+    orders = [of_mask(np.eye(1024, dtype=bool)[rng.permutation(1024)]) for _ in range(200)]
+    as_if(16)
+    linear = sparsescan.plan(orders, batch=1, dtype=F8, schedule="linear").workspace_bytes
+    limit = int(share * linear)
+    sparsescan.plan(orders, batch=1, dtype=F8)  # everything is compiled
+    gc.collect()
+    tracemalloc.start()
+    plan = sparsescan.plan(orders, batch=1, dtype=F8, memory_limit=limit)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert plan.workspace_bytes <= limit
+    assert peak <= limit

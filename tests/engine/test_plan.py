@@ -1,0 +1,91 @@
+"""What a plan says about itself, and what it insists on."""
+
+import re
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import sparsescan
+from sparsescan import Pattern, Schedule
+from sparsescan.planning.costs.cpu import level_costs
+from sparsescan.symbolic.program import Program
+
+
+def banded(rng: np.random.Generator, n: int, size: int) -> list[sp.csr_array]:
+    """`n` tridiagonal Jacobians."""
+    return [
+        sp.diags_array(
+            [rng.standard_normal(size - abs(k)) for k in (-1, 0, 1)], offsets=(-1, 0, 1)
+        ).tocsr()
+        for _ in range(n)
+    ]
+
+
+def pattern_of(matrix: sp.csr_array) -> Pattern:
+    return Pattern(matrix.indptr, matrix.indices, matrix.shape)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_costs_are_those_of_the_products_that_scipy_would_make(chunks: int) -> None:
+    n, size = 12, 30
+    jacobians = banded(np.random.default_rng(chunks), n, size)
+    structures = [abs(matrix).sign() for matrix in jacobians]
+    schedule = Schedule.chunked(n, chunks)
+    program = Program([pattern_of(matrix) for matrix in jacobians], schedule)
+    costs = level_costs(program, 8)
+    nodes = {(k + 1, k + 2): structure for k, structure in enumerate(structures)}
+    for level, cost in zip(schedule.levels, costs, strict=True):
+        macs, nnz_in, nnz_out, products = [], 0, 0, 0
+        for start, mid, stop in level.ops.tolist():
+            right = nodes[mid, stop]
+            if start == 0:
+                macs.append(right.nnz)
+                continue
+            left = nodes[start, mid]
+            made = right @ left
+            macs.append(int(made.sum()))  # of ones: how many terms each entry sums
+            nodes[start, stop] = made.sign()
+            nnz_in, nnz_out = nnz_in + left.nnz + right.nnz, nnz_out + made.nnz
+            products += 1
+        assert (cost.name, cost.operations, cost.products) == (level.name, len(macs), products)
+        assert (cost.multiply_adds, cost.nnz_in, cost.nnz_out) == (sum(macs), nnz_in, nnz_out)
+        runs = [sum(macs[a:b]) for a, b in zip(level.runs[:-1], level.runs[1:], strict=True)]
+        assert (cost.depth, cost.critical) == (level.depth, max(runs))
+
+
+def test_a_printed_plan_names_levels_fill_in_flops_bytes_and_the_reason() -> None:
+    plan = sparsescan.plan([Pattern.dense((3, 3))] * 8, schedule="blelloch", batch=5, dtype="f4")
+    text = str(plan)
+    assert "Schedule.blelloch(8)" in text
+    assert "why: asked for" in text
+    assert "8 × 3×3 dense, nnz 9 (1 dense)" in text
+    # Three products of 27 multiply-adds, and one matrix-vector product of 9.
+    assert re.search(r"up-sweep 0 +1 +3 +1 +54 +27 +1\.00 +180 +54 ", text)
+    assert "tree: 1 (2 3) ((4 5) (6 7))" in text
+    assert re.search(r"memory: at most \d.* KiB beside .* for a batch of 5 of float32", text)
+    assert "auto:" in str(sparsescan.plan([Pattern.diagonal(2)]))
+    assert "none" in str(sparsescan.plan([]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "fast"}, "schedule is 'fast'; expected 'auto', 'linear', 'blelloch'"),
+        ({"schedule": Schedule.linear(3)}, r"Schedule.linear\(3\); expected one for 2 Jacobians"),
+        ({"batch": 0}, "batch is 0; expected at least 1"),
+        ({"batch": 1.5}, "batch is 1.5; expected an integer"),
+        ({"dtype": "f2"}, "dtype is float16; expected float32 or float64"),
+        ({"dtype": "nothing"}, "dtype is 'nothing'; expected float32 or float64"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"memory_limit": -1}, "memory_limit is -1; expected at least 0"),
+        ({"effort": "most"}, "effort is 'most'; expected 'estimate' or 'measure'"),
+        (
+            {"effort": "measure", "schedule": "linear"},
+            "effort is 'measure', but schedule is 'linear'; expected 'auto'",
+        ),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(sparsescan.SparseScanError, match=message):
+        sparsescan.plan([Pattern.diagonal(2)] * 2, **options)

@@ -1,0 +1,556 @@
+"""A plan comes back from its file as it was, and a damaged file is called one."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import (
+    Chain,
+    assert_within,
+    chains,
+    every_schedule,
+    patterns_of,
+    same_bits,
+    schedules,
+    values_only,
+)
+from trees import random_levels
+
+import sparsescan
+import sparsescan.planning.costs.cpu
+from sparsescan import (
+    ChainFileError,
+    Pattern,
+    PlanFileError,
+    ScanPlan,
+    Schedule,
+    load_chain,
+    save_chain,
+)
+from sparsescan.plan.spec import PlanSpec
+from sparsescan.planning.search import Alternative
+
+
+def assert_same(found: ScanPlan, expected: ScanPlan) -> None:
+    assert str(found) == str(expected)
+    assert found.schedule == expected.schedule
+    assert found.schedule.chunks == expected.schedule.chunks
+    assert found.patterns == expected.patterns
+    for name in (
+        *("n", "reason", "batch", "dtype", "device", "memory_limit", "workspace_bytes"),
+        *("dense", "alternatives"),
+    ):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+@st.composite
+def any_schedule(draw: Any, n: int) -> Schedule | str:
+    if draw(st.booleans()):
+        return draw(schedules(n))
+    return Schedule.from_levels(
+        n, random_levels(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), n)
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+def reloaded(plan: ScanPlan, folder: Path) -> ScanPlan:
+    plan.save(folder / "plan")
+    return ScanPlan.load(folder / "plan")
+
+
+def run(plan: ScanPlan, chain: Chain) -> Any:
+    scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
+    return scan(chain.grad, values_only(chain.jacobians), local_grads=chain.local_grads)
+
+
+@given(st.data())
+def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> None:
+    chain = data.draw(chains())
+    plan = sparsescan.plan(
+        patterns_of(chain.jacobians),
+        schedule=data.draw(any_schedule(len(chain.jacobians))),
+        batch=data.draw(st.sampled_from([None, chain.batch or None])),
+        dtype=data.draw(st.sampled_from([None, chain.dtype])),
+        device=data.draw(st.sampled_from([None, "cpu"])),
+        memory_limit=data.draw(st.sampled_from([None, 10**9])),
+    )
+    path = folder / "any name"
+    plan.save(path)
+    loaded = ScanPlan.load(str(path))
+    assert_same(loaded, plan)
+    result = run(loaded, chain)
+    assert same_bits(result, run(plan, chain))
+    assert_within(result, chain.oracle(), chain.dtype)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 9, 300])
+def test_every_schedule_comes_back(tmp_path: Path, n: int) -> None:
+    tree = Schedule.from_levels(n, random_levels(np.random.default_rng(n), n))
+    for schedule in [*every_schedule(n), tree]:
+        plan = sparsescan.plan([Pattern.dense((2, 2))] * n, schedule=schedule)
+        loaded = reloaded(plan, tmp_path)
+        assert_same(loaded, plan)
+        assert repr(loaded.schedule) == repr(schedule)
+        levels = zip(loaded.schedule.levels, schedule.levels, strict=True)
+        for found, level in levels:
+            assert found.name == level.name
+            assert found.ops.tolist() == level.ops.tolist()
+            assert found.runs.tolist() == level.runs.tolist()
+
+
+@pytest.mark.parametrize("batch", [None, 7])
+@pytest.mark.parametrize("dtype", [None, "float32", np.float64])
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_options_come_back(tmp_path: Path, batch: Any, dtype: Any, device: Any) -> None:
+    """Those of a plan for a device too, where there is none."""
+    schedule = Schedule.chunked(5, 2)
+    plan = sparsescan.plan(
+        [Pattern.dense((2, 2))] * 5, schedule=schedule, batch=batch, dtype=dtype, device=device
+    )
+    assert_same(reloaded(plan, tmp_path), plan)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2**62])
+def test_a_memory_limit_comes_back(tmp_path: Path, limit: int) -> None:
+    patterns = [Pattern.dense((2, 2))] * 5 if limit == 2**62 else []
+    plan = sparsescan.plan(patterns, memory_limit=limit)
+    assert_same(reloaded(plan, tmp_path), plan)
+
+
+def products_of(schedule: Schedule) -> list[tuple[int, int]]:
+    ops = [op for level in schedule.levels for op in level.ops.tolist()]
+    return [(start, stop) for start, _, stop in ops if start > 0]
+
+
+TIMES = st.none() | st.floats(0, 1e12)
+
+
+@given(st.data())
+def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
+    """Products that are stored densely, and the schedules that it looked at."""
+    chain = data.draw(chains())
+    n = len(chain.jacobians)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    schedule = Schedule.from_levels(n, random_levels(rng, n))
+    names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
+    counts = st.integers(0, 2**40)
+    plan = ScanPlan(
+        PlanSpec(
+            patterns_of(chain.jacobians),
+            schedule,
+            reason="so it is",
+            dense=frozenset(product for product in products_of(schedule) if rng.random() < 0.5),
+            alternatives=tuple(
+                data.draw(st.lists(st.builds(Alternative, names, counts, counts, TIMES, TIMES)))
+            ),
+        )
+    )
+    loaded = reloaded(plan, folder)
+    assert_same(loaded, plan)
+    assert loaded.to_dict() == plan.to_dict()
+    assert same_bits(run(loaded, chain), run(plan, chain))
+
+
+def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that "auto" says about it, made for more threads than there are here."""
+    monkeypatch.setattr(sparsescan.planning.costs.cpu, "machine_file", lambda: tmp_path / "none")
+    for name in ("plan.scan_plan", "planning.search"):
+        module = importlib.import_module(f"sparsescan.{name}")
+        monkeypatch.setattr(module, "thread_count", lambda: 64)
+    sparse = sp.random_array((1024, 1024), density=0.001, rng=np.random.default_rng(0)).tocsr()
+    sparse.sort_indices()
+    order = np.random.default_rng(0).permutation(1024)
+    patterns = [
+        Pattern(sparse.indptr, sparse.indices, sparse.shape),
+        Pattern(np.arange(1025), order, (1024, 1024)),
+        Pattern.diagonal(1024),
+    ]
+    plan = sparsescan.plan(patterns * 60, dtype="f4", batch=1)
+    assert len(plan.alternatives) > 2
+    loaded = reloaded(plan, tmp_path)
+    assert_same(loaded, plan)
+    assert loaded.to_dict() == plan.to_dict()
+
+
+def test_a_reason_is_any_text(tmp_path: Path) -> None:
+    plan = ScanPlan(
+        PlanSpec([], Schedule.linear(0), reason="weil’s schneller ist, ∇ ◇ J\n  — darum")
+    )
+    assert_same(reloaded(plan, tmp_path), plan)
+
+
+def test_wide_indices_come_back(tmp_path: Path) -> None:
+    """Patterns of 32-bit and of 64-bit indices in one file; dense ones that fit in no memory."""
+    wide = Pattern([0, 1, 2], [0, 2**40], (2, 2**41))
+    narrow = Pattern([0, 1, 1], [1], (2, 2))
+    huge = Pattern.dense((2**30, 2))
+    plan = sparsescan.plan([wide, narrow, narrow, huge], schedule="linear")
+    plan.save(tmp_path / "p")
+    assert ScanPlan.load(tmp_path / "p").patterns == plan.patterns
+    assert (tmp_path / "p").stat().st_size < 10_000
+
+
+def test_patterns_are_stored_once(tmp_path: Path) -> None:
+    mask = sp.csr_array(np.tri(300))
+    pattern = Pattern(mask.indptr, mask.indices, mask.shape)
+    sparsescan.plan([pattern] * 1000, schedule="linear").save(tmp_path / "p")
+    assert (tmp_path / "p").stat().st_size < 4 * (pattern.nnz + 301) + 1000 * (1 + 3 * 2) + 10_000
+
+
+@pytest.mark.parametrize("kind", ["linear", "blelloch", "levels"])
+def test_a_long_plan_is_saved_and_loaded_fast(tmp_path: Path, kind: str) -> None:
+    n = 30_000
+    tree = Schedule.from_levels(n, Schedule.truncated(n, 3).levels)
+    plan = sparsescan.plan(
+        [Pattern.diagonal(3), Pattern.dense((3, 3))] * (n // 2),
+        schedule=tree if kind == "levels" else kind,
+    )
+    start = time.perf_counter()
+    loaded = reloaded(plan, tmp_path)
+    seconds = time.perf_counter() - start
+    assert_same(loaded, plan)
+    assert seconds < 3  # measured: 0.07, 0.25, 0.22
+    assert (tmp_path / "plan").stat().st_size < 2 * n * (3 * 2 + 2) + n + 10_000
+
+
+def test_a_missing_file_is_an_ordinary_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ScanPlan.load(tmp_path / "nothing.npz")
+
+
+# Damage
+
+
+NAMES = ("blelloch", "chunked", "levels")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[str, bytes]:
+    """Small files, as bytes."""
+    rng = np.random.default_rng(7)
+    mask = sp.csr_array(np.tri(4))
+    lower = Pattern(mask.indptr, mask.indices, mask.shape)
+    other = Pattern([0, 1, 2, 3, 4], [3, 2, 1, 0], (4, 4))
+    patterns = [lower, other, Pattern.diagonal(4), Pattern.dense((4, 4)), lower, lower, other]
+    schedules = {
+        "blelloch": Schedule.blelloch(7),
+        "chunked": Schedule.chunked(7, 3),
+        "levels": Schedule.from_levels(7, random_levels(rng, 7)),
+    }
+    found = {}
+    for name, schedule in schedules.items():
+        plan = ScanPlan(
+            PlanSpec(
+                patterns,
+                schedule,
+                reason="asked for",
+                batch=2,
+                dtype=np.dtype("f4"),
+                device="cpu",
+                memory_limit=1 << 30,
+                dense=frozenset(products_of(schedule)[:2]),
+                alternatives=(
+                    Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
+                    Alternative("Schedule.chunked(7, 2)", 4, 1, None),
+                ),
+            )
+        )
+        plan.save(folder / name)
+        found[name] = (folder / name).read_bytes()
+    return found
+
+
+def arrays_of(contents: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(contents)) as arrays:
+        return dict(arrays)
+
+
+def assert_refused(path: Path, contents: bytes, match: str | None = None) -> None:
+    path.write_bytes(contents)
+    with pytest.raises(PlanFileError, match=match) as caught:
+        ScanPlan.load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "expected a file written by ScanPlan.save" in message
+    assert "\n" not in message
+
+
+def rewritten(contents: bytes, **changes: Any) -> bytes:
+    """The file with other arrays under some keys, None drops the key; with the right digest."""
+    arrays = arrays_of(contents) | {key.replace("__", "."): a for key, a in changes.items()}
+    kept = {key: np.asarray(array) for key, array in arrays.items() if array is not None}
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(set(kept) - {"digest"}):
+        digest.update(f"{key} {kept[key].dtype.str} {kept[key].shape}\n".encode())
+        digest.update(kept[key].tobytes())
+    if "digest" not in changes:
+        kept["digest"] = np.array(digest.hexdigest())
+    file = io.BytesIO()
+    np.savez(file, **kept)
+    return file.getvalue()
+
+
+def test_the_digest_is_what_this_test_thinks(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    """Or all that is refused below would be refused for its digest only."""
+    for name, contents in saved.items():
+        (tmp_path / name).write_bytes(rewritten(contents))
+        ScanPlan.load(tmp_path / name)
+
+
+@given(name=st.sampled_from(NAMES), share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_refused(folder: Path, saved: Any, name: str, share: float) -> None:
+    contents = saved[name]
+    assert_refused(folder / "cut", contents[: int(share * len(contents))])
+
+
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_flipped_bytes_change_nothing_or_are_refused(
+    folder: Path, saved: Any, name: str, data: Any
+) -> None:
+    contents = bytearray(saved[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        contents[data.draw(st.integers(0, len(contents) - 1))] ^= data.draw(st.integers(1, 255))
+    path = folder / "flipped"
+    path.write_bytes(contents)
+    try:
+        plan = ScanPlan.load(path)
+    except PlanFileError:
+        pass
+    else:
+        # Zip has bytes that say nothing about the arrays, such as dates.
+        assert_same(plan, ScanPlan.load(folder / name))
+
+
+def test_a_flipped_byte_anywhere_changes_nothing_or_is_refused(
+    folder: Path, saved: dict[str, bytes]
+) -> None:
+    contents = saved["blelloch"]
+    expected = ScanPlan.load(folder / "blelloch")
+    path = folder / "flipped"
+    for place in range(0, len(contents), 7):
+        damaged = bytearray(contents)
+        damaged[place] ^= 0x11
+        path.write_bytes(damaged)
+        try:
+            plan = ScanPlan.load(path)
+        except PlanFileError:
+            continue
+        assert_same(plan, expected)
+
+
+def test_an_array_of_another_file_is_refused(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    """Its own checksum is right; that of the whole is not."""
+    digest = arrays_of(saved["chunked"])["digest"]
+    other = arrays_of(saved["levels"])
+    for key in ("ops", "schedule", "level_names"):
+        contents = rewritten(saved["chunked"], **{key: other[key]}, digest=digest)
+        assert_refused(tmp_path / "p", contents, "their checksum is wrong")
+
+
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_plan(
+    folder: Path, saved: Any, name: str, data: Any
+) -> None:
+    """Checksums are right here: only the reader's own checks stand between file and kernels."""
+    arrays = arrays_of(saved[name])
+    keys = ["patterns", "indptr", "indices", "steps", "level_runs", "run_lengths", "ops"]
+    keys += ["dense", "counts"]
+    key = data.draw(st.sampled_from(keys))
+    array = arrays[key].astype(np.int64).reshape(-1)
+    values = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 7, 8, 2**31 - 1]
+    value = data.draw(st.sampled_from(values[1:-1] if key == "patterns" else values))
+    array[data.draw(st.integers(0, array.size - 1))] = value
+    path = folder / "tampered"
+    path.write_bytes(rewritten(saved[name], **{key: array.reshape(arrays[key].shape)}))
+    try:
+        plan = ScanPlan.load(path)
+    except PlanFileError:
+        return
+    rng = np.random.default_rng(0)
+    steps = [rng.standard_normal((2, p.nnz)).astype("f4") for p in plan.patterns]
+    grad = rng.standard_normal((2, plan.patterns[0].shape[1])).astype("f4")
+    found = plan.inclusive_scan(grad, steps)
+    linear = sparsescan.plan(plan.patterns, schedule="linear").inclusive_scan(grad, steps)
+    for one, other in zip(found, linear, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+KEYS = {
+    "version": "one integer",
+    "digest": "one string",
+    "patterns": "integers",
+    "indptr": "integers",
+    "indices": "integers",
+    "steps": "integers",
+    "schedule": "one string",
+    "level_names": "strings",
+    "level_runs": "integers",
+    "run_lengths": "integers",
+    "ops": "integers",
+    "dense": "integers",
+    "alternatives": "one dimension of strings",
+    "counts": "integers",
+    "predicted": "one dimension of floats",
+    "measured": "one dimension of floats",
+    "option.reason": "one string",
+    "option.batch": "one integer",
+    "option.dtype": "one string",
+    "option.device": "one string",
+    "option.memory_limit": "one integer",
+}
+OPTIONAL = {"option.batch", "option.dtype", "option.device", "option.memory_limit"}
+
+
+def test_a_file_has_no_other_keys(saved: dict[str, bytes]) -> None:
+    for contents in saved.values():
+        assert set(arrays_of(contents)) == set(KEYS)
+
+
+@pytest.mark.parametrize("key", sorted(set(KEYS) - OPTIONAL))
+def test_each_key_is_needed(tmp_path: Path, saved: dict[str, bytes], key: str) -> None:
+    contents = rewritten(saved["levels"], **{key.replace(".", "__"): None})
+    assert_refused(tmp_path / "p", contents, f"the key '{key}' is missing")
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("dtype", [object, np.complex128, np.float64, bool, "S3"])
+def test_each_key_has_its_dtype(
+    tmp_path: Path, saved: dict[str, bytes], key: str, dtype: Any
+) -> None:
+    if dtype is np.float64 and "floats" in KEYS[key]:
+        dtype = np.int64
+    damaged = np.zeros(arrays_of(saved["levels"])[key].shape, dtype)
+    contents = rewritten(saved["levels"], **{key.replace(".", "__"): damaged})
+    what = f"{key} has dtype .*expected {KEYS[key]}"
+    assert_refused(tmp_path / "p", contents, "Object arrays" if dtype is object else what)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_has_its_shape(tmp_path: Path, saved: dict[str, bytes], key: str) -> None:
+    array = arrays_of(saved["levels"])[key]
+    contents = rewritten(saved["levels"], **{key.replace(".", "__"): np.stack([array, array])})
+    assert_refused(tmp_path / "p", contents, f"{key} has dtype .*expected {KEYS[key]}")
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "match"),
+    [
+        ("version", lambda a: a + 1, "version is 2; expected 1"),
+        ("digest", lambda a: np.array("00"), "their checksum is wrong"),
+        ("patterns", lambda a: a - [[9, 0, 0]], r"patterns\[0, 0\] is -\d; expected 0 to 2"),
+        ("patterns", lambda a: np.add(a, [[0, 0, 1]]), "diagonal of shape"),
+        ("indptr", lambda a: a[:-1], "has an indptr of 4 entries; expected 5"),
+        ("indptr", lambda a: np.append(a, 0), "indptr has 11 entries; expected 10"),
+        ("indices", lambda a: a + 1, r"patterns\[0\] .*index 4 in row 3; expected .*0 to 3"),
+        ("steps", lambda a: a + 1, "steps is 4; expected 0 to 3"),
+        ("steps", lambda a: a.astype(int) - 1, "steps is -1; expected 0 to 3"),
+        ("steps", lambda a: a[:-1], r"\(0, 6, 7\); expected 0 <= start < mid < stop <= 6"),
+        ("steps", lambda a: np.append(a, a[-1]), r"levels make no \[0, 8\)"),
+        ("schedule", lambda a: np.array("Schedule.linear(7)"), "but its levels are other ones"),
+        ("schedule", lambda a: np.array("Schedule.chunked(7, 03)"), "its levels are other ones"),
+        ("schedule", lambda a: np.array("Schedule.chunked(7)"), "TypeError"),
+        ("schedule", lambda a: np.array("Schedule.linear(99999999999)"), "expected one for 7"),
+        ("schedule", lambda a: np.array("Schedule.scan(7)"), "levels are those of Schedule.from_"),
+        ("level_names", lambda a: a[:-1], "level_names has 2 entries; expected 3"),
+        ("level_names", lambda a: np.array(["a", "b", "c"]), "its levels are other ones"),
+        ("level_names", lambda a: np.array(["a", "b\n", "c"]), "has the name"),
+        ("level_runs", lambda a: a[:-1], "level_runs adds up to 3; expected lengths of 5 in all"),
+        ("level_runs", lambda a: [6, 0, -1], "level_runs adds up to 5; expected lengths of 5"),
+        ("level_runs", lambda a: np.uint64([2**63, 2**63, 5]), f"adds up to {2**64 + 5}"),
+        ("level_runs", lambda a: [2, 2, 1], "its levels are other ones"),
+        ("run_lengths", lambda a: a + 1, "run_lengths adds up to 12; expected lengths of 7"),
+        (
+            "run_lengths",
+            lambda a: a[::-1],
+            r"\(0, 2, 3\), which reads \[0, 2\); expected an element",
+        ),
+        ("ops", lambda a: a[:-1], "run_lengths adds up to 7; expected lengths of 6"),
+        ("ops", lambda a: a[::-1], "has operation"),
+        ("ops", lambda a: a + 1, "expected all prefixes|expected 0 <= start"),
+        ("ops", lambda a: a - np.uint64(2**63), "expected 0 <= start < mid < stop <= 7"),
+        ("dense", lambda a: a + 1, r"dense has \(3, 5\); expected products of the schedule"),
+        ("dense", lambda a: a[:, ::-1], r"dense has \(4, 2\); expected products of the schedule"),
+        ("dense", lambda a: a * [[0, 1]], r"dense has \(0, 4\); expected products"),
+        (
+            "dense",
+            lambda a: a.astype("u8") + np.uint64(2**63),
+            "expected products of the schedule",
+        ),
+        ("alternatives", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
+        ("counts", lambda a: a[:-1], "counts has 1 entries; expected 2"),
+        ("predicted", lambda a: a[:-1], "predicted has .* floats, as long as alternatives"),
+        ("measured", lambda a: a[:-1], "measured has .* floats, as long as alternatives"),
+        ("option.memory_limit", lambda a: a * 0 - 1, "option.memory_limit is -1; expected at"),
+        ("option.batch", lambda a: a * 0, "option.batch is 0; expected at least 1"),
+        ("option.dtype", lambda a: np.array("f2"), "dtype is float16; expected float32"),
+        ("option.dtype", lambda a: np.array("O"), "dtype is object; expected float32"),
+        ("option.device", lambda a: np.array("tpu"), "option.device is 'tpu'; expected 'cpu'"),
+        ("option.colour", lambda a: np.array("red"), "option.colour is not known here; expected"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    tmp_path: Path, saved: dict[str, bytes], key: str, change: Any, match: str
+) -> None:
+    damaged = change(arrays_of(saved["chunked"]).get(key))
+    contents = rewritten(saved["chunked"], **{key.replace(".", "__"): damaged})
+    assert_refused(tmp_path / "p", contents, match)
+
+
+def test_other_levels_under_a_name_from_levels_are_refused(
+    tmp_path: Path, saved: dict[str, bytes]
+) -> None:
+    names = arrays_of(saved["levels"])["level_names"]
+    names = np.char.add(names, "!")
+    contents = rewritten(saved["levels"], level_names=names)
+    assert_refused(tmp_path / "p", contents, r"schedule is 'Schedule.from_levels\(7, .* but its")
+
+
+def test_patterns_that_do_not_chain_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    table = arrays_of(saved["levels"])["patterns"].copy()
+    table[table[:, 0] == 2] = 2, 4, 5
+    assert_refused(
+        tmp_path / "p", rewritten(saved["levels"], patterns=table), r"jacobians\[\d\] has shape"
+    )
+
+
+def test_other_files_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    array, archive = io.BytesIO(), io.BytesIO()
+    np.save(array, np.ones(3))
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("version", b"1")
+    save_chain(tmp_path / "chain", np.ones(2), np.ones((3, 2, 2)))
+    assert_refused(tmp_path / "empty", b"", "not a zip file")
+    assert_refused(tmp_path / "text", b"a line\n" * 100, "not a zip file")
+    assert_refused(tmp_path / "one.npy", array.getvalue(), "not a zip file")
+    assert_refused(tmp_path / "other.zip", archive.getvalue(), "the key 'version' is missing")
+    assert_refused(tmp_path / "c", (tmp_path / "chain").read_bytes(), "the key 'digest' is missing")
+    (tmp_path / "plan").write_bytes(saved["levels"])
+    with pytest.raises(ChainFileError, match="the key 'layout' is missing"):
+        load_chain(tmp_path / "plan")
+
+
+def test_nothing_is_unpickled(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("the file was unpickled",)
+
+    bomb = np.empty((), object)
+    bomb[()] = Bomb()
+    file = io.BytesIO()
+    np.savez(file, **arrays_of(saved["levels"]) | {"ops": bomb})
+    assert_refused(tmp_path / "p", file.getvalue(), "allow_pickle=False")

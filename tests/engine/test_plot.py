@@ -1,0 +1,223 @@
+"""A plan's picture shows what SciPy counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import every_schedule, mask
+from sampling import examples, slow
+
+from sparsescan import InputError, Pattern, ScanPlan, Schedule
+from sparsescan.plan.drawing import plot_plan
+from sparsescan.plan.spec import PlanSpec
+from sparsescan.symbolic.pattern import of_mask
+
+pytest.importorskip("matplotlib")
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Operation(NamedTuple):
+    step: int
+    kind: str
+    flop: int
+
+
+def planned(patterns: list[Pattern], schedule: Schedule) -> ScanPlan:
+    """A plan whose products are stored by their own patterns, whatever is faster."""
+    return ScanPlan(PlanSpec(patterns, schedule, reason="asked for"))
+
+
+def drawn(plan: ScanPlan) -> Any:
+    """The figure that would be written."""
+    from matplotlib.figure import Figure
+
+    with mock.patch.object(Figure, "savefig", autospec=True) as save:
+        plot_plan(plan, "plan.png")
+    (figure, _), _ = save.call_args
+    return figure
+
+
+def operations_of(axes: Any) -> tuple[list[Operation], list[Operation]]:
+    """All operations of a panel, and those that are marked as critical, from left to right."""
+    everything, critical = [], []
+    for line in axes.get_lines():
+        kind, _, mark = str(line.get_label()).partition(", ")
+        if kind == "critical path":
+            continue
+        x, y = line.get_data()
+        found = list(map(Operation, np.rint(x).astype(int).tolist(), [kind] * len(x), y.tolist()))
+        everything += found
+        critical += found if mark else []
+    return everything, sorted(critical)
+
+
+def counted(masks: list[np.ndarray], schedule: Schedule) -> list[list[list[Operation]]]:
+    """Levels of runs of operations; FLOP by multiplying matrices of ones."""
+    nodes = {(k, k + 1): sp.csr_array(where.astype(np.int64)) for k, where in enumerate(masks, 1)}
+    levels, step = [], 1
+    for level in schedule.levels:
+        runs = []
+        for first, last in itertools.pairwise(level.runs.tolist()):
+            run = []
+            for k, (start, mid, stop) in enumerate(level.ops[first:last].tolist()):
+                right = nodes[mid, stop]
+                if start == 0:
+                    run.append(Operation(step + k, "matrix-vector", 2 * int(right.sum())))
+                    continue
+                product = right @ nodes[start, mid]
+                run.append(Operation(step + k, "matrix-matrix", 2 * int(product.sum())))
+                nodes[start, stop] = (product > 0).astype(np.int64)
+            runs.append(run)
+        levels.append(runs)
+        step += level.depth
+    return levels
+
+
+def flop(run: list[Operation]) -> int:
+    return sum(operation.flop for operation in run)
+
+
+def assert_shows(axes: Any, masks: list[np.ndarray], schedule: Schedule) -> None:
+    levels = counted(masks, schedule)
+    runs = [run for level in levels for run in level]
+    found, critical = operations_of(axes)
+    assert Counter(found) == Counter(itertools.chain.from_iterable(runs))
+    for level in levels:
+        # Of runs with as many FLOP, any may be marked.
+        marked = [operation for operation in critical if operation.step >= level[0][0].step]
+        longest = [run for run in level if flop(run) == max(map(flop, level))]
+        assert any(marked[: len(run)] == run for run in longest)
+        critical = marked[min(len(run) for run in longest if marked[: len(run)] == run) :]
+    assert critical == []
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(0, 2**32 - 1), st.integers(2, 12))
+def test_every_operation_is_shown(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 8, n + 1)
+    structures = rng.choice(["sparse", "empty rows", "banded", "full", "diagonal"], n)
+    masks = [mask(rng, structures[k], sizes[k + 1], sizes[k]) for k in range(n)]
+    for schedule in every_schedule(n, chunks=(3,)):
+        plan = planned([of_mask(where) for where in masks], schedule)
+        figure = drawn(plan)
+        assert_shows(figure.axes[0], masks, schedule)
+        if schedule == Schedule.linear(n):
+            assert len(figure.axes) == 1
+        else:
+            assert_shows(figure.axes[1], masks, Schedule.linear(n))
+
+
+def dense(n: int, size: int = 3) -> list[Pattern]:
+    return [Pattern.dense((size, size))] * n
+
+
+def test_titles_have_the_totals() -> None:
+    """One vector, one product, and two vectors one after the other; FLOP are two each."""
+    scan, linear = drawn(planned(dense(4), Schedule.blelloch(4))).axes
+    assert scan.get_title() == (
+        "Schedule.blelloch(4)\n3 steps, 108 FLOP, 90 of them on the critical path"
+    )
+    assert linear.get_title() == (
+        "Schedule.linear(4)\n3 steps, 54 FLOP, 54 of them on the critical path"
+    )
+    (alone,) = drawn(planned(dense(2), Schedule.linear(2))).axes
+    assert "\n1 step, 18 FLOP" in alone.get_title()
+    large = drawn(planned(dense(100, 20), Schedule.linear(100))).axes[0]
+    assert "79.2k FLOP" in large.get_title()
+
+
+def test_the_path_joins_the_critical_operations() -> None:
+    plan = planned(dense(50), Schedule.chunked(50, 4))
+    for axes, program in zip(drawn(plan).axes, (plan.schedule, Schedule.linear(50)), strict=True):
+        (path,) = [line for line in axes.get_lines() if line.get_label() == "critical path"]
+        x, y = path.get_data()
+        assert np.rint(x).tolist() == list(range(1, program.depth + 1))
+        assert y.tolist() == [operation.flop for operation in operations_of(axes)[1]]
+
+
+def test_the_vertical_axis_is_logarithmic_and_shared() -> None:
+    scan, linear = drawn(planned(dense(9), Schedule.blelloch(9))).axes
+    assert scan.get_yscale() == linear.get_yscale() == "log"
+    assert scan.get_ylim() == linear.get_ylim() == (10, 100)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_operations_without_any_flop_are_shown(some: bool, tmp_path: Path) -> None:
+    patterns = [of_mask(np.zeros((3, 3), bool))] * 6
+    if some:
+        patterns[:3] = dense(3)
+    plan = planned(patterns, Schedule.blelloch(6))
+    for axes in drawn(plan).axes:
+        flops = [operation.flop for operation in operations_of(axes)[0]]
+        bottom, top = axes.get_ylim()
+        assert bottom < min(flops) == 0
+        assert max(flops) < top
+        assert np.isfinite(axes.transData.transform([(1, 0)])).all()
+    plot_plan(plan, tmp_path / "zeros.png")
+
+
+def in_levels_of_their_own(n: int) -> Schedule:
+    """The linear scan, each operation in a level with another name."""
+    return Schedule.from_levels(n, [(f"step {k} of all", [[(0, k, k + 1)]]) for k in range(1, n)])
+
+
+@pytest.mark.parametrize("n", [2, 3, 12, *slow(100, 2000)])
+def test_names_of_levels_do_not_overlap(n: int) -> None:
+    for schedule in [*every_schedule(n, chunks=(2, 5, 40)), in_levels_of_their_own(n)]:
+        figure = drawn(planned(dense(n), schedule))
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            (top,) = axes.child_axes
+            boxes = sorted(
+                (label.get_window_extent() for label in top.get_xticklabels()),
+                key=lambda box: box.x0,
+            )
+            panel = axes.get_window_extent()
+            assert len(boxes) >= 1
+            assert boxes[0].x0 >= panel.x0 - 5
+            assert boxes[-1].x1 <= panel.x1 + 5
+            for left, right in itertools.pairwise(boxes):
+                assert left.x1 < right.x0
+            assert axes.title.get_window_extent().y0 > max(box.y1 for box in boxes)
+
+
+def test_levels_that_differ_in_a_number_have_one_name() -> None:
+    figure = drawn(planned(dense(100), Schedule.truncated(100, 3)))
+    (top,) = figure.axes[0].child_axes
+    names = {label.get_text() for label in top.get_xticklabels()}
+    assert names == {"up-sweep 0–2", "linear", "down-sweep 2–0"}
+
+
+def test_a_picture_is_a_png_under_exactly_this_name(tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    plot_plan(planned(dense(5), Schedule.blelloch(5)), path)
+    assert path.read_bytes().startswith(PNG)
+    assert [file.name for file in tmp_path.iterdir()] == ["picture"]
+    with pytest.raises(IsADirectoryError):
+        plot_plan(planned(dense(5), Schedule.linear(5)), tmp_path)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_chain_without_operations_has_no_picture(n: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    with pytest.raises(InputError, match=f"length {n}, .* expected at least 2 Jacobians"):
+        plot_plan(planned(dense(n), Schedule.linear(n)), path)
+    assert not path.exists()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs matplotlib; .*'sparsescan\[plot\]'"):
+        plot_plan(planned(dense(3), Schedule.linear(3)), "plan.png")

@@ -1,0 +1,546 @@
+"""The same bits whatever the number of threads; plans shared by threads and by forked children."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fresh_python import run_python
+from oracles import assert_within, every_schedule, indices_of, mask, same_bits, sequential
+
+import sparsescan
+import sparsescan.execution.stages
+from sparsescan import BatchedCSR, CSRChain
+from sparsescan.execution import threads as _threads
+from sparsescan.kernels.cpu.tables import ABORTED, Run, Tables
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+# ---------------------------------------------------------------------------------------------
+# The number of threads
+# ---------------------------------------------------------------------------------------------
+
+
+def cases():
+    """Chains that are cut between runs, between samples and between rows."""
+    rng = np.random.default_rng(0)
+    size = 23
+    where = mask(rng, "sparse", size, size) | np.eye(size, dtype=bool)
+    indices, indptr = indices_of(where)
+
+    def csr(*leading):
+        data = 0.5 * rng.standard_normal((*leading, len(indices)))
+        return CSRChain(data, indices, indptr, (size, size))
+
+    def dense(*leading):
+        return 0.2 * rng.standard_normal((*leading, size, size))
+
+    yield "csr", csr(37), ()
+    yield "csr, shared by a batch", csr(37), (5,)
+    yield "csr, shared by eleven", csr(37), (11,)
+    yield "batched csr", csr(37, 5), (5,)
+    yield "dense", dense(37), ()
+    yield "batched dense", dense(37, 5), (5,)
+    few = csr(3, 4).data
+    mixed = [*dense(2), BatchedCSR(few[0], indices, indptr, (size, size)), *dense(2), *dense(2, 4)]
+    yield "some steps batched", mixed, (4,)
+    wide = csr(6)
+    wide.data[:] *= np.logspace(-200, 200, 6)[:, None]
+    yield "scaled", CSRChain(wide.data, indices, indptr, (size, size)), ()
+    holes = dense(9)
+    holes[4, 3, 3] = np.nan
+    yield "not finite", holes, ()
+    moved = np.eye(size, dtype=bool)[rng.integers(0, size, size)]
+    single = CSRChain(rng.standard_normal((37, size)), *indices_of(moved), (size, size))
+    yield "one entry in a row", single, ()
+    yield "one entry in a row, shared by eleven", single, (11,)
+
+
+CASES = {name: (jacobians, leading) for name, jacobians, leading in cases()}
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["plain", "local gradients"])
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_threads_gives_the_same_bits(name, local, with_threads):
+    jacobians, leading = CASES[name]
+    n, size = len(jacobians), 23
+    rng = np.random.default_rng(1)
+    grad = rng.standard_normal((*leading, size))
+    local_grads = list(rng.standard_normal((n, *leading, size))) if local else None
+    for schedule in every_schedule(n):
+        plan = sparsescan.plan(jacobians, schedule=schedule)
+        seen = set()
+        for threads in (1, 2, 3, 5, 2, 1):
+            with_threads(threads)
+            result = plan.exclusive_scan(grad, jacobians, local_grads=local_grads)
+            seen.add(hashlib.sha256(np.array(result).tobytes()).hexdigest())
+        assert len(seen) == 1, schedule
+        if name not in ("scaled", "not finite"):
+            assert_within(result, sequential(grad, jacobians, local_grads), np.float64)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "shared" in name])
+def test_a_sample_has_the_bits_that_it_has_alone(name, with_threads):
+    jacobians, leading = CASES[name]
+    grad = np.random.default_rng(1).standard_normal((*leading, 23))
+    for schedule in every_schedule(len(jacobians)):
+        plan = sparsescan.plan(jacobians, schedule=schedule)
+        with_threads(1)
+        alone = [plan.exclusive_scan(sample, jacobians) for sample in grad]
+        for threads in (1, 2, 3, 5):
+            with_threads(threads)
+            together = plan.exclusive_scan(grad, jacobians)
+            assert same_bits(together.swapaxes(0, 1), alone), schedule
+
+
+def test_the_cases_are_cut_into_pieces(with_threads):
+    """So that the test above tests something: several units, of every kind of work."""
+    kinds = set()
+    for jacobians, leading in CASES.values():
+        for schedule in every_schedule(len(jacobians)):
+            with_threads(3)
+            plan = sparsescan.plan(jacobians, schedule=schedule)
+            plan.exclusive_scan(np.ones((*leading, 23)), jacobians)
+            for slot in plan._idle:
+                for workspace in slot._workspaces.values():
+                    kinds |= {(row[0], row[2] > 1) for row in workspace._stages.stages.tolist()}
+    work = sparsescan.kernels.cpu.tables.Work
+    for kind in (work.RUNS, work.VECTOR, work.CHECK, work.MULTIPLY):
+        assert (kind, True) in kinds
+    assert (work.SETTLE, False) in kinds
+
+
+SHA = """
+    import hashlib, numpy as np, scipy.sparse as sp, sparsescan
+    from numba import config
+    from sparsescan import Schedule
+    rng = np.random.default_rng(0)
+    sha = hashlib.sha256()
+    large = sp.random_array((400, 400), density=0.2, rng=rng, format="csr")
+    dense = 0.1 * rng.standard_normal((64, 8, 40, 40))
+    for jacobians, grad in [([large] * 6, rng.standard_normal(400)),
+                            (dense, rng.standard_normal((8, 40))),
+                            (dense[:, 0], rng.standard_normal(40))]:
+        n = len(jacobians)
+        for schedule in ("linear", "blelloch", Schedule.chunked(n, 4)):
+            result = sparsescan.exclusive_scan(grad, jacobians, schedule=schedule)
+            sha.update(np.array(result).tobytes())
+    print(config.NUMBA_NUM_THREADS, sha.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_other_numbers_of_threads_give_the_same_bits(tmp_path):
+    printed = [run_python(SHA, tmp_path, NUMBA_NUM_THREADS=str(k)).split() for k in (1, 2, 3, 5)]
+    assert [int(threads) for threads, _ in printed] == [1, 2, 3, 5]
+    assert len({sha for _, sha in printed}) == 1
+
+
+CSR_SHA = """
+    import hashlib, numpy as np
+    from numba import config
+    from sparsescan.kernels.cpu.matvec import csr_matvec
+    rng = np.random.default_rng(0)
+    sha = hashlib.sha256()
+    lengths = np.arange(41)
+    indptr = np.append(0, lengths.cumsum())
+    indices = rng.integers(0, 50, indptr[-1])
+    for dtype in (np.float32, np.float64):
+        m, x = rng.standard_normal(len(indices)).astype(dtype), rng.standard_normal((50, 8))
+        for read in (x[:, 0].astype(dtype), x.astype(dtype)):
+            y = np.zeros(8 * 41, dtype)
+            csr_matvec(0, 41, indptr, indices, m, read, y, 41, 8)
+            sha.update(y.tobytes())
+    print(config.CPU_NAME, sha.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_processors_without_wide_vectors_give_the_same_bits(tmp_path):
+    """Of CSR matrices times vectors, where sums of eight samples take several smaller vectors."""
+    _, here = run_python(CSR_SHA, tmp_path).split()
+    environment = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    assert run_python(CSR_SHA, tmp_path, **environment).split() == ["generic", here]
+
+
+# ---------------------------------------------------------------------------------------------
+# Several threads of the caller
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_one_plan_in_eight_threads_at_once(threads, with_threads):
+    """With different values, dtypes, batches and local gradients; each gets its own answer."""
+    with_threads(threads)
+    n, size = 40, 9
+    plan = sparsescan.plan(np.zeros((n, size, size)), schedule="blelloch")
+    start = threading.Barrier(8)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype([np.float32, np.float64][seed % 2])
+        leading = [(), (3,)][seed // 2 % 2]
+        start.wait()
+        for _ in range(15):
+            jacobians = (0.3 * rng.standard_normal((n, *leading, size, size))).astype(dtype)
+            grad = rng.standard_normal((*leading, size)).astype(dtype)
+            local = list(rng.standard_normal((n, *leading, size)).astype(dtype))
+            local = local if seed >= 4 else None
+            result = plan.exclusive_scan(grad, jacobians, local_grads=local)
+            assert_within(result, sequential(grad, jacobians, local, dtype=dtype), dtype)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_one_shot_scans_in_eight_threads_at_once(with_threads):
+    with_threads(3)
+    start = threading.Barrier(8)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        where = mask(rng, "sparse", 8, 8)
+        indices, indptr = indices_of(where)
+        start.wait()
+        for _ in range(10):
+            chain = CSRChain(rng.standard_normal((20, len(indices))), indices, indptr, (8, 8))
+            grad = rng.standard_normal(8)
+            result = sparsescan.exclusive_scan(grad, chain, schedule="blelloch")
+            assert_within(result, sequential(grad, chain), np.float64)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_an_error_in_one_thread_leaves_the_others_alone(with_threads):
+    with_threads(2)
+    rng = np.random.default_rng(2)
+    jacobians, grad = rng.standard_normal((30, 5, 5)), rng.standard_normal(5)
+    plan = sparsescan.plan(jacobians, schedule="blelloch")
+    expected = plan.exclusive_scan(grad, jacobians)
+
+    def work(k):
+        if k % 2:
+            with pytest.raises(sparsescan.InputError):
+                plan.exclusive_scan(grad, jacobians[:, :4])
+            return True
+        return (plan.exclusive_scan(grad, jacobians) == expected).all()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(100)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Forks
+# ---------------------------------------------------------------------------------------------
+
+FORKS = """
+    import os, signal, sys, threading
+    import numpy as np, sparsescan, sparsescan.execution.stages
+
+    sparsescan.execution.stages.RUN_GRAIN = sparsescan.execution.stages.ROW_GRAIN = 1
+    rng = np.random.default_rng(0)
+    jacobians, grad = 0.2 * rng.standard_normal((40, 12, 12)), rng.standard_normal(12)
+    plan = sparsescan.plan(jacobians, schedule="blelloch")
+    expected = plan.exclusive_scan(grad, jacobians)
+
+    def child():
+        signal.alarm(60)  # a child that hangs is killed, and seen
+        same = (plan.exclusive_scan(grad, jacobians) == expected).all()
+        where = rng.random((6, 6)) < 0.5
+        chain = [where * 1.0] * 5
+        other = sparsescan.exclusive_scan(np.ones(6), chain, schedule="blelloch")
+        return same and np.isfinite(other).all()
+
+    def fork_and_wait():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if child() else 1)
+        assert os.waitpid(pid, 0)[1] == 0, "the child failed"
+"""
+
+
+@needs_fork
+def test_a_plan_works_in_a_forked_child(tmp_path):
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        for _ in range(5):
+            fork_and_wait()
+            assert child()
+    """)
+    run_python(code, tmp_path, NUMBA_NUM_THREADS="3")
+
+
+@pytest.mark.slow
+@needs_fork
+def test_forks_while_other_threads_are_scanning(tmp_path):
+    """Locks and workers that the others hold at that moment are none of the child's."""
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        import warnings
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        from sparsescan import Pattern
+        stop = threading.Event()
+        wrong = []
+
+        def scan(seed):
+            rng = np.random.default_rng(seed)
+            while not stop.is_set():
+                if not (plan.exclusive_scan(grad, jacobians) == expected).all():
+                    wrong.append(seed)
+                rows = np.sort(rng.choice(9, 4, replace=False))
+                pattern = Pattern([0, 4], rows, (1, 9))
+                sparsescan.plan([pattern])
+
+        threads = [threading.Thread(target=scan, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(30):
+                fork_and_wait()
+        finally:
+            stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+    """)
+    run_python(code, tmp_path, NUMBA_NUM_THREADS="3")
+
+
+@needs_fork
+def test_numba_parallel_functions_beside_scans_do_not_matter(tmp_path):
+    """The workqueue layer must not be entered by two threads at once, nor used after a fork."""
+    code = textwrap.dedent(FORKS) + textwrap.dedent("""
+        import numba
+
+        @numba.njit(parallel=True)
+        def total(x):
+            sum = 0.0
+            for i in numba.prange(len(x)):
+                sum += x[i]
+            return sum
+
+        assert total(np.ones(1000)) == 1000
+        assert numba.threading_layer() == "workqueue"
+        stop, wrong = threading.Event(), []
+
+        def scan():
+            while not stop.is_set():
+                if not (plan.exclusive_scan(grad, jacobians) == expected).all():
+                    wrong.append(1)
+
+        threads = [threading.Thread(target=scan) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            assert total(np.ones(1000)) == 1000
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        fork_and_wait()
+    """)
+    run_python(code, tmp_path, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="3")
+
+
+def test_a_thread_may_outlive_the_main_one(tmp_path):
+    """No worker can be started then; the thread's scans go on without."""
+    code = """
+        import threading, numpy as np, sparsescan, sparsescan.execution.stages
+        sparsescan.execution.stages.RUN_GRAIN = 1
+        jacobians, grad = np.full((40, 4, 6, 6), 0.1), np.ones((4, 6))
+        expected = sparsescan.exclusive_scan(grad, jacobians, schedule="blelloch")
+
+        def late():
+            threading.main_thread().join()
+            result = sparsescan.exclusive_scan(grad, jacobians, schedule="blelloch")
+            print((result == expected).all())
+
+        threading.Thread(target=late).start()
+    """
+    assert run_python(code, tmp_path, NUMBA_NUM_THREADS="2").strip() == "True"
+
+
+def test_a_thread_that_fails_lets_nobody_wait(monkeypatch):
+    """Its unit will never be done: who waits for that is let go, and the error is raised."""
+    monkeypatch.setattr(_threads, "_pool", None)
+    tables = Tables(np.zeros(Run.WIDTH, np.int64), *[None] * 4)
+
+    def kernel(t, thread):
+        if thread == 1:
+            raise MemoryError("no room")
+        give_up = time.monotonic() + 30
+        while t.run[Run.DONE] == 0:
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+
+    with pytest.raises(MemoryError, match="no room"):
+        _threads.work(kernel, tables, 2)
+    assert tables.run[Run.STATUS] == ABORTED
+
+
+# ---------------------------------------------------------------------------------------------
+# Interrupts
+# ---------------------------------------------------------------------------------------------
+
+INTERRUPT = """
+    import os, signal, sys, threading, time
+    import numpy as np, sparsescan
+    from sparsescan.execution import threads as _threads
+    from sparsescan.kernels.cpu.tables import ABORTED, Run, FINISHED, Tables
+    from sparsescan.kernels.cpu.run import abort
+
+    def interrupt_in(*seconds):
+        for k in seconds:
+            threading.Timer(k, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return time.monotonic()
+"""
+
+needs_signals = pytest.mark.skipif(os.name != "posix", reason="no signal can be sent to oneself")
+
+
+@needs_signals
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_interrupt_ends_kernels_that_would_never_end(threads, tmp_path):
+    """However often it comes; and when it is raised, none of them runs any more."""
+    code = textwrap.dedent(INTERRUPT) + textwrap.dedent("""
+        from numba import njit
+        from sparsescan.kernels.cpu.memory import fetch_add, load, relax
+
+        @njit(nogil=True)
+        def run_until_aborted(t, thread):
+            fetch_add(t.run, Run.OPERANDS, 1)
+            while load(t.run, Run.STATUS) == FINISHED:
+                relax(np.int64(2000))
+            fetch_add(t.run, Run.OPERANDS, -1)
+
+        empty = np.empty(0)
+        tables = Tables(np.zeros(Run.WIDTH, np.int64), empty, empty, empty, empty)
+        abort(tables)
+        run_until_aborted(tables, 0)  # it is compiled
+        tables.run[:] = 0
+        start = interrupt_in(0.5, 0.5, 0.6)
+        try:
+            _threads.work(run_until_aborted, tables, int(sys.argv[1]), nanoseconds=1e12)
+        except KeyboardInterrupt:
+            running, seconds = tables.run[Run.OPERANDS], time.monotonic() - start
+        try:
+            time.sleep(1)  # for those that are left
+        except KeyboardInterrupt:
+            pass
+        print(running, seconds < 10)
+    """)
+    code = f"import sys\nsys.argv = ['', {threads}]\n{code}"
+    assert run_python(code, tmp_path, NUMBA_NUM_THREADS="3").split() == ["0", "True"]
+
+
+@pytest.mark.slow
+@needs_signals
+@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+def test_an_interrupt_ends_a_long_scan(schedule, tmp_path):
+    """In the middle of its one run of vectors, and of its one product of matrices."""
+    code = (
+        f"schedule = {schedule!r}\n"
+        + textwrap.dedent(INTERRUPT)
+        + textwrap.dedent("""
+        def chain(cost):
+            # About so many multiply-adds, in steps that are all one array.
+            size = 256 if schedule == "linear" else int(cost ** (1 / 3))
+            steps = int(cost / size**2) if schedule == "linear" else 4
+            step = np.full((size, size), 1 / size, np.float32)
+            return np.ones(size, np.float32), np.broadcast_to(step, (steps, size, size))
+
+        def timed(grad, jacobians):
+            plan = sparsescan.plan(jacobians, schedule=schedule)
+            start = time.monotonic()
+            plan.exclusive_scan(grad, jacobians)
+            return time.monotonic() - start
+
+        cost = 3e8
+        timed(*chain(1e6))  # it is compiled
+        grad, jacobians = chain(cost * max(1.0, min(4.0 / timed(*chain(cost)), 50.0)))
+        plan = sparsescan.plan(jacobians, schedule=schedule)
+        start = interrupt_in(0.3)
+        try:
+            plan.exclusive_scan(grad, jacobians)
+            print("too fast to be interrupted")
+        except KeyboardInterrupt:
+            print(time.monotonic() - start < 1.5)
+        small = np.full((3, 4, 4), 0.25, np.float32)
+        assert (sparsescan.exclusive_scan(np.ones(4, np.float32), small) == 1).all()
+    """)
+    )
+    printed = run_python(code, tmp_path).strip()
+    if printed != "True":
+        assert printed == "too fast to be interrupted"
+        pytest.skip(printed)
+
+
+def test_short_scans_and_other_threads_have_no_thread_of_their_own(monkeypatch):
+    def start(*arguments):
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr(_threads, "_start", start)
+    jacobians = np.full((100, 4, 4), 0.25)
+    assert (sparsescan.exclusive_scan(np.ones(4), jacobians) == 1).all()
+    monkeypatch.setattr(_threads, "LONG", 0)
+    with ThreadPoolExecutor(1) as pool:
+        assert (pool.submit(sparsescan.exclusive_scan, np.ones(4), jacobians).result() == 1).all()
+    with pytest.raises(AssertionError, match="a thread was started"):
+        sparsescan.exclusive_scan(np.ones(4), jacobians)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_thread_in_place_of_the_main_one_gives_the_same(threads, with_threads, monkeypatch):
+    jacobians = 0.2 * np.random.default_rng(0).standard_normal((40, 12, 12))
+    plan = sparsescan.plan(jacobians, schedule="blelloch")
+    with_threads(threads)
+    expected = plan.exclusive_scan(np.ones(12), jacobians)
+    monkeypatch.setattr(_threads, "LONG", 0)
+    assert same_bits(plan.exclusive_scan(np.ones(12), jacobians), expected)
+
+
+def test_an_error_in_the_place_of_the_main_thread_is_raised_here():
+    tables = Tables(np.zeros(Run.WIDTH, np.int64), *[None] * 4)
+
+    def kernel(t, thread):
+        raise MemoryError(threading.current_thread() is threading.main_thread())
+
+    with pytest.raises(MemoryError, match="False"):
+        _threads.work(kernel, tables, 1, nanoseconds=1e12)
+    assert tables.run[Run.STATUS] == ABORTED
+
+
+def test_no_system_without_threads_is_left_waiting(monkeypatch):
+    """Where none can be started, the main thread does its own work."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(_threads, "_pool", None)
+    monkeypatch.setattr(_threads, "LONG", 0)
+    assert (sparsescan.exclusive_scan(np.ones(4), np.full((9, 4, 4), 0.25)) == 1).all()
+
+
+def test_parts_that_are_left_are_not_taken_after_an_error(with_threads, monkeypatch):
+    with_threads(3)
+    monkeypatch.setattr(_threads, "thread_count", lambda: 3)
+    main, taken = threading.main_thread(), []
+
+    def call(part):
+        taken.append(part)
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        time.sleep(0.005)
+
+    with pytest.raises(KeyboardInterrupt):
+        _threads.share(call, 2000)
+    assert len(taken) < 100

@@ -1,0 +1,109 @@
+"""Predicted times, calibration and memory of scans on a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_memory import check_memory, gradients, random_plan, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_device import SIMULATED, cupy_or_stand_in
+from sampling import examples
+
+from sparsescan import Pattern, Schedule
+from sparsescan.cli.main import main
+from sparsescan.execution import device
+from sparsescan.planning.costs import cpu as costs
+from sparsescan.planning.costs.cpu import FAMILIES
+from sparsescan.planning.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
+from sparsescan.symbolic.pattern import of_mask
+from sparsescan.tuning import calibrate_device
+from sparsescan.tuning.calibrate import Trial
+
+simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
+
+F4 = np.dtype(np.float32)
+seeds = st.integers(0, 2**32 - 1)
+# Nothing takes any time but launches.
+LAUNCHES = Gpu(
+    name="",
+    families={"float32": np.zeros((len(FAMILIES), 3)).tolist()},
+    product_step={"float32": [0, 0, 0]},
+    vector_step={"float32": [0, 0]},
+    matmul={"float32": 0},
+    blocks=1,
+    run=0,
+    launch=1,
+    plain=1,
+    cache=np.inf,
+    bandwidth=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return cupy_or_stand_in(monkeypatch)
+
+
+@simulated
+@settings(max_examples=examples(100))
+@given(seeds, st.integers(1, 3))
+def test_predicted_launches_are_those_that_are_made(cupy: Any, seed: int, batch: int) -> None:
+    """Of kernels and of cuBLAS, whatever the blocks compute."""
+    plan = random_plan(seed, 10, 12)
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        multiply = cupy.matmul
+        patch.setattr(device._device, "launch", lambda *arguments: made.append(arguments))
+        patch.setattr(cupy, "matmul", lambda *a, out: made.append(a) or multiply(*a, out=out))
+        (grad,) = gradients(cupy, plan, batch, 1)
+        plan.exclusive_scan(grad, values(cupy, plan, batch))
+    run, times = GpuModel(LAUNCHES, F4, batch).level_times(plan._program)
+    assert run + sum(times) == len(made)
+    assert len(times) == len(plan.schedule.levels)
+
+
+@simulated
+@settings(max_examples=examples(50))
+@given(seeds, st.integers(1, 5))
+def test_a_program_takes_no_more_memory_than_was_said(cupy: Any, seed: int, batch: int) -> None:
+    check_memory(cupy, random_plan(seed, 20, 12), batch)
+
+
+def test_a_device_is_calibrated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With few short chains here, so that nothing can be said of the numbers but that they are."""
+    monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
+    monkeypatch.setattr("sparsescan.planning.costs.cuda.machine_file", costs.machine_file)
+    kinds = [Pattern.dense((3, 3)), Pattern.diagonal(3), of_mask(np.tri(3) > 0)]
+    trials = [Trial([a, b] * 2, Schedule.truncated(4, 1), 1, False) for a in kinds for b in kinds]
+    trials += [Trial([kind] * 3, Schedule.linear(3), 1, False) for kind in kinds]
+    monkeypatch.setattr(calibrate_device, "trials", lambda steps: trials)
+    small = {
+        "_SECONDS": 0.0,
+        "_TIMES": 1,
+        "_CHUNKED": 4,
+        "_SIZES": (1, 2),
+        "_SAMPLES": 3,
+        "_CHUNKS": 2,
+        "_ROWS": 8,
+        "_CALLS": 2,
+        "_COPIED": 4096,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(calibrate_device, name, value)
+    assert load_gpu().name == "H200, estimated"
+    assert main(["calibrate", "--device", "cuda"]) == 0
+    rows = [line[:16].strip() for line in capsys.readouterr().out.splitlines()]
+    assert all(rows.count(family) == 2 for family in FAMILIES)
+    gpu = load_gpu()
+    assert gpu_file(gpu.name).parent == tmp_path
+    assert gpu_file(gpu.name).exists()
+    assert gpu.name != "H200, estimated"
+    assert gpu.bandwidth > 0
+    assert gpu.blocks >= 1
+    assert gpu.plain > 0

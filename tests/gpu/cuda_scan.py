@@ -1,0 +1,609 @@
+"""Scans on a CUDA device, through the public API."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import extremes
+import numpy as np
+import pytest
+import ranges
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_device import SIMULATED, chain_on, cupy_or_stand_in, jacobians_on, to_host
+from oracles import (
+    Chain,
+    assert_within,
+    chains,
+    every_schedule,
+    patterns_of,
+    same_bits,
+    schedules,
+    sequential,
+    values_only,
+)
+from sampling import examples
+
+import sparsescan
+from sparsescan import (
+    CSRChain,
+    DeviceError,
+    InputError,
+    InputTypeError,
+    MemoryLimitError,
+    Pattern,
+    PeriodicChain,
+    ScanPlan,
+    Schedule,
+)
+from sparsescan.execution.device import DeviceWorkspace
+from sparsescan.jacobians import Linear, Residual, Tanh
+from sparsescan.kernels.cuda.tables import Run
+from sparsescan.plan.spec import PlanSpec
+
+simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return cupy_or_stand_in(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All launches, in the simulator, where launches can only be captured by this."""
+    if not SIMULATED:
+        return []
+    import fake_cupy
+
+    return fake_cupy.watch(monkeypatch)
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of all runs, whether they met a value that is not finite, and scanned again, linearly."""
+    found: list[int] = []
+    run = DeviceWorkspace.run
+
+    def watched(self: DeviceWorkspace, *arguments: Any, **options: Any) -> None:
+        run(self, *arguments, **options)
+        found.append(int(self._run[Run.FLAG : Run.FLAG + 1].get()[0]))
+
+    monkeypatch.setattr(DeviceWorkspace, "run", watched)
+    return found
+
+
+def call_of(chain: Chain) -> Any:
+    return sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
+
+
+# ---------------------------------------------------------------------------------------------
+# What a scan computes
+# ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(150))
+@given(st.data())
+def test_any_chain_under_any_schedule(cupy: Any, flags: list[int], data: Any) -> None:
+    chain = data.draw(chains(max_n=8, max_size=9))
+    schedule = data.draw(schedules(len(chain.jacobians)))
+    grad, jacobians, local = chain_on(cupy, chain)
+    result = call_of(chain)(grad, jacobians, local_grads=local, schedule=schedule)
+    stacked = isinstance(result, cupy.ndarray)
+    assert stacked or all(isinstance(gradient, cupy.ndarray) for gradient in result)
+    assert_within(to_host(result), chain.oracle(), chain.dtype)
+    assert not any(flags)
+
+
+@settings(max_examples=examples(50))
+@given(st.data())
+def test_a_plan_runs_again_with_new_values(cupy: Any, data: Any) -> None:
+    """Plainly at first, then by a graph; from Jacobians, then from bare values."""
+    chain = data.draw(chains(max_n=6, max_size=6))
+    schedule = data.draw(schedules(len(chain.jacobians)))
+    plan = sparsescan.plan(chain.jacobians, schedule=schedule)
+    run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
+    for scale in (1.0, 0.5, 0.25):
+        chain.grad = (chain.grad * scale).astype(chain.grad.dtype)
+        grad, jacobians, local = chain_on(cupy, chain)
+        result = to_host(run(grad, jacobians, local_grads=local))
+        assert_within(result, chain.oracle(), chain.dtype)
+    bare = values_only(chain.jacobians)
+    on_device = jacobians_on(cupy, bare)
+    assert same_bits(to_host(run(grad, on_device, local_grads=local)), result)
+
+
+@settings(max_examples=examples(60))
+@given(st.data())
+def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: Any) -> None:
+    chain = data.draw(chains(max_n=7, max_size=8, min_size=1))
+    n = len(chain.jacobians)
+    if n == 0:
+        return
+    patterns = patterns_of(chain.jacobians)
+    schedule = data.draw(st.sampled_from([*every_schedule(n)]))
+    made = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
+    dense = frozenset(interval for interval in made if data.draw(st.booleans()))
+    plan = ScanPlan(PlanSpec(patterns, schedule, dense=dense))
+    grad, jacobians, local = chain_on(cupy, chain)
+    run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
+    result = run(grad, jacobians, local_grads=local)
+    assert_within(to_host(result), chain.oracle(), chain.dtype)
+    assert not any(flags)
+
+
+def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[int]) -> None:
+    rng = np.random.default_rng()
+    sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
+    jacobians = [rng.standard_normal((5, 5)) for _ in range(4)]
+    jacobians[2] = sparse
+    plan = ScanPlan(
+        PlanSpec(patterns_of(jacobians), Schedule.blelloch(4), dense=frozenset({(2, 4)}))
+    )
+    grad = rng.standard_normal(5)
+    result = plan.inclusive_scan(cupy.asarray(grad), jacobians_on(cupy, jacobians))
+    assert_within(
+        to_host(result), sequential(grad, jacobians, inclusive=True), np.dtype(np.float64)
+    )
+    assert flags == [0]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+@pytest.mark.parametrize("batch", [None, 3])
+def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -> None:
+    rng = np.random.default_rng(batch or 0)
+    lead = () if batch is None else (batch,)
+    values = [rng.standard_normal((4, *lead, 5)), rng.standard_normal(15), rng.standard_normal(15)]
+    patterns = [Pattern.diagonal(5), Pattern.dense((3, 5)), Pattern.dense((5, 3))]
+    grad, local = rng.standard_normal((*lead, 5)), [None, rng.standard_normal((4, *lead, 5)), None]
+    expected = sparsescan.inclusive_scan(
+        grad, PeriodicChain(values, patterns), local_grads=local, schedule="linear"
+    )
+    plan = sparsescan.plan(PeriodicChain(values, patterns), schedule=schedule, device="cuda")
+    chain = PeriodicChain([cupy.asarray(array) for array in values], patterns)
+    there = [None, cupy.asarray(local[1]), None]
+    on_device = plan.inclusive_scan(cupy.asarray(grad), chain, local_grads=there)
+    there_and_back = plan.inclusive_scan(grad, PeriodicChain(values, patterns), local_grads=local)
+    for found in (to_host(on_device), there_and_back):
+        for array, exact in zip(found, expected, strict=True):
+            np.testing.assert_allclose(array, exact, rtol=1e-12, atol=1e-12, strict=True)
+
+
+@settings(max_examples=examples(30))
+@given(st.data())
+def test_numpy_goes_there_and_back(data: Any) -> None:
+    chain = data.draw(chains(max_n=5, max_size=5))
+    result = call_of(chain)(
+        chain.grad, chain.jacobians, local_grads=chain.local_grads, device="cuda"
+    )
+    assert all(isinstance(gradient, np.ndarray) for gradient in result)
+    assert_within(result, chain.oracle(), chain.dtype)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", Schedule.chunked(6, 3)], ids=repr)
+@pytest.mark.parametrize("batch", [None, 2])
+def test_rows_of_all_lengths(cupy: Any, schedule: Any, batch: int | None) -> None:
+    """Rows longer than a block has room for, short ones and empty ones; several blocks each."""
+    rng = np.random.default_rng(1)
+    size = 23
+    where = rng.random((size, size)) < 0.08
+    where[3] = where[:, 17] = True
+    where[5] = False
+    indptr = np.concatenate([[0], np.cumsum(where.sum(1))])
+    data = rng.standard_normal((6, *([batch] if batch else []), int(indptr[-1]))) * 0.7
+    jacobians = CSRChain(data, np.nonzero(where)[1], indptr, (size, size))
+    grad = rng.standard_normal((*([batch] if batch else []), size))
+    expected = sequential(grad, jacobians)
+    plan = sparsescan.plan([jacobians.pattern] * 6, schedule=schedule)
+    for steps in (jacobians_on(cupy, jacobians), [cupy.asarray(step) for step in data]):
+        result = plan.exclusive_scan(cupy.asarray(grad), steps)
+        assert_within(to_host(result), expected, np.float64)
+
+
+@pytest.mark.parametrize("size", [1, 9, 13])
+def test_sparse_products_that_are_diagonal(cupy: Any, size: int) -> None:
+    """A permutation and its inverse, which no kind of matrix that has kernels would be."""
+    rng = np.random.default_rng(size)
+    shift = sp.csr_array(np.roll(np.eye(size), 1, axis=0))
+    if size == 1:
+        shift = sp.csr_array(np.ones((1, 3)))
+    steps = [shift, shift.T.tocsr()] * 3
+    for step in steps:
+        step.data = rng.standard_normal(step.nnz)
+    steps = [
+        sp.csr_array((rng.standard_normal(s.nnz), s.indices, s.indptr), s.shape) for s in steps
+    ]
+    grad = rng.standard_normal(steps[0].shape[1])
+    for schedule in ("blelloch", Schedule.truncated(6, 1)):
+        result = sparsescan.exclusive_scan(
+            cupy.asarray(grad), jacobians_on(cupy, steps), schedule=schedule
+        )
+        assert_within(to_host(result), sequential(grad, steps), np.float64)
+
+
+def test_runs_that_begin_with_steps_that_samples_share(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any
+) -> None:
+    """Each sample's block makes what it reads, whichever block comes first."""
+    if SIMULATED:
+        import simulator
+
+        simulator.reverse_blocks(monkeypatch)
+    rng = np.random.default_rng(9)
+    steps = [rng.standard_normal((2, 3, 3)) for _ in range(9)]
+    for k in (2, 3, 6):
+        steps[k] = steps[k][0]
+    # One of another pattern, so that the chain has no kernels of its own.
+    steps[8] = sp.csr_array(np.tri(3))
+    grad = rng.standard_normal((2, 3))
+    plan = sparsescan.plan(steps, schedule=Schedule.chunked(9, 3))
+    on_device = cupy.asarray(grad), jacobians_on(cupy, steps)
+    for _ in range(3):
+        result = plan.exclusive_scan(*on_device)
+        assert_within(to_host(result), sequential(grad, steps), np.float64)
+
+
+def test_a_reversed_view_is_read_where_it_lies(cupy: Any) -> None:
+    rng = np.random.default_rng(2)
+    steps, grad = rng.standard_normal((7, 2, 3, 3)), rng.standard_normal((2, 3))
+    on_device = cupy.asarray(steps)
+    for schedule in every_schedule(7):
+        result = sparsescan.exclusive_scan(cupy.asarray(grad), on_device[::-1], schedule=schedule)
+        assert_within(to_host(result), sequential(grad, steps[::-1]), np.float64)
+
+
+@pytest.mark.parametrize("local", ["list", "stack"])
+def test_local_gradients_as_a_list_or_one_array(cupy: Any, local: str) -> None:
+    rng = np.random.default_rng(3)
+    steps, grad = rng.standard_normal((6, 2, 3, 3)), rng.standard_normal((2, 3))
+    added = rng.standard_normal((7, 2, 3))
+    on_device = cupy.asarray(added)
+    given_local = on_device if local == "stack" else [on_device[k] for k in range(7)]
+    for schedule in every_schedule(6):
+        result = sparsescan.inclusive_scan(
+            cupy.asarray(grad), cupy.asarray(steps), local_grads=given_local, schedule=schedule
+        )
+        expected = sequential(grad, steps, added, inclusive=True)
+        assert_within(to_host(result), expected, np.float64)
+
+
+def test_layers_back_propagate_on_the_device(cupy: Any) -> None:
+    """A residual block, whose parameter gradients need a scan inside it, and a recurrent cell."""
+    rng = np.random.default_rng(4)
+    x, grad = rng.standard_normal((2, 3)), rng.standard_normal((2, 3))
+    host = Residual(Linear(3, 4, rng=rng), Tanh(input_shape=(4,)), Linear(4, 3, rng=rng))
+    device = copy.deepcopy(host)
+    for op in device.ops:
+        for name, array in op.params.items():
+            setattr(op, name, cupy.asarray(array))
+    found = device.param_grads(cupy.asarray(x), cupy.asarray(grad))
+    for name, expected in host.param_grads(x, grad).items():
+        np.testing.assert_allclose(found[name].get(), expected, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Range, as in tests/engine/test_range.py
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scans_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("exclusive_scan", "inclusive_scan"):
+        call = getattr(sparsescan, name)
+        monkeypatch.setattr(
+            sparsescan, name, lambda *a, _call=call, **k: _call(*a, device="cuda", **k)
+        )
+
+
+on_device = pytest.mark.usefixtures("scans_on_device")
+
+
+@on_device
+@pytest.mark.parametrize("form", ["csr", "dense", "batched csr"])
+def test_an_exploding_block_leaves_the_decaying_one_right(form: str) -> None:
+    ranges.check_an_exploding_block_leaves_the_decaying_one_right(form, 1e6, 1e-6)
+
+
+@on_device
+@pytest.mark.parametrize("kind", ranges.KINDS)
+@pytest.mark.parametrize("local", [False, True])
+def test_huge_and_tiny_steps(kind: str, local: bool) -> None:
+    ranges.check_huge_and_tiny_steps(16, kind, None, local, "f4", 1e30)
+
+
+@pytest.mark.slow
+@on_device
+@pytest.mark.parametrize("kind", ranges.KINDS)
+def test_subnormal_values(kind: str) -> None:
+    ranges.check_subnormal_values(kind)
+
+
+@on_device
+@settings(max_examples=examples(15))
+@given(st.data())
+def test_steps_of_alternating_scale(data: Any) -> None:
+    ranges.check_steps_of_alternating_scale(data)
+
+
+@on_device
+@settings(max_examples=examples(15))
+@given(st.data())
+def test_finite_wherever_the_linear_scan_is(data: Any) -> None:
+    ranges.check_finite_wherever_the_linear_scan_is(data)
+
+
+@pytest.mark.slow
+@on_device
+@extremes.needs_longer
+@settings(max_examples=examples(100))
+@given(extremes.extreme_chains)
+def test_steps_of_every_size(arguments: Any) -> None:
+    extremes.check_steps_of_every_size(arguments)
+
+
+@on_device
+@settings(max_examples=examples(100))
+@given(extremes.extreme_chains)
+def test_finite_wherever_back_propagation_is(arguments: Any) -> None:
+    extremes.check_finite_wherever_back_propagation_is(arguments)
+
+
+@on_device
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@settings(max_examples=examples(15))
+@given(data=st.data())
+def test_nan_and_inf(bad: float, data: Any) -> None:
+    ranges.check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data)
+
+
+@on_device
+@pytest.mark.parametrize("form", ["csr", "diagonal", "dense"])
+def test_what_is_not_finite_stays_where_no_entry_leads_on(form: str) -> None:
+    ranges.check_what_is_not_finite_stays_where_no_entry_leads_on(form, np.nan)
+
+
+@on_device
+@pytest.mark.parametrize("check", ranges.SMALL_CHECKS)
+def test_small_chains(check: Any) -> None:
+    check()
+
+
+# ---------------------------------------------------------------------------------------------
+# Launches, graphs and streams
+# ---------------------------------------------------------------------------------------------
+
+
+def scan_often(cupy: Any, launches: list[Any], schedule: Schedule, size: int, runs: int = 1) -> Any:
+    """The launches of each of some runs of a plan with dense steps."""
+    plan = sparsescan.plan([Pattern.dense((size, size))] * schedule.n, schedule=schedule)
+    grad, values = cupy.asarray(np.ones(size)), cupy.asarray(np.ones((schedule.n, size**2)))
+    for _ in range(runs):
+        launches.clear()
+        plan.exclusive_scan(grad, values)
+        yield list(launches)
+
+
+@simulated
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 33, 100])
+@pytest.mark.parametrize("size", [1, 2])
+def test_launches_of_blelloch(cupy: Any, launches: Any, n: int, size: int) -> None:
+    (log,) = scan_often(cupy, launches, Schedule.blelloch(n), size)
+    assert len(log) <= 2 * int(np.ceil(np.log2(n + 1))) + 1
+
+
+@simulated
+@pytest.mark.parametrize("n", [12, 50, 100])
+@pytest.mark.parametrize("largest", [1, 64])
+def test_launches_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any, n: int, largest: int
+) -> None:
+    """Steps with kernels of their own, and others: four, whatever `n`."""
+    monkeypatch.setattr("sparsescan.kernels.cuda.chunks.MAX_SIZE", largest)
+    (log,) = scan_often(cupy, launches, Schedule.chunked(n, 5), 2)
+    assert len(log) == 4
+
+
+@simulated
+def test_the_second_run_is_one_graph(cupy: Any, launches: Any) -> None:
+    import fake_cupy
+
+    first, second, third = scan_often(cupy, launches, Schedule.blelloch(9), 2, runs=3)
+    assert len(first) > 3
+    assert not any(launch.captured for launch in first)
+    assert [launch for launch in second if not launch.captured] == third
+    assert [launch.kernel for launch in third] == ["graph"]
+    assert fake_cupy.state.waits == 0
+
+
+@simulated
+def test_where_nothing_can_be_captured_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any
+) -> None:
+    def refuse(self: Any, mode: Any = None) -> None:
+        raise cupy.cuda.runtime.CUDARuntimeError("not permitted")
+
+    monkeypatch.setattr(cupy.cuda.Stream, "begin_capture", refuse)
+    first, second, third = scan_often(cupy, launches, Schedule.blelloch(9), 2, runs=3)
+    assert first == second == third
+
+
+@simulated
+def test_nothing_waits_for_the_device(cupy: Any) -> None:
+    """Once a plan is there: neither values nor the matrices of a training loop wait."""
+    import fake_cupy
+    from cupyx.scipy.sparse import csr_matrix
+
+    rng = np.random.default_rng(5)
+    where = np.tri(4, dtype=bool)
+    indices, indptr = np.nonzero(where)[1].astype(np.int32), np.array([0, 1, 3, 6, 10], np.int32)
+    steps = [
+        csr_matrix(
+            tuple(cupy.asarray(part) for part in (rng.standard_normal(10), indices, indptr)),
+            shape=(4, 4),
+        )
+        for _ in range(6)
+    ]
+    grad = cupy.asarray(np.ones(4))
+    plan = sparsescan.plan(steps, schedule="blelloch")
+    plan.exclusive_scan(grad, steps)
+    waits = fake_cupy.state.waits
+    for _ in range(3):
+        for step in steps:
+            step.data = step.data * 0.5
+        plan.exclusive_scan(grad, steps)
+        plan.inclusive_scan(grad, [step.data for step in steps])
+    assert fake_cupy.state.waits == waits
+
+
+@simulated
+def test_the_callers_stream(cupy: Any, launches: Any) -> None:
+    grad, steps = cupy.asarray(np.ones(2)), cupy.asarray(np.ones((5, 2, 2)))
+    own, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with own:
+        sparsescan.exclusive_scan(grad, steps)
+    assert {launch.stream for launch in launches} == {own.ptr}
+
+    class OfPyTorch:
+        cuda_stream = other.ptr
+
+    class OfAnyone:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, other.ptr
+
+    for stream in (other, OfPyTorch(), OfAnyone(), other.ptr):
+        launches.clear()
+        sparsescan.exclusive_scan(grad, steps, stream=stream)
+        assert {launch.stream for launch in launches} == {other.ptr}
+
+
+@simulated
+def test_work_is_done_where_the_data_is(cupy: Any, launches: Any) -> None:
+    steps = np.random.default_rng(6).standard_normal((5, 3, 3))
+    plan = sparsescan.plan([Pattern.dense((3, 3))] * 5, schedule="blelloch")
+    for device in (1, 0, 1):
+        launches.clear()
+        with cupy.cuda.Device(device):
+            grad, on_device = cupy.asarray(np.ones(3)), cupy.asarray(steps)
+        result = plan.exclusive_scan(grad, on_device)
+        assert {launch.device for launch in launches} == {device}
+        assert result.device.id == device
+        assert_within(to_host(result), sequential(np.ones(3), steps), np.float64)
+
+
+def test_threads_share_a_plan(cupy: Any) -> None:
+    rng = np.random.default_rng(7)
+    plan = sparsescan.plan([Pattern.dense((2, 2))] * 5, schedule="blelloch")
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            own = np.random.default_rng(seed)
+            for _ in range(3):
+                steps, grad = own.standard_normal((5, 2, 2)), own.standard_normal(2)
+                stream = cupy.cuda.Stream(non_blocking=True)
+                result = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(steps), stream=stream)
+                stream.synchronize()
+                assert_within(to_host(result), sequential(grad, steps), np.float64)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in rng.integers(0, 99, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_same_bits_every_time(cupy: Any) -> None:
+    rng = np.random.default_rng(8)
+    steps, grad = rng.standard_normal((9, 2, 4, 4)), rng.standard_normal((2, 4))
+    for schedule in every_schedule(9):
+        plan = sparsescan.plan([Pattern.dense((4, 4))] * 9, schedule=schedule)
+        results = [
+            to_host(plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(steps))) for _ in range(4)
+        ]
+        assert all(same_bits(result, results[0]) for result in results)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which schedule, and errors
+# ---------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_chunks_for_small_steps_of_one_pattern(cupy: Any) -> None:
+    small = sparsescan.plan([Pattern.dense((2, 2))] * 1000, device="cuda")
+    assert small.schedule.chunks is not None
+    assert small.device == "cuda"
+    unlike = sparsescan.plan([Pattern.dense((2, 2)), Pattern.diagonal(2)] * 500, device="cuda")
+    predicted = {each.schedule: each.nanoseconds for each in unlike.alternatives}
+    assert predicted[repr(unlike.schedule)] < 0.5 * predicted["Schedule.linear(1000)"]
+    large = sparsescan.plan([Pattern.diagonal(1_000_000)] * 9, device="cuda")
+    assert large.schedule == Schedule.linear(9)
+    assert sparsescan.plan([Pattern.dense((2, 2))] * 1000).schedule == Schedule.linear(1000)
+    on_device = sparsescan.plan(cupy.asarray(np.ones((1000, 2, 2))))
+    assert on_device.device == "cuda"
+
+
+@simulated
+def test_no_device(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(DeviceError, match="no CUDA device can be used"):
+        sparsescan.exclusive_scan(np.ones(2), np.ones((3, 2, 2)), device="cuda")
+
+
+def test_errors_name_what_is_where(cupy: Any) -> None:
+    grad, steps = np.ones(2), np.ones((3, 2, 2))
+    on_device = cupy.asarray(grad), cupy.asarray(steps)
+    with pytest.raises(DeviceError, match="device is 'cpu', but grad is on a CUDA device"):
+        sparsescan.exclusive_scan(*on_device, device="cpu")
+    with pytest.raises(DeviceError, match="device is 'gpu'; expected None, 'cpu' or 'cuda'"):
+        sparsescan.plan(steps, device="gpu")
+    with pytest.raises(DeviceError, match="device is 'cpu', but jacobians are on a CUDA device"):
+        sparsescan.plan(on_device[1], device="cpu")
+    with pytest.raises(DeviceError, match="grad"):
+        sparsescan.exclusive_scan(grad, on_device[1])
+    with pytest.raises(DeviceError, match="grad"):
+        sparsescan.exclusive_scan(on_device[0], steps)
+    with pytest.raises(DeviceError, match="local_grads"):
+        sparsescan.exclusive_scan(*on_device, local_grads=[None, np.ones(2), None])
+    with pytest.raises(InputError, match="stream is 5, but grad is in host memory"):
+        sparsescan.exclusive_scan(grad, steps, stream=5)
+    with pytest.raises(InputTypeError, match="stream is a str"):
+        sparsescan.exclusive_scan(*on_device, stream="fast")
+
+
+@simulated
+def test_a_stream_that_captures(cupy: Any) -> None:
+    grad, steps = cupy.asarray(np.ones(2)), cupy.asarray(np.ones((3, 2, 2)))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(DeviceError, match="the stream is capturing a graph"):
+            sparsescan.exclusive_scan(grad, steps)
+        stream.end_capture()
+
+
+@simulated
+def test_two_devices(cupy: Any) -> None:
+    with cupy.cuda.Device(1):
+        steps = cupy.asarray(np.ones((3, 2, 2)))
+    with pytest.raises(DeviceError, match="device 1"):
+        sparsescan.exclusive_scan(cupy.asarray(np.ones(2)), steps)
+
+
+@simulated
+@pytest.mark.parametrize("schedule", ["blelloch", Schedule.chunked(8, 3)], ids=repr)
+def test_memory_that_the_device_does_not_have(cupy: Any, launches: Any, schedule: Any) -> None:
+    import fake_cupy
+
+    steps, grad = cupy.asarray(np.ones((8, 20, 20))), cupy.asarray(np.ones(20))
+    plan = sparsescan.plan(steps, schedule=schedule)
+    fake_cupy.state.free[0] = 3000
+    words = r"would take [\d,]+ bytes; the device has 3,000 left"
+    with pytest.raises(MemoryLimitError, match=words):
+        plan.exclusive_scan(grad, steps)
+    assert not launches

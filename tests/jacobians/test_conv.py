@@ -1,0 +1,303 @@
+"""Convolutions and linear layers are those of PyTorch, and so are their Jacobians."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from autodiff import check_operator, close, entries, share
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsescan import InputError, InputTypeError, MemoryLimitError
+from sparsescan.jacobians import Conv1d, Conv2d, ConvTranspose2d, Linear
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def hyper_parameters(draw: st.DrawFn, axes: int, *, transposed: bool = False) -> dict[str, Any]:
+    """Arguments of a convolution that fit an image of at most 9 × 9."""
+
+    def sizes(low: int, high: int) -> tuple[int, ...]:
+        return draw(st.tuples(*[st.integers(low, high)] * axes))
+
+    groups = draw(st.integers(1, 3))
+    arguments = {
+        "in_channels": groups * draw(st.integers(1, 2)),
+        "out_channels": groups * draw(st.integers(1, 3)),
+        "kernel_size": sizes(1, 4),
+        "stride": sizes(1, 3),
+        "padding": sizes(0, 3),
+        "dilation": sizes(1, 3),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+    }
+    kernel, padding, dilation = (
+        np.array(arguments[name]) for name in ("kernel_size", "padding", "dilation")
+    )
+    if transposed:
+        highest = np.maximum(arguments["stride"], dilation) - 1
+        arguments["output_padding"] = tuple(draw(st.integers(0, int(h))) for h in highest)
+        least = 1 + (2 * padding) // np.array(arguments["stride"])
+    else:
+        least = np.maximum(1, dilation * (kernel - 1) + 1 - 2 * padding)
+    image = tuple(draw(st.integers(int(low), max(int(low), 9))) for low in least)
+    return arguments | {"input_shape": (arguments["in_channels"], *image)}
+
+
+def masks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Any:
+    density = {"none": None, "some": 0.3, "nothing": 0.0}[kind]
+    return None if density is None else rng.random(shape) < density
+
+
+def check(
+    operator: Any, module_type: Any, arguments: dict[str, Any], pruned: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    module = module_type(**{k: v for k, v in arguments.items() if k != "input_shape"})
+    mask = masks(rng, tuple(module.weight.shape), pruned)
+    op = operator(**arguments, weight_mask=mask, dtype=np.float64)
+    if mask is not None:
+        torch.nn.utils.parametrize.register_parametrization(module, "weight", Prune(mask))
+        module = Shared(module)
+    check_operator(op, module, rng)
+
+
+class Prune(torch.nn.Module):
+    """A weight that is zero where it is pruned."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        super().__init__()
+        self.mask = torch.from_numpy(mask)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.mask
+
+
+class Shared(torch.nn.Module):
+    """A module whose parametrised weight is called `weight`, as an operator's."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield ("weight" if name.endswith("original") else "bias"), parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+pruned = st.sampled_from(["none", "some", "nothing"])
+
+
+@given(hyper_parameters(1), pruned, seeds)
+def test_conv1d(arguments: dict[str, Any], pruned: str, seed: int) -> None:
+    check(Conv1d, torch.nn.Conv1d, arguments, pruned, seed)
+
+
+@given(hyper_parameters(2), pruned, seeds)
+def test_conv2d(arguments: dict[str, Any], pruned: str, seed: int) -> None:
+    check(Conv2d, torch.nn.Conv2d, arguments, pruned, seed)
+
+
+@given(hyper_parameters(2, transposed=True), pruned, seeds)
+def test_conv_transpose2d(arguments: dict[str, Any], pruned: str, seed: int) -> None:
+    size = np.array(arguments["input_shape"][1:])
+    out = (size - 1) * arguments["stride"] - 2 * np.array(arguments["padding"]) + 1
+    out += np.array(arguments["dilation"]) * (np.array(arguments["kernel_size"]) - 1)
+    if (out + arguments["output_padding"] < 1).any():
+        with pytest.raises(InputError, match="too small for kernel_size"):
+            ConvTranspose2d(**arguments)
+        return
+    check(ConvTranspose2d, torch.nn.ConvTranspose2d, arguments, pruned, seed)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.booleans(), pruned, seeds)
+def test_linear(ins: int, outs: int, bias: bool, pruned: str, seed: int) -> None:
+    arguments = {"in_features": ins, "out_features": outs, "bias": bias}
+    check(Linear, torch.nn.Linear, arguments, pruned, seed)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), seeds)
+def test_same_padding(kernel: int, dilation: int, bias: bool, seed: int) -> None:
+    options: dict[str, Any] = {"padding": "same", "dilation": dilation, "bias": bias}
+    op = Conv2d(2, 3, (kernel, 2), **options, input_shape=(2, 5, 4), dtype=np.float64)
+    assert op.output_shape == (3, 5, 4)
+    module = torch.nn.Conv2d(2, 3, (kernel, 2), **options)
+    check_operator(op, module, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize(
+    ("make", "module"),
+    [
+        (lambda s: Conv2d(2, 3, 2, input_shape=(4, *s)), torch.nn.Conv2d(2, 3, 2)),
+        (lambda s: Linear(2, 3, input_shape=(4, 5, 2)), torch.nn.Linear(2, 3)),
+    ],
+)
+def test_axes_before_those_of_the_layer_are_blocks(make: Any, module: torch.nn.Module) -> None:
+    op = make((2, 4, 5))
+    rng = np.random.default_rng(5)
+    module = module.double()
+    share(op, module)
+    x = rng.standard_normal(op.input_shape)
+    jacobian = torch.autograd.functional.jacobian(module, torch.tensor(x))
+    expected = jacobian.reshape(op.shape[::-1]).numpy().T
+    close(op.jacobian(x).toarray(), expected)
+    close(op.forward(x), module(torch.tensor(x)).detach().numpy())
+    rows, cols = entries(op)
+    assert (expected[rows, cols] != 0).all()
+    grad = rng.standard_normal(op.output_shape)
+    batched = op.param_grads(x[None], grad[None])
+    for name, actual in op.param_grads(x, grad).items():
+        np.testing.assert_array_equal(actual, batched[name])
+
+
+def test_vgg11_first_convolution_has_the_sparsity_of_table_1() -> None:
+    op = Conv2d(3, 64, 3, padding=1, input_shape=(3, 32, 32))
+    rows, cols = op.pattern.shape
+    sparsity = 1 - op.pattern.nnz / (rows * cols)
+    # Every output reads 94 of 96 rows and columns of a padded image on average: (94/32)² of 32².
+    assert op.pattern.nnz == 3 * 64 * 94 * 94
+    assert round(sparsity, 5) == 0.99157
+    # The formula of the table leaves the border out, which the number in the table does not.
+    assert round(1 - 3 * 3 / (32 * 32), 5) == 0.99121
+
+
+def test_a_batch_may_be_empty() -> None:
+    for op in (
+        Conv1d(2, 4, 3, input_shape=(2, 6)),
+        Conv2d(2, 4, 3, groups=2, input_shape=(2, 6, 6)),
+        ConvTranspose2d(2, 4, 3, input_shape=(2, 6, 6)),
+        Linear(5, 4),
+    ):
+        x = np.empty((0, *op.input_shape), np.float32)
+        y = op.forward(x)
+        assert y.shape == (0, *op.output_shape)
+        for name, grad in op.param_grads(x, y).items():
+            np.testing.assert_array_equal(grad, np.zeros_like(op.params[name]))
+
+
+def test_float32_stays_float32() -> None:
+    rng = np.random.default_rng(0)
+    for op, x in [
+        (Conv2d(2, 4, 3, input_shape=(2, 6, 6), rng=1), rng.random((3, 2, 6, 6))),
+        (ConvTranspose2d(2, 4, 3, input_shape=(2, 6, 6), rng=1), rng.random((3, 2, 6, 6))),
+        (Linear(5, 4, rng=1), rng.random((3, 5))),
+    ]:
+        x = x.astype(np.float32)
+        y = op.forward(x)
+        grads = op.param_grads(x, y)
+        assert y.dtype == op.values(x).dtype == op.values().dtype == np.float32
+        assert {grad.dtype for grad in grads.values()} == {np.dtype(np.float32)}
+        assert op.values(x.astype(np.float64)).dtype == np.float64
+
+
+def test_initial_parameters_are_drawn_as_pytorch_draws_them() -> None:
+    op, module = Conv2d(8, 16, 3, input_shape=(8, 9, 9), rng=3), torch.nn.Conv2d(8, 16, 3)
+    for name, theirs in module.named_parameters():
+        ours = getattr(op, name)
+        bound = 1 / np.sqrt(8 * 9)
+        assert ours.shape == tuple(theirs.shape)
+        assert ours.dtype == np.float32
+        assert 0.5 * bound < np.abs(ours).max() <= bound
+        assert theirs.detach().abs().max() <= bound
+    again = Conv2d(8, 16, 3, input_shape=(8, 9, 9), rng=3)
+    np.testing.assert_array_equal(op.weight, again.weight)
+
+
+def test_parameters_are_shared_and_their_changes_seen() -> None:
+    op = Linear(2, 2, bias=False)
+    weight = np.eye(2)
+    op.weight = weight
+    assert op.weight is weight
+    weight[0, 1] = 5
+    np.testing.assert_array_equal(op.jacobian().toarray(), weight.T)
+    assert op.bias is None
+    assert op.params.keys() == {"weight"}
+
+
+@pytest.mark.parametrize("height", [224, 2240])
+def test_a_pattern_beyond_memory_is_refused_at_once(height: int) -> None:
+    op = Conv2d(512, 512, 3, padding=1, input_shape=(512, height, 1000 * height))
+    with pytest.raises(MemoryLimitError, match=r"would take [\d,]+ bytes; .* has [\d,]+ left"):
+        _ = op.pattern
+    with pytest.raises(MemoryLimitError, match=r"for Conv2d\(.* would take [\d,]+ bytes"):
+        op.values()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Conv2d(3, 4, 3, input_shape=(2, 8, 8)), InputError, "expected 3 channels"),
+        (lambda: Conv2d(3, 4, 3, input_shape=(3, 8)), InputError, "expected at least 3 axes"),
+        (lambda: Conv2d(3, 4, 9, input_shape=(3, 8, 8)), InputError, "too small for kernel_size"),
+        (lambda: Conv2d(3, 4, 3, groups=2, input_shape=(3, 8, 8)), InputError, "groups is 2"),
+        (lambda: Conv2d(3, 4, (3,), input_shape=(3, 8, 8)), InputError, "expected 2 integers"),
+        (lambda: Conv2d(3, 4, 3.0, input_shape=(3, 8, 8)), InputTypeError, "kernel_size is 3.0"),
+        (lambda: Conv2d(3, 4, 3, 0, input_shape=(3, 8, 8)), InputError, "stride is 0"),
+        (lambda: Conv2d(3, 4, 3, 1, -1, input_shape=(3, 8, 8)), InputError, "padding is -1"),
+        (lambda: Conv2d(3, 4, 3, 1, "all", input_shape=(3, 8, 8)), InputError, "'same' or"),
+        (lambda: Conv2d(3, 4, 3, 2, "same", input_shape=(3, 8, 8)), InputError, "a stride of 1"),
+        (
+            lambda: Conv2d(3, 4, 3, padding_mode="circular", input_shape=(3, 8, 8)),
+            InputError,
+            "padding_mode is 'circular'; expected 'zeros'",
+        ),
+        (
+            lambda: Conv2d(3, 4, 3, input_shape=(3, 8, 8), weight_mask=np.ones((4, 3))),
+            InputTypeError,
+            "weight_mask has dtype float64; expected bool",
+        ),
+        (
+            lambda: Conv2d(3, 4, 3, input_shape=(3, 8, 8), weight_mask=np.ones((4, 3), bool)),
+            InputError,
+            r"weight_mask has shape \(4, 3\); expected \(4, 3, 3, 3\)",
+        ),
+        (
+            lambda: Conv2d(3, 4, 3, input_shape=(3, 8, 8), dtype=np.int32),
+            InputTypeError,
+            "dtype is int32",
+        ),
+        (
+            lambda: ConvTranspose2d(1, 1, 3, output_padding=1, input_shape=(1, 8, 8)),
+            InputError,
+            "output_padding is",
+        ),
+        (
+            lambda: ConvTranspose2d(1, 1, 3, padding="same", input_shape=(1, 8, 8)),
+            InputError,
+            "padding is 'same'; expected integers",
+        ),
+        (lambda: Linear(3, 4, input_shape=(4,)), InputError, "expected a last axis of 3"),
+        (lambda: Linear(0, 4), InputError, "in_features is 0"),
+        (lambda: setattr(Linear(3, 4), "weight", np.ones((3, 4))), InputError, "Linear.weight"),
+        (lambda: setattr(Linear(3, 4, False), "bias", np.ones(4)), InputError, "made without it"),
+        (lambda: Linear(3, 4).forward(np.ones(4)), InputError, r"x has shape \(4,\)"),
+        (lambda: Linear(3, 4).forward(np.ones(3, int)), InputTypeError, "x has dtype int64"),
+        (
+            lambda: Linear(3, 4).values(np.ones(3), np.ones(3)),
+            InputError,
+            r"y has shape \(3,\); expected \(4,\)",
+        ),
+        (
+            lambda: Linear(3, 4).values(out=np.ones(12)),
+            InputError,
+            r"out is an array of shape \(12,\) and dtype float64; expected .* float32",
+        ),
+        (lambda: Linear(3, 4).values(out=[0.0]), InputTypeError, "out is a builtins.list"),
+        (
+            lambda: Linear(3, 4).param_grads(np.ones((2, 3)), np.ones((3, 4))),
+            InputError,
+            r"grad_y has shape \(3, 4\); expected \(2, 4\)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()

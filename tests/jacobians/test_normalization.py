@@ -1,0 +1,436 @@
+"""LayerNorm and BatchNorm2d against PyTorch, in evaluation and in training."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from autodiff import check_operator, close
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsescan import InputError, InputTypeError, Pattern
+from sparsescan.jacobians.normalization import BatchNorm2d, LayerNorm
+
+nn = torch.nn
+
+sizes = st.integers(1, 4)
+shapes = st.lists(sizes, min_size=1, max_size=3).map(tuple)
+epsilons = st.sampled_from([1e-5, 1e-2, 3.0])
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Joint(nn.BatchNorm2d):
+    """A batch norm whose sample is a whole batch, as it is for a layer in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == 1
+        return super().forward(x[0])[None]
+
+
+class Flat(nn.BatchNorm2d):
+    """A batch norm that accepts more axes before the channels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, -4)).reshape(x.shape)
+
+
+def with_statistics(op: BatchNorm2d, module: nn.BatchNorm2d, rng: np.random.Generator) -> None:
+    """Random running statistics for both, in the same memory."""
+    module.double()
+    module.running_mean.copy_(torch.tensor(rng.standard_normal(op.num_features)))
+    module.running_var.copy_(torch.tensor(rng.uniform(0.1, 4, op.num_features)))
+    op.running_mean, op.running_var = module.running_mean.numpy(), module.running_var.numpy()
+
+
+# -- LayerNorm ----------------------------------------------------------------------------------
+
+
+@given(
+    before=st.lists(sizes, max_size=2).map(tuple),
+    shape=shapes,
+    eps=epsilons,
+    affine=st.booleans(),
+    bias=st.booleans(),
+    seed=seeds,
+)
+def test_layer_norm_is_that_of_pytorch(before, shape, eps, affine, bias, seed):
+    op = LayerNorm(shape, eps, affine, bias, input_shape=(*before, *shape))
+    size, blocks = math.prod(shape), math.prod(before)
+    assert op.nnz == (blocks * size**2 if size > 1 else 0)
+    check_operator(op, nn.LayerNorm(shape, eps, affine, bias), np.random.default_rng(seed))
+
+
+def test_layer_norm_over_the_last_axis_of_three():
+    op = LayerNorm(6, input_shape=(4, 5, 6))
+    assert op.pattern.nnz == 20 * 36
+    check_operator(op, nn.LayerNorm(6), np.random.default_rng(0), batch=2)
+
+
+def test_layer_norm_of_its_own_shape_is_dense():
+    assert LayerNorm((2, 3)).pattern is Pattern.dense((6, 6))
+    assert LayerNorm((2, 3)).input_shape == (2, 3)
+
+
+@pytest.mark.parametrize("op", [LayerNorm(1), LayerNorm((1, 1), input_shape=(4, 1, 1))])
+def test_one_element_is_always_normalised_to_zero(op):
+    op.bias[...] = 7
+    x = np.random.default_rng(0).standard_normal((3, *op.input_shape))
+    assert op.pattern.nnz == op.nnz == 0
+    assert not op.jacobian(x).data.size
+    np.testing.assert_array_equal(op.forward(x), np.full(x.shape, 7.0))
+
+
+def test_two_elements_without_eps_are_always_normalised_to_one():
+    op = LayerNorm(2, eps=0)
+    close(op.forward([[3.0, 5.0], [9.0, -1e5]]), np.array([[-1.0, 1.0], [1.0, -1.0]]))
+    assert op.nnz == 0
+    assert LayerNorm(2).nnz == 4
+    check_operator(LayerNorm(3, eps=0), nn.LayerNorm(3, eps=0), np.random.default_rng(0))
+
+
+@given(shape=shapes, seed=seeds)
+def test_layer_norm_ignores_a_shift_and_without_eps_a_scale(shape, seed):
+    """So its Jacobian maps the constant vector and, in the limit, the input itself to zero."""
+    rng = np.random.default_rng(seed)
+    op = LayerNorm((*shape, 3), eps=0, elementwise_affine=False)
+    x = rng.standard_normal(op.input_shape)
+    transposed = op.jacobian(x).toarray()
+    size = np.abs(transposed).max()
+    np.testing.assert_allclose(transposed.sum(axis=0) / size, 0, atol=1e-13)
+    np.testing.assert_allclose(x.reshape(-1) @ transposed / size, 0, atol=1e-13)
+
+
+def test_layer_norm_in_float32_keeps_its_digits_far_from_zero():
+    """The mean is a million times the spread: what float64 gives, to the digits of the input."""
+    rng = np.random.default_rng(0)
+    x = (1000 + 0.001 * rng.standard_normal((4, 32))).astype(np.float32)
+    op, module = LayerNorm(32, eps=1e-12), nn.LayerNorm(32, eps=1e-12).double()
+    y = module(torch.tensor(x).double()).detach().numpy()
+    jacobian = torch.autograd.functional.jacobian(module, torch.tensor(x[0]).double()).numpy()
+    for actual, expected in ((op.forward(x), y), (op.values(x[0]).reshape(32, 32), jacobian.T)):
+        assert actual.dtype == np.float32
+        scale = np.abs(expected).max()
+        assert np.abs(actual - expected).max() <= 8 * np.finfo(np.float32).eps * scale
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_layer_norm_of_extreme_input(dtype):
+    info = np.finfo(dtype)
+    rows = [
+        [5, 5, 5, 5],
+        [0, 0, 0, 0],
+        [info.smallest_subnormal, 0, 0, info.tiny],
+        [1e10, -1e10, 0, 1],
+        [np.nan, 0, 0, 1],
+        [np.inf, 0, 0, 1],
+        [-np.inf, np.inf, 0, 1],
+    ]
+    op, module = (
+        LayerNorm(4),
+        nn.LayerNorm(4, dtype=torch.float32 if dtype == np.float32 else torch.float64),
+    )
+    tolerance = 20 * float(info.eps)
+    for row in rows:
+        x = np.array(row, dtype)
+        expected = torch.autograd.functional.jacobian(module, torch.tensor(x)).numpy().T
+        actual = op.values(x).reshape(4, 4)
+        assert actual.dtype == dtype
+        scale = np.nanmax(np.abs(expected), initial=0)
+        np.testing.assert_allclose(actual, expected, atol=tolerance * scale, rtol=0)
+        y = module(torch.tensor(x)).detach().numpy()
+        np.testing.assert_allclose(op.forward(x), y, atol=tolerance, rtol=tolerance)
+
+
+def test_variance_beyond_float32_still_has_a_jacobian():
+    x = np.array([1e30, -1e30, 0, 1e29], np.float32)
+    op = LayerNorm(4)
+    wide = op.values(x.astype(np.float64))
+    np.testing.assert_allclose(op.values(x), wide, rtol=1e-5, atol=1e-5 * np.abs(wide).max())
+
+
+def test_dtypes_of_layer_norm_promote():
+    op = LayerNorm(3)
+    x = np.ones((2, 3), np.float32)
+    assert op.weight.dtype == op.bias.dtype == np.float32
+    assert op.values(x).dtype == op.forward(x).dtype == np.float32
+    assert op.param_grads(x, x)["weight"].dtype == np.float32
+    assert op.values(x.astype(np.float64)).dtype == np.float64
+    op = LayerNorm(3, dtype=np.float64)
+    assert op.weight.dtype == op.values(x).dtype == op.forward(x).dtype == np.float64
+
+
+def test_initial_layer_norm_only_normalises():
+    op, bare = LayerNorm((2, 3)), LayerNorm((2, 3), elementwise_affine=False)
+    assert op.params.keys() == {"weight", "bias"}
+    assert LayerNorm(3, bias=False).params.keys() == {"weight"}
+    assert bare.params == {}
+    assert bare.weight is bare.bias is None
+    x = np.random.default_rng(0).standard_normal((2, 3))
+    np.testing.assert_array_equal(op.forward(x), bare.forward(x))
+    np.testing.assert_array_equal(op.values(x), bare.values(x))
+
+
+def test_arguments_of_layer_norm_that_are_wrong():
+    with pytest.raises(InputError, match=r"normalized_shape is \(\); expected at least 1 axis"):
+        LayerNorm(())
+    with pytest.raises(InputError, match="normalized_shape is"):
+        LayerNorm(0)
+    with pytest.raises(InputTypeError, match="normalized_shape is"):
+        LayerNorm("ab")
+    with pytest.raises(InputError, match=r"eps is -1; expected at least 0"):
+        LayerNorm(3, -1)
+    with pytest.raises(InputTypeError, match="eps is None; expected a number"):
+        LayerNorm(3, None)
+    with pytest.raises(InputError, match=r"input_shape is \(3, 4\); .* last axes to be \(3,\)"):
+        LayerNorm(3, input_shape=(3, 4))
+    with pytest.raises(InputError, match=r"input_shape is \(4,\); expected at least 2 axes"):
+        LayerNorm((3, 4), input_shape=(4,))
+    with pytest.raises(InputTypeError, match="dtype is int64; expected float32 or float64"):
+        LayerNorm(3, dtype=np.int64)
+    with pytest.raises(InputError, match=r"LayerNorm.weight is set to an array of shape \(2,\)"):
+        LayerNorm(3).weight = np.ones(2)
+    with pytest.raises(InputError, match=r"LayerNorm\.bias cannot be set"):
+        LayerNorm(3, bias=False).bias = np.ones(3)
+
+
+# -- BatchNorm2d in evaluation ------------------------------------------------------------------
+
+
+@given(
+    before=st.lists(sizes, max_size=2).map(tuple),
+    shape=st.tuples(sizes, sizes, sizes),
+    eps=epsilons,
+    affine=st.booleans(),
+    seed=seeds,
+)
+def test_batch_norm_in_evaluation_is_that_of_pytorch(before, shape, eps, affine, seed):
+    rng = np.random.default_rng(seed)
+    op = BatchNorm2d(shape[0], eps, affine=affine, input_shape=(*before, *shape))
+    module = Flat(shape[0], eps, affine=affine).eval()
+    with_statistics(op, module, rng)
+    assert op.pattern is Pattern.diagonal(math.prod(op.input_shape))
+    check_operator(op, module, rng)
+
+
+def test_evaluation_has_one_jacobian_for_all_samples():
+    op = BatchNorm2d(2, input_shape=(2, 3, 1))
+    op.running_var = np.array([1.0, 4.0])
+    op.weight = np.array([3.0, 5.0])
+    expected = np.repeat([3 / np.sqrt(1 + 1e-5), 5 / np.sqrt(4 + 1e-5)], 3)
+    x = np.random.default_rng(0).standard_normal((7, 2, 3, 1))
+    for values in (op.values(), op.values(x), op.values(x[0])):
+        np.testing.assert_allclose(values, expected, rtol=1e-15)
+
+
+def test_dtypes_of_batch_norm_promote_without_the_running_statistics():
+    op = BatchNorm2d(2, input_shape=(2, 1, 1))
+    assert op.running_mean.dtype == op.running_var.dtype == op.weight.dtype == np.float32
+    x = np.ones((3, 2, 1, 1), np.float32)
+    assert op.values().dtype == op.values(x).dtype == op.forward(x).dtype == np.float32
+    op.running_mean, op.running_var = np.ones(2), np.ones(2)
+    assert op.values().dtype == op.values(x).dtype == op.forward(x).dtype == np.float32
+    assert op.values(x.astype(np.float64)).dtype == np.float64
+    assert BatchNorm2d(2, input_shape=(2, 1, 1), dtype=np.float64).running_var.dtype == np.float64
+
+
+def test_slope_without_spread_or_eps_is_infinite_as_in_pytorch():
+    op, module = BatchNorm2d(2, eps=0, input_shape=(2, 1, 1)), nn.BatchNorm2d(2, eps=0).eval()
+    op.running_var = np.array([0.0, 1.0], np.float32)
+    module.running_var[0] = 0
+    x = torch.ones((1, 2, 1, 1), requires_grad=True)
+    (slope,) = torch.autograd.grad(module(x).sum(), x)
+    np.testing.assert_array_equal(op.values(), slope.reshape(-1))
+    np.testing.assert_array_equal(op.forward(np.ones((2, 1, 1)))[0], np.inf)
+    op.weight = np.zeros(2, np.float32)
+    np.testing.assert_array_equal(op.values(), [np.nan, 0])
+
+
+# -- BatchNorm2d in training --------------------------------------------------------------------
+
+batches = st.tuples(sizes, sizes, sizes, sizes).filter(lambda s: s[0] * s[2] * s[3] > 1)
+
+
+@given(shape=batches, eps=epsilons, affine=st.booleans(), track=st.booleans(), seed=seeds)
+def test_batch_norm_in_training_is_that_of_pytorch(shape, eps, affine, track, seed):
+    rng = np.random.default_rng(seed)
+    op = BatchNorm2d(
+        shape[1], eps, affine=affine, track_running_stats=track, input_shape=shape, training=True
+    )
+    check_operator(op, Joint(shape[1], eps, affine=affine, track_running_stats=track), rng, batch=2)
+
+
+@given(shape=batches)
+def test_training_couples_all_elements_of_a_channel(shape):
+    op = BatchNorm2d(shape[1], input_shape=shape, training=True)
+    channel = np.broadcast_to(np.arange(shape[1])[:, None, None], shape).reshape(-1)
+    np.testing.assert_array_equal(
+        (op.jacobian(np.zeros(shape)) != 0).toarray(), channel[:, None] == channel
+    )
+
+
+def test_training_of_one_channel_is_dense():
+    op = BatchNorm2d(1, input_shape=(3, 1, 2, 2), training=True)
+    assert op.pattern is Pattern.dense((12, 12))
+
+
+@given(shape=batches, seed=seeds)
+def test_batches_are_normalised_by_themselves(shape, seed):
+    op = BatchNorm2d(shape[1], input_shape=shape, training=True)
+    x = np.random.default_rng(seed).standard_normal((3, *shape))
+    close(op.values(x), np.stack([op.values(batch) for batch in x]))
+    close(op.forward(x), np.stack([op.forward(batch) for batch in x]))
+
+
+def test_training_in_float32():
+    rng = np.random.default_rng(0)
+    x = (30 + rng.standard_normal((8, 3, 4, 4))).astype(np.float32)
+    op, module = BatchNorm2d(3, input_shape=x.shape, training=True), nn.BatchNorm2d(3)
+    y = module(torch.tensor(x)).detach().numpy()
+    assert op.forward(x).dtype == op.values(x).dtype == np.float32
+    np.testing.assert_allclose(op.forward(x), y, atol=2e-5)
+    np.testing.assert_allclose(op.values(x), op.values(x.astype(np.float64)), atol=1e-6)
+
+
+def test_training_of_values_that_are_not_finite():
+    x = np.ones((2, 3, 1, 2))
+    x[0, 0, 0, 0], x[1, 2, 0, 1] = np.inf, np.nan
+    op, module = BatchNorm2d(3, input_shape=x.shape, training=True), nn.BatchNorm2d(3).double()
+    expected = torch.autograd.functional.jacobian(module, torch.tensor(x)).reshape(12, 12).T
+    rows = np.repeat(np.arange(12), np.diff(op.pattern.indptr))
+    close(op.values(x), expected.numpy()[rows, op.pattern.indices])
+    close(op.forward(x), module(torch.tensor(x)).detach().numpy())
+
+
+def test_pattern_and_values_of_a_few_thousand_elements_are_quick():
+    op = BatchNorm2d(2, input_shape=(32, 2, 8, 8), training=True)
+    x = np.random.default_rng(0).standard_normal((32, 2, 8, 8)).astype(np.float32)
+    start = time.perf_counter()
+    assert op.pattern.nnz == 2 * 2048**2
+    op.values(x)
+    assert time.perf_counter() - start < 2
+
+
+# -- Running statistics -------------------------------------------------------------------------
+
+
+@given(
+    shape=batches,
+    momentum=st.none() | st.floats(0, 1),
+    steps=st.integers(1, 4),
+    seed=seeds,
+)
+def test_running_statistics_are_those_of_pytorch(shape, momentum, steps, seed):
+    rng = np.random.default_rng(seed)
+    op = BatchNorm2d(
+        shape[1], momentum=momentum, input_shape=shape, training=True, dtype=np.float64
+    )
+    module = nn.BatchNorm2d(shape[1], momentum=momentum).double()
+    mean, variance = op.running_mean, op.running_var
+    x = rng.normal(2, 3, (steps, *shape))
+    together = copy.deepcopy(op)
+    for batch in x:
+        op.update_running_stats(batch)
+        module(torch.tensor(batch))
+        close(op.running_mean, module.running_mean.numpy())
+        close(op.running_var, module.running_var.numpy())
+    assert op.num_batches_tracked == module.num_batches_tracked == steps
+    assert op.running_mean is mean
+    assert op.running_var is variance
+    together.update_running_stats(x)
+    np.testing.assert_array_equal(together.running_mean, mean)
+    np.testing.assert_array_equal(together.running_var, variance)
+
+
+def test_running_statistics_in_float32_stay_so():
+    op = BatchNorm2d(3, input_shape=(4, 3, 2, 2), training=True)
+    op.update_running_stats(np.random.default_rng(0).standard_normal((4, 3, 2, 2)))
+    assert op.running_mean.dtype == op.running_var.dtype == np.float32
+    assert op.running_mean.all()
+
+
+def test_values_that_are_not_finite_reach_the_running_statistics_as_in_pytorch():
+    op = BatchNorm2d(1, input_shape=(3, 1, 1, 1), training=True)
+    module = nn.BatchNorm2d(1)
+    for last in (1e30, np.inf, 1.0):
+        x = np.array([1, 2, last], np.float32).reshape(3, 1, 1, 1)
+        op.update_running_stats(x)
+        module(torch.tensor(x))
+        np.testing.assert_allclose(op.running_mean, module.running_mean.numpy(), rtol=1e-6)
+        np.testing.assert_array_equal(
+            np.isfinite(op.running_var), np.isfinite(module.running_var.numpy())
+        )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_but_an_update_changes_the_running_statistics(training):
+    shape = (4, 3, 2, 2)
+    op = BatchNorm2d(3, input_shape=shape, training=training)
+    x = np.random.default_rng(0).standard_normal(shape)
+    op.forward(x), op.values(x), op.param_grads(x, x)
+    np.testing.assert_array_equal(op.running_mean, np.zeros(3))
+    np.testing.assert_array_equal(op.running_var, np.ones(3))
+    assert op.num_batches_tracked == 0
+
+
+def test_what_training_tracks_evaluation_uses():
+    shape = (4, 3, 2, 2)
+    train = BatchNorm2d(3, input_shape=shape, training=True)
+    test = BatchNorm2d(3, input_shape=shape[1:])
+    test.running_mean, test.running_var = train.running_mean, train.running_var
+    x = np.random.default_rng(0).standard_normal(shape)
+    train.update_running_stats(x)
+    module = nn.BatchNorm2d(3)
+    module(torch.tensor(x, dtype=torch.float32))
+    expected = module.eval()(torch.tensor(x, dtype=torch.float32)).detach().numpy()
+    np.testing.assert_allclose(test.forward(x), expected, atol=1e-5)
+
+
+def test_running_statistics_are_no_parameters():
+    op = BatchNorm2d(3, input_shape=(3, 1, 1))
+    assert op.params.keys() == {"weight", "bias"}
+    assert BatchNorm2d(3, affine=False, input_shape=(3, 1, 1)).params == {}
+    with pytest.raises(InputError, match=r"BatchNorm2d.running_mean is set .* \(2,\)"):
+        op.running_mean = np.ones(2)
+    with pytest.raises(InputTypeError, match="running_var has dtype int64"):
+        op.running_var = np.ones(3, np.int64)
+    bare = BatchNorm2d(3, track_running_stats=False, input_shape=(2, 3, 1, 1), training=True)
+    assert bare.running_mean is bare.running_var is None
+    with pytest.raises(InputError, match="running_var cannot be set"):
+        bare.running_var = np.ones(3)
+    with pytest.raises(InputError, match="needs a layer made with training=True and track"):
+        bare.update_running_stats(np.ones((2, 3, 1, 1)))
+    with pytest.raises(InputError, match="needs a layer made with training=True and track"):
+        op.update_running_stats(np.ones((3, 1, 1)))
+
+
+def test_arguments_of_batch_norm_that_are_wrong():
+    with pytest.raises(InputError, match="num_features is 0; expected at least 1"):
+        BatchNorm2d(0, input_shape=(1, 1, 1))
+    with pytest.raises(InputError, match=r"input_shape is \(4, 2, 2\); expected 3 channels"):
+        BatchNorm2d(3, input_shape=(4, 2, 2))
+    with pytest.raises(InputError, match=r"input_shape is \(3, 2\); expected at least 3 axes"):
+        BatchNorm2d(3, input_shape=(3, 2))
+    with pytest.raises(InputError, match=r"input_shape is \(3, 2, 2\); expected \(N, C, H, W\)"):
+        BatchNorm2d(3, input_shape=(3, 2, 2), training=True)
+    with pytest.raises(InputError, match=r"input_shape is .*; expected \(N, C, H, W\)"):
+        BatchNorm2d(3, input_shape=(2, 2, 3, 2, 2), training=True)
+    with pytest.raises(InputError, match="expected more than 1 value per channel in training"):
+        BatchNorm2d(3, input_shape=(1, 3, 1, 1), training=True)
+    with pytest.raises(InputError, match="eps is 0; expected more in training"):
+        BatchNorm2d(3, 0, input_shape=(2, 3, 1, 1), training=True)
+    with pytest.raises(InputError, match="eps is -1; expected at least 0"):
+        BatchNorm2d(3, -1, input_shape=(3, 1, 1))
+    with pytest.raises(InputError, match="training and track_running_stats are both False"):
+        BatchNorm2d(3, track_running_stats=False, input_shape=(3, 1, 1))
+    with pytest.raises(InputTypeError, match="momentum is 'x'; expected a number"):
+        BatchNorm2d(3, momentum="x", input_shape=(3, 1, 1))
+    with pytest.raises(InputTypeError, match="dtype is float16"):
+        BatchNorm2d(3, input_shape=(3, 1, 1), dtype=np.float16)
+    op = BatchNorm2d(3, input_shape=(2, 3, 1, 1), training=True)
+    with pytest.raises(InputError, match=r"x has shape \(3, 3, 1, 1\)"):
+        op.update_running_stats(np.ones((3, 3, 1, 1)))

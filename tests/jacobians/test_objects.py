@@ -1,0 +1,281 @@
+"""Layers as objects: what may change, copies and pickles, and what initial parameters depend on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import fake_cupy
+import numpy as np
+import pytest
+from layers import CELLS, OPERATORS
+
+import sparsescan.jacobians as jacobians
+from sparsescan import InputError, InputTypeError
+from sparsescan.jacobians import (
+    BatchNorm2d,
+    Conv2d,
+    GRUCell,
+    Linear,
+    Operator,
+    Residual,
+    Sequential,
+    Softmax,
+    Tanh,
+)
+
+IMAGE = (2, 4, 4)
+MAKERS: dict[str, Callable[[], Any]] = {
+    "Sequential": lambda: Sequential(
+        [Linear(3, 3, rng=0), Residual(Linear(3, 3, rng=1), Tanh(input_shape=(3,)))]
+    ),
+    **{name: lambda make=make: make(np.float64) for name, make in (OPERATORS | CELLS).items()},
+}
+RANDOM = ["Conv1d", "Conv2d", "ConvTranspose2d", "GRUCell", "LSTMCell", "Linear", "RNNCell"]
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda op: pickle.loads(pickle.dumps(op)),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return MAKERS[request.param]
+
+
+def results(op: Any) -> list[np.ndarray]:
+    """Everything that a layer, a cell or a chain computes, for one input."""
+    rng = np.random.default_rng(7)
+    if isinstance(op, Sequential):
+        xs = op.activations(rng.standard_normal((5, *op.input_shape)))
+        return [*xs, *op.values(xs), *(p.indices for p in op.patterns)]
+    if isinstance(op, Operator):
+        inputs: tuple[np.ndarray, ...] = (rng.standard_normal((5, *op.input_shape)),)
+    else:
+        inputs = tuple(rng.standard_normal((5, n)) for n in (op.input_size, op.state_size))
+    y = op.forward(*inputs)
+    grads = op.param_grads(*inputs, y).values()
+    pattern = op.pattern
+    return [y, op.values(*inputs), *grads, pattern.indptr, pattern.indices]
+
+
+def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return len(actual) == len(expected) and all(map(np.array_equal, actual, expected))
+
+
+def layers(op: Any) -> list[Any]:
+    """The layer itself, or those of which it is made."""
+    if not hasattr(op, "ops"):
+        return [op]
+    return [part for inner in (*op.ops, *getattr(op, "shortcut", ())) for part in layers(inner)]
+
+
+def test_every_layer_is_among_the_examples() -> None:
+    classes = {name for name in jacobians.__all__ if inspect.isclass(getattr(jacobians, name))}
+    assert classes - {"Linearization", "Operator"} == {name.partition("-")[0] for name in MAKERS}
+
+
+# -- Copies and pickles ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_computes_the_same_and_is_independent(
+    make: Callable[[], Any], kind: str, used: bool
+) -> None:
+    op = make()
+    expected = results(op if used else make())
+    copied = COPIES[kind](op)
+    assert same(results(copied), expected)
+    for part in layers(copied):
+        for name, param in part.params.items():
+            param += 1
+            setattr(part, name, param * 2)
+    if any(part.params for part in layers(op)):
+        assert not same(results(copied), expected)
+    assert same(results(op), expected)
+
+
+def test_a_copy_refuses_what_the_layer_refuses() -> None:
+    for copied in (kind(Linear(3, 2)) for kind in COPIES.values()):
+        with pytest.raises(InputError, match="cannot be changed"):
+            copied.in_features = 4
+
+
+def test_a_shallow_copy_shares_arrays_until_one_is_set() -> None:
+    layer = Linear(3, 2, rng=0)
+    weight = layer.weight
+    shallow = copy.copy(layer)
+    assert shallow.weight is weight
+    shallow.weight = np.zeros((2, 3))
+    assert layer.weight is weight
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_layer_used_on_a_device_is_copied_without_what_it_keeps_there(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    layer = MAKERS["Linear-masked"]()
+    expected = results(layer)
+    host = layer.params
+    for name, param in host.items():
+        setattr(layer, name, cupy.asarray(param))
+    layer.forward(cupy.asarray(np.ones(layer.input_shape)))
+    for name, param in host.items():
+        setattr(layer, name, param)
+    assert layer._mask._device is not None
+    copied = COPIES[kind](layer)
+    assert copied._mask._device is None
+    assert same(results(copied), expected)
+
+
+def test_the_layers_of_a_copied_chain_are_those_of_its_steps() -> None:
+    net = copy.deepcopy(MAKERS["Sequential"]())
+    before = net.forward(np.ones(3))
+    net.ops[0].weight = np.zeros((3, 3))
+    assert not np.array_equal(net.forward(np.ones(3)), before)
+
+
+# -- What cannot change ---------------------------------------------------------------------------
+
+
+def test_no_public_attribute_can_be_set_but_parameters_and_masks(make: Callable[[], Any]) -> None:
+    settable = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked", "mask"}
+    settable |= {"weight_ih", "weight_hh", "bias_ih", "bias_hh"}
+    for op in layers(make()):
+        expected = results(op)
+        names = {name for name in dir(op) if not name.startswith("_")}
+        # A cell says by `bias` whether it has biases.
+        fixed = names - settable | ({"bias"} if hasattr(op, "state_size") else set())
+        for name in [*fixed, "weight_mask"]:
+            with pytest.raises(InputError, match=f"^{type(op).__name__}.{name} cannot be changed"):
+                setattr(op, name, None)
+        assert same(results(op), expected)
+
+
+def test_what_is_refused_is_named() -> None:
+    layer = Conv2d(4, 4, 3, groups=2, input_shape=(4, 5, 5))
+    message = r"^Conv2d.groups cannot be changed after the layer was made: make a new one$"
+    with pytest.raises(InputError, match=message):
+        layer.groups = 1
+
+
+def test_a_subclass_sets_attributes_until_its_own_construction_is_over() -> None:
+    class Scaled(Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(3, 2)
+            self.scale = scale
+
+    layer = Scaled(2.0)
+    with pytest.raises(InputError, match=r"^Scaled.scale cannot be changed"):
+        layer.scale = 3.0
+
+
+def test_counted_batches_can_be_set() -> None:
+    layer = BatchNorm2d(2, momentum=None, input_shape=(3, *IMAGE), training=True)
+    layer.num_batches_tracked = 3
+    layer.update_running_stats(np.ones((3, *IMAGE)))
+    assert layer.num_batches_tracked == 4
+    np.testing.assert_allclose(layer.running_mean, 1 / 4)
+    with pytest.raises(InputError, match="num_batches_tracked is -1; expected at least 0"):
+        layer.num_batches_tracked = -1
+    with pytest.raises(InputTypeError, match=r"num_batches_tracked is 0\.5; expected an integer"):
+        layer.num_batches_tracked = 0.5  # type: ignore[assignment]
+
+
+def test_help_shows_the_arguments() -> None:
+    assert [*inspect.signature(Softmax).parameters] == ["dim", "input_shape"]
+
+
+# -- Parameters -----------------------------------------------------------------------------------
+
+
+def test_an_array_that_was_reshaped_in_place_reaches_no_kernel(make: Callable[[], Any]) -> None:
+    for op in layers(make()):
+        for name, param in op.params.items():
+            array = param.copy()
+            setattr(op, name, array)
+            array.resize((20, 30), refcheck=False)
+            expected = rf"{name} has become an array of shape \(20, 30\); expected"
+            with pytest.raises(InputError, match=expected):
+                results(op)
+            setattr(op, name, param)
+
+
+def test_running_statistics_that_were_reshaped_in_place_are_refused() -> None:
+    layer = BatchNorm2d(2, input_shape=IMAGE)
+    layer.running_var.resize((1,), refcheck=False)
+    with pytest.raises(InputError, match=r"running_var has become an array of shape \(1,\)"):
+        layer.values()
+
+
+def test_a_weight_that_was_reshaped_in_place_says_what_is_expected() -> None:
+    layer = Linear(3, 2)
+    layer.weight.resize((1, 6), refcheck=False)
+    message = r"^Linear.weight has become an array of shape \(1, 6\); expected \(2, 3\)$"
+    with pytest.raises(InputError, match=message):
+        layer.values()
+    layer.weight = np.ones((2, 3))
+    assert layer.values().tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_initial_parameters_do_not_depend_on_the_order_of_reading(name: str) -> None:
+    expected = MAKERS[name]().params
+    backwards = MAKERS[name]()
+    for key in reversed(expected):
+        np.testing.assert_array_equal(getattr(backwards, key), expected[key])
+    arrays = [array.reshape(-1)[:2].tolist() for array in expected.values()]
+    assert all(arrays.count(array) == 1 for array in arrays), "two parameters are drawn alike"
+
+
+def test_layers_that_share_a_generator_differ_whenever_they_are_read() -> None:
+    def weights(order: list[int]) -> list[np.ndarray]:
+        rng = np.random.default_rng(0)
+        layers = [Linear(3, 2, rng=rng), Linear(3, 2, rng=rng)]
+        actual = {k: layers[k].weight for k in order}
+        return [actual[0], actual[1]]
+
+    assert same(weights([0, 1]), weights([1, 0]))
+    assert not np.array_equal(*weights([0, 1]))
+
+
+def test_without_rng_layers_differ_but_copies_do_not() -> None:
+    layer = Linear(3, 2)
+    np.testing.assert_array_equal(copy.deepcopy(layer).weight, layer.weight)
+    assert not np.array_equal(Linear(3, 2).weight, layer.weight)
+
+
+def test_threads_that_read_first_at_once_get_the_same_array() -> None:
+    count = 8
+    barrier = Barrier(count)
+
+    def read(layer: Linear) -> Any:
+        barrier.wait()
+        return layer.weight
+
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(20):
+            layer = Linear(200, 200)
+            actual = list(pool.map(read, [layer] * count))
+            assert all(array is layer.weight for array in actual)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda rng: Linear(3, 2, rng=rng), lambda rng: GRUCell(3, 2, rng=rng)]
+)
+def test_a_wrong_rng_is_named(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(
+        InputError, match=r"^rng is -1; expected a numpy\.random\.Generator, an int"
+    ):
+        make(-1)
+    with pytest.raises(InputTypeError, match=r"^rng is 'a'; expected a numpy\.random\.Gen"):
+        make("a")
+    with pytest.raises(InputTypeError, match=r"^rng is 0\.5; expected a numpy\.random\.Gen"):
+        make(0.5)

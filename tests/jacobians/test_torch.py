@@ -1,0 +1,404 @@
+"""Networks from PyTorch: the scan gives the gradients of autograd, in the module's own memory."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from autodiff import close
+from torch import nn
+from torch.nn.utils import prune
+
+from sparsescan import InputError, InputTypeError
+from sparsescan.jacobians import BatchNorm2d, Conv2d, Sequential, from_torch
+
+
+def lenet5() -> nn.Sequential:
+    """LeNet-5 (LeCun et al., 1998) for 32×32 images of three channels."""
+    return nn.Sequential(
+        nn.Sequential(
+            nn.Conv2d(3, 6, 5),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        ),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.Tanh(),
+        nn.Linear(120, 84),
+        nn.Identity(),
+        nn.Sigmoid(),
+        nn.Linear(84, 10),
+    )
+
+
+def vgg11() -> nn.Sequential:
+    """VGG-11 (Simonyan and Zisserman, 2015) for 32×32 images."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in [64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"]:
+        if width == "M":
+            layers.append(nn.MaxPool2d(2, 2))
+        else:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    head = nn.Sequential(nn.Flatten(), nn.Linear(512, 10))
+    return nn.Sequential(nn.Sequential(*layers), head)
+
+
+def check_gradients(
+    module: nn.Module, input_shape: tuple[int, ...], x: np.ndarray, schedule: str = "linear"
+) -> Sequential:
+    """All gradients of a network by the scan are those of autograd, in float64."""
+    module = module.double()
+    net = Sequential(from_torch(module, input_shape))
+    rng = np.random.default_rng(1)
+    xs = net.activations(x)
+    x_torch = torch.tensor(x, requires_grad=True)
+    y = module(x_torch)
+    close(xs[-1], y.detach().numpy())
+    grad = rng.standard_normal(y.shape)
+    (y * torch.tensor(grad)).sum().backward()
+    flat = grad.reshape(*x.shape[: x.ndim - len(input_shape)], -1)
+    plan = net.plan(schedule=schedule)
+    gradients = plan.inclusive_scan(flat, net.values(xs))
+    close(gradients[-1].reshape(x.shape), x_torch.grad.numpy(), 1e5)
+    actual = net.param_grads(xs, gradients)
+    ours = [
+        (op.params[name], layer_grads[name])
+        for op, layer_grads in zip(net.layers, actual, strict=True)
+        for name in op.params
+    ]
+    for (array, ours_grad), parameter in zip(ours, module.parameters(), strict=True):
+        assert np.shares_memory(array, parameter.detach().numpy())
+        close(ours_grad, parameter.grad.numpy(), 1e5)
+    return net
+
+
+def images(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+def test_lenet5(schedule: str) -> None:
+    check_gradients(lenet5(), (3, 32, 32), images(4, 3, 32, 32), schedule)
+
+
+def test_vgg11() -> None:
+    net = check_gradients(vgg11(), (3, 32, 32), images(2, 3, 32, 32))
+    assert len(net) == 23
+    assert net.layers[0].pattern.nnz == 3 * 64 * 94 * 94
+
+
+def test_every_layer_there_is() -> None:
+    module = nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.LeakyReLU(0.1),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.AvgPool2d(3, ceil_mode=True, count_include_pad=False),
+        nn.ELU(0.5),
+        nn.Conv2d(4, 6, 3, padding="same", groups=2),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d((4, None)),
+        nn.GELU("tanh"),
+        nn.Dropout(0.5),
+        nn.Flatten(2),
+        nn.Conv1d(6, 4, 3, stride=2, dilation=2),
+        nn.Softplus(2.0, 10.0),
+        nn.LayerNorm(14),
+        nn.Hardtanh(-0.5, 2.0),
+        nn.Linear(14, 3),
+        nn.Softmax(1),
+        nn.Flatten(),
+        nn.GELU(),
+        nn.Softmax(-1),
+    ).eval()
+    module[1].running_mean.copy_(torch.randn(4))
+    module[1].running_var.copy_(torch.rand(4) + 0.5)
+    check_gradients(module, (2, 5, 5), images(3, 2, 5, 5))
+
+
+def test_batch_norm_in_training_couples_the_batch() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
+    )
+    batch = (4, 2, 3, 3)
+    statistics = module[1].double().running_mean.clone()
+    net = Sequential(from_torch(module.double(), batch))
+    net.activations(images(*batch))
+    np.testing.assert_array_equal(module[1].running_mean, statistics)
+    check_gradients(module, batch, images(*batch))
+    assert net.patterns[3].shape == (4 * 3 * 4, 4 * 3 * 4)
+    with pytest.raises(InputError, match=r"module\[1\] \(BatchNorm2d\): .*\(N, C, H, W\)"):
+        from_torch(module, batch[1:])
+
+
+def test_pruned_weights_leave_the_pattern() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4)).double()
+    for layer in (module[0], module[3]):
+        prune.l1_unstructured(layer, "weight", amount=0.8)
+    net = Sequential(from_torch(module, (3, 5, 5)))
+    kept = int(module[0].weight_mask.sum())
+    assert net.layers[0].nnz == kept * 9
+    assert net.layers[3].nnz == int(module[3].weight_mask.sum())
+    x = images(2, 3, 5, 5)
+    xs = net.activations(x)
+    close(xs[-1], module(torch.tensor(x)).detach().numpy())
+    grads = net.plan().exclusive_scan(np.ones((2, 4)), net.values(xs))
+    module(torch.tensor(x)).sum().backward()
+    actual = net.param_grads(xs, grads)
+    close(actual[0]["weight"], module[0].weight_orig.grad.numpy())
+    close(actual[3]["weight"], module[3].weight_orig.grad.numpy())
+    assert np.shares_memory(net.layers[0].weight, module[0].weight_orig.detach().numpy())
+
+
+def test_what_an_optimiser_does_is_seen() -> None:
+    module = nn.Sequential(nn.Linear(3, 2))
+    (op,) = from_torch(module, (3,))
+    x = np.ones(3, np.float32)
+    before = op.forward(x)
+    module(torch.from_numpy(x)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    np.testing.assert_allclose(op.forward(x), module(torch.from_numpy(x)).detach(), rtol=1e-6)
+    assert (op.forward(x) != before).all()
+
+
+def test_a_single_layer_and_nested_sequentials() -> None:
+    assert len(from_torch(nn.ReLU(), (3,))) == 1
+    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Identity()), nn.Tanh())
+    assert [type(op).__name__ for op in from_torch(nested, (2, 2))] == ["ReLU", "Tanh"]
+    named = nn.Sequential()
+    named.add_module("conv", nn.Conv2d(1, 1, 1))
+    (conv,) = from_torch(named, (1, 2, 2))
+    assert isinstance(conv, Conv2d)
+
+
+def test_a_layer_called_twice_gives_two_operators_of_the_same_arrays() -> None:
+    linear, act = nn.Linear(3, 3), nn.Tanh()
+    module = nn.Sequential(linear, act, nn.Sequential(linear, act)).double()
+    net = Sequential(from_torch(module, (3,)))
+    assert [type(op).__name__ for op in net.layers] == ["Linear", "Tanh", "Linear", "Tanh"]
+    first, _, second, _ = net.layers
+    assert np.shares_memory(first.weight, second.weight)
+    assert np.shares_memory(first.weight, linear.weight.detach().numpy())
+    x = images(5, 3)
+    xs = net.activations(x)
+    y = module(torch.tensor(x))
+    close(xs[-1], y.detach().numpy())
+    y.sum().backward()
+    grads = net.plan().exclusive_scan(np.ones((5, 3)), net.values(xs))
+    actual = net.param_grads(xs, grads)
+    for name in ("weight", "bias"):
+        close(actual[0][name] + actual[2][name], getattr(linear, name).grad.numpy())
+
+
+def test_one_sequential_may_call_a_layer_twice() -> None:
+    linear, act = nn.Linear(3, 3), nn.Tanh()
+    ops = from_torch(nn.Sequential(linear, act, linear, act), (3,))
+    assert [type(op).__name__ for op in ops] == ["Linear", "Tanh", "Linear", "Tanh"]
+
+
+def test_a_layer_pruned_twice_keeps_what_both_masks_keep() -> None:
+    module = nn.Linear(4, 4).double()
+    prune.custom_from_mask(module, "weight", torch.eye(4) + torch.eye(4).roll(1, 0))
+    prune.custom_from_mask(module, "weight", torch.eye(4))
+    (op,) = from_torch(module, (4,))
+    assert op.nnz == 4
+    # Once pruning is made permanent, zeros are weights as any other.
+    prune.remove(module, "weight")
+    (op,) = from_torch(module, (4,))
+    assert op.nnz == 16
+    x = np.ones(4)
+    close(op.forward(x), module(torch.from_numpy(x)).detach().numpy())
+
+
+def test_a_mask_that_no_hook_applies_is_no_pruning() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("weight_mask", torch.zeros(2, 2))
+    (op,) = from_torch(module, (2,))
+    assert op.nnz == 4
+
+
+def test_the_counter_of_batches_is_copied() -> None:
+    module = nn.BatchNorm2d(2, momentum=None).double()
+    x = images(4, 2, 3, 3)
+    for _ in range(3):
+        module(torch.tensor(x))
+    (op,) = from_torch(module, x.shape)
+    assert isinstance(op, BatchNorm2d)
+    assert type(op.num_batches_tracked) is int
+    assert op.num_batches_tracked == 3
+    # A cumulative average then goes on where the module's has come to.
+    mean = module.running_mean.numpy().copy()
+    op.update_running_stats(x + 4.0)
+    close(op.running_mean, mean + 1.0)
+    assert op.num_batches_tracked == 4
+    assert module.num_batches_tracked == 3
+    (bare,) = from_torch(nn.BatchNorm2d(2, track_running_stats=False), x.shape)
+    assert bare.num_batches_tracked == 0
+
+
+def test_running_statistics_are_shared() -> None:
+    module = nn.BatchNorm2d(3).eval()
+    (op,) = from_torch(module, (3, 2, 2))
+    assert isinstance(op, BatchNorm2d)
+    assert np.shares_memory(op.running_mean, module.running_mean.numpy())
+    assert np.shares_memory(op.running_var, module.running_var.numpy())
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "error", "words"),
+    [
+        (
+            nn.Sequential(nn.ReLU(), nn.Sequential(nn.Bilinear(2, 2, 2))),
+            (2,),
+            InputError,
+            r"module\[1\]\[0\] is a Bilinear, which has no operator; expected one of .*ReLU",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")),
+            (1, 4, 4),
+            InputError,
+            r"module\[0\] \(Conv2d\): padding_mode is 'circular'",
+        ),
+        (nn.Sequential(nn.Dropout(0.5)), (2,), InputError, r"\(Dropout\): it draws its own mask"),
+        (nn.MaxPool2d(2, return_indices=True), (1, 4, 4), InputError, "return_indices is True"),
+        (nn.Linear(2, 2).half(), (2,), InputTypeError, "dtype float16; expected float32"),
+        (nn.Linear(2, 2), (3,), InputError, r"module \(Linear\): input_shape is \(3,\)"),
+        (nn.Linear(2, 2), 2.5, InputTypeError, "input_shape is 2.5"),
+        (np.tanh, (2,), InputTypeError, "module is a ufunc; expected a torch.nn.Module"),
+        (nn.Softmax(), (2,), InputTypeError, "dim is None"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    module: Any, shape: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        from_torch(module, shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm"])
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Conv2d(2, 2, 1)])
+def test_norms_made_by_hooks_are_refused(norm: str, layer: nn.Module) -> None:
+    layer = getattr(nn.utils, norm)(copy.deepcopy(layer))
+    name = "SpectralNorm" if norm == "spectral_norm" else "WeightNorm"
+    words = rf"module\[1\] \({type(layer).__name__}\): it has the forward pre-hook {name}, which"
+    with pytest.raises(InputError, match=words):
+        from_torch(nn.Sequential(nn.ReLU(), layer), (2, 1, 1) if layer.weight.ndim == 4 else (2,))
+    # Without the hook the weight is what it computed last.
+    layer._forward_pre_hooks.clear()
+    with pytest.raises(
+        InputError, match=r"its weight is a Tensor .*; expected a torch.nn.Parameter"
+    ):
+        from_torch(layer, (2, 1, 1) if layer.weight.ndim == 4 else (2,))
+
+
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrisations_are_refused(norm: str) -> None:
+    layer = getattr(nn.utils.parametrizations, norm)(nn.Linear(2, 2))
+    with pytest.raises(
+        InputError,
+        match=r"module\[0\] \(ParametrizedLinear\): it has parametrisations of weight",
+    ):
+        from_torch(nn.Sequential(layer), (2,))
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    x = np.ones(2)
+    (op,) = from_torch(layer.double(), (2,))
+    close(op.forward(x), layer(torch.from_numpy(x)).detach().numpy())
+
+
+def double_it(module: nn.Module, args: Any, *output: Any) -> Any:
+    return 2 * output[0] if output else (2 * args[0],)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("make", [nn.ReLU, nn.Identity, nn.Sequential, lambda: nn.Linear(2, 2)])
+def test_hooks_are_refused_until_they_are_removed(register: str, make: Any) -> None:
+    module = nn.Sequential(nn.Tanh(), make())
+    handle = getattr(module[1], register)(double_it)
+    kind = register.removeprefix("register_").replace("_", " ").replace("pre hook", "pre-hook")
+    words = rf"module\[1\] \({type(module[1]).__name__}\): it has the {kind} double_it"
+    with pytest.raises(InputError, match=words):
+        from_torch(module, (2,))
+    handle.remove()
+    from_torch(module, (2,))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_tensor_that_is_no_parameter_is_refused(name: str) -> None:
+    layer = nn.Linear(2, 2)
+    tensor = getattr(layer, name).detach().clone()
+    delattr(layer, name)
+    setattr(layer, name, tensor)
+    words = rf"module \(Linear\): its {name} is a Tensor .*; expected a torch.nn.Parameter"
+    with pytest.raises(InputError, match=words):
+        from_torch(layer, (2,))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(2).eval(), nn.LayerNorm([2, 2, 2])])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_normalisation_may_not_be_pruned(layer: nn.Module, name: str) -> None:
+    layer = copy.deepcopy(layer)
+    prune.random_unstructured(layer, name, amount=1)
+    words = (
+        rf"module \({type(layer).__name__}\): its {name} is pruned; "
+        "only convolutions and Linear may be pruned"
+    )
+    with pytest.raises(InputError, match=words):
+        from_torch(layer, (2, 2, 2))
+
+
+def test_a_bias_may_not_be_pruned() -> None:
+    layer = nn.Linear(2, 2)
+    prune.random_unstructured(layer, "bias", amount=1)
+    with pytest.raises(InputError, match="its bias is pruned; expected a pruned weight at most"):
+        from_torch(layer, (2,))
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_other_dtypes_are_named(dtype: torch.dtype, pruned: bool) -> None:
+    layer = nn.Linear(2, 2)
+    if pruned:
+        prune.random_unstructured(layer, "weight", amount=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # complex modules are new to PyTorch
+        layer.to(dtype)
+    words = (
+        rf"module\[0\] \(Linear\): weight has dtype {str(dtype)[6:]}; expected float32 or float64"
+    )
+    with pytest.raises(InputTypeError, match=words):
+        from_torch(nn.Sequential(layer), (2,))
+
+
+def test_running_statistics_of_other_dtypes_are_named() -> None:
+    layer = nn.BatchNorm2d(2).eval()
+    layer.running_var = layer.running_var.bfloat16()
+    with pytest.raises(InputTypeError, match="running_var has dtype bfloat16; expected float32 or"):
+        from_torch(layer, (2, 2, 2))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.BatchNorm2d(2).eval(), nn.LayerNorm(2)])
+def test_other_devices_are_named(layer: nn.Module) -> None:
+    name = type(layer).__name__
+    words = rf"module \({name}\): weight is on the device meta; expected float32 or float64 on"
+    with pytest.raises(InputTypeError, match=words):
+        from_torch(copy.deepcopy(layer).to("meta"), (2, 2, 2))
+
+
+def test_pytorch_is_imported_only_when_asked_for() -> None:
+    code = (
+        "import sys, sparsescan, sparsescan.jacobians; "
+        "assert not {'torch', 'cupy', 'jax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

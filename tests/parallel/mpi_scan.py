@@ -1,0 +1,219 @@
+"""Scans of random chains in random parts agree with the sequential ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from extremes import extreme_chain, finite_count, looped, needs_longer, oracle
+from mpi4py import MPI
+from oracles import (
+    Gradients,
+    assert_within,
+    indices_of,
+    patterns_of,
+    same_bits,
+    sequential,
+    values_only,
+)
+from ranges import linear_length, positive_steps, two_blocks, waves
+from ranks import expected_of, grids, part_of, random_chain
+
+import sparsescan
+from sparsescan import CSRChain, parallel
+from sparsescan.parallel import Grid
+
+pytestmark = [
+    pytest.mark.ranks(3, slow=(1, 7), doubling=True),
+    pytest.mark.ranks(slow=(4,)),
+]
+
+WORLD = MPI.COMM_WORLD
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+@pytest.mark.ranks(3, slow=(1, 7), doubling=True)
+@pytest.mark.ranks(slow=(2, 4, 6))
+def test_random_chains(seeds: Callable[..., range]) -> None:
+    for seed in seeds(4, 9, 200):
+        check(seed)
+
+
+def check(seed: int) -> None:
+    """Scan one random chain in random parts, by both schedules; grids take turns."""
+    rng = np.random.default_rng(seed)
+    grid = grids()[seed % len(grids())]
+    shared = grid.batch == 1 and rng.random() < 0.5
+    batch = None if shared else int(rng.integers(grid.batch, grid.batch + 4))
+    chain = random_chain(rng, batch)
+    n = len(chain.jacobians)
+    cuts = [0, *np.sort(rng.integers(0, n + 1, grid.chain - 1)).tolist(), n]
+    mine, got = part_of(chain, grid, cuts)
+    expected = expected_of(chain, grid, got)
+    grad = mine.grad if grid.position(WORLD.rank) == 0 else None
+    name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
+    for schedule in ("vectors", "products"):
+        options = {"grid": grid, "schedule": schedule}
+        found = getattr(parallel, name)(
+            WORLD, grad, mine.jacobians, local_grads=mine.local_grads, **options
+        )
+        try:
+            assert_within(found, expected, chain.dtype)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {options}, cuts {cuts}") from error
+        if seed % 3 == 0:
+            plan = parallel.plan(WORLD, patterns_of(mine.jacobians), **options)
+            scan = getattr(plan, name)
+            for _ in range(2):
+                again = scan(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
+                assert same_bits(again, found), (seed, options)
+
+
+def equal_parts(n: int) -> slice:
+    return Grid(WORLD.size).steps(WORLD.rank, n)
+
+
+def by_products(grad: np.ndarray, chain: CSRChain, **options: Any) -> Any:
+    """This rank's gradients, without any fallback: no gradient is handed on."""
+    traffic = parallel.Communicator.of(WORLD).traffic
+    before = traffic["send"].calls if "send" in traffic else 0
+    mine = equal_parts(len(chain))
+    part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+    first = grad if WORLD.rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, first, part, schedule="products", **options)
+    assert ("send" not in traffic) or traffic["send"].calls == before, "fell back to vectors"
+    return found
+
+
+def test_range() -> None:
+    """Products far out of range: finite wherever the linear scan is, and as accurate."""
+    chains: list[tuple[np.ndarray, CSRChain]] = []
+    for kind in ("dense", "csr", "diagonal"):
+        for dtype, decades in ((F4, 60), (F8, 500)):
+            chain = positive_steps(kind, waves(200, 61, decades), 5, dtype)
+            chains.append((np.full(5, 10.0 ** (-decades / 2), dtype), chain))
+        for radius in (0.5, 10.0):
+            chain = positive_steps(kind, np.full(200, radius), 6)
+            grad = np.full(6, 1e-30 if radius > 1 else 1e30, F4)
+            n = linear_length(grad, chain)
+            chains.append((grad, CSRChain.from_pattern(chain.data[:n], chain.pattern)))
+    blocks = two_blocks(60, 10, 0.1)
+    chains.append((np.repeat([1e-30, 1e30], 3).astype(F4), blocks))
+    for grad, chain in chains:
+        # Once, since it takes long.
+        expected = sequential(grad, chain, dtype=chain.dtype) if WORLD.rank == 0 else None
+        expected = WORLD.bcast(expected)
+        mine = equal_parts(len(chain))
+        found = by_products(grad, chain)
+        assert np.isfinite(found).all()
+        own = Gradients(expected.exact[mine], expected.bounds[mine])
+        assert_within(found, own, chain.dtype)
+        # With local gradients, and for samples that are 1e8 apart.
+        scale = np.array([1, 1e-8], chain.dtype)[:, None]
+        found = by_products(grad * scale, chain, local_grads=[None] * len(own.exact))
+        assert_within(found[:, 0], own, chain.dtype)
+
+
+def test_huge_and_tiny_steps() -> None:
+    """Steps of 1e±30 by turns, with local gradients around 1."""
+    rng = np.random.default_rng(4)
+    n, size = 40, 4
+    factors = np.where(np.arange(n) % 2 == 0, 1e30, 1e-30)
+    mine = equal_parts(n)
+    for sign in (1, -1):
+        chain = positive_steps("csr", factors[::sign], size)
+        grad = rng.uniform(0.5, 1, size).astype(F4)
+        local = list(rng.uniform(0, 1, (n, size)).astype(F4))
+        expected = sequential(grad, chain, local, dtype=F4)
+        part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+        first = grad if WORLD.rank == 0 else None
+        found = parallel.exclusive_scan(
+            WORLD, first, part, local_grads=local[mine], schedule="products"
+        )
+        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F4)
+
+
+@needs_longer
+def test_steps_of_every_size(seeds: Callable[..., range]) -> None:
+    for seed in seeds(30, 180, 4000):
+        check_steps_of_every_size(seed)
+
+
+def check_steps_of_every_size(seed: int) -> None:
+    """Exponents that cancel, and entries that no exponent holds together, in some rank's part."""
+    grad, steps, local = extreme_chain(np.random.default_rng(seed))
+    expected = oracle(grad, steps, local)
+    # Both the true gradients and those of the loop, which may be 0 where others are too small.
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.array(expected.exact).astype(grad.dtype)
+        n = min(finite_count(exact), finite_count(looped(grad, steps, local)))
+    data = steps if isinstance(steps, np.ndarray) else steps.data
+    mine = equal_parts(n)
+    part = data[mine] if data is steps else CSRChain.from_pattern(data[mine], steps.pattern)
+    found = parallel.exclusive_scan(
+        WORLD,
+        grad if WORLD.rank == 0 else None,
+        part,
+        local_grads=None if local is None else local[mine],
+        schedule="products",
+    )
+    assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), grad.dtype)
+
+
+def test_what_is_not_finite(seeds: Callable[..., range]) -> None:
+    """It reaches what it reaches in the linear scan, whoever has it."""
+    rng = np.random.default_rng(seeds(1, 1, 1)[0])
+    n, size = 12, 4
+    for bad in (np.nan, np.inf):
+        for at in (0, *rng.integers(1, n, 4)):
+            where = rng.random((size, size)) < 0.5
+            indices, indptr = indices_of(where)
+            chain = CSRChain(
+                rng.standard_normal((n, len(indices))), indices, indptr, (size, size)
+            )  # fmt: skip
+            grad = rng.standard_normal(size)
+            if at == 0:
+                grad[rng.integers(size)] = bad
+            elif len(indices):
+                chain.data[at, rng.integers(len(indices))] = bad
+            mine = equal_parts(n)
+            expected = sparsescan.inclusive_scan(grad, chain, schedule="linear")
+            part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
+            found = parallel.inclusive_scan(
+                WORLD, grad if WORLD.rank == 0 else None, part, schedule="products"
+            )
+            own = expected[mine.start : mine.start + len(found)]
+            np.testing.assert_allclose(found, own, rtol=1e-9, atol=1e-9)
+
+
+def test_shapes() -> None:
+    """What comes back for a rank with one rectangular step, or none."""
+    d, last = 3, WORLD.size - 1
+    sizes = [d + rank for rank in range(WORLD.size + 1)]
+    rank = WORLD.rank
+    step = np.ones((1, sizes[rank + 1], sizes[rank]))
+    grad = np.ones(d) if rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, grad, step)
+    assert isinstance(found, np.ndarray)
+    assert found.shape == (1, sizes[rank])
+    for held in {0, last, WORLD.size // 2}:
+        steps = [np.eye(d)] * 4 if rank == held else []
+        found = parallel.inclusive_scan(WORLD, grad, steps)
+        assert len(found) == len(steps) + (rank == last)
+    empty = np.ones((0, 5, d, d))
+    first = np.ones((5, d)) if rank == 0 else None
+    found = parallel.exclusive_scan(WORLD, first, empty)
+    assert found.shape == (0, 5, d)
+    nobody = np.ones((0, d)) if rank == 0 else None
+    assert parallel.exclusive_scan(WORLD, nobody, np.ones((2, 0, d, d))).shape == (2, 0, d)
+
+
+def test_constants() -> None:
+    """Measured on all ranks together, so the same on all."""
+    network = parallel.measure(parallel.Communicator.of(WORLD))
+    assert set(WORLD.allgather(network)) == {network}
+    assert network.latency > 0
+    assert network.inverse_bandwidth > 0
+    assert min(network.exchange, network.call) >= 0

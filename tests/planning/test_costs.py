@@ -1,0 +1,181 @@
+"""What operations cost: counts against a plain count, constants on disk, and their measurement."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import chains, every_schedule, patterns_of, schedules
+
+import sparsescan
+from sparsescan import Pattern, Schedule
+from sparsescan.cli.main import main
+from sparsescan.planning.costs import cpu as costs
+from sparsescan.planning.costs.cpu import FAMILIES, CpuModel, Operations, load_cpu, save_cpu
+from sparsescan.symbolic.pattern import multiply_adds, of_mask
+from sparsescan.symbolic.program import Program
+from sparsescan.tuning import calibrate
+
+F4 = np.dtype(np.float32)
+
+
+def banded(size: int) -> Pattern:
+    return of_mask(np.abs(np.subtract.outer(np.arange(size), np.arange(size))) <= 1)
+
+
+@given(st.data())
+def test_counts_of_any_schedule(data: Any) -> None:
+    """Every node is walked down to its Jacobians: its pattern, and whether samples differ."""
+    chain = data.draw(chains(max_n=9, min_size=1))
+    if not len(chain.jacobians):
+        return
+    patterns = patterns_of(chain.jacobians)
+    n, batch = len(patterns), data.draw(st.integers(1, 20))
+    chosen = data.draw(schedules(n))
+    schedule = getattr(Schedule, chosen)(n) if chosen in ("linear", "blelloch") else chosen
+    schedule = Schedule.linear(n) if schedule == "auto" else schedule
+    batched = np.array([data.draw(st.booleans()) for _ in range(n)])
+    program = Program(patterns, schedule)
+    found = Operations.of(program, 4, batch, batched)
+
+    nodes = {(k + 1, k + 2): (patterns[k], bool(batched[k])) for k in range(n)}
+    expected: Counter[tuple[str, tuple[float, ...]]] = Counter()
+    for level in schedule.levels:
+        for start, mid, stop in level.ops.tolist():
+            right, differs = nodes[mid, stop]
+            kind = {"general": "csr"}.get(right.kind, right.kind)
+            if start == 0:
+                shared = kind != "diagonal" and not differs and batch > 2 and stop == mid + 1
+                passes = math.ceil(batch / 8) if shared else batch
+                name = ("shared " if shared else "") + kind + "·x"
+                counts = right.nnz * passes, right.shape[0] * batch, batch
+            else:
+                left, other = nodes[start, mid]
+                differs |= other
+                made = sparsescan.symbolic.pattern.product(right, left)
+                nodes[start, stop] = made, differs
+                first = {"general": "csr"}.get(left.kind, left.kind)
+                name = f"{kind}·{first}"
+                name += ", dense" * (name == "csr·csr" and made.kind == "dense")
+                name = "any·diagonal" if first == "diagonal" else name
+                name = "diagonal·any" if kind == "diagonal" else name
+                times = batch if differs else 1
+                looked = right.nnz * (stop == mid + 1) + left.nnz * (mid == start + 1)
+                counts = (
+                    multiply_adds(right, left) * times,
+                    (made.nnz + looked) * times,
+                    times,
+                )
+            expected[name, tuple(map(float, counts))] += 1
+    # The last operation is that of an inclusive scan.
+    names = [FAMILIES[family] for family in found.family[:-1]]
+    rows = [tuple(row) for row in found.counts[:-1].tolist()]
+    assert Counter(zip(names, rows, strict=True)) == expected
+
+
+def test_levels_take_what_their_operations_take() -> None:
+    machine = load_cpu(Path("no such file"))
+    patterns = [Pattern.dense((8, 8)), banded(8), Pattern.diagonal(8)] * 5
+    for schedule in every_schedule(15):
+        program = Program(patterns, schedule)
+        operations = Operations.of(program, 4, 3, np.ones(15, bool))
+        run, times = CpuModel(machine, F4, 3, 1).level_times(program)
+        assert run == machine.run
+        assert sum(times) == pytest.approx(operations.nanoseconds(machine, F4)[:-1].sum())
+        assert len(times) == len(schedule.levels)
+
+
+def test_threads_share_samples_and_rows_but_not_one_small_run() -> None:
+    machine = load_cpu(Path("no such file"))
+
+    def total(pattern: Pattern, n: int, batch: int, threads: int) -> float:
+        program = Program([pattern] * n, Schedule.linear(n))
+        run, times = CpuModel(machine, F4, batch, threads).level_times(program)
+        return run + sum(times)
+
+    size = 100_000
+    rows = np.arange(size)
+    pairs = np.stack([rows - rows % 2, rows - rows % 2 + 1], axis=1)
+    small = Pattern.dense((20, 20))
+    large = Pattern(2 * np.arange(size + 1), pairs.ravel(), (size, size))
+    assert total(small, 1000, 4, 4) < 0.5 * total(small, 1000, 4, 1)
+    assert total(small, 1000, 1, 4) >= total(small, 1000, 1, 1)
+    assert total(large, 4, 1, 4) < 0.6 * total(large, 4, 1, 1)
+    # Too little to wake anybody for.
+    assert total(small, 10, 4, 4) == total(small, 10, 4, 1)
+
+
+def test_values_that_no_cache_holds_come_from_memory() -> None:
+    machine = load_cpu(Path("no such file"))
+    n, size = 50, 2_000_000
+    program = Program([Pattern.diagonal(size)] * n, Schedule.linear(n))
+    _, times = CpuModel(machine, F4, 1, 64).level_times(program)
+    moved = (n - 1) * 3 * size * 4
+    assert sum(times) >= moved / machine.bandwidth / machine.memory_threads
+
+
+# ---------------------------------------------------------------------------------------------
+# Constants
+# ---------------------------------------------------------------------------------------------
+
+
+def test_constants_on_disk(tmp_path: Path) -> None:
+    built_in = load_cpu(tmp_path / "none.json")
+    path = save_cpu(built_in, tmp_path / "folder" / "machine.json")
+    assert load_cpu(path) == built_in
+    found = json.loads(path.read_text())
+    families = found["families"]
+    for damaged in (
+        "",
+        "[]",
+        "{",
+        json.dumps(found | {"run": -1}),
+        json.dumps(found | {"run": "fast"}),
+        json.dumps(found | {"more": 1}),
+        json.dumps(found | {"bandwidth": 0}),
+        json.dumps(found | {"meet": float("nan")}),
+        json.dumps(found | {"families": families | {"float32": families["float32"][1:]}}),
+        json.dumps(found | {"families": {"float32": families["float32"]}}),
+        json.dumps({key: value for key, value in found.items() if key != "wake"}),
+    ):
+        path.write_text(damaged)
+        assert load_cpu(path) == built_in
+    path.write_bytes(b"\xff\xfe")
+    assert load_cpu(path) == built_in
+
+
+@pytest.mark.slow
+def test_calibration_measures_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Quickly here, so that nothing can be said of the numbers but that they are some."""
+    monkeypatch.setattr(calibrate, "_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_TIMES", 2)
+    monkeypatch.setattr(calibrate, "_STEPS", 100)
+    monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
+    assert main(["calibrate"]) == 0
+    rows = Counter(line[:16].strip() for line in capsys.readouterr().out.splitlines())
+    assert all(rows[family] == 2 for family in FAMILIES)
+    machine = load_cpu()
+    assert machine.name != "built in"
+    assert machine.run > 0
+    for constants in machine.families.values():
+        assert (np.array(constants) >= 0).all()
+        assert (np.array(constants).sum(axis=1) > 0).all()
+
+
+def test_a_plan_prints_predicted_times() -> None:
+    plan = sparsescan.plan([Pattern.dense((5, 5))] * 9, schedule="blelloch", batch=3)
+    text = str(plan)
+    assert "time\n" in text
+    assert "predicted: " in text
+    found = plan.to_dict()
+    assert found["run_nanoseconds"] > 0
+    assert all(level["nanoseconds"] > 0 for level in found["levels"])

@@ -1,0 +1,351 @@
+"""Elimination is right when no assignment of choices costs less than the one it returns."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsescan import InputError, InputTypeError, MemoryLimitError
+from sparsescan.planning import elimination
+from sparsescan.planning.elimination import minimise
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def chain(rng, n):
+    return [(v, v + 1) for v in range(n - 1)]
+
+
+def tree(rng, n):
+    return [(int(rng.integers(v)), v) for v in range(1, n)]
+
+
+def series_parallel(rng, n):
+    """Edges subdivided, or joined by a path beside them, one node at a time."""
+    ends = [(0, 1)] * (n > 1)
+    for w in range(2, n):
+        k = int(rng.integers(len(ends)))
+        u, v = ends[k]
+        ends += [(u, w), (w, v)]
+        if rng.random() < 0.5:
+            del ends[k]
+    return ends
+
+
+def general(rng, n):
+    """Any pairs: cycles, parallel and opposite edges, loops, nodes without an edge."""
+    return rng.integers(n, size=(int(rng.integers(3 * n)), 2)).tolist() if n else []
+
+
+def complete(rng, n):
+    return list(itertools.combinations(range(n), 2))
+
+
+FAMILIES = [chain, tree, series_parallel, general, complete]
+
+
+def integer(rng, shape):
+    """Sums are exact, and ties are common."""
+    return rng.integers(-2, 3, shape).astype(float)
+
+
+def real(rng, shape):
+    return rng.standard_normal(shape)
+
+
+def forbidding(rng, shape):
+    return np.where(rng.random(shape) < 0.3, np.inf, integer(rng, shape))
+
+
+KINDS = [integer, real, forbidding]
+
+
+def random_graph(rng, family, n, most, kind):
+    sizes = rng.integers(1, most + 1, n).tolist()
+    nodes = [kind(rng, k) for k in sizes]
+    return nodes, [(u, v, kind(rng, (sizes[u], sizes[v]))) for u, v in family(rng, n)]
+
+
+def graphs(test):
+    families, kinds = st.sampled_from(FAMILIES), st.sampled_from(KINDS)
+    return given(families, st.integers(0, 7), st.integers(1, 4), kinds, SEEDS)(test)
+
+
+def cost_of(nodes, edges, choices):
+    """The total of one assignment; choices may be arrays that broadcast against each other."""
+    total = sum((cost[g] for cost, g in zip(nodes, choices, strict=True)), start=np.float64(0))
+    return total + sum(cost[choices[u], choices[v]] for u, v, cost in edges)
+
+
+def all_costs(nodes, edges):
+    """What every assignment costs, an axis for each node."""
+    return cost_of(nodes, edges, np.ix_(*(range(len(cost)) for cost in nodes)))
+
+
+@graphs
+def test_no_assignment_costs_less(family, n, most, kind, seed):
+    nodes, edges = random_graph(np.random.default_rng(seed), family, n, most, kind)
+    least = all_costs(nodes, edges).min()
+    if least == np.inf:
+        with pytest.raises(InputError, match="every assignment costs inf"):
+            minimise(nodes, edges)
+        return
+    choices, total = minimise(nodes, edges)
+    assert choices.dtype == np.int64
+    assert choices.shape == (n,)
+    assert type(total) is float
+    terms = n + len(edges)
+    atol = 0 if kind is not real else 8 * terms**2 * np.finfo(float).eps
+    np.testing.assert_allclose(cost_of(nodes, edges, choices), total, rtol=0, atol=atol)
+    np.testing.assert_allclose(total, least, rtol=0, atol=atol)
+
+
+@graphs
+def test_blocks_of_any_size_give_the_same_choices(family, n, most, kind, seed):
+    nodes, edges = random_graph(np.random.default_rng(seed), family, n, most, kind)
+    if all_costs(nodes, edges).min() == np.inf:
+        return
+    choices, total = minimise(nodes, edges)
+    for block in 0, 5, 17:
+        with mock.patch.object(elimination, "_BLOCK", block):
+            again, same = minimise(nodes, edges)
+        np.testing.assert_array_equal(again, choices)
+        assert same == total
+
+
+@graphs
+def test_numbers_and_directions_do_not_matter(family, n, most, kind, seed):
+    rng = np.random.default_rng(seed)
+    nodes, edges = random_graph(rng, family, n, most, integer)
+    total = minimise(nodes, edges)[1]
+    number = rng.permutation(n).tolist()
+    renamed = [nodes[number.index(v)] for v in range(n)]
+    turned = [
+        (number[u], number[v], cost) if rng.random() < 0.5 else (number[v], number[u], cost.T)
+        for u, v, cost in edges
+    ]
+    rng.shuffle(turned)
+    assert minimise(renamed, turned)[1] == total
+
+
+@graphs
+def test_input_is_not_changed_and_the_same_call_gives_the_same_choices(family, n, most, kind, seed):
+    nodes, edges = random_graph(np.random.default_rng(seed), family, n, most, integer)
+    for array in (*nodes, *(cost for _, _, cost in edges)):
+        array.setflags(write=False)
+    choices, total = minimise(nodes, edges)
+    again, same = minimise([cost.tolist() for cost in nodes], iter(edges))
+    np.testing.assert_array_equal(choices, again)
+    assert total == same
+
+
+@given(st.integers(1, 8), st.integers(1, 4), SEEDS)
+def test_of_equally_cheap_chains_the_first_in_lexicographic_order_is_taken(n, k, seed):
+    rng = np.random.default_rng(seed)
+    nodes = [integer(rng, k) for _ in range(n)]
+    edges = [(u, v, integer(rng, (k, k))) for u, v in chain(rng, n)]
+    costs = all_costs(nodes, edges)
+    first = np.unravel_index(costs.argmin(), costs.shape)
+    np.testing.assert_array_equal(minimise(nodes, edges)[0], first)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_but_ties_takes_the_first_choice_everywhere(family):
+    rng = np.random.default_rng(1)
+    nodes, edges = random_graph(rng, family, 7, 4, lambda rng, shape: np.zeros(shape))
+    choices, total = minimise(nodes, edges)
+    assert not choices.any()
+    assert total == 0
+
+
+def test_a_graph_without_nodes():
+    choices, total = minimise([])
+    assert choices.shape == (0,)
+    assert total == 0
+
+
+def test_integers_and_booleans_are_costs():
+    choices, total = minimise(
+        [np.array([3, 1], np.uint8), [False, True]], [(0, 1, np.eye(2, dtype=int))]
+    )
+    np.testing.assert_array_equal(choices, [1, 0])
+    assert total == 1
+
+
+def planted(rng, ends, sizes):
+    """A graph whose one optimal assignment is known, and costs nothing, though no cost shows it.
+
+    Away from the assignment every node costs more. What an edge costs is then moved about: part of
+    it to the nodes at its ends.
+    """
+    best = [int(rng.integers(k)) for k in sizes]
+    nodes = [rng.integers(1, 100, k).astype(float) for k in sizes]
+    for cost, choice in zip(nodes, best, strict=True):
+        cost[choice] = 0
+    edges = []
+    for u, v in ends:
+        cost = rng.integers(0, 100, (sizes[u], sizes[v])).astype(float)
+        cost[best[u], best[v]] = 0
+        to_u, to_v = rng.integers(-1000, 1000, sizes[u]), rng.integers(-1000, 1000, sizes[v])
+        nodes[u] += to_u
+        nodes[v] += to_v
+        edges.append((u, v, cost - to_u[:, None] - to_v))
+    return nodes, edges, best
+
+
+def ladder(rng, n):
+    """Four rails with rungs: a core that cannot be enumerated, of width four."""
+    rungs = [(v, v + 1) for v in range(n - 1) if v % 4 < 3]
+    return rungs + [(v, v + 4) for v in range(n - 4)]
+
+
+def inception(rng, n):
+    """Modules of branches between a split and a join, as in Inception-v3."""
+    ends, last, node = [], 0, 1
+    while node + 8 < n:
+        branches = [[last, node], [last, node + 1, node + 2], [last, *range(node + 3, node + 6)]]
+        branches.append([last, node + 6])
+        last, node = node + 7, node + 8
+        for branch in branches:
+            ends += itertools.pairwise([*branch, last])
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("family", "n", "choices", "seconds"),
+    [
+        # Bounds for a busy machine; an idle one takes a tenth of that or less.
+        (chain, 500, (3, 3), 0.5),
+        (chain, 500, (10, 10), 0.5),
+        (chain, 500, (1, 10), 0.5),
+        (tree, 500, (3, 3), 0.5),
+        (tree, 500, (10, 10), 0.5),
+        (tree, 3000, (1, 4), 3),
+        (series_parallel, 120, (100, 100), 10),
+        (series_parallel, 500, (1, 12), 3),
+        (inception, 120, (100, 100), 10),
+        (ladder, 400, (2, 4), 5),
+        (complete, 12, (2, 3), 5),
+    ],
+)
+def test_large_graphs_in_little_time(family, n, choices, seconds):
+    rng = np.random.default_rng(n)
+    sizes = rng.integers(choices[0], choices[1] + 1, n).tolist()
+    nodes, edges, best = planted(rng, family(rng, n), sizes)
+    start = time.perf_counter()
+    found, total = minimise(nodes, edges)
+    taken = time.perf_counter() - start
+    np.testing.assert_array_equal(found, best)
+    assert total == 0
+    assert taken < seconds
+
+
+def test_a_star_of_many_leaves_needs_no_large_table():
+    """Leaves go first, whatever the hub's number is, so its many neighbours never meet."""
+    for hub in 0, 500, 999:
+        rng = np.random.default_rng(hub)
+        ends = [(hub, v) for v in range(1000) if v != hub]
+        nodes, edges, best = planted(rng, ends, [3] * 1000)
+        np.testing.assert_array_equal(minimise(nodes, edges, memory_limit=1 << 15)[0], best)
+
+
+@pytest.mark.parametrize(("family", "most"), [(chain, 1), (tree, 1), (series_parallel, 2)])
+@given(seed=SEEDS)
+def test_trees_are_folded_leaf_by_leaf_and_series_parallel_graphs_by_deepas_rules(
+    family, most, seed
+):
+    """Whatever the numbers of choices are, even if another node would take less work."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 100, 20).tolist()
+    order = elimination._order(sizes, family(rng, 20), 1 << 30)
+    assert sorted(order) == list(range(20))
+    assert max(len(neighbours) for neighbours in order.values()) == most
+
+
+def test_nodes_of_one_choice_connect_nothing():
+    """A hub without a choice is no reason for a table of all its neighbours."""
+    rng = np.random.default_rng(3)
+    ends = [(0, v) for v in range(1, 40)] + [(v, 40) for v in range(1, 40)]
+    nodes, edges, best = planted(rng, ends, [1, *[50] * 39, 1])
+    np.testing.assert_array_equal(minimise(nodes, edges, memory_limit=0)[0], best)
+
+
+def test_memory_limit_counts_the_tables():
+    """A triangle leaves a table of 3 × 4 entries, then one of 3 for the last pair."""
+    nodes = [np.zeros(3), np.zeros(4), np.zeros(5)]
+    edges = [(u, v, np.zeros((len(nodes[u]), len(nodes[v])))) for u, v in complete(None, 3)]
+    # Node 0, 1 or 2 goes first: all of them take 60 additions, so the highest number does.
+    assert minimise(nodes, edges, memory_limit=8 * (3 * 4 + 3))[1] == 0
+    message = r"memory_limit is 119 bytes; the tables need more when node 1 is eliminated, "
+    with pytest.raises(MemoryLimitError, match=message):
+        minimise(nodes, edges, memory_limit=119)
+
+
+def test_a_graph_that_is_too_entangled_is_refused_at_once():
+    nodes = [np.zeros(10)] * 100
+    edges = [(u, v, np.zeros((10, 10))) for u, v in complete(None, 100)]
+    with pytest.raises(MemoryLimitError, match="node 99 is eliminated, with 99 neighbours left"):
+        minimise(nodes, edges)
+
+
+TWO = [[0.0, 1.0], [0.0, 1.0, 2.0]]
+GOOD = np.zeros((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        ([[1], []], [], r"node_costs\[1\] has shape \(0,\); expected \(choices,\), at least 1"),
+        ([[[1, 2]]], [], r"node_costs\[0\] has shape \(1, 2\); expected \(choices,\)"),
+        ([[1, np.nan]], [], r"node_costs\[0\] has nan at \(1,\); expected numbers or inf"),
+        ([[1], [-np.inf]], [], r"node_costs\[1\] has -inf at \(0,\)"),
+        (TWO, [(0, 1, GOOD), (0, 2, GOOD)], r"edges\[1\]\[1\] is 2; expected a node below 2"),
+        (TWO, [(-1, 1, GOOD)], r"edges\[0\]\[0\] is -1; expected at least 0"),
+        (
+            TWO,
+            [(1, 0, GOOD)],
+            r"edges\[0\]\[2\] has shape \(2, 3\); expected \(3, 2\), the choices of nodes 1 and 0",
+        ),
+        (TWO, [(0, 1, [0, 1, 2])], r"edges\[0\]\[2\] has shape \(3,\); expected \(2, 3\)"),
+        (TWO, [(0, 1, GOOD + np.nan)], r"edges\[0\]\[2\] has nan at \(0, 0\)"),
+        ([[np.inf, np.inf], [0, 1]], [], "every assignment costs inf; expected one that is not"),
+        (TWO, [(0, 1, GOOD + np.inf)], "every assignment costs inf"),
+        ([[1e308], [1e308]], [], "sums of the costs overflow float64; expected smaller ones"),
+        ([[1e308, 1]] * 2, [(0, 1, np.full((2, 2), 1e308))], "sums of the costs overflow"),
+    ],
+)
+def test_wrong_values_are_named(nodes, edges, message):
+    with pytest.raises(InputError, match=message):
+        minimise(nodes, edges)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        (3, [], "node_costs is 3; expected a sequence"),
+        ([["a"]], [], r"node_costs\[0\] has dtype <U1; expected real numbers"),
+        ([[1j]], [], r"node_costs\[0\] has dtype complex128; expected real numbers"),
+        ([[[1], [1, 2]]], [], r"node_costs\[0\] is not an array"),
+        (TWO, 3, "edges is 3; expected a sequence"),
+        (TWO, [(0, 1)], r"edges\[0\] is \(0, 1\); expected \(node, node, cost\)"),
+        (TWO, [7], r"edges\[0\] is 7; expected \(node, node, cost\)"),
+        (TWO, [(0, 1.0, GOOD)], r"edges\[0\]\[1\] is 1.0; expected an integer"),
+        (TWO, [(0, 1, None)], r"edges\[0\]\[2\] has dtype object; expected real numbers"),
+    ],
+)
+def test_wrong_types_are_named(nodes, edges, message):
+    with pytest.raises(InputTypeError, match=message):
+        minimise(nodes, edges)
+
+
+def test_memory_limit_is_a_count():
+    with pytest.raises(InputError, match="memory_limit is -1; expected at least 0"):
+        minimise([], memory_limit=-1)
+    with pytest.raises(InputTypeError, match=r"memory_limit is 0\.5; expected an integer"):
+        minimise([], memory_limit=0.5)

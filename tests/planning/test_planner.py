@@ -1,0 +1,553 @@
+"""What the planner chooses is a schedule, never dearer than the linear scan, and seldom beaten."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import math
+import re
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from fresh_python import run_python
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import (
+    assert_within,
+    every_schedule,
+    every_tree,
+    heterogeneous,
+    indices_of,
+    random_machine,
+    random_patterns,
+    sequential,
+)
+from trees import letters, random_levels
+
+import sparsescan
+import sparsescan.planning.costs.cpu
+import sparsescan.symbolic.pattern
+from sparsescan import MemoryLimitError, Pattern, Schedule
+from sparsescan.jacobians import Conv2d, ReLU
+from sparsescan.planning.costs.cpu import FAMILIES, Cpu, CpuModel, load_cpu
+from sparsescan.planning.forms import choose_forms
+from sparsescan.planning.search import Candidate, Choice, choose
+from sparsescan.symbolic.pattern import multiply_adds, of_mask, product
+from sparsescan.symbolic.program import Program
+
+api = importlib.import_module("sparsescan.api")
+SEEDS = st.integers(0, 2**32 - 1)
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+BUILT_IN = load_cpu(Path("no such file"))
+
+
+def anything_fits(program: Program) -> bool:
+    return True
+
+
+@pytest.fixture
+def small_grains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short chains of small steps are worth several threads too."""
+    monkeypatch.setattr(sparsescan.planning.costs.cpu, "RUN_GRAIN", 1)
+    monkeypatch.setattr(sparsescan.planning.costs.cpu, "ROW_GRAIN", 1000)
+
+
+def predicted(program: Program, model: CpuModel) -> float:
+    run, levels = model.level_times(program)
+    return run + sum(levels)
+
+
+def with_best_forms(patterns: list[Pattern], schedule: Schedule, model: CpuModel) -> float:
+    dense = choose_forms(Program(patterns, schedule), model)
+    return predicted(Program(patterns, schedule, dense=dense), model)
+
+
+def draw_case(
+    rng: np.random.Generator, n: int, low: int, high: int
+) -> tuple[list[Pattern], CpuModel]:
+    """A chain of all kinds of steps, on a machine of any kind."""
+    patterns = random_patterns(rng, n, low, high)
+    threads, batch = int(rng.choice([1, 2, 16, 64])), int(rng.choice([1, 1, 4]))
+    dtype = rng.choice([F4, F8])
+    return patterns, CpuModel(random_machine(rng), dtype, batch, threads)
+
+
+def chosen(patterns: list[Pattern], model: CpuModel) -> tuple[Choice, float]:
+    """And its predicted time."""
+    choice = choose(patterns, model, fits=anything_fits)
+    program = Program(patterns, choice.schedule, dense=choice.dense)
+    return choice, predicted(program, model)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is chosen
+# ---------------------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+def test_a_sound_schedule_that_is_not_predicted_to_take_longer_than_the_linear_one(
+    small_grains: None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 60))
+    patterns, model = draw_case(rng, n, 4, 40)
+    choice, time = chosen(patterns, model)
+    text = letters(n)
+    assert choice.schedule.scan(text, str.__add__) == [text[: k + 1] for k in range(n)]
+    assert Schedule.from_levels(n, choice.schedule.levels).operations == choice.schedule.operations
+    linear = predicted(Program(patterns, Schedule.linear(n)), model)
+    assert time <= linear
+    if choice.schedule != Schedule.linear(n):
+        assert time <= 0.9 * linear
+        assert time == pytest.approx(
+            min(each.nanoseconds or math.inf for each in choice.alternatives)
+        )
+    if choice.program is not None:
+        assert choice.program.schedule is choice.schedule
+        assert predicted(choice.program, model) == pytest.approx(time)
+
+
+def shares(cases: list[tuple[float, float]]) -> tuple[float, float]:
+    """How many are within the planner's margin of the best, and the worst of all."""
+    ratios = np.array([time / best for time, best in cases])
+    return float(np.mean(ratios <= 1 / 0.9)), float(ratios.max())
+
+
+@pytest.mark.slow
+def test_few_schedules_that_were_not_given_up_beat_the_choice(small_grains: None) -> None:
+    cases = []
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(5, 60))
+        patterns, model = draw_case(rng, n, 4, 60)
+        choice, time = chosen(patterns, model)
+        given_up = {each.schedule for each in choice.alternatives if each.nanoseconds is None}
+        others = [each for each in every_schedule(n) if repr(each) not in given_up]
+        best = min(with_best_forms(patterns, schedule, model) for schedule in others)
+        cases.append((time, best))
+    within, worst = shares(cases)
+    assert within >= 0.95
+    assert worst <= 1.5
+
+
+@pytest.mark.slow
+def test_few_of_all_trees_beat_the_choice(small_grains: None) -> None:
+    """Where a linear scan leaves threads idle: they are what the planner looks at."""
+    cases = []
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 6))
+        patterns, model = draw_case(rng, n, 4, 40)
+        if model.workers > 2:
+            best = min(with_best_forms(patterns, tree, model) for tree in every_tree(n))
+            cases.append((chosen(patterns, model)[1], best))
+    within, worst = shares(cases)
+    assert within >= 0.97
+    assert worst <= 2
+
+
+def test_one_thread_for_each_sample_scans_linearly(small_grains: None) -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        patterns, model = draw_case(rng, int(rng.integers(0, 40)), 4, 40)
+        for threads in {1, model.batch}:
+            alone = CpuModel(model.machine, model.dtype, model.batch, threads)
+            choice = choose(patterns, alone, fits=anything_fits)
+            assert choice.schedule == Schedule.linear(len(patterns))
+            assert not choice.dense
+
+
+def relu_network(n: int, size: int) -> list[Pattern]:
+    """Sparse steps, each with two diagonal ones behind it."""
+    rng = np.random.default_rng(0)
+    patterns = []
+    for _ in range(n):
+        patterns += [of_mask(rng.random((size, size)) < 0.2), *[Pattern.diagonal(size)] * 2]
+    return patterns
+
+
+def test_diagonals_are_merged_into_their_neighbours_where_that_pays(small_grains: None) -> None:
+    """On a machine on which products by diagonals are cheap, and all others are not."""
+    families = {name: list(rows) for name, rows in BUILT_IN.families.items()}
+    for name in families:
+        for k, family in enumerate(FAMILIES):
+            if family in ("diagonal·any", "any·diagonal"):
+                families[name][k] = [0.01, 0.01, 1]
+            elif not family.endswith("x"):
+                families[name][k] = [100, 100, 1e5]
+            else:
+                families[name][k] = [0.1, 0.1, 1000]  # every step counts, however small
+    machine = Cpu("a", families, run=0, wake=0, meet=10, cache=1e9, bandwidth=1e3, memory_threads=1)
+    patterns = relu_network(40, 60)
+    choice, time = chosen(patterns, CpuModel(machine, F4, 1, 16))
+    linear = predicted(Program(patterns, Schedule.linear(120)), CpuModel(machine, F4, 1, 16))
+    assert time < 0.6 * linear
+    program = choice.program
+    assert program is not None
+    assert program.products >= 40
+    for vector, left, right, _ in program.ops[:-1].tolist():
+        assert vector or "diagonal" in (program.patterns[left].kind, program.patterns[right].kind)
+
+
+# ---------------------------------------------------------------------------------------------
+# What planning takes
+# ---------------------------------------------------------------------------------------------
+
+
+def pruned_vgg(sizes: list[int], side: int) -> list[Pattern]:
+    """Convolutions pruned by 97 %, with ReLU between them, from the last layer to the first."""
+    rng = np.random.default_rng(0)
+    layers: list[Any] = []
+    for before, after in itertools.pairwise(sizes):
+        mask = rng.random((after, before, 3, 3)) < 0.03
+        shape = (before, side, side)
+        conv = Conv2d(before, after, 3, padding=1, input_shape=shape, weight_mask=mask)
+        layers += [conv, ReLU(input_shape=conv.output_shape)]
+    return [layer.pattern for layer in reversed(layers)]
+
+
+@pytest.fixture
+def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Multiply-adds of all products whose patterns are worked out, but for those by diagonals."""
+    found: list[int] = []
+
+    def counting(a: Pattern, b: Pattern) -> Pattern:
+        if "diagonal" not in (a.kind, b.kind):
+            found.append(multiply_adds(a, b))
+        return product(a, b)
+
+    monkeypatch.setattr(sparsescan.symbolic.pattern, "product", counting)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("threads", [16, 64, 256])
+def test_products_that_fill_in_are_not_worked_out(
+    worked_out: list[int], threads: int, batch: int
+) -> None:
+    """No more than all threads multiply in the time of the linear scan."""
+    patterns = pruned_vgg([64, 128, 256, 256, 512], 8)
+    assert sum(multiply_adds(b, a) for a, b in itertools.pairwise(patterns[1::2])) > 40_000_000
+    model = CpuModel(BUILT_IN, F4, batch, threads)
+    choice = choose(patterns, model, fits=anything_fits)
+    linear = predicted(Program(patterns, Schedule.linear(len(patterns))), model)
+    nanoseconds = BUILT_IN.families["float32"][FAMILIES.index("csr·csr")][0]
+    assert sum(worked_out) <= linear * threads / nanoseconds / batch
+    assert choice.schedule == Schedule.linear(len(patterns))
+
+
+def test_products_that_are_given_up_hide_no_others(small_grains: None) -> None:
+    """One pair of neighbours fills in; behind it are many that are worth multiplying."""
+    rng = np.random.default_rng(1)
+    size, width = 256, 2000
+    order = [of_mask(np.eye(size, dtype=bool)[rng.permutation(size)]) for _ in range(2)]
+    pair = [of_mask(rng.random(shape) < 0.6) for shape in ((width, size), (size, width))]
+    families = {name: [[0.5, 0.5, 100.0]] * len(FAMILIES) for name in ("float32", "float64")}
+    machine = Cpu("a", families, 0, 0, meet=10, cache=1e9, bandwidth=1e3, memory_threads=1)
+    model = CpuModel(machine, F4, 1, 32)
+    times, linear = [], []
+    # Schedule.truncated multiplies the pair first.
+    for patterns in (order * 100, [order[1], *pair, *order * 100]):
+        choice, time = chosen(patterns, model)
+        assert choice.schedule != Schedule.linear(len(patterns))
+        times.append(time)
+        linear.append(predicted(Program(patterns, Schedule.linear(len(patterns))), model))
+    assert times[1] <= 1.1 * (times[0] + linear[1] - linear[0])
+
+
+def test_500_different_steps_are_planned_in_a_second() -> None:
+    patterns = heterogeneous(500)
+    assert len(set(patterns)) >= 40
+    model = CpuModel(BUILT_IN, F4, 1, 64)
+    choose(patterns[:20], model, fits=anything_fits)  # compiles
+    for machine in (BUILT_IN, random_machine(np.random.default_rng(5))):
+        start = time.process_time()
+        choice = choose(patterns, CpuModel(machine, F4, 1, 64), fits=anything_fits)
+        seconds = time.process_time() - start
+        assert len(choice.alternatives) > 3
+        assert seconds < 4  # a second, on a busy machine a few
+
+
+# ---------------------------------------------------------------------------------------------
+# The same every time
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_same_choice_every_time(small_grains: None) -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        patterns, model = draw_case(rng, int(rng.integers(5, 60)), 4, 60)
+        first, second = (choose(patterns, model, fits=anything_fits) for _ in range(2))
+        assert (first.schedule, first.dense, first.reason, first.alternatives) == (
+            *(second.schedule, second.dense, second.reason, second.alternatives),
+        )
+
+
+PLANS = """
+    import json, numpy as np, sparsescan
+    from oracles import heterogeneous, random_patterns
+    rng = np.random.default_rng(0)
+    indptr, shape = np.arange(1025), (1024, 1024)
+    orders = [sparsescan.Pattern(indptr, rng.permutation(1024), shape) for _ in range(2)]
+    chains = [orders * 100, heterogeneous(500), random_patterns(rng, 80, 100, 200)]
+    for patterns in chains:
+        plan = sparsescan.plan(patterns, batch=1, dtype="f4")
+        assert len(plan.alternatives) > 2, plan
+        print(json.dumps(plan.to_dict()))
+"""
+
+
+@pytest.mark.slow
+def test_the_same_plan_in_every_process(tmp_path: Path) -> None:
+    """Sets and dictionaries are in another order there."""
+    printed = [
+        run_python(
+            PLANS,
+            tmp_path,
+            PYTHONHASHSEED=seed,
+            NUMBA_NUM_THREADS="64",
+            XDG_CACHE_HOME=str(tmp_path),
+        )
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    plans = [json.loads(line) for line in printed[0].splitlines()]
+    assert len(plans) == 3
+    assert plans[0]["schedule"] != "Schedule.linear(200)"
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+def least_named(error: MemoryLimitError) -> int:
+    """What the message says that the smallest plan needs."""
+    found = re.search(r"the least, Schedule.linear\(\d+\), (\d+)$", str(error))
+    assert found, str(error)
+    return int(found[1])
+
+
+@given(SEEDS)
+def test_a_plan_keeps_to_its_limit_or_the_least_one_is_named(
+    small_grains: None, as_if: Any, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 40))
+    patterns, model = draw_case(rng, n, 4, 40)
+    as_if(model.threads, model.machine)
+    options: dict[str, Any] = {"batch": model.batch, "dtype": model.dtype}
+    tree = Schedule.from_levels(n, random_levels(rng, n))
+    schedule = [*every_schedule(n), tree, *["auto"] * 4][int(rng.integers(10))]
+    need = sparsescan.plan(patterns, schedule=schedule, **options).workspace_bytes
+    least = sparsescan.plan(patterns, schedule="linear", **options).workspace_bytes
+    assert least <= need
+    limit = int(rng.choice([need, need - 1, least, least - 1, rng.integers(least // 2, 2 * need)]))
+    try:
+        plan = sparsescan.plan(patterns, schedule=schedule, memory_limit=limit, **options)
+        assert plan.workspace_bytes <= limit
+    except MemoryLimitError as error:
+        named = least_named(error)
+        assert named == least
+        assert limit < (least if schedule == "auto" else need)
+    assert sparsescan.plan(patterns, memory_limit=least, **options).workspace_bytes <= least
+
+
+def test_auto_takes_the_best_that_fits(as_if: Any) -> None:
+    """A little less than the best needs leaves the next best, and so on down to the linear scan."""
+    rng = np.random.default_rng(0)
+    orders = [of_mask(np.eye(1024, dtype=bool)[rng.permutation(1024)]) for _ in range(2)]
+    as_if(64)
+    plans = [sparsescan.plan(orders * 100, batch=1, dtype=F4)]
+    while plans[-1].schedule != Schedule.linear(200):
+        limit = plans[-1].workspace_bytes - 1
+        plans.append(sparsescan.plan(orders * 100, batch=1, dtype=F4, memory_limit=limit))
+        assert plans[-1].workspace_bytes <= limit
+    assert len(plans) > 2
+    best = [plan.alternatives[0].nanoseconds for plan in plans]
+    assert best == sorted(best)
+
+
+def test_products_that_one_slot_holds_fit_in_it(as_if: Any) -> None:
+    """A chunk of dense steps of many sizes: two products of it are kept at a time."""
+    as_if(1)
+    sizes = np.random.default_rng(0).integers(100, 200, 301).tolist()
+    patterns = [Pattern.dense((rows, cols)) for cols, rows in itertools.pairwise(sizes)]
+    schedule = Schedule.chunked(300, 3)
+    need = sparsescan.plan(patterns, schedule=schedule).workspace_bytes
+    plan = sparsescan.plan(patterns, schedule=schedule, memory_limit=need)
+    assert plan.workspace_bytes == need
+
+
+def test_an_estimate_that_is_too_high_refuses_no_plan_that_fits(as_if: Any) -> None:
+    """Every row of the product that the estimate looks at is full, and no other."""
+    as_if(1)
+    rows = 20 * 63 + 1
+    where = np.zeros((rows, rows), bool)
+    where[np.linspace(0, rows - 1, 64).astype(int)] = True
+    patterns = [of_mask(where)] * 4
+    need = sparsescan.plan(patterns, schedule="blelloch").workspace_bytes
+    plan = sparsescan.plan(patterns, schedule="blelloch", memory_limit=need)
+    assert plan.workspace_bytes == need
+
+
+# ---------------------------------------------------------------------------------------------
+# Measured plans
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ([100, 95, 120, 130], 0),
+        ([100, 91, 92, 93], 0),
+        ([100, 89, 120, 130], 1),
+        ([100, 200, 30, 40], 2),
+        ([100, 89, 120, 40], 3),
+    ],
+)
+def test_the_fastest_that_was_measured_is_kept(
+    monkeypatch: pytest.MonkeyPatch, as_if: Any, threads: int, times: list[float], best: int
+) -> None:
+    """If it takes less than 0.9 of the linear scan's time; its prediction does not matter."""
+    as_if(threads)
+    asked: list[Candidate] = []
+
+    def measure(
+        patterns: Any, dtype: Any, batch: int, device: Any, candidates: Sequence[Candidate]
+    ) -> list[float]:
+        assert (dtype, batch, device) == (F4, 3, None)
+        asked.extend(candidates)
+        return times
+
+    monkeypatch.setattr(api, "measure", measure)
+    rng = np.random.default_rng(0)
+    orders = [of_mask(np.eye(256, dtype=bool)[rng.permutation(256)]) for _ in range(2)]
+    plan = sparsescan.plan(orders * 30, batch=3, dtype=F4, effort="measure")
+    assert asked[0].schedule == Schedule.linear(60)
+    assert len({each.schedule for each in asked}) == len(asked) == 4
+    # All others are predicted to take longer.
+    predictions = {each.schedule: each.nanoseconds for each in plan.alternatives}
+    del predictions["Schedule.linear(60)"]
+    assert [each.nanoseconds for each in asked[1:]] == sorted(predictions.values())[:3]
+    assert plan.schedule == asked[best].schedule
+    assert plan.dense == asked[best].dense
+    assert "measured" in plan.reason
+    measured = {each.schedule: each.measured for each in plan.alternatives if each.measured}
+    assert measured == {repr(each.schedule): time for each, time in zip(asked, times, strict=True)}
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 12])
+def test_a_plan_that_is_really_measured(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    monkeypatch.setattr(importlib.import_module("sparsescan.tuning.measure"), "_SECONDS", 0.02)
+    rng = np.random.default_rng(n)
+    patterns = random_patterns(rng, n, 3, 9)
+    plan = sparsescan.plan(patterns, batch=2, dtype=F8, effort="measure")
+    if n > 1:
+        linear, *_ = [each for each in plan.alternatives if "linear" in each.schedule]
+        assert all(each.measured is None or each.measured > 0 for each in plan.alternatives)
+        assert linear.measured is not None
+    steps = [rng.standard_normal((2, pattern.nnz)) for pattern in patterns]
+    matrices = [
+        sparsescan.BatchedCSR.from_pattern(data, pattern)
+        for data, pattern in zip(steps, patterns, strict=True)
+    ]
+    grad = rng.standard_normal((2, patterns[0].shape[1] if n else 4))
+    assert_within(plan.exclusive_scan(grad, steps), sequential(grad, matrices), F8)
+
+
+# ---------------------------------------------------------------------------------------------
+# Single scans
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
+    """The models of all choices made, of which none is remembered at first."""
+    found: list[Any] = []
+
+    def counting(patterns: Any, model: Any, **options: Any) -> Choice:
+        found.append(model)
+        return choose(patterns, model, **options)
+
+    as_if(64)
+    monkeypatch.setattr(api, "choose", counting)
+    monkeypatch.setattr(api, "_choices", {})
+    return found
+
+
+def steps_in_any_form(form: str) -> Any:
+    """Made anew, so that nobody else holds their patterns."""
+    rng = np.random.default_rng(0)
+    where = rng.random((9, 9)) < 0.3
+    if form == "dense":
+        return rng.standard_normal((12, 9, 9))
+    if form == "list of dense":
+        return list(rng.standard_normal((12, 9, 9)))
+    if form == "list of csr":
+        return [sp.csr_array(where * rng.standard_normal((9, 9))) for _ in range(12)]
+    indices, indptr = indices_of(where)
+    data = rng.standard_normal((12, len(indices)))
+    return sparsescan.CSRChain(data, indices, indptr, (9, 9))
+
+
+@pytest.mark.parametrize("form", ["dense", "list of dense", "list of csr", "CSRChain"])
+def test_what_was_chosen_for_a_chain_is_remembered(choices: list[Any], form: str) -> None:
+    for _ in range(3):
+        gc.collect()
+        sparsescan.exclusive_scan(np.ones(9), steps_in_any_form(form))
+        sparsescan.inclusive_scan(np.ones(9), steps_in_any_form(form))
+    assert len(choices) == 1
+
+
+def test_each_dtype_and_batch_has_its_own_choice(choices: list[Any]) -> None:
+    """Two batches that leave one of 64 threads for each sample, too."""
+    chain = steps_in_any_form("CSRChain")
+    single = sparsescan.CSRChain(chain.data.astype(F4), chain.indices, chain.indptr, chain.shape)
+    batches = 1, 40, 50
+    for _ in range(2):
+        for steps in (chain, single):
+            for batch in batches:
+                sparsescan.exclusive_scan(np.ones((batch, 9), F4), steps)
+    expected = set(itertools.product((F4, F8), batches))
+    assert {(model.dtype, model.batch) for model in choices} == expected
+    assert len(choices) == len(expected)
+
+
+def test_what_is_remembered_keeps_no_pattern(choices: list[Any]) -> None:
+    rng = np.random.default_rng(0)
+    size = 1024
+    orders = [of_mask(np.eye(size, dtype=bool)[rng.permutation(size)]) for _ in range(2)]
+    gone = [weakref.ref(pattern) for pattern in orders]
+    steps = [sparsescan.BatchedCSR.from_pattern(np.ones((1, size)), order) for order in orders]
+    sparsescan.exclusive_scan(np.ones((1, size)), steps * 100)
+    (choice,) = api._choices.values()
+    assert choice.schedule != Schedule.linear(200)
+    choices.clear()
+    del orders, steps
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_no_more_choices_are_remembered_than_a_few(choices: list[Any]) -> None:
+    for size in range(1, 101):
+        sparsescan.exclusive_scan(np.ones(size), np.ones((2, size, size)))
+    assert len(api._choices) <= 64
+
+
+def test_a_single_scan_multiplies_patterns_once(worked_out: list[int]) -> None:
+    """Whether the schedule was asked for or not."""
+    chain = steps_in_any_form("CSRChain")
+    sparsescan.exclusive_scan(np.ones(9), chain, schedule="blelloch")
+    once = len(worked_out)
+    sparsescan.plan(chain, schedule="blelloch")
+    assert once == len(worked_out) - once

@@ -1,0 +1,511 @@
+"""Layers divided in ways of their own train as one process does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from deepa_paper import image_parallelism, one_weird_trick
+from mpi4py import MPI
+
+from sparsescan import InputError
+from sparsescan.jacobians import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    Conv2d,
+    Flatten,
+    GRUCell,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    Operator,
+    Permute,
+    ReLU,
+    Residual,
+    RNNCell,
+    Sequential,
+    Tanh,
+)
+from sparsescan.parallel.communicator import Communicator
+from sparsescan.strategies import Machine
+from sparsescan.strategies.architectures import Builder, sequential
+from sparsescan.strategies.boxes import Box, Redistribution, blocks, cut, volume
+from sparsescan.strategies.configurations import Configurations, allowed
+from sparsescan.strategies.deepa import LayerCosts, PerLayer, footprint, optimise, with_loss
+from sparsescan.strategies.graph import Graph
+from sparsescan.strategies.partitioned import Division, Partitioned, limits_of
+from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
+from sparsescan.strategies.stage import Stage
+from sparsescan.strategies.strategy import Training, cross_entropy
+
+pytestmark = pytest.mark.ranks(2, slow=(3, 4))
+
+WORLD = MPI.COMM_WORLD
+RATE = 0.5
+EPS = np.finfo(np.float64).eps
+
+Params = list[dict[str, Any]]
+
+# -------------------------------------------------------------------------------------------------
+# One process
+# -------------------------------------------------------------------------------------------------
+
+
+def one_process(network: Sequential, batches: list[Any]) -> tuple[list[float], Params]:
+    """Losses, and parameters behind the first step, without what is tested but the layers."""
+    stage, losses = Stage(network.ops), []
+    for x, labels in batches:
+        activations = stage.forward(x)
+        loss, grad = cross_entropy(activations[-1], labels, len(x))
+        losses.append(loss)
+        if len(losses) == 1:
+            stage.descend(stage.backward(activations, grad)[1], RATE)
+    return losses, stage.parameters
+
+
+def by_complex_steps(
+    output: Callable[[Params, Any], Any], given: Params, batches: list[Any]
+) -> tuple[list[float], Params]:
+    """The same, with gradients ``Im f(θ + ih)/h`` of the loss, which ranks share out."""
+    params = [{name: p.astype(complex) for name, p in layer.items()} for layer in given]
+    flat = [param for layer in params for param in layer.values()]
+
+    def loss(x: Any, labels: Any) -> complex:
+        logits = output(params, x)
+        logits = logits - logits.real.max(axis=1, keepdims=True)
+        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return complex(-logs[np.arange(len(x)), labels].mean())
+
+    h, losses = 1e-100, [loss(*batches[0]).real]
+    places = [(k, at) for k, param in enumerate(flat) for at in np.ndindex(param.shape)]
+    grads = {}
+    for k, at in places[WORLD.rank :: WORLD.size]:
+        flat[k][at] += 1j * h
+        grads[k, at] = loss(*batches[0]).imag / h
+        flat[k][at] = flat[k][at].real
+    for found in WORLD.allgather(grads):
+        for (k, at), grad in found.items():
+            flat[k][at] -= RATE * grad
+    losses += [loss(*batch).real for batch in batches[1:]]
+    return losses, [{name: p.real for name, p in layer.items()} for layer in params]
+
+
+def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
+    """The output of a layer, from its definition."""
+    if isinstance(op, Tanh):
+        return np.tanh(x)
+    if isinstance(op, ReLU):
+        return np.where(x.real > 0, x, 0)
+    if isinstance(op, Flatten):
+        return x.reshape(len(x), -1)
+    if isinstance(op, Linear):
+        return x @ params["weight"].T + params["bias"]
+    assert isinstance(op, (Conv2d, MaxPool2d))
+    (height, width), (down, right) = op.kernel_size, op.stride
+    edges = [(p, p) for p in op.padding]
+    fill = -np.inf if isinstance(op, MaxPool2d) else 0
+    padded = np.pad(x, [(0, 0), (0, 0), *edges], constant_values=fill)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), (2, 3))
+    windows = windows[:, :, ::down, ::right]
+    if isinstance(op, MaxPool2d):
+        flat = windows.reshape(*windows.shape[:4], -1)
+        largest = flat.real.argmax(axis=-1)[..., None]
+        return np.take_along_axis(flat, largest, axis=-1)[..., 0]
+    groups = zip(
+        np.split(windows, op.groups, axis=1), np.split(params["weight"], op.groups), strict=True
+    )
+    made = [np.einsum("bcyxij,ocij->boyx", part, weight) for part, weight in groups]
+    return np.concatenate(made, axis=1) + params["bias"][:, None, None]
+
+
+def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any) -> Any:
+    """The output of layers and residual blocks."""
+    for op in ops:
+        if isinstance(op, Residual):
+            x = of_layers(op.ops, params, x) + of_layers(op.shortcut, params, x)
+        else:
+            x = applied(op, next(params), x)
+    return x
+
+
+def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: Any) -> Any:
+    """The output of a graph, in whose sums missing channels are zeros."""
+    outputs, given = [x], iter(params)
+    for layer, op in zip(graph.layers[1:-1], ops[1:], strict=False):
+        read = [outputs[j] for j in layer.inputs]
+        if op is None:
+            total = np.zeros((len(x), *layer.shape), complex)
+            for term in read:
+                total[:, : term.shape[1]] += term
+            outputs.append(total)
+        else:
+            outputs.append(applied(op, next(given), read[0]))
+    return outputs[-1]
+
+
+def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
+    """The output of a recurrent network."""
+    cell, readout = params
+    state = np.zeros((len(x), network.cell.state_size))
+    for now in x.swapaxes(0, 1):
+        u = now @ cell["weight_ih"].T + cell["bias_ih"]
+        v = state @ cell["weight_hh"].T + cell["bias_hh"]
+        if isinstance(network.cell, RNNCell):
+            state = np.tanh(u + v)
+        else:
+            (ur, uz, un), (vr, vz, vn) = np.split(u, 3, axis=1), np.split(v, 3, axis=1)
+            r, z = 1 / (1 + np.exp(-ur - vr)), 1 / (1 + np.exp(-uz - vz))
+            state = (1 - z) * np.tanh(un + r * vn) + z * state
+    return state @ readout["weight"].T + readout.get("bias", 0)
+
+
+def of_network(network: Any, params: Params, x: Any) -> Any:
+    """The output of a network."""
+    if isinstance(network, Recurrent):
+        return of_sequences(network, params, x)
+    return of_layers(network.ops, iter(params), x)
+
+
+# -------------------------------------------------------------------------------------------------
+# Networks, and how they are divided
+# -------------------------------------------------------------------------------------------------
+
+
+def random_network(rng: np.random.Generator) -> Sequential:
+    """Convolutions, pools and activations of any size, and linear layers."""
+    shape = int(rng.choice([2, 4])), int(rng.integers(7, 12)), int(rng.integers(7, 12))
+    ops: list[Operator] = []
+
+    def add(op: Operator) -> None:
+        nonlocal shape
+        ops.append(op)
+        shape = op.output_shape  # type: ignore[assignment]
+
+    for _ in range(int(rng.integers(1, 4))):
+        kind = int(rng.integers(6))
+        kernel = tuple(int(k) for k in rng.integers(1, min(4, *shape[1:]) + 1, 2))
+        stride = tuple(int(s) for s in rng.integers(1, 3, 2))
+        half = tuple(int(rng.integers(k // 2 + 1)) for k in kernel)
+        if kind <= 2:
+            groups = int(rng.choice([1, 1, 2])) if shape[0] % 2 == 0 else 1
+            outs = groups * int(rng.integers(1, 4))
+            mask = rng.random((outs, shape[0] // groups, *kernel)) < 0.8
+            conv = Conv2d(
+                shape[0],
+                outs,
+                kernel,
+                stride,
+                half,
+                groups=groups,
+                bias=bool(rng.random() < 0.7),
+                input_shape=shape,
+                weight_mask=mask if rng.random() < 0.3 else None,
+                dtype=np.float64,
+                rng=rng,
+            )
+            add(conv)
+        elif kind == 3:
+            add(MaxPool2d(kernel, stride, half, input_shape=shape))
+        elif kind == 4:
+            add(AvgPool2d(kernel, stride, half if rng.random() < 0.5 else 0, input_shape=shape))
+        else:
+            add(AdaptiveAvgPool2d((2, 3), input_shape=shape))
+        add(Tanh(input_shape=shape) if rng.random() < 0.7 else ReLU(input_shape=shape))
+    if rng.random() < 0.3:
+        add(Permute((0, 2, 3, 1), input_shape=shape))
+    add(Flatten(input_shape=shape))
+    if rng.random() < 0.3:
+        add(LayerNorm(shape[0], dtype=np.float64))
+    for outs in (int(rng.integers(3, 9)), 5):
+        add(Linear(shape[0], outs, dtype=np.float64, rng=rng))
+        if outs != 5:
+            add(Tanh(input_shape=shape))
+    return Sequential(ops)
+
+
+def random_residual(rng: np.random.Generator) -> Sequential:
+    """Residual blocks, one in the other, maybe at the start or with layers in the shortcut."""
+    shape = int(rng.choice([2, 2, 4])), int(rng.integers(3, 6)), int(rng.integers(3, 6))
+    channels = shape[0]
+
+    def layers(outs: int) -> list[Operator]:
+        kernel = int(rng.choice([1, 3]))
+        conv = random_conv(rng, (channels, *shape[1:]), outs, kernel, int(rng.choice([1, 2])))
+        act = rng.choice([Tanh, ReLU])  # type: ignore[arg-type]
+        return [conv, act(input_shape=conv.output_shape)]
+
+    ops: list[Operator] = []
+    if rng.random() < 0.5:
+        ops, channels = layers(outs := int(rng.choice([2, 2, 4]))), outs
+    inner = Residual(*layers(channels))
+    ops += [Residual(*layers(channels), inner), *layers(channels)]
+    if rng.random() < 0.5:
+        ops.append(Residual(*layers(channels), *layers(channels), shortcut=layers(channels)))
+    if rng.random() < 0.7:
+        ops.append(MaxPool2d(3, 2, 1, input_shape=ops[-1].output_shape))
+    ops.append(Flatten(input_shape=ops[-1].output_shape))
+    ops.append(Linear(*ops[-1].output_shape, 3, dtype=np.float64, rng=rng))
+    return Sequential(ops)
+
+
+def random_conv(
+    rng: np.random.Generator, shape: tuple[int, ...], outs: int, kernel: int, groups: int = 1
+) -> Conv2d:
+    """One that keeps the size of images."""
+    sizes = shape[0], outs, kernel, 1, kernel // 2
+    return Conv2d(*sizes, groups=groups, input_shape=shape, dtype=np.float64, rng=rng)
+
+
+def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]:
+    """Convolutions, activations, and sums of any layers before them, the input included."""
+    made = Builder("sums", (2, 4, 5))
+    ops: list[Operator | None] = [None]
+
+    def add(*inputs: int) -> None:
+        # The first has the most channels.
+        made.sum(*sorted(inputs, key=lambda j: -made.layers[j].shape[0]))
+        ops.append(None)
+
+    for _ in range(6):
+        x, kind = int(rng.integers(made.last + 1)), int(rng.integers(3))
+        shape = made.layers[x].shape
+        if kind == 0:
+            ops.append(random_conv(rng, shape, int(rng.integers(1, 4)), 3))
+            made.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
+        elif kind == 1:
+            ops.append(Tanh(input_shape=shape))
+            made.elementwise(x=x)
+        else:
+            add(*rng.integers(made.last + 1, size=int(rng.integers(2, 4))).tolist())
+    # What no layer has read yet.
+    add(*set(range(made.last + 1)) - {j for layer in made.layers for j in layer.inputs}, made.last)
+    shape = made.layers[-1].shape
+    made.flatten()
+    made.linear(3)
+    size = math.prod(shape)
+    ops += [Flatten(input_shape=shape), Linear(size, 3, dtype=np.float64, rng=rng), None]
+    return with_loss(made.graph()), ops
+
+
+def random_recurrent(rng: np.random.Generator) -> Recurrent:
+    cell, features, hidden = rng.choice([RNNCell, GRUCell]), *rng.integers(1, 5, 2).tolist()
+    readout = Linear(hidden, 4, rng.random() < 0.7, dtype=np.float64, rng=rng)
+    steps = int(rng.integers(1, 6))
+    return Recurrent(cell(features, hidden, dtype=np.float64, rng=rng), readout, steps)
+
+
+def random_configurations(
+    rng: np.random.Generator, graph: Graph, ops: Sequence[Operator | None], batch: int
+) -> list[tuple[int, ...]]:
+    every = Configurations(WORLD.size).all
+    found: list[tuple[int, ...]] = []
+    for op, layer in zip(ops, graph.layers, strict=True):
+        possible = every[allowed(layer, limits_of(op, layer, batch), every)]
+        one = tuple(int(d) for d in rng.choice(possible))
+        found.append(one if layer.shares is None else found[layer.shares])
+    return found
+
+
+def random_configurations_of(
+    rng: np.random.Generator, network: Any, batch: int
+) -> list[tuple[int, ...]]:
+    """The same for a network, and the loss."""
+    graph = graph_of(network)
+    ops = [*operators(network, graph), None]
+    return random_configurations(rng, with_loss(graph), ops, batch)
+
+
+def data(rng: np.random.Generator, network: Any, batch: int, dtype: Any) -> list[Any]:
+    return random_data(rng, network.input_shape, math.prod(network.output_shape), batch, dtype)
+
+
+def random_data(
+    rng: np.random.Generator, shape: tuple[int, ...], classes: int, batch: int, dtype: Any
+) -> list[Any]:
+    return [
+        (rng.standard_normal((batch, *shape)).astype(dtype), rng.integers(classes, size=batch))
+        for _ in range(2)
+    ]
+
+
+def parameters(network: Any) -> Params:
+    if isinstance(network, Recurrent):
+        return [network.cell.params, network.readout.params]
+    return [op.params for op in network.layers]
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks
+# -------------------------------------------------------------------------------------------------
+
+
+def check(
+    training: Training,
+    given: Params,
+    batches: list[Any],
+    expected: tuple[list[float], Params],
+    rtol: float,
+    moved: int | None = None,
+) -> None:
+    """Losses, parameters behind the first step, and how many entries were sent in all."""
+    losses, wanted = expected
+    before = copy.deepcopy(given)
+    traffic = training.communicator.traffic
+    sent = traffic["exchange"].bytes if "exchange" in traffic else 0
+    found = []
+    for (x, labels), loss in zip(batches, losses, strict=True):
+        np.testing.assert_allclose(training.step(x, labels), loss, rtol=rtol)
+        found.append(training.parameters())
+    for params, ours, theirs, old in zip(given, found[0], wanted, before, strict=True):
+        assert set(ours) == set(theirs)
+        for name in theirs:
+            scale = np.abs(theirs[name]).max() + np.abs(theirs[name] - old[name]).max()
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=rtol * scale)
+            # The caller's are as they were.
+            np.testing.assert_array_equal(params[name], old[name])
+    digest = [p.tobytes() for step in found for layer in step for p in layer.values()]
+    assert all(other == digest for other in WORLD.allgather(digest)), "ranks differ"
+    if moved is not None:
+        sent = traffic["exchange"].bytes - sent
+        assert sent == len(batches) * batches[0][0].itemsize * moved, (sent, moved)
+
+
+def check_network(
+    network: Any, choices: Sequence[Any], batches: list[Any], rtol: float, exact: bool = True
+) -> None:
+    """A network with some configurations, or functions that give them, against one process."""
+    graph, batch = with_loss(graph_of(network)), len(batches[0][0])
+    params = parameters(network)
+    if isinstance(network, Sequential) and len(network.ops) == len(network.layers):
+        expected = one_process(network, batches)
+    else:
+        expected = by_complex_steps(lambda given, x: of_network(network, given, x), params, batches)
+    machine = Machine(itemsize=batches[0][0].itemsize)
+    for choice in choices:
+        strategy = PerLayer(choice, machine=machine)
+        training = strategy.start(WORLD, network, batch, learning_rate=RATE)
+        moved = None
+        if exact:
+            chosen = choice(graph, WORLD.size, batch) if callable(choice) else choice
+            if chosen is None:
+                chosen = optimise(graph, LayerCosts(machine), WORLD.size, batch)[0]
+            moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
+            predicted = strategy.predict(graph_of(network), machine, WORLD.size, batch)
+            assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
+        check(training, params, batches, expected, rtol, moved)
+
+
+def check_sums(rng: np.random.Generator) -> None:
+    """Any graph of layers and sums."""
+    (graph, ops), batch = random_sums(rng), int(rng.integers(1, 5))
+    chosen = random_configurations(rng, graph, ops, batch)
+    given = [op.params for op in ops if op is not None]
+    shape = graph.layers[0].shape
+    batches = random_data(rng, shape, 3, batch, np.float64)
+    expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
+    division = Division(graph, ops, chosen, shape)  # type: ignore[arg-type]
+    training = Partitioned(Communicator.of(WORLD), division, batch, RATE)
+    moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
+    check(training, given, batches, expected, 1e4 * EPS, moved)
+
+
+def pools_inside(network: Sequential) -> bool:
+    """Whether the box that every pool needs follows from its windows alone."""
+    return not any(isinstance(op, AvgPool2d) and any(op.padding) for op in network.layers)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(WORLD.size)
+
+
+def test_redistributions(rng: np.random.Generator) -> None:
+    """Any boxes from any blocks, and back: the transposed map."""
+    communicator, size = Communicator.of(WORLD), WORLD.size
+    for _ in range(10):
+        axes = int(rng.integers(1, 4))
+        shape = [int(n) for n in rng.integers(1, 7, axes)]
+        degrees = [1] * axes
+        degrees[int(rng.integers(axes))] = int(rng.integers(1, size + 1))
+        owned = blocks(shape, degrees, size)
+        needed: list[Box] = []
+        for _ in range(size):
+            ends = [np.sort(rng.integers(-2, n + 3, 2)) for n in shape]
+            needed.append(tuple((int(i), int(j)) for i, j in ends))
+        tensor, grads = (
+            rng.standard_normal(shape),
+            [rng.standard_normal([j - i for i, j in box]) for box in needed],
+        )
+        moves, fill = Redistribution(owned, needed), float(rng.standard_normal())
+        block = tensor[tuple(slice(*ends) for ends in owned[WORLD.rank])]
+        found = moves.forward(communicator, block, np.float64, fill)
+        padded = np.pad(tensor, 3, constant_values=fill)
+        at = tuple(slice(i + 3, j + 3) for i, j in needed[WORLD.rank])
+        np.testing.assert_array_equal(found, padded[at])
+        np.testing.assert_array_equal(cut(tensor, needed[WORLD.rank], fill), padded[at])
+        total = np.zeros(padded.shape)
+        for box, grad in zip(needed, grads, strict=True):
+            total[tuple(slice(i + 3, j + 3) for i, j in box)] += grad
+        back = moves.backward(communicator, grads[WORLD.rank], np.float64)
+        inner = total[tuple(slice(3, 3 + n) for n in shape)]
+        at = tuple(slice(*ends) for ends in owned[WORLD.rank])
+        np.testing.assert_array_equal(back, inner[at])
+        assert sum(moves.sent(r) for r in range(size)) == sum(
+            moves.received(r) for r in range(size)
+        )
+        assert volume(owned[WORLD.rank]) == back.size
+
+
+def test_errors() -> None:
+    network = sequential("lenet5", 0)
+    for chosen, message in (
+        ([(1, 1, 1, 1)] * 3, "configurations has 3 entries; expected 14"),
+        ([(1, 1, 1, 1)] * 13 + [(1, WORLD.size, 1, 1)], "layer loss has the configuration"),
+        ([(1, 1, 1, 1)] * 13 + [(WORLD.size + 1, 1, 1, 1)], "layer loss has the configuration"),
+    ):
+        with pytest.raises(InputError, match=message):
+            PerLayer(chosen).start(WORLD, network, 4)
+    cells = Recurrent(RNNCell(2, 3, rng=0), Linear(3, 4, rng=0), 2)
+    different = [(1, 1, 1, 1), (WORLD.size, 1, 1, 1), *[(1, 1, 1, 1)] * 3]
+    message = (
+        rf"layer cell2 has .* \(1, 1, 1, 1\); expected \({WORLD.size}, 1, 1, 1\), that of cell1"
+    )
+    with pytest.raises(InputError, match=message):
+        PerLayer(different).start(WORLD, cells, 4)
+    training = PerLayer().start(WORLD, cells, 4)
+    with pytest.raises(InputError, match=r"x has shape \(4, 3, 2\); expected \(4, 2, 2\)"):
+        training.step(np.zeros((4, 3, 2)), np.zeros(4, int))
+
+
+def test_random_networks(seeds: Callable[..., range]) -> None:
+    for seed in seeds(2, 6, 50):
+        rng = np.random.default_rng([WORLD.size, seed])
+        network, batch = random_network(rng), int(rng.integers(1, 7))
+        chosen = random_configurations_of(rng, network, batch)
+        batches = data(rng, network, batch, np.float64)
+        check_network(network, [chosen], batches, 1e4 * EPS, pools_inside(network))
+
+
+@pytest.mark.parametrize("make", [random_recurrent, random_residual])
+def test_recurrent_and_residual_networks(seeds: Callable[..., range], make: Any) -> None:
+    for seed in seeds(1, 3, 25):
+        rng = np.random.default_rng([WORLD.size, seed])
+        made, batch = make(rng), int(rng.integers(1, 7))
+        batches = data(rng, made, batch, np.float64)
+        chosen = random_configurations_of(rng, made, batch)
+        check_network(made, [image_parallelism, chosen, None], batches, 1e4 * EPS)
+
+
+def test_graphs_with_sums(seeds: Callable[..., range]) -> None:
+    for seed in seeds(1, 3, 25):
+        check_sums(np.random.default_rng([WORLD.size, seed]))
+
+
+def test_lenet5(rng: np.random.Generator) -> None:
+    network = sequential("lenet5", 0)
+    choices = image_parallelism, one_weird_trick, None
+    check_network(network, choices, data(rng, network, 8, np.float32), 1e-4)

@@ -1,0 +1,288 @@
+"""What strategies train is what one process trains, and they send what they say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from sparsescan import InputError
+from sparsescan.jacobians import (
+    Conv2d,
+    Flatten,
+    GRUCell,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    RNNCell,
+    Sequential,
+    Tanh,
+)
+from sparsescan.parallel import Grid
+from sparsescan.strategies import (
+    Graph,
+    Machine,
+    MicroBatches,
+    Pipeline,
+    Recurrent,
+    Scan,
+    Training,
+    from_sequential,
+    measure_here,
+    run,
+)
+from sparsescan.strategies.compare import strategies
+from sparsescan.strategies.measured import measure_times
+
+pytestmark = pytest.mark.ranks(2, slow=(1, 4), doubling=True)
+
+WORLD = MPI.COMM_WORLD
+RATE, STEPS = 0.1, 3
+PIPELINES = Pipeline.name, MicroBatches.name
+# Times whose order is clear whatever else the machine does.
+CLEAR = 4.0
+
+
+def grids() -> list[Grid]:
+    return [Grid(WORLD.size // k, k) for k in range(1, WORLD.size + 1) if WORLD.size % k == 0]
+
+
+def images(rng: np.random.Generator, dtype: Any) -> Sequential:
+    """A small network with a residual block, which no part is cut inside."""
+    inner = Conv2d(2, 2, 3, padding=1, input_shape=(2, 6, 6), dtype=dtype, rng=rng)
+    return Sequential(
+        [
+            Conv2d(1, 2, 3, padding=1, input_shape=(1, 6, 6), dtype=dtype, rng=rng),
+            Residual(inner, Tanh(input_shape=(2, 6, 6))),
+            ReLU(input_shape=(2, 6, 6)),
+            MaxPool2d(2, input_shape=(2, 6, 6)),
+            Flatten(input_shape=(2, 3, 3)),
+            Linear(18, 4, dtype=dtype, rng=rng),
+        ]
+    )
+
+
+def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
+    cell = rng.choice([RNNCell, GRUCell])(2, 5, dtype=dtype, rng=rng)
+    readout = Linear(5, 4, dtype=dtype, rng=rng, weight_mask=rng.random((4, 5)) < 0.8)
+    # What is pruned counts as 0, whatever it is.
+    readout.weight = rng.uniform(-1, 1, (4, 5)).astype(dtype)
+    return Recurrent(cell, readout, int(rng.integers(4, 20)))
+
+
+def loss_and_output_grad(output: Any, labels: Any) -> tuple[float, Any]:
+    """Mean cross-entropy, from its definition."""
+    rows = np.arange(len(labels))
+    shares = np.exp(output - output.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    loss = -np.log(shares[rows, labels]).mean()
+    shares[rows, labels] -= 1
+    return float(loss), shares / len(labels)
+
+
+def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]:
+    """Loss and gradients of one process, layer by layer and step by step."""
+    if isinstance(network, Recurrent):
+        cell, readout = network.cell, network.readout
+        x = x.swapaxes(0, 1)
+        states = cell.unroll(x)
+        loss, grad = loss_and_output_grad(readout.forward(states[-1]), labels)
+        grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
+        grad = grad @ readout.jacobian(states[-1][0]).toarray().T
+        for before, now in zip(states[-2::-1], x[::-1], strict=True):
+            for name, found in cell.param_grads(now, before, grad).items():
+                grads[0][name] = grads[0][name] + found
+            made = zip(now, before, grad, strict=True)
+            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in made])
+        return loss, grads
+    xs = network.activations(x)
+    loss, grad = loss_and_output_grad(xs[-1], labels)
+    samples = []
+    for k in range(len(x)):
+        gradients = [grad[k]]
+        for jacobian in network.jacobians([array[k] for array in xs])[:-1]:
+            gradients.append(jacobian @ gradients[-1])
+        samples.append(gradients)
+    return loss, network.param_grads(xs, [np.stack(step) for step in zip(*samples, strict=True)])
+
+
+def parameters(network: Any) -> list[dict[str, Any]]:
+    if isinstance(network, Recurrent):
+        return [network.cell.params, network.readout.params]
+    return [layer.params for layer in network.layers]
+
+
+def sent(training: Training) -> int:
+    """Bytes of data; not those by which ranks agree that nothing is wrong."""
+    traffic = training.communicator.traffic
+    return sum(traffic[kind].bytes for kind in traffic if kind != "allreduce")
+
+
+def data(network: Any, rng: np.random.Generator, batch: int, dtype: Any) -> tuple[Any, Any]:
+    x = rng.standard_normal((batch, *network.input_shape)).astype(rng.choice([np.float32, dtype]))
+    return x, rng.integers(4, size=batch)
+
+
+def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> None:
+    """Some steps end with the parameters that one process ends with, on every rank."""
+    batch = int(rng.integers(WORLD.size, 10))
+    training = strategy.start(WORLD, network, batch, learning_rate=RATE)
+    before = [{k: v.copy() for k, v in params.items()} for params in parameters(network)]
+    expected = before
+    eps = np.finfo(dtype).eps
+    losses = []
+    for _ in range(STEPS):
+        x, labels = data(network, rng, batch, dtype)
+        losses.append(training.step(x, labels))
+        # One process goes on from where it is itself.
+        for params, values in zip(parameters(network), expected, strict=True):
+            for name, value in values.items():
+                params[name][...] = value
+        loss, grads = sgd(network, x.astype(dtype), labels)
+        assert abs(losses[-1] - loss) < 300 * eps * max(1, loss), (losses, loss)
+        expected = [
+            {name: value - RATE * found[name] for name, value in values.items()}
+            for values, found in zip(expected, grads, strict=True)
+        ]
+    for found, values, start in zip(training.parameters(), expected, before, strict=True):
+        assert found.keys() == values.keys()
+        for name, value in values.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=500 * eps)
+            assert not np.array_equal(value, start[name]), "nothing was learned"
+    found = [{k: v.tobytes() for k, v in params.items()} for params in training.parameters()]
+    assert all(one == [losses, found] for one in WORLD.allgather([losses, found]))
+
+
+def test_refusals(rng: np.random.Generator) -> None:
+    """What is wrong is said on all ranks, before any of them sends."""
+    x, labels = np.zeros((8, 1, 6, 6), np.float32), np.zeros(8, int)
+    wrong = [
+        (x[:, :, :5], labels, "x has shape (8, 1, 5, 6); expected (8, 1, 6, 6)"),
+        (x, labels[:3], "labels has shape (3,); expected (8,)"),
+        (x, labels + 4, "labels has 4; expected 0 to 3"),
+        (x, labels - 1, "labels has -1; expected 0 to 3"),
+    ]
+    for strategy in strategies():
+        try:
+            training = strategy.start(WORLD, images(rng, np.float32), 8)
+        except InputError:
+            continue
+        for *given, why in wrong:
+            with pytest.raises(InputError, match=f"^{re.escape(why)}$"):
+                training.step(*given)
+
+
+def test_outputs_of_any_shape(rng: np.random.Generator) -> None:
+    """Outputs of any shape are logits, the same for all."""
+    conv = Conv2d(1, 3, 3, input_shape=(1, 4, 4), dtype=np.float64, rng=rng)
+    x, labels = rng.standard_normal((8, 1, 4, 4)), rng.integers(12, size=8)
+    losses = {}
+    for strategy in strategies():
+        try:
+            training = strategy.start(WORLD, Sequential([conv]), 8)
+        except InputError:
+            continue
+        losses[strategy.name] = training.step(x, labels)
+    expected = loss_and_output_grad(conv.forward(x).reshape(8, -1), labels)[0]
+    np.testing.assert_allclose([*losses.values()], expected, rtol=1e-12)
+    assert {"batch", "scan, samples only", "per layer"} <= losses.keys()
+
+
+def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
+    """What the busiest rank sends in a step is what was predicted."""
+    graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
+    for grid in grids():
+        if schedule == "products" and grid.chain == 1:
+            continue
+        strategy, batch = Scan(grid[:2], schedule), int(rng.integers(WORLD.size, 10))
+        training = strategy.start(WORLD, network, batch)
+        x, labels = data(network, rng, batch, np.float32)
+        training.step(x, labels)
+        before = sent(training)
+        training.step(x, labels)
+        found = max(WORLD.allgather(sent(training) - before))
+        expected = strategy.predict(graph, Machine(), WORLD.size, batch)
+        assert found == expected.bytes, (grid, schedule, found, expected)
+
+
+def check_times(graph: Graph, machine: Machine) -> None:
+    """Every layer was measured, and the same is known on all ranks."""
+    assert machine.times is not None
+    assert 1 <= machine.times.contention <= WORLD.size
+    for k in range(1, len(graph.layers)):
+        # Sums are no layers of their own to be measured.
+        known = machine.times.row(graph, k) is not None
+        assert known == (graph.layers[k].kind != "add")
+        assert machine.forward(graph, k, 8) + machine.product(graph, k, 8) > 0
+    whole = sum(machine.forward(graph, k, 8) for k in range(1, len(graph.layers)))
+    assert all(one == whole for one in WORLD.allgather(whole))
+    assert machine.loss(8) > 0
+
+
+def check_run(name: str, batch: int) -> None:
+    """Every strategy is measured or says why not; bytes are exact, and clear orders right."""
+    machine = measure_here(WORLD, name, batch)
+    found = run(WORLD, name, machine, batch)
+    check_times(found.network, machine)
+    for one in found.measured:
+        assert one.bytes == one.prediction.bytes, one
+        assert one.nanoseconds > 0
+    names = {one.prediction.strategy for one in found.measured}
+    every = {strategy.name for strategy in strategies()}
+    assert names | found.reasons.keys() == every
+    assert not names & found.reasons.keys()
+    images = ":" not in name
+    # A recurrent network has no images, and two stages.
+    others = {} if WORLD.size == 1 else {"domain"} if WORLD.size == 2 else {"domain", *PIPELINES}
+    assert found.reasons.keys() == (set() if images else set(others)), found.reasons
+    ranks = "1 rank" if WORLD.size == 1 else f"{WORLD.size} ranks"
+    assert str(found).startswith(f"{name}, {ranks}, {batch} samples")
+    right, pairs = found.pairs
+    assert 0 <= right <= pairs <= len(names) * (len(names) - 1) / 2
+    for a, b in permutations(found.measured, 2):
+        if b.prediction.total > CLEAR * a.prediction.total:
+            assert b.nanoseconds > a.nanoseconds, (a, b)
+
+
+@pytest.fixture
+def rng(seeds: Callable[..., range]) -> np.random.Generator:
+    (seed,) = seeds(1, 1, 1)
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("make", [images, recurrent])
+@pytest.mark.parametrize("grid", grids(), ids=str)
+def test_scans_train(rng: np.random.Generator, grid: Grid, make: Any, dtype: Any) -> None:
+    check(Scan(grid[:2]), make(rng, dtype), rng, dtype)
+
+
+def test_bytes(rng: np.random.Generator) -> None:
+    check_bytes(images(rng, np.float32), rng, "vectors")
+    for schedule in ("vectors", "products"):
+        check_bytes(recurrent(rng, np.float32), rng, schedule)
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[run.__module__], "_SECONDS", 0.0)
+    monkeypatch.setattr(sys.modules[measure_times.__module__], "_STEPS", 5)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("name", ["lenet5", "gru:30"])
+def test_runs(name: str) -> None:
+    check_run(name, 8)
+
+
+@pytest.mark.ranks(slow=(1, 2), doubling=True)
+@pytest.mark.usefixtures("few_steps")
+def test_run_of_a_residual_network() -> None:
+    check_run("resnet-8", 8)

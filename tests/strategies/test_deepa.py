@@ -1,0 +1,560 @@
+"""Configurations per layer: the best of all, the paper's figures, and training over MPI ranks.
+
+DeePa gives no compute times but those of Tables 2 and 3, in no unit. So the tables are compared
+with what their own figures determine, and whole networks by the data that they move.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+
+import numpy as np
+import pytest
+from deepa_paper import (
+    MeasuredCosts,
+    SharedLink,
+    image_parallelism,
+    one_weird_trick,
+    transfers,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsescan import InputError
+from sparsescan.parallel.network import Network
+from sparsescan.planning.elimination import minimise
+from sparsescan.strategies import Graph, Layer, Machine
+from sparsescan.strategies.architectures import Builder, build
+from sparsescan.strategies.boxes import Redistribution, blocks, intersection, volume
+from sparsescan.strategies.configurations import (
+    Configurations,
+    Moves,
+    allowed,
+    edges_of,
+    image_of,
+    limits,
+    reach,
+)
+from sparsescan.strategies.deepa import LayerCosts, PerLayer, footprint, optimise, with_loss
+
+SEEDS = st.integers(0, 2**32 - 1)
+BATCH, GPUS = 512, 16
+
+
+# -------------------------------------------------------------------------------------------------
+# Blocks, and what moves between them
+# -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_blocks_tile_the_tensor(shape, data):
+    degrees = [data.draw(st.integers(1, n)) for n in shape]
+    count = np.zeros(shape, int)
+    boxes = blocks(shape, degrees, int(np.prod(degrees)) + 2)
+    for box in boxes:
+        count[tuple(slice(*ends) for ends in box)] += 1
+        sizes = [stop - start for start, stop in box]
+        assert volume(box) == 0 or all(
+            n // d <= size <= -(-n // d) for n, d, size in zip(shape, degrees, sizes, strict=True)
+        )
+    np.testing.assert_array_equal(count, 1)
+
+
+def random_graph(rng, layers=6):
+    """Branches of layers of all kinds that join, and a linear end."""
+    made = Builder("random", (2, int(rng.integers(5, 9)), int(rng.integers(5, 9))))
+    made.conv(4, 3, padding=1)
+    for _ in range(layers):
+        x = made.last
+        height, width = made.layers[x].shape[1:]
+        kind = rng.integers(6)
+        if kind == 0:
+            made.conv(int(rng.integers(1, 4)) * 2, (1, 3), padding=(0, 1), groups=2)
+        elif kind == 1 and min(height, width) > 3:
+            made.pool(2)
+        elif kind == 2:
+            made.elementwise()
+        elif kind == 3:
+            made.concat(made.pool(3, 1, 1, x=x), made.conv(2, 1, x=x), x)
+        elif kind == 4:
+            made.sum(made.conv(made.layers[x].shape[0], 3, padding=1, x=x), x)
+        elif kind == 5:
+            made.conv(4, 3, (1, 2), 1)
+    made.flatten()
+    made.linear(6)
+    return with_loss(made.graph())
+
+
+def block_of(of, layer, number, batch):
+    return blocks((batch, *image_of(layer.shape)), of.all[number], of.workers)
+
+
+def needed_of(layer, source, box, first):
+    """The box of `source` that a block of `layer` needs, inside of it."""
+    if not volume(box):
+        return ((0, 0),) * 4
+    ends = [reach(layer, source, axis, *pair, first) for axis, pair in enumerate(box)]
+    whole = ((0, box[0][1]), *((0, size) for size in image_of(source.shape)))
+    return intersection(tuple((int(i), int(j)) for i, j in ends), whole)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SEEDS, st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 9))
+def test_tables_count_what_boxes_have_in_common(seed, workers, batch):
+    rng = np.random.default_rng(seed)
+    graph, of, everyone = random_graph(rng), Configurations(workers), np.arange(workers)
+    for j, k, first in edges_of(graph):
+        source, layer = graph.layers[j], graph.layers[k]
+        a, b = (
+            rng.choice(np.flatnonzero(allowed(end, limits(end, batch), of.all)), 3)
+            for end in (source, layer)
+        )
+        moves = Moves(of, layer, source, batch, first)
+        sent, received = moves.entries(a, b, everyone)
+        needed, messages = moves.needed(b, everyone), moves.messages(a, b)
+        for x, y in np.ndindex(3, 3):
+            owned = block_of(of, source, a[x], batch)
+            boxes = [
+                needed_of(layer, source, one, first) for one in block_of(of, layer, b[y], batch)
+            ]
+            found = Redistribution(owned, boxes)
+            assert [found.sent(r) for r in everyone] == sent[x, :, y].tolist()
+            assert [found.received(r) for r in everyone] == received[x, :, y].tolist()
+            assert [volume(box) for box in boxes] == needed[y].tolist()
+            meets = np.array([[volume(intersection(p, q)) > 0 for q in boxes] for p in owned])
+            assert messages[x, y] == max(meets.sum(axis=0).max(), meets.sum(axis=1).max())
+
+
+@given(SEEDS, st.integers(1, 24), st.integers(1, 9))
+def test_configurations_are_blocks_of_workers(seed, workers, batch):
+    rng, of = np.random.default_rng(seed), Configurations(workers)
+    assert len(np.unique(of.all, axis=0)) == len(of.all)
+    assert (workers % of.all.prod(axis=1) == 0).all()
+    layer = Layer("x", "elementwise", (0,), (5, 6, 7))
+    number = rng.choice(np.flatnonzero(allowed(layer, limits(layer, batch), of.all)), 1)
+    lengths = of.lengths((batch, 5, 6, 7), number, np.arange(workers))[0]
+    wanted = block_of(of, layer, number[0], batch)
+    for found, box in zip(lengths.tolist(), wanted, strict=True):
+        if volume(box):
+            assert found == [stop - start for start, stop in box]
+        else:
+            assert found[0] == 0
+
+
+def test_there_are_as_many_configurations_as_factorisations():
+    """Powers of two: exponents of four axes and of what is left over add up to that of workers."""
+    assert len(Configurations(16).all) == 70  # 8 over 4
+    assert len(Configurations(32).all) == 56  # 8 over 3: images are cut as square as can be
+    assert {tuple(one[2:]) for one in Configurations(32).all.tolist()} == {
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 2),
+        (4, 4),
+        (8, 4),
+    }
+
+
+# -------------------------------------------------------------------------------------------------
+# The best of all
+# -------------------------------------------------------------------------------------------------
+
+
+def machine(rng):
+    """A machine on which now transfers, now arithmetic is dear."""
+    network = Network("random", 10 ** rng.uniform(0, 4), 10 ** rng.uniform(-2, 2), 0.0, 0.0)
+    return Machine(multiply_adds=10 ** rng.uniform(-1, 2), overhead=100.0, network=network)
+
+
+def all_choices(graph, workers, batch):
+    of = Configurations(workers)
+    return [
+        [tuple(one) for one in of.all[allowed(layer, limits(layer, batch), of.all)].tolist()]
+        for layer in graph.layers
+    ]
+
+
+def small_graph(rng):
+    """Two branches that join, one of them a layer longer than the other."""
+    made = Builder("small", (2, 4, 4))
+    first = made.conv(2, 3, padding=1)
+    made.conv(2, 1, x=first)
+    if rng.random() < 0.5:
+        made.sum(made.last, first)
+    else:
+        made.concat(first, made.last)
+    return with_loss(made.graph())
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=6)
+@given(SEEDS, st.sampled_from([LayerCosts, SharedLink]))
+def test_no_configurations_cost_less(seed, kind):
+    """Against all of them, each predicted by itself."""
+    rng = np.random.default_rng(seed)
+    workers, batch = int(rng.choice([2, 3])), int(rng.integers(1, 7))
+    graph, costs = small_graph(rng), kind(machine(rng))
+    found, total = optimise(graph, costs, workers, batch)
+
+    def taken(chosen):
+        times = PerLayer(chosen, kind).predict(graph, costs.machine, workers, batch).nanoseconds
+        # The sum of the losses is the same for all.
+        return sum(time for part, time in times.items() if part != "loss")
+
+    least = min(map(taken, itertools.product(*all_choices(graph, workers, batch))))
+    assert total == pytest.approx(least, rel=1e-12)
+    assert taken(found) == pytest.approx(total, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=15)
+@given(SEEDS, st.sampled_from([LayerCosts, SharedLink]), st.sampled_from([4, 6, 8, 16]))
+def test_nothing_is_lost_by_leaving_out_what_costs_too_much(seed, kind, workers):
+    """Elimination over all configurations, and over those that the bound leaves."""
+    rng = np.random.default_rng(seed)
+    graph, costs, batch = random_graph(rng), kind(machine(rng)), int(rng.integers(1, 40))
+    of = Configurations(workers)
+    numbers = [
+        np.flatnonzero(allowed(layer, limits(layer, batch), of.all)) for layer in graph.layers
+    ]
+    nodes = [
+        costs.compute(graph, k, of.all[own], batch) + costs.update(graph.layers[k], of.all[own])
+        for k, own in enumerate(numbers)
+    ]
+    edges = []
+    for j, k, first in edges_of(graph):
+        if j > 0:
+            moves = Moves(of, graph.layers[k], graph.layers[j], batch, first)
+            edges.append((j, k, costs.transfer(moves, of, numbers[j], numbers[k])))
+            least = costs.least_transfer(moves, of, numbers[k])
+            assert (edges[-1][2] >= least * (1 - 1e-12)).all()
+    total = optimise(graph, costs, workers, batch)[1]
+    assert total == pytest.approx(minimise(nodes, edges)[1], rel=1e-12)
+
+
+def test_cells_that_share_parameters_have_one_configuration():
+    graph = with_loss(build("rnn:20"))
+    # Updates are dear, so that one worker would do, but not for the last layer.
+    costs = LayerCosts(Machine(multiply_adds=1e-3, network=Network("slow", 1e5, 10.0, 0.0, 0.0)))
+    found, _ = optimise(graph, costs, 8, 64)
+    cells = {one for layer, one in zip(graph.layers, found, strict=True) if layer.kind == "cell"}
+    assert len(cells) == 1
+
+
+def test_measured_times_come_before_the_model():
+    graph = with_loss(build("lenet5"))
+    of = Configurations(4)
+    slow = {("conv1", tuple(one)): 1e12 for one in of.all.tolist() if one != [1, 1, 2, 2]}
+    found, _ = optimise(graph, MeasuredCosts(Machine(), slow), 4, 64)
+    assert found[1] == (1, 1, 2, 2)
+
+
+def test_inception_on_16_devices_takes_a_fraction_of_a_second():
+    """The paper's figure is 100 ms; this takes as long, and a busy machine a few times that."""
+    graph, costs = with_loss(build("inception-v3")), LayerCosts(Machine())
+    start = time.process_time()
+    optimise(graph, costs, GPUS, BATCH)
+    assert time.process_time() - start < 1
+
+
+def test_many_workers():
+    """What is chosen is never worse than what it could have chosen along samples alone."""
+    graph, machine = build("alexnet"), Machine()
+    for workers in (1, 7, 64, 512):
+        best = PerLayer().predict(graph, machine, workers, BATCH)
+        images = PerLayer(image_parallelism).predict(graph, machine, workers, BATCH)
+        assert best.total <= images.total * (1 + 1e-9)
+
+
+# -------------------------------------------------------------------------------------------------
+# Predictions
+# -------------------------------------------------------------------------------------------------
+
+
+def test_image_parallelism_moves_parameters_alone():
+    graph, workers, batch = build("vgg11"), 4, 32
+    found = PerLayer(image_parallelism).predict(graph, Machine(), workers, batch)
+    # Each worker sends all but its piece, and its piece to all others.
+    assert found.bytes == pytest.approx(2 * graph.weights * 3 / 4 * 4, rel=1e-4)
+    assert found.nanoseconds["activations"] == 0
+    assert found.how == "9x n=4"
+    # Parameters and gradients; outputs and inputs of a quarter of the samples.
+    inputs = sum(graph.layers[i].size for layer in graph.layers for i in layer.inputs)
+    outputs = graph.activations - graph.layers[0].size
+    held = 2 * graph.weights + batch // 4 * (inputs + outputs + 2 * 10)
+    # A convolution of samples has no halo.
+    assert found.memory == 4 * held
+
+
+def test_one_weird_trick_moves_what_its_linear_layers_read():
+    graph, workers, batch = with_loss(build("alexnet")), 8, 64
+    chosen = one_weird_trick(graph, workers, batch)
+    parameters, activations = transfers(graph, chosen, workers, batch)
+    convolutions = sum(layer.weights for layer in graph.layers if layer.kind == "conv")
+    assert parameters == 2 * workers * convolutions
+    # Every worker lacks 7/8 of what a linear layer reads; of its own loss, of the logits.
+    assert activations == batch * (7 * (9216 + 4096 + 4096) + 1000 * 7 // 8)
+    kept = footprint(graph, chosen, workers, batch)[1]
+    whole = footprint(graph, image_parallelism(graph, workers, batch), workers, batch)[1]
+    assert (kept < whole).all()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([(1, 1, 1, 1)] * 5, "configurations has 5 entries; expected 14, one for each layer"),
+        ([(1, 1, 1, 1)] * 13 + [(3, 1, 1, 1)], r"layer loss .* \(3, 1, 1, 1\); expected parts of"),
+        ([(1, 1, 1, 1)] * 13 + [(1, 2, 1, 1)], r"layer loss .* at most \(64, 1, 1, 1\)"),
+    ],
+)
+def test_wrong_configurations_are_named(chosen, message):
+    with pytest.raises(InputError, match=message):
+        PerLayer(chosen).predict(build("lenet5"), Machine(), 4, 64)
+
+
+# -------------------------------------------------------------------------------------------------
+# The paper's figures
+# -------------------------------------------------------------------------------------------------
+
+# Workers, transfer, compute, update and total of the first linear layer of AlexNet; the text says
+# that DeePa divides it between two workers.
+TABLE_2 = {
+    (16, 1, 1, 1): (0, 1.28, 1075, 1076),
+    (1, 16, 1, 1): (134.4, 1.28, 0, 135.7),
+    (1, 4, 1, 1): (33.6, 5.1, 0, 38.7),
+    (1, 2, 1, 1): (16.8, 10.2, 0, 27.0),
+    (1, 1, 1, 1): (8.4, 20.4, 0, 28.8),
+}
+# The same of the last three convolutions of VGG-16.
+TABLE_3 = {
+    (16, 1, 1, 1): (0, 15.9, 134.4, 150.3),
+    (8, 1, 1, 1): (39.2, 31.8, 67.2, 138.2),
+    (4, 1, 1, 1): (39.2, 63.7, 33.6, 136.5),
+    (1, 1, 2, 2): (39.2, 54.7, 33.6, 127.5),
+    (2, 1, 1, 1): (39.2, 127.4, 16.8, 183.4),
+}
+IMAGES = (GPUS, 1, 1, 1)
+
+
+def shared_link(nbytes: float, takes: float, measured=None) -> SharedLink:
+    """The link over which so many bytes, forward and backward, take so long."""
+    network = Network("link", 0.0, takes / (2 * nbytes), 0.0, 0.0)
+    return SharedLink(Machine(network=network), measured)
+
+
+def measured_alone(name, times):
+    """Times of a layer that has no other configurations."""
+    every = Configurations(GPUS).all.tolist()
+    return {(name, tuple(one)): times.get(tuple(one), np.inf) for one in every}
+
+
+def parts_of_cost(graph, costs, k, chosen):
+    of = Configurations(GPUS, [IMAGES, chosen])
+    first, second = np.array([0]), np.array([1])
+    moves = Moves(of, graph.layers[k], graph.layers[k - 1], BATCH)
+    transfer = costs.transfer(moves, of, first, second)[0, 0]
+    return transfer, costs.update(graph.layers[k], of.all[second])[0]
+
+
+def test_table_2():
+    """One figure, 8.4 for the input of one worker, gives all transfers and updates."""
+    image = Layer("input", "input", (), (9216,))
+    before = Layer("before", "elementwise", (0,), (9216,))
+    linear = Layer("linear", "linear", (1,), (4096,), weights=9216 * 4096)
+    graph = Graph("AlexNet", [image, before, linear])
+    compute = {chosen: row[1] for chosen, row in TABLE_2.items()}
+    times = measured_alone("linear", compute) | measured_alone("before", {IMAGES: 0.0})
+    costs = shared_link(BATCH * 9216 * 4, 8.4, times)
+    totals = []
+    for chosen, (transfer, _, update, total) in TABLE_2.items():
+        found = parts_of_cost(graph, costs, 2, chosen)
+        assert found == pytest.approx((transfer, update), rel=5e-4)
+        totals.append(sum(found) + compute[chosen])
+        assert totals[-1] == pytest.approx(total, rel=2e-3)
+    published = [row[-1] for row in TABLE_2.values()]
+    assert np.argsort(totals).tolist() == np.argsort(published).tolist()
+    found, best = optimise(graph, costs, GPUS, BATCH)
+    assert found[1:] == [IMAGES, (1, 2, 1, 1)]
+    assert best == pytest.approx(27.0, rel=1e-3)
+    # "DeePa reduces the total cost by 5x compared to other approaches".
+    assert TABLE_2[1, 16, 1, 1][-1] / best == pytest.approx(5, rel=0.01)
+
+
+def last_convolutions():
+    made = Builder("VGG-16", (512, 14, 14))
+    made.elementwise()
+    for _ in range(3):
+        made.conv(512, 3, padding=1)
+    return made.graph()
+
+
+def three_convolutions(link):
+    """For each row of Table 3 our transfer, update and total, and what `optimise` finds.
+
+    Compute times are measurements, a third of the published ones for each of the equal layers.
+    """
+    graph, convolutions = last_convolutions(), (2, 3, 4)
+    times = measured_alone(graph.layers[1].name, {IMAGES: 0.0})
+    for k in convolutions:
+        third = {chosen: row[1] / 3 for chosen, row in TABLE_3.items()}
+        times |= measured_alone(graph.layers[k].name, third)
+    costs = SharedLink(link.machine, times)
+    rows = {}
+    for chosen, (_, compute, _, _) in TABLE_3.items():
+        parts = [parts_of_cost(graph, costs, k, chosen) for k in convolutions]
+        # Between layers that are divided alike nothing moves.
+        transfer, update = parts[0][0], sum(part[1] for part in parts)
+        rows[chosen] = transfer, update, transfer + compute + update
+    found, total = optimise(graph, costs, GPUS, BATCH)
+    assert len(set(found[2:])) == 1
+    assert total == pytest.approx(rows[found[2]][-1], rel=1e-9)
+    assert total == pytest.approx(min(row[-1] for row in rows.values()), rel=1e-9)
+    return rows, found[2]
+
+
+def cheapest_first(totals):
+    return sorted(totals, key=totals.__getitem__)
+
+
+def test_table_3():
+    """One figure, 134.4 for the update of 16 copies, gives the others; transfers are not its own.
+
+    The input of the three layers is 512 images of 512 channels of 14x14. Over the link of the
+    updates it takes 61.0 where the table has 39.2, for whatever configuration. The choice is the
+    published one nevertheless; but dividing images between 16 is then second best, and not fourth.
+    """
+    rows, best = three_convolutions(shared_link(4 * last_convolutions().weights, 134.4 / GPUS))
+    ours = {
+        (16, 1, 1, 1): (0, 134.4, 150.3),
+        (8, 1, 1, 1): (61.0, 67.2, 160.0),
+        (4, 1, 1, 1): (61.0, 33.6, 158.3),
+        (1, 1, 2, 2): (61.0, 33.6, 149.3),
+        (2, 1, 1, 1): (61.0, 16.8, 205.2),
+    }
+    for chosen, (transfer, _, update, total) in TABLE_3.items():
+        assert rows[chosen] == pytest.approx(ours[chosen], rel=1e-3)
+        assert rows[chosen][1] == pytest.approx(update, rel=1e-9)
+        assert rows[chosen][2] - total == pytest.approx(rows[chosen][0] - transfer, abs=0.06)
+    assert best == (1, 1, 2, 2)
+    published = {chosen: row[-1] for chosen, row in TABLE_3.items()}
+    halves, quarters, squares, pairs = (8, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 2), (2, 1, 1, 1)
+    assert cheapest_first(published) == [squares, quarters, halves, IMAGES, pairs]
+    totals = {chosen: row[-1] for chosen, row in rows.items()}
+    assert cheapest_first(totals) == [squares, IMAGES, quarters, halves, pairs]
+
+
+def test_tables_2_and_3_have_no_bandwidth_in_common():
+    """Over the link of Table 2, the updates of Table 3 are those of two layers and not of three,
+    and its transfer is three sevenths of the input; but the choice is the published one.
+    """
+    rows, best = three_convolutions(shared_link(BATCH * 9216 * 4, 8.4))
+    for chosen, (transfer, _, update, _) in TABLE_3.items():
+        assert rows[chosen][0] == pytest.approx(transfer * 7 / 3, rel=1e-3)
+        assert rows[chosen][1] == pytest.approx(update * 3 / 2, rel=1e-3)
+    assert best == (1, 1, 2, 2)
+
+
+def test_the_transfers_of_table_3_alone_would_leave_images_best():
+    """Over a link on which the input takes 39.2, updates cost 86.4 where the table has 134.4."""
+    rows, best = three_convolutions(shared_link(BATCH * 512 * 14 * 14 * 4, 39.2))
+    assert rows[1, 1, 2, 2][0] == pytest.approx(39.2)
+    assert rows[IMAGES][1] == pytest.approx(86.4, rel=1e-3)
+    assert best == IMAGES
+
+
+def gigabytes(graph, chosen, workers=GPUS, batch=BATCH):
+    return sum(transfers(graph, chosen, workers, batch)) * 4e-9
+
+
+def test_figure_15():
+    """VGG-16 on 4 GPUs with 128 images: 4 GB in every iteration, and 490 MB with the layout that
+    the text has: images for convolutions and pools, two workers for the linear layers.
+    """
+    graph, workers, batch = with_loss(build("vgg16")), 4, 128
+    images = image_parallelism(graph, workers, batch)
+    tricks = one_weird_trick(graph, workers, batch)
+    layout = [
+        (1, 2, 1, 1) if trick != image else image
+        for trick, image in zip(tricks, images, strict=True)
+    ]
+    assert gigabytes(graph, images, workers, batch) == pytest.approx(4.43, rel=1e-3)  # for 4
+    assert gigabytes(graph, layout, workers, batch) == pytest.approx(0.490, rel=0.02)
+
+
+NAMES = "alexnet-owt", "vgg16", "inception-v3"
+
+
+@functools.cache
+def best_of(name):
+    """What `optimise` finds over the link of Table 2 if its unit is a millisecond, and the machine.
+
+    Compute times are not given. Here they are those of half the peak of a K80's GPU, 2,185
+    multiply-adds a nanosecond; Tables 2 and 3, taken in milliseconds, would exceed that.
+    """
+    link = shared_link(BATCH * 9216 * 4, 8.4e6).machine.network
+    gpu = Machine(multiply_adds=1092, bandwidth=1e9, overhead=0, network=link)
+    graph = with_loss(build(name))
+    return graph, *optimise(graph, SharedLink(gpu), GPUS, BATCH), gpu
+
+
+def test_figure_8():
+    """ "OWT reduces data transfers by 1.05-8.4×", DeePa "further by 1.2-2.7×", "up to 23×".
+
+    The figure has no numbers but these. Ours: 1.07-9.2×, 1.35-2.3×, up to 21×.
+    """
+    tricks, best = [], []
+    for name in NAMES:
+        graph, found, _, _ = best_of(name)
+        images, trick = (
+            gigabytes(graph, strategy(graph, GPUS, BATCH))
+            for strategy in (image_parallelism, one_weird_trick)
+        )
+        tricks.append(images / trick)
+        best.append(trick / gigabytes(graph, found))
+    assert tricks == pytest.approx([9.17, 6.09, 1.069], rel=1e-3)
+    assert best == pytest.approx([2.342, 1.459, 1.346], rel=1e-3)
+    assert (min(tricks), max(tricks)) == pytest.approx((1.05, 8.4), rel=0.1)
+    assert (min(best), max(best)) == pytest.approx((1.2, 2.7), rel=0.14)
+    assert max(np.multiply(tricks, best)) == pytest.approx(23, rel=0.07)
+
+
+def test_choices_for_whole_networks():
+    """Sections 7.1.1 to 7.1.4: what is found as described, and where it differs."""
+    chosen = {}
+    for name in NAMES:
+        graph, found, total, gpu = best_of(name)
+        chosen[name] = list(zip(graph.layers, found, strict=True))
+        for strategy in (one_weird_trick, image_parallelism):
+            other = PerLayer(strategy, SharedLink).predict(graph, gpu, GPUS, BATCH).total
+            assert total < other
+            total = other
+    # "DeePa uses image parallelism for all convolutional and pooling layers" of AlexNet, and two
+    # workers for its first linear layer; "similar configurations" in VGG-16. Here the last linear
+    # layer of both has one worker.
+    for name in ("alexnet-owt", "vgg16"):
+        assert {one for layer, one in chosen[name] if layer.kind in ("conv", "pool")} == {IMAGES}
+        linear = [one for layer, one in chosen[name] if layer.kind == "linear"]
+        assert linear == [(1, 2, 1, 1), (1, 2, 1, 1), (1, 1, 1, 1)]
+    # So the last three convolutions of VGG-16 have all workers, and not four as in Table 3: half of
+    # the workers would take longer than they save.
+    graph, _, _, gpu = best_of("vgg16")
+    last = [k for k, layer in enumerate(graph.layers) if layer.kind == "conv"][-3:]
+    costs, both = SharedLink(gpu), np.array([IMAGES, (8, 1, 1, 1)])
+    compute = sum(costs.compute(graph, k, both, BATCH) for k in last)
+    update = sum(costs.update(graph.layers[k], both) for k in last)
+    assert compute[1] - compute[0] > update[0] - update[1] > 0
+    # "For the beginning layers DeePa uses image parallelism on all available GPUs"; it "adaptively
+    # reduces the number of workers" of the deeper ones: here of the last modules of Inception-v3.
+    inception = [(layer, one) for layer, one in chosen["inception-v3"] if layer.weights]
+    modules = "InceptionE1", "InceptionE2"
+    assert {one for layer, one in inception if layer.name.startswith(modules)} == {(8, 1, 1, 1)}
+    assert {one for layer, one in inception if not layer.name.startswith(modules)} == {
+        IMAGES,
+        (1, 1, 1, 1),
+    }
+    # Their branches are not divided in different ways as in Figure 12. With half of the copies they
+    # move 50 % less, and not 30 %; all layers together 31 % less, and not 20 %.
+    graph, found, _, _ = best_of("inception-v3")
+    saved = gigabytes(graph, found) / gigabytes(graph, image_parallelism(graph, GPUS, BATCH))
+    assert 1 - saved == pytest.approx(0.305, rel=1e-2)

@@ -1,0 +1,482 @@
+"""Strategies side by side: the scan as one of them, tables, machines and the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsescan
+from sparsescan.cli.main import main
+from sparsescan.errors import InputError, InputTypeError
+from sparsescan.jacobians import Conv2d, GRUCell, Linear, MaxPool2d, RNNCell, Sequential, Tanh
+from sparsescan.parallel import Network
+from sparsescan.strategies import (
+    Graph,
+    Layer,
+    Machine,
+    Pipeline,
+    Prediction,
+    Recurrent,
+    Scan,
+    Strategy,
+    build,
+    compare,
+    from_sequential,
+    load_machine,
+    measure_machine,
+    plot_comparison,
+    save_machine,
+)
+from sparsescan.strategies.compare import strategies
+from sparsescan.strategies.graph import blocks
+from sparsescan.strategies.partitioned import limits_of
+from sparsescan.strategies.recurrent import graph_of
+from sparsescan.strategies.scan import parts_of
+from sparsescan.strategies.times import Times
+
+NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
+BUILT_IN = ("lenet5", "alexnet", "vgg11", "resnet-110", "inception-v3", "rnn:50", "gru:20")
+positive = st.floats(1e-3, 1e9)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Layers that read one or two of some layers before them, so that all outputs are read."""
+    layers = [Layer("x", "input", (), (3,))]
+    for k in range(1, draw(st.integers(2, 14))):
+        inputs = {k - 1, draw(st.integers(max(k - 3, 0), k - 1))}
+        nnz = draw(st.integers(0, 50))
+        layers.append(Layer(f"l{k}", "add", tuple(sorted(inputs)), (3,), nnz=nnz))
+    return Graph("random", layers)
+
+
+# -- The scan -------------------------------------------------------------------------------------
+
+
+def test_networks_that_cannot_be_trained_are_refused() -> None:
+    cell, linear = RNNCell(2, 3, rng=0), Linear(3, 3, rng=0)
+    for wrong, argument in (
+        (lambda: Recurrent(None, linear, 2), "cell is a NoneType"),  # type: ignore[arg-type]
+        (lambda: Recurrent(cell, Sequential([linear]), 2), "readout is a Sequential"),  # type: ignore[arg-type]
+        (lambda: graph_of([linear]), "network is a list; expected a Sequential or a Recurrent"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputTypeError, match=argument):
+            wrong()
+    with pytest.raises(InputError, match=r"network has layers that share memory.*; expected"):
+        graph_of(Sequential([linear, linear]))
+    tied = Linear(3, 3, rng=0)
+    tied.weight = linear.weight
+    with pytest.raises(InputError, match="share memory for parameters"):
+        graph_of(Sequential([linear, Tanh(input_shape=(3,)), tied]))
+    with pytest.raises(InputTypeError, match="network is a str; expected a Graph"):
+        compare("lenet5", Machine(), 4, 8)  # type: ignore[arg-type]
+    # Only what is trained has to be there once.
+    act = Tanh(input_shape=(3,))
+    assert len(graph_of(Sequential([act, linear, act])).layers) == 4
+
+
+def test_the_graph_of_a_recurrent_network_has_the_parameters_that_there_are() -> None:
+    mask = np.eye(3, dtype=bool)
+    cell = GRUCell(2, 3, bias=False, weight_hh_mask=np.tile(mask, (3, 1)), rng=0)
+    readout = Linear(3, 4, bias=False, weight_mask=np.ones((4, 3)) > 0, rng=0)
+    graph = Recurrent(cell, readout, 5).graph()
+    assert graph.weights == 9 * 2 + 9 * 3 + 12
+    assert [layer.nnz for layer in graph.layers[1:]] == [3] * 5 + [12]
+    assert [layer.shares for layer in graph.layers[1:]] == [None, 1, 1, 1, 1, None]
+
+
+def test_windows_with_gaps_are_divided_by_samples_alone() -> None:
+    for op in (
+        Conv2d(2, 4, 3, dilation=2, input_shape=(2, 8, 8), rng=0),
+        MaxPool2d(2, dilation=2, input_shape=(2, 8, 8)),
+    ):
+        layer = from_sequential(Sequential([op])).layers[1]
+        assert limits_of(op, layer, 6) == (6, 1, 1, 1)
+
+
+@given(graphs())
+def test_a_chain_is_cut_wherever_one_output_goes_on(graph: Graph) -> None:
+    last = len(graph.layers) - 1
+    edges = [(i, k) for k, layer in enumerate(graph.layers) for i in layer.inputs]
+    cuts = [k for k in range(1, last + 1) if not any(i < k < j for i, j in edges)]
+    found = blocks(graph)
+    assert [block[-1] for block in found] == cuts
+    assert [k for block in found for k in block] == list(range(1, last + 1))
+
+
+@given(graphs(), st.data())
+def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataObject) -> None:
+    units = len(blocks(graph))
+    count = data.draw(st.integers(1, units))
+    found = parts_of(graph, count)
+    assert len(found) == count
+    assert all(found)
+    assert [k for part in found for k in part] == list(range(units))
+
+
+def test_equal_steps_are_cut_equally() -> None:
+    sizes = [len(part) for part in parts_of(build("rnn:96"), 8)]
+    # The last part has the linear layer, too.
+    assert sizes == [12] * 7 + [13]
+
+
+def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None:
+    """Equation 6: Θ(log n) with a step for each worker, where the vectors take Θ(n)."""
+    machine = Machine(network=NETWORK)
+    steps = [2**k for k in range(3, 10)]
+
+    def scans(schedule: str) -> Any:
+        found = [
+            Scan((n, 1), schedule).predict(build(f"rnn:{n}"), machine, n, 1).nanoseconds["scan"]
+            for n in steps
+        ]
+        return np.diff(found)
+
+    more = scans("products")
+    np.testing.assert_allclose(more, more[0], rtol=1e-9)
+    np.testing.assert_allclose(scans("vectors")[1:] / scans("vectors")[:-1], 2, rtol=0.1)
+
+
+def test_a_worker_holds_its_share_of_the_jacobians() -> None:
+    """Section 3.6: Θ(max(n/p, 1)) Jacobians."""
+    network, machine = build("rnn:512"), Machine(network=NETWORK)
+    held = [Scan((p, 1), "vectors").predict(network, machine, p, 4).memory for p in (1, 8, 64, 512)]
+    jacobian = 4 * 4 * 20 * 20  # bytes, samples, and 20 units
+    for p, nbytes in zip((1, 8, 64, 512), held, strict=True):
+        # States, gradients and parameters are the rest.
+        assert 512 // p * jacobian < nbytes < 1.25 * (512 // p + 1) * jacobian
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_more_workers_than_parts_and_samples_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="no such grid of 1021 workers"):
+        Scan().predict(build(name), Machine(), 1021, 8)
+
+
+def test_where_nothing_fits_the_least_memory_is_predicted() -> None:
+    machine = Machine(memory=1000)
+    found = Scan().predict(build("lenet5"), machine, 4, 16)
+    others = [
+        Scan(grid, "vectors").predict(build("lenet5"), machine, 4, 16) for grid in ((2, 2), (4, 1))
+    ]
+    assert found.memory == min(other.memory for other in others) > machine.memory
+
+
+def test_two_workers_or_more_share_the_chain() -> None:
+    assert Scan().predict(build("lenet5"), Machine(), 8, 64).how.startswith(("2 ", "4 ", "8 "))
+
+
+def test_unknown_schedules_are_refused() -> None:
+    with pytest.raises(InputError, match="schedule is 'linear'"):
+        Scan(schedule="linear")
+
+
+# -- Side by side ---------------------------------------------------------------------------------
+
+
+class Fixed(Strategy):
+    """A strategy with a prediction of its own."""
+
+    def __init__(self, name: str, nanoseconds: float, memory: int, stale: float = 0.0) -> None:
+        self.name = name
+        self._found = Prediction(name, "as told", {"forward": nanoseconds}, 7, memory, stale)
+
+    def predict(self, *arguments: Any) -> Prediction:
+        return self._found
+
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Never(Fixed):
+    def predict(self, *arguments: Any) -> Prediction:
+        raise InputError("it never can")
+
+
+def test_the_best_is_first_and_what_does_not_fit_is_last() -> None:
+    chosen = [
+        Fixed("fast but large", 1e3, 2000),
+        Fixed("slow", 3e3, 10),
+        Fixed("fast", 2e3, 1000, stale=0.25),
+        Never("never", 0, 0),
+    ]
+    found = compare(build("lenet5"), Machine(memory=1000), 4, 8, chosen)
+    assert [one.strategy for one in found.predictions] == ["fast", "slow", "fast but large"]
+    text = str(found).splitlines()
+    assert text[0] == "lenet5, 4 workers, 8 samples a step; a worker has 1000 B (built in)"
+    names = [line.split("  ")[1].strip() for line in text[2:6]]
+    assert names == ["one worker", "fast", "slow", "fast but large"]
+    assert "25% stale" in text[3]
+    assert "exact" in text[4]
+    assert "1.95 KiB !" in text[5]
+    assert "  without never: it never can" in text
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
+    found = compare(build(name), Machine(), 4, 16)
+    assert len(found.predictions) + len(found.reasons) == len(strategies())
+    assert "scan" in [one.strategy for one in found.predictions]
+    for one in found.predictions:
+        assert one.total == sum(one.nanoseconds.values()) > 0
+        assert min(one.nanoseconds.values()) >= 0
+        assert one.bytes >= 0
+        assert one.memory > 0
+        assert f"\n  {one.strategy}" in str(found)
+
+
+@pytest.mark.parametrize("option", ["workers", "batch"])
+def test_there_is_a_worker_and_a_sample(option: str) -> None:
+    counts = {"workers": 2, "batch": 2} | {option: 0}
+    with pytest.raises(InputError, match=option):
+        compare(build("lenet5"), Machine(), **counts)
+
+
+def test_a_picture_is_drawn(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture"
+    plot_comparison(build("lenet5"), Machine(), 6, 8, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_of_a_prediction_are_those_of_python() -> None:
+    times = {"forward": np.float64(2), "loss": np.float32(1)}
+    found = Prediction("any", "", times, np.int64(3), np.int32(4), np.float64(0.5))  # type: ignore[arg-type]
+    numbers = [found.bytes, found.memory, found.stale, *found.nanoseconds.values()]
+    assert [type(number) for number in numbers] == [int, int, float, float, float]
+    assert found == Prediction("any", "", {"forward": 2.0, "loss": 1.0}, 3, 4, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 8])
+def test_long_networks_take_linear_time(workers: int) -> None:
+    """Twice the steps take no more than four times as long, and few seconds."""
+    taken = []
+    for steps in (1500, 3000):
+        network, samples = build(f"rnn:{steps}"), []
+        for _ in range(3):
+            start = time.process_time()
+            found = compare(network, Machine(), workers, 16)
+            samples.append(time.process_time() - start)
+            assert len(found.predictions) == (8 if workers == 2 else 6)
+        taken.append(min(samples))
+    assert taken[1] < max(4 * taken[0], 1)
+    assert taken[1] < 10
+
+
+def test_a_pipeline_of_too_many_places_is_refused() -> None:
+    layers = [Layer("x", "input", (), (3,))]
+    layers += [Layer(f"l{k}", "linear", (k - 1,), (3,), 9, 9, 9) for k in range(1, 5000)]
+    with pytest.raises(InputError, match="cut in 4998 places; expected 4096 at most"):
+        Pipeline().predict(Graph("long", layers), Machine(), 4, 8)
+    found = Pipeline((1000, 2000, 3000)).predict(Graph("long", layers), Machine(), 4, 8)
+    assert found.how == "8 stages, registers after layers 1000, 2000, 3000"
+
+
+@given(graphs())
+def test_layers_that_are_alike_cost_the_same(graph: Graph) -> None:
+    for k, first in enumerate(graph.alike):
+        assert first <= k
+        for price in (Machine().forward, Machine().backward, Machine().product):
+            assert price(graph, first, 3) == price(graph, k, 3)
+        if first < k:
+            assert graph.alike[k - 1] == first
+
+
+# -- Times that were measured ---------------------------------------------------------------------
+
+
+def measured(contention: float = 1.0) -> tuple[Graph, Machine]:
+    """Two layers that take 1, 10, 100, … ns a sample, and half of that more; the second is not
+    faster for half of its channels."""
+    layers = [
+        Layer("x", "input", (), (4,)),
+        Layer("a", "linear", (0,), (6,), 30, 24, 24),
+        Layer("b", "linear", (1,), (5,), 35, 30, 30),
+    ]
+    graph = Graph("two", layers)
+    parts = {
+        part: np.array([[1.5, 4.5], [2.5, 5.5]]) * 10**k
+        for k, part in enumerate(("forward", "values", "product", "params", "update"))
+    }
+    halves = {part: np.array([[4.0, 2.0], [5.0, 5.0]]) for part in parts}
+    collectives = {"maximum": 7.0, "broadcast": 11.0, "gather": 13.0}
+    times = Times(
+        layers[1:], (1, 4), parts, halves, {}, np.array([2.0, 8.0]), 3.0, collectives, contention
+    )
+    return graph, Machine(network=Network("", 100.0, 0.0, 0.0, 0.0), times=times)
+
+
+def test_what_was_measured_counts() -> None:
+    graph, machine = measured()
+    assert machine.forward(graph, 1, 1) == 1.5
+    assert machine.forward(graph, 2, 4) == 5.5
+    # Between two numbers of samples and beyond them on a line.
+    assert machine.forward(graph, 1, 2) == 2.5
+    assert machine.forward(graph, 1, 7) == 7.5
+    # Half of the channels of the first are half of the work, of the second all of it.
+    assert machine.forward(graph, 1, 4, 0.5) == 2.25
+    assert machine.forward(graph, 2, 4, 0.5) == 5.5
+    # Nobody needs the gradient of the input.
+    assert machine.backward(graph, 1, 1) == 1500
+    assert machine.backward(graph, 2, 1) == 25 + 250 + 2500
+    assert machine.loss(2) == 4
+    # Of another network nothing is known.
+    other = build("lenet5")
+    assert machine.forward(other, 1, 8) == replace(machine, times=None).forward(other, 1, 8)
+
+
+def test_predictions_from_what_was_measured() -> None:
+    graph, machine = measured()
+    layers = 4.5 + 4500 + 45_000 + 5.5 * (1 + 10 + 100 + 1000)
+    update = (1.5 + 2.5) * 10**4
+    layers += update - 45_000 + 3 + 8
+    found = {one.strategy: one.total for one in compare(graph, machine, 1, 4).predictions}
+    for name in ("batch", "model", "integrated"):
+        assert found[name] == pytest.approx(layers), name
+    assert found["per layer"] == pytest.approx(layers + 13)
+    assert found["pipeline, stale weights"] == pytest.approx(layers + 7 + 11)
+    # The Jacobian of the first layer is written, and multiplied by none.
+    assert found["scan"] == pytest.approx(layers + 45 + 450 + 2 * 7)
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=6), st.integers(0, 6), st.floats(1, 6))
+def test_workers_that_wait_leave_their_cores_to_others(
+    work: list[float], waiting: int, contention: float
+) -> None:
+    _, machine = measured(contention)
+    workers = len(work) + waiting
+    found = machine.shared(work, workers)
+    # One alone is as much faster as it was measured to be; all together are as fast as all are.
+    assert found == pytest.approx(max(max(work) / contention, sum(work) / workers))
+    assert replace(machine, times=None).shared(work, workers) == max(work)
+
+
+# -- Machines -------------------------------------------------------------------------------------
+
+
+@given(positive, positive, st.floats(0, 1e9), st.integers(1, 1 << 50), positive)
+@settings(max_examples=20)
+def test_machines_come_back_from_files(
+    tmp_path_factory: pytest.TempPathFactory,
+    rate: float,
+    bandwidth: float,
+    overhead: float,
+    memory: int,
+    latency: float,
+) -> None:
+    network = replace(NETWORK, latency=latency)
+    machine = Machine("ours", rate, bandwidth, overhead, memory, network, 8)
+    path = tmp_path_factory.mktemp("machine") / "folder" / "machine.json"
+    assert load_machine(save_machine(machine, path)) == machine
+
+
+def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"memory": 5, "network": {"latency": 7}}))
+    found = load_machine(path)
+    assert (found.memory, found.network.latency) == (5, 7)
+    assert found.network.inverse_bandwidth == Machine().network.inverse_bandwidth
+    assert found.multiply_adds == Machine().multiply_adds
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it is []"),
+        ('{"speed": 1}', "speed is not known"),
+        ('{"multiply_adds": 0}', "multiply_adds is 0"),
+        ('{"bandwidth": -1}', "bandwidth is -1"),
+        ('{"bandwidth": Infinity}', "bandwidth is inf"),
+        ('{"memory": "16 GiB"}', "memory is '16 GiB'"),
+        ('{"memory": 0.5}', "memory is 0.5"),
+        ('{"name": 1}', "name is 1"),
+        ('{"network": 3}', "network is 3"),
+        ('{"network": {"latency": NaN}}', "network.latency is nan"),
+        ('{"network": {"name": "n", "speed": 1}}', "network.speed is not known"),
+    ],
+)
+def test_bad_machine_files_are_refused(tmp_path: Any, text: str, wrong: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_machine(path)
+    assert wrong in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_this_machine_is_measured() -> None:
+    found = measure_machine(NETWORK)
+    assert found.network == NETWORK
+    assert all(
+        value > 0 for key, value in asdict(found).items() if key not in ("name", "network", "times")
+    )
+
+
+# -- The command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+
+
+def command(*arguments: object) -> int:
+    return main(["strategies", *map(str, arguments)])
+
+
+def test_the_command_prints_a_table(tmp_path: Any, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    machine = save_machine(Machine("a small one", memory=1 << 20), tmp_path / "machine.json")
+    picture = tmp_path / "p.png"
+    options = ["--workers", 4, "--batch", 8, "--machine", machine, "--plot", picture]
+    assert command("lenet5", *options) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("lenet5, 4 workers, 8 samples a step; a worker has 1 MiB (a small one)")
+    assert out.count("\n  scan") == 4
+    assert str(picture) in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_reads_saved_chains(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "chain.npz"
+    sparsescan.save_chain(path, np.ones(5), np.ones((6, 5, 5)))
+    assert command(path, "--workers", 2, "--batch", 4) == 0
+    assert "\n  scan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["lenet6", "--workers", 2, "--batch", 4], "lenet6"),
+        (["rnn:0", "--workers", 2, "--batch", 4], "rnn:0"),
+        (["lenet5", "--workers", 0, "--batch", 4], "workers"),
+        (["lenet5", "--workers", 2, "--batch", -4], "batch"),
+        (["lenet5", "--workers", "two", "--batch", 4], "two"),
+        (["lenet5", "--batch", 4], "--workers"),
+        (["lenet5", "--workers", 2, "--batch", 4, "--machine", "nowhere.json"], "nowhere.json"),
+        (["nowhere.npz", "--workers", 2, "--batch", 4], "nowhere.npz"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[object], wrong: str, capsys: Any) -> None:
+    assert command(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparsescan: ")
+    assert err.count("\n") == 1
+    assert wrong in err
+
+
+@pytest.mark.mpi
+def test_a_run_needs_as_many_ranks_as_workers(capsys: Any) -> None:
+    assert command("lenet5", "--workers", 3, "--batch", 4, "--run") == 2
+    assert "mpiexec -n 3" in capsys.readouterr().err

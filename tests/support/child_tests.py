@@ -1,0 +1,385 @@
+"""Run ``mpi_*.py`` on the ranks of mpiexec and ``cuda_*.py`` in Numba's simulator, test by test.
+
+Both take processes of their own. The parent reads the names and marks of their tests from the
+source, starts each file once (on each number of ranks), and passes the reports of the child's tests
+on as its own, so that each has its name, its outcome and its traceback. If a test ends the child,
+the tests behind it are run by another child.
+
+Marks of the tests in ``mpi_*.py``, or ``pytestmark`` for a whole file:
+
+``pytest.mark.ranks(3, slow=(2, 4), doubling=False, monitored=False)``
+    Run on 3 ranks, and on 2 and 4 as a slow test; with recursive doubling in Open MPI's scans; with
+    its counts of messages.
+``pytest.mark.cudasim``
+    Run in the simulator.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mpi_launch
+import pytest
+
+__all__ = [
+    "ChildFile",
+    "Reporter",
+    "pytest_collect_file",
+    "pytest_runtest_protocol",
+    "pytest_runtestloop",
+]
+
+# Seconds without the report of any test behind which a child hangs; many examples take longer.
+PATIENCE, PATIENCE_EXPLORING = 200, 1200
+# Seconds in which other ranks may report that they have failed, too.
+GRACE = 1.0
+
+
+# ---------------------------------------------------------------------------------------------
+# Collection, in the parent
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
+    collectors = yield
+    if is_run_in_a_child(file_path, parent):
+        return [ChildFile.from_parent(parent, path=file_path)]
+    return collectors
+
+
+def is_run_in_a_child(path: Path, parent: pytest.Collector) -> bool:
+    """Return False for what this process runs itself: as the child, or on a GPU."""
+    is_cuda = path.match("cuda_*.py")
+    if parent.config.getoption("--reports") or not (is_cuda or path.match("mpi_*.py")):
+        return False
+    return not (is_cuda and parent.session.isinitpath(path) and cuda_is_here())
+
+
+def cuda_is_here() -> bool:
+    """Return whether there is a GPU, or the simulator has been asked for."""
+    from numba import cuda
+
+    return bool(cuda.is_available())
+
+
+class Variant(NamedTuple):
+    """How a child is started."""
+
+    ranks: int | None = None  # without mpiexec
+    simulator: bool = False
+    doubling: bool = False
+    monitored: bool = False
+
+
+class ChildFile(pytest.File):
+    """A file whose tests are run by children, one for each variant."""
+
+    def collect(self) -> Iterator[ChildTest]:
+        tree = ast.parse(self.path.read_text())
+        shared = [
+            mark
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+            for mark in marks_of(getattr(node.value, "elts", [node.value]))
+        ]
+        children: dict[Variant, Child] = {}
+        for node in tree.body:
+            if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
+                continue
+            own = marks_of(node.decorator_list)
+            ranks = [mark for mark in own if mark.name == "ranks"]
+            others = [mark for mark in own + shared if mark.name != "ranks"]
+            ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
+            for variant, slow in self._variants(ranks, others):
+                child = children.setdefault(variant, Child(self.path, variant))
+                name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
+                test = ChildTest.from_parent(self, name=name, child=child, line=node.lineno)
+                for mark in others:
+                    test.add_marker(mark.name)
+                for name, marked in (
+                    ("mpi", variant.ranks is not None),
+                    ("cudasim", variant.simulator),
+                    ("slow", slow),
+                ):
+                    if marked:
+                        test.add_marker(name)
+                yield test
+
+    def _variants(
+        self, ranks: list[pytest.Mark], others: list[pytest.Mark]
+    ) -> Iterator[tuple[Variant, bool]]:
+        """Yield how a test is run, and whether that is slow."""
+        if self.path.match("cuda_*.py"):
+            yield Variant(simulator=True), False
+        simulator = any(mark.name == "cudasim" for mark in others)
+        for mark in ranks:
+            options = dict(mark.kwargs)
+            slow = options.pop("slow", ())
+            for size in (*mark.args, *slow):
+                yield Variant(size, simulator, **options), size in slow
+
+
+def marks_of(nodes: list[ast.expr]) -> list[pytest.Mark]:
+    """Return the marks among some decorators whose arguments are literals."""
+    names = tuple(f"pytest.mark.{name}" for name in ("ranks", "slow", "cudasim"))
+    texts = [text for text in map(ast.unparse, nodes) if text.startswith(names)]
+    return [eval(text, {"pytest": pytest}).mark for text in texts]
+
+
+class ChildTest(pytest.Item):
+    """A test function of a file that a child runs; it may have several cases."""
+
+    def __init__(self, *, child: Child, line: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.child, self._line = child, line
+        self.function_name = self.name.partition("[")[0]
+
+    def runtest(self) -> None:
+        raise AssertionError("the child runs it")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, self._line, self.name
+
+    def case_id(self, nodeid: str) -> str:
+        """Return the id here of a case that the child calls `nodeid`."""
+        case = nodeid.partition("[")[2].removesuffix("]")
+        variant = self.nodeid.partition("[")[2].removesuffix("]")
+        ids = "-".join(filter(None, [variant, case]))
+        return self.nodeid.partition("[")[0] + (f"[{ids}]" if ids else "")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Any:
+    """Let files run in the simulator, one after the other, beside the tests of this process."""
+    if session.config.option.collectonly:
+        return (yield)
+    tests = [item for item in session.items if isinstance(item, ChildTest)]
+    with ThreadPoolExecutor(1) as pool:
+        for child in dict.fromkeys(test.child for test in tests if not is_skipped(test)):
+            if child.variant.ranks is None:
+                child.start(session, pool)
+        try:
+            return (yield)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def is_skipped(test: pytest.Item) -> bool:
+    return test.get_closest_marker("skip") is not None
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if not isinstance(item, ChildTest) or is_skipped(item):
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    cases = item.child.results(item)
+    item.session.testscollected += len(cases) - 1
+    for reports in cases:
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------
+# The child, seen from the parent
+# ---------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A file of tests, and what has been heard of those that were run."""
+
+    def __init__(self, path: Path, variant: Variant) -> None:
+        self.path, self.variant = path, variant
+        self._done: Future[None] | None = None
+        # What the child said that ran a function.
+        self._outputs: dict[str, str] = {}
+        # Reports of each rank by the child's ids, and the ids of tests that ended on it.
+        size = variant.ranks or 1
+        self._reports: list[dict[str, list[pytest.TestReport]]] = [{} for _ in range(size)]
+        self._ended: list[set[str]] = [set() for _ in range(size)]
+
+    def start(self, session: pytest.Session, pool: Executor) -> None:
+        """Run all of its tests that were selected."""
+        tests = [test for test in session.items if getattr(test, "child", None) is self]
+        functions = [test.function_name for test in tests]
+        self._done = pool.submit(self._run_all, session.config, functions)
+
+    def results(self, test: ChildTest) -> list[list[pytest.TestReport]]:
+        """Return the reports of each case of a test; the first call runs all, if none does yet."""
+        if self._done is None:
+            with ThreadPoolExecutor(1) as pool:
+                self.start(test.session, pool)
+        self._done.result()
+        ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
+        ids = [nodeid for nodeid in ids if function_of(nodeid) == test.function_name]
+        if not ids:
+            return [
+                [failed(test, test.nodeid, f"it was not run:\n{self._outputs[test.function_name]}")]
+            ]
+        return [self._case(test, nodeid) for nodeid in ids]
+
+    def _case(self, test: ChildTest, nodeid: str) -> list[pytest.TestReport]:
+        """Return the reports of one case: those of the first rank, if none failed."""
+        name, texts = test.case_id(nodeid), []
+        for rank, reports in enumerate(self._reports):
+            for report in reports.get(nodeid, []):
+                if report.failed:
+                    crash = getattr(report.longrepr, "reprcrash", None)
+                    title = f"rank {rank}, {report.when}: {crash.message if crash else ''}"
+                    sections = [f"---- {title} ----\n{text}" for title, text in report.sections]
+                    texts.append("\n".join([title, report.longreprtext, *sections]))
+        if not texts and not all(nodeid in ended for ended in self._ended):
+            texts = [f"its process ended, or hung:\n{self._outputs[test.function_name]}"]
+        if texts:
+            return [failed(test, name, "\n\n".join(texts))]
+        reports = self._reports[0][nodeid]
+        for report in reports:
+            report.nodeid = name
+            report.location = (*test.location[:2], name.partition("::")[2])
+        return reports
+
+    def _run_all(self, config: pytest.Config, functions: list[str]) -> None:
+        """Run test functions; those behind one that ends the child in another child."""
+        while functions:
+            finished = self._run(config, functions)
+            reported = {function_of(nodeid) for rank in self._reports for nodeid in rank}
+            left = [name for name in functions if name not in reported]
+            if not finished or len(left) == len(functions):
+                break
+            functions = left
+
+    def _run(self, config: pytest.Config, functions: list[str]) -> bool:
+        """Start the child, read what it reports, and return False if it was stopped."""
+        patience = PATIENCE_EXPLORING if config.getoption("--explore") else PATIENCE
+        path = self.path.relative_to(config.rootpath)
+        with tempfile.TemporaryDirectory() as name, open(f"{name}/output", "w+") as output:
+            arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
+            arguments += [flag for flag in ("--explore", "--all") if config.getoption(flag)]
+            arguments += ["--capture=tee-sys", "-o", "addopts="]
+            arguments += ["-o", f"faulthandler_timeout={patience - 10}"]
+            arguments += [f"{path}::{function}" for function in functions]
+            start = time.monotonic()
+            process = self._start(arguments, config.rootpath, output)
+            heard = 0
+            try:
+                while process.poll() is None and time.monotonic() < start + patience:
+                    time.sleep(0.05)
+                    size = sum(file.stat().st_size for file in Path(name).glob("*.jsonl"))
+                    if size != heard:
+                        heard, start = size, time.monotonic()
+                finished = process.poll() is not None
+            finally:
+                # It ends the ranks, which it would not if it were killed.
+                process.terminate()
+                process.wait()
+            output.seek(0)
+            said = output.read()[-20_000:]
+            if not finished:
+                said += f"\nno news for {patience} s"
+            self._outputs |= dict.fromkeys(functions, said)
+            for rank in range(len(self._reports)):
+                self._read(config, rank, Path(name, f"{rank}.jsonl"))
+        return finished
+
+    def _start(self, arguments: list[str], folder: Path, output: Any) -> subprocess.Popen[str]:
+        env = {"NUMBA_ENABLE_CUDASIM": "1"} if self.variant.simulator else {}
+        command = [sys.executable, *arguments]
+        if self.variant.ranks is not None:
+            command = mpi_launch.command(self.variant.ranks, *arguments)
+            env |= mpi_launch.SETTINGS
+            env |= mpi_launch.DOUBLING if self.variant.doubling else {}
+            env |= mpi_launch.MONITORING if self.variant.monitored else {}
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+        )
+
+    def _read(self, config: pytest.Config, rank: int, file: Path) -> None:
+        for line in file.read_text().splitlines() if file.exists() else ():
+            kind, content = json.loads(line)
+            if kind == "started":
+                self._reports[rank][content] = []
+            elif kind == "ended":
+                self._ended[rank].add(content)
+            else:
+                report = config.hook.pytest_report_from_serializable(config=config, data=content)
+                if isinstance(report.longrepr, list):
+                    report.longrepr = tuple(report.longrepr)  # why a test is skipped, and where
+                self._reports[rank][report.nodeid].append(report)
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2].partition("[")[0]
+
+
+def failed(test: ChildTest, nodeid: str, text: str) -> pytest.TestReport:
+    """Return the report of a case that failed, with the text that is shown for it."""
+    location = (*test.location[:2], nodeid.partition("::")[2])
+    return pytest.TestReport(nodeid, location, {}, "failed", text, "call")
+
+
+# ---------------------------------------------------------------------------------------------
+# In the child
+# ---------------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Write what becomes of each test to a file, one for each rank.
+
+    Where a test fails on one rank, the others may wait for that rank in vain, and all are ended.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._folder = config, Path(config.getoption("--reports"))
+
+    def _world(self) -> Any:
+        """Return all ranks, None without MPI; a test file has imported it, or not."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        return mpi and mpi.COMM_WORLD
+
+    def _write(self, kind: str, content: Any) -> None:
+        world = self._world()
+        with open(self._folder / f"{world.rank if world else 0}.jsonl", "a") as file:
+            print(json.dumps([kind, content]), file=file)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write("started", nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write("ended", nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        hook, world = self._config.hook, self._world()
+        content = hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._write("report", content)
+        if report.failed and world and world.size > 1:
+            time.sleep(GRACE)
+            world.Abort(1)
+
+
+def reason_to_skip(item: pytest.Item) -> str | None:
+    """Return what a test needs that is not installed."""
+    if item.get_closest_marker("mpi") and not mpi_launch.IS_INSTALLED:
+        return "mpi4py or mpiexec is not installed (the mpi extra)"
+    if item.get_closest_marker("cudasim") and importlib.util.find_spec("numba_cuda") is None:
+        return "numba-cuda is not installed (the test extra installs it on Linux)"
+    return None

@@ -1,0 +1,80 @@
+"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
+
+``python compile_kernels.py PTXAS FOLDER COUNT MAJOR MINOR …``, for the first so many kernels and
+some compute capabilities.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import types as python
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numba.cuda.dispatcher
+import numpy as np
+from numba import cuda, int64, void
+from numba.cuda.cudadrv import nvvm
+
+from sparsescan.kernels.cuda.checks import check_kernel
+from sparsescan.kernels.cuda.chunks import chunk_kernels
+from sparsescan.kernels.cuda.levels import level_kernels
+
+F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
+
+
+def cases() -> Iterator[tuple[str, Any, int]]:
+    """Name, kernel and number of arguments, all of int64."""
+    for size, nnz, dtype in (
+        (20, 400, F4),
+        (20, 58, F4),
+        (20, 400, F8),
+        (32, 1024, F8),
+        (64, 4096, F4),
+        (64, 4096, F8),
+    ):
+        chunks = chunk_kernels(size, nnz, dtype)
+        for name in ("multiply", "carry", "sweep", "repair"):
+            if name == "carry" and nnz == 58:
+                continue  # the same as for dense steps
+            yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
+    for dtype, index in ((F4, I4), (F8, I8)):
+        kernels = level_kernels(dtype, index)
+        for name in ("vectors", "level"):
+            yield f"{name} {dtype} {index}", getattr(kernels, name), 5
+        yield f"check {index}", check_kernel(index), 6
+
+
+def main(ptxas: str, folder: Path, kernels: int, capabilities: list[tuple[int, int]]) -> None:
+    # Functions that a kernel calls are compiled for the current device, which there is none.
+    device = python.SimpleNamespace(compute_capability=capabilities[0])
+    numba.cuda.dispatcher.get_current_device = lambda: device
+    # Numba makes the same of a kernel for all of them, which takes longer than all that follows.
+    made: list[tuple[Any, dict[str, Any]]] = []
+    compile_ir = nvvm.compile_ir
+    nvvm.compile_ir = lambda ir, **options: made.append((ir, options)) or b""
+    for name, kernel, count in itertools.islice(cases(), kernels):
+        signature = void(*[int64] * count)
+        cuda.compile(
+            kernel.py_func, signature, cc=capabilities[0], device=False, abi="numba", output="ptx"
+        )
+        ((ir, options),) = made
+        made.clear()
+        for major, minor in capabilities:
+            ptx = compile_ir(ir, **options | {"arch": f"compute_{major}{minor}"})
+            path = folder / "kernel.ptx"
+            path.write_bytes(ptx.strip(b"\0"))
+            architecture = f"-arch=sm_{major}{minor}"
+            command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            print(f"KERNEL {name} for {major}.{minor}:", done.stderr.replace("\n", " "))
+
+
+if __name__ == "__main__":
+    kernels, *numbers = map(int, sys.argv[3:])
+    main(
+        sys.argv[1], Path(sys.argv[2]), kernels, list(zip(numbers[::2], numbers[1::2], strict=True))
+    )

@@ -1,0 +1,986 @@
+"""Malformed and odd calls of the whole public API, made at random.
+
+Each call starts as a good one; then some of its arguments are replaced by what is not expected, or
+by another form of the same. It must raise one of the package's own exceptions, in a message of some
+lines at most, or give the right answer: that of an oracle that shares no code with the package.
+
+``python tests/support/fuzz_calls.py 100000`` makes so many calls. Call `i` depends on the seed and
+`i` alone: ``--seed 0 --only 1234`` makes that one, and says what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import collections
+import contextlib
+import copy
+import itertools
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracles
+import scipy.sparse as sp
+from odd_values import Changing, Hostile, Lying, odd, other, other_sequence, torch
+
+import sparsescan
+from sparsescan import BatchedCSR, CSRChain, Pattern, PeriodicChain, Schedule, SparseScanError
+from sparsescan import jacobians as layers
+from sparsescan.symbolic.schedule import Level
+
+# Characters that a message may have: it shows a value, not all of it.
+LONGEST_MESSAGE = 1200
+# Seconds of a call that are worth a line.
+SLOW = 5.0
+
+
+# ---------------------------------------------------------------------------------------------
+# What odd input means, if it is accepted
+# ---------------------------------------------------------------------------------------------
+
+
+class NotDocumentedError(Exception):
+    """Input was accepted that the documentation does not say to be."""
+
+
+def floats(value: Any) -> np.ndarray:
+    """An array of float32 or float64, in its own dtype, as NumPy reads it."""
+    if isinstance(value, np.ma.MaskedArray) or sp.issparse(value):
+        raise NotDocumentedError(f"{type(value)} was read as an array")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.numpy()
+    made = np.asarray(value)
+    if made.dtype.newbyteorder("=") not in (np.float32, np.float64):
+        raise NotDocumentedError(f"dtype {made.dtype} was read as floats")
+    return made.astype(made.dtype.newbyteorder("="), copy=False)
+
+
+def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
+    """A Jacobian as a CSR array, a BatchedCSR or a dense array that nobody can doubt."""
+    if isinstance(jacobian, BatchedCSR):
+        return jacobian
+    if sp.issparse(jacobian):
+        parts = floats(jacobian.data), np.asarray(jacobian.indices), np.asarray(jacobian.indptr)
+        made = sp.csr_array(tuple(map(np.ascontiguousarray, parts)), shape=jacobian.shape)
+        made.sum_duplicates()
+        return made
+    values = floats(jacobian)
+    if pattern is None or (
+        values.ndim in (2, 3)
+        and pattern.nnz == np.prod(pattern.shape)
+        and values.shape[-2:] == pattern.shape
+    ):
+        return values
+    if values.ndim == 1:
+        return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+    return BatchedCSR.from_pattern(np.ascontiguousarray(values), pattern)
+
+
+def steps(jacobians: Any, patterns: Sequence[Pattern] | None = None) -> list[Any]:
+    """The Jacobians of a chain in any form, clean; `patterns` are those of bare values."""
+    if isinstance(jacobians, np.ndarray):
+        jacobians = np.asarray(jacobians)
+    if isinstance(jacobians, CSRChain):
+        return oracles.steps_of(jacobians)
+    if isinstance(jacobians, PeriodicChain):
+        return [
+            clean(array if array.ndim == 1 else array[step], pattern)
+            for step in range(jacobians.steps)
+            for array, pattern in zip(jacobians.values, jacobians.patterns, strict=True)
+        ]
+    if isinstance(jacobians, Lying):
+        jacobians = list(itertools.islice(jacobians, 100))
+    given = [None] * len(jacobians) if patterns is None else patterns
+    return [clean(jacobian, pattern) for jacobian, pattern in zip(jacobians, given, strict=True)]
+
+
+def flat(result: Any, chain: Any, count: int) -> list[np.ndarray]:
+    """The gradients of a scan, one by one."""
+    period = len(chain.patterns) if isinstance(chain, PeriodicChain) else 1
+    if period == 1:
+        return list(result)
+    return [result[k % period][k // period] for k in range(count)]
+
+
+def check_scan(
+    result: Any,
+    grad: Any,
+    jacobians: Any,
+    local_grads: Any,
+    inclusive: bool,
+    patterns: Sequence[Pattern] | None = None,
+) -> None:
+    """Raise unless these are the gradients."""
+    chain = steps(jacobians, patterns)
+    x = floats(grad)
+    if x.size > 1_000_000:
+        assert len(result) == 0  # nobody has memory for one
+        return
+    local = None
+    count = len(chain) + inclusive
+    if local_grads is not None:
+        if isinstance(local_grads, np.ndarray):
+            local_grads = np.asarray(local_grads)
+        given = list(itertools.islice(local_grads, 100))
+        if isinstance(jacobians, PeriodicChain) and len(jacobians.patterns) > 1:
+            stacks = [[None] * count if each is None else each for each in given]
+            given = flat(stacks, jacobians, count)
+        local = [None if each is None else floats(each) for each in given]
+    arrays = [x, *(step.data if hasattr(step, "indptr") else step for step in chain)]
+    dtype = np.result_type(*(each.dtype for each in arrays), *_dtypes(local))
+    expected = oracles.sequential(x, chain, local, inclusive=inclusive, dtype=dtype)
+    found = flat(result, jacobians, count)
+    assert len(found) == len(expected.exact) == count
+    for k, (one, exact, bound) in enumerate(
+        zip(found, expected.exact, expected.bounds, strict=True)
+    ):
+        assert one.shape == exact.shape, (k, one.shape, exact.shape)
+        assert one.dtype == dtype, (k, one.dtype, dtype)
+        finite = np.isfinite(exact)
+        with np.errstate(all="ignore"):
+            off = np.abs(one.astype(np.float64) - exact)
+            # Without a bound where it reads what is not finite.
+            assert (off[finite] <= np.nan_to_num(bound[finite], nan=np.inf)).all(), (k, one, exact)
+        assert (np.isnan(one) == np.isnan(exact)).all(), (k, one, exact)
+
+
+def _dtypes(local: Sequence[Any] | None) -> list[np.dtype[Any]]:
+    return [each.dtype for each in local or () if each is not None]
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One call: what is called with what, and what has to hold for its result.
+
+    Attributes
+    ----------
+    run : callable
+        Makes the call.
+    text : str
+        What it is, for whoever repeats it.
+    check : callable
+        Raises unless a result is right.
+    allowed : tuple of type
+        Exceptions that are documented beside the package's own.
+    """
+
+    run: Callable[[], Any]
+    text: str
+    check: Callable[[Any], None] = lambda result: None
+    allowed: tuple[type[Exception], ...] = ()
+
+
+@dataclass
+class Chain:
+    """A good chain with a gradient, and what else a scan takes."""
+
+    grad: Any
+    jacobians: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def good_chain(rng: np.random.Generator) -> Chain:
+    """A chain in any form."""
+    n, batch = int(rng.integers(0, 5)), [None, None, 1, 3][rng.integers(4)]
+    sizes = [int(size) for size in rng.integers(1, 5, n + 1)]
+    form = ["list", "stack", "csr chain", "periodic", "list"][rng.integers(5)]
+    dtype = [np.float32, np.float64][rng.integers(2)]
+    if form != "list":
+        sizes = [sizes[0]] * (n + 1)
+    lead = () if batch is None else (batch,)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    if form == "stack":
+        jacobians: Any = draw(n, *lead, sizes[0], sizes[0])
+    elif form == "csr chain" or (form == "periodic" and n == 0):
+        where = oracles.mask(rng, "sparse", sizes[0], sizes[0])
+        indices, indptr = oracles.indices_of(where)
+        jacobians = CSRChain(draw(n, *lead, len(indices)), indices, indptr, where.shape)
+    elif form == "periodic":
+        patterns = [Pattern.diagonal(sizes[0]), Pattern.dense((sizes[0], sizes[0]))]
+        patterns = patterns[: rng.integers(1, 3)]
+        n = n * len(patterns)
+        arrays = [draw(n // len(patterns), *lead, pattern.nnz) for pattern in patterns]
+        jacobians, sizes = PeriodicChain(arrays, patterns), [sizes[0]] * (n + 1)
+    else:
+        jacobians = []
+        for cols, rows in itertools.pairwise(sizes):
+            kinds = ["csr_array", "csr_matrix", "dense", "bare"]
+            kinds += [] if batch is None else ["batched", "dense of a batch"]
+            kind = kinds[rng.integers(len(kinds))]
+            where = oracles.mask(rng, "sparse", rows, cols)
+            indices, indptr = oracles.indices_of(where)
+            if kind == "dense of a batch":
+                jacobians.append(draw(batch, rows, cols))
+            elif kind == "batched":
+                data = draw(batch, len(indices))
+                jacobians.append(BatchedCSR(data, indices, indptr, where.shape))
+            elif kind.startswith("csr"):
+                made = getattr(sp, kind)(where.astype(dtype))
+                made.data[:] = draw(len(made.data))
+                jacobians.append(made)
+            else:
+                jacobians.append(draw(rows, cols))
+    return Chain(draw(*lead, sizes[0]), jacobians)
+
+
+def scan(rng: np.random.Generator) -> Call:
+    """A scan in one call."""
+    chain = good_chain(rng)
+    inclusive = bool(rng.integers(2))
+    arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
+    arguments |= options_of_a_scan(rng, chain, inclusive)
+    if rng.random() < 0.3:
+        schedules = ["auto", "linear", "blelloch", *(oracles.every_schedule(length(chain)))]
+        arguments["schedule"] = schedules[rng.integers(len(schedules))]
+    if rng.random() < 0.2:
+        arguments["device"] = [None, "cpu"][rng.integers(2)]
+    spoil(rng, arguments)
+    function = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
+    return Call(
+        lambda: function(**arguments),
+        f"{function.__name__}({told(arguments)})",
+        lambda result: check_scan(
+            result,
+            arguments["grad"],
+            arguments["jacobians"],
+            arguments.get("local_grads"),
+            inclusive,
+        ),
+    )
+
+
+def planned(rng: np.random.Generator) -> Call:
+    """A plan, and a scan by it."""
+    chain = good_chain(rng)
+    inclusive = bool(rng.integers(2))
+    options: dict[str, Any] = {"jacobians": chain.jacobians}
+    if rng.random() < 0.3 and isinstance(chain.jacobians, list):
+        options["jacobians"] = oracles.patterns_of(chain.jacobians)
+    good = {
+        "schedule": ["auto", "linear", "blelloch"][rng.integers(3)],
+        "batch": None,
+        "dtype": None,
+        "device": [None, "cpu"][rng.integers(2)],
+        "memory_limit": [None, 10**9][rng.integers(2)],
+        "effort": "estimate",
+    }
+    options |= {name: value for name, value in good.items() if rng.random() < 0.3}
+    arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
+    arguments |= options_of_a_scan(rng, chain, inclusive)
+    if rng.random() < 0.3:
+        values = bare_values(chain.jacobians)
+        arguments["jacobians"] = arguments["jacobians"] if values is None else values
+    spoil(rng, options if rng.random() < 0.5 else arguments)
+
+    def run() -> Any:
+        plan = sparsescan.plan(**options)
+        str(plan), repr(plan), plan.to_dict()
+        # Options that nobody runs.
+        if "effort" in options and options["effort"] == "measure":
+            return None
+        call = plan.inclusive_scan if inclusive else plan.exclusive_scan
+        for _ in range(int(rng.integers(1, 3))):
+            result = call(**arguments)
+        return plan, result
+
+    def check(found: Any) -> None:
+        if found is not None:
+            plan, result = found
+            given = arguments["jacobians"], arguments.get("local_grads")
+            check_scan(result, arguments["grad"], *given, inclusive, plan.patterns)
+
+    return Call(run, f"plan({told(options)}).scan({told(arguments)})", check)
+
+
+def bare_values(jacobians: Any) -> Any:
+    """The values of a chain alone, if that is a form that a plan takes."""
+    if isinstance(jacobians, list):
+        return [
+            item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
+            for item in jacobians
+        ]
+    return None
+
+
+def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -> dict[str, Any]:
+    """Some of the options that every scan takes."""
+    options: dict[str, Any] = {}
+    if rng.random() < 0.3 and not isinstance(chain.jacobians, PeriodicChain):
+        shapes = [chain.grad.shape]
+        for step in chain.jacobians if isinstance(chain.jacobians, list) else ():
+            shapes.append((*chain.grad.shape[:-1], step.shape[-2]))
+        count = length(chain) + inclusive
+        shapes = [shapes[min(k, len(shapes) - 1)] for k in range(count)]
+        local = [rng.standard_normal(shape).astype(chain.grad.dtype) for shape in shapes]
+        options["local_grads"] = [None if rng.random() < 0.3 else each for each in local]
+    if rng.random() < 0.1:
+        options["stream"] = None
+    return options
+
+
+def length(chain: Chain) -> int:
+    """Number of Jacobians."""
+    return len(chain.jacobians)
+
+
+def spoil(rng: np.random.Generator, arguments: dict[str, Any]) -> None:
+    """Replace one or two of the arguments."""
+    names = list(arguments)
+    for _ in range(rng.integers(1, 3)):
+        name = names[rng.integers(len(names))]
+        arguments[name] = other(rng, arguments[name])
+
+
+def told(arguments: dict[str, Any]) -> str:
+    """The arguments in words."""
+    return ", ".join(f"{name}={in_words(value)}" for name, value in arguments.items())
+
+
+def in_words(value: Any, depth: int = 3) -> str:
+    """What a value is."""
+    try:
+        if isinstance(value, np.ndarray):
+            text = f"<{type(value).__name__} {value.dtype} {value.shape} {value.strides}>"
+            return f"{text}{value.tolist()}" if value.size < 10 else text
+        if sp.issparse(value):
+            parts = [in_words(getattr(value, k, None)) for k in ("data", "indices", "indptr")]
+            return f"<{type(value).__name__} {value.shape} {parts}>"
+        if isinstance(value, Lying):
+            return f"<Lying {value.length} of {in_words(value.items)}>"
+        if isinstance(value, (list, tuple)) and depth:
+            return f"{type(value).__name__}[{', '.join(in_words(x, depth - 1) for x in value)}]"
+        return repr(value)[:300]
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def pattern(rng: np.random.Generator) -> Call:
+    """A pattern, from index arrays or by its kind."""
+    rows, cols = (int(size) for size in rng.integers(0, 5, 2))
+    where = oracles.mask(rng, "sparse", rows, cols)
+    indices, indptr = oracles.indices_of(where)
+    kind = rng.integers(5)
+    if kind == 0:
+        arguments: dict[str, Any] = {"size": rows}
+        spoil(rng, arguments)
+        return Call(
+            lambda: Pattern.diagonal(**arguments),
+            f"Pattern.diagonal({told(arguments)})",
+            lambda made: check_pattern(made, "diagonal", (arguments["size"],) * 2),
+        )
+    if kind == 1:
+        arguments = {"shape": (rows, cols)}
+        spoil(rng, arguments)
+        return Call(
+            lambda: Pattern.dense(**arguments),
+            f"Pattern.dense({told(arguments)})",
+            lambda made: check_pattern(made, "dense", arguments["shape"]),
+        )
+    arguments = {"indptr": indptr, "indices": indices, "shape": (rows, cols)}
+    spoil(rng, arguments)
+
+    def check(made: Pattern) -> None:
+        found = [entry.__index__() for entry in arguments["shape"]]
+        assert made.shape == tuple(found)
+        for name in ("indptr", "indices"):
+            given = arguments[name]
+            if isinstance(given, np.ma.MaskedArray) or sp.issparse(given):
+                raise NotDocumentedError(f"{type(given)} was read as {name}")
+            given = np.asarray(given)
+            assert given.dtype.kind in "iu" or given.size == 0
+            assert getattr(made, name).tolist() == given.tolist()
+        assert pickle.loads(pickle.dumps(made)) is made is copy.deepcopy(made)
+
+    return Call(lambda: Pattern(**arguments), f"Pattern({told(arguments)})", check)
+
+
+def check_pattern(made: Pattern, kind: str, shape: Any) -> None:
+    """Raise unless a pattern is what was asked for; and its arrays, where they are small."""
+    rows, cols = made.shape
+    assert (rows, cols) == tuple(entry.__index__() for entry in shape)
+    assert made.nnz == (rows if kind == "diagonal" else rows * cols)
+    if max(rows, cols) < 100:
+        full = np.eye(rows) if kind == "diagonal" else np.ones((rows, cols))
+        assert made.indices.tolist() == sp.csr_array(full).indices.tolist()
+    elif rows >= 2**40:
+        try:
+            made.indptr  # noqa: B018
+        except sparsescan.MemoryLimitError:
+            return
+        raise AssertionError("that much memory was found")
+
+
+def container(rng: np.random.Generator) -> Call:
+    """A container, and a scan of it."""
+    size, n, batch = (int(k) for k in rng.integers(1, 4, 3))
+    where = oracles.mask(rng, "sparse", size, size)
+    indices, indptr = oracles.indices_of(where)
+    index = {"indices": indices, "indptr": indptr, "shape": (size, size)}
+    kind = rng.integers(5)
+    if kind == 0:
+        name, arguments = "BatchedCSR", {"data": rng.standard_normal((batch, len(indices)))} | index
+    elif kind == 1:
+        name, arguments = "CSRChain", {"data": rng.standard_normal((n, len(indices)))} | index
+    elif kind == 2:
+        made = Pattern(indptr, indices, (size, size))
+        name = "CSRChain.from_pattern"
+        arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": made}
+    else:
+        made = Pattern(indptr, indices, (size, size))
+        patterns = [made, Pattern.diagonal(size)]
+        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
+        name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
+    spoil(rng, arguments)
+    cls = getattr(sparsescan, name.split(".")[0])
+    make = cls.from_pattern if "." in name else cls
+
+    def run() -> Any:
+        chain = make(**arguments)
+        repr(chain)
+        if rng.random() < 0.2:
+            # What was checked is not what is there now.
+            change_shapes(chain)
+        jacobians = [chain] if isinstance(chain, BatchedCSR) else chain
+        cols = chain.patterns[0].shape[1] if name == "PeriodicChain" else chain.shape[1]
+        lead = () if getattr(chain, "batch", None) is None else (chain.batch,)
+        grad = np.broadcast_to(1.0, (*lead, cols))
+        return jacobians, grad, sparsescan.inclusive_scan(grad, jacobians)
+
+    def check(found: Any) -> None:
+        jacobians, grad, result = found
+        check_scan(result, grad, jacobians, None, True)
+
+    return Call(run, f"{name}({told(arguments)})", check)
+
+
+def change_shapes(chain: Any) -> None:
+    """Reshape the arrays of a container in place, and set its attributes."""
+    for one in chain.values if isinstance(chain, PeriodicChain) else [chain.data]:
+        if isinstance(one, np.ndarray) and one.flags.c_contiguous:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this will not be possible one day
+                one.shape = (one.size, 1)
+    for name in ("steps", "batch", "shape", "patterns", "data"):
+        try:
+            getattr(chain, name)
+            setattr(chain, name, 10**6)
+        except (SparseScanError, AttributeError):
+            pass
+        else:
+            raise NotDocumentedError(f"{name} could be set")
+
+
+def schedule(rng: np.random.Generator) -> Call:
+    """A schedule."""
+    n = int(rng.integers(0, 9))
+    runs = [[(0, k, k + 1)] for k in range(1, n)]
+    constructors: list[tuple[str, dict[str, Any]]] = [
+        ("linear", {"n": n}),
+        ("blelloch", {"n": n}),
+        ("truncated", {"n": n, "up_levels": int(rng.integers(0, 4))}),
+        ("chunked", {"n": n, "chunks": int(rng.integers(1, 5))}),
+        ("from_levels", {"n": n, "levels": [("linear", [[run[0] for run in runs]])]}),
+        ("from_levels", {"n": n, "levels": [(f"step {k}", [run]) for k, run in enumerate(runs)]}),
+        ("from_levels", {"n": n, "levels": list(Schedule.blelloch(n).levels)}),
+        ("", {"n": n, "levels": [], "text": "none"}),
+    ]
+    name, arguments = constructors[rng.integers(len(constructors))]
+    spoil(rng, arguments)
+    if name == "from_levels" and isinstance(arguments["levels"], list) and rng.random() < 0.5:
+        arguments["levels"] = odd_levels(rng, arguments["levels"])
+    make = getattr(Schedule, name) if name else Schedule
+
+    def check(made: Schedule) -> None:
+        assert made.n == arguments["n"].__index__()
+        if made.n <= 100:
+            letters = [f"{k}," for k in range(made.n)]
+            found = made.scan(letters, lambda a, b: a + b)
+            assert found == list(itertools.accumulate(letters))
+        assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made)
+
+    return Call(lambda: make(**arguments), f"Schedule.{name}({told(arguments)})", check)
+
+
+def odd_levels(rng: np.random.Generator, levels: list[Any]) -> list[Any]:
+    """Levels of which one is not as it should be."""
+    levels = list(levels)
+    if not levels:
+        return [odd(rng)]
+    at = rng.integers(len(levels))
+    level = levels[at]
+    if isinstance(level, Level):
+        name = ("name", "ops", "runs")[rng.integers(3)]
+        parts = {key: getattr(level, key) for key in ("name", "ops", "runs")}
+        parts[name] = other(rng, parts[name])
+        levels[at] = Level(**parts)
+    elif isinstance(level, tuple) and len(level) == 2:
+        name, runs = level
+        choice = rng.integers(4)
+        if choice == 0:
+            levels[at] = name, other(rng, runs)
+        elif choice == 1:
+            levels[at] = odd(rng), runs
+        elif choice == 2:
+            levels[at] = name, [other(rng, np.array(run)) for run in runs]
+        else:
+            levels[at] = name, [other(rng, run) for run in runs]
+    return levels
+
+
+def scan_of_a_schedule(rng: np.random.Generator) -> Call:
+    """A schedule run in any monoid."""
+    n = int(rng.integers(0, 9))
+    arguments: dict[str, Any] = {"items": list("abcdefghi"[:n]), "combine": None}
+    made = oracles.every_schedule(n)[0]
+    name = list(arguments)[rng.integers(2)]
+    arguments["combine"] = lambda a, b: (a, b)
+    arguments[name] = other_sequence(rng, arguments["items"]) if name == "items" else odd(rng)
+    if isinstance(arguments["combine"], (type, Hostile)):
+        arguments["combine"] = None
+    return Call(lambda: made.scan(**arguments), f"{made}.scan({told(arguments)})")
+
+
+def predicted(rng: np.random.Generator) -> Call:
+    """What a plan predicts."""
+    workers = odd(rng)
+    plan = sparsescan.plan([Pattern.diagonal(2)] * int(rng.integers(0, 5)))
+    return Call(lambda: plan.predict(workers), f"{plan}.predict({in_words(workers)})")
+
+
+def file_call(rng: np.random.Generator) -> Call:
+    """Files: chains and plans, odd names, and bytes that are no file of ours."""
+    folder = Path(tempfile.gettempdir()) / f"fuzz-{os.getpid()}"
+    if not folder.exists():
+        folder.mkdir()
+        atexit.register(shutil.rmtree, folder)
+    path = folder / "file.npz"
+    chain = good_chain(rng)
+    kind = rng.integers(4)
+    if kind == 0:
+        arguments: dict[str, Any] = {
+            "path": path,
+            "grad": chain.grad,
+            "jacobians": chain.jacobians,
+        }
+        name = ("grad", "jacobians")[rng.integers(2)]
+        arguments[name] = other(rng, arguments[name])
+        given = arguments[name]
+        if isinstance(given, np.ndarray) and given.nbytes > 1_000_000:
+            arguments[name] = None  # it would fill the disk
+
+        def run() -> Any:
+            sparsescan.save_chain(**arguments)
+            return sparsescan.load_chain(path)
+
+        def check(found: Any) -> None:
+            grad, jacobians = found
+            result = sparsescan.inclusive_scan(grad, jacobians)
+            check_scan(result, arguments["grad"], arguments["jacobians"], None, True)
+
+        return Call(run, f"save_chain({told(arguments)})", check)
+    if kind == 1:
+        # Of no file that exists, and nothing that could become one.
+        strange = odd(rng)
+        if isinstance(strange, (str, bytes)):
+            strange = [b"\0", "\0", folder / "no" / "file", folder, "x" * 5000][rng.integers(5)]
+        calls: list[Callable[[], Any]] = [
+            lambda: sparsescan.save_chain(strange, np.ones(2), [np.eye(2)]),
+            lambda: sparsescan.load_chain(strange),
+            lambda: sparsescan.plan([np.eye(2)]).save(strange),
+            lambda: sparsescan.ScanPlan.load(strange),
+        ]
+        return Call(
+            calls[rng.integers(4)], f"a file at {in_words(strange)}", refuse_all, (OSError,)
+        )
+    if kind == 2:
+        sparsescan.save_chain(path, chain.grad, chain.jacobians)
+    else:
+        sparsescan.plan(chain.jacobians).save(path)
+    content = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        content = content[: rng.integers(len(content))]
+    else:
+        for _ in range(rng.integers(1, 4)):
+            content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+    path.write_bytes(content)
+    load = sparsescan.load_chain if kind == 2 else sparsescan.ScanPlan.load
+
+    def same(found: Any) -> None:
+        # A flipped bit may be in what nobody reads, such as the time of an entry.
+        if kind == 2:
+            grad, jacobians = found
+            result = sparsescan.inclusive_scan(grad, jacobians)
+            check_scan(result, chain.grad, chain.jacobians, None, True)
+        else:
+            assert found.patterns == sparsescan.plan(chain.jacobians).patterns
+
+    return Call(lambda: load(path), f"a damaged file of {in_words(chain.jacobians)}", same)
+
+
+def refuse_all(result: Any) -> None:
+    """Raise: no result is right."""
+    raise NotDocumentedError(f"{in_words(result)} was returned")
+
+
+# ---------------------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------------------
+
+IMAGE = (2, 4, 4)
+LAYERS: dict[str, dict[str, Any]] = {
+    "AdaptiveAvgPool2d": {"output_size": 2, "input_shape": IMAGE},
+    "AvgPool2d": {"kernel_size": 2, "stride": 2, "padding": 1, "input_shape": IMAGE},
+    "BatchNorm2d": {"num_features": 2, "eps": 1e-5, "affine": True, "input_shape": IMAGE},
+    "Conv1d": {
+        "in_channels": 2,
+        "out_channels": 3,
+        "kernel_size": 2,
+        "dilation": 1,
+        "input_shape": (2, 5),
+    },
+    "Conv2d": {
+        "in_channels": 2,
+        "out_channels": 2,
+        "kernel_size": 3,
+        "stride": 1,
+        "padding": 1,
+        "groups": 1,
+        "bias": True,
+        "padding_mode": "zeros",
+        "input_shape": IMAGE,
+        "weight_mask": np.ones((2, 2, 3, 3), bool),
+        "rng": 0,
+    },
+    "ConvTranspose2d": {
+        "in_channels": 2,
+        "out_channels": 2,
+        "kernel_size": 2,
+        "stride": 2,
+        "output_padding": 0,
+        "input_shape": IMAGE,
+    },
+    "Dropout": {"p": 0.5, "input_shape": (3,), "mask": np.array([True, False, True])},
+    "ELU": {"alpha": 1.0, "input_shape": (3,)},
+    "Flatten": {"start_dim": 1, "end_dim": -1, "input_shape": IMAGE},
+    "GELU": {"approximate": "none", "input_shape": (3,)},
+    "Hardtanh": {"min_val": -1.0, "max_val": 1.0, "input_shape": (3,)},
+    "LayerNorm": {"normalized_shape": (3,), "eps": 1e-5, "input_shape": (2, 3), "bias": True},
+    "LeakyReLU": {"negative_slope": 0.1, "input_shape": (3,)},
+    "Linear": {
+        "in_features": 3,
+        "out_features": 2,
+        "bias": True,
+        "weight_mask": np.array([[True, False, True], [False, True, True]]),
+        "dtype": np.float64,
+        "rng": 0,
+    },
+    "MaxPool2d": {"kernel_size": 2, "ceil_mode": False, "input_shape": IMAGE},
+    "Pad": {"pad_width": ((0, 1), (1, 0), (0, 0)), "input_shape": IMAGE},
+    "Permute": {"dims": (0, 2, 3, 1), "input_shape": IMAGE},
+    "ReLU": {"input_shape": (3,)},
+    "SiLU": {"input_shape": (3,)},
+    "Sigmoid": {"input_shape": (3,)},
+    "Softmax": {"dim": 1, "input_shape": (3,)},
+    "Softplus": {"beta": 1.0, "threshold": 20.0, "input_shape": (3,)},
+    "Tanh": {"input_shape": (3,)},
+    "Upsample": {"scale_factor": 2.0, "mode": "bilinear", "input_shape": IMAGE},
+}
+CELLS: dict[str, dict[str, Any]] = {
+    name: {"input_size": 2, "hidden_size": 3, "bias": True, "rng": 0, "dtype": np.float64}
+    for name in ("GRUCell", "LSTMCell", "RNNCell")
+}
+
+
+def layer_made(rng: np.random.Generator) -> Call:
+    """A layer, whose Jacobian is the derivative of what it computes."""
+    everything = LAYERS | CELLS
+    name = list(everything)[rng.integers(len(everything))]
+    arguments = dict(everything[name])
+    spoil(rng, arguments)
+
+    def check(layer: Any) -> None:
+        sizes = (layer.input_size, layer.state_size) if name in CELLS else layer.shape
+        if sizes[0] * sizes[1] < 10_000:
+            (check_cell if name in CELLS else check_layer)(rng, layer)
+        elif max(sizes) > 2**33:
+            # What is not made before somebody asks for it.
+            for attribute in ("pattern", "params"):
+                with contextlib.suppress(SparseScanError):
+                    getattr(layer, attribute)
+
+    return Call(lambda: getattr(layers, name)(**arguments), f"{name}({told(arguments)})", check)
+
+
+def check_layer(rng: np.random.Generator, layer: Any) -> None:
+    """Raise unless a Jacobian is that of finite differences."""
+    repr(layer)
+    mask = getattr(layer, "mask", None)
+    x = rng.standard_normal(layer.input_shape)
+    if mask is not None and mask.shape != layer.input_shape:
+        return  # for a batch
+    # What is pooled, or bends, does so at least this far from it.
+    x = np.where(np.abs(x) < 0.01, 0.5, x)
+    jacobian = layer.jacobian(x)
+    assert jacobian.shape == (x.size, int(np.prod(layer.output_shape)))
+    exact = np.array(
+        [(layer.forward(x + d) - layer.forward(x - d)).reshape(-1) / 2e-6 for d in bumps(x)]
+    )
+    assert np.allclose(jacobian.toarray(), exact.reshape(jacobian.shape), atol=1e-3, rtol=1e-3)
+
+
+def check_cell(rng: np.random.Generator, cell: Any) -> None:
+    """The same of a recurrent cell."""
+    repr(cell)
+    x, h = rng.standard_normal(cell.input_size), rng.standard_normal(cell.state_size)
+    found = cell.jacobian(x, h).toarray()
+    exact = [(cell.forward(x, h + d) - cell.forward(x, h - d)) / 2e-6 for d in bumps(h)]
+    assert np.allclose(found, np.array(exact), atol=1e-3, rtol=1e-3)
+
+
+def bumps(x: np.ndarray) -> Iterator[np.ndarray]:
+    """A step along every axis."""
+    for k in range(x.size):
+        bump = np.zeros(x.size)
+        bump[k] = 1e-6
+        yield bump.reshape(x.shape)
+
+
+def layer_called(rng: np.random.Generator) -> Call:
+    """A good layer, called with odd arrays: what it accepts, it reads as NumPy does."""
+    everything = LAYERS | CELLS
+    name = list(everything)[rng.integers(len(everything))]
+    layer = getattr(layers, name)(**everything[name])
+    if name in CELLS:
+        x = rng.standard_normal((4, 2, 2))
+        state = rng.standard_normal((4, 2, layer.state_size))
+        arrays = {"x": x, "state": state}
+        methods = {
+            "forward": arrays,
+            "values": arrays,
+            "jacobian": arrays,
+            "unroll": {"x": x, "state": state[0]},
+            "param_grads": arrays | {"grad_state": state},
+            "input_grads": arrays | {"grad_state": state},
+        }
+    else:
+        x = rng.standard_normal((*[(2,), ()][rng.integers(2)], *layer.input_shape))
+        y = layer.forward(x)
+        methods = {
+            "forward": {"x": x},
+            "values": {"x": x, "y": y},
+            "jacobian": {"x": x},
+            "param_grads": {"x": x, "grad_y": y},
+        }
+    method = list(methods)[rng.integers(len(methods))]
+    arguments: dict[str, Any] = dict(methods[method])
+    if method == "values" and rng.random() < 0.3:
+        arguments["out"] = getattr(layer, method)(**arguments)
+    spoil(rng, arguments)
+    out_given = "out" in arguments
+
+    def check(result: Any) -> None:
+        read = {
+            key: None if value is None else floats(value)
+            for key, value in arguments.items()
+            if key != "out"
+        }
+        assert_same(result, getattr(layer, method)(**read))
+        if out_given and arguments["out"] is not None:
+            assert result is arguments["out"]
+
+    return Call(
+        lambda: getattr(layer, method)(**arguments), f"{name}.{method}({told(arguments)})", check
+    )
+
+
+def parameter(rng: np.random.Generator) -> Call:
+    """A parameter that is set, and then read by a kernel."""
+    name = ("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "GRUCell", "RNNCell")[rng.integers(6)]
+    made = getattr(layers, name)(**(LAYERS | CELLS)[name])
+    attribute = list(made.params)[rng.integers(len(made.params))]
+    value = other(rng, made.params[attribute].copy())
+
+    def run() -> Any:
+        setattr(made, attribute, value)
+        if rng.random() < 0.2 and isinstance(value, np.ndarray) and value.flags.c_contiguous:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value.shape = (value.size,)
+        if name in CELLS:
+            return made.values(np.ones((2, 2)), np.ones((2, 3)))
+        return made.values(np.ones(made.input_shape))
+
+    def check(result: Any) -> None:
+        found = getattr(made, attribute).reshape(-1)
+        assert np.array_equal(found, floats(value).reshape(-1), equal_nan=True)
+        assert result.dtype in (np.float32, np.float64)
+
+    return Call(run, f"{name}.{attribute} = {in_words(value)}", check)
+
+
+def sequential(rng: np.random.Generator) -> Call:
+    """Layers one after the other, with odd layers, activations and gradients."""
+    ops: Any = [layers.Linear(3, 3, rng=0), layers.Tanh(input_shape=(3,)), layers.Linear(3, 2)]
+    if rng.random() < 0.5:
+        ops[1] = layers.Residual(layers.Tanh(input_shape=(3,)), layers.Linear(3, 3, rng=1))
+    if rng.random() < 0.3:
+        wrong = other_sequence(rng, ops)
+        cls = (layers.Sequential, layers.Residual)[rng.integers(2)]
+        make = (lambda: layers.Residual(*wrong)) if cls is layers.Residual else (lambda: cls(wrong))
+        if not isinstance(wrong, (list, tuple)):
+            make = lambda: layers.Sequential(wrong)  # noqa: E731
+        return Call(make, f"{cls.__name__}({in_words(wrong)})", lambda made: repr(made))
+    net = layers.Sequential(ops)
+    x = rng.standard_normal((2, 3))
+    xs = net.activations(x)
+    grads = net.plan().exclusive_scan(xs[-1], net.values(xs))
+    methods: dict[str, dict[str, Any]] = {
+        "forward": {"x": x},
+        "activations": {"x": x},
+        "values": {"activations": xs},
+        "jacobians": {"activations": xs},
+        "param_grads": {"activations": xs, "gradients": grads},
+    }
+    method = list(methods)[rng.integers(len(methods))]
+    arguments = dict(methods[method])
+    spoil(rng, arguments)
+
+    def check(result: Any) -> None:
+        if method == "param_grads":
+            return  # it reads what layers have, and nothing of the steps between them
+        read = {
+            key: floats(value) if key == "x" else [floats(each) for each in value]
+            for key, value in arguments.items()
+        }
+        assert_same(result, getattr(net, method)(**read))
+
+    return Call(
+        lambda: getattr(net, method)(**arguments), f"Sequential.{method}({told(arguments)})", check
+    )
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Raise unless two results have the same bits."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        a, b = list(a.values()), list(b.values())
+    if isinstance(a, list):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+        return
+    if isinstance(a, (CSRChain, BatchedCSR)) or sp.issparse(a):
+        assert type(a) is type(b)
+        a, b = a.data, b.data
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+# How often each kind of call is made.
+KINDS: dict[Callable[[np.random.Generator], Call], int] = {
+    scan: 25,
+    planned: 25,
+    pattern: 8,
+    container: 8,
+    schedule: 8,
+    scan_of_a_schedule: 1,
+    predicted: 1,
+    file_call: 3,
+    layer_made: 8,
+    layer_called: 8,
+    parameter: 3,
+    sequential: 2,
+}
+
+
+def make(seed: int, i: int) -> Call:
+    """Call number `i`."""
+    Changing.made = 0
+    rng = np.random.default_rng([seed, i])
+    kinds = list(KINDS)
+    odds = np.array([*KINDS.values()], float)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that np.matrix is old, and the like
+        return kinds[rng.choice(len(kinds), p=odds / odds.sum())](rng)
+
+
+def outcome(call: Call) -> str:
+    """``"refused"`` or ``"right"``; whatever else happens is raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            result = call.run()
+        except SparseScanError as error:
+            if len(str(error)) > LONGEST_MESSAGE:
+                raise NotDocumentedError(f"a message of {len(str(error))} characters") from error
+            return "refused"
+        except call.allowed:
+            return "refused"
+    if Changing.made:
+        return "right"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the oracle
+        call.check(result)
+    return "right"
+
+
+def run(seed: int, numbers: Sequence[int], *, most: int = 20) -> collections.Counter[str]:
+    """Make calls, print those that fail, and count what came of all."""
+    counts: collections.Counter[str] = collections.Counter()
+    for i in numbers:
+        start, text = time.perf_counter(), "while it was made"
+        try:
+            call = make(seed, i)
+            text = call.text
+            counts[outcome(call)] += 1
+        except Exception:
+            counts["wrong"] += 1
+            print(f"seed {seed}, call {i}: {text[:3000]}\n{traceback.format_exc()}", flush=True)
+            if counts["wrong"] == most:
+                break
+        if time.perf_counter() - start > SLOW:
+            print(f"seed {seed}, call {i} took {time.perf_counter() - start:.1f} s: {text[:300]}")
+    return counts
+
+
+def main() -> None:
+    """Make as many calls as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int, nargs="?", default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the number of one call")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    if arguments.only is not None:
+        print(make(arguments.seed, arguments.only).text)
+    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
+    counts = run(arguments.seed, numbers)
+    seconds = time.perf_counter() - start
+    print(
+        f"seed {arguments.seed}: {counts.total()} calls in {seconds:.0f} s: {counts['refused']} "
+        f"refused, {counts['right']} right, {counts['wrong']} wrong"
+    )
+    sys.exit(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

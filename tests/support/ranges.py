@@ -1,0 +1,292 @@
+"""Chains whose products leave the range of floating point, and what must hold for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+from hypothesis import strategies as st
+from oracles import apply, assert_within, chains, every_schedule, indices_of, mask, sequential
+
+import sparsescan
+from sparsescan import BatchedCSR, CSRChain, Schedule
+
+KINDS = ("dense", "csr", "diagonal")
+F4 = np.dtype(np.float32)
+
+
+def positive_steps(kind: str, radii: np.ndarray, size: int, dtype=F4, seed: int = 0) -> CSRChain:
+    """Steps without negative entries whose rows sum to `radii`: their spectral radii.
+
+    A diagonal has its radius in one place and less in the others.
+    """
+    rng = np.random.default_rng(seed)
+    where = np.ones((size, size), bool) if kind == "dense" else np.eye(size, dtype=bool)
+    if kind == "csr":
+        where |= mask(rng, "sparse", size, size)
+    indices, indptr = indices_of(where)
+    data = rng.uniform(0.5, 1.5, (len(radii), len(indices)))
+    sums = np.add.reduceat(data, indptr[:-1], axis=1)
+    if kind != "diagonal":
+        data *= np.repeat(radii[:, None] / sums, np.diff(indptr), axis=1)
+    else:
+        data *= (radii / data.max(1))[:, None]
+    return CSRChain(data.astype(dtype), indices, indptr, (size, size))
+
+
+def as_dense(chain: CSRChain) -> np.ndarray:
+    """The same chain as a dense array, with its zeros in place."""
+    dense = np.zeros((*chain.data.shape[:-1], *chain.shape), chain.dtype)
+    rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
+    dense[..., rows, chain.indices] = chain.data
+    return dense
+
+
+def linear_length(grad, jacobians) -> int:
+    """How many gradients the linear scan gives before one is not finite."""
+    result = sparsescan.exclusive_scan(grad, jacobians, schedule="linear")
+    finite = np.isfinite(result).all(axis=tuple(range(1, result.ndim)))
+    return len(result) if finite.all() else int(np.argmin(finite))
+
+
+def waves(n: int, period: int, decades: float) -> np.ndarray:
+    """Factors that take a gradient up by some powers of ten, down again, and so on."""
+    return 10.0 ** (decades / period * np.where(np.arange(n) // period % 2 == 0, 1, -1))
+
+
+def two_blocks(n: int, up: float, down: float, size: int = 3) -> CSRChain:
+    """Block diagonal steps: the first block grows by `up` a step, the second by `down`."""
+    rng = np.random.default_rng(2)
+    where = np.kron(np.eye(2), np.ones((size, size))) > 0
+    indices, indptr = indices_of(where)
+    data = rng.uniform(0.5, 1.5, (n, 2 * size, size))
+    data *= np.repeat([up, down], size)[:, None] / data.sum(2, keepdims=True)
+    return CSRChain(data.reshape(n, -1).astype(F4), indices, indptr, (2 * size, 2 * size))
+
+
+def shuffled(chain: CSRChain) -> CSRChain:
+    """The same steps with rows and columns permuted: blocks that no pattern shows at once."""
+    order = np.random.default_rng(3).permutation(chain.shape[0])
+    where = np.zeros(chain.shape, bool)
+    rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
+    where[rows, chain.indices] = True
+    indices, indptr = indices_of(where[np.ix_(order, order)])
+    dense = as_dense(chain)[:, order][:, :, order]
+    rows = np.repeat(np.arange(chain.shape[0]), np.diff(indptr))
+    return CSRChain(dense[:, rows, indices], indices, indptr, chain.shape)
+
+
+FORMS = {
+    "csr": lambda chain: chain,
+    "shuffled csr": shuffled,
+    "dense": as_dense,
+    "list of csr": lambda chain: [
+        sp.csr_array((data, chain.indices, chain.indptr), chain.shape) for data in chain.data
+    ],
+    "batched csr": lambda chain: [
+        BatchedCSR(np.stack([data, data]), chain.indices, chain.indptr, chain.shape)
+        for data in chain.data
+    ],
+}
+
+
+def reference(chain):
+    """The linear scan in the chain's own dtype, by SciPy and NumPy."""
+    x = np.asarray(chain.grad).astype(chain.dtype)
+    steps = list(chain.jacobians)[: len(chain.jacobians) - (not chain.inclusive)]
+    local = chain.local_grads or [None] * (len(steps) + 1)
+    results = []
+    with np.errstate(all="ignore"):
+        for k in range(len(steps) + 1):
+            x = apply(steps[k - 1], x) if k else x
+            x = x if local[k] is None else x + local[k].astype(chain.dtype)
+            results.append(x)
+    return results
+
+
+def check_huge_and_tiny_steps(n, kind, batch, local, dtype, huge):
+    size = 4
+    rng = np.random.default_rng(4)
+    factors = np.where(np.arange(n) % 2 == 0, huge, 1 / huge)
+    chain = positive_steps(kind, factors, size, dtype)
+    data = chain.data
+    if kind == "diagonal":
+        data = np.abs(data) / data.max(1, keepdims=True) * factors[:, None]
+    if batch:
+        data = np.stack([data, data[:, ::-1]], axis=1)
+    chain = CSRChain(data.astype(dtype), chain.indices, chain.indptr, chain.shape)
+    leading = (batch,) if batch else ()
+    grad = rng.uniform(0.5, 1, (*leading, size)).astype(dtype)
+    local_grads = list(rng.uniform(0, 1, (n, *leading, size)).astype(dtype)) if local else None
+    for sign in (1, -1):  # up first, or down first
+        chain = CSRChain(chain.data[::sign], chain.indices, chain.indptr, chain.shape)
+        expected = sequential(grad, chain, local_grads, dtype=dtype)
+        assert all(np.isfinite(g.astype(dtype)).all() for g in expected.exact)
+        for schedule in every_schedule(n):
+            for jacobians in (chain, as_dense(chain)):
+                result = sparsescan.exclusive_scan(
+                    grad, jacobians, local_grads=local_grads, schedule=schedule
+                )
+                assert_within(result, expected, np.dtype(dtype))
+
+
+def check_an_exploding_block_leaves_the_decaying_one_right(form, up, down):
+    """The blocks' products are 1e600 apart; with a gradient that is 1e30 apart both are finite."""
+    n = {10: 60, 2: 200, 1: 140, 1e6: 11}[max(up, down)]
+    jacobians = FORMS[form](two_blocks(n, up, down))
+    grad = np.repeat([1e-30 if up > 1 else 1e30, 1e30 if up >= 1 else 1e-30], 3).astype(F4)
+    if (up, down) == (0.1, 10):
+        grad = np.repeat([1e30, 1e-30], 3).astype(F4)
+    if form == "shuffled csr":
+        grad = grad[np.random.default_rng(3).permutation(6)]
+    if form == "batched csr":
+        grad = np.stack([grad, grad])
+    expected = sequential(grad, jacobians, dtype=F4)
+    for schedule in every_schedule(n):
+        result = sparsescan.exclusive_scan(grad, jacobians, schedule=schedule)
+        assert_within(result, expected, F4)
+
+
+def check_steps_of_alternating_scale(data):
+    """Any chain, with its steps times 2^60 and 2^-60 by turns: pairs come back into range."""
+    chain = data.draw(chains(max_n=10, min_size=1))
+    if not isinstance(chain.jacobians, list):
+        return
+    power = data.draw(st.sampled_from([-60, 60]))
+    for k, step in enumerate(chain.jacobians):
+        array = step if isinstance(step, np.ndarray) else step.data
+        array *= array.dtype.type(2.0 ** (power * (-1) ** k))
+    call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
+    for schedule in every_schedule(len(chain.jacobians)):
+        result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
+        assert_within(result, chain.oracle(), chain.dtype)
+
+
+def check_subnormal_values(kind):
+    tiny = float(np.finfo(F4).smallest_subnormal)
+    chain = positive_steps(kind, np.full(12, 64 * tiny), 4)
+    mixed = chain.data.copy()
+    mixed[::2] = 1 / mixed[::2].clip(1e-38)
+    for data in (chain.data, mixed, mixed[::-1]):
+        steps = CSRChain(data, chain.indices, chain.indptr, chain.shape)
+        grad = np.full(4, 1.0, F4)
+        n = linear_length(grad, steps)
+        steps = CSRChain(data[:n], chain.indices, chain.indptr, chain.shape)
+        expected = sequential(grad, steps, dtype=F4)
+        for schedule in every_schedule(n):
+            result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+            assert np.isfinite(result).all()
+            assert_within(result, expected, F4)
+
+
+def check_finite_wherever_the_linear_scan_is(data):
+    """Entries of any size at all: what the linear scan keeps finite stays finite."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    n, size = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 5))
+    where = mask(rng, data.draw(st.sampled_from(["sparse", "full", "diagonal"])), size, size)
+    indices, indptr = indices_of(where)
+    spread = data.draw(st.sampled_from([5, 20, 38]))
+    values = rng.standard_normal((n, len(indices))) * 10.0 ** rng.integers(
+        -spread, spread, (n, len(indices)), endpoint=True
+    )
+    chain = CSRChain(np.clip(values, -1e38, 1e38).astype(F4), indices, indptr, (size, size))
+    grad = (rng.standard_normal(size) * 10.0 ** rng.integers(-30, 30, size)).astype(F4)
+    linear = sparsescan.inclusive_scan(grad, chain, schedule="linear")
+    for schedule in every_schedule(n):
+        result = sparsescan.inclusive_scan(grad, chain, schedule=schedule)
+        assert np.isfinite(result)[np.isfinite(linear)].all()
+
+
+def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
+    """One value that is not finite, anywhere: in a Jacobian, the gradient or a local gradient."""
+    chain = data.draw(chains(max_n=9, min_size=1))
+    if not isinstance(chain.jacobians, list) or not chain.jacobians or chain.batch == 0:
+        return
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    places = [chain.grad, *(a for a in chain.local_grads or [] if a is not None)]
+    places += [s.data if not isinstance(s, np.ndarray) else s for s in chain.jacobians]
+    places = [array for array in places if array.size]
+    place = places[data.draw(st.integers(0, len(places) - 1))]
+    place.flat[rng.integers(place.size)] = bad
+    expected = reference(chain)
+    call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
+    for schedule in every_schedule(len(chain.jacobians)):
+        result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
+        for found, exact in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
+            np.testing.assert_array_equal(found[np.isinf(exact)], exact[np.isinf(exact)])
+            finite = np.isfinite(exact)
+            np.testing.assert_array_equal(np.isfinite(found), finite)
+            np.testing.assert_allclose(found[finite], exact[finite], rtol=1e-2, atol=1e-2)
+
+
+def check_what_is_not_finite_stays_where_no_entry_leads_on(form, bad):
+    """Behind an empty row nothing is reached; in a dense Jacobian a zero is an entry."""
+    n, size = 9, 4
+    if form == "diagonal":
+        chain = CSRChain(np.ones((n, size)), np.arange(size), np.arange(size + 1), (size, size))
+        chain.data[2, 1] = bad
+    else:
+        where = np.tri(size, dtype=bool)
+        where[3] = False  # row 3 is structurally empty: it is 0 whatever comes
+        indices, indptr = indices_of(where)
+        chain = CSRChain(np.ones((n, len(indices))), indices, indptr, (size, size))
+        chain.data[2, 1] = bad  # entry (1, 0)
+    jacobians = as_dense(chain) if form == "dense" else chain
+    reached = {
+        "diagonal": [[1]] * 6,
+        "csr": [[1]] + [[1, 2]] * 5,
+        "dense": [[1]] + [[0, 1, 2, 3]] * 5,
+    }[form]
+    for schedule in every_schedule(n):
+        result = sparsescan.exclusive_scan(np.ones(size), jacobians, schedule=schedule)
+        assert np.isfinite(result[:3]).all()
+        for k in range(6):
+            assert np.flatnonzero(~np.isfinite(result[3 + k])).tolist() == reached[k], k
+
+
+def check_infinity_times_zero_is_no_number():
+    """0·inf inside a product is NaN in the linear scan; a scan may not make it 0."""
+    steps = np.ones((8, 2, 2))
+    steps[3, 0, 0] = np.inf
+    grad = np.zeros(2)
+    for schedule in every_schedule(8):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        assert np.isnan(result[4:]).all(axis=1).tolist() == [False, True, True, True]
+        assert np.isnan(result[4, 0])
+
+
+def check_a_sample_that_is_not_finite_leaves_the_others_alone():
+    rng = np.random.default_rng(6)
+    steps, grad = rng.standard_normal((9, 3, 4, 4)), rng.standard_normal((3, 4))
+    steps[4, 1, 2, 2] = np.nan
+    expected = sequential(grad[::2], steps[:, ::2])
+    for schedule in every_schedule(9):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        assert_within(result[:, ::2], expected, np.float64)
+        assert np.isnan(result[6:, 1]).all()
+
+
+def check_a_column_that_becomes_zero_forgets_how_large_it_was():
+    """A product of an exploding unit that is then masked has nothing left of it."""
+    steps = np.stack([np.diag([2.0**30, 1.0])] * 8 + [np.diag([0.0, 1.0])] + [np.eye(2)] * 15)
+    steps, grad = steps.astype(np.float32), np.array([0.0, 2.0**-121], np.float32)
+    for schedule in (Schedule.blelloch(24), Schedule.chunked(24, 2), Schedule.truncated(24, 3)):
+        result = sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        assert np.array_equal(result, sparsescan.exclusive_scan(grad, steps))
+
+
+def check_tiny_entries_beside_ordinary_ones_survive_a_product():
+    small = np.array([[2.0**-20, 2.0**-20], [0.0, 2.0**-40]])
+    first, diagonal = np.array([[2.0**-20, 0], [2.0**-40, 0]]), np.diag([2.0**-20, 2.0**-40])
+    steps = np.stack([np.eye(2)] * 3 + [first, diagonal, small, diagonal] + [np.eye(2)] * 2)
+    steps, grad = steps.astype(np.float32), np.full(2, 2.0**100, np.float32)
+    result = sparsescan.exclusive_scan(grad, steps, schedule="blelloch")
+    assert np.allclose(result, sparsescan.exclusive_scan(grad, steps), rtol=1e-6, atol=0)
+
+
+SMALL_CHECKS = (
+    check_infinity_times_zero_is_no_number,
+    check_a_sample_that_is_not_finite_leaves_the_others_alone,
+    check_a_column_that_becomes_zero_forgets_how_large_it_was,
+    check_tiny_entries_beside_ordinary_ones_survive_a_product,
+)
