@@ -348,7 +348,7 @@ def test_without_mpiexec_there_is_one_rank(tmp_path: Path) -> None:
         [sys.executable, "-m", "sparsescan", "scan", file, "-o", out, "--mpi"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

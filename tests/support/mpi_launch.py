@@ -52,7 +52,7 @@ def command(ranks: int, *arguments: str) -> list[str]:
     return [MPIEXEC, "-n", str(ranks), sys.executable, *arguments]
 
 
-def run(ranks: int, *arguments: object, timeout: float = 120) -> Ended:
+def run(ranks: int, *arguments: object, timeout: float = 300) -> Ended:
     """Run Python on some ranks, until it ends."""
     process = subprocess.Popen(
         command(ranks, *map(str, arguments)),
