@@ -18,6 +18,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsescan.jacobians._kernels.pooling import mark_in_tiles
 from sparsescan.kernels.cpu.matvec import csr_matvec
 from sparsescan.kernels.cpu.memory import dot_two_rows
 
@@ -73,6 +74,36 @@ def _eight_in_a_loop(indptr: Any, indices: Any, m: Any, x: Any, y: Any, times: i
                 y[lane * rows + i] = totals[lane]
 
 
+@numba.njit
+def _tiles_in_vectors(images: Any, out: Any, times: int) -> None:
+    for _ in range(times):
+        mark_in_tiles(images, out)
+
+
+@numba.njit
+def _tiles_one_by_one(images: Any, out: Any, times: int) -> None:
+    height, width = np.uint64(images.shape[1]), np.uint64(images.shape[2])
+    flat, marks = images.reshape(-1), out.reshape(-1)
+    one, two = np.uint64(1), np.uint64(2)
+    for _ in range(times):
+        top = np.uint64(0)
+        for _ in range(np.uint64(len(images)) * (height >> one)):
+            for _ in range(width >> one):
+                low = top + width
+                a, b, c, d = flat[top], flat[top + one], flat[low], flat[low + one]
+                # The larger of each row, then of both. No branch depends on the values.
+                upper = np.uint64((b > a) | (b != b))
+                lower = np.uint64((d > c) | (d != d))
+                best_upper = b if upper else a
+                best_lower = d if lower else c
+                in_lower = (best_lower > best_upper) | (best_lower != best_lower)
+                marks[top] = marks[top + one] = 0
+                marks[low] = marks[low + one] = 0
+                marks[low + lower if in_lower else top + upper] = 1
+                top += two
+            top += width
+
+
 def cases(
     rng: np.random.Generator,
 ) -> Iterator[tuple[str, NDArray[Any], dict[str, Callable[..., None]], tuple[Any, ...]]]:
@@ -92,6 +123,10 @@ def cases(
             kernels = {"intrinsic": _eight_at_once, "loops": _eight_in_a_loop}
             name = f"CSR {size}×{size}, {nnz} a row, {_SAMPLES} samples, {y.dtype}"
             yield name, y, kernels, (indptr, indices, m, x, y)
+        images = rng.standard_normal((64, 32, 32)).astype(dtype)
+        marks = np.empty_like(images)
+        kernels = {"intrinsic": _tiles_in_vectors, "loops": _tiles_one_by_one}
+        yield f"max-pooling 64×32×32, {marks.dtype}", marks, kernels, (images, marks)
 
 
 def main(arguments: list[str] | None = None) -> int:
