@@ -5,7 +5,7 @@ takes to run, so the kernels get tables of addresses. Whoever fills such a table
 sizes and holds a reference to every array until the call is over.
 
 Atomics and pointers cannot be written otherwise. The sums are written in LLVM's language because
-Numba's loops take longer: 1.1 to 1.9 times for pairs of dense rows, 2.8 to 4.4 times for eight
+Numba's loops take longer: up to 2.0 times for pairs of dense rows, 2.4 to 4.6 times for eight
 samples at once, as ``python -m bench.intrinsics`` measures.
 """
 
