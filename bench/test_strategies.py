@@ -16,6 +16,7 @@ QUICK = Options(quick=True, device="cpu")
 EVERY = len(all_strategies())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bench.machine.pin", lambda: None)

@@ -31,6 +31,7 @@ def test_the_sparsities_are_the_papers(name: str) -> None:
     assert round(1 - op.nnz / (op.shape[0] * op.shape[1]), 5) == SPARSITY[name]
 
 
+@pytest.mark.slow
 def test_every_contest_is_a_piece_and_a_run_that_is_cut_off_goes_on(tmp_path: Path) -> None:
     broken = replace(CONTESTS[-1], make=interrupt)
     contests = (*CONTESTS[:-1], broken)

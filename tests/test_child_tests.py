@@ -44,6 +44,7 @@ def test_skipped():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_each_test_has_its_name_and_its_outcome(tmp_path: Path) -> None:
     (tmp_path / "mpi_probe.py").write_text(PROBE)
