@@ -12,7 +12,7 @@ import functools
 import hashlib
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,25 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
+_Stamp = tuple[tuple[int, int], ...]
+_ENGINE = Path(__file__).parent
+
+
 @functools.cache
-def _source_stamp(folder: Path) -> tuple[tuple[int, int], ...]:
+def _source_stamp(folder: Path) -> _Stamp:
     """Return what changes with any file of a folder, or of the engine's kernels.
 
     The compiled code of a function holds that of the functions that it calls.
     """
-    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.rglob("*.py")})
-    return tuple((stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in files))
+    if folder == _ENGINE:
+        return _stamp(_ENGINE.rglob("*.py"))
+    engine = _source_stamp(_ENGINE)
+    return engine if _ENGINE in folder.parents else (*engine, *_stamp(folder.glob("*.py")))
+
+
+def _stamp(files: Iterable[Path]) -> _Stamp:
+    stats = (file.stat() for file in sorted(files))
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 class _CheckedFiles(IndexDataCacheFile):

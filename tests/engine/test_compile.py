@@ -112,6 +112,29 @@ def test_other_versions_of_the_source_are_not_read(cache, tmp_path):
     assert later.load("key") is None
 
 
+@pytest.mark.parametrize("changed", ["engine/cpu/called.py", "layers/kernel.py"])
+def test_a_kernel_is_compiled_anew_when_one_that_it_may_call_has_changed(
+    tmp_path, monkeypatch, changed
+):
+    engine, layers = tmp_path / "engine", tmp_path / "layers"
+    for path in (engine / "cpu" / "called.py", layers / "kernel.py"):
+        path.parent.mkdir(parents=True)
+        path.write_text("before")
+    monkeypatch.setattr(compiling, "_ENGINE", engine)
+
+    def stamps():
+        compiling._source_stamp.cache_clear()
+        return [compiling._source_stamp(folder) for folder in (engine / "cpu", layers)]
+
+    before = stamps()
+    assert stamps() == before
+    (tmp_path / changed).write_text("another length")
+    # The engine's kernels call none of the layers'.
+    differ = [old != new for old, new in zip(before, stamps(), strict=True)]
+    assert differ == [changed.startswith("engine"), True]
+    compiling._source_stamp.cache_clear()
+
+
 def test_numba_itself_reads_the_files(cache, tmp_path):
     """Such as that of an earlier version of this package, in the same folder."""
     plain = IndexDataCacheFile(str(tmp_path), "function", source_stamp=(1, 2))
