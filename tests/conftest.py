@@ -24,6 +24,9 @@ import sparsescan.execution.stages
 from sparsescan.execution import threads
 from sparsescan.planning.costs.cpu import Cpu, load_cpu
 
+# Scripts and helpers: they hold no tests, and some run on several ranks only.
+collect_ignore = ["support"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
