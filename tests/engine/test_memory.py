@@ -145,7 +145,7 @@ def test_planning_keeps_to_the_limit_too(as_if: Any, share: float) -> None:
     as_if(16)
     linear = sparsescan.plan(orders, batch=1, dtype=F8, schedule="linear").workspace_bytes
     limit = int(share * linear)
-    sparsescan.plan(orders, batch=1, dtype=F8)  # everything is compiled
+    sparsescan.plan(orders, batch=1, dtype=F8, memory_limit=limit)  # all kernels are loaded
     gc.collect()
     tracemalloc.start()
     plan = sparsescan.plan(orders, batch=1, dtype=F8, memory_limit=limit)
