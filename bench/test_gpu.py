@@ -442,6 +442,7 @@ def test_the_part_of_repeated_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert report["summary"] == "2 of 2 random chains, 2 times each: 0 failed"
 
 
+@pytest.mark.slow
 def test_tests_are_run_and_counted(tmp_path: Path):
     test = tmp_path / "cuda_made_up.py"
     good = "import os\ndef test_a(): assert 'NUMBA_ENABLE_CUDASIM' not in os.environ\n"

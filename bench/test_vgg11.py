@@ -231,6 +231,7 @@ def test_what_counts_as_full_is_marked_and_takes_no_less(
         assert step.estimated or step.flop == right
 
 
+@pytest.mark.slow
 def test_a_full_blelloch_scan_is_counted_without_its_products() -> None:
     net = Sequential(from_torch(pruned(0, narrow=1)[0], (3, 32, 32)))
     analysis = Analysis(net.patterns, layer_names(net))
@@ -404,6 +405,7 @@ def results(pieces: Results) -> Results:
     return {"pieces": pieces, "about": vgg11._about(QUICK)}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [piece.key for piece in vgg11.EXPERIMENT.pieces(QUICK)]
     assert keys[:2] == ["training", "flop"]

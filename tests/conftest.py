@@ -16,7 +16,6 @@ import pytest
 from child_tests import (  # noqa: F401
     pytest_collect_file,
     pytest_runtest_protocol,
-    pytest_runtestloop,
 )
 from hypothesis import HealthCheck, settings
 
@@ -41,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="all tests; many random examples, not a few fixed",
     )
     parser.addoption("--reports", metavar="FOLDER", help="of the process that runs this as a child")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Let two processes share whole folders; a few files, and benchmarks, take one."""
+    alone = config.getoption("--benchmark-only")
+    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if reason := child_tests.reason_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if any(config.getoption(name) for name in ("--all", "--explore", "--reports", "-m")):
+    if any(config.getoption(name) for name in ("--all", "--explore", "-m")):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)

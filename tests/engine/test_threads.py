@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fresh_python import run_python
 from oracles import assert_within, every_schedule, indices_of, mask, same_bits, sequential
+from sampling import slow
 
 import sparsescan
 import sparsescan.execution.stages
@@ -314,6 +315,7 @@ def test_forks_while_other_threads_are_scanning(tmp_path):
     run_python(code, tmp_path, NUMBA_NUM_THREADS="3")
 
 
+@pytest.mark.slow
 @needs_fork
 def test_numba_parallel_functions_beside_scans_do_not_matter(tmp_path):
     """The workqueue layer must not be entered by two threads at once, nor used after a fork."""
@@ -407,7 +409,7 @@ needs_signals = pytest.mark.skipif(os.name != "posix", reason="no signal can be 
 
 
 @needs_signals
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [3, *slow(1)])
 def test_an_interrupt_ends_kernels_that_would_never_end(threads, tmp_path):
     """However often it comes; and when it is raised, none of them runs any more."""
     code = textwrap.dedent(INTERRUPT) + textwrap.dedent("""

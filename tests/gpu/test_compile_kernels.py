@@ -28,34 +28,29 @@ def find_ptxas() -> str | None:
 
 # The oldest that CUDA 13 knows, and the newest that there was a device of.
 CAPABILITIES = [(7, 5), (9, 0)]
-
-
-def count_of(config: pytest.Config) -> int:
-    """Return how many kernels are compiled: all, or a few that compile fast."""
-    return 29 if config.getoption("--all") or config.getoption("--explore") else 3
+KERNELS = 29
 
 
 @pytest.fixture(scope="module")
-def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What ptxas says of all kernels."""
     ptxas = find_ptxas()
     if ptxas is None:
         pytest.skip("ptxas is not installed (the nvidia-cuda-nvcc wheel)")
     script, folder = str(SUPPORT / "compile_kernels.py"), str(tmp_path_factory.mktemp("ptx"))
-    arguments = [sys.executable, script, ptxas, folder, str(count_of(pytestconfig))]
+    arguments = [sys.executable, script, ptxas, folder]
     arguments += [str(number) for capability in CAPABILITIES for number in capability]
     run = subprocess.run(arguments, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda pair: f"{pair[0]}.{pair[1]}")
-def test_kernels_compile_without_spills(
-    pytestconfig: pytest.Config, compiled: str, capability: tuple[int, int]
-) -> None:
+def test_kernels_compile_without_spills(compiled: str, capability: tuple[int, int]) -> None:
     major, minor = capability
     lines = re.findall(rf"^KERNEL .* for {major}\.{minor}:.*$", compiled, flags=re.MULTILINE)
-    assert len(lines) == count_of(pytestconfig)
+    assert len(lines) == KERNELS
     for line in lines:
         assert f"for 'sm_{major}{minor}'" in line
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line

@@ -50,7 +50,7 @@ F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("how", ["short", *slow("killed", "raises", "long")])
+@pytest.mark.parametrize("how", ["killed", *slow("short", "raises", "long")])
 def test_all_ranks_end(how: str) -> None:
     """A rank is killed, or leaves with an exception, or sends what has another size."""
     ended = mpi_launch.run(3, "-m", "mpi4py", SUPPORT / "end_one_rank.py", how)
@@ -59,6 +59,7 @@ def test_all_ranks_end(how: str) -> None:
     assert "not done after" not in ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_example(tmp_path: Path) -> None:
     """The one of the package's docstring runs as it stands there."""

@@ -156,7 +156,7 @@ class Launch(NamedTuple):
     ended: mpi_launch.Ended
 
 
-@pytest.fixture(scope="module", params=[3, *slow(1, 4)])
+@pytest.fixture(scope="module", params=slow(1, 3, 4))
 def launch(request: Any, tmp_path_factory: Any) -> Launch:
     """Chains of all layouts, with the scan of each, and for some a run of strategies after it."""
     size, folder = request.param, tmp_path_factory.mktemp("chains")
@@ -257,6 +257,7 @@ def test_a_rank_takes_memory_for_its_part(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
     good, out = tmp_path / "chain.npz", tmp_path / "out.npz"
     sparsescan.save_chain(good, np.ones(3), np.ones((30, 3, 3)))
@@ -325,6 +326,7 @@ def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out.npz").exists()
 
 
+@pytest.mark.slow
 def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
     """Without ``-m mpi4py``: the exit code, and one line, whoever ends first."""
     file, out = tmp_path / "chain.npz", tmp_path / "out.npz"
@@ -341,6 +343,7 @@ def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
     assert "not done after" not in ended.output
 
 
+@pytest.mark.slow
 def test_without_mpiexec_there_is_one_rank(tmp_path: Path) -> None:
     file, out = tmp_path / "chain.npz", tmp_path / "out.npz"
     sparsescan.save_chain(file, np.ones(3), np.ones((30, 3, 3)))

@@ -274,6 +274,7 @@ def test_shares_add_up_to_a_level_for_all_blocks(pattern: Pattern, batch: int) -
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_constants_are_found_from_times_that_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a GPU that takes exactly what is predicted, up to twice what is built in."""
     fake_cupy.install(monkeypatch)

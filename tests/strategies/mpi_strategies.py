@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from sampling import slow
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -277,7 +278,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("name", ["lenet5", "gru:30"])
+@pytest.mark.parametrize("name", ["lenet5", *slow("gru:30")])
 def test_runs(name: str) -> None:
     check_run(name, 8)
 

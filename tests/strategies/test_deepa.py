@@ -21,6 +21,7 @@ from deepa_paper import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from sparsescan import InputError
 from sparsescan.parallel.network import Network
@@ -100,7 +101,7 @@ def needed_of(layer, source, box, first):
     return intersection(tuple((int(i), int(j)) for i, j in ends), whole)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(SEEDS, st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 9))
 def test_tables_count_what_boxes_have_in_common(seed, workers, batch):
     rng = np.random.default_rng(seed)
@@ -189,7 +190,7 @@ def small_graph(rng):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from([LayerCosts, SharedLink]))
 def test_no_configurations_cost_less(seed, kind):
     """Against all of them, each predicted by itself."""
@@ -208,7 +209,7 @@ def test_no_configurations_cost_less(seed, kind):
     assert taken(found) == pytest.approx(total, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=examples(15))
 @given(SEEDS, st.sampled_from([LayerCosts, SharedLink]), st.sampled_from([4, 6, 8, 16]))
 def test_nothing_is_lost_by_leaving_out_what_costs_too_much(seed, kind, workers):
     """Elimination over all configurations, and over those that the bound leaves."""
@@ -258,6 +259,7 @@ def test_inception_on_16_devices_takes_a_fraction_of_a_second():
     assert time.process_time() - start < 1
 
 
+@pytest.mark.slow
 def test_many_workers():
     """What is chosen is never worse than what it could have chosen along samples alone."""
     graph, machine = build("alexnet"), Machine()

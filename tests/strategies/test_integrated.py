@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -306,7 +307,7 @@ def sequence(data: st.DataObject) -> Graph:
     return made.graph()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_the_best_of_all_choices(data: st.DataObject) -> None:
     """Dynamic programming finds what trying everything finds."""
@@ -357,7 +358,7 @@ def test_the_best_grid_is_no_worse_than_any(name: str) -> None:
     assert not best.stale
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from([RNNCell, GRUCell]), st.integers(1, 4), st.integers(2, 9), st.booleans(),
     st.booleans(), st.sampled_from([np.float32, np.float64]), st.integers(0, 1 << 30),

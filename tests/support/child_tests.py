@@ -2,8 +2,8 @@
 
 Both take processes of their own. The parent reads the names and marks of their tests from the
 source, starts each file once (on each number of ranks), and passes the reports of the child's tests
-on as its own, so that each has its name, its outcome and its traceback. If a test ends the child,
-the tests behind it are run by another child.
+on as its own, so that each has its name, its outcome and its traceback; the cases of one test are
+reported as one. If a test ends the child, the tests behind it are run by another child.
 
 Marks of the tests in ``mpi_*.py``, or ``pytestmark`` for a whole file:
 
@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ __all__ = [
     "Reporter",
     "pytest_collect_file",
     "pytest_runtest_protocol",
-    "pytest_runtestloop",
 ]
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
@@ -152,29 +150,6 @@ class ChildTest(pytest.Item):
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self._line, self.name
 
-    def case_id(self, nodeid: str) -> str:
-        """Return the id here of a case that the child calls `nodeid`."""
-        case = nodeid.partition("[")[2].removesuffix("]")
-        variant = self.nodeid.partition("[")[2].removesuffix("]")
-        ids = "-".join(filter(None, [variant, case]))
-        return self.nodeid.partition("[")[0] + (f"[{ids}]" if ids else "")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session: pytest.Session) -> Any:
-    """Let files run in the simulator, one after the other, beside the tests of this process."""
-    if session.config.option.collectonly:
-        return (yield)
-    tests = [item for item in session.items if isinstance(item, ChildTest)]
-    with ThreadPoolExecutor(1) as pool:
-        for child in dict.fromkeys(test.child for test in tests if not is_skipped(test)):
-            if child.variant.ranks is None:
-                child.start(session, pool)
-        try:
-            return (yield)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
 
 def is_skipped(test: pytest.Item) -> bool:
     return test.get_closest_marker("skip") is not None
@@ -185,11 +160,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return None
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    cases = item.child.results(item)
-    item.session.testscollected += len(cases) - 1
-    for reports in cases:
-        for report in reports:
-            hook.pytest_runtest_logreport(report=report)
+    for report in item.child.results(item):
+        hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
@@ -204,7 +176,7 @@ class Child:
 
     def __init__(self, path: Path, variant: Variant) -> None:
         self.path, self.variant = path, variant
-        self._done: Future[None] | None = None
+        self._was_run = False
         # What the child said that ran a function.
         self._outputs: dict[str, str] = {}
         # Reports of each rank by the child's ids, and the ids of tests that ended on it.
@@ -212,45 +184,43 @@ class Child:
         self._reports: list[dict[str, list[pytest.TestReport]]] = [{} for _ in range(size)]
         self._ended: list[set[str]] = [set() for _ in range(size)]
 
-    def start(self, session: pytest.Session, pool: Executor) -> None:
-        """Run all of its tests that were selected."""
-        tests = [test for test in session.items if getattr(test, "child", None) is self]
-        functions = [test.function_name for test in tests]
-        self._done = pool.submit(self._run_all, session.config, functions)
-
-    def results(self, test: ChildTest) -> list[list[pytest.TestReport]]:
-        """Return the reports of each case of a test; the first call runs all, if none does yet."""
-        if self._done is None:
-            with ThreadPoolExecutor(1) as pool:
-                self.start(test.session, pool)
-        self._done.result()
+    def results(self, test: ChildTest) -> list[pytest.TestReport]:
+        """Return the reports of a test; the first call runs all that were selected."""
+        if not self._was_run:
+            self._was_run = True
+            tests = [item for item in test.session.items if getattr(item, "child", None) is self]
+            self._run_all(test.config, [item.function_name for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
-        ids = [nodeid for nodeid in ids if function_of(nodeid) == test.function_name]
-        if not ids:
-            return [
-                [failed(test, test.nodeid, f"it was not run:\n{self._outputs[test.function_name]}")]
-            ]
-        return [self._case(test, nodeid) for nodeid in ids]
+        cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_name]
+        if not cases:
+            output = self._outputs[test.function_name]
+            return [failed(test, f"it was not run:\n{output}")]
+        if texts := [text for nodeid in cases for text in self._failures(nodeid)]:
+            return [failed(test, "\n\n".join(texts))]
+        # All are reported as one: as the first that was not skipped, if any was not.
+        reports = [self._reports[0][nodeid] for nodeid in cases]
+        first = min(reports, key=lambda case: any(report.skipped for report in case))
+        for report in first:
+            report.nodeid, report.location = test.nodeid, test.location
+            same = [one for case in reports for one in case if one.when == report.when]
+            report.duration = sum(one.duration for one in same)
+        return first
 
-    def _case(self, test: ChildTest, nodeid: str) -> list[pytest.TestReport]:
-        """Return the reports of one case: those of the first rank, if none failed."""
-        name, texts = test.case_id(nodeid), []
+    def _failures(self, nodeid: str) -> list[str]:
+        """Return what is shown of each rank on which a case failed."""
+        texts = []
         for rank, reports in enumerate(self._reports):
             for report in reports.get(nodeid, []):
                 if report.failed:
                     crash = getattr(report.longrepr, "reprcrash", None)
-                    title = f"rank {rank}, {report.when}: {crash.message if crash else ''}"
+                    what = f"{nodeid}, rank {rank}, {report.when}"
+                    title = f"{what}: {crash.message if crash else ''}"
                     sections = [f"---- {title} ----\n{text}" for title, text in report.sections]
                     texts.append("\n".join([title, report.longreprtext, *sections]))
         if not texts and not all(nodeid in ended for ended in self._ended):
-            texts = [f"its process ended, or hung:\n{self._outputs[test.function_name]}"]
-        if texts:
-            return [failed(test, name, "\n\n".join(texts))]
-        reports = self._reports[0][nodeid]
-        for report in reports:
-            report.nodeid = name
-            report.location = (*test.location[:2], name.partition("::")[2])
-        return reports
+            output = self._outputs[function_of(nodeid)]
+            texts = [f"{nodeid}: its process ended, or hung:\n{output}"]
+        return texts
 
     def _run_all(self, config: pytest.Config, functions: list[str]) -> None:
         """Run test functions; those behind one that ends the child in another child."""
@@ -268,7 +238,8 @@ class Child:
         path = self.path.relative_to(config.rootpath)
         with tempfile.TemporaryDirectory() as name, open(f"{name}/output", "w+") as output:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
-            arguments += [flag for flag in ("--explore", "--all") if config.getoption(flag)]
+            every = config.getoption("--all") or config.getoption("-m")
+            arguments += ["--explore"] * config.getoption("--explore") + ["--all"] * bool(every)
             arguments += ["--capture=tee-sys", "-o", "addopts="]
             arguments += ["-o", f"faulthandler_timeout={patience - 10}"]
             arguments += [f"{path}::{function}" for function in functions]
@@ -331,10 +302,9 @@ def function_of(nodeid: str) -> str:
     return nodeid.rpartition("::")[2].partition("[")[0]
 
 
-def failed(test: ChildTest, nodeid: str, text: str) -> pytest.TestReport:
-    """Return the report of a case that failed, with the text that is shown for it."""
-    location = (*test.location[:2], nodeid.partition("::")[2])
-    return pytest.TestReport(nodeid, location, {}, "failed", text, "call")
+def failed(test: ChildTest, text: str) -> pytest.TestReport:
+    """Return the report of a test that failed, with the text that is shown for it."""
+    return pytest.TestReport(test.nodeid, test.location, {}, "failed", text, "call")
 
 
 # ---------------------------------------------------------------------------------------------

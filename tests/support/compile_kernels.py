@@ -1,12 +1,10 @@
 """Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
 
-``python compile_kernels.py PTXAS FOLDER COUNT MAJOR MINOR …``, for the first so many kernels and
-some compute capabilities.
+``python compile_kernels.py PTXAS FOLDER MAJOR MINOR …``, for some compute capabilities.
 """
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import types as python
@@ -48,7 +46,7 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         yield f"check {index}", check_kernel(index), 6
 
 
-def main(ptxas: str, folder: Path, kernels: int, capabilities: list[tuple[int, int]]) -> None:
+def main(ptxas: str, folder: Path, capabilities: list[tuple[int, int]]) -> None:
     # Functions that a kernel calls are compiled for the current device, which there is none.
     device = python.SimpleNamespace(compute_capability=capabilities[0])
     numba.cuda.dispatcher.get_current_device = lambda: device
@@ -56,7 +54,7 @@ def main(ptxas: str, folder: Path, kernels: int, capabilities: list[tuple[int, i
     made: list[tuple[Any, dict[str, Any]]] = []
     compile_ir = nvvm.compile_ir
     nvvm.compile_ir = lambda ir, **options: made.append((ir, options)) or b""
-    for name, kernel, count in itertools.islice(cases(), kernels):
+    for name, kernel, count in cases():
         signature = void(*[int64] * count)
         cuda.compile(
             kernel.py_func, signature, cc=capabilities[0], device=False, abi="numba", output="ptx"
@@ -74,7 +72,5 @@ def main(ptxas: str, folder: Path, kernels: int, capabilities: list[tuple[int, i
 
 
 if __name__ == "__main__":
-    kernels, *numbers = map(int, sys.argv[3:])
-    main(
-        sys.argv[1], Path(sys.argv[2]), kernels, list(zip(numbers[::2], numbers[1::2], strict=True))
-    )
+    numbers = list(map(int, sys.argv[3:]))
+    main(sys.argv[1], Path(sys.argv[2]), list(zip(numbers[::2], numbers[1::2], strict=True)))
