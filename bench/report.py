@@ -17,12 +17,24 @@ from .files import File, lines, newest, read
 from .page import Html, join, listed, table, tag
 
 _PAPER = "https://arxiv.org/abs/1907.10134"
-_MAKERS = {"grid": sections.of_grid, "memory": sections.of_memory, "gpu": sections.of_gpu}
-_TITLES = {"engine": "The engine", "grid": "Schedules", "memory": "Memory", "gpu": "On a GPU"}
+_MAKERS = {
+    "grid": sections.of_grid,
+    "memory": sections.of_memory,
+    "intrinsics": sections.of_intrinsics,
+    "gpu": sections.of_gpu,
+}
+_TITLES = {
+    "engine": "The engine",
+    "grid": "Schedules",
+    "memory": "Memory",
+    "intrinsics": "Code in LLVM's language",
+    "gpu": "On a GPU",
+}
 _COMMANDS = {
     "engine": "python -m bench.compare",
     "grid": "python -m bench.grid",
     "memory": "python -m bench.memory",
+    "intrinsics": "python -m bench.intrinsics",
     "gpu": "bash bench/gpu.sh OUTDIR",
 }
 # Claims that only a run on a GPU can show; those of experiments are the paper's.

@@ -175,6 +175,18 @@ def of_memory(results: Results) -> Html:
     return join(tag("p", said), table(["chain", "schedule", *numbers, ""], rows, numbers))
 
 
+def of_intrinsics(results: Results) -> Html:
+    """Show what code in LLVM's language gains over loops."""
+    rows = []
+    for case in results["intrinsics"]:
+        medians = case["median_seconds"]
+        times = [significant(1e6 * medians[which]) for which in ("loops", "intrinsic")]
+        rows.append([case["name"], *times, _ratio(case["ratio"])])
+    numbers = ["loops, µs", "LLVM's language, µs", "ratio"]
+    said = "Kernels of the engine beside the same arithmetic in Numba's loops, on one thread."
+    return join(tag("p", said), table(["kernel", *numbers], rows, numbers))
+
+
 # -- On a GPU -------------------------------------------------------------------------------------
 
 

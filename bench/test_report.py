@@ -230,14 +230,12 @@ def made() -> Iterator[None]:
 
 def test_without_any_file_the_page_says_what_has_not_been_run(tmp_path: Path):
     shown = show(tmp_path)
-    measured = ["made", "The engine", "Schedules", "Memory", "On a GPU"]
+    measured = ["made", "The engine", "Schedules", "Memory", "Code in LLVM's language", "On a GPU"]
     assert list(shown.sections) == ["", "Overview", "Unproven", *measured]
     assert shown.tables["Overview"][1:] == [[title, "not run yet"] for title in measured]
-    for title, command in zip(
-        measured,
-        ("-m bench made", "-m bench.compare", "-m bench.grid", "-m bench.memory", "bench/gpu.sh"),
-        strict=True,
-    ):
+    commands = ["bench made", *(f"bench.{name}" for name in ("compare", "grid", "memory"))]
+    commands = [f"-m {name}" for name in (*commands, "bench.intrinsics")]
+    for title, command in zip(measured, [*commands, "bench/gpu.sh"], strict=True):
         assert shown.sections[title].startswith("Not run yet: ")
         assert command in shown.sections[title]
 
@@ -253,6 +251,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = {"limit_bytes": 1, "workspace_bytes": 1, "taken_bytes": 1, "within_limit": True}
     case |= {"chain": "a chain", "schedule": "Schedule.linear(9)", "threads": 2}
     save(folder, "memory", {"cases": [case]})
+    sums = {"name": "sums", "median_seconds": {"loops": 3e-6, "intrinsic": 2e-6}, "ratio": 1.5}
+    save(folder, "intrinsics", {"intrinsics": [sums]})
     run = {"races": races(rng), "wanted": wanted(rnn_races()), "parts": {}}
     save(folder, "gpu", run, device=GPU)
     return folder
@@ -308,6 +308,10 @@ def test_everything_says_where_it_comes_from(whole: Page):
         assert line in whole.sections[title]
     assert "Made-up GPU 1 · 2030-01-02 · commit 01234567 · gpu.json" in whole.sections["On a GPU"]
     assert "python 3.99.1; without jax" in whole.sections["Files"]
+
+
+def test_what_vectors_gain(whole: Page):
+    assert whole.tables["Code in LLVM's language"][1] == ["sums", "3.00", "2.00", "1.50×"]
 
 
 def test_what_a_file_says_is_text(tmp_path: Path, rng: np.random.Generator):

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import child_tests
 import pytest
-from child_tests import (  # noqa: F401
-    pytest_collect_file,
-    pytest_runtest_protocol,
-)
+from child_tests import pytest_collect_file  # noqa: F401
 from hypothesis import HealthCheck, settings
 
 import sparsescan.execution.stages
@@ -43,9 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Let two processes share whole folders; a few files, and benchmarks, take one."""
-    alone = config.getoption("--benchmark-only")
-    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 2
+    """Let two processes share whole folders; a few files take one."""
+    return 2 if all(Path(path).is_dir() for path in config.args) else 0
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,7 +35,6 @@ __all__ = [
     "ChildFile",
     "Reporter",
     "pytest_collect_file",
-    "pytest_runtest_protocol",
 ]
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
@@ -136,6 +135,10 @@ def marks_of(nodes: list[ast.expr]) -> list[pytest.Mark]:
     return [eval(text, {"pytest": pytest}).mark for text in texts]
 
 
+class FailedInChildError(Exception):
+    """What the child said of the cases that failed."""
+
+
 class ChildTest(pytest.Item):
     """A test function of a file that a child runs; it may have several cases."""
 
@@ -145,25 +148,20 @@ class ChildTest(pytest.Item):
         self.function_name = self.name.partition("[")[0]
 
     def runtest(self) -> None:
-        raise AssertionError("the child runs it")
+        """Fail, be skipped or pass as all cases did that the child ran."""
+        failures, skipped = self.child.results(self)
+        if failures:
+            raise FailedInChildError("\n\n".join(failures))
+        if skipped:
+            pytest.skip(skipped)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, FailedInChildError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self._line, self.name
-
-
-def is_skipped(test: pytest.Item) -> bool:
-    return test.get_closest_marker("skip") is not None
-
-
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if not isinstance(item, ChildTest) or is_skipped(item):
-        return None
-    hook = item.ihook
-    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in item.child.results(item):
-        hook.pytest_runtest_logreport(report=report)
-    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 # ---------------------------------------------------------------------------------------------
@@ -184,8 +182,11 @@ class Child:
         self._reports: list[dict[str, list[pytest.TestReport]]] = [{} for _ in range(size)]
         self._ended: list[set[str]] = [set() for _ in range(size)]
 
-    def results(self, test: ChildTest) -> list[pytest.TestReport]:
-        """Return the reports of a test; the first call runs all that were selected."""
+    def results(self, test: ChildTest) -> tuple[list[str], str]:
+        """Return what is shown of failures, and why all cases were skipped, if they were.
+
+        The first call runs all tests that were selected.
+        """
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
@@ -193,18 +194,15 @@ class Child:
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
         cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_name]
         if not cases:
-            output = self._outputs[test.function_name]
-            return [failed(test, f"it was not run:\n{output}")]
-        if texts := [text for nodeid in cases for text in self._failures(nodeid)]:
-            return [failed(test, "\n\n".join(texts))]
-        # All are reported as one: as the first that was not skipped, if any was not.
-        reports = [self._reports[0][nodeid] for nodeid in cases]
-        first = min(reports, key=lambda case: any(report.skipped for report in case))
-        for report in first:
-            report.nodeid, report.location = test.nodeid, test.location
-            same = [one for case in reports for one in case if one.when == report.when]
-            report.duration = sum(one.duration for one in same)
-        return first
+            return [f"it was not run:\n{self._outputs[test.function_name]}"], ""
+        reasons = [
+            report.longrepr[2]
+            for nodeid in cases
+            for report in self._reports[0].get(nodeid, [])
+            if report.skipped and isinstance(report.longrepr, tuple)
+        ]
+        failures = [text for nodeid in cases for text in self._failures(nodeid)]
+        return failures, reasons[0] if len(reasons) == len(cases) else ""
 
     def _failures(self, nodeid: str) -> list[str]:
         """Return what is shown of each rank on which a case failed."""
@@ -300,11 +298,6 @@ class Child:
 
 def function_of(nodeid: str) -> str:
     return nodeid.rpartition("::")[2].partition("[")[0]
-
-
-def failed(test: ChildTest, text: str) -> pytest.TestReport:
-    """Return the report of a test that failed, with the text that is shown for it."""
-    return pytest.TestReport(test.nodeid, test.location, {}, "failed", text, "call")
 
 
 # ---------------------------------------------------------------------------------------------
