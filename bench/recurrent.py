@@ -272,7 +272,7 @@ def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Res
         ``largest_difference`` of each gradient from autograd's, relative to its largest entry.
     """
     torch.set_num_threads(THREADS)
-    _keep_memory()
+    keep_memory()
     race, device = _Race(model, *batch), device_of(model.device)
     contenders: dict[str, Callable[[], dict[str, Call]]] = race.contenders()
     missing: dict[str, str] = {}
@@ -291,7 +291,7 @@ def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Res
         variants[name], calls[name] = fastest(options, _FEW_TRIALS if few else _TRIALS)
     differences = race.differences(calls)
     pause, turn = (_QUICK_PAUSE, _QUICK_TURN) if quick else (PAUSE, _TURN)
-    samples, others = _take_turns(calls, _FEW_ROUNDS if few else _ROUNDS, pause, turn)
+    samples, others = take_turns(calls, _FEW_ROUNDS if few else _ROUNDS, pause, turn)
     return {
         "steps": race.steps,
         "batch": race.batch,
@@ -447,7 +447,7 @@ def floors(model: Model, steps: int, batch: int) -> dict[str, float]:
     }
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Let glibc keep what is freed, for everybody: it else gives pages back and asks anew.
 
     PyTorch's tuning guide advises that for a CPU. It is done by mallopt.
@@ -458,7 +458,7 @@ def _keep_memory() -> None:
         mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
-def _take_turns(
+def take_turns(
     calls: dict[str, Call], rounds: int, pause: float, turn: float
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Seconds of all calls, and how many cores others used in each round."""
@@ -506,7 +506,7 @@ def train(model: Model, batches: Sequence[Callable[[], Batch]], sizes: tuple[int
         If the losses by the scan differ from autograd's by more than rounding makes of them.
     """
     torch.set_num_threads(THREADS)
-    _keep_memory()
+    keep_memory()
     trainers = {
         AUTOGRAD: model.trainer(),
         OURS: model.trainer(sizes),

@@ -13,6 +13,7 @@ Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain
 
 from ._cell import Linearization
 from ._operator import Operator
+from ._recurrent_step import Gradients, TrainingStep
 from ._torch import from_torch
 from .activations import (
     ELU,
@@ -32,12 +33,16 @@ from .normalization import BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 from .recurrent import GRUCell, LSTMCell, RNNCell
 from .reshape import Dropout, Flatten, Pad, Permute
+from .rnn import GRU, LSTM, RNN, Recurrent
 from .sequential import Residual, Sequential
 from .upsample import Upsample
 
 __all__ = [
     "ELU",
     "GELU",
+    "GRU",
+    "LSTM",
+    "RNN",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
@@ -47,6 +52,7 @@ __all__ = [
     "Dropout",
     "Flatten",
     "GRUCell",
+    "Gradients",
     "Hardtanh",
     "LSTMCell",
     "LayerNorm",
@@ -59,6 +65,7 @@ __all__ = [
     "Permute",
     "RNNCell",
     "ReLU",
+    "Recurrent",
     "Residual",
     "Sequential",
     "SiLU",
@@ -66,6 +73,7 @@ __all__ = [
     "Softmax",
     "Softplus",
     "Tanh",
+    "TrainingStep",
     "Upsample",
     "from_torch",
 ]

@@ -111,6 +111,11 @@ class Cell(Parametrised, Fixed, ABC):
     # parts of the state in which each block has entries.
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
+    # Of a whole sequence: vectors of length hidden_size that are kept of a step for the backward
+    # pass, or that it writes; and the kernels of both passes.
+    _kept_gates: ClassVar[int]
+    _run_kernel: ClassVar[Callable[..., None]]
+    _back_kernel: ClassVar[Callable[..., None]]
 
     def __init__(
         self,

@@ -54,18 +54,18 @@ class Parameter:
         if array is None:
             if name not in shapes:
                 return None
-            what = f"{type(layer).__name__}.{name}, of shape {shapes[name]},"
+            what = f"{_title(layer, name)}, of shape {shapes[name]},"
             # It is drawn in float64.
             check_memory(what, 8 * math.prod(shapes[name]))
             # Threads that draw at once all get the same array.
             with Allocating(what):
                 array = attributes.setdefault(name, layer._draws[name]())
         # Whoever shares the array may have reshaped it in place, and kernels check no bounds.
-        _check_kept(f"{type(layer).__name__}.{name}", array, shapes[name])
+        _check_kept(_title(layer, name), array, shapes[name])
         return array
 
     def __set__(self, layer: Any, value: Any) -> None:
-        name = f"{type(layer).__name__}.{self._name}"
+        name = _title(layer, self._name)
         shape = layer._shapes.get(self._name)
         if shape is None:
             raise InputError(f"{name} cannot be set: the layer was made without it")
@@ -73,6 +73,12 @@ class Parameter:
         if array.shape != shape:
             raise InputError(f"{name} is set to an array of shape {array.shape}; expected {shape}")
         vars(layer)[self._name] = array
+
+
+def _title(layer: Any, name: str) -> str:
+    """Return what errors call a parameter: by its layer, or by the network it is part of."""
+    titles: dict[str, str] = vars(layer).get("_titles", {})
+    return titles.get(name, f"{type(layer).__name__}.{name}")
 
 
 class Parametrised:
@@ -88,7 +94,7 @@ class Parametrised:
         array = getattr(self, name)
         if type(array) is np.ndarray:
             array = array.view()
-            _check_kept(f"{type(self).__name__}.{name}", array, self._shapes[name])
+            _check_kept(_title(self, name), array, self._shapes[name])
         return array
 
     def _share_parameters(self, part: Any, channels: slice) -> Any:
@@ -96,6 +102,11 @@ class Parametrised:
         for name in self._shapes:
             setattr(part, name, getattr(self, name)[channels])
         return part
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(self._shapes)
 
     @property
     def params(self) -> dict[str, Array]:

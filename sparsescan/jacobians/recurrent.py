@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..symbolic.schedule import check_choice
 from ._cell import Array, Cell, Slopes
+from ._kernels import sequences
 from ._kernels.recurrent import fill_gru, fill_lstm, fill_rnn
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
@@ -86,6 +87,9 @@ class RNNCell(Cell):
     _carries = False
     _blocks = ((0,),)
     _kernel = staticmethod(fill_rnn)
+    _kept_gates = 1
+    _run_kernel = staticmethod(sequences.run_rnn)
+    _back_kernel = staticmethod(sequences.back_rnn)
 
     def __init__(
         self,
@@ -193,6 +197,9 @@ class GRUCell(Cell):
     _hh = (1, 2, 3)
     _blocks = ((0,), (0,), (0,), (0,))
     _kernel = staticmethod(fill_gru)
+    _kept_gates = 4
+    _run_kernel = staticmethod(sequences.run_gru)
+    _back_kernel = staticmethod(sequences.back_gru)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if not self.bias:
@@ -287,6 +294,9 @@ class LSTMCell(Cell):
     _parts = 2
     _blocks = ((0, 1), (0, 1), (0, 1), (0,), (0, 1))
     _kernel = staticmethod(fill_lstm)
+    _kept_gates = 5
+    _run_kernel = staticmethod(sequences.run_lstm)
+    _back_kernel = staticmethod(sequences.back_lstm)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
         mask = self._masks["weight_ih"]

@@ -18,11 +18,15 @@ from layers import CELLS, OPERATORS
 import sparsescan.jacobians as jacobians
 from sparsescan import InputError, InputTypeError
 from sparsescan.jacobians import (
+    GRU,
+    LSTM,
+    RNN,
     BatchNorm2d,
     Conv2d,
     GRUCell,
     Linear,
     Operator,
+    Recurrent,
     Residual,
     Sequential,
     Softmax,
@@ -35,7 +39,11 @@ MAKERS: dict[str, Callable[[], Any]] = {
         [Linear(3, 3, rng=0), Residual(Linear(3, 3, rng=1), Tanh(input_shape=(3,)))]
     ),
     **{name: lambda make=make: make(np.float64) for name, make in (OPERATORS | CELLS).items()},
+    "RNN": lambda: RNN(3, 4, nonlinearity="relu", dtype=np.float64, rng=0),
+    "GRU": lambda: GRU(3, 4, 2, masks={"weight_hh_l1": MASK}, dtype=np.float64, rng=0),
+    "LSTM": lambda: LSTM(3, 4, bidirectional=True, dtype=np.float64, rng=0),
 }
+MASK = np.arange(48).reshape(12, 4) % 7 == 0
 RANDOM = ["Conv1d", "Conv2d", "ConvTranspose2d", "GRUCell", "LSTMCell", "Linear", "RNNCell"]
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
@@ -54,14 +62,19 @@ def results(op: Any) -> list[np.ndarray]:
     if isinstance(op, Sequential):
         xs = op.activations(rng.standard_normal((5, *op.input_shape)))
         return [*xs, *op.values(xs), *(p.indices for p in op.patterns)]
+    if isinstance(op, Recurrent):
+        step = op.training_step()
+        output, state = step.forward(rng.standard_normal((5, 2, op.input_size)))
+        grads = step.backward(output, state)
+        return [output, state, grads.input, grads.state, *grads.params.values()]
     if isinstance(op, Operator):
         inputs: tuple[np.ndarray, ...] = (rng.standard_normal((5, *op.input_shape)),)
     else:
         inputs = tuple(rng.standard_normal((5, n)) for n in (op.input_size, op.state_size))
     y = op.forward(*inputs)
-    grads = op.param_grads(*inputs, y).values()
+    param_grads = op.param_grads(*inputs, y).values()
     pattern = op.pattern
-    return [y, op.values(*inputs), *grads, pattern.indptr, pattern.indices]
+    return [y, op.values(*inputs), *param_grads, pattern.indptr, pattern.indices]
 
 
 def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
@@ -77,7 +90,8 @@ def layers(op: Any) -> list[Any]:
 
 def test_every_layer_is_among_the_examples() -> None:
     classes = {name for name in jacobians.__all__ if inspect.isclass(getattr(jacobians, name))}
-    assert classes - {"Linearization", "Operator"} == {name.partition("-")[0] for name in MAKERS}
+    bases_and_results = {"Gradients", "Linearization", "Operator", "Recurrent", "TrainingStep"}
+    assert classes - bases_and_results == {name.partition("-")[0] for name in MAKERS}
 
 
 # -- Copies and pickles ---------------------------------------------------------------------------

@@ -1,0 +1,297 @@
+"""Whole training steps of recurrent networks, beside PyTorch and JAX.
+
+A step is the forward pass, the backward pass from gradients of all outputs, and the gradients of
+input, initial state and parameters; no optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsescan.jacobians import GRU, LSTM, RNN
+
+from . import drawing, peers, recurrent
+from .drawing import BLUE, GREEN, legend, rows_of_bars
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .peers import MissingPeerError
+from .timing import PAUSE, THREADS, Call, fastest
+
+Array = NDArray[Any]
+
+OURS, PYTORCH, JAX = "sparsescan", "PyTorch", "jax.lax.scan"
+_NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+_UNROLLS = 1, 4, 16
+_ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 3, 0.2, 0.05
+# Beyond that many steps and samples, in calls that take seconds, a call is a turn.
+_QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the sizes of its input, and the ratios that are asked for.
+
+    Attributes
+    ----------
+    kept : float or None
+        Share of the hidden weights that is kept, None without pruning.
+    pytorch, jax : float
+        How many times as long as ours the peers are meant to take.
+    """
+
+    kind: str
+    inputs: int
+    hidden: int
+    batch: int
+    steps: int
+    pytorch: float
+    jax: float
+    kept: float | None = None
+
+    @property
+    def name(self) -> str:
+        pruned = "" if self.kept is None else f", {1 - self.kept:.0%} of the hidden weights pruned"
+        return f"{self.kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}{pruned}"
+
+
+CASES = (
+    Case("RNN", 1, 20, 16, 1000, 25, 4),
+    Case("RNN", 1, 20, 16, 10_000, 25, 4),
+    Case("RNN", 1, 20, 16, 100, 12, 3),
+    Case("GRU", 12, 20, 16, 1000, 30, 6),
+    Case("LSTM", 12, 20, 16, 1000, 8, 8),
+    Case("GRU", 12, 64, 16, 1000, 6, 5),
+    Case("GRU", 12, 128, 16, 1000, 5, 4),
+    Case("LSTM", 12, 64, 16, 1000, 6, 5),
+    Case("LSTM", 12, 128, 16, 1000, 5, 4),
+    Case("GRU", 12, 20, 1, 1000, 20, 3),
+    Case("GRU", 12, 20, 3, 1000, 20, 3),
+    Case("RNN", 12, 512, 16, 1000, 5, 3, kept=0.05),
+)
+
+
+# -- Contenders -----------------------------------------------------------------------------------
+
+
+class _Race:
+    """The contenders for one case: functions that make their variants."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, rng = case, np.random.default_rng(0)
+        masks = None
+        if case.kept is not None:
+            shape = (_GATES[case.kind] * case.hidden, case.hidden)
+            masks = {"weight_hh_l0": rng.random(shape) < case.kept}
+        self.net = _NETWORKS[case.kind](case.inputs, case.hidden, masks=masks, rng=0)
+        if masks is not None:
+            self.net.weight_hh_l0 = np.where(masks["weight_hh_l0"], self.net.weight_hh_l0, 0)
+        shape = case.steps, case.batch
+        self.x = rng.standard_normal((*shape, case.inputs), np.float32)
+        self.grad = rng.standard_normal((*shape, case.hidden), np.float32)
+        self.state = np.zeros((1, case.batch, self.net.state_size), np.float32)
+
+    def ours(self) -> dict[str, Call]:
+        step = self.net.training_step()
+
+        def call() -> dict[str, Array]:
+            step.forward(self.x, self.state)
+            grads = step.backward(self.grad)
+            assert grads.input is not None
+            return {"input": grads.input, "state": grads.state} | grads.params
+
+        return {"training step": call}
+
+    def pytorch(self) -> dict[str, Call]:
+        layer = getattr(torch.nn, self.case.kind)(self.case.inputs, self.case.hidden)
+        for name, array in self.net.params.items():
+            getattr(layer, name).data = torch.tensor(array)
+        x = torch.tensor(self.x, requires_grad=True)
+        state = torch.tensor(self.state, requires_grad=True)
+        grad, parameters = torch.tensor(self.grad), dict(layer.named_parameters())
+
+        def call(threads: int) -> dict[str, Array]:
+            torch.set_num_threads(threads)
+            begin = state
+            if self.case.kind == "LSTM":
+                begin = tuple(part.contiguous() for part in state.chunk(2, dim=-1))
+            output, _ = layer(x, begin)
+            grads = torch.autograd.grad(output, [x, state, *parameters.values()], grad)
+            names = ["input", "state", *parameters]
+            return dict(zip(names, [each.numpy() for each in grads], strict=True))
+
+        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+
+    def jax(self) -> dict[str, Call]:
+        jax = peers.load_jax()
+        step, hidden = _jax_step(jax, self.case.kind), self.case.hidden
+
+        def variant(unroll: int) -> Call:
+            def loss(params: Any, x: Any, state: Any, grad: Any) -> Any:
+                def body(s: Any, x_t: Any) -> Any:
+                    s = step(params, s, x_t)
+                    return s, s[:, :hidden]
+
+                output = jax.lax.scan(body, state[0], x, unroll=unroll)[1]
+                return (output * grad).sum()
+
+            gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+            def call() -> dict[str, Array]:
+                _, grads = jax.block_until_ready(gradients(*on_device))
+                return {"input": grads[1], "state": grads[2]} | grads[0]
+
+            return call
+
+        on_device = jax.device_put((dict(self.net.params), self.x, self.state, self.grad))
+        return {f"unroll={unroll}": variant(unroll) for unroll in _UNROLLS}
+
+
+def _jax_step(jax: Any, kind: str) -> Callable[[Any, Any, Any], Any]:
+    """Return a cell as a function of parameters, state and input."""
+    jnp, sigmoid = jax.numpy, jax.nn.sigmoid
+
+    def products(params: Any, h: Any, x: Any) -> tuple[Any, Any]:
+        u = x @ params["weight_ih_l0"].T + params["bias_ih_l0"]
+        return u, h @ params["weight_hh_l0"].T + params["bias_hh_l0"]
+
+    def rnn(params: Any, h: Any, x: Any) -> Any:
+        u, v = products(params, h, x)
+        return jnp.tanh(u + v)
+
+    def gru(params: Any, h: Any, x: Any) -> Any:
+        u, v = (jnp.split(each, 3, axis=1) for each in products(params, h, x))
+        r, z = sigmoid(u[0] + v[0]), sigmoid(u[1] + v[1])
+        n = jnp.tanh(u[2] + r * v[2])
+        return n + z * (h - n)
+
+    def lstm(params: Any, state: Any, x: Any) -> Any:
+        h, c = jnp.split(state, 2, axis=1)
+        u, v = products(params, h, x)
+        i, f, g, o = jnp.split(u + v, 4, axis=1)
+        c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(g)
+        return jnp.concatenate([sigmoid(o) * jnp.tanh(c), c], axis=1)
+
+    cells: dict[str, Callable[[Any, Any, Any], Any]] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
+    return cells[kind]
+
+
+def measure(case: Case, *, quick: bool) -> Results:
+    """The times of a training step of each contender, who take turns.
+
+    Returns
+    -------
+    dict
+        For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
+        ``missing`` peers, ``cores_others_used`` in each round, and the ``largest_difference`` of
+        each gradient from PyTorch's, relative to its largest entry.
+    """
+    recurrent.keep_memory()
+    race = _Race(case)
+    calls: dict[str, Call] = {}
+    variants: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name, make in ((OURS, race.ours), (PYTORCH, race.pytorch), (JAX, race.jax)):
+        try:
+            variants[name], calls[name] = fastest(make(), 1 if quick else 3)
+        except MissingPeerError as error:
+            missing[name] = str(error)
+    differences = _differences(race, calls)
+    rounds, pause, turn = (_QUICK_ROUNDS, PAUSE, _QUICK_TURN) if quick else (_ROUNDS, PAUSE, _TURN)
+    samples, others = recurrent.take_turns(calls, rounds, pause, turn)
+    return {
+        "samples": samples,
+        "variants": variants,
+        "missing": missing,
+        "wanted": {PYTORCH: case.pytorch, JAX: case.jax},
+        "largest_difference": differences,
+        "cores_others_used": others,
+    }
+
+
+def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
+    """How far our gradients are from each peer's; AssertionError if rounding does not explain it."""
+    found, differences = calls[OURS](), {}
+    for peer in (PYTORCH, JAX):
+        for name, theirs in calls[peer]().items() if peer in calls else ():
+            theirs = np.asarray(theirs)
+            if race.case.kept is not None and name == "weight_hh_l0":
+                theirs = np.where(race.net.weight_hh_l0 != 0, theirs, 0)
+            apart = float(np.abs(found[name] - theirs).max() / np.abs(theirs).max())
+            differences[f"{name}, {peer}"] = apart
+            if not apart < np.sqrt(np.finfo(np.float32).eps):
+                raise AssertionError(f"{name}, {peer}: the relative difference is {apart:.1e}")
+    return differences
+
+
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _pieces(options: Options) -> Iterable[Piece]:
+    cpu_only("step", options)
+    return [
+        Piece(case.name, partial(measure, case, quick=options.quick))
+        for case in CASES
+        if case.name in _QUICK or not options.quick
+    ]
+
+
+def _about(options: Options) -> Results:
+    return {
+        "a step": "forward pass, and gradients of input, initial state and parameters from those "
+        "of all outputs; float32, no optimiser",
+        "memory": "glibc keeps what is freed (mallopt), for all contenders",
+        "PyTorch": "torch.nn and autograd, 2 threads or 1, whichever were faster",
+        "JAX": "jitted value_and_grad over lax.scan, the fastest of the unrolls 1, 4 and 16",
+    }
+
+
+def _rows(results: Results) -> list[Row]:
+    return [
+        row
+        for name, piece in results["pieces"].items()
+        for peer in (PYTORCH, JAX)
+        if (row := recurrent.row(f"Training step: {name}", piece, peer, OURS))
+    ]
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    """How long the peers take, in multiples of our time."""
+    pieces = results["pieces"]
+    if not pieces:
+        return []
+    figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + 0.5 * len(pieces))
+    for y, piece in enumerate(pieces.values()):
+        for k, (peer, color) in enumerate(((PYTORCH, BLUE), (JAX, GREEN))):
+            if peer not in piece["samples"]:
+                continue
+            low, middle, high = recurrent.speedup(piece, peer, OURS)
+            at = y + 0.2 * (2 * k - 1)
+            axes.plot([low, high], [at, at], color=color, lw=1.2)
+            axes.plot(middle, at, "o", color=color, ms=6, label=peer if y == 0 else None)
+            axes.plot(piece["wanted"][peer], at, "|", color=color, ms=12)
+    axes.set_yticks(range(len(pieces)), list(pieces))
+    axes.set(xscale="log", ylim=(len(pieces) - 0.4, -0.6), xlabel="time over ours")
+    rows_of_bars(axes)
+    legend(figure, [axes], 2, loc="outside upper center")
+    caption = (
+        "Whole training steps of recurrent networks. Points are ratios of medians, bars what the "
+        "quartiles allow, and ticks what is aimed at."
+    )
+    return [Drawing("Whole training steps", caption, figure)]
+
+
+EXPERIMENT = Experiment(
+    name="step",
+    title="Whole training steps",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=_rows,
+)

@@ -1,0 +1,255 @@
+"""Recurrent networks: cells, layer upon layer, in one direction or both."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.schedule import check_count
+from ._cell import Array, Cell
+from ._checks import check_flag
+from ._fixed import Fixed
+from ._recurrent_step import TrainingStep
+from .recurrent import GRUCell, LSTMCell, RNNCell
+
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent"]
+
+
+class Recurrent(Fixed):
+    """Layers of recurrent cells: what :class:`RNN`, :class:`GRU` and :class:`LSTM` have in common.
+
+    The second layer reads the outputs ``h_t`` of the first, and so on. A bidirectional layer has
+    two cells, one of which begins with the last step; its outputs are ``[h_t, h'_t]``. Parameters
+    have PyTorch's names, such as ``weight_hh_l0`` and ``bias_ih_l1_reverse``.
+
+    Parameters
+    ----------
+    input_size, hidden_size : int
+        Length of an input ``x_t`` and of each ``h_t``.
+    num_layers : int, default 1
+        Number of layers.
+    bias : bool, default True
+        Whether there are biases.
+    bidirectional : bool, default False
+        Whether each layer has two directions.
+    masks : dict of str to array_like of bool, optional
+        For the names of weights, True where a weight is kept. A pruned weight counts as 0 and has a
+        gradient of 0. Of a weight of which less than a quarter is kept, the kernels read only that.
+    dtype : {float32, float64}, default float32
+        Dtype of initial parameters.
+    rng : numpy.random.Generator or int, optional
+        Source of the initial parameters, from the same distribution as PyTorch.
+
+    Attributes
+    ----------
+    cells : tuple of tuple of Cell
+        The cells of each layer, the one that runs forward in time before the other.
+    state_size : int
+        Length of a cell's state: `hidden_size`, or twice that for ``[h, c]`` of an LSTM.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+
+    See Also
+    --------
+    TrainingStep : Runs the network forward and backward.
+    """
+
+    _cell: ClassVar[type[Cell]]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        *,
+        bidirectional: bool = False,
+        masks: Mapping[str, ArrayLike] | None = None,
+        dtype: DTypeLike = np.float32,
+        rng: np.random.Generator | int | None = None,
+        **options: Any,
+    ) -> None:
+        self.input_size = check_count("input_size", input_size, 1)
+        self.hidden_size = check_count("hidden_size", hidden_size, 1)
+        self.num_layers = check_count("num_layers", num_layers, 1)
+        self.bidirectional = check_flag("bidirectional", bidirectional)
+        directions = range(1 + self.bidirectional)
+        masks = _read_masks(masks)
+        known = {
+            self.name_of(name, layer, back)
+            for name in ("weight_ih", "weight_hh")
+            for layer in range(self.num_layers)
+            for back in directions
+        }
+        if unknown := set(masks) - known:
+            raise InputError(
+                f"masks has the key {short(min(unknown, key=str))}; expected names of weights, "
+                f"such as {min(known)!r}"
+            )
+        seeds = _seeds(rng, self.num_layers * len(directions))
+        layers = []
+        for layer in range(self.num_layers):
+            width = self.input_size if layer == 0 else self.hidden_size * len(directions)
+            layers.append(
+                tuple(
+                    self._cell(
+                        *(width, self.hidden_size, bias),
+                        weight_ih_mask=masks.get(self.name_of("weight_ih", layer, back)),
+                        weight_hh_mask=masks.get(self.name_of("weight_hh", layer, back)),
+                        dtype=dtype,
+                        rng=next(seeds),
+                        **options,
+                    )
+                    for back in directions
+                )
+            )
+        self.cells: tuple[tuple[Cell, ...], ...] = tuple(layers)
+        self.state_size = self.cells[0][0].state_size
+        for name, (cell, own) in self._places().items():
+            vars(cell).setdefault("_titles", {})[own] = f"{type(self).__name__}.{name}"
+
+    @staticmethod
+    def name_of(parameter: str, layer: int, back: int) -> str:
+        """Return PyTorch's name of a parameter of a cell, for example ``weight_hh_l0_reverse``."""
+        return f"{parameter}_l{layer}{'_reverse' * back}"
+
+    @property
+    def params(self) -> dict[str, Array]:
+        """The parameters by their names, not copied."""
+        return {name: getattr(cell, own) for name, (cell, own) in self._places().items()}
+
+    def training_step(self, *, memory_limit: int | None = None) -> TrainingStep:
+        """Return what runs this network forward and backward.
+
+        Parameters
+        ----------
+        memory_limit : int, optional
+            Bytes that it may keep for the backward pass.
+
+        Returns
+        -------
+        TrainingStep
+            It keeps its memory from one training step to the next.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If `memory_limit` is no count of bytes.
+        """
+        if memory_limit is not None:
+            memory_limit = check_count("memory_limit", memory_limit, 0)
+        return TrainingStep(self, memory_limit)
+
+    def __getattr__(self, name: str) -> Any:
+        place = self._places().get(name) if "cells" in vars(self) else None
+        if place is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(*place)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place = self._places().get(name) if "cells" in vars(self) else None
+        if place is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(*place, value)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.input_size}, {self.hidden_size}"
+        layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
+        both = ", bidirectional=True" if self.bidirectional else ""
+        return f"{type(self).__name__}({sizes}{layers}{both})"
+
+    def _places(self) -> dict[str, tuple[Cell, str]]:
+        """Return the cell of each parameter, and its name there."""
+        return {
+            self.name_of(name, layer, back): (cell, name)
+            for layer, cells in enumerate(self.cells)
+            for back, cell in enumerate(cells)
+            for name in cell.parameter_names
+        }
+
+
+class RNN(Recurrent):
+    """Layers of :class:`RNNCell`, with the parameters of :class:`torch.nn.RNN`.
+
+    Parameters
+    ----------
+    input_size, hidden_size, num_layers, bias
+        As for :class:`Recurrent`.
+    nonlinearity : {"tanh", "relu"}, default "tanh"
+        ``φ``.
+    **options
+        The other arguments of :class:`Recurrent`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sparsescan.jacobians import RNN
+    >>> net = RNN(3, 5, num_layers=2, rng=0)
+    >>> step = net.training_step()
+    >>> output, state = step.forward(np.ones((7, 4, 3), np.float32), lengths=[7, 5, 2, 7])
+    >>> grads = step.backward(grad_state=np.ones_like(state))
+    >>> sorted(grads.params)[:3]
+    ['bias_hh_l0', 'bias_hh_l1', 'bias_ih_l0']
+    """
+
+    _cell = RNNCell
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        *,
+        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        **options: Any,
+    ) -> None:
+        options["nonlinearity"] = nonlinearity
+        super().__init__(input_size, hidden_size, num_layers, bias, **options)
+
+
+class GRU(Recurrent):
+    """Layers of :class:`GRUCell`, with the arguments of :class:`Recurrent`.
+
+    Parameters are those of :class:`torch.nn.GRU`.
+    """
+
+    _cell = GRUCell
+
+
+class LSTM(Recurrent):
+    """Layers of :class:`LSTMCell`, with the arguments of :class:`Recurrent`.
+
+    Parameters are those of :class:`torch.nn.LSTM`, whose state is a pair; here it is ``[h, c]``.
+    """
+
+    _cell = LSTMCell
+
+
+def _read_masks(masks: Any) -> dict[Any, Any]:
+    if masks is None:
+        return {}
+    try:
+        return dict(masks)
+    except Exception:  # a caller's own class may raise any
+        raise InputTypeError(
+            f"masks is {short(masks)}; expected a dict from names of weights to arrays"
+        ) from None
+
+
+def _seeds(rng: Any, count: int) -> Any:
+    """Return a source of random numbers for each cell; what is wrong with `rng` a cell says."""
+    try:
+        seed = operator.index(rng)
+    except Exception:
+        return iter([rng] * count)
+    return iter([seed] * count if seed < 0 else np.random.default_rng(seed).spawn(count))

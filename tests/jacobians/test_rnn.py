@@ -1,0 +1,327 @@
+"""Whole training steps of recurrent networks, beside PyTorch's autograd."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sampling import examples
+
+from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
+from sparsescan.jacobians import GRU, LSTM, RNN
+
+torch = pytest.importorskip("torch")
+
+Array = NDArray[Any]
+KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def autograd(
+    net: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array, dtype: Any
+) -> dict[str, Array]:
+    """Return outputs, states and gradients by PyTorch in a dtype."""
+    kind = type(net).__name__
+    options = {"nonlinearity": net.cells[0][0].nonlinearity} if kind == "RNN" else {}
+    layer = getattr(torch.nn, kind)(
+        net.input_size,
+        net.hidden_size,
+        net.num_layers,
+        bias=net.cells[0][0].bias,
+        bidirectional=net.bidirectional,
+        dtype=dtype,
+        **options,
+    )
+    for name, array in net.params.items():
+        getattr(layer, name).data = torch.tensor(np.where(kept(net, name), array, 0), dtype=dtype)
+    given = [torch.tensor(array, dtype=dtype, requires_grad=True) for array in (x, state)]
+    read, begin = given[0], given[1]
+    if lengths is not None:
+        read = torch.nn.utils.rnn.pack_padded_sequence(
+            read, torch.as_tensor(lengths), enforce_sorted=False
+        )
+    if kind == "LSTM":
+        begin = tuple(part.contiguous() for part in begin.chunk(2, dim=-1))
+    output, last = layer(read, begin)
+    if lengths is not None:
+        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
+    last = torch.cat(last, dim=-1) if kind == "LSTM" else last
+    grads = [torch.tensor(array, dtype=dtype) for array in (above, carry)]
+    torch.autograd.backward([output, last], grads)
+    found = {"output": output, "last": last, "input": given[0].grad, "state": given[1].grad}
+    found |= {name: getattr(layer, name).grad for name in net.params}
+    arrays = {name: tensor.detach().numpy() for name, tensor in found.items()}
+    return {name: np.where(kept(net, name), array, 0) for name, array in arrays.items()}
+
+
+def kept(net: Any, name: str) -> Any:
+    """Return the mask of a weight."""
+    cell, own = net._places().get(name, (None, ""))
+    mask = None if cell is None else cell._masks.get(own)
+    return True if mask is None else mask.on(np)
+
+
+def ours(
+    step: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array
+) -> dict[str, Array]:
+    """Return the same by a training step."""
+    output, last = step.forward(x, state, lengths)
+    grads = step.backward(above, carry)
+    return {"output": output, "last": last, "input": grads.input, "state": grads.state} | (
+        grads.params
+    )
+
+
+def make(
+    rng: np.random.Generator, net: Any, steps: int, batch: int, dtype: Any, shorter: bool = False
+) -> tuple[Any, ...]:
+    """Return random arguments of a training step, and gradients of its results."""
+    directions = (1 + net.bidirectional) * net.num_layers
+    states = (directions, batch, net.state_size)
+    shapes = (steps, batch, net.input_size), states
+    x, state = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    width = net.hidden_size * (1 + net.bidirectional)
+    above, carry = (
+        rng.standard_normal(shape).astype(dtype) for shape in ((steps, batch, width), states)
+    )
+    lengths = rng.integers(1, steps + 1, batch) if shorter else None
+    return x, state, lengths, above, carry
+
+
+@st.composite
+def networks(draw: Any) -> Any:
+    """Draw a network in float64."""
+    kind = draw(st.sampled_from(["RNN", "relu", "GRU", "LSTM"]))
+    hidden, inputs = draw(st.integers(1, 21)), draw(st.integers(1, 19))
+    layers, both = draw(st.integers(1, 3)), draw(st.booleans())
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    gates = {"GRU": 3, "LSTM": 4}.get(kind, 1)
+    masks = {}
+    density = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
+    if density is not None:
+        for name, width in (("weight_hh_l0", hidden), ("weight_ih_l0", inputs)):
+            masks[name] = rng.random((gates * hidden, width)) < density
+    options = {"nonlinearity": "relu"} if kind == "relu" else {}
+    return KINDS.get(kind, RNN)(
+        *(inputs, hidden, layers, draw(st.booleans())),
+        **options,
+        bidirectional=both,
+        masks=masks,
+        dtype=F8,
+        rng=rng,
+    )
+
+
+@settings(max_examples=examples(120))
+@given(networks(), st.integers(1, 40), st.integers(1, 19), st.booleans(), st.integers(0, 1 << 30))
+def test_gradients_are_those_of_autograd(
+    net: Any, steps: int, batch: int, shorter: bool, seed: int
+) -> None:
+    arguments = make(np.random.default_rng(seed), net, steps, batch, F8, shorter)
+    before = [None if array is None else array.copy() for array in arguments]
+    found = ours(net.training_step(), *arguments)
+    expected = autograd(net, *arguments, torch.float64)
+    for name, array in expected.items():
+        scale = np.max(np.abs(array), initial=1e-300)
+        assert np.max(np.abs(found[name] - array), initial=0) <= 1e4 * F8.type(2) ** -52 * scale, (
+            name
+        )
+        assert found[name].dtype == F8
+    # What was passed is as it was.
+    for array, old in zip(arguments, before, strict=True):
+        assert array is None or np.array_equal(array, old)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int) -> None:
+    net = KINDS[kind](5, 20, dtype=F4, rng=1)
+    arguments = make(np.random.default_rng(0), net, steps, 16, F4)
+    exact = autograd(net, *arguments, torch.float64)
+    theirs = autograd(net, *arguments, torch.float32)
+    found = ours(net.training_step(), *arguments)
+    for name, array in exact.items():
+        error, other = (
+            np.sqrt(np.mean((each[name].astype(F8) - array) ** 2)) for each in (found, theirs)
+        )
+        assert error <= 1.25 * other, (name, error, other)
+        assert found[name].dtype == F4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_threads_gives_the_same_bits(
+    kind: str, with_threads: Callable[[int], None]
+) -> None:
+    net = KINDS[kind](7, 33, 2, bidirectional=True, dtype=F4, rng=0)
+    arguments = make(np.random.default_rng(0), net, 300, 40, F4, shorter=True)
+    results = []
+    for count in (1, 2, 5):
+        with_threads(count)
+        results.append(ours(net.training_step(), *arguments))
+    for other in results[1:]:
+        for name, array in results[0].items():
+            assert array.tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
+    net = KINDS[kind](3, 9, 2, bidirectional=True, dtype=F8, rng=0)
+    arguments = make(np.random.default_rng(0), net, 700, 5, F8, shorter=True)
+    step = net.training_step()
+    whole = ours(step, *arguments)
+    assert step.keeps_gates
+    smaller = net.training_step(memory_limit=step.nbytes - 1)
+    found = ours(smaller, *arguments)
+    assert not smaller.keeps_gates
+    assert smaller.nbytes < step.nbytes
+    for name, array in whole.items():
+        scale = np.max(np.abs(array))
+        assert np.max(np.abs(found[name] - array)) <= 1e-13 * scale, name
+    with pytest.raises(MemoryLimitError, match="memory_limit is 1000 bytes; 700 steps of 5"):
+        net.training_step(memory_limit=1000).forward(arguments[0])
+
+
+def test_memory_is_what_is_said() -> None:
+    net = GRU(12, 20, dtype=F4, rng=0)
+    x = np.zeros((2000, 16, 12), F4)
+    step = net.training_step()
+    output, _ = step.forward(x[:2])
+    step.backward(output)
+    tracemalloc.start()
+    output, _ = step.forward(x)
+    grads = step.backward(output)
+    assert grads.input is not None
+    peak = tracemalloc.get_traced_memory()[1] - output.nbytes - grads.input.nbytes
+    tracemalloc.stop()
+    assert 0.9 * step.nbytes <= peak <= step.nbytes + (1 << 20)
+
+
+def test_memory_is_used_again() -> None:
+    net = LSTM(3, 5, rng=0)
+    step = net.training_step()
+    rng = np.random.default_rng(0)
+    results = []
+    for _ in range(2):
+        for steps, batch in ((9, 17), (4, 3), (9, 17)):
+            arguments = make(np.random.default_rng(steps), net, steps, batch, F4)
+            results.append((steps, ours(step, *arguments)))
+            # Parameters are read again, and what was returned stays.
+    for steps, result in results:
+        same = next(other for number, other in results if number == steps)
+        assert all(np.array_equal(result[name], same[name]) for name in result)
+    net.weight_hh_l0 = rng.standard_normal((20, 5)).astype(F4)
+    arguments = make(np.random.default_rng(9), net, 9, 17, F4)
+    changed = ours(step, *arguments)
+    assert not np.array_equal(changed["output"], results[0][1]["output"])
+    expected = autograd(net, *arguments, torch.float64)
+    np.testing.assert_allclose(changed["output"], expected["output"], atol=1e-5)
+
+
+def test_without_an_axis_of_samples() -> None:
+    net = GRU(3, 4, rng=0)
+    arguments = make(np.random.default_rng(0), net, 6, 1, F4)
+    batched = ours(net.training_step(), *arguments)
+    single = [None if array is None else array[:, 0] for array in arguments]
+    found = ours(net.training_step(), *single)
+    for name in ("output", "last", "input", "state"):
+        assert np.array_equal(found[name], batched[name][:, 0])
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
+def test_nothing(steps: int, batch: int) -> None:
+    net = LSTM(3, 4, 2, bidirectional=True, rng=0)
+    arguments = make(np.random.default_rng(0), net, steps, batch, F4)
+    found = ours(net.training_step(), *arguments)
+    assert found["output"].shape == (steps, batch, 8)
+    assert np.array_equal(found["last"], arguments[1])
+    assert np.array_equal(found["state"], arguments[4])
+    assert all(not found[name].any() for name in net.params)
+
+
+def test_gradients_that_are_not_given_are_zero() -> None:
+    net = RNN(3, 4, rng=0)
+    x, state, _, above, carry = make(np.random.default_rng(0), net, 5, 2, F4)
+    step = net.training_step()
+    output, _ = step.forward(x)
+    assert np.array_equal(output, step.forward(x, np.zeros_like(state))[0])
+    grads = step.backward(above, needs_input_grad=False)
+    assert grads.input is None
+    step.forward(x)
+    zeros = step.backward(above, np.zeros_like(carry))
+    assert all(np.array_equal(grads.params[name], zeros.params[name]) for name in net.params)
+
+
+def test_nan_stays_with_its_sample() -> None:
+    net = LSTM(3, 4, rng=0)
+    arguments = make(np.random.default_rng(0), net, 5, 3, F4)
+    arguments[0][2, 1] = np.nan
+    found = ours(net.training_step(), *arguments)
+    assert np.isnan(found["output"][2:, 1]).all()
+    assert np.isfinite(found["output"][:, [0, 2]]).all()
+    assert np.isfinite(found["input"][:, [0, 2]]).all()
+
+
+X = np.zeros((5, 2, 3), F4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ((X[0, 0],), InputError, r"x has shape \(3,\); expected \(T, batch, 3\) or \(T, 3\)"),
+        ((X[..., :2],), InputError, r"x has shape \(5, 2, 2\); expected"),
+        ((X.astype(int),), InputTypeError, "x has dtype int64; expected float32 or float64"),
+        ((X, X), InputError, r"state has shape \(5, 2, 3\); expected \(1, 2, 4\), as x has"),
+        ((X, None, [5]), InputError, r"lengths has shape \(1,\); expected \(2,\)"),
+        ((X, None, [5, 6]), InputError, r"lengths is \[5, 6\]; expected integers from 0 to 5"),
+        ((X, None, [5, -1]), InputError, "expected integers from 0 to 5"),
+        ((X, None, [5.0, 1.0]), InputTypeError, r"lengths is \[5.0, 1.0\]; expected integers"),
+        ((X, None, "ab"), InputTypeError, "lengths is 'ab'; expected integers"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        RNN(3, 4, rng=0).training_step().forward(*arguments)
+
+
+def test_each_backward_pass_needs_a_forward_pass() -> None:
+    step = RNN(3, 4, rng=0).training_step()
+    with pytest.raises(InputError, match="backward was called without a forward pass before it"):
+        step.backward()
+    step.forward(X)
+    for name, wrong in (("grad_output", X), ("grad_state", X)):
+        with pytest.raises(InputError, match=rf"{name} has shape \(5, 2, 3\); expected"):
+            step.backward(**{name: wrong})
+    step.backward()
+    with pytest.raises(InputError, match="backward was called without a forward pass before it"):
+        step.backward()
+    with pytest.raises(InputError):
+        step.forward(X[0, 0])
+    with pytest.raises(InputError, match="without a forward pass"):
+        step.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"num_layers": 0}, InputError, "num_layers is 0"),
+        ({"masks": 3}, InputTypeError, "masks is 3; expected a dict"),
+        ({"masks": {"weight_hh": 1}}, InputError, "masks has the key 'weight_hh'; expected names"),
+        ({"masks": {"weight_hh_l0": [True]}}, InputError, "weight_hh_mask has shape"),
+    ],
+)
+def test_arguments_of_networks(options: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        GRU(3, 4, **options)
+
+
+def test_a_training_step_says_what_it_keeps() -> None:
+    step = GRU(3, 4, rng=0).training_step()
+    assert "GRU(3, 4" in repr(step)
+    step.forward(X)
+    assert "5 steps of 2 samples, states and gates kept in" in repr(step)
