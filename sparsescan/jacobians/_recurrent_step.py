@@ -440,18 +440,20 @@ class _Packing:
             self.indices = np.nonzero(kept)[1]
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             return
-        # Zeros, which are at the end, where an entry is pruned or fills up eight rows.
+        # Where an entry is pruned, or fills up eight rows, a zero behind the weight.
         blocks = -(-self.rows // ROWS)
         order = np.full((blocks * ROWS, self.cols), places.size)
         order[: self.rows] = np.where(kept, places, places.size)
         self.order = order.reshape(blocks, ROWS, self.cols).transpose(0, 2, 1).reshape(-1)
         self.indices = self.indptr = np.zeros(0, np.int64)
-        self._places, self._kept = places, kept
+        # Where the sum of each entry of the weight is.
+        sums = np.arange(self.cols * blocks * ROWS).reshape(self.cols, -1)[:, : self.rows].T
+        self._sums = sums.reshape(-1)[np.argsort(places.reshape(-1))]
+        self._pruned = places[~kept]
 
-    def pack(self, weight: Array, dtype: np.dtype[Any]) -> Matrix:
-        """Return the entries of a weight as the kernels read them."""
-        entries = np.append(weight, 0).astype(dtype)
-        return Matrix(self.rows, self.cols, entries[self.order], self.indices, self.indptr)
+    def matrix(self, values: Array) -> Matrix:
+        """Return the matrix of values that are in this order."""
+        return Matrix(self.rows, self.cols, values, self.indices, self.indptr)
 
     def zeros(self) -> tuple[Array, Array]:
         """Return what the sums of gradients of the entries, and of the rows, begin with."""
@@ -461,12 +463,13 @@ class _Packing:
 
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
-        grad = np.zeros(shape, dtype)
         if self.is_sparse:
-            grad.reshape(-1)[self.order] = sums
+            grad = np.zeros(math.prod(shape), dtype)
+            grad[self.order] = sums
         else:
-            grad.reshape(-1)[self._places] = np.where(self._kept, sums[:, : self.rows].T, 0)
-        return grad
+            grad = sums.reshape(-1).take(self._sums).astype(dtype)
+            grad[self._pruned] = 0
+        return grad.reshape(shape)
 
 
 class _Weights(NamedTuple):
@@ -498,6 +501,7 @@ class _Direction:
         self.hidden_packing, self._hidden_back = self._packings("weight_hh", gates)
         self.first_hidden = self.products - self.hidden_packing.rows
         self.packings = self.in_packing, self.hidden_packing
+        self._order = self._whole_order()
 
     def _packings(self, name: str, order: NDArray[np.int64]) -> tuple[_Packing, _Packing]:
         shape, mask = self.cell._shapes[name], self.cell._masks[name]
@@ -507,20 +511,34 @@ class _Direction:
         kept = kept.reshape(-1)[places]
         return _Packing(places, kept), _Packing(places.T, kept.T)
 
+    def _whole_order(self) -> list[NDArray[np.int64]]:
+        """Return where all that kernels read is among the parameters, which a zero ends."""
+        sizes = [math.prod(self.cell._shapes[name]) for name in ("weight_ih", "weight_hh")]
+        biases = [np.full((self.products // self.units, self.units), -1) for _ in range(2)]
+        end = sum(sizes)
+        if self.cell.bias:
+            for bias, places in zip(biases, (self.cell._ih, self.cell._hh), strict=True):
+                count = len(places) * self.units
+                bias[list(places)] = np.arange(end, end + count).reshape(-1, self.units)
+                end += count
+        starts, parts = (0, sizes[0]), []
+        for packings in (self.packings, (self._in_back, self._hidden_back)):
+            for packing, start, size in zip(packings, starts, sizes, strict=True):
+                parts.append(np.where(packing.order == size, end, packing.order + start))
+        # Rows that are read and not used.
+        return parts + [np.append(np.where(b < 0, end, b), np.full(ROWS, end)) for b in biases]
+
     def weights(self, dtype: np.dtype[Any]) -> _Weights:
         """Return a copy of the parameters."""
-        cell = self.cell
-        w_in, w_hidden = cell.read_parameter("weight_ih"), cell.read_parameter("weight_hh")
-        bias = np.zeros((self.products // self.units, self.units), dtype)
-        if cell.bias:
-            for name, products in (("bias_ih", cell._ih), ("bias_hh", cell._hh)):
-                bias[list(products)] += cell.read_parameter(name).reshape(-1, self.units)
+        params = [self.cell.read_parameter(name).reshape(-1) for name in self.cell.parameter_names]
+        every = np.concatenate([*params, np.zeros(1, dtype)], dtype=dtype)
+        w_in, w_hidden, w_in_back, w_back, *biases = map(every.take, self._order)
         return _Weights(
-            self.in_packing.pack(w_in, dtype),
-            self.hidden_packing.pack(w_hidden, dtype),
-            np.append(bias, np.zeros(ROWS, dtype)),
-            self._in_back.pack(w_in, dtype),
-            self._hidden_back.pack(w_hidden, dtype),
+            self.in_packing.matrix(w_in),
+            self.hidden_packing.matrix(w_hidden),
+            np.add(*biases),
+            self._in_back.matrix(w_in_back),
+            self._hidden_back.matrix(w_back),
         )
 
     def zeros(self) -> _Sums:
@@ -598,6 +616,7 @@ class _Group:
     def __init__(self, memory: _Memory, first: int) -> None:
         self.memory, self.first = memory, first
         self.lengths = np.zeros(memory.lanes, memory.dtype)
+        self._always = np.ones(memory.lanes, memory.dtype)
         arrays: dict[str, list[Array]] = {}
         for name, rows in memory.rows():
             arrays.setdefault(name, []).append(self._aligned(rows))
@@ -702,9 +721,8 @@ class _Group:
 
     def _write_state(self, state: Array, k: int, part: int, array: Array, at: int) -> None:
         units = self.memory.directions[k].units
-        always = np.ones_like(self.lengths)
         rows = self._rows(state[k : k + 1], part * units, units)
-        kernels.unpack(array, at, 0, always, rows)
+        kernels.unpack(array, at, 0, self._always, rows)
 
     def _rows(self, array: Array, column: int = 0, size: int | None = None) -> Rows:
         """Return these samples of an array ``(steps, batch, width)``, of some columns or all."""

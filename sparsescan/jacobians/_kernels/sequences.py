@@ -62,7 +62,7 @@ Array = Any
 # Rows of a matrix that are multiplied at once, and that share each number that is loaded; and
 # columns whose products are summed up before they are added to what there is.
 ROWS = 8
-_PART = 32
+_PART = 20
 
 
 class Matrix(NamedTuple):
@@ -168,18 +168,13 @@ def _multiply_dense(m, x, at, out, to, bias, begins):
     for row in range(0, m.rows, ROWS):
         place = to + row * lanes
         sums = splat_rows(bias, row) if begins else load_rows(out, place, lanes)
-        # Rounding is least where sums are short: each is of half of the columns of a part.
+        # Rounding is least where sums are short.
         for start in range(0, m.cols, _PART):
-            stop = min(start + _PART, m.cols)
-            even, odd = none, none
-            for j in range(start, stop - 1, 2):
-                even = add_products(m.values, p, load(x, at + j * lanes), even)
-                odd = add_products(m.values, p + ROWS, load(x, at + (j + 1) * lanes), odd)
-                p += 2 * ROWS
-            if (stop - start) % 2:
-                even = add_products(m.values, p, load(x, at + (stop - 1) * lanes), even)
+            part = none
+            for j in range(start, min(start + _PART, m.cols)):
+                part = add_products(m.values, p, load(x, at + j * lanes), part)
                 p += ROWS
-            sums = add_rows(sums, add_rows(even, odd))
+            sums = add_rows(sums, part)
         store_rows(out, place, lanes, sums, m.rows - row)
 
 
@@ -292,15 +287,16 @@ def run_gru(s, w_in, w_hidden, bias, x, a, relu, begin, end):
         t, here, before = _places(s, k)
         at, to = number(length, t), (t - s.first) * s.stride
         _make_products(s, w_in, w_hidden, bias, x, t, before, a)
+        # A loop for each function: what does not wait for each other is computed at once.
+        for i in range(size, 3 * size, lanes):
+            store(s.gates, to + i, sigmoid(load(a, i)))
         for i in range(0, size, lanes):
-            r, z = sigmoid(load(a, size + i)), sigmoid(load(a, 2 * size + i))
-            v = load(a, 3 * size + i)
-            n = tanh(fma(r, v, load(a, i)))
-            old = load(s.states, before + i)
-            store(s.gates, to + i, n)
-            store(s.gates, to + size + i, r)
-            store(s.gates, to + 2 * size + i, z)
+            r, v = load(s.gates, to + size + i), load(a, 3 * size + i)
+            store(s.gates, to + i, tanh(fma(r, v, load(a, i))))
             store(s.gates, to + 3 * size + i, v)
+        for i in range(0, size, lanes):
+            n, z = load(s.gates, to + i), load(s.gates, to + 2 * size + i)
+            old = load(s.states, before + i)
             store(s.states, here + i, less_or(at, length, fma(z, old - n, n), old))
 
 
@@ -340,20 +336,22 @@ def run_lstm(s, w_in, w_hidden, bias, x, a, relu, begin, end):
         t, here, before = _places(s, k)
         at, to = number(length, t), (t - s.first) * s.stride
         _make_products(s, w_in, w_hidden, bias, x, t, before, a)
+        # A loop for each function: what does not wait for each other is computed at once.
+        for j in range(0, 2 * size, lanes):
+            store(s.gates, to + j, sigmoid(load(a, j)))
+        for j in range(2 * size, 3 * size, lanes):
+            store(s.gates, to + j, tanh(load(a, j)))
+        for j in range(3 * size, 4 * size, lanes):
+            store(s.gates, to + j, sigmoid(load(a, j)))
         for j in range(0, size, lanes):
-            i, f = sigmoid(load(a, j)), sigmoid(load(a, size + j))
-            g, o = tanh(load(a, 2 * size + j)), sigmoid(load(a, 3 * size + j))
+            i, f = load(s.gates, to + j), load(s.gates, to + size + j)
             old = load(s.cells, before + j)
-            c = fma(f, old, i * g)
-            tanh_c = tanh(c)
-            store(s.gates, to + j, i)
-            store(s.gates, to + size + j, f)
-            store(s.gates, to + 2 * size + j, g)
-            store(s.gates, to + 3 * size + j, o)
-            store(s.gates, to + 4 * size + j, tanh_c)
+            c = fma(f, old, i * load(s.gates, to + 2 * size + j))
+            store(s.gates, to + 4 * size + j, tanh(c))
             store(s.cells, here + j, less_or(at, length, c, old))
-            h = less_or(at, length, o * tanh_c, load(s.states, before + j))
-            store(s.states, here + j, h)
+        for j in range(0, size, lanes):
+            h = load(s.gates, to + 3 * size + j) * load(s.gates, to + 4 * size + j)
+            store(s.states, here + j, less_or(at, length, h, load(s.states, before + j)))
 
 
 @njit(nogil=True, cache=True)
