@@ -216,7 +216,7 @@ def measure(case: Case, *, quick: bool) -> Results:
 
 
 def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
-    """How far our gradients are from each peer's; AssertionError if rounding does not explain it."""
+    """How far ours are from each peer's; AssertionError if rounding does not explain it."""
     found, differences = calls[OURS](), {}
     for peer in (PYTORCH, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from contextlib import ContextDecorator
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # Characters of a value that an error message shows.
 _SHOWN = 100
@@ -61,7 +66,7 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-class Allocating(ContextDecorator):
+class Allocating:
     """Turn a lack of memory in a block or a call into a :class:`MemoryLimitError` that names it.
 
     Parameters
@@ -72,6 +77,19 @@ class Allocating(ContextDecorator):
 
     def __init__(self, what: str) -> None:
         self._what = what
+
+    def __call__(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Return the function with its whole call as the block."""
+
+        @wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            try:
+                return function(*args, **kwargs)
+            except (MemoryError, ValueError) as error:
+                self.__exit__(type(error), error, None)
+                raise
+
+        return call
 
     def __enter__(self) -> None:
         pass

@@ -55,6 +55,8 @@ class Operator(Fixed, ABC):
     # Whether values of some samples can be written without the others, and roughly how long one
     # value takes.
     _samples_apart = True
+    # Whether values are made without operations of NumPy, which may warn.
+    _is_compiled = False
     _nanoseconds = 0.1
 
     def _set_shapes(self, input_shape: Any, axes: int | None) -> None:
@@ -153,7 +155,6 @@ class Operator(Fixed, ABC):
         return y.reshape((*lead, *self.output_shape))
 
     @Allocating("the values")
-    @quiet
     def values(self, x: Array = None, y: Array = None, *, out: Array = None) -> Array:
         """Compute the values of the transposed Jacobian, in the order of the pattern.
 
@@ -195,12 +196,14 @@ class Operator(Fixed, ABC):
         room = output(xp, out, shape, dtype, what=self, apart=apart)
         if room.size == 0:
             pass
-        elif self._reads_input:
+        elif not self._reads_input:
+            rows = room.reshape(self._blocks, -1)
+            quiet(self._fill)(xp, None, None, rows[:1])
+            rows[1:] = rows[:1]
+        elif self._is_compiled:
             self._fill_samples(xp, x, y, room)
         else:
-            rows = room.reshape(self._blocks, -1)
-            self._fill(xp, None, None, rows[:1])
-            rows[1:] = rows[:1]
+            quiet(self._fill_samples)(xp, x, y, room)
         return room if out is None else out
 
     def _fill_samples(self, xp: Any, x: Array, y: Array, out: Array) -> None:

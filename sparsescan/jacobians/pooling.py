@@ -119,6 +119,8 @@ class MaxPool2d(_Pooling):
             x = taps.read(xp, x, axis, -np.inf).max(axis=axis)
         return x
 
+    _is_compiled = True
+
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
         if xp is not np:
             self._fill_by_windows(xp, x, out)
