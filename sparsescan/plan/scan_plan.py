@@ -22,7 +22,6 @@ from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
 from .describe import describe, to_dict
-from .files import load_spec, save_spec
 from .prediction import ScanPrediction, predict
 from .spec import PlanSpec
 
@@ -289,6 +288,8 @@ class ScanPlan(Frozen):
                [1.5, 1.5],
                [1.5, 1.5]])
         """
+        from .files import save_spec
+
         save_spec(path, self._spec)
 
     @staticmethod
@@ -320,6 +321,8 @@ class ScanPlan(Frozen):
         --------
         save : Has an example.
         """
+        from .files import load_spec
+
         return ScanPlan(load_spec(path))
 
     def _scan(
