@@ -17,11 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Let benchmarks have the machine for themselves."""
-    return 0 if config.getoption("benchmark_only") else None
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("benchmark_only"):
         machine.pin()

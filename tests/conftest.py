@@ -39,11 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reports", metavar="FOLDER", help="of the process that runs this as a child")
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Let two processes share whole folders; a few files take one."""
-    return 2 if all(Path(path).is_dir() for path in config.args) else 0
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
