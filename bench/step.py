@@ -30,7 +30,7 @@ _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 3, 0.2, 0.05
-# Beyond that many steps and samples, in calls that take seconds, a call is a turn.
+# What a quick run measures.
 _QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
 
 
@@ -190,7 +190,7 @@ def measure(case: Case, *, quick: bool) -> Results:
     dict
         For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
         ``missing`` peers, ``cores_others_used`` in each round, and the ``largest_difference`` of
-        each gradient from PyTorch's, relative to its largest entry.
+        each gradient from a peer's, relative to its largest entry.
     """
     recurrent.keep_memory()
     race = _Race(case)
@@ -203,8 +203,8 @@ def measure(case: Case, *, quick: bool) -> Results:
         except MissingPeerError as error:
             missing[name] = str(error)
     differences = _differences(race, calls)
-    rounds, pause, turn = (_QUICK_ROUNDS, PAUSE, _QUICK_TURN) if quick else (_ROUNDS, PAUSE, _TURN)
-    samples, others = recurrent.take_turns(calls, rounds, pause, turn)
+    rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
+    samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
     return {
         "samples": samples,
         "variants": variants,

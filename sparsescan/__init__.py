@@ -60,7 +60,7 @@ except PackageNotFoundError:  # a source tree that is not installed
 
 
 def __getattr__(name: str) -> Any:
-    # Few programs read files, which takes a tenth of the time of importing all.
+    # Few programs read files; what does so is imported when it is asked for.
     if name in ("load_chain", "save_chain"):
         from .chains import files
 

@@ -145,3 +145,10 @@ def test_private_attributes_stay_in_their_room() -> None:
         if not name.startswith("__") and name not in defined[room]
     ]
     assert not taken, "\n".join(taken)
+
+
+def test_the_face_shows_its_names_and_no_others() -> None:
+    assert dir(sparsescan) == sorted(sparsescan.__all__)
+    assert all(hasattr(sparsescan, name) for name in sparsescan.__all__)
+    with pytest.raises(AttributeError, match="module 'sparsescan' has no attribute 'load'"):
+        _ = sparsescan.load

@@ -112,8 +112,9 @@ class Cell(Parametrised, Fixed, ABC):
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
     # Of a whole sequence: vectors of length hidden_size that are kept of a step for the backward
-    # pass, or that it writes; and the kernels of both passes.
+    # pass, or that it writes; whether the forward pass writes any; and the kernels of both passes.
     _kept_gates: ClassVar[int]
+    _writes_gates: ClassVar[bool] = True
     _run_kernel: ClassVar[Callable[..., None]]
     _back_kernel: ClassVar[Callable[..., None]]
 

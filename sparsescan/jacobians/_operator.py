@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -194,16 +195,15 @@ class Operator(Fixed, ABC):
         shape = (*lead, self.nnz) if self._reads_input else (self.nnz,)
         apart = given if y is None else [y, *given]
         room = output(xp, out, shape, dtype, what=self, apart=apart)
-        if room.size == 0:
-            pass
-        elif not self._reads_input:
-            rows = room.reshape(self._blocks, -1)
-            quiet(self._fill)(xp, None, None, rows[:1])
-            rows[1:] = rows[:1]
-        elif self._is_compiled:
-            self._fill_samples(xp, x, y, room)
-        else:
-            quiet(self._fill_samples)(xp, x, y, room)
+        with nullcontext() if self._is_compiled else np.errstate(all="ignore"):
+            if room.size == 0:
+                pass
+            elif self._reads_input:
+                self._fill_samples(xp, x, y, room)
+            else:
+                rows = room.reshape(self._blocks, -1)
+                self._fill(xp, None, None, rows[:1])
+                rows[1:] = rows[:1]
         return room if out is None else out
 
     def _fill_samples(self, xp: Any, x: Array, y: Array, out: Array) -> None:

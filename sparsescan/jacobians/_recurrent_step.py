@@ -27,8 +27,8 @@ _LINE = 64  # bytes of a cache line, which no vector crosses
 _MORE = 16  # rows behind those of an array: kernels read some at once
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
-_ROWS = 64  # rows of a weight whose gradient is a task: a multiple of eight
-_STEPS = 256  # steps whose gradients in the input are a task
+_TASK_ROWS = 64  # rows of a weight whose gradient is a task: a multiple of eight
+_TASK_STEPS = 256  # steps whose gradients in the input are a task
 
 
 class Network(Protocol):
@@ -67,7 +67,8 @@ class TrainingStep:
 
     A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
     and the optimiser. Both run compiled loops over all steps, and their memory is kept from one
-    training step to the next. Made by :meth:`Recurrent.training_step`.
+    training step to the next, so one thread at a time may call them. Made by
+    :meth:`Recurrent.training_step`.
 
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
     of all steps; otherwise the backward pass computes the gates again, 256 steps at a time.
@@ -179,7 +180,7 @@ class TrainingStep:
         for ks in self._layers:
             for start in range(0, steps, memory.segment):
                 span = start, min(start + memory.segment, steps)
-                self._for_each(ks, self._run, weights, span)
+                _for_each(groups, ks, self._run, weights, span)
         output = np.empty((steps, batch, memory.widths[-1]), x.dtype)
         last = np.empty(state.shape, x.dtype)
         share(lambda i: groups[i].write(output, last), len(groups))
@@ -245,10 +246,10 @@ class TrainingStep:
         for ks in reversed(self._layers):
             for start in reversed(range(0, steps, memory.segment)):
                 span = start, min(start + memory.segment, steps)
-                self._for_each(ks, self._back, weights, span, copies)
-                self._sum_up(ks, sums, span)
+                _for_each(groups, ks, self._back, weights, span, copies)
+                self._sum_up(groups, ks, sums, span)
                 if ks.start > 0 or needs_input_grad:
-                    self._back_to_input(ks, weights, span)
+                    self._back_to_input(groups, ks, weights, span)
             copies = len(ks)
             for group in groups:
                 group.above, group.below = group.below, group.above
@@ -278,7 +279,7 @@ class TrainingStep:
     ) -> None:
         """Compute the gradients in the products of some steps of one direction."""
         one, weights = self._directions[k], all_weights[k]
-        if not group.memory.keeps_gates:
+        if one.cell._writes_gates and not group.memory.keeps_gates:
             self._run(group, k, all_weights, span)
         carry = group.carries[k]
         one.cell._back_kernel(
@@ -292,15 +293,15 @@ class TrainingStep:
             *span,
         )
 
-    def _sum_up(self, ks: range, sums: list[_Sums], span: tuple[int, int]) -> None:
+    def _sum_up(
+        self, groups: list[_Group], ks: range, sums: list[_Sums], span: tuple[int, int]
+    ) -> None:
         """Add the gradients of the parameters over some steps; each task has rows of its own."""
-        assert self._memory is not None
-        groups = self._memory.groups
         tasks = [
             (k, which, row)
             for k in ks
             for which, packing in enumerate(self._directions[k].packings)
-            for row in range(0, packing.rows, _ROWS)
+            for row in range(0, packing.rows, _TASK_ROWS)
         ]
 
         def add(i: int) -> None:
@@ -310,25 +311,20 @@ class TrainingStep:
 
         share(add, len(tasks))
 
-    def _back_to_input(self, ks: range, weights: list[_Weights], span: tuple[int, int]) -> None:
+    def _back_to_input(
+        self, groups: list[_Group], ks: range, weights: list[_Weights], span: tuple[int, int]
+    ) -> None:
         """Compute the gradients in the inputs of some steps, of each direction in a part."""
-        assert self._memory is not None
-        tasks = list(product(self._memory.groups, ks, range(*span, _STEPS)))
+        tasks = list(product(groups, ks, range(*span, _TASK_STEPS)))
 
         def multiply(i: int) -> None:
             group, k, start = tasks[i]
-            some = start, min(start + _STEPS, span[1])
+            some = start, min(start + _TASK_STEPS, span[1])
             group.back_to_input(self._directions[k], k, weights[k], span, some)
 
         share(multiply, len(tasks))
 
     # -- Input ------------------------------------------------------------------------------------
-
-    def _for_each(self, ks: range, call: Callable[..., None], *arguments: Any) -> None:
-        """Call a function for each group of samples and each direction of a layer."""
-        assert self._memory is not None
-        tasks = list(product(self._memory.groups, ks))
-        share(lambda i: call(*tasks[i], *arguments), len(tasks))
 
     def _allocate(self, steps: int, batch: int, dtype: np.dtype[Any]) -> _Memory:
         """Return memory that keeps the gates of all steps if the limit allows."""
@@ -367,8 +363,8 @@ class TrainingStep:
         dtype = np.result_type(x, *params, *([] if state is None else [state]))
         inner = (len(self._directions), batch, net.state_size)
         state = np.zeros(inner, dtype) if state is None else state.reshape(inner)
-        x = x.reshape(steps, batch, net.input_size).astype(dtype, copy=False)
-        return x, state.astype(dtype, copy=False), _read_lengths(lengths, steps, batch)
+        x = np.ascontiguousarray(x.reshape(steps, batch, net.input_size), dtype)
+        return x, np.ascontiguousarray(state, dtype), _read_lengths(lengths, steps, batch)
 
     def _read_grads(self, memory: _Memory, output: Any, state: Any) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
@@ -384,12 +380,18 @@ class TrainingStep:
             expected = shape if self._is_batched else (shape[0], shape[2])
             if array.shape != expected:
                 raise InputError(f"{name} has shape {array.shape}; expected {expected}")
-            checked.append(array.reshape(shape).astype(memory.dtype, copy=False))
+            checked.append(np.ascontiguousarray(array.reshape(shape), memory.dtype))
         return checked[0], checked[1]
 
     def _as_given(self, array: Array) -> Array:
         """Return a result with an axis of samples if the input had one."""
         return array if self._is_batched else array[:, 0]
+
+
+def _for_each(groups: list[_Group], ks: range, call: Callable[..., None], *arguments: Any) -> None:
+    """Call a function for each group of samples and each direction of a layer."""
+    tasks = list(product(groups, ks))
+    share(lambda i: call(*tasks[i], *arguments), len(tasks))
 
 
 def _on_host(name: str, array: Any) -> Array:
@@ -573,7 +575,7 @@ class _Memory:
         dtype: np.dtype[Any],
         segment: int,
     ) -> None:
-        self.network, self.directions = network, directions
+        self.directions, self._per_layer = directions, len(network.cells[0])
         self.steps, self.batch, self.dtype, self.segment = steps, batch, dtype, segment
         self.keeps_gates = segment >= steps
         self.lanes = lanes_of(dtype)
@@ -585,7 +587,7 @@ class _Memory:
 
     def rows(self) -> list[tuple[str, int]]:
         """Return, for each array of a group, what it holds, and how many rows of lanes."""
-        slots, per_layer = self.steps + 2, len(self.network.cells[0])
+        slots, per_layer = self.steps + 2, self._per_layer
         has_cells = self.directions[0].cell._parts == 2
         rows = [("states", slots * width) for width in self.widths]
         rows += [("cells", slots * width if has_cells else 0) for width in self.widths]
@@ -680,20 +682,17 @@ class _Group:
         size = self._at(0, 1)
         kernels.pack(self._rows(x), self.states[0], size, size)
         for k, one in enumerate(self.memory.directions):
-            slot = self.memory.steps + 1 if one.back else 0
-            at = self._at(one.layer, slot, one.back * one.units)
+            at = self._at(one.layer, (self.memory.steps + 1) * one.back, one.back * one.units)
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                rows = self._rows(state[k : k + 1], part * one.units, one.units)
-                kernels.pack(rows, arrays[one.layer], at, 0)
+                kernels.pack(self._part_rows(state, k, part), arrays[one.layer], at, 0)
 
     def read_grads(self, above: Array, carry: Array) -> None:
         """Take over the gradients in outputs and last states."""
         size = self._at(len(self.memory.widths) - 1, 1)
         kernels.pack(self._rows(above), self.above, size, size)
-        for k, one in enumerate(self.memory.directions):
-            for part, array in enumerate(self.carries[k]):
-                rows = self._rows(carry[k : k + 1], part * one.units, one.units)
-                kernels.pack(rows, array, 0, 0)
+        for k, carries in enumerate(self.carries):
+            for part, array in enumerate(carries):
+                kernels.pack(self._part_rows(carry, k, part), array, 0, 0)
 
     def write(self, output: Array, state: Array) -> None:
         """Write outputs and last states."""
@@ -704,31 +703,33 @@ class _Group:
             slot = 1 if one.back else self.memory.steps
             at = self._at(one.layer, slot, one.back * one.units)
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                self._write_state(state, k, part, arrays[one.layer], at)
+                rows = self._part_rows(state, k, part)
+                kernels.unpack(arrays[one.layer], at, 0, self._always, rows)
 
     def write_input_grad(self, grad: Array, copies: int) -> None:
         """Write the gradients in the inputs, which are in some parts."""
         size = self._at(0, 1)
-        parts = self.part(self.above, 0, copies).reshape(copies, -1)
-        whole = parts[0] if copies == 1 else parts.sum(axis=0)
+        whole, *others = self.part(self.above, 0, copies).reshape(copies, -1)
+        for other in others:
+            whole += other
         kernels.unpack(whole, size, size, self.lengths, self._rows(grad))
 
     def write_state_grad(self, grad: Array) -> None:
         """Write the gradients in the initial states."""
         for k, carries in enumerate(self.carries):
             for part, array in enumerate(carries):
-                self._write_state(grad, k, part, array, 0)
+                kernels.unpack(array, 0, 0, self._always, self._part_rows(grad, k, part))
 
-    def _write_state(self, state: Array, k: int, part: int, array: Array, at: int) -> None:
+    def _part_rows(self, state: Array, k: int, part: int) -> Rows:
+        """Return these samples of the states of a direction: ``h``, or ``c`` of an LSTM."""
         units = self.memory.directions[k].units
-        rows = self._rows(state[k : k + 1], part * units, units)
-        kernels.unpack(array, at, 0, self._always, rows)
+        return self._rows(state[k : k + 1], part * units, units)
 
     def _rows(self, array: Array, column: int = 0, size: int | None = None) -> Rows:
         """Return these samples of an array ``(steps, batch, width)``, of some columns or all."""
         steps, batch, width = array.shape
-        flat = np.ascontiguousarray(array).reshape(-1)
-        return Rows(flat, steps, batch, width, self.first, column, width if size is None else size)
+        size = width if size is None else size
+        return Rows(array.reshape(-1), steps, batch, width, self.first, column, size)
 
     # -- Gradients --------------------------------------------------------------------------------
 
@@ -747,7 +748,7 @@ class _Group:
             before = self._at(one.layer, t + 2 * one.back, one.back * one.units)
             b = self.states[one.layer], before, self._at(one.layer, 1)
         vectors = self.gates[k], at, step, *b, span[1] - span[0]
-        rows = *sums[which], row, min(row + _ROWS, packing.rows)
+        rows = *sums[which], row, min(row + _TASK_ROWS, packing.rows)
         if packing.is_sparse:
             kernels.sum_sparse_products(*vectors, packing.indptr, packing.indices, *rows)
         else:

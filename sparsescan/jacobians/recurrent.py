@@ -88,6 +88,7 @@ class RNNCell(Cell):
     _blocks = ((0,),)
     _kernel = staticmethod(fill_rnn)
     _kept_gates = 1
+    _writes_gates = False
     _run_kernel = staticmethod(sequences.run_rnn)
     _back_kernel = staticmethod(sequences.back_rnn)
 

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import fake_cupy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sampling import examples
 
-from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
+from sparsescan.errors import DeviceError, InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN
 
 torch = pytest.importorskip("torch")
@@ -318,6 +319,29 @@ def test_each_backward_pass_needs_a_forward_pass() -> None:
 def test_arguments_of_networks(options: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         GRU(3, 4, **options)
+
+
+def test_arrays_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = fake_cupy.real() or fake_cupy.install(monkeypatch)
+    net = RNN(3, 4, rng=0)
+    step = net.training_step()
+    with pytest.raises(DeviceError, match="x is on a GPU; expected an array of NumPy"):
+        step.forward(cupy.asarray(X))
+    step.forward(X)
+    with pytest.raises(DeviceError, match="grad_output is on a GPU"):
+        step.backward(cupy.asarray(X))
+    net.bias_hh_l0 = cupy.zeros(4, F4)
+    with pytest.raises(DeviceError, match="bias_hh_l0 is on a GPU"):
+        step.forward(X)
+
+
+def test_input_of_any_layout_is_read() -> None:
+    net = GRU(3, 4, rng=0)
+    arguments = make(np.random.default_rng(0), net, 6, 18, F4)
+    expected = ours(net.training_step(), *arguments)
+    strided = [None if each is None else np.asfortranarray(each)[::1] for each in arguments]
+    found = ours(net.training_step(), *strided)
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
 def test_a_training_step_says_what_it_keeps() -> None:

@@ -1,0 +1,51 @@
+"""The contest of whole training steps: contenders agree, and what was measured can be shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import step
+from .experiment import Options, Results
+
+CASES = {
+    kind: step.Case(kind, 2, 5, 3, 7, 1, 1, kept)
+    for kind, kept in (("RNN", None), ("GRU", None), ("LSTM", 0.1))
+}
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Results:
+    return {case.name: step.measure(case, quick=True) for case in CASES.values()}
+
+
+def test_all_gradients_are_compared(pieces: Results) -> None:
+    for piece in pieces.values():
+        names = {name.split(",")[0] for name in piece["largest_difference"]}
+        assert {"input", "state", "weight_hh_l0", "bias_ih_l0"} <= names
+        assert set(piece["samples"]) | set(piece["missing"]) == {step.OURS, step.PYTORCH, step.JAX}
+
+
+def test_a_wrong_gradient_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = step._Race.ours
+
+    def wrong(race: step._Race) -> dict[str, step.Call]:
+        (call,) = ours(race).values()
+        return {"wrong": lambda: {name: 1.01 * grad for name, grad in call().items()}}
+
+    monkeypatch.setattr(step._Race, "ours", wrong)
+    with pytest.raises(AssertionError, match=r"the relative difference is 1\.0e-02"):
+        step.measure(CASES["GRU"], quick=True)
+
+
+def test_what_was_measured_can_be_shown(pieces: Results) -> None:
+    results = {"pieces": pieces}
+    rows = step.EXPERIMENT.rows(results)
+    assert [row.peer for row in rows].count(step.PYTORCH) == len(CASES)
+    (drawing,) = step.EXPERIMENT.drawings(results)
+    (axes,) = drawing.figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(pieces)
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(SystemExit, match="step is of the CPU"):
+        step.EXPERIMENT.pieces(Options(True, "cuda"))
