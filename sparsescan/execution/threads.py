@@ -53,6 +53,7 @@ def work(
     takes the place of the main one.
     """
     helpers: list[Future[None]] = []
+    failed = True
     try:
         long = nanoseconds > LONG and threading.current_thread() is threading.main_thread()
         apart = long and _start(helpers, _guard, kernel, tables, 0)
@@ -63,11 +64,13 @@ def work(
             helpers[0].result()
         else:
             kernel(tables, 0)
-    except BaseException:
-        abort(tables)
-        raise
+        failed = False
     finally:
-        _wait(helpers, tables)
+        try:
+            _wait(helpers, tables, failed)
+        finally:
+            # Another interrupt may have come before that one began to wait.
+            _wait(helpers, tables, failed)
     for helper in helpers:
         if not helper.cancelled():
             helper.result()
@@ -138,16 +141,16 @@ def _start(helpers: list[Future[None]], call: Callable[..., None], *arguments: A
     return True
 
 
-def _wait(helpers: list[Future[None]], tables: Any) -> None:
-    """Wait until no helper runs, however often that is interrupted."""
+def _wait(helpers: list[Future[None]], tables: Any, failed: bool) -> None:
+    """Wait until no helper runs, however often that is interrupted; if work has failed, stop it."""
     interrupt: BaseException | None = None
-    for helper in helpers:
-        while not (helper.cancel() or helper.done()):
-            try:
-                wait([helper])
-            except BaseException as error:
-                interrupt = error
+    while not all(helper.cancel() or helper.done() for helper in helpers):
+        try:
+            if failed:
                 abort(tables)
+            wait(helpers)
+        except BaseException as error:
+            interrupt, failed = error, True
     if interrupt is not None:
         raise interrupt
 
