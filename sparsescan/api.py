@@ -17,20 +17,20 @@ from .arrays.streams import check_device, place
 from .chains.chain import Chain, length, patterns_in, steps_of
 from .chains.containers import check_dtype
 from .errors import Allocating, DeviceError, InputError, MemoryLimitError, short
+from .formatting import exact_bytes
 from .plan.scan_plan import Gradients, ScanPlan, needed_bytes
 from .plan.spec import PlanSpec
 from .planning.costs.cpu import Model
 from .planning.search import Choice, choose, choose_for, model_for
 from .symbolic.pattern import Pattern, TooLargeError
 from .symbolic.program import Program
-from .symbolic.schedule import Schedule, check_choice, check_count
+from .symbolic.schedule import Schedule, check_choice, check_count, read_schedule
 from .tuning.measure import measure
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
 # Entries that int64 can count, with room for sums of products.
 _COUNTED = 1 << 55
-_SCHEDULES = {"linear": Schedule.linear, "blelloch": Schedule.blelloch}
 # Choices of "auto" for single scans, by the keys of their patterns.
 _choices: dict[Any, Choice] = {}
 _KEPT = 64
@@ -71,8 +71,10 @@ def exclusive_scan(
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
-    schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
-        How to combine; ``"auto"`` is never slower than ``"linear"``.
+    schedule : Schedule or str, default "auto"
+        How to combine: ``"auto"``, which is never slower than ``"linear"``, ``"linear"``,
+        ``"blelloch"``, ``"truncated:2"`` (up-sweep levels), ``"chunked:8"`` (chunks), or a
+        :class:`Schedule`.
     device : {None, "cpu", "cuda"}, optional
         Where to compute; None is where the data is. With "cuda", NumPy input is copied to the
         current CUDA device, and the result back.
@@ -188,9 +190,10 @@ def plan(
     jacobians : sequence, CSRChain, PeriodicChain or ndarray
         Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
         :class:`Pattern` objects; from the LAST layer to the first.
-    schedule : Schedule or {"auto", "linear", "blelloch"}, default "auto"
-        How to combine. ``"auto"`` is the tree, anything between the linear and the Blelloch scan,
-        that takes least on this machine; it is never slower than ``"linear"``.
+    schedule : Schedule or str, default "auto"
+        How to combine, as for :func:`exclusive_scan`. ``"auto"`` is the tree, anything between the
+        linear and the Blelloch scan, that takes least on this machine; it is never slower than
+        ``"linear"``.
     batch : int, optional
         Insist on this batch size; by default a plan runs any, and is made for one sample.
     dtype : {float32, float64}, optional
@@ -246,14 +249,14 @@ def plan(
                 "(cupy.asnumpy)"
             )
         check_choice("effort", effort, "estimate", "measure")
-        _check_schedule(schedule, len(patterns))
-        if effort == "measure" and schedule != "auto":
+        asked = read_schedule(schedule, len(patterns))
+        if effort == "measure" and asked is not None:
             raise InputError(
                 f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
             )
         device = "cuda" if on_device else device
         model = model_for(device, chosen_dtype or np.dtype(np.float64), chosen_batch or 1)
-        choice = _choose(schedule, patterns, model, device, limit, measured=effort == "measure")
+        choice = _choose(asked, patterns, model, device, limit, measured=effort == "measure")
         return ScanPlan(
             PlanSpec(
                 patterns,
@@ -285,12 +288,12 @@ def _scan_once(
         steps = steps_of(jacobians)
         chain = Chain(length(steps))
         patterns = chain.read(steps)
-        _check_schedule(schedule, len(patterns))
+        asked = read_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
         first = read_array("grad", grad)
         batch = len(first) if first.ndim == 2 else 1
         model = model_for(device, chain.dtype, max(batch, 1))
-        choice = _choose_once(schedule, patterns, model, device)
+        choice = _choose_once(asked, patterns, model, device)
         once = ScanPlan(
             PlanSpec(
                 patterns, choice.schedule, reason=choice.reason, device=device, dense=choice.dense
@@ -301,7 +304,7 @@ def _scan_once(
 
 
 def _choose(
-    schedule: Schedule | str,
+    schedule: Schedule | None,
     patterns: Sequence[Pattern],
     model: Model,
     device: str | None,
@@ -312,15 +315,13 @@ def _choose(
     """Return the schedule that runs, and why."""
     n = len(patterns)
     _check_counts(patterns, model.batch)
-    if isinstance(schedule, str) and schedule != "auto":
-        schedule = _SCHEDULES[schedule](n)
     dtype, batch = model.dtype, model.batch
 
     def fits(program: Program) -> bool:
         return memory_limit is None or (needed_bytes(program, dtype, batch, device) <= memory_limit)
 
     nbytes = math.inf if memory_limit is None else memory_limit
-    if isinstance(schedule, Schedule):
+    if schedule is not None:
         try:
             return choose_for(patterns, schedule, model, fits=fits, nbytes=nbytes)
         except OverflowError:
@@ -331,8 +332,8 @@ def _choose(
         except TooLargeError:
             least = needed_bytes(Program(patterns, Schedule.linear(n)), dtype, batch, device)
             raise MemoryLimitError(
-                f"memory_limit is {memory_limit} bytes; {schedule} needs more, and "
-                f"the least, Schedule.linear({n}), {least}"
+                f"memory_limit is {exact_bytes(memory_limit or 0)}; {schedule} needs more, and the "
+                f"least, Schedule.linear({n}), {exact_bytes(least)}"
             ) from None
     return choose(
         patterns,
@@ -357,10 +358,10 @@ def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
 
 
 def _choose_once(
-    schedule: Schedule | str, patterns: Sequence[Pattern], model: Model, device: str | None
+    schedule: Schedule | None, patterns: Sequence[Pattern], model: Model, device: str | None
 ) -> Choice:
     """Choose for one scan, and remember what "auto" said of such a chain."""
-    if schedule != "auto":
+    if schedule is not None:
         return _choose(schedule, patterns, model, device)
     numbers: dict[Pattern, int] = {}
     steps = [numbers.setdefault(pattern, len(numbers)) for pattern in patterns]
@@ -370,7 +371,7 @@ def _choose_once(
     if choice is None:
         while len(_choices) >= _KEPT:
             _choices.pop(next(iter(_choices)), None)
-        choice = _choose(schedule, patterns, model, device)
+        choice = _choose(None, patterns, model, device)
         # The program would keep the patterns.
         _choices[key] = replace(choice, program=None)
     return choice
@@ -384,13 +385,3 @@ def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
     if chunks is None:
         return []
     return [Schedule.chunked(n, count) for count in sorted({1, chunks})]
-
-
-def _check_schedule(schedule: Any, n: int) -> None:
-    if isinstance(schedule, Schedule):
-        if schedule.n != n:
-            raise InputError(f"schedule is {short(schedule)}; expected one for {n} Jacobians")
-    elif not isinstance(schedule, str) or schedule not in ("auto", *_SCHEDULES):
-        raise InputError(
-            f"schedule is {short(schedule)}; expected 'auto', 'linear', 'blelloch' or a Schedule"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["align", "format_bytes", "format_count", "format_time"]
+__all__ = ["align", "exact_bytes", "format_bytes", "format_count", "format_time"]
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -28,6 +28,11 @@ def format_count(number: int) -> str:
 def format_bytes(number: int) -> str:
     """Return a number of bytes in the largest binary unit that it fills."""
     return _scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def exact_bytes(number: int) -> str:
+    """Return a number of bytes as :func:`format_bytes` does, and exactly, as a limit is given."""
+    return f"{format_bytes(number)} ({number:,} bytes)" if number >= 1024 else format_bytes(number)
 
 
 def format_time(nanoseconds: float) -> str:

@@ -193,7 +193,7 @@ def test_a_wrong_file_gives_one_line(capsys, tmp_path, stacked, command):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--schedule", "vectors"], "'vectors' is no schedule; expected auto, linear, blelloch"),
+        (["--schedule", "vectors"], "schedule is 'vectors'; expected 'auto', 'linear', 'blelloch'"),
         (["--mpi", "--schedule", "linear"], "'linear' is no schedule of --mpi; expected auto,"),
         (["--mpi"], "pip install 'sparsescan[mpi]'"),
     ],
@@ -283,7 +283,7 @@ def test_the_options_reach_the_demo(monkeypatch):
         "hidden": 3,
         "epochs": 2,
         "batch": 8,
-        "schedule": sparsescan.Schedule.truncated(digits.STEPS, 2),
+        "schedule": "truncated:2",
         "device": "cpu",
         "output": "x.png",
         "seed": 5,

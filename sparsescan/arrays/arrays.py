@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError
+from ..formatting import format_bytes
 
 __all__ = [
     "Constant",
@@ -387,7 +388,7 @@ def check_memory(what: str, needed: int) -> None:
         left = sys.maxsize
     if needed > left:
         raise MemoryLimitError(
-            f"{what} would take {needed:,} bytes; this machine has {left:,} left"
+            f"{what} would take {format_bytes(needed)}; this machine has {format_bytes(left)} left"
         )
 
 

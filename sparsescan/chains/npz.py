@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..formatting import exact_bytes
 
 __all__ = ["check_members", "map_arrays"]
 
@@ -65,7 +66,9 @@ def _map(name: str, buffer: mmap.mmap, start: int, size: int) -> NDArray[Any]:
     first = buffer.tell()
     stored, expected = size - (first - start), math.prod(shape) * dtype.itemsize
     if stored != expected:
-        raise InputError(f"{name} has {stored} bytes; expected {expected} of shape {shape}")
+        raise InputError(
+            f"{name} has {exact_bytes(stored)}; expected {exact_bytes(expected)} of shape {shape}"
+        )
     return np.ndarray(shape, dtype, buffer, first, order="F" if fortran else "C")
 
 

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,13 +21,10 @@ from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
 from ..plan.drawing import check_packages, plot_plan
 from ..planning.costs.cpu import machine_file
-from ..symbolic.schedule import Schedule, check_count
+from ..symbolic.schedule import check_count, read_schedule
 from . import mpi as _mpi_commands
 
 __all__ = ["main"]
-
-# A schedule needs the number of Jacobians, which is not known before the file is read.
-ScheduleOption = Callable[[int], "Schedule | str"]
 
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
 _DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
@@ -196,16 +193,6 @@ def _add_schedule(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--schedule", default="auto", help=_SCHEDULES + more)
 
 
-def _schedule(text: str) -> ScheduleOption:
-    """Read the option, such as ``chunked:32``."""
-    name, colon, number = text.partition(":")
-    if name in ("auto", "linear", "blelloch") and not colon:
-        return lambda n: name
-    if name in ("truncated", "chunked") and number.isdecimal():
-        return lambda n: getattr(Schedule, name)(n, int(number))
-    raise InputError(f"argument --schedule: {text!r} is no schedule; expected {_SCHEDULES}")
-
-
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -218,11 +205,12 @@ def _demo(arguments: argparse.Namespace) -> None:
     check_count("seed", arguments.seed, 0)
     check_packages("the demo", "demo", _DEMO_PACKAGES)
     _check_output(arguments.output)
+    read_schedule(arguments.schedule, digits.STEPS)
     digits.run(
         hidden=arguments.hidden,
         epochs=arguments.epochs,
         batch=arguments.batch,
-        schedule=_schedule(arguments.schedule)(digits.STEPS),
+        schedule=arguments.schedule,
         device=arguments.device,
         output=arguments.output,
         seed=arguments.seed,
@@ -276,13 +264,14 @@ def _print_families(families: dict[str, list[list[float]]]) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    schedule = _schedule(arguments.schedule)
+    # Before the file is read; a schedule for no Jacobians is the shortest.
+    read_schedule(arguments.schedule, 0)
     _check_plot(arguments.plot)
     grad, jacobians = load_chain(arguments.file)
     parts = jacobians if isinstance(jacobians, list) else [jacobians]
     prepared = plan(
         jacobians,
-        schedule=schedule(len(jacobians)),
+        schedule=arguments.schedule,
         batch=(len(grad) or None) if grad.ndim == 2 else None,
         dtype=np.result_type(grad, *{part.dtype for part in parts}),
         device=arguments.device,
@@ -303,11 +292,11 @@ def _scan(arguments: argparse.Namespace) -> None:
             )
         _mpi_commands.scan(arguments)
         return
-    schedule = _schedule(arguments.schedule)
+    read_schedule(arguments.schedule, 0)
     grad, jacobians = load_chain(arguments.file)
     scan = inclusive_scan if arguments.inclusive else exclusive_scan
     start = time.perf_counter()
-    gradients = scan(grad, jacobians, schedule=schedule(len(jacobians)), device=arguments.device)
+    gradients = scan(grad, jacobians, schedule=arguments.schedule, device=arguments.device)
     seconds = time.perf_counter() - start
     arrays: dict[str, Any]
     if isinstance(gradients, np.ndarray):

@@ -15,6 +15,7 @@ from ..arrays.arrays import load_cupy
 from ..arrays.cuda import SIMULATED
 from ..errors import MemoryLimitError
 from ..execution.workspace import KINDS, Parts, places
+from ..formatting import format_bytes
 from ..kernels.cpu.tables import Kind, Op, Store
 from ..kernels.cuda import chunks as cuda_chunks
 from ..kernels.cuda import device as _device
@@ -360,7 +361,9 @@ class DeviceWorkspace:
                 return array
         except self._cupy.cuda.memory.OutOfMemoryError:
             pass  # what is free is in pieces
-        raise MemoryLimitError(f"{what} would take {needed:,} bytes; the device has {free:,} left")
+        raise MemoryLimitError(
+            f"{what} would take {format_bytes(needed)}; the device has {format_bytes(free)} left"
+        )
 
     def product(self, k: int) -> Parts | None:
         """Return the `k`-th product after a run, as :meth:`~.workspace.Workspace.product`.

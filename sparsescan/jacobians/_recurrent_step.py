@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arrays.arrays import check_memory, read_array
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.threads import share
+from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
 from ._kernels import sequences as kernels
 from ._kernels.lanes import lanes as lanes_of
@@ -129,7 +130,7 @@ class TrainingStep:
         kept = "states and gates" if memory.keeps_gates else "states"
         return (
             f"TrainingStep({self.network!r}): {memory.steps} steps of {memory.batch} samples, "
-            f"{kept} kept in {memory.nbytes:,} bytes"
+            f"{kept} kept in {format_bytes(memory.nbytes)}"
         )
 
     # -- Forward ----------------------------------------------------------------------------------
@@ -332,10 +333,10 @@ class TrainingStep:
             memory = _Memory(self.network, self._directions, steps, batch, dtype, segment)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
-        else:
+        if self.memory_limit is not None and memory.nbytes > self.memory_limit:
             raise MemoryLimitError(
-                f"memory_limit is {self.memory_limit} bytes; {steps} steps of {batch} samples "
-                f"need {memory.nbytes}"
+                f"memory_limit is {exact_bytes(self.memory_limit)}; {steps} steps of {batch} "
+                f"samples need {exact_bytes(memory.nbytes)}"
             )
         check_memory(f"{steps} steps of {batch} samples", memory.nbytes)
         memory.allocate()

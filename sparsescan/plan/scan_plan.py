@@ -17,6 +17,7 @@ from ..chains.chain import Chain, LocalGrads, check_places, read_grad
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace, workspace_bytes
+from ..formatting import exact_bytes
 from ..planning.search import Alternative
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
@@ -128,8 +129,8 @@ class ScanPlan(Frozen):
         linear = Program(self.patterns, Schedule.linear(self.n))
         least = needed_bytes(linear, dtype, batch, self.device)
         raise MemoryLimitError(
-            f"memory_limit is {self.memory_limit} bytes; {self.schedule} needs {needed}, and the "
-            f"least, Schedule.linear({self.n}), {least}"
+            f"memory_limit is {exact_bytes(self.memory_limit)}; {self.schedule} needs "
+            f"{exact_bytes(needed)}, and the least, Schedule.linear({self.n}), {exact_bytes(least)}"
         )
 
     def exclusive_scan(

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, InputTypeError, MemoryLimitError
+from ..formatting import exact_bytes
 from ..symbolic.schedule import check_count
 
 __all__ = ["minimise"]
@@ -192,8 +193,8 @@ def _order(sizes: Sequence[int], scopes: Iterable[Scope], memory_limit: int) -> 
         near = order[node] = neighbours.pop(node)
         if needed > memory_limit:
             raise MemoryLimitError(
-                f"memory_limit is {memory_limit} bytes; the tables need more when node {node} "
-                f"is eliminated, with {len(near)} neighbours left"
+                f"memory_limit is {exact_bytes(memory_limit)}; the tables need more when node "
+                f"{node} is eliminated, with {len(near)} neighbours left"
             )
         for other in near:
             neighbours[other] |= near

@@ -474,7 +474,7 @@ class Run:
                 format_time(one.prediction.total),
                 str(1 + order.index(one)),
             )
-            sent = f"{one.bytes:,} B", f"{one.prediction.bytes:,} B"
+            sent = format_bytes(one.bytes), format_bytes(one.prediction.bytes)
             rows.append([one.prediction.strategy, *times, *sent])
         predictions = [one.prediction for one in self.measured]
         return "\n".join(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +36,15 @@ __all__ = [
     "check_choice",
     "check_count",
     "chunk_levels",
+    "read_schedule",
     "schedule_of",
 ]
 
 # Bytes that an operation takes while a schedule is made, at most; and one that is checked.
 _MADE, _CHECKED = 48, 400
+# Schedules by name, with the number that some take.
+_NAMED = re.compile(r"(linear|blelloch)|(?:(truncated|chunked):([0-9]{1,18}))")
+_NAMES = "'auto', 'linear', 'blelloch', 'truncated:K' (K up-sweep levels) or 'chunked:C' (C chunks)"
 # Bits of the largest count that anybody means.
 _BITS = 128
 
@@ -416,6 +421,25 @@ def chunk_levels(bounds: Sequence[int]) -> list[Level]:
         _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),
         _level("sweeps", last),
     ]
+
+
+def read_schedule(schedule: Any, n: int) -> Schedule | None:
+    """Return the schedule that is passed, or named, for `n` Jacobians, or None for ``"auto"``."""
+    if isinstance(schedule, Schedule):
+        if schedule.n != n:
+            raise InputError(f"schedule is {short(schedule)}; expected one for {n} Jacobians")
+        return schedule
+    if not isinstance(schedule, str):
+        raise InputError(f"schedule is {short(schedule)}; expected {_NAMES}, or a Schedule")
+    if schedule == "auto":
+        return None
+    named = _NAMED.fullmatch(schedule)
+    if named is None:
+        raise InputError(f"schedule is {short(schedule)}; expected {_NAMES}")
+    plain, numbered, number = named.groups()
+    made: Schedule
+    made = getattr(Schedule, plain)(n) if plain else getattr(Schedule, numbered)(n, int(number))
+    return made
 
 
 def check_count(name: str, value: int, least: int) -> int:

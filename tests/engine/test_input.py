@@ -619,12 +619,10 @@ def test_options_that_are_compared_entry_by_entry(name):
     value = ODD_OPTIONS[name]
     grad, jacobians = np.ones(3), [csr()] * 3
     assert "; expected None, 'cpu' or 'cuda'" in refused(grad, jacobians, device=value)
-    assert "; expected 'auto', 'linear', 'blelloch' or a Sched" in refused(
-        grad, jacobians, schedule=value
-    )
+    assert "; expected 'auto', 'linear', 'blelloch', " in refused(grad, jacobians, schedule=value)
     for option, error, message in [
         ("device", DeviceError, "^device is .*; expected None, 'cpu' or 'cuda'$"),
-        ("schedule", InputError, "^schedule is .*; expected 'auto', 'linear', 'blelloch' or a S"),
+        ("schedule", InputError, "^schedule is .*; expected 'auto', .*, or a Schedule$"),
         ("effort", InputError, "^effort is .*; expected 'estimate' or 'measure'$"),
         ("batch", InputTypeError, "^batch is .*; expected an integer$"),
         ("memory_limit", InputTypeError, "^memory_limit is .*; expected an integer$"),
@@ -662,7 +660,7 @@ def test_schedules_that_no_machine_holds(n):
         lambda: Schedule.chunked(n, 3),
         lambda: Schedule.chunked(n, n),
     ):
-        message = r"^Schedule\..* would take [0-9,]+ bytes; this machine has [0-9,]+ left$"
+        message = r"^Schedule\..* would take [0-9.]+ .iB; this machine has [0-9.]+ .iB left$"
         with pytest.raises(sparsescan.MemoryLimitError, match=message):
             call()
     assert Schedule.chunked(3, n).chunks == 3
@@ -716,7 +714,7 @@ def test_empty_index_arrays_are_of_integers_too(dtype):
 def test_views_that_show_more_than_any_machine_holds(shape):
     stack = np.broadcast_to(1.0, shape)
     grad = np.broadcast_to(1.0, (*shape[1:-2], 2**20))
-    needed = f"{8 * np.prod(shape, dtype=object):,}"
+    needed = {3: "32 TiB", 4: "48 TiB"}[len(shape)]
     for call in (
         lambda: sparsescan.exclusive_scan(grad, stack),
         lambda: sparsescan.inclusive_scan(grad, list(stack)),
@@ -724,7 +722,9 @@ def test_views_that_show_more_than_any_machine_holds(shape):
     ):
         with pytest.raises(sparsescan.MemoryLimitError, match=r"^a contiguous copy of jacobians"):
             call()
-    with pytest.raises(sparsescan.MemoryLimitError, match=f"would take {needed} bytes; this mach"):
+    with pytest.raises(
+        sparsescan.MemoryLimitError, match=f"would take {needed}; this machine has .* left"
+    ):
         sparsescan.exclusive_scan(grad, stack)
 
 

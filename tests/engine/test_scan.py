@@ -521,16 +521,17 @@ def test_a_plan_keeps_to_its_memory_limit():
     sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need)
     with pytest.raises(
         MemoryLimitError,
-        match=rf"memory_limit is {need - 1} bytes; .* needs {need}, and the least, .* {least}",
+        match=rf"memory_limit is .* KiB \({need - 1:,} bytes\); Schedule.blelloch\(64\) needs .* "
+        rf"\({need:,} bytes\), and the least, Schedule.linear\(64\), .* \({least:,} bytes\)$",
     ):
         sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need - 1)
     assert sparsescan.plan(jacobians, memory_limit=least).schedule == Schedule.linear(64)
-    with pytest.raises(MemoryLimitError, match=rf"needs {least}, and the least"):
+    with pytest.raises(MemoryLimitError, match=rf"needs .* \({least:,} bytes\), and the least"):
         sparsescan.plan(jacobians, memory_limit=least - 1)
     # A run of more samples is held to it too.
     plan = sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need)
     plan.exclusive_scan(np.ones(8), jacobians)
-    with pytest.raises(MemoryLimitError, match=rf"memory_limit is {need} bytes"):
+    with pytest.raises(MemoryLimitError, match=rf"memory_limit is .* \({need:,} bytes\)"):
         plan.exclusive_scan(np.ones((9, 8)), jacobians)
 
 

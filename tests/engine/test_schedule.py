@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import Runs, letters, random_levels
 
-from sparsescan import InputError, InputTypeError, Schedule
+import sparsescan
+from sparsescan import InputError, InputTypeError, Pattern, Schedule
 from sparsescan.symbolic.schedule import Level
 
 LENGTHS = range(201)
@@ -463,3 +464,52 @@ def test_the_runs_of_a_level_are_offsets(runs):
         InputError, match=r"levels\[0\].runs is .*; expected integers that rise from"
     ):
         Schedule.from_levels(3, [Level("a", np.array([[0, 1, 2], [0, 2, 3]]), np.array(runs))])
+
+
+# ---------------------------------------------------------------------------------------------
+# By name
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(0, 60), st.booleans())
+def test_a_name_is_the_schedule_that_its_method_makes(n: int, count: int, inclusive: bool) -> None:
+    """In every call that takes one, and with the same gradients."""
+    made = {
+        "linear": Schedule.linear(n),
+        "blelloch": Schedule.blelloch(n),
+        f"truncated:{count}": Schedule.truncated(n, count),
+        f"chunked:{count + 1}": Schedule.chunked(n, count + 1),
+    }
+    scan = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
+    values = np.random.default_rng(n).standard_normal((n, 2, 2))
+    for name, schedule in made.items():
+        plan = sparsescan.plan([Pattern.dense((2, 2))] * n, schedule=name)
+        assert plan.schedule == schedule
+        assert plan.reason == "asked for"
+        found, expected = (scan([1.0, 2.0], values, schedule=how) for how in (name, schedule))
+        np.testing.assert_array_equal(found, expected)
+
+
+ACCEPTED = r"expected 'auto', 'linear', 'blelloch', 'truncated:K' \(K .*\) or 'chunked:C' \(C .*\)"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fast", "", "Linear", "linear:2", "truncated", "truncated:", "truncated:-1"),
+        *("chunked:2.0", "chunked: 2", "chunked:2\n", "chunked:²", "chunked:٣"),
+        *("chunked:" + "9" * 5000, 3, None, b"auto"),
+    ],
+)
+def test_a_name_of_none_is_refused_with_all_that_there_are(name: Any) -> None:
+    for call in (
+        lambda: sparsescan.plan([Pattern.diagonal(2)] * 3, schedule=name),
+        lambda: sparsescan.exclusive_scan(np.ones(2), np.ones((3, 2, 2)), schedule=name),
+    ):
+        with pytest.raises(InputError, match=f"^schedule is .*; {ACCEPTED}"):
+            call()
+
+
+def test_numbers_in_a_name_are_checked_as_those_of_the_method() -> None:
+    with pytest.raises(InputError, match="chunks is 0; expected at least 1"):
+        sparsescan.plan([Pattern.diagonal(2)] * 3, schedule="chunked:0")

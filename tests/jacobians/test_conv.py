@@ -225,9 +225,9 @@ def test_parameters_are_shared_and_their_changes_seen() -> None:
 @pytest.mark.parametrize("height", [224, 2240])
 def test_a_pattern_beyond_memory_is_refused_at_once(height: int) -> None:
     op = Conv2d(512, 512, 3, padding=1, input_shape=(512, height, 1000 * height))
-    with pytest.raises(MemoryLimitError, match=r"would take [\d,]+ bytes; .* has [\d,]+ left"):
+    with pytest.raises(MemoryLimitError, match=r"would take [\d.]+ .iB; .* has [\d.]+ .iB left"):
         _ = op.pattern
-    with pytest.raises(MemoryLimitError, match=r"for Conv2d\(.* would take [\d,]+ bytes"):
+    with pytest.raises(MemoryLimitError, match=r"for Conv2d\(.* would take [\d.]+ .iB"):
         op.values()
 
 

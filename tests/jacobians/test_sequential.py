@@ -552,7 +552,7 @@ def test_an_operator_may_stand_twice() -> None:
         (
             lambda: Sequential([Conv2d(512, 512, 3, input_shape=(512, 2240, 2240))]).plan(),
             MemoryLimitError,
-            r"the patterns of Sequential\(.* would take [\d,]+ bytes",
+            r"the patterns of Sequential\(.* would take [\d.]+ .iB",
         ),
     ],
 )

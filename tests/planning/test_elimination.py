@@ -282,7 +282,7 @@ def test_memory_limit_counts_the_tables():
     edges = [(u, v, np.zeros((len(nodes[u]), len(nodes[v])))) for u, v in complete(None, 3)]
     # Node 0, 1 or 2 goes first: all of them take 60 additions, so the highest number does.
     assert minimise(nodes, edges, memory_limit=8 * (3 * 4 + 3))[1] == 0
-    message = r"memory_limit is 119 bytes; the tables need more when node 1 is eliminated, "
+    message = r"memory_limit is 119 B; the tables need more when node 1 is eliminated, "
     with pytest.raises(MemoryLimitError, match=message):
         minimise(nodes, edges, memory_limit=119)
 

@@ -331,9 +331,9 @@ def test_the_same_plan_in_every_process(tmp_path: Path) -> None:
 
 def least_named(error: MemoryLimitError) -> int:
     """What the message says that the smallest plan needs."""
-    found = re.search(r"the least, Schedule.linear\(\d+\), (\d+)$", str(error))
+    found = re.search(r"the least, Schedule.linear\(\d+\), .*?([\d,]+) (B|bytes\))$", str(error))
     assert found, str(error)
-    return int(found[1])
+    return int(found[1].replace(",", ""))
 
 
 @given(SEEDS)
