@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,21 +14,17 @@ from .arrays.arrays import read_array
 from .arrays.streams import check_device, place
 from .chains.chain import Chain, length, patterns_in, steps_of
 from .chains.containers import check_dtype
-from .errors import Allocating, DeviceError, InputError, MemoryLimitError, short
-from .formatting import exact_bytes
-from .plan.scan_plan import Gradients, ScanPlan, needed_bytes
-from .plan.spec import PlanSpec
-from .planning.costs.cpu import Model
-from .planning.search import Choice, choose, choose_for, model_for
-from .symbolic.pattern import Pattern, TooLargeError
-from .symbolic.program import Program
+from .errors import Allocating, DeviceError, InputError, short
+from .plan.choose import choose_schedule
+from .plan.scan_plan import Gradients, ScanPlan
+from .plan.spec import Kind, PlanSpec
+from .planning.search import Choice
+from .symbolic.pattern import Pattern
 from .symbolic.schedule import Schedule, check_choice, check_count, read_schedule
 from .tuning.measure import measure
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
 
-# Entries that int64 can count, with room for sums of products.
-_COUNTED = 1 << 55
 # Choices of "auto" for single scans, by the keys of their patterns.
 _choices: dict[Any, Choice] = {}
 _KEPT = 64
@@ -195,9 +189,10 @@ def plan(
         linear and the Blelloch scan, that takes least on this machine; it is never slower than
         ``"linear"``.
     batch : int, optional
-        Insist on this batch size; by default a plan runs any, and is made for one sample.
+        Insist on this batch size; by default a plan runs any.
     dtype : {float32, float64}, optional
-        Insist on this dtype; by default a plan runs both, and is made for float64.
+        Insist on this dtype; by default a plan runs both. What runs ``"auto"`` chooses for, whatever
+        is given here; `batch` and `dtype` say it beforehand, so that the first run need not choose.
     device : {None, "cpu", "cuda"}, optional
         Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
         patterns, where the data of a run is.
@@ -207,7 +202,9 @@ def plan(
     effort : {"estimate", "measure"}, default "estimate"
         How ``"auto"`` finds what takes least: by predicted times (see ``sparsescan calibrate``),
         which is the same plan every time; or by scanning made-up values with those that are
-        predicted to be the fastest, which takes a second or more.
+        predicted to be the fastest, which takes a second or more. It is measured here, for `batch`
+        and `dtype` (by default one sample of float64), and never in a run: input of another batch
+        size or dtype has what is predicted to take least.
 
     Returns
     -------
@@ -255,22 +252,21 @@ def plan(
                 f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
             )
         device = "cuda" if on_device else device
-        model = model_for(device, chosen_dtype or np.dtype(np.float64), chosen_batch or 1)
-        choice = _choose(asked, patterns, model, device, limit, measured=effort == "measure")
-        return ScanPlan(
-            PlanSpec(
-                patterns,
-                choice.schedule,
-                reason=choice.reason,
-                batch=chosen_batch,
-                dtype=chosen_dtype,
-                device=device,
-                memory_limit=limit,
-                dense=choice.dense,
-                alternatives=choice.alternatives,
-            ),
-            choice.program,
+        spec = PlanSpec(
+            patterns,
+            Schedule.linear(len(patterns)) if asked is None else asked,
+            batch=chosen_batch,
+            dtype=chosen_dtype,
+            device=device,
+            memory_limit=limit,
+            auto=asked is None,
         )
+        kind = spec.kind
+        timed = partial(measure, patterns, kind.dtype, kind.batch, device)
+        choice = choose_schedule(
+            patterns, asked, kind, limit, timed if effort == "measure" else None
+        )
+        return ScanPlan(spec.with_choice(choice), choice.program)
 
 
 def _scan_once(
@@ -292,96 +288,27 @@ def _scan_once(
         device = "cuda" if chain.device is not None else device
         first = read_array("grad", grad)
         batch = len(first) if first.ndim == 2 else 1
-        model = model_for(device, chain.dtype, max(batch, 1))
-        choice = _choose_once(asked, patterns, model, device)
-        once = ScanPlan(
-            PlanSpec(
-                patterns, choice.schedule, reason=choice.reason, device=device, dense=choice.dense
-            ),
-            choice.program,
-        )
+        dtype = np.result_type(chain.dtype, first.dtype)
+        kind = Kind(max(batch, 1), dtype, device == "cuda", chain.differs() if batch > 1 else None)
+        choice = _choose_once(asked, patterns, kind)
+        spec = PlanSpec(patterns, choice.schedule, device=device).with_choice(choice)
+        once = ScanPlan(spec, choice.program)
         return once.run(once.slot(chain), first, local_grads, inclusive=inclusive)
 
 
-def _choose(
-    schedule: Schedule | None,
-    patterns: Sequence[Pattern],
-    model: Model,
-    device: str | None,
-    memory_limit: int | None = None,
-    *,
-    measured: bool = False,
-) -> Choice:
-    """Return the schedule that runs, and why."""
-    n = len(patterns)
-    _check_counts(patterns, model.batch)
-    dtype, batch = model.dtype, model.batch
-
-    def fits(program: Program) -> bool:
-        return memory_limit is None or (needed_bytes(program, dtype, batch, device) <= memory_limit)
-
-    nbytes = math.inf if memory_limit is None else memory_limit
-    if schedule is not None:
-        try:
-            return choose_for(patterns, schedule, model, fits=fits, nbytes=nbytes)
-        except OverflowError:
-            raise MemoryLimitError(
-                f"products of {schedule} have more multiply-adds than int64 can count; expected "
-                "another schedule"
-            ) from None
-        except TooLargeError:
-            least = needed_bytes(Program(patterns, Schedule.linear(n)), dtype, batch, device)
-            raise MemoryLimitError(
-                f"memory_limit is {exact_bytes(memory_limit or 0)}; {schedule} needs more, and the "
-                f"least, Schedule.linear({n}), {exact_bytes(least)}"
-            ) from None
-    return choose(
-        patterns,
-        model,
-        fits=fits,
-        nbytes=nbytes,
-        more=_for_device(patterns, batch) if device == "cuda" else (),
-        measure=partial(measure, patterns, dtype, batch, device) if measured else None,
-    )
-
-
-def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
-    """Raise if a chain is larger than any machine's memory, and than int64 can count."""
-    entries = sum(
-        count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
-    )
-    if entries * batch > _COUNTED:
-        raise MemoryLimitError(
-            f"the scan of {short(batch)} samples has {entries:,} entries of Jacobians and "
-            "gradients for each; expected no more than a machine can hold"
-        )
-
-
-def _choose_once(
-    schedule: Schedule | None, patterns: Sequence[Pattern], model: Model, device: str | None
-) -> Choice:
+def _choose_once(schedule: Schedule | None, patterns: Sequence[Pattern], kind: Kind) -> Choice:
     """Choose for one scan, and remember what "auto" said of such a chain."""
     if schedule is not None:
-        return _choose(schedule, patterns, model, device)
+        return choose_schedule(patterns, schedule, kind)
     numbers: dict[Pattern, int] = {}
     steps = [numbers.setdefault(pattern, len(numbers)) for pattern in patterns]
     chain = tuple(pattern.key for pattern in numbers), np.array(steps).tobytes()
-    key = chain, model.dtype, model.batch, model.workers, device
+    key = chain, kind, kind.model().workers
     choice = _choices.get(key)
     if choice is None:
         while len(_choices) >= _KEPT:
             _choices.pop(next(iter(_choices)), None)
-        choice = _choose(None, patterns, model, device)
+        choice = choose_schedule(patterns, None, kind)
         # The program would keep the patterns.
         _choices[key] = replace(choice, program=None)
     return choice
-
-
-def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
-    """Return chunks for small steps of one pattern, which have kernels of their own."""
-    from .execution.device import chunk_count
-
-    n, chunks = len(patterns), chunk_count(patterns, batch) if patterns else None
-    if chunks is None:
-        return []
-    return [Schedule.chunked(n, count) for count in sorted({1, chunks})]

@@ -103,8 +103,9 @@ def with_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], No
     def set_threads(count: int) -> None:
         pools.append(ThreadPoolExecutor(max(count - 1, 1)))
         # By name, because the function `sparsescan.plan` hides the module.
-        plan = importlib.import_module("sparsescan.plan.scan_plan")
-        monkeypatch.setattr(plan, "thread_count", lambda: count)
+        for name in ("choose", "scan_plan"):
+            module = importlib.import_module(f"sparsescan.plan.{name}")
+            monkeypatch.setattr(module, "thread_count", lambda: count)
         monkeypatch.setattr(threads, "_pool", pools[-1])
 
     monkeypatch.setattr(sparsescan.execution.stages, "RUN_GRAIN", 1)
@@ -121,7 +122,8 @@ def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_machine(count: int, machine: Cpu = built_in) -> None:
         search = importlib.import_module("sparsescan.planning.search")
-        for module in (search, importlib.import_module("sparsescan.plan.scan_plan")):
+        for name in ("planning.search", "plan.choose", "plan.scan_plan"):
+            module = importlib.import_module(f"sparsescan.{name}")
             monkeypatch.setattr(module, "thread_count", lambda: count)
         monkeypatch.setattr(search, "load_cpu", lambda: machine)
 

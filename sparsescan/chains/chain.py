@@ -177,6 +177,11 @@ class Chain:
         stack = self._stacks[turn]
         return stack if stack.ndim == 1 else stack[step]
 
+    def differs(self) -> bytes | None:
+        """Return which Jacobians differ between samples, as an array of bool; None if all do."""
+        differ = self.leaves[:, 1] != 0
+        return None if differ.all() else differ.tobytes()
+
     def release(self) -> None:
         """Forget the caller's arrays."""
         if self._stacks:

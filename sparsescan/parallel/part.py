@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..api import plan as plan_scan
-from ..plan.scan_plan import ScanPlan, needed_bytes
+from ..plan.choose import needed_bytes
+from ..plan.scan_plan import ScanPlan
+from ..plan.spec import Kind
 from ..planning.costs.cpu import Model
 from ..planning.forms import choose_forms
 from ..symbolic.pattern import Pattern, Products, TooLargeError
@@ -146,6 +148,7 @@ class Part:
                 self._programs = dict(zip(FORMS, programs, strict=True))
         model = self._model
         sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
+        self.sweep.settle(Kind(model.batch, model.dtype, self._device == "cuda"))
         swept = self.sweep.to_dict()
         _, more = step_time(model, self._patterns[-1], 1)
         return PartCost(

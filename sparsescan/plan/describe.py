@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from ..formatting import align, format_bytes, format_count, format_time
 from ..planning.costs.cpu import Cost, level_costs
-from ..planning.search import Alternative, model_for
+from ..planning.search import Alternative
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.tree import tree
@@ -27,7 +25,7 @@ _WIDTH = 90
 
 def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> str:
     """Return the text of ``print(plan)``: what runs, what it costs, and why."""
-    dtype = np.dtype(spec.dtype or np.float64)
+    kind = spec.kind
     lines = [f"ScanPlan({len(spec.patterns)} Jacobians, {spec.schedule})", f"  why: {spec.reason}"]
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
     if program is None:
@@ -35,19 +33,19 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
     lines.append(f"  tree: {tree(spec.schedule, _WIDTH)}")
     if spec.dense:
         lines.append(f"  stored densely: {len(spec.dense):,} products whose patterns are sparse")
-    costs = level_costs(program, dtype.itemsize)
-    model = model_for(spec.device, dtype, spec.batch or 1)
+    costs = level_costs(program, kind.dtype.itemsize)
+    model = kind.model()
     run, times = model.level_times(program)
-    lines.append(f"  levels, for one sample of {dtype}:")
+    batch = f"a batch of {kind.batch}" if spec.batch or kind.batch > 1 else "one sample"
+    lines.append(f"  levels, counts for one sample of {kind.dtype}, times for {batch}:")
     lines += _table(costs, times)
-    batch = f"a batch of {spec.batch}" if spec.batch else "one sample"
     lines.append(
         f"  predicted: {format_time(run + sum(times))} for {batch} on {model.where}, of which "
         f"{format_time(run)} are spent once a run"
     )
     lines.append(
         f"  memory: at most {format_bytes(workspace_bytes)} beside Jacobians and gradients, for "
-        f"{batch} of {dtype}"
+        f"{batch} of {kind.dtype}"
     )
     if spec.alternatives:
         lines += ["  looked at, when this was planned:", *_alternatives(spec.alternatives)]
@@ -56,12 +54,12 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
 
 def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> dict[str, Any]:
     """Return what is printed as lists, numbers and strings."""
-    dtype = np.dtype(spec.dtype or np.float64)
+    kind = spec.kind
     costs: list[Cost] = []
     run, times = 0.0, list[float]()
     if program is not None:
-        costs = level_costs(program, dtype.itemsize)
-        run, times = model_for(spec.device, dtype, spec.batch or 1).level_times(program)
+        costs = level_costs(program, kind.dtype.itemsize)
+        run, times = kind.model().level_times(program)
     return {
         "n": len(spec.patterns),
         "schedule": repr(spec.schedule),
@@ -69,6 +67,7 @@ def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> di
         "batch": spec.batch,
         "dtype": None if spec.dtype is None else spec.dtype.name,
         "device": spec.device,
+        "predicted_for": {"batch": kind.batch, "dtype": kind.dtype.name},
         "workspace_bytes": workspace_bytes,
         "memory_limit": spec.memory_limit,
         "dense": sorted([start, stop] for start, stop in spec.dense),

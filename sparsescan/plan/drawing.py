@@ -96,7 +96,7 @@ def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
     check_packages("a picture", "plot", {"matplotlib": "matplotlib"})
     from matplotlib.figure import Figure
 
-    program = plan._program
+    program = plan._latest.program
     if program is None or not program.levels:
         raise InputError(
             f"plan is for a chain of length {plan.n}, whose exclusive scan multiplies nothing; "

@@ -18,6 +18,7 @@ that is loaded has its symbolic phase done again. Version 1 of the format:
 ``counts``       int (a, 2): steps and products of each
 ``predicted``    float (a,): nanoseconds of each, or NaN
 ``measured``     float (a,): the same as measured, or NaN
+``differs``      int (n,): 1 for the Jacobians that differ between samples in `kind`; (0,) if all do
 ``option.*``     one integer or string for each of ``_OPTIONS``; none for an option that is None
 ===============  =================================================================================
 
@@ -53,7 +54,7 @@ from ..chains.files import (
 from ..errors import InputError, PlanFileError
 from ..planning.search import Alternative
 from ..symbolic.schedule import Level, Schedule, check_count
-from .spec import PlanSpec
+from .spec import Kind, PlanSpec
 
 __all__ = ["load_spec", "save_spec"]
 
@@ -61,14 +62,20 @@ _VERSION = 1
 _REMEDY = "expected a file written by ScanPlan.save"
 _NAMED = re.compile(r"Schedule\.(linear|blelloch|truncated|chunked)\(([0-9]+)(?:, ([0-9]+))?\)")
 
-# Arguments and attributes of a PlanSpec; a plan with one that is not known here is refused.
+# Arguments and attributes of a PlanSpec, and of the kind of input that it is for; a plan with one
+# that is not known here is refused.
 _OPTIONS: dict[str, type[int] | type[str]] = {
     "reason": str,
     "batch": int,
     "dtype": str,
     "device": str,
     "memory_limit": int,
+    "auto": int,
+    "kind_batch": int,
+    "kind_dtype": str,
+    "kind_on_device": int,
 }
+_OPTIONAL = ("batch", "dtype", "device", "memory_limit")
 _PREFIX = "option."
 
 
@@ -80,6 +87,7 @@ def save_spec(path: Path, spec: PlanSpec) -> None:
     steps = [number[pattern] for pattern in spec.patterns]
     arrays = pack_patterns(unique) | _pack_schedule(spec.schedule) | _pack_options(spec)
     arrays |= _pack_alternatives(spec.alternatives)
+    arrays["differs"] = np.frombuffer(spec.kind.differs or b"", np.uint8)
     arrays["dense"] = np.array(sorted(spec.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
@@ -103,7 +111,11 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _pack_options(spec: PlanSpec) -> dict[str, NDArray[Any]]:
-    options: dict[str, Any] = {name: getattr(spec, name) for name in _OPTIONS}
+    options: dict[str, Any] = {
+        name: value for name, value in vars(spec).items() if name in _OPTIONS
+    }
+    options["kind_batch"], options["kind_dtype"] = spec.kind.batch, spec.kind.dtype.name
+    options["kind_on_device"] = spec.kind.on_device
     if spec.dtype is not None:
         options["dtype"] = spec.dtype.name
     if spec.memory_limit is not None:
@@ -157,9 +169,20 @@ def _unpack(arrays: Arrays) -> PlanSpec:
         check_index("steps", int(p), len(unique))
     patterns = check_chain([unique[p] for p in steps.tolist()])
     schedule, options = _unpack_schedule(arrays, len(patterns)), _unpack_options(arrays)
+    options["ran"] = _unpack_kind(arrays, options, len(patterns))
     options["dense"] = _unpack_dense(arrays, schedule)
     options["alternatives"] = _unpack_alternatives(arrays)
     return PlanSpec(patterns, schedule, **options)
+
+
+def _unpack_kind(arrays: Arrays, options: dict[str, Any], n: int) -> Kind:
+    """Take the kind of input that the schedule is for out of the options."""
+    batch, dtype, on_device = (options.pop(f"kind_{name}") for name in Kind._fields[:3])
+    check_count("option.kind_batch", batch, 1)
+    differs = arrays.integers("differs") != 0
+    if len(differs):
+        check_used("differs", len(differs), n)
+    return Kind(batch, check_dtype(dtype), bool(on_device), differs.tobytes() or None)
 
 
 def _unpack_dense(arrays: Arrays, schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -202,14 +225,16 @@ def _unpack_options(arrays: Arrays) -> dict[str, Any]:
             raise InputError(f"{key} is not known here; expected one of {', '.join(_OPTIONS)}")
         kinds, what = ("iu", "one integer") if _OPTIONS[name] is int else ("U", "one string")
         options[name] = arrays.scalar(key, kinds, what)
-    if options["reason"] is None:
-        raise InputError(f"the key '{_PREFIX}reason' is missing")
+    for name, value in options.items():
+        if value is None and name not in _OPTIONAL:
+            raise InputError(f"the key '{_PREFIX}{name}' is missing")
     if options["memory_limit"] is not None:
         check_count("option.memory_limit", options["memory_limit"], 0)
     if options["batch"] is not None:
         check_count("option.batch", options["batch"], 1)
     if options["dtype"] is not None:
         options["dtype"] = check_dtype(options["dtype"])
+    options["auto"] = bool(options["auto"])
     if options["device"] not in (None, "cpu", "cuda"):
         raise InputError(f"option.device is {options['device']!r}; expected 'cpu' or 'cuda'")
     return options

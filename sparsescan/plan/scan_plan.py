@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,34 +17,33 @@ from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_places, read_grad
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.threads import thread_count
-from ..execution.workspace import Workspace, workspace_bytes
+from ..execution.workspace import Workspace
 from ..formatting import exact_bytes
 from ..planning.search import Alternative
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
+from .choose import choose_schedule, needed_bytes
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
-from .spec import PlanSpec
+from .spec import Kind, PlanSpec
 
 if TYPE_CHECKING:
     from ..execution.device import DeviceWorkspace
 
-__all__ = ["ScanPlan", "Slot", "needed_bytes"]
+__all__ = ["ScanPlan", "Slot"]
 
-# Workspaces that one slot of a plan keeps, e.g. for different batch sizes.
-_KEPT = 4
+# Workspaces that one slot of a plan keeps, e.g. for different batch sizes; and choices of a plan.
+_KEPT, _CHOICES = 4, 64
 
 Gradients = list[NDArray[Any]] | NDArray[Any]
 
 
-def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:
-    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most."""
-    if device == "cuda":
-        from ..execution.device import device_bytes
+class _Ready(NamedTuple):
+    """What runs input of one kind."""
 
-        return device_bytes(program, dtype, batch)
-    return workspace_bytes(program, dtype, batch, thread_count())
+    spec: PlanSpec
+    program: Program | None
 
 
 class ScanPlan(Frozen):
@@ -53,6 +53,12 @@ class ScanPlan(Frozen):
     fork. Its second run with the same kind of input allocates nothing that grows with the chain but
     the gradients it returns.
 
+    With ``schedule="auto"``, what takes least depends on the kind of input: its batch size and
+    dtype, the device it is on, and which Jacobians all samples share. A run of another kind than
+    before chooses again, by predicted times alone, and keeps the choice. `schedule`, `reason`,
+    `dense` and `alternatives`, and all that the plan prints, are those of the latest run; before
+    the first, those for `batch` samples of `dtype`, or for one of float64.
+
     Attributes
     ----------
     n : int
@@ -60,7 +66,7 @@ class ScanPlan(Frozen):
     patterns : tuple of Pattern
         The pattern of every Jacobian, from the last layer to the first.
     schedule : Schedule
-        The schedule that runs.
+        The schedule that ran last, or will run first.
     reason : str
         Why that one.
     batch : int or None
@@ -80,22 +86,26 @@ class ScanPlan(Frozen):
 
     n: int
     patterns: tuple[Pattern, ...]
-    schedule: Schedule
-    reason: str
     batch: int | None
     dtype: np.dtype[Any] | None
     device: str | None
     memory_limit: int | None
-    dense: frozenset[tuple[int, int]]
-    alternatives: tuple[Alternative, ...]
 
     def __init__(self, spec: PlanSpec, program: Program | None = None) -> None:
         patterns = spec.patterns
-        self._spec = spec
-        self._set(n=len(patterns), **vars(spec) | {"patterns": tuple(patterns)})
+        self._set(
+            n=len(patterns),
+            patterns=tuple(patterns),
+            batch=spec.batch,
+            dtype=spec.dtype,
+            device=spec.device,
+            memory_limit=spec.memory_limit,
+        )
         if patterns and program is None:
             program = Program(patterns, spec.schedule, dense=spec.dense)
-        self._program = program
+        # What the plan was made with, what runs other kinds of input, and what ran last.
+        self._first = self._latest = _Ready(spec, program)
+        self._others: dict[Kind, _Ready] = {}
         self._linear: Program | None = None
         self._sizes = [patterns[0].shape[1]] if patterns else []
         self._sizes += [pattern.shape[0] for pattern in patterns]
@@ -104,20 +114,66 @@ class ScanPlan(Frozen):
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
         self._idle: deque[Slot] = deque()
         if program is not None:
-            self._admit(program, np.dtype(spec.dtype or np.float64), spec.batch or 1)
+            self._admit(program, spec.kind.dtype, spec.kind.batch)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that ran last, or will run first."""
+        return self._latest.spec.schedule
+
+    @property
+    def reason(self) -> str:
+        """Why that one."""
+        return self._latest.spec.reason
+
+    @property
+    def dense(self) -> frozenset[tuple[int, int]]:
+        """Products ``(start, stop)`` that are stored densely although their patterns are sparse."""
+        return self._latest.spec.dense
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The schedules that the planner looked at."""
+        return self._latest.spec.alternatives
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes that the plan and a run take beside Jacobians and gradients, at most.
 
-        The products with their indices, scratch of every thread, and tables; for `batch` samples of
-        `dtype`, or one of float64 where the plan insists on none, as if every Jacobian differed
-        between samples.
+        The products with their indices, scratch of every thread, and tables; for as many samples as
+        ran last, or before the first run `batch` of `dtype`, or one of float64; as if every
+        Jacobian differed between samples.
         """
-        if self._program is None:
-            return 0
-        dtype = np.dtype(self.dtype or np.float64)
-        return needed_bytes(self._program, dtype, self.batch or 1, self.device)
+        return _workspace_bytes(self._latest)
+
+    def settle(self, kind: Kind) -> Program | None:
+        """Return what runs input of this kind: from now on, all that is printed is about it."""
+        ready = self._latest
+        if kind != ready.spec.kind:
+            ready = self._first
+            if kind != ready.spec.kind:
+                ready = self._others.get(kind) or self._choose(kind)
+            self._latest = ready
+        return ready.program
+
+    def _choose(self, kind: Kind) -> _Ready:
+        """Choose what runs input of a new kind; no threads wait, since all choose the same."""
+        spec, program = self._first
+        if spec.chooses_for(kind):
+            choice = choose_schedule(self.patterns, None, kind, self.memory_limit)
+            spec = spec.with_choice(choice)
+            known = [self._first, *self._others.values()]
+            same = (
+                ready.program
+                for ready in known
+                if (ready.spec.schedule, ready.spec.dense) == (spec.schedule, spec.dense)
+            )
+            program = next(same, choice.program)
+            if program is None:
+                program = Program(self.patterns, spec.schedule, dense=spec.dense)
+        if len(self._others) >= _CHOICES:
+            self._others.pop(next(iter([*self._others])), None)
+        return self._others.setdefault(kind, _Ready(replace(spec, ran=kind), program))
 
     def _admit(self, program: Program, dtype: np.dtype[Any], batch: int) -> None:
         """Raise if a program and a run of it need more than the limit."""
@@ -129,7 +185,7 @@ class ScanPlan(Frozen):
         linear = Program(self.patterns, Schedule.linear(self.n))
         least = needed_bytes(linear, dtype, batch, self.device)
         raise MemoryLimitError(
-            f"memory_limit is {exact_bytes(self.memory_limit)}; {self.schedule} needs "
+            f"memory_limit is {exact_bytes(self.memory_limit)}; {program.schedule} needs "
             f"{exact_bytes(needed)}, and the least, Schedule.linear({self.n}), {exact_bytes(least)}"
         )
 
@@ -209,6 +265,8 @@ class ScanPlan(Frozen):
     def predict(self, workers: int) -> ScanPrediction:
         """Return steps and work of an exclusive scan of one sample with any number of workers.
 
+        By the schedule of the latest run.
+
         Parameters
         ----------
         workers : int
@@ -231,7 +289,7 @@ class ScanPlan(Frozen):
         >>> plan.predict(1).steps, plan.predict(128).steps, plan.predict(1000).steps
         (1984, 26, 18)
         """
-        return predict(self._program, check_count("workers", workers, 1))
+        return predict(self._latest.program, check_count("workers", workers, 1))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the plan prints, for programs: lists, numbers and strings, as JSON has them.
@@ -239,8 +297,9 @@ class ScanPlan(Frozen):
         Returns
         -------
         dict
-            ``levels`` has a dict for each level: the counts are for one sample, bytes for the dtype
-            of the plan, or float64.
+            ``levels`` has a dict for each level: the counts are for one sample. Bytes and times are
+            for the dtype and the number of samples under ``predicted_for``, those of the latest
+            run.
 
         Examples
         --------
@@ -249,7 +308,8 @@ class ScanPlan(Frozen):
         >>> plan.to_dict()["levels"][0]["multiply_adds"]
         12
         """
-        return to_dict(self._spec, self._program, self.workspace_bytes)
+        latest = self._latest
+        return to_dict(latest.spec, latest.program, _workspace_bytes(latest))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, in NumPy's ``.npz`` format and without pickle.
@@ -272,7 +332,7 @@ class ScanPlan(Frozen):
 
         Notes
         -----
-        Stored are the patterns, the schedule and the options, but no products.
+        Stored are the patterns, the schedule of the latest run and the options, but no products.
 
         Examples
         --------
@@ -291,7 +351,7 @@ class ScanPlan(Frozen):
         """
         from .files import save_spec
 
-        save_spec(path, self._spec)
+        save_spec(path, self._latest.spec)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ScanPlan:
@@ -305,7 +365,9 @@ class ScanPlan(Frozen):
         Returns
         -------
         ScanPlan
-            It prints the same, and gives the same bits. One for a device can be loaded without it.
+            It prints the same, and gives the same bits; with ``"auto"`` for input of the kind that
+            ran last before it was saved, while for any other it chooses anew, on this machine. A
+            plan for a device can be loaded without one.
 
         Raises
         ------
@@ -371,13 +433,16 @@ class ScanPlan(Frozen):
             check_memory("the gradients", batch * size * dtype.itemsize)
         out = xp.empty(batch * size, dtype)
         local.add_first(first, out[: first.size].reshape(first.shape))
-        if self._program is not None and count > 1 and batch > 0:
+        if self.n and count > 1 and batch > 0:
             chain.convert(dtype)
+            differs = chain.differs() if batch > 1 else None
+            program = self.settle(Kind(batch, dtype, xp is not np, differs))
+            assert program is not None  # since there are Jacobians
             local.convert(dtype)
             if xp is not np:
-                workspace = slot.on_device(self._program, dtype, batch, local)
+                workspace = slot.on_device(program, dtype, batch, local)
                 workspace.run(chain, local, out, inclusive=inclusive)
-            elif not slot.workspace(self._program, dtype, batch, local).run(out, inclusive):
+            elif not slot.workspace(program, dtype, batch, local).run(out, inclusive):
                 # The linear scan defines what a value reaches that is not finite, of which a
                 # product may make something else; nor can a product hold entries of any range.
                 if self._linear is None:
@@ -437,7 +502,15 @@ class ScanPlan(Frozen):
         return f"ScanPlan({self.n} Jacobians, {self.schedule})"
 
     def __str__(self) -> str:
-        return describe(self._spec, self._program, self.workspace_bytes)
+        latest = self._latest
+        return describe(latest.spec, latest.program, _workspace_bytes(latest))
+
+
+def _workspace_bytes(ready: _Ready) -> int:
+    if ready.program is None:
+        return 0
+    kind = ready.spec.kind
+    return needed_bytes(ready.program, kind.dtype, kind.batch, kind.device)
 
 
 class Slot:

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planning.search import Alternative
+from ..planning.costs.cpu import Model
+from ..planning.search import Alternative, Choice, model_for
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import Schedule
 
-__all__ = ["PlanSpec"]
+__all__ = ["Kind", "PlanSpec"]
+
+
+class Kind(NamedTuple):
+    """A kind of input: what the time of a scan depends on beside patterns and schedule.
+
+    Attributes
+    ----------
+    batch : int
+        Number of samples, at least 1.
+    dtype : dtype
+        float32 or float64.
+    on_device : bool
+        Whether it runs on a CUDA device.
+    differs : bytes or None
+        Which Jacobians differ between samples, as an array of bool; None if all do.
+    """
+
+    batch: int
+    dtype: np.dtype[Any]
+    on_device: bool = False
+    differs: bytes | None = None
+
+    @property
+    def device(self) -> str | None:
+        """The device as calls name it."""
+        return "cuda" if self.on_device else None
+
+    def model(self) -> Model:
+        """Return what predicts times of such input on this machine."""
+        differs = None if self.differs is None else np.frombuffer(self.differs, np.bool_)
+        return model_for(self.device, self.dtype, self.batch, differs)
 
 
 @dataclass(frozen=True)
@@ -33,6 +65,10 @@ class PlanSpec:
         The products ``(start, stop)`` that are stored densely although their patterns are sparse.
     alternatives : tuple of Alternative
         The schedules that the planner looked at.
+    auto : bool
+        Whether another schedule may run input of another kind.
+    ran : Kind or None
+        The input that the schedule ran last; None if it has run none.
     """
 
     patterns: Sequence[Pattern]
@@ -44,3 +80,31 @@ class PlanSpec:
     memory_limit: int | None = None
     dense: frozenset[tuple[int, int]] = frozenset()
     alternatives: tuple[Alternative, ...] = ()
+    auto: bool = False
+    ran: Kind | None = None
+
+    def chooses_for(self, kind: Kind) -> bool:
+        """Return whether another schedule may run this input, by predicted times.
+
+        One that was measured stays for the batch and the dtype that it was measured with.
+        """
+        measured = any(each.measured for each in self.alternatives)
+        return self.auto and not (measured and kind[:3] == self.kind[:3])
+
+    def with_choice(self, choice: Choice) -> PlanSpec:
+        """Return these patterns and options with what the planner chose for them."""
+        return replace(
+            self,
+            schedule=choice.schedule,
+            reason=choice.reason,
+            dense=choice.dense,
+            alternatives=choice.alternatives,
+        )
+
+    @property
+    def kind(self) -> Kind:
+        """The input that the schedule is for: until one has run, what the caller asked for."""
+        asked = Kind(
+            self.batch or 1, np.dtype(self.dtype or np.float64), on_device=self.device == "cuda"
+        )
+        return self.ran or asked

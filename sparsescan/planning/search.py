@@ -183,13 +183,18 @@ def choose_for(
     return Choice(schedule, dense, _ASKED, (), program)
 
 
-def model_for(device: str | None, dtype: np.dtype[Any], batch: int) -> Model:
+def model_for(
+    device: str | None,
+    dtype: np.dtype[Any],
+    batch: int,
+    differs: NDArray[np.bool_] | None = None,
+) -> Model:
     """Return the cost model of this machine's CPU, or of the current CUDA device."""
     if device == "cuda":
         from .costs.cuda import GpuModel, load_gpu
 
-        return GpuModel(load_gpu(), dtype, batch)
-    return CpuModel(load_cpu(), dtype, batch, thread_count())
+        return GpuModel(load_gpu(), dtype, batch, differs)
+    return CpuModel(load_cpu(), dtype, batch, thread_count(), differs)
 
 
 class Search:

@@ -38,7 +38,7 @@ from sparsescan import (
     load_chain,
     save_chain,
 )
-from sparsescan.plan.spec import PlanSpec
+from sparsescan.plan.spec import Kind, PlanSpec
 from sparsescan.planning.search import Alternative
 
 
@@ -169,7 +169,7 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
 def test_a_plan_that_was_chosen_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that "auto" says about it, made for more threads than there are here."""
     monkeypatch.setattr(sparsescan.planning.costs.cpu, "machine_file", lambda: tmp_path / "none")
-    for name in ("plan.scan_plan", "planning.search"):
+    for name in ("plan.choose", "plan.scan_plan", "planning.search"):
         module = importlib.import_module(f"sparsescan.{name}")
         monkeypatch.setattr(module, "thread_count", lambda: 64)
     sparse = sp.random_array((1024, 1024), density=0.001, rng=np.random.default_rng(0)).tocsr()
@@ -268,6 +268,8 @@ def saved(folder: Path) -> dict[str, bytes]:
                     Alternative("Schedule.linear(7)", 6, 0, 12.5, 13.5),
                     Alternative("Schedule.chunked(7, 2)", 4, 1, None),
                 ),
+                auto=True,
+                ran=Kind(2, np.dtype("f4"), False, bytes([0, 1, 1, 0, 1, 0, 1])),
             )
         )
         plan.save(folder / name)
@@ -412,6 +414,11 @@ KEYS = {
     "option.dtype": "one string",
     "option.device": "one string",
     "option.memory_limit": "one integer",
+    "option.auto": "one integer",
+    "option.kind_batch": "one integer",
+    "option.kind_dtype": "one string",
+    "option.kind_on_device": "one integer",
+    "differs": "integers",
 }
 OPTIONAL = {"option.batch", "option.dtype", "option.device", "option.memory_limit"}
 
@@ -500,6 +507,9 @@ def test_each_key_has_its_shape(tmp_path: Path, saved: dict[str, bytes], key: st
         ("option.dtype", lambda a: np.array("f2"), "dtype is float16; expected float32"),
         ("option.dtype", lambda a: np.array("O"), "dtype is object; expected float32"),
         ("option.device", lambda a: np.array("tpu"), "option.device is 'tpu'; expected 'cpu'"),
+        ("option.kind_batch", lambda a: a * 0, "option.kind_batch is 0; expected at least 1"),
+        ("option.kind_dtype", lambda a: np.array("f2"), "dtype is float16; expected float32"),
+        ("differs", lambda a: a[:-1], "differs has 6 entries; expected 7"),
         ("option.colour", lambda a: np.array("red"), "option.colour is not known here; expected"),
     ],
 )

@@ -480,7 +480,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
         return choose(patterns, model, **options)
 
     as_if(64)
-    monkeypatch.setattr(api, "choose", counting)
+    monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "choose", counting)
     monkeypatch.setattr(api, "_choices", {})
     return found
 

@@ -59,5 +59,5 @@ def check_memory(cupy: Any, plan: ScanPlan, batch: int) -> None:
             run(local[0], steps, local_grads=local[:count]).clear()
     returned = -(-sum(array.nbytes for array in local) // UNIT) * UNIT
     taken = state.peak[0] - before - returned
-    said = device_bytes(plan._program, F4, batch)
+    said = device_bytes(plan._latest.program, F4, batch)
     assert taken <= said <= 1.25 * taken + 4096

@@ -161,9 +161,10 @@ class Operations:
 
     @classmethod
     def of(
-        cls, program: Program, itemsize: int, batch: int, batched: NDArray[np.bool_]
+        cls, program: Program, itemsize: int, batch: int, differs: NDArray[np.bool_] | None
     ) -> Operations:
-        """Return the operations of `program`, if these Jacobians differ between samples."""
+        """Return operations of `program`, if these Jacobians (None: all) differ between samples."""
+        batched = np.full(program.n, batch > 1) if differs is None else differs
         jacobian = np.arange(len(program.patterns)) < program.n
         matrices = Matrices(program.patterns, jacobian, program.batched(batched))
         ops = program.ops
@@ -298,7 +299,7 @@ _FLOATS = ("float32", "float64")
 def level_costs(program: Program, itemsize: int) -> list[Cost]:
     """Return what every level does, for one sample with values of `itemsize` bytes."""
     nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
-    moved = Operations.of(program, itemsize, 1, np.zeros(program.n, bool)).bytes
+    moved = Operations.of(program, itemsize, 1, None).bytes
     costs = []
     for name, runs in program.levels:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
@@ -320,7 +321,7 @@ def level_costs(program: Program, itemsize: int) -> list[Cost]:
 
 
 class Model(Protocol):
-    """The time of scans of some batch size and dtype on some hardware, if all Jacobians differ."""
+    """The time of scans of some batch size and dtype on some hardware."""
 
     @property
     def batch(self) -> int:
@@ -329,6 +330,10 @@ class Model(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]:
         """float32 or float64."""
+
+    @property
+    def differs(self) -> NDArray[np.bool_] | None:
+        """Which Jacobians of a chain differ between samples; None if all do."""
 
     @property
     def where(self) -> str:
@@ -363,6 +368,7 @@ class CpuModel:
     dtype: np.dtype[Any]
     batch: int
     threads: int
+    differs: NDArray[np.bool_] | None = None
 
     @property
     def where(self) -> str:
@@ -400,8 +406,7 @@ class CpuModel:
     def level_times(self, program: Program) -> tuple[float, list[float]]:
         """Return nanoseconds of an exclusive scan: of the run itself, and of each level."""
         machine, threads = self.machine, self.threads
-        batched = np.full(program.n, self.batch > 1)
-        operations = Operations.of(program, self.dtype.itemsize, self.batch, batched)
+        operations = Operations.of(program, self.dtype.itemsize, self.batch, self.differs)
         taken = operations.nanoseconds(machine, self.dtype)
         from_memory = operations.bytes[:-1].sum() > machine.cache
         if taken[:-1].sum() < RUN_GRAIN:

@@ -143,6 +143,7 @@ class GpuModel:
     gpu: Gpu
     dtype: np.dtype[Any]
     batch: int
+    differs: NDArray[np.bool_] | None = None
 
     @property
     def where(self) -> str:
@@ -183,8 +184,7 @@ class GpuModel:
         chunks, size = program.schedule.chunks, chunk_size(program.patterns[: program.n])
         if chunks is not None and size is not None:
             return self.gpu.run, self._chunked(program, chunks, size)
-        batched = np.full(program.n, self.batch > 1)
-        operations = Operations.of(program, self.dtype.itemsize, self.batch, batched)
+        operations = Operations.of(program, self.dtype.itemsize, self.batch, self.differs)
         shares = Shares.of(program)
         work = self._work(operations, shares.blas)
         moved = operations.bytes / self.gpu.bandwidth

@@ -1,0 +1,90 @@
+"""The schedule of a plan: asked for, or chosen for what runs, within the limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import MemoryLimitError, short
+from ..execution.threads import thread_count
+from ..execution.workspace import workspace_bytes
+from ..formatting import exact_bytes
+from ..planning.search import Candidate, Choice, choose, choose_for
+from ..symbolic.pattern import Pattern, TooLargeError
+from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule
+from .spec import Kind
+
+__all__ = ["choose_schedule", "needed_bytes"]
+
+# Entries that int64 can count, with room for sums of products.
+_COUNTED = 1 << 55
+
+
+def choose_schedule(
+    patterns: Sequence[Pattern],
+    schedule: Schedule | None,
+    kind: Kind,
+    memory_limit: int | None = None,
+    measure: Callable[[Sequence[Candidate]], Sequence[float]] | None = None,
+) -> Choice:
+    """Return the schedule that runs input of a kind, and why; None is ``"auto"``."""
+    _check_counts(patterns, kind.batch)
+    dtype, batch, device = kind.dtype, kind.batch, kind.device
+
+    def fits(program: Program) -> bool:
+        return memory_limit is None or needed_bytes(program, dtype, batch, device) <= memory_limit
+
+    nbytes = math.inf if memory_limit is None else memory_limit
+    if schedule is None:
+        more = _for_device(patterns, batch) if kind.on_device else ()
+        return choose(patterns, kind.model(), fits=fits, nbytes=nbytes, more=more, measure=measure)
+    try:
+        return choose_for(patterns, schedule, kind.model(), fits=fits, nbytes=nbytes)
+    except OverflowError:
+        raise MemoryLimitError(
+            f"products of {schedule} have more multiply-adds than int64 can count; expected "
+            "another schedule"
+        ) from None
+    except TooLargeError:
+        linear = Schedule.linear(len(patterns))
+        least = needed_bytes(Program(patterns, linear), dtype, batch, device)
+        raise MemoryLimitError(
+            f"memory_limit is {exact_bytes(memory_limit or 0)}; {schedule} needs more, and the "
+            f"least, {linear}, {exact_bytes(least)}"
+        ) from None
+
+
+def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:
+    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most."""
+    if device == "cuda":
+        from ..execution.device import device_bytes
+
+        return device_bytes(program, dtype, batch)
+    return workspace_bytes(program, dtype, batch, thread_count())
+
+
+def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
+    """Raise if a chain is larger than any machine's memory, and than int64 can count."""
+    entries = sum(
+        count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
+    )
+    if entries * batch > _COUNTED:
+        raise MemoryLimitError(
+            f"the scan of {short(batch)} samples has {entries:,} entries of Jacobians and "
+            "gradients for each; expected no more than a machine can hold"
+        )
+
+
+def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
+    """Return chunks for small steps of one pattern, which have kernels of their own."""
+    from ..execution.device import chunk_count
+
+    n, chunks = len(patterns), chunk_count(patterns, batch) if patterns else None
+    if chunks is None:
+        return []
+    return [Schedule.chunked(n, count) for count in sorted({1, chunks})]
