@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .arrays.arrays import read_array
 from .arrays.streams import check_device, place
-from .chains.chain import Chain, length, patterns_in, steps_of
+from .chains.chain import Chain, grad_or_zeros, length, patterns_in, placed, steps_of
 from .chains.containers import check_dtype
 from .errors import Allocating, DeviceError, InputError, short
 from .plan.choose import choose_schedule
@@ -31,7 +30,7 @@ _KEPT = 64
 
 
 def exclusive_scan(
-    grad: ArrayLike,
+    grad: ArrayLike | None,
     jacobians: Any,
     *,
     local_grads: Any = None,
@@ -50,10 +49,11 @@ def exclusive_scan(
 
     Parameters
     ----------
-    grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n)
-        Gradient ``∇x_n`` of the loss at the end of the chain. If it is on a CUDA device (CuPy's, or
-        any array with ``__cuda_array_interface__``), so must be all other values, and the result is
-        CuPy's.
+    grad : array_like of float32 or float64, shape (d_n,) or (batch, d_n), or None
+        Gradient ``∇x_n`` of the loss at the end of the chain; None is zeros, where all of the loss
+        enters by `local_grads`, which say how many samples there are. If it is on a CUDA device
+        (CuPy's, or any array with ``__cuda_array_interface__``), so must be all other values, and
+        the result is CuPy's.
     jacobians : sequence, CSRChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
@@ -65,6 +65,7 @@ def exclusive_scan(
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
+        ``local_grads[0]`` is added to `grad` (see Notes, double-counted gradient).
     schedule : Schedule or str, default "auto"
         How to combine: ``"auto"``, which is never slower than ``"linear"``, ``"linear"``,
         ``"blelloch"``, ``"truncated:2"`` (up-sweep levels), ``"chunked:8"`` (chunks), or a
@@ -105,6 +106,10 @@ def exclusive_scan(
     -----
     BPPSA (Wang, Bai and Pekhimenko, MLSys 2020), equations 3 to 5 and Algorithm 1.
 
+    Double-counted gradient: `grad` and ``local_grads[0]`` are gradients in the same output, that of
+    the last layer, and are added up. A loss that reads every step has its gradient in the last
+    output in ``local_grads[0]`` already: pass ``grad=None`` then, or it counts twice.
+
     Products of Jacobians are kept in range by exact powers of two, one for each column of a
     product. The result is that of the linear scan where a value is not finite, or where the entries
     of a column are so far apart that one power of two cannot keep them all at full precision (more
@@ -125,7 +130,7 @@ def exclusive_scan(
 
 
 def inclusive_scan(
-    grad: ArrayLike,
+    grad: ArrayLike | None,
     jacobians: Any,
     *,
     local_grads: Any = None,
@@ -191,8 +196,9 @@ def plan(
     batch : int, optional
         Insist on this batch size; by default a plan runs any.
     dtype : {float32, float64}, optional
-        Insist on this dtype; by default a plan runs both. What runs ``"auto"`` chooses for, whatever
-        is given here; `batch` and `dtype` say it beforehand, so that the first run need not choose.
+        Insist on this dtype; by default a plan runs both. ``"auto"`` chooses for what runs,
+        whatever is given here; `batch` and `dtype` say it beforehand, so that the first run seldom
+        has to.
     device : {None, "cpu", "cuda"}, optional
         Where to compute, as for :func:`exclusive_scan`; None is where the Jacobians are, or, for
         patterns, where the data of a run is.
@@ -270,7 +276,7 @@ def plan(
 
 
 def _scan_once(
-    grad: ArrayLike,
+    grad: ArrayLike | None,
     jacobians: Any,
     local_grads: Any,
     schedule: Schedule | str,
@@ -280,13 +286,14 @@ def _scan_once(
     inclusive: bool,
 ) -> Gradients:
     check_device(device)
-    with place(grad, device, stream), Allocating("the scan"):
+    with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
         steps = steps_of(jacobians)
         chain = Chain(length(steps))
         patterns = chain.read(steps)
         asked = read_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
-        first = read_array("grad", grad)
+        size = patterns[0].shape[1] if patterns else None
+        first = grad_or_zeros(grad, local_grads, size, chain)
         batch = len(first) if first.ndim == 2 else 1
         dtype = np.result_type(chain.dtype, first.dtype)
         kind = Kind(max(batch, 1), dtype, device == "cuda", chain.differs() if batch > 1 else None)

@@ -19,37 +19,37 @@ def check_device(device: Any) -> None:
         raise DeviceError(f"device is {short(device)}; expected None, 'cpu' or 'cuda'")
 
 
-def place(grad: Any, device: str | None, stream: Any) -> AbstractContextManager[Any]:
-    """Return a context for work on `stream`, on the device of `grad` or the current one.
+def place(name: str, array: Any, device: str | None, stream: Any) -> AbstractContextManager[Any]:
+    """Return a context for work on `stream`, on the device of an array or the current one.
 
     Raises
     ------
     DeviceError
-        If there is no such device, or `device` is ``"cpu"`` and `grad` on a CUDA device.
+        If there is no such device, or `device` is ``"cpu"`` and the array on a CUDA device.
     InputError
         If there is a stream, but no CUDA device has work for it.
     """
-    there = is_on_device(grad)
+    there = is_on_device(array)
     if device == "cpu" and there:
         raise DeviceError(
-            "device is 'cpu', but grad is on a CUDA device; expected arrays in host memory "
+            f"device is 'cpu', but {name} is on a CUDA device; expected arrays in host memory "
             "(cupy.asnumpy)"
         )
     if not there and device != "cuda":
         if stream is not None:
             raise InputError(
-                f"stream is {short(stream)}, but grad is in host memory; expected None"
+                f"stream is {short(stream)}, but {name} is in host memory; expected None"
             )
         return nullcontext()
-    grad = on_device(grad, "grad") if there else None
-    return _on(load_cupy(), grad, stream)
+    array = on_device(array, name) if there else None
+    return _on(load_cupy(), array, stream)
 
 
 @contextmanager
-def _on(cupy: Any, grad: Any, stream: Any) -> Iterator[None]:
+def _on(cupy: Any, array: Any, stream: Any) -> Iterator[None]:
     from .cuda import current
 
-    device = cupy.cuda.Device() if grad is None else grad.device
+    device = cupy.cuda.Device() if array is None else array.device
     chosen = nullcontext() if stream is None else _stream(cupy, stream, device.id)
     with device, current(device.id), chosen:
         if cupy.cuda.get_current_stream().is_capturing():

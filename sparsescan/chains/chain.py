@@ -22,6 +22,7 @@ from ..arrays.arrays import (
     device_of,
     is_cupy,
     is_on_device,
+    namespace,
     on_device,
     read_array,
 )
@@ -35,10 +36,12 @@ __all__ = [
     "LocalGrads",
     "check_chain",
     "check_places",
+    "grad_or_zeros",
     "is_stack",
     "length",
     "pattern_of",
     "patterns_in",
+    "placed",
     "read_grad",
     "read_local_grads",
     "steps_of",
@@ -506,6 +509,43 @@ def read_grad(grad: Any, size: int | None, batch: int | None) -> Any:
     return array
 
 
+def placed(grad: Any, local_grads: Any) -> tuple[str, Any]:
+    """Return an array that lies where a scan runs, after its name; `grad`, if it is not None."""
+    return ("grad", grad) if grad is not None else _first_given(local_grads)
+
+
+def grad_or_zeros(grad: Any, local_grads: Any, size: int | None, chain: Chain) -> Any:
+    """Return `grad` as an array, or zeros in its place, as many as there are samples."""
+    if grad is not None:
+        return read_array("grad", grad)
+    name, given = _first_given(local_grads)
+    given = read_array(name, given)
+    # Without the axis of steps, where gradients of many came as one array.
+    shape = given.shape[(name == "local_grads") + (chain.period > 1) :]
+    samples = shape[:-1] if chain.batch is None else (chain.batch,)
+    size = shape[-1] if size is None and shape else size
+    with beside(given):
+        return namespace(given).zeros((*samples[:1], size or 0), _FLOAT32)
+
+
+def _first_given(local_grads: Any) -> tuple[str, Any]:
+    """Return the first local gradient that is no None, after its name; or an array of all."""
+    if isinstance(local_grads, np.ndarray) or is_on_device(local_grads):
+        return "local_grads", local_grads
+    if local_grads is not None:
+        _check_sequence(local_grads)
+        try:
+            for k, given in enumerate(local_grads):
+                if given is not None:
+                    return f"local_grads[{k}]", given
+        except Exception as error:  # of a caller's own class
+            raise InputTypeError(f"local_grads cannot be read: {error}") from None
+    raise InputError(
+        "grad is None, and local_grads has no gradient either; expected the gradient at the end of "
+        "the chain, or local gradients that say what shape its zeros have"
+    )
+
+
 def check_places(grad: Any, chain: Chain, local: LocalGrads) -> int | None:
     """Return the one device of all input of a scan, None for host memory; or raise an error."""
     device = device_of(grad)
@@ -692,6 +732,13 @@ def read_local_grads(local_grads: Any, count: int, of: str = "returned gradient"
 
 
 def _check_count(local_grads: Any, count: int, of: str = "returned gradient") -> None:
+    _check_sequence(local_grads)
+    length = _length("local_grads", local_grads)
+    if length != count:
+        raise InputError(f"local_grads has {length} entries; expected {count}, one for each {of}")
+
+
+def _check_sequence(local_grads: Any) -> None:
     check_no_mask("local_grads", local_grads)
     if (
         not (isinstance(local_grads, (Sequence, np.ndarray)) or is_on_device(local_grads))
@@ -701,9 +748,6 @@ def _check_count(local_grads: Any, count: int, of: str = "returned gradient") ->
         raise InputTypeError(
             f"local_grads is a {type(local_grads).__name__}; expected a sequence of arrays or None"
         )
-    length = _length("local_grads", local_grads)
-    if length != count:
-        raise InputError(f"local_grads has {length} entries; expected {count}, one for each {of}")
 
 
 def _wrong_shape(k: int, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:

@@ -119,15 +119,18 @@ def exclusive_scan(
     comm : mpi4py.MPI.Intracomm
         The ranks.
     grad : array_like, shape (d_n,) or (batch, d_n), or None
-        Gradient at the end of the chain, on the ranks that hold the first part; None on others. On
-        a grid with `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
+        Gradient at the end of the chain, on the ranks that hold the first part; None on others, and
+        where it is zeros and the loss enters by `local_grads`, which must then be given there. On a
+        grid with `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
         ``grid.entries(rank, d_n)``.
     jacobians : sequence, CSRChain or ndarray
         This rank's part of the transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the
         first. The parts follow each other in the order of the ranks; a part may be empty. On a grid
         with `rows`, its rows of each: ``(own, d_i)``, with all columns.
     local_grads : sequence or ndarray, optional
-        For each gradient that this rank gets, None or an array of its shape that is added to it.
+        For each gradient that this rank gets, None or an array of its shape that is added to it;
+        that of the first adds to `grad` (see :func:`sparsescan.exclusive_scan`, double-counted
+        gradient).
     grid, schedule, device
         As for :func:`plan`.
 

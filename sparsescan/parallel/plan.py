@@ -21,7 +21,7 @@ from ..arrays.arrays import (
     upload,
 )
 from ..arrays.streams import place
-from ..chains.chain import Chain, LocalGrads, is_stack, read_grad, read_local_grads
+from ..chains.chain import Chain, LocalGrads, grad_or_zeros, is_stack, read_grad, read_local_grads
 from ..chains.containers import CSRChain
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
@@ -213,8 +213,9 @@ class ParallelPlan:
         Parameters
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n), or None
-            Gradient at the end of the chain, on the ranks of position 0; None on others. Where
-            ranks share rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
+            Gradient at the end of the chain, on the ranks of position 0; None on others, and
+            where it is zeros and the loss enters by `local_grads`, which must then be given there.
+            Where ranks share rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
         jacobians : sequence, CSRChain or ndarray
             Jacobians of this rank, or its rows of them, of the plan's patterns; or only their
             values, as for :meth:`sparsescan.ScanPlan.exclusive_scan`.
@@ -280,7 +281,7 @@ class ParallelPlan:
             stack.callback(self._slot.chain.release)
             # Ranks fail together, even if one of them has no device.
             with call.fault:
-                stack.enter_context(place(None, self.device, None))
+                stack.enter_context(place("grad", None, self.device, None))
                 if chain is None:
                     check_form(jacobians)
                     self._slot.chain.read(jacobians, self._patterns)
@@ -303,7 +304,7 @@ class ParallelPlan:
     def _read(self, call: _Call, grad: Any, local_grads: Any) -> None:
         """Read what is not Jacobians, and bring the input to a device if it has to go there."""
         call.local_grads = self._read_local(local_grads, call.inclusive)
-        call.first = self._read_first(grad)
+        call.first = self._read_first(grad, call.local_grads)
         self._check_places(call)
         if call.download:
             if self.n:
@@ -323,7 +324,7 @@ class ParallelPlan:
             for k, array in enumerate(given)
         ]
 
-    def _read_first(self, grad: Any) -> Any:
+    def _read_first(self, grad: Any, local_grads: Any) -> Any:
         """Read the gradient at the end of the chain, where this rank has it."""
         if self.position > 0:
             if grad is not None:
@@ -331,10 +332,8 @@ class ParallelPlan:
                     "grad is given; expected None on ranks that do not hold the first part"
                 )
             return None
-        if grad is None:
-            raise InputError("grad is None; expected the gradient, since this is the first part")
-        size = self._sizes[0] if self._steps else None
-        return read_grad(grad, size, self._slot.chain.batch)
+        chain, size = self._slot.chain, self._sizes[0] if self._steps else None
+        return read_grad(grad_or_zeros(grad, local_grads, size, chain), size, chain.batch)
 
     def _check_places(self, call: _Call) -> None:
         """Raise if not all input is in one place, or not where the plan scans."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arrays.arrays import check_memory, load_cupy, namespace, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
-from ..chains.chain import Chain, LocalGrads, check_places, read_grad
+from ..chains.chain import Chain, LocalGrads, check_places, grad_or_zeros, placed, read_grad
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
@@ -190,20 +190,21 @@ class ScanPlan(Frozen):
         )
 
     def exclusive_scan(
-        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
+        self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
     ) -> Gradients:
         """Return what :func:`sparsescan.exclusive_scan` does, for a chain of these patterns.
 
         Parameters
         ----------
-        grad : array_like, shape (d_n,) or (batch, d_n)
-            Gradient at the end of the chain.
+        grad : array_like, shape (d_n,) or (batch, d_n), or None
+            Gradient at the end of the chain; None is zeros, if there are `local_grads`.
         jacobians : sequence, CSRChain, PeriodicChain or ndarray
             Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
             ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
         local_grads : sequence or ndarray, optional
-            A term that is added to each returned gradient.
+            A term that is added to each returned gradient, ``local_grads[0]`` to `grad` (see
+            :func:`sparsescan.exclusive_scan`, double-counted gradient).
         stream : optional
             As for :func:`sparsescan.exclusive_scan`.
 
@@ -233,7 +234,7 @@ class ScanPlan(Frozen):
         return self._scan(grad, jacobians, local_grads, stream, inclusive=False)
 
     def inclusive_scan(
-        self, grad: ArrayLike, jacobians: Any, *, local_grads: Any = None, stream: Any = None
+        self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None, stream: Any = None
     ) -> Gradients:
         """Return gradients of every layer's input and output: one more, ``∇x_0``, at the end.
 
@@ -389,9 +390,15 @@ class ScanPlan(Frozen):
         return ScanPlan(load_spec(path))
 
     def _scan(
-        self, grad: ArrayLike, jacobians: Any, local_grads: Any, stream: Any, *, inclusive: bool
+        self,
+        grad: ArrayLike | None,
+        jacobians: Any,
+        local_grads: Any,
+        stream: Any,
+        *,
+        inclusive: bool,
     ) -> Gradients:
-        with place(grad, self.device, stream):
+        with place(*placed(grad, local_grads), self.device, stream):
             try:
                 slot = self._idle.pop()
             except IndexError:
@@ -409,7 +416,9 @@ class ScanPlan(Frozen):
         """Return a slot to run a chain in."""
         return Slot(chain, self._admit)
 
-    def run(self, slot: Slot, grad: ArrayLike, local_grads: Any, *, inclusive: bool) -> Gradients:
+    def run(
+        self, slot: Slot, grad: ArrayLike | None, local_grads: Any, *, inclusive: bool
+    ) -> Gradients:
         """Scan the chain that a slot has read, and that the caller will release."""
         chain, count = slot.chain, self.n + inclusive
         first, local, dtype = self._read(chain, grad, local_grads, count)
@@ -451,10 +460,11 @@ class ScanPlan(Frozen):
         return self._cut(out.get() if download else out, count, sizes, batch_shape, chain.period)
 
     def _read(
-        self, chain: Chain, grad: ArrayLike, local_grads: Any, count: int
+        self, chain: Chain, grad: ArrayLike | None, local_grads: Any, count: int
     ) -> tuple[Any, LocalGrads, np.dtype[Any]]:
         """Return what comes with a chain, checked, and the dtype of all gradients."""
-        first = read_grad(grad, self._sizes[0] if self.n else None, chain.batch)
+        size = self._sizes[0] if self.n else None
+        first = read_grad(grad_or_zeros(grad, local_grads, size, chain), size, chain.batch)
         batch_shape = first.shape[:-1]
         if self.batch is not None and batch_shape != (self.batch,):
             raise InputError(

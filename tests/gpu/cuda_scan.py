@@ -609,3 +609,20 @@ def test_memory_that_the_device_does_not_have(cupy: Any, launches: Any, schedule
     with pytest.raises(MemoryLimitError, match=words):
         plan.exclusive_scan(grad, steps)
     assert not launches
+
+
+def test_without_a_gradient_local_gradients_say_where(cupy: Any) -> None:
+    """Zeros are made on their device, and in host memory if they are there."""
+    rng = np.random.default_rng(2)
+    jacobians, local = rng.standard_normal((6, 3, 3)), rng.standard_normal((6, 2, 3))
+    expected = sequential(np.zeros((2, 3)), jacobians, list(local))
+    plan = sparsescan.plan(jacobians, device="cuda")
+    assert_within(plan.exclusive_scan(None, jacobians, local_grads=local), expected, np.float64)
+    there = cupy.asarray(jacobians), cupy.asarray(local)
+    for given_there in (there[1], [None, *there[1][1:]]):
+        found = plan.exclusive_scan(None, there[0], local_grads=given_there)
+        assert isinstance(found, cupy.ndarray)
+    found = sparsescan.exclusive_scan(None, there[0], local_grads=there[1])
+    assert_within(to_host(found), expected, np.float64)
+    with pytest.raises(DeviceError, match="device is 'cpu', but local_grads is on a CUDA device"):
+        sparsescan.exclusive_scan(None, jacobians, local_grads=there[1], device="cpu")

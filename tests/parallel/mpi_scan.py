@@ -217,3 +217,21 @@ def test_constants() -> None:
     assert network.latency > 0
     assert network.inverse_bandwidth > 0
     assert min(network.exchange, network.call) >= 0
+
+
+@pytest.mark.parametrize("schedule", ["vectors", "products"])
+def test_without_a_gradient_local_gradients_are_all(schedule: str) -> None:
+    """None on the first rank, too, whose own local gradients say how many samples there are."""
+    rng = np.random.default_rng(1)
+    n = 4 * WORLD.size
+    jacobians, local = rng.standard_normal((n, 3, 3)) / 3, rng.standard_normal((n, 2, 3))
+    mine = equal_parts(n)
+    expected = sequential(np.zeros((2, 3)), jacobians, list(local))
+    own = Gradients(expected.exact[mine], expected.bounds[mine])
+    options = {"local_grads": local[mine]}
+    found = parallel.exclusive_scan(WORLD, None, jacobians[mine], schedule=schedule, **options)
+    assert_within(found, own, F8)
+    plan = parallel.plan(WORLD, jacobians[mine], schedule=schedule)
+    assert same_bits(plan.exclusive_scan(None, jacobians[mine], **options), found)
+    with pytest.raises(sparsescan.InputError, match="rank 0: grad is None, and local_grads has no"):
+        plan.exclusive_scan(None, jacobians[mine])

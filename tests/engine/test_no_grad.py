@@ -1,0 +1,103 @@
+"""Without a gradient at the end there are zeros, whose shape local gradients give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from oracles import Chain, assert_within, chains, patterns_of, same_bits, sequential, values_only
+from test_periodic import Case, cases
+
+import sparsescan
+from sparsescan import InputError, InputTypeError
+
+
+@given(chains())
+def test_none_is_zeros_in_every_form(chain: Chain) -> None:
+    local = chain.local_grads
+    assume(local is not None and any(each is not None for each in local))
+    zeros = np.zeros(chain.grad.shape, np.float32)  # of the dtype that decides nothing
+    scan = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
+    found = scan(None, chain.jacobians, local_grads=local)
+    assert same_bits(found, scan(zeros, chain.jacobians, local_grads=local))
+    if len(found):
+        dtype = found[0].dtype
+        expected = sequential(zeros, chain.jacobians, local, inclusive=chain.inclusive, dtype=dtype)
+        assert_within(found, expected, dtype)
+    plan = sparsescan.plan(patterns_of(chain.jacobians))
+    scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
+    assert same_bits(scan(None, values_only(chain.jacobians), local_grads=local), found)
+
+
+@given(cases())
+def test_none_is_zeros_where_patterns_take_turns(case: Case) -> None:
+    assume(case.local is not None and any(each is not None for each in case.local))
+    scan = sparsescan.inclusive_scan if case.inclusive else sparsescan.exclusive_scan
+    found = scan(None, case.chain, local_grads=case.local)
+    case.grad = np.zeros(case.grad.shape, np.float32)
+    assert same_bits(found, case.scans()[0])
+    assert same_bits(case.in_turns(found), list(case.scans()[1]))
+
+
+def test_the_doubled_gradient_that_none_avoids() -> None:
+    """A loss of every step: passed twice, the last step's gradient counts twice."""
+    local = np.ones((4, 2))
+    jacobians = np.zeros((4, 2, 2))
+    assert sparsescan.exclusive_scan(local[0], jacobians, local_grads=local)[0].tolist() == [2, 2]
+    assert sparsescan.exclusive_scan(None, jacobians, local_grads=local)[0].tolist() == [1, 1]
+    assert "Double-counted gradient" in str(sparsescan.exclusive_scan.__doc__)
+
+
+class Broken(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize(
+    ("local", "error", "message"),
+    [
+        (None, InputError, "^grad is None, and local_grads has no gradient either; expected the g"),
+        ([None] * 3, InputError, "^grad is None, and local_grads has no gradient either; expected"),
+        (3, InputTypeError, "^local_grads is a int; expected a sequence"),
+        ("abc", InputTypeError, "^local_grads is a str; expected a sequence"),
+        (np.ones(()), InputTypeError, "^local_grads is a ndarray; expected a sequence"),
+        (Broken([1, 2, 3]), InputTypeError, "^local_grads cannot be read: no more"),
+        (
+            [None, np.ones(2), None],
+            InputError,
+            r"^local_grads\[1\] has shape \(2,\); expected \(3,",
+        ),
+        (
+            [None, np.ones((2, 2, 3)), None],
+            InputError,
+            r"^local_grads\[1\] has shape \(2, 2, 3\); e",
+        ),
+        ([None, np.ones(3, int), None], InputTypeError, r"^local_grads\[1\] has dtype int"),
+        (
+            [None, np.ones((5, 3)), np.ones(3)],
+            InputError,
+            r"^local_grads\[2\] has shape \(3,\); ex",
+        ),
+        (np.ones((2, 3)), InputError, "^local_grads has 2 entries; expected 3"),
+        (np.ones((3, 4)), InputError, r"^local_grads\[0\] has shape \(4,\); expected \(3,\)"),
+        (np.ones(3), InputError, r"^local_grads\[0\] has shape \(\); expected \(3,\)"),
+    ],
+)
+def test_what_gives_no_zeros_is_named(local: Any, error: Any, message: str) -> None:
+    jacobians = np.zeros((3, 3, 3))
+    plan = sparsescan.plan(jacobians)
+    for call in (sparsescan.exclusive_scan, plan.exclusive_scan):
+        with pytest.raises(error, match=message):
+            call(None, jacobians, local_grads=local)
+
+
+def test_batches_of_jacobians_and_of_local_gradients_are_one() -> None:
+    jacobians = np.zeros((3, 5, 3, 3))
+    with pytest.raises(
+        InputError, match=r"^local_grads\[0\] has shape \(4, 3\); expected \(5, 3\)"
+    ):
+        sparsescan.exclusive_scan(None, jacobians, local_grads=np.ones((3, 4, 3)))
+    with pytest.raises(InputError, match=r"^local_grads\[0\] has shape \(3,\); expected \(5, 3\)"):
+        sparsescan.exclusive_scan(None, jacobians, local_grads=np.ones((3, 3)))
