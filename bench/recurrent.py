@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import sparsescan
-from sparsescan import CSRChain, PeriodicChain
+from sparsescan import CSRChain, ImplicitChain
 from sparsescan.arrays.arrays import load_cupy
 from sparsescan.arrays.streams import place
 from sparsescan.jacobians import GRUCell, RNNCell
@@ -119,9 +119,9 @@ class Recurrence:
         self.cell = kind(layer.input_size, layer.hidden_size, layer.bias)
         for name in self.cell.params:
             setattr(self.cell, name, self.array(getattr(layer, f"{name}_l0")))
-        patterns = self.cell.factor_patterns if self.xp is np else (self.cell.pattern,)
+        pattern = self.cell.implicit_pattern if self.xp is np else self.cell.pattern
         self.plan = sparsescan.plan(
-            [*patterns] * steps,
+            [pattern] * steps,
             batch=batch,
             dtype=self.cell.weight_hh.dtype,
             device=None if self.xp is np else "cuda",
@@ -146,14 +146,13 @@ class Recurrence:
         before[1:] = after[:-1]
         return self.cell.linearize(self.array(x), before)
 
-    def jacobians(self, steps: Linearization) -> PeriodicChain | CSRChain:
+    def jacobians(self, steps: Linearization) -> ImplicitChain | CSRChain:
         """The Jacobians, as the plan takes them."""
-        return steps.factors() if self.xp is np else steps.jacobian()
+        return steps.implicit() if self.xp is np else steps.jacobian()
 
-    def scan(self, grad: Any, jacobians: PeriodicChain | CSRChain) -> Any:
+    def scan(self, grad: Any, jacobians: ImplicitChain | CSRChain) -> Any:
         """Gradients of the states after all steps, from that of the last one."""
-        grads = self.plan.exclusive_scan(grad, jacobians)
-        return (grads[0] if self.xp is np else grads)[::-1]
+        return self.plan.exclusive_scan(grad, jacobians)[::-1]
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Let CuPy work on PyTorch's device and current stream."""

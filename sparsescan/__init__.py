@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import exclusive_scan, inclusive_scan, plan
 from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from .chains.implicit import ImplicitChain, ImplicitStep
 from .errors import (
     ChainFileError,
     DeviceError,
@@ -24,6 +25,7 @@ from .errors import (
     SparseScanError,
 )
 from .plan.scan_plan import ScanPlan
+from .symbolic.implicit import ImplicitPattern
 from .symbolic.pattern import Pattern
 from .symbolic.schedule import Schedule
 
@@ -35,6 +37,9 @@ __all__ = [
     "CSRChain",
     "ChainFileError",
     "DeviceError",
+    "ImplicitChain",
+    "ImplicitPattern",
+    "ImplicitStep",
     "InputError",
     "InputTypeError",
     "MemoryLimitError",

@@ -13,12 +13,13 @@ from numpy.typing import ArrayLike, DTypeLike
 from .arrays.streams import check_device, place
 from .chains.chain import Chain, grad_or_zeros, length, patterns_in, placed, steps_of
 from .chains.containers import check_dtype
+from .chains.steps import fold, unfold
 from .errors import Allocating, DeviceError, InputError, short
 from .plan.choose import choose_schedule
 from .plan.scan_plan import Gradients, ScanPlan
 from .plan.spec import Kind, PlanSpec
 from .planning.search import Choice
-from .symbolic.pattern import Pattern
+from .symbolic.implicit import Step, factor_starts
 from .symbolic.schedule import Schedule, check_choice, check_count, read_schedule
 from .tuning.measure import measure
 
@@ -54,14 +55,14 @@ def exclusive_scan(
         enters by `local_grads`, which say how many samples there are. If it is on a CUDA device
         (CuPy's, or any array with ``__cuda_array_interface__``), so must be all other values, and
         the result is CuPy's.
-    jacobians : sequence, CSRChain, PeriodicChain or ndarray
+    jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
-        :class:`BatchedCSR`, or a dense array ``(rows, cols)`` or ``(batch, rows, cols)``; all
-        samples share an element without a batch axis. Or all in one: a :class:`CSRChain`, or a
-        dense array ``(n, rows, cols)`` or ``(n, batch, rows, cols)``. A reversed view ``J[::-1]``
-        is not copied. Or an array for each of a few patterns that take turns: a
-        :class:`PeriodicChain`. The last one, ``J_1``, does not enter the result.
+        :class:`BatchedCSR`, a dense array ``(rows, cols)`` or ``(batch, rows, cols)``, or an
+        :class:`ImplicitStep`; all samples share an element without a batch axis. Or all in one: a
+        :class:`CSRChain`, an :class:`ImplicitChain`, or a dense array ``(n, rows, cols)`` or
+        ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. Or an array for each
+        of a few patterns that take turns: a :class:`PeriodicChain`. The last one, ``J_1``, does not enter the result.
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
@@ -186,9 +187,9 @@ def plan(
 
     Parameters
     ----------
-    jacobians : sequence, CSRChain, PeriodicChain or ndarray
+    jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
-        :class:`Pattern` objects; from the LAST layer to the first.
+        :class:`Pattern` and :class:`ImplicitPattern` objects; from the LAST layer to the first.
     schedule : Schedule or str, default "auto"
         How to combine, as for :func:`exclusive_scan`. ``"auto"`` is the tree, anything between the
         linear and the Blelloch scan, that takes least on this machine; it is never slower than
@@ -287,9 +288,9 @@ def _scan_once(
 ) -> Gradients:
     check_device(device)
     with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
-        steps = steps_of(jacobians)
-        chain = Chain(length(steps))
-        patterns = chain.read(steps)
+        steps, implicit = unfold(steps_of(jacobians))
+        chain = Chain(length(steps), factor_starts(implicit) if implicit else None)
+        patterns = fold(chain.read(steps), implicit)
         asked = read_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
         size = patterns[0].shape[1] if patterns else None
@@ -303,11 +304,11 @@ def _scan_once(
         return once.run(once.slot(chain), first, local_grads, inclusive=inclusive)
 
 
-def _choose_once(schedule: Schedule | None, patterns: Sequence[Pattern], kind: Kind) -> Choice:
+def _choose_once(schedule: Schedule | None, patterns: Sequence[Step], kind: Kind) -> Choice:
     """Choose for one scan, and remember what "auto" said of such a chain."""
     if schedule is not None:
         return choose_schedule(patterns, schedule, kind)
-    numbers: dict[Pattern, int] = {}
+    numbers: dict[Step, int] = {}
     steps = [numbers.setdefault(pattern, len(numbers)) for pattern in patterns]
     chain = tuple(pattern.key for pattern in numbers), np.array(steps).tobytes()
     key = chain, kind, kind.model().workers

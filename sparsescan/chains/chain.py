@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,8 +28,16 @@ from ..arrays.arrays import (
 )
 from ..errors import InputError, InputTypeError, PatternMismatchError
 from ..kernels.addresses import address_of, note_if_equal, note_values
+from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, check_shape
-from .containers import BatchedCSR, CSRChain, PeriodicChain, canonical_order
+from .containers import (
+    BatchedCSR,
+    CSRChain,
+    PeriodicChain,
+    SharedPattern,
+    canonical_order,
+)
+from .implicit import ImplicitChain, ImplicitStep
 
 __all__ = [
     "Chain",
@@ -47,10 +55,12 @@ __all__ = [
     "steps_of",
 ]
 
+AnyStep = TypeVar("AnyStep", bound=Step)
+
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _CSR_TYPES = (sp.csr_array, sp.csr_matrix)
-_CHAINS = (CSRChain, PeriodicChain)
+_CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
 _END = object()
 # Bytes of all tables and objects of a scan for a step, at least.
 _STEP_BYTES = 256
@@ -67,6 +77,9 @@ class Chain:
     ----------
     n : int
         Number of Jacobians.
+    starts : ndarray of int64, optional
+        Where the factors of each step start, if they are Jacobians of this chain: for errors, which
+        name the step.
 
     Attributes
     ----------
@@ -90,9 +103,9 @@ class Chain:
         In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, starts: NDArray[np.int64] | None = None) -> None:
         check_memory(f"a chain of {n} steps", _STEP_BYTES * n)
-        self.n = n
+        self.n, self._starts = n, starts
         self.leaves = np.zeros((n, 2), np.int64)
         self.batch: int | None = None
         self.dtype = _FLOAT32
@@ -131,6 +144,8 @@ class Chain:
             If a Jacobian has another pattern than `patterns` says.
         """
         self.period = 0
+        if isinstance(jacobians, ImplicitChain):
+            raise InputTypeError("jacobians is an ImplicitChain; expected explicit Jacobians here")
         if is_stack(jacobians):
             self.period = len(jacobians.patterns) if isinstance(jacobians, PeriodicChain) else 1
         if is_on_device(jacobians):
@@ -148,7 +163,7 @@ class Chain:
             patterns_read = self._read_stack(jacobians, patterns)
         else:
             patterns_read = self._read_sequence(jacobians, patterns)
-        return check_chain(patterns_read) if patterns is None else patterns
+        return check_chain(patterns_read, self._name) if patterns is None else patterns
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
@@ -158,7 +173,7 @@ class Chain:
             self._take_stacks([_converted("jacobians", stack, dtype) for stack in self._stacks])
             return
         for k, array in enumerate(self._read_again()):
-            self._take(k, _converted(f"jacobians[{k}]", array, dtype))
+            self._take(k, _converted(self._name(k), array, dtype))
 
     def upload(self) -> None:
         """Copy the values from host memory to the current device: one transfer."""
@@ -225,7 +240,7 @@ class Chain:
         if patterns is not None:
             k = self._turn_of(patterns, turns)
             if k is not None:
-                raise _mismatch(f"jacobians[{k}]", patterns[k], str(turns[k % len(turns)]))
+                raise _mismatch(self._name(k), patterns[k], str(turns[k % len(turns)]))
         self.batch = jacobians.batch
         self.dtype = np.result_type(*(array.dtype for array in values))
         self._mixed = any(array.dtype != self.dtype for array in values)
@@ -318,12 +333,12 @@ class Chain:
                     patterns_read.append(jacobian.pattern)
                 continue
             expected = None if patterns is None else patterns[k]
-            pattern, values = _split(f"jacobians[{k}]", jacobian, expected)
+            pattern, values = _split(self._name(k), jacobian, expected)
             device = None if type(values) is np.ndarray else device_of(values)
             if k == 0 and device is not None:
                 self.device, short_way = device, ()
             elif device != self.device:
-                check_one_place(f"jacobians[{k}]", device, "jacobians[0]", self.device)
+                check_one_place(self._name(k), device, "jacobians[0]", self.device)
             if patterns is None:
                 known[pattern.shape, pattern.nnz] = pattern
                 patterns_read.append(pattern)
@@ -346,7 +361,7 @@ class Chain:
         self, k: int, jacobian: Any, patterns: Sequence[Pattern] | None
     ) -> np.dtype[Any] | None:
         """Take values of a known pattern in host memory; return their dtype, or None."""
-        if type(jacobian) is BatchedCSR:
+        if isinstance(jacobian, SharedPattern) and type(jacobian) is not CSRChain:
             values, wanted = jacobian.data, jacobian.pattern
             if patterns is not None and wanted is not patterns[k]:
                 return None
@@ -369,10 +384,16 @@ class Chain:
         self.values[k] = values
         return dtype
 
+    def _name(self, k: int) -> str:
+        """Return what errors call the `k`-th Jacobian."""
+        if self._starts is not None:
+            k = int(np.searchsorted(self._starts, k, side="right")) - 1
+        return f"jacobians[{k}]"
+
     def _check_batch(self, k: int, batch: int) -> None:
         if self.batch not in (None, batch):
             raise InputError(
-                f"jacobians[{k}] has a batch of {batch}, an earlier one of {self.batch}; expected "
+                f"{self._name(k)} has a batch of {batch}, an earlier one of {self.batch}; expected "
                 "one batch size"
             )
         self.batch = batch
@@ -382,13 +403,13 @@ class Chain:
         arrays: list[Any] = []
         views: dict[Any, Any] = {}
         for k, (array, pattern) in enumerate(zip(self.values, self._patterns, strict=True)):
-            values = read_array(f"jacobians[{k}]", array)
+            values = read_array(self._name(k), array)
             # An array that came many times is uploaded once.
             place = _arrays.address_of(values), values.shape, values.strides, values.dtype
             values = views.setdefault(place, values)
             if values.shape not in ((pattern.nnz,), (self.batch, pattern.nnz)):
                 raise InputError(
-                    f"jacobians[{k}] has values of shape {values.shape} now; expected (·, "
+                    f"{self._name(k)} has values of shape {values.shape} now; expected (·, "
                     f"{pattern.nnz}), as it had"
                 )
             arrays.append(values)
@@ -397,7 +418,7 @@ class Chain:
     def _take(self, k: int, values: Any) -> None:
         """Note where the values of the `k`-th Jacobian lie."""
         if not _is_walkable(values):
-            values = _copied(f"jacobians[{k}]", values, values.dtype)
+            values = _copied(self._name(k), values, values.dtype)
         self.values[k] = values
         self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
@@ -464,30 +485,37 @@ def steps_of(jacobians: Any) -> Any:
     return steps
 
 
-def pattern_of(k: int, jacobian: Any) -> Pattern:
-    """Return the pattern of the `k`-th Jacobian, which may be a bare :class:`Pattern`."""
-    if isinstance(jacobian, Pattern):
+def pattern_of(k: int, jacobian: Any) -> Step:
+    """Return the pattern of the `k`-th step, which may be a bare one."""
+    if isinstance(jacobian, (Pattern, ImplicitPattern)):
         return jacobian
+    if isinstance(jacobian, ImplicitStep):
+        return jacobian.pattern
     return _split(f"jacobians[{k}]", jacobian, None)[0]
 
 
-def patterns_in(jacobians: Any) -> tuple[Sequence[Pattern], bool]:
-    """Return the patterns of Jacobians, bare ones too, and whether any is on a device."""
+def patterns_in(jacobians: Any) -> tuple[Sequence[Step], bool]:
+    """Return the patterns of steps, bare ones too, and whether any is on a device."""
     steps = steps_of(jacobians)
-    if is_stack(steps) or not any(isinstance(step, Pattern) for step in steps):
+    if isinstance(steps, ImplicitChain):
+        return [steps.pattern] * len(steps), any(map(is_on_device, steps.values))
+    bare = Pattern, ImplicitPattern, ImplicitStep
+    if is_stack(steps) or not any(isinstance(step, bare) for step in steps):
         chain = Chain(length(steps))
         return chain.read(steps), chain.device is not None
     patterns = [pattern_of(k, step) for k, step in enumerate(steps)]
     return check_chain(patterns), any(is_on_device(step) for step in steps)
 
 
-def check_chain(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Return `patterns`, or raise an error if their shapes do not chain."""
+def check_chain(
+    patterns: Sequence[AnyStep], name: Callable[[int], str] = "jacobians[{}]".format
+) -> Sequence[AnyStep]:
+    """Return `patterns`, or raise an error, with names of steps, if their shapes do not chain."""
     previous = None
     for k, pattern in enumerate(patterns):
         if previous is not None and pattern.shape[1] != previous.shape[0]:
             raise InputError(
-                f"jacobians[{k}] has shape {pattern.shape}, but jacobians[{k - 1}] has "
+                f"{name(k)} has shape {pattern.shape}, but {name(k - 1)} has "
                 f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {_ORDER}"
             )
         previous = pattern
@@ -681,6 +709,19 @@ class LocalGrads:
                 with np.errstate(over="ignore", invalid="ignore"):
                     out += first
 
+    def spread(self, places: NDArray[np.int64], period: int = 0) -> None:
+        """Make them those of the gradients at these places among more, None for the others.
+
+        If the gradients of one turn of so many are in one array, it is that of the first turn.
+        """
+        if self._stacks and period > 1:
+            self._stacks += [None] * (period - 1)
+        elif self._stacks or self._list:
+            given, self._stacks = [*self._stacks, self._list][0], []
+            self._list = [None] * (int(places[-1]) + 1)
+            for place, array in zip(places.tolist(), given, strict=True):
+                self._list[place] = array
+
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make all of `dtype`, and each contiguous."""
         for turn, stack in enumerate(self._stacks):
@@ -766,7 +807,7 @@ def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern,
     """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
     if type(jacobian) is np.ndarray:
         return _split_dense(name, jacobian, 0, expected)
-    if isinstance(jacobian, BatchedCSR):
+    if isinstance(jacobian, SharedPattern) and not isinstance(jacobian, CSRChain):
         pattern, values = jacobian.pattern, jacobian.read()
     elif _is_sparse(jacobian) and jacobian.format == "csr":
         pattern, values = _split_csr(name, jacobian)
@@ -775,6 +816,10 @@ def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern,
     elif _is_sparse(jacobian):
         raise InputTypeError(
             f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
+        )
+    elif isinstance(jacobian, (ImplicitStep, ImplicitPattern)):
+        raise InputTypeError(
+            f"{name} is an {type(jacobian).__name__}; expected an explicit Jacobian here"
         )
     elif isinstance(jacobian, _CHAINS):
         raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")

@@ -41,16 +41,18 @@ __all__ = [
     "BatchedCSR",
     "CSRChain",
     "PeriodicChain",
+    "SharedPattern",
     "as_csr",
     "canonical_order",
     "check_dtype",
+    "entries_of",
 ]
 
 
 _END = object()
 
 
-class _SharedPattern:
+class SharedPattern:
     """Values whose last axis follows one pattern."""
 
     _forms: ClassVar[dict[int, str]]  # the shapes that the values may have, by number of axes
@@ -154,7 +156,7 @@ class _SharedPattern:
         return dtype
 
 
-class BatchedCSR(_SharedPattern):
+class BatchedCSR(SharedPattern):
     """One CSR pattern with values for each sample of a batch.
 
     Parameters
@@ -207,7 +209,7 @@ class BatchedCSR(_SharedPattern):
         return f"BatchedCSR({self.shape}, batch={self.batch}, nnz={self.nnz}, {self.dtype})"
 
 
-class CSRChain(_SharedPattern):
+class CSRChain(SharedPattern):
     """A chain whose steps all have one CSR pattern: values for each step, and maybe each sample.
 
     Parameters
@@ -326,13 +328,13 @@ class PeriodicChain(Frozen):
 
     def __init__(self, values: Sequence[ArrayLike], patterns: Sequence[Pattern]) -> None:
         turns: list[Pattern] = []
-        for j, pattern in enumerate(_entries("patterns", patterns)):
+        for j, pattern in enumerate(entries_of("patterns", patterns)):
             if not isinstance(pattern, Pattern):
                 raise InputTypeError(
                     f"patterns[{j}] is a {type(pattern).__name__}; expected a Pattern"
                 )
             turns.append(pattern)
-        arrays = list(itertools.islice(_entries("values", values), len(turns) + 1))
+        arrays = list(itertools.islice(entries_of("values", values), len(turns) + 1))
         if not turns or len(arrays) != len(turns):
             raise InputError(
                 f"values has {len(values)} arrays and patterns has {len(turns)}; expected as many, "
@@ -416,7 +418,7 @@ def _views(arrays: Sequence[Any]) -> list[Any]:
     return [read_array(f"values[{j}]", array) for j, array in enumerate(arrays)]
 
 
-def _entries(name: str, given: Any) -> Iterator[Any]:
+def entries_of(name: str, given: Any) -> Iterator[Any]:
     """Yield the entries of a sequence, or raise an error that names it."""
     is_sequence = isinstance(given, (Sequence, np.ndarray)) or is_cupy(given)
     if not is_sequence or isinstance(given, (str, bytes)):

@@ -21,6 +21,7 @@ from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
 from ..plan.drawing import check_packages, plot_plan
 from ..planning.costs.cpu import machine_file
+from ..symbolic.implicit import explicit
 from ..symbolic.schedule import check_count, read_schedule
 from . import mpi as _mpi_commands
 
@@ -327,7 +328,8 @@ def _strategies(arguments: argparse.Namespace) -> None:
     _check_plot(arguments.plot)
     if name.endswith(".npz"):
         _, jacobians = load_chain(name)
-        network = from_chain(plan(jacobians, schedule="linear").patterns, name)
+        patterns = plan(jacobians, schedule="linear").patterns
+        network = from_chain(list(map(explicit, patterns)), name)
     else:
         network = build(name)
     machine = load_machine(arguments.machine)

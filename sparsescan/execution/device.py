@@ -16,11 +16,12 @@ from ..arrays.cuda import SIMULATED
 from ..errors import MemoryLimitError
 from ..execution.workspace import KINDS, Parts, places
 from ..formatting import format_bytes
-from ..kernels.cpu.tables import Kind, Op, Store
+from ..kernels.cpu.tables import SLOTS, Kind, Op, Store
 from ..kernels.cuda import chunks as cuda_chunks
 from ..kernels.cuda import device as _device
 from ..kernels.cuda.levels import STAGE, THREADS, level_kernels
 from ..kernels.cuda.tables import Mode, Node, Plan, Run, Unit
+from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, rows_of
 from ..symbolic.program import Program
 
@@ -97,7 +98,7 @@ _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKey
 _tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
 
 
-def chunk_count(patterns: Sequence[Pattern], batch: int) -> int | None:
+def chunk_count(patterns: Sequence[Step], batch: int) -> int | None:
     """Return into how many chunks the current device would cut a chain."""
     size = chunk_size(patterns)
     if size is None:
@@ -114,10 +115,12 @@ def _processors(cupy: Any) -> int:
     return _counts[device.id]
 
 
-def chunk_size(patterns: Sequence[Pattern]) -> int | None:
+def chunk_size(patterns: Sequence[Step]) -> int | None:
     """Return the size of the steps, if all have one pattern for which there are chunked kernels."""
     first = patterns[0]
     rows, cols = first.shape
+    if isinstance(first, ImplicitPattern):
+        return None
     if 0 < rows == cols <= cuda_chunks.MAX_SIZE and all(p is first for p in patterns):
         return rows
     return None
@@ -181,7 +184,7 @@ class _Pools(NamedTuple):
     starts : ndarray of int64, shape (3, products)
         Where each product starts: in the pool, or in the scratch of the first block.
     strides : ndarray of int64, shape (3,)
-        Elements of the scratch of a block: two slots.
+        Elements of the scratch of a block.
     sizes : ndarray of int64, shape (3,)
         Elements in all.
     """
@@ -210,7 +213,7 @@ class _Pools(NamedTuple):
         scratch = totals[:, None] + slot[:, None] * program.slots
         blocks = batch * max(len(runs) for _, runs in program.levels)
         starts = np.where(in_scratch, scratch, starts.T)
-        return cls(counts, starts, 2 * slot, totals + 2 * slot * blocks)
+        return cls(counts, starts, SLOTS * slot, totals + SLOTS * slot * blocks)
 
 
 def _product_bytes(program: Program, itemsize: int, batch: int) -> list[int]:
@@ -272,7 +275,7 @@ def _is_large(pattern: Pattern) -> bool:
 
 
 def _in_scratch(program: Program) -> NDArray[np.bool_]:
-    """Return which products are kept only until the next operation; but cuBLAS knows no scratch."""
+    """Return which products are kept for their run only; but cuBLAS knows no scratch."""
     large = [_is_large(pattern) for pattern in program.patterns[program.n :]]
     in_scratch: NDArray[np.bool_] = (program.slots >= 0) & ~np.array(large, bool)
     return in_scratch

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.cpu import run
-from ..kernels.cpu.tables import BAND, FINISHED, Kind, Node, Op, Run, Store, Tables
+from ..kernels.cpu.tables import BAND, FINISHED, SLOTS, Kind, Node, Op, Run, Store, Tables
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from .stages import STAGE_BYTES, Stages
@@ -74,7 +74,7 @@ class Memory(NamedTuple):
         widths = np.where(batched[n:], batch, 1)
         samples = np.stack([widths, widths, np.full(len(widths), batch * local)], axis=1)
         starts, totals = places(counts * samples * kept[:, None])
-        slots = 0 if kept.all() else 2 * threads
+        slots = 0 if kept.all() else SLOTS * threads
         nnz, cols, rows = (int(size) for size in counts[~kept].max(axis=0, initial=0))
         scratch = slots * nnz, slots * cols, slots * rows * batch * local
         sizes = tuple(int(total) + more for total, more in zip(totals, scratch, strict=True))

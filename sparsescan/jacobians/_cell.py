@@ -23,8 +23,10 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arrays.arrays import Constant, check_memory, namespace, output, read_array
-from ..chains.containers import BatchedCSR, CSRChain, PeriodicChain
+from ..chains.containers import BatchedCSR, CSRChain
+from ..chains.implicit import ImplicitChain
 from ..errors import Allocating, InputError
+from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count
 from ._cell_units import CellUnits
@@ -192,8 +194,8 @@ class Cell(Parametrised, Fixed, ABC):
 
     @cached_property
     @Allocating("the patterns of the factors")
-    def factor_patterns(self) -> tuple[Pattern, Pattern]:
-        """Patterns of two factors of the transposed Jacobian, as a chain applies them: `D`, `W`.
+    def implicit_pattern(self) -> ImplicitPattern:
+        """Patterns of the factors of the transposed Jacobian, as an implicit step applies them.
 
         ``(∂s_t/∂s_{t-1})ᵀ = W D``, the slopes ``D`` sparse, and the weights ``W`` the same in all
         steps and samples: a linear scan over both reads far less than one over their products.
@@ -209,10 +211,11 @@ class Cell(Parametrised, Fixed, ABC):
         weights[0, :, : self._gates] = self._kept_by_gate().transpose(2, 0, 1)
         if self._carries:
             weights[-1, unit, -1, unit] = True
-        return (
+        factors = (
             of_mask(slopes.reshape(blocks * hidden, -1)),
             of_mask(weights.reshape(self._parts * hidden, -1)),
         )
+        return ImplicitPattern(factors, shared=[1])
 
     @Allocating("the next state")
     @quiet
@@ -555,7 +558,7 @@ class Cell(Parametrised, Fixed, ABC):
     @cached_property
     def _kept_weights(self) -> Constant:
         """Where the entries of the factor with the weights are in it, if it is dense."""
-        pattern = self.factor_patterns[1]
+        pattern = self.implicit_pattern.factors[1]
         return Constant(rows_of(pattern) * pattern.shape[1] + pattern.indices)
 
     def _fill(self, xp: Any, slopes: Array, direct: Array, out: Array) -> None:
@@ -625,14 +628,14 @@ class Linearization:
             return CSRChain.from_pattern(values[::-1], pattern)
         return as_matrix(values, pattern)
 
-    def factors(self) -> PeriodicChain:
-        """Return the factors of all Jacobians, of :attr:`Cell.factor_patterns`, for a linear scan.
+    def implicit(self) -> ImplicitChain:
+        """Return all Jacobians as implicit steps, of :attr:`Cell.implicit_pattern`.
 
         Returns
         -------
-        PeriodicChain
-            The factors from the LAST step to the first. The first array of its gradients holds
-            those in the states.
+        ImplicitChain
+            The steps from the LAST one to the first. What it holds for each step and sample grows
+            with the state, not with its square.
 
         Raises
         ------
@@ -646,11 +649,11 @@ class Linearization:
         >>> import numpy as np, sparsescan
         >>> from sparsescan.jacobians import RNNCell
         >>> cell = RNNCell(3, 20, rng=0)
-        >>> plan = sparsescan.plan([*cell.factor_patterns] * 100)
+        >>> plan = sparsescan.plan([cell.implicit_pattern] * 100)
         >>> x = np.random.default_rng(0).standard_normal((100, 16, 3), np.float32)
         >>> states = cell.unroll(x)
         >>> steps = cell.linearize(x, states[:-1])
-        >>> grads, _ = plan.exclusive_scan(states[-1], steps.factors())
+        >>> grads = plan.exclusive_scan(states[-1], steps.implicit())
         >>> steps.param_grads(grads[::-1])["weight_hh"].shape
         (20, 20)
         """
@@ -659,9 +662,9 @@ class Linearization:
             raise InputError(
                 f"the steps have the axes {lead}; expected (T,) or (T, batch) for a chain"
             )
-        patterns = cell.factor_patterns
+        pattern = cell.implicit_pattern
         slopes = output(
-            xp, None, (*lead, patterns[0].nnz), self._dtype, what=f"the slopes of {cell!r}"
+            xp, None, (*lead, pattern.factors[0].nnz), self._dtype, what=f"the slopes of {cell!r}"
         )
         flat = slopes.reshape(self._shape[0], -1)
         places, start = [], 0  # the entries of a row are neighbours
@@ -676,7 +679,7 @@ class Linearization:
                 put(array, out, *place)
 
         map_shared(fill, self._row_blocks)
-        return PeriodicChain([slopes[::-1], self._weights()], patterns)
+        return ImplicitChain([slopes[::-1], self._weights()], pattern)
 
     def _weights(self) -> Array:
         """Return the values of the factor that all steps share."""

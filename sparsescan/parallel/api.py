@@ -12,9 +12,11 @@ from ..arrays.arrays import is_on_device, read_array
 from ..arrays.streams import check_device
 from ..chains.chain import Chain, length, pattern_of, patterns_in, steps_of
 from ..chains.containers import CSRChain
+from ..chains.implicit import ImplicitChain
+from ..chains.steps import fold, unfold
 from ..errors import DeviceError
 from ..plan.scan_plan import Gradients
-from ..symbolic.pattern import Pattern
+from ..symbolic.implicit import factor_starts
 from .communicator import Communicator
 from .grid import check_grid
 from .plan import Options, ParallelPlan, check_form
@@ -41,7 +43,7 @@ def plan(
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    jacobians : sequence, CSRChain or ndarray
+    jacobians : sequence, CSRChain, ImplicitChain or ndarray
         This rank's part of the chain, from the LAST layer to the first: its Jacobians, of which
         only the patterns are used, or bare patterns; as for :func:`sparsescan.plan`. The parts
         follow each other in the order of the ranks; a part may be empty. On a grid with `rows`,
@@ -123,7 +125,7 @@ def exclusive_scan(
         where it is zeros and the loss enters by `local_grads`, which must then be given there. On a
         grid with `rows`, this rank's entries of it, ``(own,)`` or ``(batch, own)``:
         ``grid.entries(rank, d_n)``.
-    jacobians : sequence, CSRChain or ndarray
+    jacobians : sequence, CSRChain, ImplicitChain or ndarray
         This rank's part of the transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the
         first. The parts follow each other in the order of the ranks; a part may be empty. On a grid
         with `rows`, its rows of each: ``(own, d_i)``, with all columns.
@@ -206,10 +208,10 @@ def _scan_once(
     def read() -> Request:
         nonlocal chain
         check_form(jacobians)
-        steps = steps_of(jacobians)
-        chain = Chain(length(steps))
-        rows = check_grid(options.grid, world.size).rows
-        patterns = chain.read(steps, _patterns_of_rows(steps) if rows > 1 else None)
+        steps, implicit = unfold(steps_of(jacobians))
+        chain = Chain(length(steps), factor_starts(implicit) if implicit else None)
+        rows = check_grid(options.grid, world.size).rows > 1 and not implicit
+        patterns = fold(chain.read(steps, _patterns_of_rows(steps) if rows else None), implicit)
         shape: tuple[int, ...] = () if grad is None else read_array("grad", grad).shape
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
         there = _with_device(options, chain.n, chain.device is not None)
@@ -236,13 +238,15 @@ def _is_there(jacobians: Any) -> bool:
     """Whether any of these Jacobians is on a device."""
     if isinstance(jacobians, CSRChain):
         return is_on_device(jacobians.data)
+    if isinstance(jacobians, ImplicitChain):
+        return any(map(is_on_device, jacobians.values))
     return is_on_device(jacobians) or any(map(is_on_device, jacobians))
 
 
-def _patterns_of_rows(jacobians: Any) -> Sequence[Pattern]:
+def _patterns_of_rows(jacobians: Any) -> Sequence[Any]:
     """Return the patterns of some rows of Jacobians, which do not chain."""
     n = length(jacobians)
-    if isinstance(jacobians, CSRChain):
+    if isinstance(jacobians, (CSRChain, ImplicitChain)):
         return [jacobians.pattern] * n
     if isinstance(jacobians, np.ndarray):
         return [pattern_of(0, jacobians[0])] * n if n else []

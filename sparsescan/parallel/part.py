@@ -17,6 +17,7 @@ from ..plan.scan_plan import ScanPlan
 from ..plan.spec import Kind
 from ..planning.costs.cpu import Model
 from ..planning.forms import choose_forms
+from ..symbolic.implicit import Step, factor_starts
 from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, schedule_of
@@ -93,7 +94,7 @@ class Part:
 
     Parameters
     ----------
-    patterns : sequence of Pattern
+    patterns : sequence of Pattern or ImplicitPattern
         Patterns of its Jacobians.
     model : Model
         Predicts what operations take.
@@ -112,7 +113,7 @@ class Part:
 
     def __init__(
         self,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Step],
         model: Model,
         batch: int | None,
         dtype: np.dtype[Any] | None,
@@ -148,7 +149,8 @@ class Part:
                 self._programs = dict(zip(FORMS, programs, strict=True))
         model = self._model
         sizes = [self._patterns[0].shape[1], *(pattern.shape[0] for pattern in self._patterns)]
-        self.sweep.settle(Kind(model.batch, model.dtype, self._device == "cuda"))
+        kind = Kind.of(self._patterns, model.batch, model.dtype, self._device == "cuda")
+        self.sweep.settle(kind)
         swept = self.sweep.to_dict()
         _, more = step_time(model, self._patterns[-1], 1)
         return PartCost(
@@ -176,7 +178,7 @@ class Part:
         return make(self._programs[form])
 
 
-def step_time(model: Model, pattern: Pattern, count: int) -> tuple[float, float]:
+def step_time(model: Model, pattern: Step, count: int) -> tuple[float, float]:
     """Return the nanoseconds of a run, and of each of so many equal steps in it."""
     program = Program([pattern] * (count + 1), Schedule.linear(count + 1))
     run, levels = model.level_times(program)
@@ -188,12 +190,14 @@ def _nanoseconds(model: Model, program: Program) -> float:
     return run + sum(levels)
 
 
-def _reductions(patterns: Sequence[Pattern], model: Model, limit: float) -> tuple[Program, Program]:
+def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[Program, Program]:
     """Return the best programs for the product in both forms; or raise :class:`TooLargeError`."""
     n, products = len(patterns), Products(work=limit)
     # The identity comes first, and takes the first local gradient; no schedule reads what is last.
     first, last = Pattern.diagonal(patterns[0].shape[1]), Pattern.diagonal(patterns[-1].shape[0])
-    steps, whole = [first, *patterns, last], (1, n + 2)
+    steps: list[Step] = [first, *patterns, last]
+    # Products are numbered by the factors of implicit steps.
+    whole = 1, int(factor_starts(steps)[-1])
     best: list[tuple[float, Program]] = []
     for chunks in sorted({1, min(model.workers, max(n // 2, 1))}):
         schedule = _schedule(n + 2, chunks)

@@ -23,10 +23,12 @@ from ..arrays.arrays import (
 from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, grad_or_zeros, is_stack, read_grad, read_local_grads
 from ..chains.containers import CSRChain
+from ..chains.implicit import ImplicitChain
+from ..chains.steps import Steps
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
 from ..plan.scan_plan import Gradients, Slot
-from ..symbolic.pattern import Pattern
+from ..symbolic.implicit import Step
 from .communicator import Communicator, Fault
 from .exchange import ALGORITHMS, exscan_messages, rounds
 from .forecast import Forecast, boundaries
@@ -169,7 +171,7 @@ class ParallelPlan:
     def __init__(
         self,
         ranks: Ranks,
-        patterns: Sequence[Pattern],
+        patterns: Sequence[Step],
         part: Part | RowSweep,
         decision: Decision,
         options: Options,
@@ -177,6 +179,7 @@ class ParallelPlan:
         rank, forecast = ranks.world.rank, decision.forecast
         self._world, self._comm, self._direct = ranks
         self._patterns = patterns
+        self._unfolded = Steps(patterns)
         self._part = part
         self.n = len(patterns)
         self.grid = forecast.grid
@@ -194,7 +197,8 @@ class ParallelPlan:
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
         self._sizes = boundaries(costs)[self.position : self.position + 2]
         # The memory of a part has no limit.
-        self._slot = Slot(Chain(self.n), lambda *needed: None)
+        chain = Chain(len(self._unfolded.factors), self._unfolded.starts)
+        self._slot = Slot(chain, lambda *needed: None)
         self._memory: dict[Terms, _Memory] = {}
         # For a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []
@@ -216,7 +220,7 @@ class ParallelPlan:
             Gradient at the end of the chain, on the ranks of position 0; None on others, and
             where it is zeros and the loss enters by `local_grads`, which must then be given there.
             Where ranks share rows, this rank's entries of it: ``(own,)`` or ``(batch, own)``.
-        jacobians : sequence, CSRChain or ndarray
+        jacobians : sequence, CSRChain, ImplicitChain or ndarray
             Jacobians of this rank, or its rows of them, of the plan's patterns; or only their
             values, as for :meth:`sparsescan.ScanPlan.exclusive_scan`.
         local_grads : sequence or ndarray, optional
@@ -284,7 +288,8 @@ class ParallelPlan:
                 stack.enter_context(place("grad", None, self.device, None))
                 if chain is None:
                     check_form(jacobians)
-                    self._slot.chain.read(jacobians, self._patterns)
+                    unfolded = self._unfolded
+                    self._slot.chain.read(unfolded.unfold(jacobians), unfolded.factors)
                 self._read(call, grad, local_grads)
             finite = True
             if self._open(call) and self._prepare(call):
@@ -511,6 +516,8 @@ class ParallelPlan:
             return State.NOTHING
         sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns[:-1])]
         local = LocalGrads(call.local_grads, self.n, sizes, call.terms.shape)
+        if self._unfolded.starts is not None:
+            local.spread(self._unfolded.starts[:-1])
         product = products.reduction.run(self._slot.chain, local, call.terms)
         if product is None:
             return State.BAD
@@ -575,13 +582,15 @@ def check_form(jacobians: Any) -> None:
     """Raise if this rank's part is of a form that only a scan on one machine takes."""
     if is_stack(jacobians) and not _is_one_array(jacobians):
         raise InputTypeError(
-            f"jacobians is a {type(jacobians).__name__}; expected a list, a CSRChain or an array"
+            f"jacobians is a {type(jacobians).__name__}; expected a list, a CSRChain, an "
+            "ImplicitChain or an array"
         )
 
 
 def _is_one_array(jacobians: Any) -> bool:
     """Whether Jacobians come as one array, and so do their gradients."""
-    return isinstance(jacobians, (np.ndarray, CSRChain)) or is_on_device(jacobians)
+    one = np.ndarray, CSRChain, ImplicitChain
+    return isinstance(jacobians, one) or is_on_device(jacobians)
 
 
 def _host(array: Any) -> NDArray[Any]:

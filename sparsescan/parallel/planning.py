@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
 from ..planning.costs.cpu import Model
 from ..planning.search import model_for
+from ..symbolic.implicit import ImplicitPattern, Step, explicit
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count
 from .communicator import Communicator, reads_device_memory
@@ -57,7 +58,7 @@ class _Asked:
 class Request(NamedTuple):
     """A rank's patterns and options, with the samples and the bytes of a value to plan for."""
 
-    patterns: Sequence[Pattern]
+    patterns: Sequence[Step]
     options: Options
     samples: int
     itemsize: int
@@ -78,7 +79,8 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
     part: Part | RowSweep
     if grid.rows > 1:
         entering = _entering(everyone, grid, grid.position(world.rank))
-        part, cost = _plan_rows(world, group, patterns, entering, grid, model, terms, network)
+        rows = list(map(explicit, patterns))  # :func:`_ask` has refused others
+        part, cost = _plan_rows(world, group, rows, entering, grid, model, terms, network)
     else:
         part, cost = world.together(lambda: _plan_part(world, patterns, options, model))
     costs = _share(world, cost)[: grid.group_size]
@@ -92,7 +94,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
 
 
 def _plan_part(
-    world: Communicator, patterns: Sequence[Pattern], options: Options, model: Model
+    world: Communicator, patterns: Sequence[Step], options: Options, model: Model
 ) -> tuple[Part, PartCost]:
     """Plan this rank's part of the chain, whose steps it has as a whole."""
     grid, device = options.grid, options.device or "cpu"
@@ -150,6 +152,12 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
             f"device is 'cuda', but grid is {grid}; expected the CPU where ranks share the rows of "
             "steps"
         )
+    for k, pattern in enumerate(patterns if grid.rows > 1 else ()):
+        if isinstance(pattern, ImplicitPattern):
+            raise InputError(
+                f"jacobians[{k}] is an implicit step, but grid is {grid}; expected explicit ones "
+                "where ranks share the rows of steps"
+            )
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:
         digest.update(repr(pattern.key).encode())

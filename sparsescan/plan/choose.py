@@ -14,7 +14,8 @@ from ..execution.threads import thread_count
 from ..execution.workspace import workspace_bytes
 from ..formatting import exact_bytes
 from ..planning.search import Candidate, Choice, choose, choose_for
-from ..symbolic.pattern import Pattern, TooLargeError
+from ..symbolic.implicit import Step
+from ..symbolic.pattern import TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .spec import Kind
@@ -26,7 +27,7 @@ _COUNTED = 1 << 55
 
 
 def choose_schedule(
-    patterns: Sequence[Pattern],
+    patterns: Sequence[Step],
     schedule: Schedule | None,
     kind: Kind,
     memory_limit: int | None = None,
@@ -68,7 +69,7 @@ def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str
     return workspace_bytes(program, dtype, batch, thread_count())
 
 
-def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
+def _check_counts(patterns: Sequence[Step], batch: int) -> None:
     """Raise if a chain is larger than any machine's memory, and than int64 can count."""
     entries = sum(
         count * (pattern.nnz + sum(pattern.shape)) for pattern, count in Counter(patterns).items()
@@ -80,7 +81,7 @@ def _check_counts(patterns: Sequence[Pattern], batch: int) -> None:
         )
 
 
-def _for_device(patterns: Sequence[Pattern], batch: int) -> list[Schedule]:
+def _for_device(patterns: Sequence[Step], batch: int) -> list[Schedule]:
     """Return chunks for small steps of one pattern, which have kernels of their own."""
     from ..execution.device import chunk_count
 

@@ -10,10 +10,12 @@ from typing import Any
 from ..formatting import align, format_bytes, format_count, format_time
 from ..planning.costs.cpu import Cost, level_costs
 from ..planning.search import Alternative
+from ..symbolic.implicit import ImplicitPattern, Step, explicit
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
+from ..symbolic.schedule import Schedule
 from ..symbolic.tree import tree
-from .spec import PlanSpec
+from .spec import Kind, PlanSpec
 
 __all__ = ["describe", "to_dict"]
 
@@ -30,6 +32,8 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
     if program is None:
         return "\n".join(lines)
+    if (saving := _saving(spec)) is not None:
+        lines.append(_saved(spec, saving))
     lines.append(f"  tree: {tree(spec.schedule, _WIDTH)}")
     if spec.dense:
         lines.append(f"  stored densely: {len(spec.dense):,} products whose patterns are sparse")
@@ -73,14 +77,10 @@ def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> di
         "dense": sorted([start, stop] for start, stop in spec.dense),
         "alternatives": [asdict(alternative) for alternative in spec.alternatives],
         "patterns": [
-            {
-                "count": count,
-                "shape": list(pattern.shape),
-                "nnz": pattern.nnz,
-                "kind": pattern.kind,
-            }
+            {"count": count} | _pattern_dict(pattern)
             for pattern, count in Counter(spec.patterns).items()
         ],
+        "implicit": _saving(spec),
         "run_nanoseconds": run,
         "levels": [
             asdict(cost) | {"nanoseconds": time} for cost, time in zip(costs, times, strict=True)
@@ -100,21 +100,85 @@ def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
     return align(rows)
 
 
-def _patterns(patterns: Sequence[Pattern]) -> list[str]:
+def _patterns(patterns: Sequence[Step]) -> list[str]:
     counts = Counter(patterns)
     lines = [
-        f"    {count:,} × {pattern.shape[0]:,}×{pattern.shape[1]:,} {pattern.kind}, "
-        f"nnz {pattern.nnz:,} ({_density(pattern)} dense)"
-        for pattern, count in counts.most_common(_MOST)
+        f"    {count:,} × {_pattern_text(pattern)}" for pattern, count in counts.most_common(_MOST)
     ]
     if len(counts) > _MOST:
         lines.append(f"    and {len(counts) - _MOST:,} more patterns")
     return lines or ["    none"]
 
 
-def _density(pattern: Pattern) -> str:
-    size = pattern.shape[0] * pattern.shape[1]
-    return f"{pattern.nnz / size:.3g}" if size else "0"
+def _pattern_text(pattern: Step) -> str:
+    rows, cols = pattern.shape
+    if isinstance(pattern, ImplicitPattern):
+        factors = [
+            f"{_pattern_text(factor)}{', shared by all samples' * shared}"
+            for factor, shared in zip(pattern.factors, pattern.shared, strict=True)
+        ]
+        return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
+    size = rows * cols
+    density = f"{pattern.nnz / size:.3g}" if size else "0"
+    return f"{rows:,}×{cols:,} {pattern.kind}, nnz {pattern.nnz:,} ({density} dense)"
+
+
+def _pattern_dict(pattern: Step) -> dict[str, Any]:
+    described: dict[str, Any] = {"shape": list(pattern.shape), "nnz": pattern.nnz}
+    if isinstance(pattern, Pattern):
+        return described | {"kind": pattern.kind}
+    factors = [
+        _pattern_dict(factor) | {"shared": shared}
+        for factor, shared in zip(pattern.factors, pattern.shared, strict=True)
+    ]
+    return described | {"kind": "implicit", "factors": factors}
+
+
+def _saving(spec: PlanSpec) -> dict[str, Any] | None:
+    """Return bytes of values, and times of a linear scan, as steps are and if all were explicit.
+
+    None if no step is implicit.
+    """
+    steps = spec.patterns
+    count = sum(isinstance(step, ImplicitPattern) for step in steps)
+    if count == 0:
+        return None
+    kind, written = spec.kind, list(map(explicit, steps))
+    return {
+        "steps": count,
+        "bytes": kind.dtype.itemsize * _stored(steps, kind.batch),
+        "explicit_bytes": kind.dtype.itemsize * kind.batch * sum(each.nnz for each in written),
+        "linear_nanoseconds": _linear_time(steps, kind),
+        "explicit_linear_nanoseconds": _linear_time(written, kind._replace(differs=None)),
+    }
+
+
+def _stored(steps: Sequence[Step], batch: int) -> int:
+    """Return the values of all steps; those that samples share count once for equal steps."""
+    total = 0
+    for step, count in Counter(steps).items():
+        if isinstance(step, ImplicitPattern):
+            for factor, shared in zip(step.factors, step.shared, strict=True):
+                total += factor.nnz * (1 if shared else batch * count)
+        else:
+            total += step.nnz * batch * count
+    return total
+
+
+def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
+    run, levels = kind.model().level_times(Program(steps, Schedule.linear(len(steps))))
+    return run + sum(levels)
+
+
+def _saved(spec: PlanSpec, saving: dict[str, Any]) -> str:
+    """Return the line about implicit steps."""
+    return (
+        f"  implicit: {saving['steps']:,} of {len(spec.patterns):,}; values take "
+        f"{format_bytes(saving['bytes'])} where explicit ones take "
+        f"{format_bytes(saving['explicit_bytes'])}, a linear scan "
+        f"{format_time(saving['linear_nanoseconds'])} where it takes "
+        f"{format_time(saving['explicit_linear_nanoseconds'])}"
+    )
 
 
 def _table(costs: Sequence[Cost], times: Sequence[float]) -> list[str]:

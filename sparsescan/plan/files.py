@@ -7,13 +7,16 @@ that is loaded has its symbolic phase done again. Version 1 of the format:
 ``version``      int, 1
 ``digest``       string: BLAKE2b of all other arrays, their names, dtypes and shapes
 ``patterns``     the different patterns, with ``indptr`` and ``indices``, as in a file of a chain
-``steps``        int (n,): the pattern of each Jacobian
+``steps``        int (n,): the pattern of each Jacobian; of implicit ones, of each factor
+``factors``      int (n,): the number of factors of each step; only if some have more than one
+``shared``       int: for each of ``steps`` 1 if all samples share it, else 0; beside ``factors``
 ``schedule``     string: how the schedule prints
 ``level_names``  strings (l,): the name of each level
 ``level_runs``   int (l,): the number of its runs
 ``run_lengths``  int (r,): the number of operations of each run
 ``ops``          int (m, 3): ``(start, mid, stop)`` of each operation
-``dense``        int (d, 2): ``(start, stop)`` of the products that are stored densely
+``dense``        int (d, 2): ``(start, stop)`` of the products that are stored densely, in numbers
+                 of ``steps``
 ``alternatives`` strings (a,): the schedules that the planner looked at
 ``counts``       int (a, 2): steps and products of each
 ``predicted``    float (a,): nanoseconds of each, or NaN
@@ -53,6 +56,15 @@ from ..chains.files import (
 )
 from ..errors import InputError, PlanFileError
 from ..planning.search import Alternative
+from ..symbolic.implicit import (
+    ImplicitPattern,
+    Step,
+    factor_starts,
+    factors_of,
+    refine,
+    shared_of,
+)
+from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import Level, Schedule, check_count
 from .spec import Kind, PlanSpec
 
@@ -82,15 +94,21 @@ _PREFIX = "option."
 def save_spec(path: Path, spec: PlanSpec) -> None:
     """Write a plan to a file of exactly this name; see :meth:`.ScanPlan.save`."""
     path = check_path(path)
-    unique = list(dict.fromkeys(spec.patterns))
+    listed = [factor for step in spec.patterns for factor in factors_of(step)]
+    unique = list(dict.fromkeys(listed))
     number = {pattern: p for p, pattern in enumerate(unique)}
-    steps = [number[pattern] for pattern in spec.patterns]
+    steps = [number[pattern] for pattern in listed]
     arrays = pack_patterns(unique) | _pack_schedule(spec.schedule) | _pack_options(spec)
     arrays |= _pack_alternatives(spec.alternatives)
     arrays["differs"] = np.frombuffer(spec.kind.differs or b"", np.uint8)
     arrays["dense"] = np.array(sorted(spec.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
+    if len(listed) > len(spec.patterns):
+        counts = np.diff(factor_starts(spec.patterns))
+        arrays["factors"] = counts.astype(np.min_scalar_type(counts.max()))
+        shared = [flag for step in spec.patterns for flag in shared_of(step)]
+        arrays["shared"] = np.array(shared, np.uint8)
     write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
 
 
@@ -167,12 +185,35 @@ def _unpack(arrays: Arrays) -> PlanSpec:
     steps = arrays.integers("steps")
     for p in {steps.min(), steps.max()} if len(steps) else ():
         check_index("steps", int(p), len(unique))
-    patterns = check_chain([unique[p] for p in steps.tolist()])
+    factors = check_chain([unique[p] for p in steps.tolist()])
+    patterns = _unpack_steps(arrays, factors) if "factors" in arrays else factors
     schedule, options = _unpack_schedule(arrays, len(patterns)), _unpack_options(arrays)
-    options["ran"] = _unpack_kind(arrays, options, len(patterns))
-    options["dense"] = _unpack_dense(arrays, schedule)
+    starts = factor_starts(patterns)
+    options["ran"] = _unpack_kind(arrays, options, int(starts[-1]))
+    options["dense"] = _unpack_dense(arrays, refine(schedule, starts))
     options["alternatives"] = _unpack_alternatives(arrays)
     return PlanSpec(patterns, schedule, **options)
+
+
+def _unpack_steps(arrays: Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
+    """Return the steps whose factors these are."""
+    counts, shared = arrays.integers("factors").tolist(), arrays.integers("shared").tolist()
+    if min(counts, default=0) < 1 or sum(counts) != len(factors):
+        raise InputError(f"factors adds up to {sum(counts)}; expected {len(factors)}, as steps has")
+    check_used("shared", len(shared), len(factors))
+    if not {0, 1}.issuperset(shared):
+        raise InputError(f"shared has {max(shared)}; expected 0 or 1")
+    patterns: list[Step] = []
+    start = 0
+    for count in counts:
+        flags = shared[start : start + count]
+        if count == 1:
+            patterns.append(factors[start])
+        else:
+            positions = [k for k, flag in enumerate(flags) if flag]
+            patterns.append(ImplicitPattern(factors[start : start + count], positions))
+        start += count
+    return patterns
 
 
 def _unpack_kind(arrays: Arrays, options: dict[str, Any], n: int) -> Kind:

@@ -15,12 +15,13 @@ from ..arrays.arrays import check_memory, load_cupy, namespace, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_places, grad_or_zeros, placed, read_grad
+from ..chains.steps import Steps
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
 from ..formatting import exact_bytes
 from ..planning.search import Alternative
-from ..symbolic.pattern import Pattern
+from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
 from .choose import choose_schedule, needed_bytes
@@ -63,7 +64,7 @@ class ScanPlan(Frozen):
     ----------
     n : int
         Number of Jacobians.
-    patterns : tuple of Pattern
+    patterns : tuple of Pattern or ImplicitPattern
         The pattern of every Jacobian, from the last layer to the first.
     schedule : Schedule
         The schedule that ran last, or will run first.
@@ -85,7 +86,7 @@ class ScanPlan(Frozen):
     """
 
     n: int
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[Step, ...]
     batch: int | None
     dtype: np.dtype[Any] | None
     device: str | None
@@ -107,8 +108,11 @@ class ScanPlan(Frozen):
         self._first = self._latest = _Ready(spec, program)
         self._others: dict[Kind, _Ready] = {}
         self._linear: Program | None = None
-        self._sizes = [patterns[0].shape[1]] if patterns else []
-        self._sizes += [pattern.shape[0] for pattern in patterns]
+        self._steps = Steps(self.patterns)
+        factors = self._steps.factors
+        # Lengths of all gradients that a run makes, and where they start.
+        self._sizes = [factors[0].shape[1]] if factors else []
+        self._sizes += [factor.shape[0] for factor in factors]
         self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
         # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
@@ -198,7 +202,7 @@ class ScanPlan(Frozen):
         ----------
         grad : array_like, shape (d_n,) or (batch, d_n), or None
             Gradient at the end of the chain; None is zeros, if there are `local_grads`.
-        jacobians : sequence, CSRChain, PeriodicChain or ndarray
+        jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
             Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
             ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
@@ -402,9 +406,9 @@ class ScanPlan(Frozen):
             try:
                 slot = self._idle.pop()
             except IndexError:
-                slot = self.slot(Chain(self.n))
+                slot = self.slot(Chain(len(self._steps.factors), self._steps.starts))
             try:
-                slot.chain.read(jacobians, self.patterns)
+                slot.chain.read(self._steps.unfold(jacobians), self._steps.factors)
                 return self.run(slot, grad, local_grads, inclusive=inclusive)
             except MemoryError as error:
                 raise out_of_memory("the scan", error) from None
@@ -420,10 +424,11 @@ class ScanPlan(Frozen):
         self, slot: Slot, grad: ArrayLike | None, local_grads: Any, *, inclusive: bool
     ) -> Gradients:
         """Scan the chain that a slot has read, and that the caller will release."""
-        chain, count = slot.chain, self.n + inclusive
-        first, local, dtype = self._read(chain, grad, local_grads, count)
+        chain, steps = slot.chain, self._steps
+        count = len(steps.factors) + inclusive
+        first, local, dtype = self._read(chain, grad, local_grads, inclusive)
         batch_shape = first.shape[:-1]
-        sizes = self._sizes if self.n else [first.shape[-1]]
+        sizes = self._sizes or [first.shape[-1]]
         xp = namespace(first)
         if count == 0:
             return xp.empty((0, *first.shape), dtype) if chain.period == 1 else []
@@ -457,10 +462,13 @@ class ScanPlan(Frozen):
                 if self._linear is None:
                     self._linear = Program(self.patterns, Schedule.linear(self.n))
                 slot.workspace(self._linear, dtype, batch, local).run(out, inclusive)
-        return self._cut(out.get() if download else out, count, sizes, batch_shape, chain.period)
+        out = out.get() if download else out
+        if steps.starts is None:
+            return self._cut(out, count, sizes, batch_shape, chain.period)
+        return self._cut_steps(out, self.n + inclusive, batch_shape, chain.period)
 
     def _read(
-        self, chain: Chain, grad: ArrayLike | None, local_grads: Any, count: int
+        self, chain: Chain, grad: ArrayLike | None, local_grads: Any, inclusive: bool
     ) -> tuple[Any, LocalGrads, np.dtype[Any]]:
         """Return what comes with a chain, checked, and the dtype of all gradients."""
         size = self._sizes[0] if self.n else None
@@ -470,8 +478,14 @@ class ScanPlan(Frozen):
             raise InputError(
                 f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
             )
-        sizes = self._sizes if self.n else [first.shape[-1]]
-        local = LocalGrads(local_grads, count, sizes, batch_shape, chain.period)
+        starts, count = self._steps.starts, self.n + inclusive
+        if starts is None:
+            sizes = self._sizes or [first.shape[-1]]
+            local = LocalGrads(local_grads, count, sizes, batch_shape, chain.period)
+        else:
+            sizes = [self._sizes[k] for k in starts.tolist()]
+            local = LocalGrads(local_grads, count, sizes, batch_shape)
+            local.spread(starts[:count], chain.period)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
@@ -489,24 +503,38 @@ class ScanPlan(Frozen):
         period: int,
     ) -> Gradients:
         """Return the gradients, which lie one after the other in `out`."""
-        batch = batch_shape[0] if batch_shape else 1
-        offsets = self._offsets
         if period > 1:
-            rows = out.reshape(-(-count // period), batch * offsets[period])
-            taken = [-(-(count - turn) // period) for turn in range(period)]
-            return [
-                rows[:steps, batch * start : batch * stop].reshape(steps, *batch_shape, size)
-                for steps, start, stop, size in zip(
-                    taken, offsets[:period], offsets[1:], sizes, strict=False
-                )
-            ]
+            turns = range(min(period, count))
+            return [self._turn(out, turn, count, batch_shape, period) for turn in turns]
         if self._uniform[count - self.n]:
             stack = out.reshape(count, *batch_shape, sizes[0])
             return stack if period else list(stack)
-        return [
-            out[batch * offsets[k] : batch * offsets[k + 1]].reshape(*batch_shape, sizes[k])
-            for k in range(count)
-        ]
+        return [self._one(out, k, batch_shape) for k in range(count)]
+
+    def _cut_steps(
+        self, out: NDArray[Any], count: int, batch_shape: tuple[int, ...], period: int
+    ) -> Gradients:
+        """Return the gradients of the steps; those within a step lie between them in `out`."""
+        starts = self._steps.starts
+        assert starts is not None
+        if not period:
+            return [self._one(out, k, batch_shape) for k in starts[:count].tolist()]
+        return self._turn(out, 0, int(starts[count - 1]) + 1, batch_shape, period)
+
+    def _one(self, out: NDArray[Any], k: int, batch_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the `k`-th gradient."""
+        batch, (start, stop) = batch_shape[0] if batch_shape else 1, self._offsets[k : k + 2]
+        return out[batch * start : batch * stop].reshape(*batch_shape, stop - start)
+
+    def _turn(
+        self, out: NDArray[Any], turn: int, count: int, batch_shape: tuple[int, ...], period: int
+    ) -> NDArray[Any]:
+        """Return the gradients that enter the Jacobians of one turn, of `count` in all."""
+        batch, (start, stop) = batch_shape[0] if batch_shape else 1, self._offsets[turn : turn + 2]
+        rows = out.reshape(-(-count // period), batch * self._offsets[period])
+        steps = -(-(count - turn) // period)
+        part = rows[:steps, batch * start : batch * stop]
+        return part.reshape(steps, *batch_shape, stop - start)
 
     def __repr__(self) -> str:
         return f"ScanPlan({self.n} Jacobians, {self.schedule})"

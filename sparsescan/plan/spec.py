@@ -10,7 +10,7 @@ import numpy as np
 
 from ..planning.costs.cpu import Model
 from ..planning.search import Alternative, Choice, model_for
-from ..symbolic.pattern import Pattern
+from ..symbolic.implicit import ImplicitPattern, Step, shared_of
 from ..symbolic.schedule import Schedule
 
 __all__ = ["Kind", "PlanSpec"]
@@ -36,6 +36,16 @@ class Kind(NamedTuple):
     on_device: bool = False
     differs: bytes | None = None
 
+    @classmethod
+    def of(
+        cls, patterns: Sequence[Step], batch: int, dtype: np.dtype[Any], on_device: bool
+    ) -> Kind:
+        """Return what is known of input before it comes: which factors samples will share."""
+        shared = np.zeros(0, bool)
+        if batch > 1 and any(isinstance(step, ImplicitPattern) for step in patterns):
+            shared = np.array([flag for step in patterns for flag in shared_of(step)])
+        return cls(batch, dtype, on_device, (~shared).tobytes() if shared.any() else None)
+
     @property
     def device(self) -> str | None:
         """The device as calls name it."""
@@ -53,7 +63,7 @@ class PlanSpec:
 
     Attributes
     ----------
-    patterns : sequence of Pattern
+    patterns : sequence of Pattern or ImplicitPattern
         The pattern of every Jacobian, from the last layer to the first.
     schedule : Schedule
         For as many Jacobians.
@@ -63,6 +73,7 @@ class PlanSpec:
         As for :func:`sparsescan.plan`.
     dense : frozenset of tuple
         The products ``(start, stop)`` that are stored densely although their patterns are sparse.
+        A step that is implicit counts as many elements as it has factors.
     alternatives : tuple of Alternative
         The schedules that the planner looked at.
     auto : bool
@@ -71,7 +82,7 @@ class PlanSpec:
         The input that the schedule ran last; None if it has run none.
     """
 
-    patterns: Sequence[Pattern]
+    patterns: Sequence[Step]
     schedule: Schedule
     reason: str = ""
     batch: int | None = None
@@ -104,7 +115,5 @@ class PlanSpec:
     @property
     def kind(self) -> Kind:
         """The input that the schedule is for: until one has run, what the caller asked for."""
-        asked = Kind(
-            self.batch or 1, np.dtype(self.dtype or np.float64), on_device=self.device == "cuda"
-        )
-        return self.ran or asked
+        dtype = np.dtype(self.dtype or np.float64)
+        return self.ran or Kind.of(self.patterns, self.batch or 1, dtype, self.device == "cuda")

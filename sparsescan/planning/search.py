@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..execution.threads import thread_count
 from ..execution.workspace import table_bytes
+from ..symbolic.implicit import Step, explicit
 from ..symbolic.pattern import (
     Kind,
     Pattern,
@@ -98,7 +99,7 @@ class Candidate(NamedTuple):
 
 
 def choose(
-    patterns: Sequence[Pattern],
+    steps: Sequence[Step],
     model: Model,
     *,
     fits: Callable[[Program], bool],
@@ -110,7 +111,7 @@ def choose(
 
     Parameters
     ----------
-    patterns : sequence of Pattern
+    steps : sequence of Pattern or ImplicitPattern
         At least one.
     model : Model
         The cost model.
@@ -129,9 +130,9 @@ def choose(
     Choice
         If nothing is measured, it depends on the arguments alone.
     """
-    if not patterns or not (measure or more or pays(patterns, model)):
-        return Choice(Schedule.linear(len(patterns)), frozenset(), _NOTHING_PAYS, ())
-    search = Search(patterns, model, fits, nbytes)
+    if not steps or not (measure or more or pays(list(map(explicit, steps)), model)):
+        return Choice(Schedule.linear(len(steps)), frozenset(), _NOTHING_PAYS, ())
+    search = Search(steps, model, fits, nbytes)
     search.run(more)
     in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
     linear = search.linear
@@ -166,7 +167,7 @@ def choose(
 
 
 def choose_for(
-    patterns: Sequence[Pattern],
+    steps: Sequence[Step],
     schedule: Schedule,
     model: Model,
     *,
@@ -177,9 +178,9 @@ def choose_for(
 
     Arguments are as for :func:`choose`.
     """
-    if not patterns:
+    if not steps:
         return Choice(schedule, frozenset(), _ASKED, ())
-    dense, program = _formed(patterns, schedule, model, Products(nbytes=nbytes), fits)
+    dense, program = _formed(steps, schedule, model, Products(nbytes=nbytes), fits)
     return Choice(schedule, dense, _ASKED, (), program)
 
 
@@ -202,7 +203,7 @@ class Search:
 
     Parameters
     ----------
-    patterns : sequence of Pattern
+    steps : sequence of Pattern or ImplicitPattern
         At least one.
     model : Model
         The cost model.
@@ -225,15 +226,17 @@ class Search:
 
     def __init__(
         self,
-        patterns: Sequence[Pattern],
+        steps: Sequence[Step],
         model: Model,
         fits: Callable[[Program], bool],
         nbytes: float = math.inf,
     ) -> None:
-        self._patterns = patterns
+        self._steps = steps
+        # Trees are looked for as if all steps were explicit, and judged by what they take.
+        self._patterns = list(map(explicit, steps))
         self._model = model
         self._fits = fits
-        self.linear, self.program = self._candidate(Schedule.linear(len(patterns)), Products())
+        self.linear, self.program = self._candidate(Schedule.linear(len(steps)), Products())
         self.candidates = [self.linear]
         self.given_up: list[Alternative] = []
         work = self.linear.nanoseconds / _product_rate(model)
@@ -293,7 +296,7 @@ class Search:
 
     def _candidate(self, schedule: Schedule, products: Products) -> tuple[Candidate, Program]:
         model = self._model
-        dense, program = _formed(self._patterns, schedule, model, products, self._fits)
+        dense, program = _formed(self._steps, schedule, model, products, self._fits)
         run, levels = model.level_times(program)
         return Candidate(schedule, dense, run + sum(levels)), program
 
@@ -312,17 +315,17 @@ def pays(patterns: Sequence[Pattern], model: Model) -> bool:
 
 
 def _formed(
-    patterns: Sequence[Pattern],
+    steps: Sequence[Step],
     schedule: Schedule,
     model: Model,
     products: Products,
     fits: Callable[[Program], bool],
 ) -> tuple[frozenset[tuple[int, int]], Program]:
     """Return the program with every product in the form that takes least, if that fits."""
-    program = Program(patterns, schedule, products=products)
+    program = Program(steps, schedule, products=products)
     dense = choose_forms(program, model)
     if dense:
-        formed = Program(patterns, schedule, dense=dense, products=products)
+        formed = Program(steps, schedule, dense=dense, products=products)
         if fits(formed):
             return dense, formed
     return frozenset(), program

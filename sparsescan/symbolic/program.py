@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..kernels.cpu.tables import Op
+from ..kernels.cpu.tables import SLOTS, Op
+from .implicit import Step, factor_starts, factors_of, refine
 from .pattern import Pattern, Products, multiply_adds
 from .schedule import Schedule
 
@@ -21,10 +22,10 @@ class Program:
 
     Parameters
     ----------
-    patterns : sequence of Pattern
-        The pattern of every Jacobian; at least one.
+    steps : sequence of Pattern or ImplicitPattern
+        The pattern of every step; at least one.
     schedule : Schedule
-        For as many Jacobians.
+        For as many steps.
     dense : collection of tuple, optional
         Products ``(start, stop)`` that are stored densely whatever their patterns. (One by a
         diagonal matrix is stored as the other operand is.)
@@ -33,6 +34,10 @@ class Program:
 
     Attributes
     ----------
+    n : int
+        Number of Jacobians, as kernels see them: explicit steps, and the factors of implicit ones.
+    schedule : Schedule
+        The schedule for them.
     patterns : list of Pattern
         The pattern in which every node is stored: first the Jacobians, then the products.
     ops : ndarray of int64, shape (m + 1, 4)
@@ -43,7 +48,7 @@ class Program:
     levels : list of tuple
         ``(name, runs)``, with the first and last-plus-one operation of every run.
     slots : ndarray of int64
-        For every product -1, or the scratch slot of one that only the next operation reads.
+        For every product -1, or the scratch slot of one that only its own run reads.
     index_bytes : int
         Bytes of the index arrays that the symbolic phase made for products.
     index_dtype : dtype
@@ -54,17 +59,17 @@ class Program:
 
     def __init__(
         self,
-        patterns: Sequence[Pattern],
+        steps: Sequence[Step],
         schedule: Schedule,
         *,
         dense: Collection[tuple[int, int]] = (),
         products: Products | None = None,
     ) -> None:
-        n = len(patterns)
-        if schedule.n != n:
-            raise InputError(f"schedule is for {schedule.n} Jacobians; expected {n}")
-        self.n = n
-        self.schedule = schedule
+        if schedule.n != len(steps):
+            raise InputError(f"schedule is for {schedule.n} Jacobians; expected {len(steps)}")
+        patterns = [factor for step in steps for factor in factors_of(step)]
+        self.n = n = len(patterns)
+        self.schedule = schedule = refine(schedule, factor_starts(steps))
         self.patterns: list[Pattern] = list(patterns)
         self.levels: list[tuple[str, NDArray[np.int64]]] = []
         # The exact pattern of every node: its entries may be stored among zeros.
@@ -157,19 +162,27 @@ class Program:
         return batched
 
     def _scratch_slots(self) -> NDArray[np.int64]:
+        """Return the slots of what a run of products makes on the way, for itself alone."""
         slots = np.full(self.products, -1, np.int64)
-        readers = np.zeros(len(self.patterns), np.int64)
         vector = self.ops[:, Op.VECTOR] == 1
-        np.add.at(readers, self.ops[:, Op.RIGHT], 1)
-        np.add.at(readers, self.ops[~vector, Op.LEFT], 1)
+        readers = np.zeros(len(self.patterns), np.int64)
+        reader = np.zeros(len(self.patterns), np.int64)
+        for column, rows in ((Op.RIGHT, slice(None)), (Op.LEFT, ~vector)):
+            nodes = self.ops[rows, column]
+            np.add.at(readers, nodes, 1)
+            reader[nodes] = np.arange(len(self.ops))[rows]
         for _, runs in self.levels:
             for first, last in runs[runs[:, 1] - runs[:, 0] > 1].tolist():
-                for op in range(first, last - 1):
-                    out, following = self.ops[op, Op.OUT], self.ops[op + 1]
-                    if vector[op]:
-                        break
-                    if readers[out] == 1 and not vector[op + 1] and following[Op.LEFT] == out:
-                        slots[out - self.n] = (op - first) % 2
+                if vector[first]:
+                    continue
+                free = set(range(SLOTS))
+                for _, left, right, out in self.ops[first:last].tolist():
+                    if readers[out] == 1 and first < reader[out] < last and free:
+                        slots[out - self.n] = min(free)
+                        free.remove(min(free))
+                    # What is read is read for the last time.
+                    read = [node - self.n for node in (left, right) if node >= self.n]
+                    free.update(int(slots[node]) for node in read if slots[node] >= 0)
         return slots
 
 

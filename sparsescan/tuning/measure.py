@@ -8,11 +8,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arrays.arrays import load_cupy
+from ..chains.implicit import ImplicitStep
 from ..plan.scan_plan import ScanPlan
 from ..plan.spec import PlanSpec
+from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SECONDS, _ROUNDS = 1.0, 5
 
 
 def measure(
-    patterns: Sequence[Pattern],
+    patterns: Sequence[Step],
     dtype: np.dtype[Any],
     batch: int,
     device: str | None,
@@ -35,12 +36,9 @@ def measure(
 
     They take turns, so that what disturbs one disturbs all.
     """
-    values = made_up(patterns, dtype, batch)
-    grad = np.ones((batch, patterns[0].shape[1]), dtype)
-    xp: Any = np
-    if device == "cuda":
-        xp = load_cupy()
-        values, grad = [xp.asarray(array) for array in values], xp.asarray(grad)
+    xp: Any = load_cupy() if device == "cuda" else np
+    values = made_up(patterns, dtype, batch, xp)
+    grad = xp.ones((batch, patterns[0].shape[1]), dtype)
     plans = [
         ScanPlan(PlanSpec(patterns, made.schedule, device=device, dense=made.dense))
         for made in candidates
@@ -61,14 +59,21 @@ def measure(
     return [median(taken) for taken in samples]
 
 
-def made_up(
-    patterns: Sequence[Pattern], dtype: np.dtype[Any], batch: int
-) -> list[NDArray[np.floating[Any]]]:
-    """Return values for each pattern and sample, whose rows sum to about one: nothing grows."""
+def made_up(steps: Sequence[Step], dtype: np.dtype[Any], batch: int, xp: Any = np) -> list[Any]:
+    """Return values of each step and sample, whose rows sum to about one: nothing grows."""
     rng = np.random.default_rng(0)
-    values = []
-    for pattern in patterns:
+
+    def draw(pattern: Pattern, *samples: int) -> Any:
         per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
-        drawn = rng.random((batch, pattern.nnz), np.float32)
-        values.append(((drawn + 0.5) / per_row).astype(dtype))
+        drawn = rng.random((*samples, pattern.nnz), np.float32)
+        return xp.asarray(((drawn + 0.5) / per_row).astype(dtype))
+
+    values: list[Any] = []
+    for step in steps:
+        if isinstance(step, ImplicitPattern):
+            factors = zip(step.factors, step.shared, strict=True)
+            drawn = [draw(factor, *[batch] * (not shared)) for factor, shared in factors]
+            values.append(ImplicitStep(drawn, step))
+        else:
+            values.append(draw(step, batch))
     return values

@@ -399,6 +399,9 @@ INTERRUPT = """
     from sparsescan.kernels.cpu.tables import ABORTED, Run, FINISHED, Tables
     from sparsescan.kernels.cpu.run import abort
 
+    # A shell starts what it runs in the background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt_in(*seconds):
         for k in seconds:
             threading.Timer(k, os.kill, (os.getpid(), signal.SIGINT)).start()

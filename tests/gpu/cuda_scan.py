@@ -31,6 +31,9 @@ import sparsescan
 from sparsescan import (
     CSRChain,
     DeviceError,
+    ImplicitChain,
+    ImplicitPattern,
+    ImplicitStep,
     InputError,
     InputTypeError,
     MemoryLimitError,
@@ -170,6 +173,28 @@ def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -
     for found in (to_host(on_device), there_and_back):
         for array, exact in zip(found, expected, strict=True):
             np.testing.assert_allclose(array, exact, rtol=1e-12, atol=1e-12, strict=True)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "chunked:3"])
+@pytest.mark.parametrize("batch", [None, 3])
+def test_implicit_steps(cupy: Any, schedule: str, batch: int | None) -> None:
+    rng = np.random.default_rng(batch or 0)
+    lead = () if batch is None else (batch,)
+    pattern = ImplicitPattern([Pattern.diagonal(5), Pattern.dense((5, 5))], shared=[1])
+    values = [rng.standard_normal((9, *lead, 5)), rng.standard_normal(25)]
+    grad, local = rng.standard_normal((*lead, 5)), rng.standard_normal((10, *lead, 5))
+    chain = ImplicitChain(values, pattern)
+    expected = sparsescan.inclusive_scan(grad, chain, local_grads=local, schedule="linear")
+    plan = sparsescan.plan(chain, schedule=schedule, device="cuda")
+    there = ImplicitChain([cupy.asarray(array) for array in values], pattern)
+    steps = [ImplicitStep([there.values[0][k], there.values[1]], pattern) for k in range(9)]
+    for steps_there in (there, steps):
+        found = plan.inclusive_scan(
+            cupy.asarray(grad), steps_there, local_grads=list(map(cupy.asarray, local))
+        )
+        np.testing.assert_allclose(to_host(list(found)), expected, rtol=1e-12, atol=1e-12)
+    found = plan.inclusive_scan(grad, chain, local_grads=local)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12, strict=True)
 
 
 @settings(max_examples=examples(30))

@@ -174,14 +174,15 @@ def test_factors_make_the_jacobian(case: Case, kernels: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
             patch.setattr(_cell, "namespace", lambda *arrays: other)
-        chain = cell.linearize(case.x, case.state).factors()
+        chain = cell.linearize(case.x, case.state).implicit()
     slopes, weights = chain.values
-    before, after = (dense(np.ones(each.nnz), each) for each in cell.factor_patterns)
+    factors = cell.implicit_pattern.factors
+    before, after = (dense(np.ones(each.nnz), each) for each in factors)
     assert ((after @ before > 0) >= (dense(np.ones(cell.nnz), cell.pattern) > 0)).all()
-    assert slopes.shape == (*lead, cell.factor_patterns[0].nnz)
+    assert slopes.shape == (*lead, factors[0].nnz)
     expected = cell.values(case.x, case.state)[::-1]
     for row, values in zip(rows(slopes), rows(expected), strict=True):
-        actual = dense(weights, cell.factor_patterns[1]) @ dense(row, cell.factor_patterns[0])
+        actual = dense(weights, factors[1]) @ dense(row, factors[0])
         close(actual, dense(values, cell.pattern), 10)
 
 
@@ -357,15 +358,14 @@ def test_the_scan_of_500_steps_is_autograd(kind: str, schedule: str) -> None:
     close(cell.input_grads(x, states[:-1], grads), input_grads)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.linear(1000), Schedule.chunked(1000, 9)], ids=repr)
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_scan_of_factors_is_autograd(kind: str, schedule: Schedule) -> None:
+def test_the_scan_of_implicit_steps_is_autograd(kind: str, schedule: Schedule) -> None:
     cell, x, local_grads, state_grads, param_grads, input_grads = sequence_of(kind)
     steps = cell.linearize(x, cell.unroll(x)[:-1])
-    plan = sparsescan.plan([*cell.factor_patterns] * len(x), schedule=schedule)
+    plan = sparsescan.plan([cell.implicit_pattern] * len(x), schedule=SCHEDULES[schedule])
     zero = np.zeros_like(local_grads[0])
-    local = [local_grads[::-1], None]
-    grads = plan.exclusive_scan(zero, steps.factors(), local_grads=local)[0][::-1]
+    grads = plan.exclusive_scan(zero, steps.implicit(), local_grads=local_grads[::-1])[::-1]
     close(grads, state_grads)
     for name, actual in steps.param_grads(grads).items():
         close(actual, param_grads[name])
@@ -601,7 +601,7 @@ def test_bad_arguments_are_named(error: type, make: Any, words: str) -> None:
         ),
         (
             InputError,
-            lambda c: c.linearize(np.ones(2), np.ones(6)).factors(),
+            lambda c: c.linearize(np.ones(2), np.ones(6)).implicit(),
             r"the steps have the axes \(\); expected \(T,\) or \(T, batch\)",
         ),
         (

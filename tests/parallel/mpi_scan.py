@@ -22,7 +22,16 @@ from ranges import linear_length, positive_steps, two_blocks, waves
 from ranks import expected_of, grids, part_of, random_chain
 
 import sparsescan
-from sparsescan import CSRChain, parallel
+from sparsescan import (
+    CSRChain,
+    ImplicitChain,
+    ImplicitPattern,
+    ImplicitStep,
+    InputError,
+    Pattern,
+    parallel,
+)
+from sparsescan.errors import RankError
 from sparsescan.parallel import Grid
 
 pytestmark = [
@@ -69,6 +78,51 @@ def check(seed: int) -> None:
             for _ in range(2):
                 again = scan(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
                 assert same_bits(again, found), (seed, options)
+
+
+def test_implicit_steps(seeds: Callable[..., range]) -> None:
+    """Parts in a list, beside explicit steps, or in a few arrays: as the explicit chain."""
+    for seed in seeds(4, 8, 100):
+        rng = np.random.default_rng(seed)
+        n, batch, size = int(rng.integers(1, 20)), [None, 3][rng.integers(2)], 4
+        lead = () if batch is None else (batch,)
+        pattern = ImplicitPattern([Pattern.dense((6, size)), Pattern.dense((size, 6))], shared=[1])
+        before, after = rng.random((n, *lead, 24)), rng.random(24) / 8
+        jacobians = after.reshape(size, 6) @ before.reshape(n, *lead, 6, size)
+        grad, local = rng.random((*lead, size)), rng.random((n + 1, *lead, size))
+        mine = equal_parts(n)
+        last = WORLD.rank == WORLD.size - 1
+        part: Any = []
+        if seed % 2:
+            part = [
+                jacobians[k] if k % 3 == 0 else ImplicitStep([before[k], after], pattern)
+                for k in range(n)[mine]
+            ]
+        elif mine.stop > mine.start:
+            part = ImplicitChain([before[mine], after], pattern)
+        own = slice(mine.start, mine.stop + last)
+        expected = sequential(grad, jacobians, local, inclusive=True)
+        for schedule in ("vectors", "products"):
+            found = parallel.inclusive_scan(
+                WORLD,
+                grad if WORLD.rank == 0 else None,
+                part,
+                local_grads=local[own],
+                schedule=schedule,
+            )
+            np.testing.assert_allclose(
+                np.array(found).reshape(-1, *grad.shape),
+                np.array(expected.exact[own]).reshape(-1, *grad.shape),
+                rtol=1e-12,
+            )
+            plan = parallel.plan(WORLD, part, schedule=schedule)
+            again = plan.inclusive_scan(
+                grad if WORLD.rank == 0 else None, part, local_grads=local[own]
+            )
+            assert same_bits(list(again), list(found))
+    if WORLD.size > 1:
+        with pytest.raises((InputError, RankError), match="implicit step, but grid is"):
+            parallel.plan(WORLD, [pattern] * 3, grid=(1, 1, WORLD.size))
 
 
 def equal_parts(n: int) -> slice:

@@ -101,22 +101,27 @@ def test_on_any_chain_and_machine(small_grains: None, as_if: Any, seed: int) -> 
 
 @pytest.mark.parametrize("threads", [2, 64])
 @pytest.mark.parametrize("cell", [RNNCell, GRUCell, LSTMCell])
-@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("form", ["explicit", "implicit", "factors"])
 def test_on_recurrent_cells(
-    small_grains: None, as_if: Any, threads: int, cell: Any, factored: bool
+    small_grains: None, as_if: Any, threads: int, cell: Any, form: str
 ) -> None:
-    """The weights of the factored chain are shared by all samples."""
+    """The weights of implicit steps, and of a chain of their factors, are shared by all samples."""
     as_if(threads)
     made = cell(4, 12, rng=0)
     steps = 40
-    patterns = [*made.factor_patterns] * steps if factored else [made.pattern] * steps
+    patterns: list[Any] = {
+        "explicit": [made.pattern],
+        "implicit": [made.implicit_pattern],
+        "factors": [*made.implicit_pattern.factors],
+    }[form] * steps
     plan = sparsescan.plan(patterns)
-    differs = np.arange(plan.n) % 2 == 0 if factored else np.ones(plan.n, bool)
+    differs = np.ones(steps, bool) if form == "explicit" else np.arange(2 * steps) % 2 == 0
     for batch, dtype in KINDS:
         x = np.random.default_rng(0).standard_normal((steps, batch, 4)).astype(dtype)
         states = made.unroll(x)
         linearized = made.linearize(x, states[:-1])
-        chain = linearized.factors() if factored else linearized.values()[::-1]
+        chain: Any = linearized.implicit()
+        chain = {"explicit": linearized.values()[::-1], "factors": chain.factors}.get(form, chain)
         grads = plan.exclusive_scan(states[-1], chain)
         linear = sparsescan.plan(patterns, schedule="linear").exclusive_scan(states[-1], chain)
         for found, expected in zip(grads, linear, strict=True):
@@ -129,10 +134,11 @@ def test_a_tree_for_one_sample_does_not_run_sixteen(as_if: Any) -> None:
     """The factors of a GRU, planned without a batch, took 80 ms where the linear scan took 50."""
     as_if(2)
     cell = GRUCell(8, 64, rng=0)
-    plan = sparsescan.plan([*cell.factor_patterns] * 1000, dtype=F4)
+    patterns = cell.implicit_pattern.factors
+    plan = sparsescan.plan([*patterns] * 1000, dtype=F4)
     alone = plan.schedule
     assert alone != Schedule.linear(2000)
-    slopes, weights = (np.zeros(pattern.nnz, F4) for pattern in cell.factor_patterns)
+    slopes, weights = (np.zeros(pattern.nnz, F4) for pattern in patterns)
     shared = np.broadcast_to(slopes, (1000, 16, len(slopes))).copy()
     plan.exclusive_scan(
         np.ones((16, 64), F4), PeriodicChain([shared, weights], [*plan.patterns[:2]])
@@ -337,8 +343,8 @@ def test_what_is_printed_and_predicted_is_what_ran(choices: list[Any]) -> None:
 @pytest.mark.parametrize(
     "patterns",
     [
-        lambda: [*GRUCell(8, 64, rng=0).factor_patterns] * 1000,
-        lambda: [*LSTMCell(8, 20, rng=0).factor_patterns] * 1000,
+        lambda: [*GRUCell(8, 64, rng=0).implicit_pattern.factors] * 1000,
+        lambda: [*LSTMCell(8, 20, rng=0).implicit_pattern.factors] * 1000,
         lambda: [RNNCell(8, 20, rng=0).pattern] * 1000,
     ],
 )

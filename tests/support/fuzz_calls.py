@@ -35,7 +35,17 @@ import scipy.sparse as sp
 from odd_values import Changing, Hostile, Lying, odd, other, other_sequence, torch
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, Pattern, PeriodicChain, Schedule, SparseScanError
+from sparsescan import (
+    BatchedCSR,
+    CSRChain,
+    ImplicitChain,
+    ImplicitPattern,
+    ImplicitStep,
+    Pattern,
+    PeriodicChain,
+    Schedule,
+    SparseScanError,
+)
 from sparsescan import jacobians as layers
 from sparsescan.symbolic.schedule import Level
 
@@ -70,6 +80,10 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
     """A Jacobian as a CSR array, a BatchedCSR or a dense array that nobody can doubt."""
     if isinstance(jacobian, BatchedCSR):
         return jacobian
+    if isinstance(jacobian, ImplicitStep):
+        pairs = zip(jacobian.values, jacobian.pattern.factors, strict=True)
+        first, second = (as_dense(clean(values, factor)) for values, factor in pairs)
+        return second @ first
     if sp.issparse(jacobian):
         parts = floats(jacobian.data), np.asarray(jacobian.indices), np.asarray(jacobian.indptr)
         made = sp.csr_array(tuple(map(np.ascontiguousarray, parts)), shape=jacobian.shape)
@@ -87,12 +101,23 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
     return BatchedCSR.from_pattern(np.ascontiguousarray(values), pattern)
 
 
+def as_dense(jacobian: Any) -> np.ndarray:
+    """The matrix, or one for each sample."""
+    if isinstance(jacobian, BatchedCSR):
+        samples = [jacobian[b].toarray() for b in range(jacobian.batch)]
+        return np.array(samples, jacobian.dtype).reshape(-1, *jacobian.shape)
+    return jacobian.toarray() if sp.issparse(jacobian) else jacobian
+
+
 def steps(jacobians: Any, patterns: Sequence[Pattern] | None = None) -> list[Any]:
     """The Jacobians of a chain in any form, clean; `patterns` are those of bare values."""
     if isinstance(jacobians, np.ndarray):
         jacobians = np.asarray(jacobians)
     if isinstance(jacobians, CSRChain):
         return oracles.steps_of(jacobians)
+    if isinstance(jacobians, ImplicitChain):
+        factors = steps(jacobians.factors)
+        return [as_dense(b) @ as_dense(a) for a, b in zip(factors[::2], factors[1::2], strict=True)]
     if isinstance(jacobians, PeriodicChain):
         return [
             clean(array if array.ndim == 1 else array[step], pattern)
@@ -435,7 +460,7 @@ def container(rng: np.random.Generator) -> Call:
     where = oracles.mask(rng, "sparse", size, size)
     indices, indptr = oracles.indices_of(where)
     index = {"indices": indices, "indptr": indptr, "shape": (size, size)}
-    kind = rng.integers(5)
+    kind = rng.integers(7)
     if kind == 0:
         name, arguments = "BatchedCSR", {"data": rng.standard_normal((batch, len(indices)))} | index
     elif kind == 1:
@@ -444,11 +469,18 @@ def container(rng: np.random.Generator) -> Call:
         made = Pattern(indptr, indices, (size, size))
         name = "CSRChain.from_pattern"
         arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": made}
-    else:
+    elif kind < 5:
         made = Pattern(indptr, indices, (size, size))
         patterns = [made, Pattern.diagonal(size)]
         values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
         name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
+    else:
+        factors = [Pattern(indptr, indices, (size, size)), Pattern.diagonal(size)]
+        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
+        name = "ImplicitChain" if kind == 5 else "ImplicitStep"
+        values[0] = values[0] if kind == 5 else values[0][0]
+        positions = [[], [1]][rng.integers(2)]
+        arguments = {"values": values, "pattern": ImplicitPattern(factors, positions)}
     spoil(rng, arguments)
     cls = getattr(sparsescan, name.split(".")[0])
     make = cls.from_pattern if "." in name else cls
@@ -459,7 +491,7 @@ def container(rng: np.random.Generator) -> Call:
         if rng.random() < 0.2:
             # What was checked is not what is there now.
             change_shapes(chain)
-        jacobians = [chain] if isinstance(chain, BatchedCSR) else chain
+        jacobians = [chain] if isinstance(chain, (BatchedCSR, ImplicitStep)) else chain
         cols = chain.patterns[0].shape[1] if name == "PeriodicChain" else chain.shape[1]
         lead = () if getattr(chain, "batch", None) is None else (chain.batch,)
         grad = np.broadcast_to(1.0, (*lead, cols))
@@ -474,7 +506,7 @@ def container(rng: np.random.Generator) -> Call:
 
 def change_shapes(chain: Any) -> None:
     """Reshape the arrays of a container in place, and set its attributes."""
-    for one in chain.values if isinstance(chain, PeriodicChain) else [chain.data]:
+    for one in chain.values if hasattr(chain, "values") else [chain.data]:
         if isinstance(one, np.ndarray) and one.flags.c_contiguous:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that this will not be possible one day

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..compile import njit
 from .memory import array_at, load
-from .tables import FINISHED, WORD, ZERO, Kind, Node, Op, Run, Store
+from .tables import FINISHED, SLOTS, WORD, ZERO, Kind, Node, Op, Run, Store
 
 __all__ = [
     "balanced_row",
@@ -75,7 +75,7 @@ def _address(t, node, b, thread):
     if node[Node.STORE] == Store.POOL:
         place = node[Node.VALUES] + b * node[Node.BATCHED] * node[Node.NNZ]
     else:
-        slot = 2 * thread + node[Node.VALUES]
+        slot = SLOTS * thread + node[Node.VALUES]
         place = t.run[Run.SCRATCH_VALUES] + slot * t.run[Run.SCRATCH_NNZ]
     return t.run[Run.POOL] + place * itemsize
 
@@ -99,7 +99,7 @@ def exponents_of(t, node, b, thread):
     if node[Node.STORE] == Store.POOL:
         first = node[Node.EXPONENTS] + b * node[Node.BATCHED] * (cols + 1)
     else:
-        slot = 2 * thread + node[Node.VALUES]
+        slot = SLOTS * thread + node[Node.VALUES]
         first = t.run[Run.SCRATCH_EXPONENTS] + slot * (t.run[Run.SCRATCH_COLS] + 1)
     return t.exponents[first : first + cols + 1]
 
@@ -120,7 +120,7 @@ def local_of(t, node, b, thread):
     if node[Node.STORE] == Store.POOL:
         place = node[Node.LOCAL] + b * rows
     else:
-        slot = (2 * thread + node[Node.VALUES]) * t.run[Run.BATCH]
+        slot = (SLOTS * thread + node[Node.VALUES]) * t.run[Run.BATCH]
         place = t.run[Run.SCRATCH_LOCAL] + slot * t.run[Run.SCRATCH_ROWS] + b * rows
     return array_at(t.run[Run.LOCAL_POOL] + place * itemsize, rows, t.values)
 

@@ -15,6 +15,7 @@ __all__ = [
     "IN_BAND",
     "ONE",
     "OUT_OF_BAND",
+    "SLOTS",
     "UNDECIDED",
     "WORD",
     "ZERO",
@@ -53,8 +54,13 @@ class _Kind(NamedTuple):
 Kind = _Kind()
 
 
+# Products of a run that a thread keeps for the run itself: what it has multiplied up so far, a step
+# whose factors it multiplies, and the product of the two.
+SLOTS = 3
+
+
 class _Store(NamedTuple):
-    """Where the values of a node are: with the caller, in the pool, or in a thread's two slots."""
+    """Where the values of a node are: with the caller, in the pool, or in a thread's slots."""
 
     CALLER: int = 0
     POOL: int = 1

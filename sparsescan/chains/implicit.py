@@ -1,0 +1,216 @@
+"""Implicit steps that a caller hands in: one of them, or all of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..arrays.arrays import check_array
+from ..arrays.frozen import Frozen
+from ..errors import InputError, InputTypeError, short
+from ..symbolic.implicit import ImplicitPattern
+from .containers import PeriodicChain, SharedPattern, entries_of
+
+__all__ = ["ImplicitChain", "ImplicitStep"]
+
+
+class _Factor(SharedPattern):
+    """Values of one factor of a step, for all samples or for each."""
+
+    _forms: ClassVar = {1: "(nnz,)", 2: "(batch, nnz)"}
+
+
+class ImplicitStep(Frozen):
+    """A transposed Jacobian ``J = F_k ⋯ F_2 F_1`` that a scan applies factor by factor.
+
+    A scan writes its values only where it multiplies matrices, into scratch.
+
+    Parameters
+    ----------
+    values : sequence of array_like of float32 or float64
+        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``.
+    pattern : ImplicitPattern
+        The patterns of the factors.
+
+    Attributes
+    ----------
+    pattern : ImplicitPattern
+        The patterns of the factors.
+    values : list of ndarray
+        The arrays that were passed.
+    shape : tuple of int
+        ``(rows, cols)`` of the Jacobian.
+    batch : int or None
+        Number of samples, or None if no values have a batch axis.
+
+    Raises
+    ------
+    InputError
+        If sizes do not agree, or a factor that samples share has a batch axis.
+    InputTypeError
+        If a type or a dtype is not supported.
+
+    See Also
+    --------
+    ImplicitChain : All steps of a chain in a few arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> from sparsescan import ImplicitPattern, ImplicitStep, Pattern
+    >>> pattern = ImplicitPattern([Pattern.diagonal(2), Pattern.dense((2, 2))], shared=[1])
+    >>> step = ImplicitStep([[0.5, 1.0], [0.0, 1.0, 1.0, 0.0]], pattern)
+    >>> sparsescan.inclusive_scan([1.0, 2.0], [step, np.eye(2)])
+    [array([1., 2.]), array([2. , 0.5]), array([2. , 0.5])]
+    """
+
+    pattern: ImplicitPattern
+    shape: tuple[int, int]
+    batch: int | None
+
+    def __init__(self, values: Sequence[ArrayLike], pattern: ImplicitPattern) -> None:
+        _check_pattern(pattern)
+        arrays = list(islice(entries_of("values", values), len(pattern.factors) + 1))
+        if len(arrays) != len(pattern.factors):
+            raise InputError(
+                f"values has {len(values)} arrays; expected {len(pattern.factors)}, one for each "
+                "factor"
+            )
+        batch: int | None = None
+        self._factors: list[_Factor] = []
+        for j, (given, factor) in enumerate(zip(arrays, pattern.factors, strict=True)):
+            array = check_array(f"values[{j}]", given)
+            if array.ndim not in (1, 2) or array.shape[-1] != factor.nnz:
+                raise InputError(
+                    f"values[{j}] has shape {array.shape}; expected (nnz,) or (batch, nnz) with "
+                    f"nnz = {factor.nnz}"
+                )
+            if array.ndim == 2:
+                _check_shared(j, array.shape, pattern)
+                if batch not in (None, len(array)):
+                    raise InputError(
+                        f"values[{j}] has shape {array.shape}; expected a batch of {batch}, as an "
+                        "earlier factor has"
+                    )
+                batch = len(array)
+            self._factors.append(_Factor.from_pattern(array, factor))
+        self._set(pattern=pattern, shape=pattern.shape, batch=batch)
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the arrays that were passed, one for each factor."""
+        return [factor.data for factor in self._factors]
+
+    @property
+    def factors(self) -> list[_Factor]:
+        """Return the factors, the one that is applied first first."""
+        return list(self._factors)
+
+    def __repr__(self) -> str:
+        batch = "" if self.batch is None else f", batch={self.batch}"
+        return f"ImplicitStep({self.pattern}{batch})"
+
+
+class ImplicitChain(Frozen):
+    """A chain whose steps are all implicit, with the same patterns: an array for each factor.
+
+    Parameters
+    ----------
+    values : sequence of array_like of float32 or float64
+        For each factor its values, from the LAST step to the first: ``(n, nnz)``,
+        ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and samples share them. At least one says
+        how many steps there are.
+    pattern : ImplicitPattern
+        The patterns of a step, whose Jacobian is square, so that the steps chain.
+
+    Attributes
+    ----------
+    pattern : ImplicitPattern
+        The patterns of a step.
+    values : list of ndarray
+        The arrays that were passed.
+    shape : tuple of int
+        ``(rows, cols)`` of a Jacobian.
+    batch : int or None
+        Number of samples, or None if no values have a batch axis.
+
+    Raises
+    ------
+    InputError
+        If sizes do not agree, the steps do not chain, or a factor that samples share has a batch
+        axis.
+    InputTypeError
+        If a type or a dtype is not supported.
+
+    Notes
+    -----
+    A scan returns one array of the gradients of all steps, as for a :class:`CSRChain`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> from sparsescan import ImplicitChain, ImplicitPattern, Pattern
+    >>> pattern = ImplicitPattern([Pattern.diagonal(2), Pattern.dense((2, 2))], shared=[1])
+    >>> slopes, weight = np.full((100, 2), 0.5), [0.0, 1.0, 1.0, 0.0]
+    >>> chain = ImplicitChain([slopes, weight], pattern)
+    >>> chain
+    ImplicitChain((2, 2), n=100, float64)
+    >>> sparsescan.exclusive_scan([1.0, 2.0], chain)[1]
+    array([1. , 0.5])
+    """
+
+    pattern: ImplicitPattern
+    shape: tuple[int, int]
+    batch: int | None
+
+    def __init__(self, values: Sequence[ArrayLike], pattern: ImplicitPattern) -> None:
+        _check_pattern(pattern)
+        if pattern.shape[0] != pattern.shape[1]:
+            raise InputError(
+                f"pattern is of Jacobians of shape {pattern.shape}; expected square ones, so that "
+                "the steps chain"
+            )
+        self._periodic = PeriodicChain(values, pattern.factors)
+        for j, array in enumerate(self._periodic.values):
+            if array.ndim == 3:
+                _check_shared(j, array.shape, pattern)
+        self._set(pattern=pattern, shape=pattern.shape, batch=self._periodic.batch)
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the arrays that were passed, one for each factor."""
+        return self._periodic.values
+
+    @property
+    def factors(self) -> PeriodicChain:
+        """Return the chain of the factors of all steps."""
+        return self._periodic
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype that all values promote to."""
+        return self._periodic.dtype
+
+    def __len__(self) -> int:
+        return self._periodic.steps
+
+    def __repr__(self) -> str:
+        batch = "" if self.batch is None else f", batch={self.batch}"
+        return f"ImplicitChain({self.shape}, n={len(self)}{batch}, {self.dtype})"
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, ImplicitPattern):
+        raise InputTypeError(f"pattern is {short(pattern)}; expected an ImplicitPattern")
+
+
+def _check_shared(j: int, shape: tuple[int, ...], pattern: ImplicitPattern) -> None:
+    if pattern.shared[j]:
+        raise InputError(
+            f"values[{j}] has shape {shape}; expected no batch axis, since the pattern says that "
+            "samples share this factor"
+        )

@@ -1,0 +1,234 @@
+"""Implicit steps: Jacobians that are applied factor by factor, and written only for products.
+
+A schedule is made for steps. Kernels run one for factors, in which a step that meets the gradient
+is as many matrix-vector products as it has factors, and one that meets a matrix is multiplied up
+just before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays.frozen import Frozen
+from ..errors import InputError, InputTypeError, short
+from .pattern import Pattern, product
+from .schedule import Level, Schedule, schedule_of
+
+__all__ = [
+    "ImplicitPattern",
+    "Step",
+    "explicit",
+    "factor_starts",
+    "factors_of",
+    "refine",
+    "shared_of",
+]
+
+
+class ImplicitPattern(Frozen):
+    """The patterns of the factors of a step, which a scan applies without multiplying them.
+
+    A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` meets the gradient first. It pays where
+    the factors have fewer entries than their product, or where all steps and samples share one, as
+    a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights.
+
+    Parameters
+    ----------
+    factors : sequence of Pattern
+        The patterns ``F_1, …, F_k``, at least two, as a chain would apply them.
+    shared : sequence of int, optional
+        Positions of the factors whose values all samples share: the planner counts them once.
+
+    Attributes
+    ----------
+    factors : tuple of Pattern
+        The patterns of the factors.
+    shared : tuple of bool
+        Which of them all samples share.
+    shape : tuple of int
+        ``(rows, cols)`` of the Jacobian.
+    nnz : int
+        Entries of all factors together.
+
+    Raises
+    ------
+    InputError
+        If there are fewer than two factors, they do not chain, or `shared` names another one.
+    InputTypeError
+        If one is no Pattern.
+
+    See Also
+    --------
+    sparsescan.ImplicitChain, sparsescan.ImplicitStep
+
+    Examples
+    --------
+    >>> from sparsescan import ImplicitPattern, Pattern
+    >>> step = ImplicitPattern([Pattern.diagonal(20), Pattern.dense((20, 20))], shared=[1])
+    >>> step
+    ImplicitPattern((20, 20); (20, 20) diagonal, (20, 20) dense and shared)
+    >>> step.jacobian
+    Pattern((20, 20), nnz=400, dense)
+    """
+
+    __slots__ = ("__weakref__", "_jacobian", "factors", "key", "nnz", "shape", "shared")
+
+    factors: tuple[Pattern, ...]
+    shared: tuple[bool, ...]
+    shape: tuple[int, int]
+    nnz: int
+    key: tuple[Any, ...]  # equal for equal patterns, and holds none
+    _jacobian: Pattern | None
+
+    def __init__(self, factors: Iterable[Pattern], shared: Iterable[int] = ()) -> None:
+        listed, positions = _listed("factors", factors), set(_listed("shared", shared))
+        for k, factor in enumerate(listed):
+            if not isinstance(factor, Pattern):
+                raise InputTypeError(f"factors[{k}] is {short(factor)}; expected a Pattern")
+        if len(listed) < 2:
+            raise InputError(
+                f"factors has {len(listed)} patterns; expected at least two, since a step of one "
+                "is an explicit one"
+            )
+        for k, (first, second) in enumerate(pairwise(listed)):
+            if second.shape[1] != first.shape[0]:
+                raise InputError(
+                    f"factors[{k + 1}] has shape {second.shape}; expected (·, {first.shape[0]}), "
+                    "as the factor that is applied before it has so many rows"
+                )
+        unknown = positions.difference(range(len(listed)))
+        if unknown:
+            raise InputError(
+                f"shared has {short(min(unknown, key=repr))}; expected positions from 0 to "
+                f"{len(listed) - 1}"
+            )
+        self._set(
+            factors=tuple(listed),
+            shared=tuple(k in positions for k in range(len(listed))),
+            shape=(listed[-1].shape[0], listed[0].shape[1]),
+            nnz=sum(factor.nnz for factor in listed),
+        )
+        self._set(key=(self.shared, *(factor.key for factor in listed)))
+        self._jacobian = None
+
+    @property
+    def jacobian(self) -> Pattern:
+        """The pattern of the product, which is the Jacobian."""
+        if self._jacobian is None:
+            whole, *later = self.factors
+            for factor in later:
+                whole = product(factor, whole)
+            self._jacobian = whole
+        return self._jacobian
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImplicitPattern) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        factors = (
+            f"{factor.shape} {factor.kind}{' and shared' * shared}"
+            for factor, shared in zip(self.factors, self.shared, strict=True)
+        )
+        return f"ImplicitPattern({self.shape}; {', '.join(factors)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImplicitPattern, (self.factors, np.flatnonzero(self.shared).tolist())
+
+
+Step: TypeAlias = Pattern | ImplicitPattern
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    try:
+        return list(given)
+    except Exception:  # of what is no iterable, or of a caller's own
+        raise InputTypeError(f"{name} is {short(given)}; expected a sequence") from None
+
+
+def factors_of(step: Step) -> tuple[Pattern, ...]:
+    """Return the patterns that a step is applied by, the first of them first."""
+    return step.factors if isinstance(step, ImplicitPattern) else (step,)
+
+
+def shared_of(step: Step) -> tuple[bool, ...]:
+    """Return which of these all samples are known to share."""
+    return step.shared if isinstance(step, ImplicitPattern) else (False,)
+
+
+def explicit(step: Step) -> Pattern:
+    """Return the pattern of the Jacobian of a step."""
+    return step.jacobian if isinstance(step, ImplicitPattern) else step
+
+
+def factor_starts(steps: Sequence[Step | None]) -> NDArray[np.int64]:
+    """Return where the factors of each step start among all, and where the last ones end.
+
+    None stands for any explicit step.
+    """
+    counts = [len(step.factors) if isinstance(step, ImplicitPattern) else 1 for step in steps]
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def refine(schedule: Schedule, starts: NDArray[np.int64]) -> Schedule:
+    """Return a schedule for factors that does what one for steps does.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        For steps.
+    starts : ndarray of int64, shape (steps + 1,)
+        Where the factors of each step start.
+
+    Returns
+    -------
+    Schedule
+        It makes the prefixes of whole steps, and those within a step where it applies one. A step
+        that meets a matrix is multiplied up by the run that reads it. The last step is applied up
+        to its last factor, so that an inclusive scan has one operation more, as any has.
+    """
+    factors = int(starts[-1])
+    if factors == schedule.n:
+        return schedule
+    # Element 0 is the gradient.
+    place = np.concatenate([[0], starts + 1])
+    none = np.empty((0, 3), np.int64)
+    levels = schedule.levels or (Level("linear", none, np.zeros(2, np.int64)),)
+    refined = []
+    for level in levels:
+        parts = [_refined(op, place, schedule.n) for op in level.ops.tolist()]
+        if schedule.n == 1:
+            parts = [_sweep(1, factors)]
+        ends = np.cumsum([0, *map(len, parts)])
+        ops = np.array(list(chain.from_iterable(parts)), np.int64).reshape(-1, 3)
+        refined.append(Level(level.name, ops, ends[level.runs] if len(level.ops) else ends))
+    return schedule_of(factors, refined, f"{schedule!r}, refined".removeprefix("Schedule."))
+
+
+def _refined(op: list[int], place: NDArray[np.int64], n: int) -> list[tuple[int, int, int]]:
+    """Return the operations on factors that do what one on steps does."""
+    start, mid, stop = place[op].tolist()
+    is_right_leaf = op[2] == op[1] + 1
+    if start == 0:
+        ops = _sweep(mid, stop) if is_right_leaf else [(0, mid, stop)]
+        return ops + _sweep(stop, int(place[-1]) - 1) if op[2] == n else ops
+    ops = _product(start, mid) if op[1] == op[0] + 1 else []
+    ops += _product(mid, stop) if is_right_leaf else []
+    return [*ops, (start, mid, stop)]
+
+
+def _sweep(start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return the operations that take a gradient through factors, one after the other."""
+    return [(0, k, k + 1) for k in range(start, stop)]
+
+
+def _product(start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return the operations that multiply factors up."""
+    return [(start, k, k + 1) for k in range(start + 1, stop)]
