@@ -62,7 +62,8 @@ def exclusive_scan(
         :class:`ImplicitStep`; all samples share an element without a batch axis. Or all in one: a
         :class:`CSRChain`, an :class:`ImplicitChain`, or a dense array ``(n, rows, cols)`` or
         ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. Or an array for each
-        of a few patterns that take turns: a :class:`PeriodicChain`. The last one, ``J_1``, does not enter the result.
+        of a few patterns that take turns: a :class:`PeriodicChain`. The last one, ``J_1``, does not
+        enter the result.
     local_grads : sequence or ndarray, optional
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.cpu.tables import Op, Stage, Work
+from ..kernels.cpu.tables import LANES, Op, Stage, Work
 from ..symbolic.program import Program
 
 __all__ = ["ROW_GRAIN", "RUN_GRAIN", "STAGE_BYTES", "Stages"]
@@ -15,6 +15,8 @@ STAGE_BYTES = 128
 # Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
 # they only decide how work is cut up.
 _NANOSECONDS = {"dense": 0.2, "general": 0.5, "diagonal": 0.5}
+# What they take for each of the samples that share a matrix.
+_SHARED = 0.2
 # Nanoseconds of work below which more threads cost more than they save: for a run, which has to
 # wake them, and for a block of the rows of one operation, after which they meet.
 RUN_GRAIN = 200_000
@@ -55,6 +57,12 @@ class Stages:
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
         rate = np.array([_NANOSECONDS[pattern.kind] for pattern in program.patterns])
         cost = program.work * self._width * rate[ops[:, Op.RIGHT]]
+        # Steps that samples share are read once for several of them.
+        few = np.array([pattern.kind != "diagonal" for pattern in program.patterns])
+        few[program.n :] = False
+        self._shared = vector & (few & (widths == 1))[ops[:, Op.RIGHT]] & (batch > 2)
+        cost[self._shared] *= _SHARED
+        self._cost = cost
         # The predicted time of all threads together.
         self.nanoseconds = float(cost.sum())
         if self.nanoseconds < RUN_GRAIN:
@@ -109,7 +117,11 @@ class Stages:
     def _blocks(self, runs: NDArray[np.int64], threads: int) -> int:
         """Return blocks of samples into which every run of a level is cut."""
         blocks = min(int(self._width[runs[:, 1] - 1].max()), -(-threads // len(runs)))
-        read = self._bytes[runs[0, 0] : runs[-1, 1]]
+        level = slice(runs[0, 0], runs[-1, 1])
+        read, cost, shared = self._bytes[level], self._cost[level], self._shared[level]
+        if 2 * cost[shared].sum() > cost.sum():
+            # What is read for each sample takes little of the time, and so many share a pass.
+            return max(min(blocks, -(-int(self._width[level].max()) // LANES)), 1)
         if blocks > 1 and read.any():
             blocks = min(blocks, int(np.median(read[read > 0])) // _BLOCK_BYTES)
         return max(blocks, 1)

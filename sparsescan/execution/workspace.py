@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -258,6 +259,7 @@ class Workspace:
         """Fill `out`, whose first gradient is there; False if the linear scan has to decide."""
         run = self._run
         run[: Run.BATCH] = 0
+        run[Run.STARTED] = time.monotonic_ns()
         run[Run.OUT] = out.ctypes.data
         # The last stage is the one more step of an inclusive scan.
         stages = len(self._stages.stages) - (not inclusive)
@@ -272,6 +274,7 @@ class Workspace:
         """Run stages `first` to ``last - 1``, by so many threads at most, in about this time."""
         run, stages = self._run, self._stages
         run[: Run.BATCH] = 0
+        run[Run.STARTED] = time.monotonic_ns()
         run[Run.OUT] = out.ctypes.data
         # The tables begin with the first of these stages, but units are counted from the start.
         run[Run.FIRST_UNIT] = stages.first_unit[first:].ctypes.data

@@ -12,6 +12,7 @@ Arrays over them are ``(products, n, hidden_size)``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -41,8 +42,12 @@ __all__ = ["Cell", "Linearization", "Slopes"]
 
 # Rows of a block, which fits the cache with its products and slopes.
 _ROWS = 8192
-# OpenBLAS gives a product of fewer multiplications to one thread; rows that are worth a call.
-_ONE_THREAD, _FEW_ROWS = 1 << 18, 64
+# OpenBLAS gives a product of so many multiplications to one thread. It wakes its threads for each
+# larger one, and those spin while they wait for the next: beside other work, products then take
+# up to thirty times as long. So they are cut into tiles of so many rows, unless they are wide.
+_ONE_THREAD, _ROWS_OF_TILE, _WIDE = 1 << 18, 64, 150
+# Share of entries from which on weights are multiplied as a dense matrix.
+_DENSE = 0.35
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -211,11 +216,10 @@ class Cell(Parametrised, Fixed, ABC):
         weights[0, :, : self._gates] = self._kept_by_gate().transpose(2, 0, 1)
         if self._carries:
             weights[-1, unit, -1, unit] = True
-        factors = (
-            of_mask(slopes.reshape(blocks * hidden, -1)),
-            of_mask(weights.reshape(self._parts * hidden, -1)),
-        )
-        return ImplicitPattern(factors, shared=[1])
+        first, last = slopes.reshape(blocks * hidden, -1), weights.reshape(self._parts * hidden, -1)
+        # Samples share the weights, and dense ones take less time for an entry.
+        kept = Pattern.dense(last.shape) if last.mean() > _DENSE else of_mask(last)
+        return ImplicitPattern((of_mask(first), kept), shared=[1])
 
     @Allocating("the next state")
     @quiet
@@ -761,38 +765,39 @@ def _put(array: Array, out: Array, start: int, step: int) -> None:
     out[:, start : start + array.shape[1] * step : step] = array
 
 
-def _rows_at_once(xp: Any, rows: int, multiplications: int) -> int:
-    """Return how many rows to multiply at once, so that OpenBLAS uses one thread; 0 for all.
-
-    It wakes its threads for each larger product, and those spin while they wait for the next.
-    """
-    some = _ONE_THREAD // max(1, multiplications)
-    return some if xp is np and _FEW_ROWS <= some < rows else 0
+def _tiles(size: int, most: int) -> list[slice]:
+    """Return slices of at most so many, and about even."""
+    return even_slices(size, max(1, -(-size // most)))
 
 
 def _product(xp: Any, a: Array, b: Array, out: Array = None) -> Array:
     """Compute ``a @ b`` for many rows `a` and a small `b`."""
-    some = _rows_at_once(xp, len(a), b.size)
-    if some == 0:
+    if xp is not np or len(b) > _WIDE:
         return xp.matmul(a, b, out=out)
     if out is None:
         out = np.empty((len(a), b.shape[1]), a.dtype)
-    whole = len(a) // some * some
-    many = out[:whole].reshape(-1, some, b.shape[1])
-    np.matmul(a[:whole].reshape(-1, some, a.shape[1]), b, out=many)
-    np.matmul(a[whole:], b, out=out[whole:])
+    whole = len(a) // _ROWS_OF_TILE * _ROWS_OF_TILE
+    pieces = a[:whole].reshape(-1, _ROWS_OF_TILE, a.shape[1])
+    for cols in _tiles(b.shape[1], _ONE_THREAD // (_ROWS_OF_TILE * max(len(b), 1))):
+        part = out[:, cols]
+        np.matmul(pieces, b[:, cols], out=part[:whole].reshape(-1, _ROWS_OF_TILE, part.shape[1]))
+        np.matmul(a[whole:], b[:, cols], out=part[whole:])
     return out
 
 
 def _sum_of_products(xp: Any, a: Array, b: Array) -> Array:
     """Compute ``aᵀ b`` for each of the arrays `a` and many rows."""
-    some = _rows_at_once(xp, len(b), a.shape[2] * b.shape[1])
-    if some == 0:
+    if xp is not np or a.shape[2] > _WIDE:
         return xp.matmul(a.transpose(0, 2, 1), b)
-    whole = len(b) // some * some
-    many = a[:, :whole].reshape(len(a), -1, some, a.shape[2]).swapaxes(2, 3)
-    sums = np.matmul(many, b[:whole].reshape(-1, some, b.shape[1])).sum(axis=1)
-    sums += np.matmul(a[:, whole:].transpose(0, 2, 1), b[whole:])
+    sums = np.empty((len(a), a.shape[2], b.shape[1]), a.dtype)
+    whole = len(b) // _ROWS_OF_TILE * _ROWS_OF_TILE
+    many = a[:, :whole].reshape(len(a), -1, _ROWS_OF_TILE, a.shape[2]).swapaxes(2, 3)
+    pieces = b[:whole].reshape(-1, _ROWS_OF_TILE, b.shape[1])
+    side = math.isqrt(_ONE_THREAD // _ROWS_OF_TILE)
+    for rows, cols in itertools.product(_tiles(a.shape[2], side), _tiles(b.shape[1], side)):
+        part = sums[:, rows, cols]
+        np.matmul(many[:, :, rows], pieces[:, :, cols]).sum(axis=1, out=part)
+        part += np.matmul(a[:, whole:, rows].transpose(0, 2, 1), b[whole:, cols])
     return sums
 
 

@@ -149,8 +149,8 @@ def test_a_linearization_says_what_the_cell_says(case: Case, size: int) -> None:
     inputs = cell.input_grads(case.x, case.state, grad)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_cell, "_ROWS", size)
+        patch.setattr(_cell, "_ROWS_OF_TILE", min(size, 3))
         patch.setattr(_cell, "_ONE_THREAD", 16 * size)
-        patch.setattr(_cell, "_FEW_ROWS", 1)
         steps = cell.linearize(case.x, case.state)
         for _ in range(2):
             close(steps.values(), values, 10)

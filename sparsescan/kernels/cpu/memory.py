@@ -12,6 +12,7 @@ samples at once, as ``python -m bench.intrinsics`` measures.
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 from llvmlite import ir
@@ -22,9 +23,11 @@ from numba.extending import intrinsic, models, register_model
 from ..compile import njit
 
 __all__ = [
+    "PATIENCE",
     "add_fused_term",
     "add_term",
     "array_at",
+    "clock",
     "dot_two_rows",
     "eights_at",
     "fetch_add",
@@ -261,17 +264,34 @@ def store(typingctx, y, i, total, stride, count):
     return types.void(y, types.uint64, total, types.uint64, types.uint64), codegen
 
 
+# Turns of waiting, a few microseconds, after which other threads are let run.
+PATIENCE = 1000
+
 if os.name == "posix":
     _sched_yield = types.ExternalFunction("sched_yield", types.int32())
+    _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+    _MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
 
     @njit(inline="always")
     def relax(spins):
-        """Let other threads run, from the thousandth turn of waiting on."""
-        if spins > 1000:
+        """Let other threads run, after some turns of waiting."""
+        if spins > PATIENCE:
             _sched_yield()
+
+    @njit
+    def clock():
+        """Return nanoseconds, as ``time.monotonic_ns`` does."""
+        told = np.empty(2, np.int64)
+        _clock_gettime(_MONOTONIC, told.ctypes.data)
+        return told[0] * 1_000_000_000 + told[1]
 
 else:
 
     @njit(inline="always")
     def relax(spins):
-        """Let other threads run, from the thousandth turn of waiting on."""
+        """Do nothing."""
+
+    @njit(inline="always")
+    def clock():
+        """Return 0: no wait is timed."""
+        return np.int64(0)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from ..compile import njit
 from .matvec import apply_jacobian, apply_product
-from .memory import array_at, fetch_add, load, relax
+from .memory import PATIENCE, array_at, clock, fetch_add, load, relax
 from .nodes import balanced_row, gradient_of, is_stopped, node_at, op_at
 from .products import check_operands, make_product, multiply_rows, settle
 from .scaling import all_finite
@@ -43,6 +43,9 @@ from .tables import (
 )
 
 __all__ = ["abort", "run", "run_vectors"]
+
+# Nanoseconds that threads wait for each other in a run before any leaves.
+_WAITED = 500_000
 
 
 @njit
@@ -166,22 +169,44 @@ def _makes_vectors(t, stage, unit):
 
 
 @njit
-def _claim(t, at):
-    """Return the next unit and its stage, ready to start; -1 if none is left, or the run failed.
+def _note_wait(t, at, waited):
+    """Note that a thread has waited so many nanoseconds for what comes before stage `at`.
+
+    Threads that share rows meet after each operation, and wait for each other where the system lets
+    one of them wait for its turn. If that takes a quarter of the time, helpers leave.
+    """
+    stage = array_at(t.run[Run.STAGES] + (at - 1) * Stage.WIDTH * WORD, Stage.WIDTH, t.run)
+    if stage[Stage.KIND] == Work.RUNS or stage[Stage.KIND] == Work.SETTLE:
+        return
+    fetch_add(t.run, Run.WAITED, waited)
+    total = load(t.run, Run.WAITED)
+    if total > _WAITED and 4 * total > clock() - t.run[Run.STARTED]:
+        t.run[Run.ALONE] = 1
+
+
+@njit
+def _claim(t, at, thread):
+    """Return the next unit and its stage, ready to start; -1 if none is left for this thread.
 
     `at` is a stage at or before it.
     """
     first_unit = array_at(t.run[Run.FIRST_UNIT], t.run[Run.STAGE_COUNT] + 1, t.run)
     while True:
+        if thread > 0 and load(t.run, Run.ALONE):
+            return ZERO - 1, at
         unit = fetch_add(t.run, Run.NEXT, 1)
         if unit >= t.run[Run.UNITS]:
             return ZERO - 1, at
         while unit >= first_unit[at + 1]:
             at += 1
-        spins = 0
+        spins, since = 0, ZERO
         while load(t.run, Run.DONE) < first_unit[at]:
             relax(spins)
             spins += 1
+            if spins == PATIENCE:
+                since = clock()
+        if spins > PATIENCE:
+            _note_wait(t, at, clock() - since)
         if load(t.run, Run.STATUS) == FINISHED:
             return unit - first_unit[at], at
         fetch_add(t.run, Run.DONE, 1)
@@ -208,7 +233,7 @@ def run_vectors(t, thread):
     """
     at = ZERO
     while True:
-        unit, at = _claim(t, at)
+        unit, at = _claim(t, at, thread)
         if unit < 0:
             return
         stage = array_at(t.run[Run.STAGES] + at * Stage.WIDTH * WORD, Stage.WIDTH, t.run)
@@ -220,7 +245,7 @@ def run(t, thread):
     """Work on a plan as thread number `thread` until no unit is left."""
     at = ZERO
     while True:
-        unit, at = _claim(t, at)
+        unit, at = _claim(t, at, thread)
         if unit < 0:
             return
         stage = array_at(t.run[Run.STAGES] + at * Stage.WIDTH * WORD, Stage.WIDTH, t.run)

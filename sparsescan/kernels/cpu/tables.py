@@ -13,6 +13,7 @@ __all__ = [
     "EMPTY",
     "FINISHED",
     "IN_BAND",
+    "LANES",
     "ONE",
     "OUT_OF_BAND",
     "SLOTS",
@@ -57,6 +58,8 @@ Kind = _Kind()
 # Products of a run that a thread keeps for the run itself: what it has multiplied up so far, a step
 # whose factors it multiplies, and the product of the two.
 SLOTS = 3
+# Samples that one pass over a shared matrix serves.
+LANES = 8
 
 
 class _Store(NamedTuple):
@@ -150,6 +153,11 @@ class _Run(NamedTuple):
     NEXT: int = 0
     DONE: int = 16
     STATUS: int = 32
+    # Whether helpers leave the rest to thread 0; nanoseconds that threads have waited for others
+    # with which they share rows, and when the run started.
+    ALONE: int = 33
+    WAITED: int = 34
+    STARTED: int = 35
     OPERANDS: int = 48
     RESULT: int = 64
     BATCH: int = 80

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from ...execution.stages import ROW_GRAIN, RUN_GRAIN
 from ...execution.workspace import KINDS
-from ...kernels.cpu.tables import Kind, Op
+from ...kernels.cpu.tables import LANES, Kind, Op
 from ...symbolic.pattern import Pattern
 from ...symbolic.program import Program
 
 __all__ = [
     "FAMILIES",
-    "LANES",
     "Cost",
     "Cpu",
     "CpuModel",
@@ -62,8 +61,6 @@ FAMILIES = (
 _SHARED, _SHARED_DENSE, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6, 7
 # Nanoseconds that a step, and an entry, hardly ever exceed in a linear scan.
 _STEP, _ENTRY = 100, 2
-# Samples that one pass over a shared matrix serves.
-LANES = 8
 
 
 @dataclass(frozen=True)

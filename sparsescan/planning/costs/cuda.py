@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
 from ...execution.device import BLAS_SIZE, GRAIN, LARGE, Shares, chunk_size
+from ...kernels.cpu.tables import LANES
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
-from .cpu import FAMILIES, LANES, Operations, machine_file, read_constants, write_constants
+from .cpu import FAMILIES, Operations, machine_file, read_constants, write_constants
 
 __all__ = ["Gpu", "GpuModel", "gpu_file", "load_gpu", "save_gpu"]
 
