@@ -20,7 +20,7 @@ from .plan.scan_plan import Gradients, ScanPlan
 from .plan.spec import Kind, PlanSpec
 from .planning.search import Choice
 from .symbolic.implicit import Step, factor_starts
-from .symbolic.schedule import Schedule, check_choice, check_count, read_schedule
+from .symbolic.schedule import Schedule, check_choice, check_count, check_flag, read_schedule
 from .tuning.measure import measure
 
 __all__ = ["exclusive_scan", "inclusive_scan", "plan"]
@@ -35,6 +35,7 @@ def exclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
+    reverse: bool = False,
     schedule: Schedule | str = "auto",
     device: str | None = None,
     stream: Any = None,
@@ -68,6 +69,11 @@ def exclusive_scan(
         ``local_grads[i]``, None or an array of the shape of the ``i``-th returned gradient, is
         added to it: a loss that reads a middle layer, or every step of a recurrent network.
         ``local_grads[0]`` is added to `grad` (see Notes, double-counted gradient).
+    reverse : bool, default False
+        Whether `jacobians`, `local_grads` and the result are in the order of time, from the first
+        layer to the last, through which the scan runs from the end, as ``jax.lax.scan`` does with
+        ``reverse=True``. The result is then ``[∇x_1, …, ∇x_n]``, of views, and nothing is copied. A
+        :class:`PeriodicChain` has no such order.
     schedule : Schedule or str, default "auto"
         How to combine: ``"auto"``, which is never slower than ``"linear"``, ``"linear"``,
         ``"blelloch"``, ``"truncated:2"`` (up-sweep levels), ``"chunked:8"`` (chunks), or a
@@ -128,7 +134,9 @@ def exclusive_scan(
     >>> sparsescan.exclusive_scan([1.0, 2.0, 3.0], [relu, linear])
     [array([1., 2., 3.]), array([1., 0., 3.])]
     """
-    return _scan_once(grad, jacobians, local_grads, schedule, device, stream, inclusive=False)
+    return _scan_once(
+        grad, jacobians, local_grads, reverse, schedule, device, stream, inclusive=False
+    )
 
 
 def inclusive_scan(
@@ -136,6 +144,7 @@ def inclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
+    reverse: bool = False,
     schedule: Schedule | str = "auto",
     device: str | None = None,
     stream: Any = None,
@@ -146,7 +155,7 @@ def inclusive_scan(
 
     Parameters
     ----------
-    grad, jacobians, schedule, device, stream
+    grad, jacobians, reverse, schedule, device, stream
         As for :func:`exclusive_scan`.
     local_grads : sequence or ndarray, optional
         As there, with ``n + 1`` entries.
@@ -154,8 +163,9 @@ def inclusive_scan(
     Returns
     -------
     list of ndarray, or ndarray
-        The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``. A list also for a single rectangular Jacobian
-        that came as an array, since the two gradients differ in length.
+        The ``n + 1`` gradients ``[∇x_n, …, ∇x_0]``; in the order of time with `reverse`. A list
+        also for a single rectangular Jacobian that came as an array, since the two gradients differ
+        in length.
 
     Raises
     ------
@@ -171,12 +181,15 @@ def inclusive_scan(
            [1., 1.],
            [1., 1.]])
     """
-    return _scan_once(grad, jacobians, local_grads, schedule, device, stream, inclusive=True)
+    return _scan_once(
+        grad, jacobians, local_grads, reverse, schedule, device, stream, inclusive=True
+    )
 
 
 def plan(
     jacobians: Any,
     *,
+    reverse: bool = False,
     schedule: Schedule | str = "auto",
     batch: int | None = None,
     dtype: DTypeLike | None = None,
@@ -191,6 +204,9 @@ def plan(
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         Jacobians as for :func:`exclusive_scan`, of which only the patterns are used, or bare
         :class:`Pattern` and :class:`ImplicitPattern` objects; from the LAST layer to the first.
+    reverse : bool, default False
+        Whether `jacobians`, and in every scan by this plan Jacobians, local gradients and results,
+        are in the order of time, as for :func:`exclusive_scan`.
     schedule : Schedule or str, default "auto"
         How to combine, as for :func:`exclusive_scan`. ``"auto"`` is the tree, anything between the
         linear and the Blelloch scan, that takes least on this machine; it is never slower than
@@ -246,8 +262,9 @@ def plan(
     chosen_batch = None if batch is None else check_count("batch", batch, 1)
     chosen_dtype = None if dtype is None else check_dtype(dtype)
     limit = None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
+    reverse = check_flag("reverse", reverse)
     with Allocating("the plan"):
-        patterns, on_device = patterns_in(jacobians)
+        patterns, on_device = patterns_in(jacobians, reverse)
         if on_device and device == "cpu":
             raise DeviceError(
                 "device is 'cpu', but jacobians are on a CUDA device; expected host memory "
@@ -267,6 +284,7 @@ def plan(
             dtype=chosen_dtype,
             device=device,
             memory_limit=limit,
+            reverse=reverse,
             auto=asked is None,
         )
         kind = spec.kind
@@ -281,6 +299,7 @@ def _scan_once(
     grad: ArrayLike | None,
     jacobians: Any,
     local_grads: Any,
+    reverse: bool,
     schedule: Schedule | str,
     device: str | None,
     stream: Any,
@@ -288,9 +307,10 @@ def _scan_once(
     inclusive: bool,
 ) -> Gradients:
     check_device(device)
+    reverse = check_flag("reverse", reverse)
     with place(*placed(grad, local_grads), device, stream), Allocating("the scan"):
-        steps, implicit = unfold(steps_of(jacobians))
-        chain = Chain(length(steps), factor_starts(implicit) if implicit else None)
+        steps, implicit = unfold(steps_of(jacobians), reverse)
+        chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
         patterns = fold(chain.read(steps), implicit)
         asked = read_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
@@ -300,8 +320,8 @@ def _scan_once(
         dtype = np.result_type(chain.dtype, first.dtype)
         kind = Kind(max(batch, 1), dtype, device == "cuda", chain.differs() if batch > 1 else None)
         choice = _choose_once(asked, patterns, kind)
-        spec = PlanSpec(patterns, choice.schedule, device=device).with_choice(choice)
-        once = ScanPlan(spec, choice.program)
+        spec = PlanSpec(patterns, choice.schedule, device=device, reverse=reverse)
+        once = ScanPlan(spec.with_choice(choice), choice.program)
         return once.run(once.slot(chain), first, local_grads, inclusive=inclusive)
 
 

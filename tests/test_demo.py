@@ -31,7 +31,7 @@ def gradients_of(model, batch, schedule):
     """The gradient in the parameters by the scan, and by the loop."""
     model.begin(*batch)
     jacobians = model.jacobians()
-    plan = sparsescan.plan([model.cell.pattern] * digits.STEPS, schedule=schedule)
+    plan = sparsescan.plan([model.cell.pattern] * digits.STEPS, reverse=True, schedule=schedule)
     ways = model.scan_backward(plan, jacobians), model.sequential_backward()
     return [np.concatenate([g.ravel() for g in model.param_grads(way)]) for way in ways]
 

@@ -65,6 +65,7 @@ _END = object()
 # Bytes of all tables and objects of a scan for a step, at least.
 _STEP_BYTES = 256
 _ORDER = "order them from the last layer to the first, each transposed"
+_ORDER_OF_TIME = "order them from the first layer to the last (reverse=True), each transposed"
 
 
 class Chain:
@@ -77,9 +78,11 @@ class Chain:
     ----------
     n : int
         Number of Jacobians.
+    reverse : bool
+        Whether they come in the order of time.
     starts : ndarray of int64, optional
-        Where the factors of each step start, if they are Jacobians of this chain: for errors, which
-        name the step.
+        Where the factors of each step start, if they are Jacobians of this chain, which are then
+        from the last to the first: for errors, which name the step.
 
     Attributes
     ----------
@@ -103,9 +106,11 @@ class Chain:
         In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
     """
 
-    def __init__(self, n: int, starts: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self, n: int, reverse: bool = False, starts: NDArray[np.int64] | None = None
+    ) -> None:
         check_memory(f"a chain of {n} steps", _STEP_BYTES * n)
-        self.n, self._starts = n, starts
+        self.n, self.reverse, self._starts = n, reverse, starts
         self.leaves = np.zeros((n, 2), np.int64)
         self.batch: int | None = None
         self.dtype = _FLOAT32
@@ -155,6 +160,8 @@ class Chain:
                 f"jacobians has {length(jacobians)} steps; expected {self.n}, as the plan was made "
                 "for"
             )
+        if self.reverse and self._starts is None:
+            jacobians = _in_reverse(jacobians)
         self.batch = self.device = self.stack = None
         self._stacks, self._patterns = [], ()
         if isinstance(jacobians, PeriodicChain):
@@ -163,7 +170,9 @@ class Chain:
             patterns_read = self._read_stack(jacobians, patterns)
         else:
             patterns_read = self._read_sequence(jacobians, patterns)
-        return check_chain(patterns_read, self._name) if patterns is None else patterns
+        if patterns is not None:
+            return patterns
+        return check_chain(patterns_read, self.reverse, self._name)
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
@@ -338,7 +347,7 @@ class Chain:
             if k == 0 and device is not None:
                 self.device, short_way = device, ()
             elif device != self.device:
-                check_one_place(self._name(k), device, "jacobians[0]", self.device)
+                check_one_place(self._name(k), device, self._name(0), self.device)
             if patterns is None:
                 known[pattern.shape, pattern.nnz] = pattern
                 patterns_read.append(pattern)
@@ -385,10 +394,12 @@ class Chain:
         return dtype
 
     def _name(self, k: int) -> str:
-        """Return what errors call the `k`-th Jacobian."""
+        """Return what errors call the `k`-th Jacobian, or its step; the caller may count back."""
+        n = self.n
         if self._starts is not None:
             k = int(np.searchsorted(self._starts, k, side="right")) - 1
-        return f"jacobians[{k}]"
+            n = len(self._starts) - 1
+        return _names(n, self.reverse)(k)
 
     def _check_batch(self, k: int, batch: int) -> None:
         if self.batch not in (None, batch):
@@ -485,6 +496,18 @@ def steps_of(jacobians: Any) -> Any:
     return steps
 
 
+def _in_reverse(jacobians: Any) -> Any:
+    """Return Jacobians from the last to the first that came in the order of time: views."""
+    if isinstance(jacobians, PeriodicChain):
+        raise InputTypeError(
+            "jacobians is a PeriodicChain, whose arrays run from the last step to the first; "
+            "expected another form, or reverse=False"
+        )
+    if isinstance(jacobians, CSRChain):
+        return CSRChain.from_pattern(jacobians.read()[::-1], jacobians.pattern)
+    return steps_of(jacobians)[::-1]
+
+
 def pattern_of(k: int, jacobian: Any) -> Step:
     """Return the pattern of the `k`-th step, which may be a bare one."""
     if isinstance(jacobian, (Pattern, ImplicitPattern)):
@@ -494,29 +517,43 @@ def pattern_of(k: int, jacobian: Any) -> Step:
     return _split(f"jacobians[{k}]", jacobian, None)[0]
 
 
-def patterns_in(jacobians: Any) -> tuple[Sequence[Step], bool]:
-    """Return the patterns of steps, bare ones too, and whether any is on a device."""
+def patterns_in(jacobians: Any, reverse: bool = False) -> tuple[Sequence[Step], bool]:
+    """Return the patterns of steps, bare ones too, and whether any is on a device.
+
+    The patterns run from the last layer to the first; the steps do so unless `reverse`.
+    """
     steps = steps_of(jacobians)
     if isinstance(steps, ImplicitChain):
         return [steps.pattern] * len(steps), any(map(is_on_device, steps.values))
     bare = Pattern, ImplicitPattern, ImplicitStep
     if is_stack(steps) or not any(isinstance(step, bare) for step in steps):
-        chain = Chain(length(steps))
+        chain = Chain(length(steps), reverse)
         return chain.read(steps), chain.device is not None
     patterns = [pattern_of(k, step) for k, step in enumerate(steps)]
-    return check_chain(patterns), any(is_on_device(step) for step in steps)
+    there = any(is_on_device(step) for step in steps)
+    return check_chain(patterns[::-1] if reverse else patterns, reverse), there
+
+
+def _names(n: int, reverse: bool) -> Callable[[int], str]:
+    """Return how errors call Jacobians, which the caller may count from the end."""
+    return lambda k: f"jacobians[{n - 1 - k if reverse else k}]"
 
 
 def check_chain(
-    patterns: Sequence[AnyStep], name: Callable[[int], str] = "jacobians[{}]".format
+    patterns: Sequence[AnyStep], reverse: bool = False, name: Callable[[int], str] | None = None
 ) -> Sequence[AnyStep]:
-    """Return `patterns`, or raise an error, with names of steps, if their shapes do not chain."""
+    """Return `patterns`, or raise an error if their shapes do not chain.
+
+    `reverse` says that the caller has them in the other order, and `name` what errors call each.
+    """
     previous = None
     for k, pattern in enumerate(patterns):
         if previous is not None and pattern.shape[1] != previous.shape[0]:
+            called = name or _names(len(patterns), reverse)
+            order = _ORDER_OF_TIME if reverse else _ORDER
             raise InputError(
-                f"{name(k)} has shape {pattern.shape}, but {name(k - 1)} has "
-                f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {_ORDER}"
+                f"{called(k)} has shape {pattern.shape}, but {called(k - 1)} has "
+                f"{previous.shape[0]} rows; expected (·, {previous.shape[0]}): {order}"
             )
         previous = pattern
     return patterns
@@ -599,6 +636,8 @@ class LocalGrads:
         ``()`` or ``(batch,)``.
     period : int
         If more than 1, `local_grads` has one array or None for each of so many, that take turns.
+    reverse : bool
+        Whether they come in the order of time.
 
     Attributes
     ----------
@@ -617,13 +656,21 @@ class LocalGrads:
         sizes: Sequence[int],
         batch_shape: tuple[int, ...],
         period: int = 0,
+        *,
+        reverse: bool = False,
     ) -> None:
+        self._count, self._reverse = count, reverse
         # The arrays that were passed: a few that take turns, or one for each gradient, or None.
         self._stacks: list[Any] = []
         self._list: list[Any] = []
         self.device: int | None = None
         if is_on_device(local_grads):
             local_grads = on_device(local_grads, "local_grads")
+        if reverse and local_grads is not None:
+            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
+            if not is_array or local_grads.ndim == 0:
+                local_grads = read_local_grads(local_grads, count)
+            local_grads = local_grads[::-1]
         if local_grads is not None:
             sizes = sizes[:count]
             if period > 1:
@@ -669,7 +716,7 @@ class LocalGrads:
         if shape != (*batch_shape, sizes[0]) or len(set(sizes)) > 1:
             for k, size in enumerate(sizes):
                 if shape != (*batch_shape, size):
-                    raise _wrong_shape(k, shape, (*batch_shape, size))
+                    raise self._wrong_shape(k, shape, (*batch_shape, size))
 
     def _read_list(
         self, arrays: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
@@ -678,16 +725,26 @@ class LocalGrads:
         arrays = read_local_grads(arrays, count)
         for k, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
             if array is not None:
-                name = f"local_grads[{k}]"
+                name = self._name(k)
                 array = read_array(name, array)
                 if array.shape != (*batch_shape, size):
-                    raise _wrong_shape(k, array.shape, (*batch_shape, size))
+                    raise self._wrong_shape(k, array.shape, (*batch_shape, size))
                 device = None if type(array) is np.ndarray else device_of(array)
                 if first < 0:
                     first, self.device = k, device
                 elif device != self.device:
-                    check_one_place(name, device, f"local_grads[{first}]", self.device)
+                    check_one_place(name, device, self._name(first), self.device)
             self._list.append(array)
+
+    def _name(self, k: int) -> str:
+        """Return how errors call the `k`-th, which the caller may count from the end."""
+        return f"local_grads[{self._count - 1 - k if self._reverse else k}]"
+
+    def _wrong_shape(self, k: int, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
+        return InputError(
+            f"{self._name(k)} has shape {shape}; expected {expected}, the shape of the gradient it "
+            "is added to"
+        )
 
     @property
     def stack(self) -> tuple[int, int] | None:
@@ -789,13 +846,6 @@ def _check_sequence(local_grads: Any) -> None:
         raise InputTypeError(
             f"local_grads is a {type(local_grads).__name__}; expected a sequence of arrays or None"
         )
-
-
-def _wrong_shape(k: int, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
-    return InputError(
-        f"local_grads[{k}] has shape {shape}; expected {expected}, the shape of the gradient it is "
-        "added to"
-    )
 
 
 def _is_sparse(matrix: Any) -> bool:

@@ -121,9 +121,9 @@ class ImplicitChain(Frozen):
     Parameters
     ----------
     values : sequence of array_like of float32 or float64
-        For each factor its values, from the LAST step to the first: ``(n, nnz)``,
-        ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and samples share them. At least one says
-        how many steps there are.
+        For each factor its values, from the LAST step to the first (in the order of time for scans
+        with ``reverse=True``): ``(n, nnz)``, ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and
+        samples share them. At least one says how many steps there are.
     pattern : ImplicitPattern
         The patterns of a step, whose Jacobian is square, so that the steps chain.
 
@@ -185,10 +185,12 @@ class ImplicitChain(Frozen):
         """Return the arrays that were passed, one for each factor."""
         return self._periodic.values
 
-    @property
-    def factors(self) -> PeriodicChain:
-        """Return the chain of the factors of all steps."""
-        return self._periodic
+    def factors(self, reverse: bool = False) -> PeriodicChain:
+        """Return the chain of the factors of all steps; of a chain in the order of time, turned."""
+        if not reverse:
+            return self._periodic
+        values = [array if array.ndim == 1 else array[::-1] for array in self._periodic.read()]
+        return PeriodicChain(values, self.pattern.factors)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -14,28 +14,30 @@ from .implicit import ImplicitChain, ImplicitStep
 __all__ = ["Steps", "fold", "unfold"]
 
 
-def unfold(jacobians: Any) -> tuple[Any, Sequence[ImplicitPattern | None]]:
+def unfold(jacobians: Any, reverse: bool = False) -> tuple[Any, Sequence[ImplicitPattern | None]]:
     """Return a chain with the factors of implicit steps in their place.
 
     Parameters
     ----------
     jacobians : list, CSRChain, PeriodicChain, ImplicitChain or ndarray
         As :func:`.steps_of` returns it.
+    reverse : bool
+        Whether it is in the order of time.
 
     Returns
     -------
     jacobians : list, CSRChain, PeriodicChain or ndarray
-        The chain, without implicit steps.
+        The chain, without implicit steps. If there were any, it is from the last to the first.
     implicit : sequence of ImplicitPattern or None
         The pattern of each step that was implicit, None for an explicit one; empty if all were.
     """
     if isinstance(jacobians, ImplicitChain):
-        return jacobians.factors, [jacobians.pattern] * len(jacobians)
+        return jacobians.factors(reverse), [jacobians.pattern] * len(jacobians)
     if is_stack(jacobians) or not any(type(step) is ImplicitStep for step in jacobians):
         return jacobians, ()
     factors: list[Any] = []
     implicit: list[ImplicitPattern | None] = []
-    for step in jacobians:
+    for step in jacobians[::-1] if reverse else jacobians:
         is_implicit = type(step) is ImplicitStep
         factors += step.factors if is_implicit else [step]
         implicit.append(step.pattern if is_implicit else None)
@@ -76,7 +78,7 @@ class Steps:
         self.starts = factor_starts(patterns) if len(self.factors) > self.n else None
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
-    def unfold(self, jacobians: Any) -> Any:
+    def unfold(self, jacobians: Any, reverse: bool = False) -> Any:
         """Return the chain of the factors, of a chain of these steps.
 
         Raises
@@ -92,7 +94,7 @@ class Steps:
                     f"jacobians is {jacobians}; expected explicit steps, as the plan was made for"
                 )
             return jacobians
-        unfolded, implicit = unfold(steps_of(jacobians))
+        unfolded, implicit = unfold(steps_of(jacobians), reverse)
         n = len(implicit) or length(unfolded)
         if n != self.n:
             raise InputError(
@@ -103,12 +105,9 @@ class Steps:
         for k, step in enumerate(self._patterns):
             pattern = implicit[k] if implicit else None
             if pattern != (step if isinstance(step, ImplicitPattern) else None):
+                at = self.n - 1 - k if reverse else k
                 raise PatternMismatchError(
-                    f"jacobians[{k}] is {pattern or 'explicit'}; expected {step}, as the plan was "
+                    f"jacobians[{at}] is {pattern or 'explicit'}; expected {step}, as the plan was "
                     "made for"
                 )
         return unfolded
-
-    def sizes(self, of_factors: Sequence[int]) -> Sequence[int]:
-        """Return what there is for each step, of a list for each factor."""
-        return of_factors if self.starts is None else [of_factors[k] for k in self.starts]

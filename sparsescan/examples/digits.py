@@ -161,9 +161,8 @@ class Model:
         return np.asarray(self.steps.values(out=out))
 
     def scan_backward(self, scan: ScanPlan, jacobians: Array) -> Array:
-        """Return the gradients of ``h_1, …, h_64``, by the scan."""
-        # A scan goes from the last step to the first; a reversed view is no copy.
-        return np.asarray(scan.exclusive_scan(self.last_grad, jacobians[::-1]))[::-1]
+        """Return the gradients of ``h_1, …, h_64``, by a scan in the order of time."""
+        return np.asarray(scan.exclusive_scan(self.last_grad, jacobians))
 
     def sequential_backward(self) -> Array:
         """Return the gradients of ``h_1, …, h_64`` step by step, which needs no Jacobians."""
@@ -269,6 +268,7 @@ def run(
     by_scan, by_loop = (Model(hidden, np.random.default_rng(seed)) for _ in range(2))
     scan = plan(
         [by_scan.cell.pattern] * STEPS,
+        reverse=True,
         schedule=schedule,
         batch=batch,
         dtype=np.float32,

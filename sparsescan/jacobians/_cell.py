@@ -29,9 +29,8 @@ from ..chains.implicit import ImplicitChain
 from ..errors import Allocating, InputError
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
-from ..symbolic.schedule import check_count
+from ..symbolic.schedule import check_count, check_flag
 from ._cell_units import CellUnits
-from ._checks import check_flag
 from ._fixed import Fixed
 from ._kernels.recurrent import fill_entries, put_column
 from ._operator import as_matrix
@@ -346,8 +345,7 @@ class Cell(Parametrised, Fixed, ABC):
         Returns
         -------
         ndarray, shape (…, nnz)
-            Values of all steps and samples, in the order of time. A scan goes from the last step
-            to the first: give it ``values[::-1]``, which is no copy.
+            Values of all steps and samples, in the order of time: for scans with ``reverse=True``.
 
         Raises
         ------
@@ -407,8 +405,8 @@ class Cell(Parametrised, Fixed, ABC):
         x, state
             As for :meth:`values`.
         grad_state : array_like, shape (…, state_size)
-            Gradients ``∇s_t`` in the states AFTER each step. A scan returns them from the last step
-            to the first: pass ``gradients[::-1]``.
+            Gradients ``∇s_t`` in the states AFTER each step, in the order of time, as scans with
+            ``reverse=True`` return them.
 
         Returns
         -------
@@ -596,11 +594,11 @@ class Linearization:
     >>> import numpy as np, sparsescan
     >>> from sparsescan.jacobians import GRUCell
     >>> cell = GRUCell(12, 20, rng=0)
-    >>> plan = sparsescan.plan([cell.pattern] * 50)  # once
+    >>> plan = sparsescan.plan([cell.pattern] * 50, reverse=True)  # once
     >>> x = np.random.default_rng(0).standard_normal((50, 16, 12), np.float32)
     >>> states = cell.unroll(x)
     >>> steps = cell.linearize(x, states[:-1])
-    >>> grads = plan.exclusive_scan(states[-1], steps.values()[::-1])[::-1]
+    >>> grads = plan.exclusive_scan(states[-1], steps.values())
     >>> steps.param_grads(grads)["weight_hh"].shape
     (60, 20)
     """
@@ -632,14 +630,19 @@ class Linearization:
             return CSRChain.from_pattern(values[::-1], pattern)
         return as_matrix(values, pattern)
 
-    def implicit(self) -> ImplicitChain:
+    def implicit(self, *, reverse: bool = False) -> ImplicitChain:
         """Return all Jacobians as implicit steps, of :attr:`Cell.implicit_pattern`.
+
+        Parameters
+        ----------
+        reverse : bool, default False
+            Whether to return them in the order of time, for scans with ``reverse=True``.
 
         Returns
         -------
         ImplicitChain
-            The steps from the LAST one to the first. What it holds for each step and sample grows
-            with the state, not with its square.
+            The steps from the LAST one to the first, unless `reverse`. What it holds for each step
+            and sample grows with the state, not with its square.
 
         Raises
         ------
@@ -653,12 +656,12 @@ class Linearization:
         >>> import numpy as np, sparsescan
         >>> from sparsescan.jacobians import RNNCell
         >>> cell = RNNCell(3, 20, rng=0)
-        >>> plan = sparsescan.plan([cell.implicit_pattern] * 100)
+        >>> plan = sparsescan.plan([cell.implicit_pattern] * 100, reverse=True)
         >>> x = np.random.default_rng(0).standard_normal((100, 16, 3), np.float32)
         >>> states = cell.unroll(x)
         >>> steps = cell.linearize(x, states[:-1])
-        >>> grads = plan.exclusive_scan(states[-1], steps.implicit())
-        >>> steps.param_grads(grads[::-1])["weight_hh"].shape
+        >>> grads = plan.exclusive_scan(states[-1], steps.implicit(reverse=True))
+        >>> steps.param_grads(grads)["weight_hh"].shape
         (20, 20)
         """
         cell, xp, lead = self._cell, self._xp, self._lead
@@ -683,7 +686,8 @@ class Linearization:
                 put(array, out, *place)
 
         map_shared(fill, self._row_blocks)
-        return ImplicitChain([slopes[::-1], self._weights()], pattern)
+        turned = slopes if check_flag("reverse", reverse) else slopes[::-1]
+        return ImplicitChain([turned, self._weights()], pattern)
 
     def _weights(self) -> Array:
         """Return the values of the factor that all steps share."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.pattern import check_ordered
 
-__all__ = ["Shape", "batched", "check_dim", "check_flag", "check_number", "check_sizes"]
+__all__ = ["Shape", "batched", "check_dim", "check_number", "check_sizes"]
 
 Shape = tuple[int, ...]
 
@@ -59,14 +59,6 @@ def check_number(name: str, value: Any, *, finite: bool = True) -> float:
     if math.isnan(number) or (finite and math.isinf(number)):
         raise InputError(f"{name} is {short(value)}; expected a{' finite' * finite} number")
     return number
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool, or raise an error that names it."""
-    try:
-        return bool(value)
-    except Exception:  # an array has several truth values
-        raise InputTypeError(f"{name} is {short(value)}; expected True or False") from None
 
 
 def check_dim(name: str, dim: Any, shape: tuple[int, ...]) -> int:

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, short
 from ..symbolic.pattern import Pattern
-from ..symbolic.schedule import check_choice, check_count
-from ._checks import Shape, check_flag, check_sizes
+from ..symbolic.schedule import check_choice, check_count, check_flag
+from ._checks import Shape, check_sizes
 from ._operator import Operator
 from ._parameters import InitialWeight, Weighted
 from ._stencil import Channels, Stencil

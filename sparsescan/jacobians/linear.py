@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..arrays.arrays import Constant
 from ..errors import InputError
 from ..symbolic.pattern import Pattern, of_mask, rows_of
-from ..symbolic.schedule import check_count
-from ._checks import check_flag
+from ..symbolic.schedule import check_count, check_flag
 from ._kernels.stencil import transpose
 from ._operator import Operator
 from ._parameters import InitialWeight, Weighted

@@ -13,8 +13,8 @@ from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
 from ..symbolic.pattern import Pattern, index_dtype, trusted
-from ..symbolic.schedule import check_count
-from ._checks import check_flag, check_number, check_sizes
+from ..symbolic.schedule import check_count, check_flag
+from ._checks import check_number, check_sizes
 from ._operator import Operator
 from ._parameters import Initial, Parameter, Parametrised
 from ._sharing import quiet

@@ -10,8 +10,8 @@ import numpy as np
 from ..arrays.arrays import Constant
 from ..errors import InputError, short
 from ..symbolic.pattern import Pattern, rows_of
-from ..symbolic.schedule import check_count
-from ._checks import check_flag, check_sizes
+from ..symbolic.schedule import check_count, check_flag
+from ._checks import check_sizes
 from ._kernels.pooling import Windows, mark_in_tiles, mark_in_windows
 from ._kron import Images, Separable, Taps, kron_pattern
 from ._windows import Window, check_output_size

@@ -75,10 +75,9 @@ class RNNCell(Cell):
     >>> x = rng.standard_normal((100, 16, 3), np.float32)
     >>> local_grads = rng.standard_normal((100, 16, 20), np.float32)
     >>> states = cell.unroll(x)
-    >>> plan = sparsescan.plan([cell.pattern] * 100)
+    >>> plan = sparsescan.plan([cell.pattern] * 100, reverse=True)
     >>> values = cell.values(x, states[:-1])
-    >>> zero = np.zeros((16, 20), np.float32)
-    >>> grads = plan.exclusive_scan(zero, values[::-1], local_grads=local_grads[::-1])[::-1]
+    >>> grads = plan.exclusive_scan(None, values, local_grads=local_grads)
     >>> {name: grad.shape for name, grad in cell.param_grads(x, states[:-1], grads).items()}
     {'weight_ih': (20, 3), 'weight_hh': (20, 20), 'bias_ih': (20,), 'bias_hh': (20,)}
     """
@@ -185,10 +184,10 @@ class GRUCell(Cell):
 
     >>> import sparsescan
     >>> cell = GRUCell(12, 20, rng=0)
-    >>> plan = sparsescan.plan([cell.pattern] * 50)  # once
+    >>> plan = sparsescan.plan([cell.pattern] * 50, reverse=True)  # once
     >>> x = np.random.default_rng(0).standard_normal((50, 16, 12), np.float32)
     >>> states = cell.unroll(x)
-    >>> grads = plan.exclusive_scan(states[-1], cell.values(x, states[:-1])[::-1])[::-1]
+    >>> grads = plan.exclusive_scan(states[-1], cell.values(x, states[:-1]))
     >>> cell.param_grads(x, states[:-1], grads)["weight_hh"].shape
     (60, 20)
     """

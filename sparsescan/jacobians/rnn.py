@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, InputTypeError, short
-from ..symbolic.schedule import check_count
+from ..symbolic.schedule import check_count, check_flag
 from ._cell import Array, Cell
-from ._checks import check_flag
 from ._fixed import Fixed
 from ._recurrent_step import TrainingStep
 from .recurrent import GRUCell, LSTMCell, RNNCell

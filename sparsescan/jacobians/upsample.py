@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, InputTypeError, short
-from ..symbolic.schedule import check_choice
-from ._checks import check_flag, check_sizes
+from ..symbolic.schedule import check_choice, check_flag
+from ._checks import check_sizes
 from ._kron import Separable, Taps
 
 __all__ = ["Upsample"]

@@ -17,6 +17,7 @@ from ..chains.steps import fold, unfold
 from ..errors import DeviceError
 from ..plan.scan_plan import Gradients
 from ..symbolic.implicit import factor_starts
+from ..symbolic.schedule import check_flag
 from .communicator import Communicator
 from .grid import check_grid
 from .plan import Options, ParallelPlan, check_form
@@ -29,6 +30,7 @@ def plan(
     comm: Any,
     jacobians: Any,
     *,
+    reverse: bool = False,
     batch: int | None = None,
     dtype: DTypeLike | None = None,
     grid: tuple[int, ...] | None = None,
@@ -48,6 +50,10 @@ def plan(
         only the patterns are used, or bare patterns; as for :func:`sparsescan.plan`. The parts
         follow each other in the order of the ranks; a part may be empty. On a grid with `rows`,
         its rows of each: ``(own, d_i)``, with all columns; a rank may have none.
+    reverse : bool, default False
+        Whether this rank's Jacobians, local gradients and results are in the order of time, as for
+        :func:`sparsescan.plan`. It says nothing of the ranks: the first one has the end of the
+        chain.
     batch : int, optional
         Samples of each rank, to insist on.
     dtype : {float32, float64}, optional
@@ -92,11 +98,12 @@ def plan(
     def read() -> Request:
         check_form(jacobians)
         steps = steps_of(jacobians)
+        backward = check_flag("reverse", reverse)
         if check_grid(grid, world.size).rows > 1:
-            patterns, there = _patterns_of_rows(steps), _is_there(steps)
+            patterns, there = _patterns_of_rows(steps, backward), _is_there(steps)
         else:
-            patterns, there = patterns_in(steps)
-        options = Options(grid, schedule, batch, dtype, device)
+            patterns, there = patterns_in(steps, backward)
+        options = Options(grid, schedule, batch, dtype, device, backward)
         return Request(patterns, _with_device(options, len(patterns), there), 1, 8)
 
     return make_plan(world, read)
@@ -108,6 +115,7 @@ def exclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
+    reverse: bool = False,
     grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
     device: str | None = None,
@@ -133,7 +141,7 @@ def exclusive_scan(
         For each gradient that this rank gets, None or an array of its shape that is added to it;
         that of the first adds to `grad` (see :func:`sparsescan.exclusive_scan`, double-counted
         gradient).
-    grid, schedule, device
+    reverse, grid, schedule, device
         As for :func:`plan`.
 
     Returns
@@ -157,7 +165,7 @@ def exclusive_scan(
     Results have the same bits in every run on one grid. Where a value is not finite, the result is
     that of the linear scan.
     """
-    options = Options(grid, schedule, device=device)
+    options = Options(grid, schedule, device=device, reverse=reverse)
     return _scan_once(comm, grad, jacobians, local_grads, options, inclusive=False)
 
 
@@ -167,6 +175,7 @@ def inclusive_scan(
     jacobians: Any,
     *,
     local_grads: Any = None,
+    reverse: bool = False,
     grid: tuple[int, ...] | None = None,
     schedule: str = "auto",
     device: str | None = None,
@@ -175,7 +184,7 @@ def inclusive_scan(
 
     Parameters
     ----------
-    comm, grad, jacobians, local_grads, grid, schedule, device
+    comm, grad, jacobians, local_grads, reverse, grid, schedule, device
         As for :func:`exclusive_scan`; the ranks that hold the last part get one gradient more, and
         have one more entry of `local_grads`.
 
@@ -189,7 +198,7 @@ def inclusive_scan(
     InputError, InputTypeError, DeviceError, RankError, MemoryError
         On all ranks, if anything is wrong on any of them.
     """
-    options = Options(grid, schedule, device=device)
+    options = Options(grid, schedule, device=device, reverse=reverse)
     return _scan_once(comm, grad, jacobians, local_grads, options, inclusive=True)
 
 
@@ -208,13 +217,16 @@ def _scan_once(
     def read() -> Request:
         nonlocal chain
         check_form(jacobians)
-        steps, implicit = unfold(steps_of(jacobians))
-        chain = Chain(length(steps), factor_starts(implicit) if implicit else None)
-        rows = check_grid(options.grid, world.size).rows > 1 and not implicit
-        patterns = fold(chain.read(steps, _patterns_of_rows(steps) if rows else None), implicit)
+        reverse = check_flag("reverse", options.reverse)
+        steps, implicit = unfold(steps_of(jacobians), reverse)
+        chain = Chain(length(steps), reverse, factor_starts(implicit) if implicit else None)
+        shared = check_grid(options.grid, world.size).rows > 1 and not implicit
+        rows = _patterns_of_rows(steps, reverse) if shared else None
+        patterns = fold(chain.read(steps, rows), implicit)
         shape: tuple[int, ...] = () if grad is None else read_array("grad", grad).shape
         samples = chain.batch or (shape[0] if len(shape) == 2 else 1)
-        there = _with_device(options, chain.n, chain.device is not None)
+        checked = options._replace(reverse=reverse)
+        there = _with_device(checked, chain.n, chain.device is not None)
         return Request(patterns, there, max(samples, 1), chain.dtype.itemsize)
 
     once = make_plan(world, read)
@@ -243,11 +255,12 @@ def _is_there(jacobians: Any) -> bool:
     return is_on_device(jacobians) or any(map(is_on_device, jacobians))
 
 
-def _patterns_of_rows(jacobians: Any) -> Sequence[Any]:
-    """Return the patterns of some rows of Jacobians, which do not chain."""
+def _patterns_of_rows(jacobians: Any, reverse: bool) -> Sequence[Any]:
+    """Return the patterns of some rows of Jacobians, which do not chain, the last step's first."""
     n = length(jacobians)
     if isinstance(jacobians, (CSRChain, ImplicitChain)):
         return [jacobians.pattern] * n
     if isinstance(jacobians, np.ndarray):
         return [pattern_of(0, jacobians[0])] * n if n else []
-    return [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]
+    patterns = [pattern_of(k, jacobian) for k, jacobian in enumerate(jacobians)]
+    return patterns[::-1] if reverse else patterns

@@ -121,6 +121,7 @@ def find_halos(
     sharers: Communicator,
     patterns: Sequence[Pattern],
     entering: NDArray[np.int64],
+    reverse: bool = False,
 ) -> list[Halo]:
     """Find what this rank exchanges before each of its steps; owners are told what others need.
 
@@ -134,6 +135,8 @@ def find_halos(
         This rank's rows, as many steps as the others have.
     entering : ndarray of int64, shape (ranks + 1,)
         Bounds of the entries that the ranks own of the gradient that enters the first step.
+    reverse : bool
+        Whether the caller has the steps in the order of time, as errors have to count them.
     """
     shapes = np.array([pattern.shape for pattern in patterns], np.int64).reshape(-1, 2)
     everyone = np.array(sharers.gather(shapes))
@@ -144,7 +147,7 @@ def find_halos(
         bounds = np.zeros((len(patterns) + 1, sharers.size + 1), np.int64)
         bounds[0] = entering
         np.cumsum(everyone[:, :, 0].T, axis=1, out=bounds[1:, 1:])
-        _check_columns(everyone, bounds, sharers.rank, world.rank)
+        _check_columns(everyone, bounds, sharers.rank, world.rank, reverse)
         reaches: list[Reach] = []
         known: dict[Any, int] = {}
         numbers = []
@@ -192,19 +195,21 @@ def _needed_of(reaches: Sequence[Reach], row: int) -> dict[int, Index]:
 
 
 def _check_columns(
-    everyone: NDArray[np.int64], bounds: NDArray[np.int64], row: int, rank: int
+    everyone: NDArray[np.int64], bounds: NDArray[np.int64], row: int, rank: int, reverse: bool
 ) -> None:
     """Raise if columns differ from those of the first rank, or from the rows of the step before."""
     columns, head = everyone[:, :, 1], rank - row
     for k in np.flatnonzero(columns[row] != bounds[:-1, -1]).tolist():
         here, first = columns[row, k], columns[0, k]
+        at, before = (columns.shape[1] - 1 - k, columns.shape[1] - k) if reverse else (k, k - 1)
         if here != first:
             raise InputError(
-                f"jacobians[{k}] has {here} columns, but {first} on rank {head}; expected one "
+                f"jacobians[{at}] has {here} columns, but {first} on rank {head}; expected one "
                 "number for all ranks that share its rows"
             )
         raise InputError(
-            f"jacobians[{k}] has {here} columns, but jacobians[{k - 1}] has {bounds[k, -1]} rows "
+            f"jacobians[{at}] has {here} columns, but jacobians[{before}] has {bounds[k, -1]} rows "
             f"on ranks {head} to {head + len(everyone) - 1} together; expected as many: pass this "
-            "rank's rows of each Jacobian, with all columns, from the last layer to the first"
+            "rank's rows of each Jacobian, with all columns, from the "
+            + ("first layer to the last (reverse=True)" if reverse else "last layer to the first")
         )

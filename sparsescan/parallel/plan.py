@@ -55,6 +55,7 @@ class Options(NamedTuple):
     batch: int | None = None
     dtype: DTypeLike | None = None
     device: str | None = None
+    reverse: bool = False
 
 
 class Ranks(NamedTuple):
@@ -166,6 +167,8 @@ class ParallelPlan:
         The dtype that the plan insists on, if any.
     device : {"cpu", "cuda"}
         Where each rank scans its part.
+    reverse : bool
+        Whether arrays of this rank are in the order of time.
     """
 
     def __init__(
@@ -191,13 +194,14 @@ class ParallelPlan:
         self.batch = options.batch
         self.dtype = None if options.dtype is None else np.dtype(options.dtype)
         self.device = options.device or "cpu"
+        self.reverse = options.reverse
         self._signature = decision.signature
         costs = decision.costs[self.row :: self.grid.rows]
         self._steps = sum(cost.steps for cost in costs)
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
         self._sizes = boundaries(costs)[self.position : self.position + 2]
         # The memory of a part has no limit.
-        chain = Chain(len(self._unfolded.factors), self._unfolded.starts)
+        chain = Chain(len(self._unfolded.factors), self.reverse, self._unfolded.starts)
         self._slot = Slot(chain, lambda *needed: None)
         self._memory: dict[Terms, _Memory] = {}
         # For a chain without steps: lengths of the gradient's shares in the last scan.
@@ -289,7 +293,8 @@ class ParallelPlan:
                 if chain is None:
                     check_form(jacobians)
                     unfolded = self._unfolded
-                    self._slot.chain.read(unfolded.unfold(jacobians), unfolded.factors)
+                    flat = unfolded.unfold(jacobians, self.reverse)
+                    self._slot.chain.read(flat, unfolded.factors)
                 self._read(call, grad, local_grads)
             finite = True
             if self._open(call) and self._prepare(call):
@@ -304,7 +309,7 @@ class ParallelPlan:
                 self._by_vectors(call)
                 self._download(call)
                 self._world.agree(call.fault.error)
-        return call.result
+        return call.result[::-1] if self.reverse else call.result
 
     def _read(self, call: _Call, grad: Any, local_grads: Any) -> None:
         """Read what is not Jacobians, and bring the input to a device if it has to go there."""
@@ -324,10 +329,11 @@ class ParallelPlan:
         if local_grads is None:
             return None
         given = read_local_grads(local_grads, self.n + (inclusive and self._is_last))
-        return [
+        arrays = [
             None if array is None else read_array(f"local_grads[{k}]", array)
             for k, array in enumerate(given)
         ]
+        return arrays[::-1] if self.reverse else arrays
 
     def _read_first(self, grad: Any, local_grads: Any) -> Any:
         """Read the gradient at the end of the chain, where this rank has it."""
@@ -456,8 +462,20 @@ class ParallelPlan:
                 products.reduction.prepare(chain, terms)
         return _Memory(entering, leaving, Messages(halos, terms), elements)
 
+    def _check_turned(self, call: _Call) -> None:
+        """Check local gradients that came in the order of time, to count them as the caller does.
+
+        Whoever uses them checks them as well, from the last to the first.
+        """
+        if self.reverse and call.local_grads is not None:
+            with call.fault:
+                given = call.local_grads[::-1]
+                sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns)]
+                LocalGrads(given, len(given), sizes, call.terms.shape, reverse=True)
+
     def _by_vectors(self, call: _Call) -> None:
         """Sweep this rank's part when the rank before has done so."""
+        self._check_turned(call)
         memory, terms, rows, y = self._memory[call.terms], call.terms, self.grid.rows, call.first
         good = call.fault.error is None
         if self.position > 0:
@@ -484,6 +502,7 @@ class ParallelPlan:
 
     def _by_products(self, elements: _Elements, call: _Call) -> bool:
         """Scan all parts at once; return whether no value was met that is not finite."""
+        self._check_turned(call)
         products, rank, fault = elements.products, self.position, call.fault
         own, prefix, merger = elements.own, elements.prefix, elements.merger
         merger.error = None

@@ -53,6 +53,7 @@ class _Asked:
     # Samples and bytes of a value to plan for, if the plan insists on none.
     samples: int
     itemsize: int
+    reverse: bool
 
 
 class Request(NamedTuple):
@@ -80,7 +81,7 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
     if grid.rows > 1:
         entering = _entering(everyone, grid, grid.position(world.rank))
         rows = list(map(explicit, patterns))  # :func:`_ask` has refused others
-        part, cost = _plan_rows(world, group, rows, entering, grid, model, terms, network)
+        part, cost = _plan_rows(world, group, rows, entering, options, model, terms, network)
     else:
         part, cost = world.together(lambda: _plan_part(world, patterns, options, model))
     costs = _share(world, cost)[: grid.group_size]
@@ -116,14 +117,15 @@ def _plan_rows(
     group: Communicator,
     patterns: Sequence[Pattern],
     entering: NDArray[np.int64],
-    grid: Grid,
+    options: Options,
     model: Model,
     terms: Terms,
     network: Network,
 ) -> tuple[RowSweep, PartCost]:
     """Plan this rank's rows of its steps, with the ranks that share them."""
+    grid: Grid = options.grid
     sharers = world.split(world.rank // grid.rows, world.rank, (grid, "rows"))
-    halos = find_halos(world, sharers, patterns, entering)
+    halos = find_halos(world, sharers, patterns, entering, options.reverse)
     skip = int(grid.position(world.rank) == grid.chain - 1)
     part, loads = world.together(
         lambda: (
@@ -175,6 +177,7 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
         threads=thread_count(),
         samples=batch or samples,
         itemsize=itemsize if dtype is None else dtype.itemsize,
+        reverse=options.reverse,
     )
 
 
@@ -244,11 +247,12 @@ def _check_together(everyone: Sequence[_Asked]) -> None:
         if sizes is None:
             continue
         if before >= 0 and sizes[0] != _leaving(everyone, grid, before)[-1]:
-            last = "the last of " + _ranks(before, grid.rows)
+            first = everyone[rank].n - 1 if everyone[rank].reverse else 0
+            last = "the first of " if everyone[before].reverse else "the last of "
             raise InputError(
-                f"jacobians[0] of rank {rank} has {sizes[0]} columns, but {last} has "
-                f"{_leaving(everyone, grid, before)[-1]} rows; expected as many: order the parts "
-                "from the last layer to the first, as the Jacobians"
+                f"jacobians[{first}] of rank {rank} has {sizes[0]} columns, but {last}"
+                f"{_ranks(before, grid.rows)} has {_leaving(everyone, grid, before)[-1]} rows; "
+                "expected as many: order the parts from the last layer to the first"
             )
         before = rank
 

@@ -29,6 +29,8 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
     """Return the text of ``print(plan)``: what runs, what it costs, and why."""
     kind = spec.kind
     lines = [f"ScanPlan({len(spec.patterns)} Jacobians, {spec.schedule})", f"  why: {spec.reason}"]
+    if spec.reverse:
+        lines.append("  input and gradients are in the order of time (reverse)")
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
     if program is None:
         return "\n".join(lines)
@@ -74,6 +76,7 @@ def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> di
         "predicted_for": {"batch": kind.batch, "dtype": kind.dtype.name},
         "workspace_bytes": workspace_bytes,
         "memory_limit": spec.memory_limit,
+        "reverse": spec.reverse,
         "dense": sorted([start, stop] for start, stop in spec.dense),
         "alternatives": [asdict(alternative) for alternative in spec.alternatives],
         "patterns": [

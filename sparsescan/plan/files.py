@@ -82,6 +82,7 @@ _OPTIONS: dict[str, type[int] | type[str]] = {
     "dtype": str,
     "device": str,
     "memory_limit": int,
+    "reverse": int,
     "auto": int,
     "kind_batch": int,
     "kind_dtype": str,
@@ -275,7 +276,7 @@ def _unpack_options(arrays: Arrays) -> dict[str, Any]:
         check_count("option.batch", options["batch"], 1)
     if options["dtype"] is not None:
         options["dtype"] = check_dtype(options["dtype"])
-    options["auto"] = bool(options["auto"])
+    options["reverse"], options["auto"] = bool(options["reverse"]), bool(options["auto"])
     if options["device"] not in (None, "cpu", "cuda"):
         raise InputError(f"option.device is {options['device']!r}; expected 'cpu' or 'cuda'")
     return options

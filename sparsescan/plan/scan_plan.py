@@ -78,6 +78,9 @@ class ScanPlan(Frozen):
         Where it runs; None is where the data is.
     memory_limit : int or None
         Bytes that it may take.
+    reverse : bool
+        Whether Jacobians, local gradients and gradients are in the order of time. (`patterns` are
+        not: a scan begins with the last.)
     dense : frozenset of tuple
         The products ``(start, stop)``, of elements as a schedule numbers them, that are stored
         densely although their patterns are sparse.
@@ -91,6 +94,7 @@ class ScanPlan(Frozen):
     dtype: np.dtype[Any] | None
     device: str | None
     memory_limit: int | None
+    reverse: bool
 
     def __init__(self, spec: PlanSpec, program: Program | None = None) -> None:
         patterns = spec.patterns
@@ -101,6 +105,7 @@ class ScanPlan(Frozen):
             dtype=spec.dtype,
             device=spec.device,
             memory_limit=spec.memory_limit,
+            reverse=spec.reverse,
         )
         if patterns and program is None:
             program = Program(patterns, spec.schedule, dense=spec.dense)
@@ -406,9 +411,10 @@ class ScanPlan(Frozen):
             try:
                 slot = self._idle.pop()
             except IndexError:
-                slot = self.slot(Chain(len(self._steps.factors), self._steps.starts))
+                chain = Chain(len(self._steps.factors), self.reverse, self._steps.starts)
+                slot = self.slot(chain)
             try:
-                slot.chain.read(self._steps.unfold(jacobians), self._steps.factors)
+                slot.chain.read(self._steps.unfold(jacobians, self.reverse), self._steps.factors)
                 return self.run(slot, grad, local_grads, inclusive=inclusive)
             except MemoryError as error:
                 raise out_of_memory("the scan", error) from None
@@ -464,8 +470,10 @@ class ScanPlan(Frozen):
                 slot.workspace(self._linear, dtype, batch, local).run(out, inclusive)
         out = out.get() if download else out
         if steps.starts is None:
-            return self._cut(out, count, sizes, batch_shape, chain.period)
-        return self._cut_steps(out, self.n + inclusive, batch_shape, chain.period)
+            cut = self._cut(out, count, sizes, batch_shape, chain.period)
+        else:
+            cut = self._cut_steps(out, self.n + inclusive, batch_shape, chain.period)
+        return cut[::-1] if self.reverse else cut
 
     def _read(
         self, chain: Chain, grad: ArrayLike | None, local_grads: Any, inclusive: bool
@@ -480,11 +488,11 @@ class ScanPlan(Frozen):
             )
         starts, count = self._steps.starts, self.n + inclusive
         if starts is None:
-            sizes = self._sizes or [first.shape[-1]]
-            local = LocalGrads(local_grads, count, sizes, batch_shape, chain.period)
+            sizes, period = self._sizes or [first.shape[-1]], chain.period
         else:
-            sizes = [self._sizes[k] for k in starts.tolist()]
-            local = LocalGrads(local_grads, count, sizes, batch_shape)
+            sizes, period = [self._sizes[k] for k in starts.tolist()], 0
+        local = LocalGrads(local_grads, count, sizes, batch_shape, period, reverse=self.reverse)
+        if starts is not None:
             local.spread(starts[:count], chain.period)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)

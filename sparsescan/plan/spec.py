@@ -69,7 +69,7 @@ class PlanSpec:
         For as many Jacobians.
     reason : str
         Why that schedule.
-    batch, dtype, device, memory_limit : optional
+    batch, dtype, device, memory_limit, reverse : optional
         As for :func:`sparsescan.plan`.
     dense : frozenset of tuple
         The products ``(start, stop)`` that are stored densely although their patterns are sparse.
@@ -89,6 +89,7 @@ class PlanSpec:
     dtype: np.dtype[Any] | None = None
     device: str | None = None
     memory_limit: int | None = None
+    reverse: bool = False
     dense: frozenset[tuple[int, int]] = frozenset()
     alternatives: tuple[Alternative, ...] = ()
     auto: bool = False

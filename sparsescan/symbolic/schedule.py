@@ -35,6 +35,7 @@ __all__ = [
     "Schedule",
     "check_choice",
     "check_count",
+    "check_flag",
     "chunk_levels",
     "read_schedule",
     "schedule_of",
@@ -462,6 +463,14 @@ def check_choice(name: str, value: Any, *choices: str) -> str:
         expected = " or ".join(", ".join(map(repr, choices)).rsplit(", ", 1))
         raise InputError(f"{name} is {short(value)}; expected {expected}")
     return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool, or raise an error that names it."""
+    try:
+        return bool(value)
+    except Exception:  # an array has several truth values
+        raise InputTypeError(f"{name} is {short(value)}; expected True or False") from None
 
 
 def _level(name: str, runs: list[NDArray[np.int64]]) -> Level:

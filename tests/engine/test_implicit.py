@@ -241,6 +241,21 @@ def test_gradients_are_those_of_the_factors(case: Case, data: Any) -> None:
     assert same_bits(list(case.scan(plan)), list(case.scan(named)))
 
 
+@given(case=cases(), data=st.data())
+def test_the_order_of_time_is_the_other_one(case: Case, data: Any) -> None:
+    options = {"schedule": data.draw(schedules(case.n))}
+    expected = case.scan(**options)
+    if isinstance(case.chain, ImplicitChain):
+        turned = [v if v.ndim == 1 else v[::-1] for v in case.chain.values]
+        case.chain = ImplicitChain(turned, case.chain.pattern)
+    else:
+        case.chain = case.chain[::-1]
+    case.local = None if case.local is None else case.local[::-1]
+    plan = sparsescan.plan(case.chain, reverse=True, **options)
+    for result in (case.scan(reverse=True, **options), case.scan(plan)):
+        assert same_bits(list(result)[::-1], list(expected))
+
+
 @given(cases())
 def test_nothing_of_the_caller_is_changed(case: Case) -> None:
     kept = copy.deepcopy((case.factors, case.grad, case.local))

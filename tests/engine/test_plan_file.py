@@ -48,7 +48,7 @@ def assert_same(found: ScanPlan, expected: ScanPlan) -> None:
     assert found.schedule.chunks == expected.schedule.chunks
     assert found.patterns == expected.patterns
     for name in (
-        *("n", "reason", "batch", "dtype", "device", "memory_limit", "workspace_bytes"),
+        *("n", "reason", "batch", "dtype", "device", "memory_limit", "reverse", "workspace_bytes"),
         *("dense", "alternatives"),
     ):
         assert getattr(found, name) == getattr(expected, name), name
@@ -414,6 +414,7 @@ KEYS = {
     "option.dtype": "one string",
     "option.device": "one string",
     "option.memory_limit": "one integer",
+    "option.reverse": "one integer",
     "option.auto": "one integer",
     "option.kind_batch": "one integer",
     "option.kind_dtype": "one string",

@@ -289,3 +289,34 @@ def test_without_a_gradient_local_gradients_are_all(schedule: str) -> None:
     assert same_bits(plan.exclusive_scan(None, jacobians[mine], **options), found)
     with pytest.raises(sparsescan.InputError, match="rank 0: grad is None, and local_grads has no"):
         plan.exclusive_scan(None, jacobians[mine])
+
+
+@pytest.mark.parametrize("schedule", ["vectors", "products"])
+@pytest.mark.parametrize("inclusive", [False, True])
+def test_parts_in_the_order_of_time(schedule: str, inclusive: bool) -> None:
+    """Each rank's arrays are turned, and the ranks stand as they do."""
+    rng = np.random.default_rng(3)
+    n, is_last = 4 * WORLD.size, WORLD.rank == WORLD.size - 1
+    jacobians = rng.standard_normal((n, 2, 3, 3)) / 3
+    local = rng.standard_normal((n + inclusive, 2, 3))
+    mine = equal_parts(n)
+    own = local[mine.start : mine.stop + (inclusive and is_last)]
+    grad = rng.standard_normal((2, 3)) if WORLD.rank == 0 else None
+    name = "inclusive_scan" if inclusive else "exclusive_scan"
+    scan = getattr(parallel, name)
+    steps = jacobians[mine]
+    forward = scan(WORLD, grad, steps, local_grads=own, schedule=schedule)
+    turned = np.flip(own, 0)
+    for given in (np.flip(steps, 0), [*reversed(steps)]):
+        options = {"local_grads": turned, "reverse": True}
+        found = scan(WORLD, grad, given, schedule=schedule, **options)
+        assert same_bits([*found], [*reversed(forward)])
+        plan = parallel.plan(WORLD, given, schedule=schedule, reverse=True)
+        again = getattr(plan, name)(grad, given, local_grads=turned)
+        assert same_bits([*again], [*found])
+        bad: list[Any] = [None] * len(own)
+        if WORLD.rank == 0:
+            bad[-1] = np.ones((2, 4))
+        at = 3 + (inclusive and WORLD.size == 1)
+        with pytest.raises(sparsescan.InputError, match=rf"rank 0: local_grads\[{at}\] has shape"):
+            getattr(plan, name)(grad, given, local_grads=bad)

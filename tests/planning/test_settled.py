@@ -121,7 +121,7 @@ def test_on_recurrent_cells(
         states = made.unroll(x)
         linearized = made.linearize(x, states[:-1])
         chain: Any = linearized.implicit()
-        chain = {"explicit": linearized.values()[::-1], "factors": chain.factors}.get(form, chain)
+        chain = {"explicit": linearized.values()[::-1], "factors": chain.factors()}.get(form, chain)
         grads = plan.exclusive_scan(states[-1], chain)
         linear = sparsescan.plan(patterns, schedule="linear").exclusive_scan(states[-1], chain)
         for found, expected in zip(grads, linear, strict=True):

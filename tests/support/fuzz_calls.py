@@ -116,7 +116,7 @@ def steps(jacobians: Any, patterns: Sequence[Pattern] | None = None) -> list[Any
     if isinstance(jacobians, CSRChain):
         return oracles.steps_of(jacobians)
     if isinstance(jacobians, ImplicitChain):
-        factors = steps(jacobians.factors)
+        factors = steps(jacobians.factors())
         return [as_dense(b) @ as_dense(a) for a, b in zip(factors[::2], factors[1::2], strict=True)]
     if isinstance(jacobians, PeriodicChain):
         return [
