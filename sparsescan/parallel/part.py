@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -125,6 +126,12 @@ class Part:
         self._model = model
         self._programs: dict[str, Program] = {}
         self.sweep: ScanPlan = plan_scan(patterns, batch=batch, dtype=dtype, device=device)
+
+    def planned_for(self, model: Model) -> Part:
+        """Return the part with products that are planned for another batch or dtype."""
+        part = copy.copy(self)
+        part._model, part._programs = model, {}
+        return part
 
     def cost(self, wanted: bool, parts: int | None, *, last: bool = False) -> PartCost:
         """Return what the part takes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ..chains.steps import Steps
 from ..errors import DeviceError, InputError, InputTypeError
 from ..execution.threads import thread_count
 from ..plan.scan_plan import Gradients, Slot
+from ..plan.spec import Kind
 from ..symbolic.implicit import Step
 from .communicator import Communicator, Fault
 from .exchange import ALGORITHMS, exscan_messages, rounds
@@ -39,8 +40,8 @@ from .rows import Messages, RowSweep, Sweep
 
 __all__ = ["Decision", "Options", "ParallelPlan", "Ranks", "check_form"]
 
-# Terms for which a plan keeps memory.
-_KEPT = 4
+# Terms for which a plan keeps memory, and kinds of input for which it keeps what was chosen.
+_KEPT, _WAYS = 4, 64
 # Terms before the ranks have agreed on any.
 _NO_TERMS = Terms(np.dtype(np.float64), None, False, False)
 # In place of a number that a rank does not know.
@@ -69,11 +70,14 @@ class Ranks(NamedTuple):
         Those that work on the same samples.
     direct : bool
         Whether MPI sends gradients from device to device.
+    signature : int
+        A number that tells plans apart, the same on all ranks.
     """
 
     world: Communicator
     group: Communicator
     direct: bool
+    signature: int
 
 
 class Decision(NamedTuple):
@@ -87,14 +91,14 @@ class Decision(NamedTuple):
         The way that was chosen.
     reason : str
         Why that one.
-    signature : int
-        A number that tells plans apart, the same on all ranks.
+    kind : Kind
+        The input that it is for.
     """
 
     costs: Sequence[PartCost]
     forecast: Forecast
     reason: str
-    signature: int
+    kind: Kind
 
 
 class _Products:
@@ -142,6 +146,14 @@ class _Memory(NamedTuple):
     elements: _Elements | None
 
 
+class _Way(NamedTuple):
+    """A rank's part, and how it is combined with the others, for one kind of input."""
+
+    part: Part | RowSweep
+    decision: Decision
+    products: _Products | None
+
+
 class ParallelPlan:
     """A scan over the ranks of a communicator, with the symbolic phase done.
 
@@ -156,11 +168,12 @@ class ParallelPlan:
     position, group, row : int
         Which part of the chain this rank holds, for which samples, and which share of its rows.
     schedule : {"vectors", "products"}
-        How parts are combined.
+        How parts are combined: for the batch size and the dtype of the latest scan, which all ranks
+        choose together at the first scan of each.
     reason : str
         Why so.
     forecast : Forecast
-        What a scan is predicted to take, if all Jacobians differ between samples.
+        What such a scan is predicted to take, if all Jacobians differ between samples.
     batch : int or None
         Samples of each rank that the plan insists on, if any.
     dtype : dtype or None
@@ -178,24 +191,21 @@ class ParallelPlan:
         part: Part | RowSweep,
         decision: Decision,
         options: Options,
+        settle: Callable[[Kind], tuple[Part | RowSweep, Decision]],
     ) -> None:
-        rank, forecast = ranks.world.rank, decision.forecast
-        self._world, self._comm, self._direct = ranks
+        rank = ranks.world.rank
+        self._world, self._comm, self._direct, self._signature = ranks
         self._patterns = patterns
         self._unfolded = Steps(patterns)
-        self._part = part
+        self._settle = settle
         self.n = len(patterns)
-        self.grid = forecast.grid
+        self.grid = decision.forecast.grid
         self.position, self.group = self.grid.position(rank), self.grid.group(rank)
         self.row = self.grid.row(rank)
-        self.schedule = forecast.schedule
-        self.forecast = forecast
-        self.reason = decision.reason
         self.batch = options.batch
         self.dtype = None if options.dtype is None else np.dtype(options.dtype)
         self.device = options.device or "cpu"
         self.reverse = options.reverse
-        self._signature = decision.signature
         costs = decision.costs[self.row :: self.grid.rows]
         self._steps = sum(cost.steps for cost in costs)
         # Lengths of the gradients that enter and leave this part, or what this rank owns of them.
@@ -207,9 +217,24 @@ class ParallelPlan:
         # For a chain without steps: lengths of the gradient's shares in the last scan.
         self._passed_on: list[int] = []
         self._is_last = self.position == self.grid.chain - 1
-        self._products: _Products | None = None
-        if self.schedule == "products" and isinstance(part, Part):
-            self._products = _Products(part, decision, self.position)
+        # How parts are combined, for each kind of input.
+        self._ways: dict[Kind, _Way] = {}
+        self._way = self._add_way(part, decision)
+
+    @property
+    def schedule(self) -> str:
+        """How parts are combined: in the latest scan, or in the first."""
+        return self._way.decision.forecast.schedule
+
+    @property
+    def reason(self) -> str:
+        """Why so."""
+        return self._way.decision.reason
+
+    @property
+    def forecast(self) -> Forecast:
+        """What a scan of so many samples is predicted to take, if all Jacobians differ."""
+        return self._way.decision.forecast
 
     def exclusive_scan(
         self, grad: ArrayLike | None, jacobians: Any, *, local_grads: Any = None
@@ -270,7 +295,10 @@ class ParallelPlan:
         )
 
     def __str__(self) -> str:
-        return "\n".join([f"{self!r}", f"  why: {self.reason}", str(self.forecast)])
+        kind = self._way.decision.kind
+        samples = f"{kind.batch:,} sample{'s' * (kind.batch > 1)} of {kind.dtype} on each rank"
+        why = f"  why, for {samples}: {self.reason}"
+        return "\n".join([f"{self!r}", why, str(self.forecast)])
 
     def _scan(
         self,
@@ -410,7 +438,27 @@ class ParallelPlan:
                     "expected one for all of a chain"
                 )
             call.terms = self._terms(itemsize, most, bool(batched), bool(local))
+        if fault.error is None and self._steps and self.grid.rows == 1:
+            # All ranks of the group have these terms, and come here together.
+            with fault:
+                self._choose_way(call.terms)
         return fault.error is None
+
+    def _choose_way(self, terms: Terms) -> None:
+        """Choose how parts are combined for such input, together with the ranks of the group."""
+        kind = Kind(max(terms.samples, 1), terms.dtype)
+        if kind not in self._ways:
+            self._add_way(*self._settle(kind))
+        self._way = self._ways[kind]
+
+    def _add_way(self, part: Part | RowSweep, decision: Decision) -> _Way:
+        products = None
+        if decision.forecast.schedule == "products" and isinstance(part, Part):
+            products = _Products(part, decision, self.position)
+        while len(self._ways) >= _WAYS:
+            del self._ways[next(iter(self._ways))]
+        way = self._ways[decision.kind] = _Way(part, decision, products)
+        return way
 
     def _pass_on(self, first: NDArray[Any] | None) -> None:
         """Take the gradient's length from the ranks that have it, for a chain without steps."""
@@ -451,11 +499,12 @@ class ParallelPlan:
     def _take_memory(self, terms: Terms) -> _Memory:
         xp = load_cupy() if self._direct else np
         entering, leaving = (xp.zeros(vector_words(n, terms), np.int64) for n in self._sizes)
-        chain, products, elements = self._slot.chain, self._products, None
+        chain, products, elements = self._slot.chain, self._way.products, None
         halos: Sequence[Halo] = ()
-        if isinstance(self._part, RowSweep):
-            halos = self._part.halos
-            self._part.prepare(chain, terms)
+        part = self._way.part
+        if isinstance(part, RowSweep):
+            halos = part.halos
+            part.prepare(chain, terms)
         if products is not None:
             elements = _Elements(products, terms)
             if products.reduction is not None and terms.samples:
@@ -486,11 +535,12 @@ class ParallelPlan:
         with self._comm.ending("writing a message"):
             memory.leaving[0] = State.BAD
         leaving = None
-        if isinstance(self._part, RowSweep):
-            leaving = self._sweep_rows(self._part, y if good else None, memory.messages, call)
+        part = self._way.part
+        if isinstance(part, RowSweep):
+            leaving = self._sweep_rows(part, y if good else None, memory.messages, call)
         elif good:
             with call.fault:
-                leaving = self._sweep(self._part, y, call)
+                leaving = self._sweep(part, y, call)
         if self._is_last:
             return
         if leaving is not None:

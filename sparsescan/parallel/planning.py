@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
+from ..plan.spec import Kind
 from ..planning.costs.cpu import Model
 from ..planning.search import model_for
 from ..symbolic.implicit import ImplicitPattern, Step, explicit
@@ -75,35 +76,59 @@ def make_plan(world: Communicator, read: Callable[[], Request]) -> ParallelPlan:
     group = world.split(grid.group(world.rank), world.rank, grid)
     dtype = np.dtype(options.dtype or f"f{max(each.itemsize for each in everyone)}")
     samples = max(each.samples for each in everyone)
-    model, network = world.together(lambda: (model_for(None, dtype, samples), load_network()))
-    terms = Terms(model.dtype, model.batch, model.batch > 1, True)
-    part: Part | RowSweep
-    if grid.rows > 1:
-        entering = _entering(everyone, grid, grid.position(world.rank))
-        rows = list(map(explicit, patterns))  # :func:`_ask` has refused others
-        part, cost = _plan_rows(world, group, rows, entering, options, model, terms, network)
-    else:
-        part, cost = world.together(lambda: _plan_part(world, patterns, options, model))
-    costs = _share(world, cost)[: grid.group_size]
-    setting = Setting(costs, grid, network, model, terms, _load(everyone))
-    forecast, reason = _choose(world, group, setting, options.schedule)
-    digest = hashlib.blake2b(repr((everyone, forecast)).encode(), digest_size=8).digest()
-    decision = Decision(costs, forecast, reason, int.from_bytes(digest, "big") >> 4)
+    position = grid.position(world.rank)
+
+    def decide(
+        ranks: Communicator, kind: Kind, part: Part | RowSweep | None
+    ) -> tuple[Part | RowSweep, Decision]:
+        """Decide how these ranks, all or a group, combine their parts for input of this kind."""
+        model, network = ranks.together(
+            lambda: (model_for(None, kind.dtype, kind.batch), load_network())
+        )
+        terms = Terms(model.dtype, model.batch, model.batch > 1, True)
+        planned: Part | RowSweep
+        if grid.rows > 1:
+            entering = _entering(everyone, grid, position)
+            rows = list(map(explicit, patterns))  # :func:`_ask` has refused others
+            planned, cost = _plan_rows(world, group, rows, entering, options, model, terms, network)
+        else:
+            before = part if isinstance(part, Part) else None
+            planned, cost = ranks.together(
+                lambda: _plan_part(position, patterns, options, model, before)
+            )
+        costs = _share(ranks, cost)[: grid.group_size]
+        setting = Setting(costs, grid, network, model, terms, _load(everyone))
+        forecast, reason = _choose(ranks, group, setting, options.schedule)
+        return planned, Decision(costs, forecast, reason, kind)
+
+    part, decision = decide(world, Kind(samples, dtype), None)
+    digest = hashlib.blake2b(repr((everyone, decision.forecast)).encode(), digest_size=8).digest()
+    signature = int.from_bytes(digest, "big") >> 4
     direct = options.device == "cuda" and not world.agree(flag=not reads_device_memory())
-    ranks = Ranks(world, group, direct)
-    return world.together(lambda: ParallelPlan(ranks, patterns, part, decision, options))
+    ranks = Ranks(world, group, direct, signature)
+
+    def settle(kind: Kind) -> tuple[Part | RowSweep, Decision]:
+        return decide(group, kind, part)
+
+    return world.together(lambda: ParallelPlan(ranks, patterns, part, decision, options, settle))
 
 
 def _plan_part(
-    world: Communicator, patterns: Sequence[Step], options: Options, model: Model
+    position: int,
+    patterns: Sequence[Step],
+    options: Options,
+    model: Model,
+    before: Part | None,
 ) -> tuple[Part, PartCost]:
     """Plan this rank's part of the chain, whose steps it has as a whole."""
     grid, device = options.grid, options.device or "cpu"
-    position = grid.position(world.rank)
     is_last = position == grid.chain - 1
     dtype = None if options.dtype is None else np.dtype(options.dtype)
     here = model_for(device, model.dtype, model.batch)
-    part = Part(patterns, here, options.batch, dtype, device)
+    if before is None:
+        part = Part(patterns, here, options.batch, dtype, device)
+    else:
+        part = before.planned_for(here)
     cost = part.cost(
         position > 0 and not is_last and options.schedule != "vectors",
         grid.chain if options.schedule == "auto" else None,

@@ -320,3 +320,42 @@ def test_parts_in_the_order_of_time(schedule: str, inclusive: bool) -> None:
         at = 3 + (inclusive and WORLD.size == 1)
         with pytest.raises(sparsescan.InputError, match=rf"rank 0: local_grads\[{at}\] has shape"):
             getattr(plan, name)(grad, given, local_grads=bad)
+
+
+def test_ranks_choose_together_for_what_runs() -> None:
+    """A plan that nobody told batch and dtype runs as one that was told, by what takes less."""
+    rng = np.random.default_rng(4)
+    jacobians = rng.standard_normal((40 * WORLD.size, 6, 6)) / 3
+    part = jacobians[equal_parts(len(jacobians))]
+    plan = parallel.plan(WORLD, part)
+    before: dict[Any, Any] = {}
+    for batch, dtype in 2 * [(16, F4), (1, F8), (64, F8), (16, F8), (64, F4)]:
+        steps = part.astype(dtype)
+        grad = np.ones((batch, 6), dtype) if WORLD.rank == 0 else None
+        found = plan.exclusive_scan(grad, steps)
+        told = parallel.plan(WORLD, part, batch=batch, dtype=dtype)
+        assert (plan.schedule, plan.reason) == (told.schedule, told.reason)
+        assert plan.forecast.nanoseconds == told.forecast.nanoseconds
+        assert f"for {batch} sample{'s' * (batch > 1)} of {dtype} on each rank:" in str(plan)
+        assert len(set(WORLD.allgather(str(plan.forecast)))) == 1
+        by_vectors = parallel.plan(WORLD, part, batch=batch, dtype=dtype, schedule="vectors")
+        assert plan.forecast.nanoseconds <= by_vectors.forecast.nanoseconds
+        assert same_bits(found, told.exclusive_scan(grad, steps))
+        assert same_bits(found, before.setdefault((batch, dtype), found))
+
+
+def test_groups_with_batches_of_their_own() -> None:
+    """Each group of samples chooses for its own batch, without waiting for the others."""
+    grid = grids()[-1]
+    n = 6 * grid.chain
+    jacobians = np.full((n, 3, 3), 0.3)
+    position, group = grid.position(WORLD.rank), grid.group(WORLD.rank)
+    part = jacobians[grid.steps(WORLD.rank, n)]
+    plan = parallel.plan(WORLD, part, grid=grid)
+    for batch in (1, 5, 2):
+        own = batch + group
+        grad = np.ones((own, 3)) if position == 0 else None
+        found = plan.exclusive_scan(grad, part)
+        expected = sequential(np.ones((own, 3)), jacobians)
+        mine = grid.steps(WORLD.rank, n)
+        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
