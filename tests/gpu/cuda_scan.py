@@ -630,7 +630,7 @@ def test_memory_that_the_device_does_not_have(cupy: Any, launches: Any, schedule
     steps, grad = cupy.asarray(np.ones((8, 20, 20))), cupy.asarray(np.ones(20))
     plan = sparsescan.plan(steps, schedule=schedule)
     fake_cupy.state.free[0] = 3000
-    words = r"would take [\d,]+ bytes; the device has 3,000 left"
+    words = r"would take [\d.]+ KiB; the device has 2.93 KiB left"
     with pytest.raises(MemoryLimitError, match=words):
         plan.exclusive_scan(grad, steps)
     assert not launches
@@ -651,3 +651,37 @@ def test_without_a_gradient_local_gradients_say_where(cupy: Any) -> None:
     assert_within(to_host(found), expected, np.float64)
     with pytest.raises(DeviceError, match="device is 'cpu', but local_grads is on a CUDA device"):
         sparsescan.exclusive_scan(None, jacobians, local_grads=there[1], device="cpu")
+
+
+def test_a_plan_chooses_for_where_the_data_is(cupy: Any) -> None:
+    """One of bare patterns runs in both places, and prints what it is predicted to take there."""
+    rng = np.random.default_rng(5)
+    jacobians = rng.standard_normal((12, 2, 3, 3)).astype(np.float32)
+    grad = np.ones((2, 3), np.float32)
+    expected = sequential(grad, jacobians, dtype=np.float32)
+    plan = sparsescan.plan([Pattern.dense((3, 3))] * 12)
+    for _ in range(2):
+        assert_within(plan.exclusive_scan(grad, jacobians), expected, np.float32)
+        assert " thread" in str(plan)
+        there = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(jacobians))
+        assert_within(to_host(there), expected, np.float32)
+        assert "for a batch of 2 on a GPU" in str(plan)
+        told = sparsescan.plan(cupy.asarray(jacobians), batch=2, dtype=np.float32)
+        assert (plan.schedule, plan.reason) == (told.schedule, told.reason)
+
+
+def test_the_order_of_time_on_a_device(cupy: Any) -> None:
+    rng = np.random.default_rng(6)
+    jacobians, local = rng.standard_normal((9, 3, 3)), rng.standard_normal((9, 3))
+    expected = sparsescan.exclusive_scan(None, jacobians, local_grads=local, reverse=True)
+    plan = sparsescan.plan(jacobians, reverse=True, schedule="chunked:3")
+    for steps, terms in (
+        (cupy.asarray(jacobians), cupy.asarray(local)),
+        ([*cupy.asarray(jacobians)], [*cupy.asarray(local)]),
+    ):
+        found = plan.exclusive_scan(None, steps, local_grads=terms)
+        found = to_host(found)
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+    there = sparsescan.plan(jacobians, reverse=True, device="cuda")
+    found = there.exclusive_scan(None, jacobians, local_grads=local)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)

@@ -145,10 +145,18 @@ def check_scan(
     local_grads: Any,
     inclusive: bool,
     patterns: Sequence[Pattern] | None = None,
+    *,
+    reverse: Any = False,
 ) -> None:
     """Raise unless these are the gradients."""
+    if reverse and patterns is not None:
+        patterns = patterns[::-1]
     chain = steps(jacobians, patterns)
-    x = floats(grad)
+    if reverse:
+        chain = [*reversed(chain)]
+    # Zeros, of the dtype that decides nothing.
+    x = np.zeros(flat(result, jacobians, 1)[-bool(reverse)].shape, "f4") if grad is None else None
+    x = floats(grad) if x is None else x
     if x.size > 1_000_000:
         assert len(result) == 0  # nobody has memory for one
         return
@@ -162,10 +170,12 @@ def check_scan(
             stacks = [[None] * count if each is None else each for each in given]
             given = flat(stacks, jacobians, count)
         local = [None if each is None else floats(each) for each in given]
+        local = local[::-1] if reverse else local
     arrays = [x, *(step.data if hasattr(step, "indptr") else step for step in chain)]
     dtype = np.result_type(*(each.dtype for each in arrays), *_dtypes(local))
     expected = oracles.sequential(x, chain, local, inclusive=inclusive, dtype=dtype)
     found = flat(result, jacobians, count)
+    found = [*reversed(found)] if reverse else found
     assert len(found) == len(expected.exact) == count
     for k, (one, exact, bound) in enumerate(
         zip(found, expected.exact, expected.bounds, strict=True)
@@ -274,10 +284,18 @@ def scan(rng: np.random.Generator) -> Call:
     arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
     arguments |= options_of_a_scan(rng, chain, inclusive)
     if rng.random() < 0.3:
-        schedules = ["auto", "linear", "blelloch", *(oracles.every_schedule(length(chain)))]
+        schedules = [
+            "auto",
+            "linear",
+            "blelloch",
+            "truncated:1",
+            "chunked:3",
+            *(oracles.every_schedule(length(chain))),
+        ]
         arguments["schedule"] = schedules[rng.integers(len(schedules))]
     if rng.random() < 0.2:
         arguments["device"] = [None, "cpu"][rng.integers(2)]
+    turn(rng, arguments, arguments)
     spoil(rng, arguments)
     function = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
     return Call(
@@ -289,8 +307,23 @@ def scan(rng: np.random.Generator) -> Call:
             arguments["jacobians"],
             arguments.get("local_grads"),
             inclusive,
+            reverse=arguments.get("reverse", False),
         ),
     )
+
+
+def turn(rng: np.random.Generator, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Put some chains into the order of time, and leave out some gradients."""
+    jacobians = arguments["jacobians"]
+    if rng.random() < 0.2 and isinstance(jacobians, (list, np.ndarray)):
+        options["reverse"] = True
+        arguments["jacobians"] = jacobians[::-1]
+        if options is not arguments:
+            options["jacobians"] = options["jacobians"][::-1]
+        if arguments.get("local_grads") is not None:
+            arguments["local_grads"] = arguments["local_grads"][::-1]
+    if rng.random() < 0.5 and any(each is not None for each in arguments.get("local_grads", ())):
+        arguments["grad"] = None
 
 
 def planned(rng: np.random.Generator) -> Call:
@@ -301,7 +334,7 @@ def planned(rng: np.random.Generator) -> Call:
     if rng.random() < 0.3 and isinstance(chain.jacobians, list):
         options["jacobians"] = oracles.patterns_of(chain.jacobians)
     good = {
-        "schedule": ["auto", "linear", "blelloch"][rng.integers(3)],
+        "schedule": ["auto", "linear", "blelloch", "chunked:2"][rng.integers(4)],
         "batch": None,
         "dtype": None,
         "device": [None, "cpu"][rng.integers(2)],
@@ -314,6 +347,7 @@ def planned(rng: np.random.Generator) -> Call:
     if rng.random() < 0.3:
         values = bare_values(chain.jacobians)
         arguments["jacobians"] = arguments["jacobians"] if values is None else values
+    turn(rng, options, arguments)
     spoil(rng, options if rng.random() < 0.5 else arguments)
 
     def run() -> Any:
@@ -331,7 +365,8 @@ def planned(rng: np.random.Generator) -> Call:
         if found is not None:
             plan, result = found
             given = arguments["jacobians"], arguments.get("local_grads")
-            check_scan(result, arguments["grad"], *given, inclusive, plan.patterns)
+            patterns, reverse = plan.patterns, plan.reverse
+            check_scan(result, arguments["grad"], *given, inclusive, patterns, reverse=reverse)
 
     return Call(run, f"plan({told(options)}).scan({told(arguments)})", check)
 
