@@ -448,7 +448,8 @@ class ParallelPlan:
         """Choose how parts are combined for such input, together with the ranks of the group."""
         kind = Kind(max(terms.samples, 1), terms.dtype)
         if kind not in self._ways:
-            self._add_way(*self._settle(kind))
+            part, decision = self._settle(kind)
+            self._comm.together(lambda: self._add_way(part, decision))
         self._way = self._ways[kind]
 
     def _add_way(self, part: Part | RowSweep, decision: Decision) -> _Way:
