@@ -133,6 +133,8 @@ def exclusive_scan(
     >>> linear = sp.csr_array([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]])
     >>> sparsescan.exclusive_scan([1.0, 2.0, 3.0], [relu, linear])
     [array([1., 2., 3.]), array([1., 0., 3.])]
+    >>> sparsescan.exclusive_scan([1.0, 2.0, 3.0], [linear, relu], reverse=True)
+    [array([1., 0., 3.]), array([1., 2., 3.])]
     """
     return _scan_once(
         grad, jacobians, local_grads, reverse, schedule, device, stream, inclusive=False
