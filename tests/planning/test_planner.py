@@ -37,6 +37,7 @@ import sparsescan.planning.costs.cpu
 import sparsescan.symbolic.pattern
 from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.jacobians import Conv2d, ReLU
+from sparsescan.planning import search
 from sparsescan.planning.costs.cpu import FAMILIES, Cpu, CpuModel, load_cpu
 from sparsescan.planning.forms import choose_forms
 from sparsescan.planning.search import Candidate, Choice, choose
@@ -361,11 +362,12 @@ def test_a_plan_keeps_to_its_limit_or_the_least_one_is_named(
     assert sparsescan.plan(patterns, memory_limit=least, **options).workspace_bytes <= least
 
 
-def test_auto_takes_the_best_that_fits(as_if: Any) -> None:
+def test_auto_takes_the_best_that_fits(as_if: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little less than the best needs leaves the next best, and so on down to the linear scan."""
     rng = np.random.default_rng(0)
     orders = [of_mask(np.eye(1024, dtype=bool)[rng.permutation(1024)]) for _ in range(2)]
     as_if(64)
+    monkeypatch.setattr(search, "_PREDICTED", 0.9)
     plans = [sparsescan.plan(orders * 100, batch=1, dtype=F4)]
     while plans[-1].schedule != Schedule.linear(200):
         limit = plans[-1].workspace_bytes - 1

@@ -132,7 +132,7 @@ def test_on_recurrent_cells(
 
 def test_a_tree_for_one_sample_does_not_run_sixteen(as_if: Any) -> None:
     """The factors of a GRU, planned without a batch, took 80 ms where the linear scan took 50."""
-    as_if(2)
+    as_if(8)
     weights = of_mask(np.hstack([np.ones((64, 3 * 64)), np.eye(64)]) > 0)
     patterns = [GRUCell(8, 64, rng=0).implicit_pattern.factors[0], weights]
     plan = sparsescan.plan(patterns * 1000, dtype=F4)
