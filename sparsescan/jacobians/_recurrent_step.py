@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -12,12 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.arrays import check_memory, read_array
 from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError, short
-from ..execution.threads import share
+from ..execution.threads import share, thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
 from ._kernels import sequences as kernels
+from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
-from ._kernels.sequences import ROWS, Matrix, Rows, Sequence
+from ._kernels.sequences import Gates, Matrix, Sequence
 from ._sharing import quiet
 
 __all__ = ["Gradients", "TrainingStep"]
@@ -25,11 +27,11 @@ __all__ = ["Gradients", "TrainingStep"]
 Array = NDArray[Any]
 
 _LINE = 64  # bytes of a cache line, which no vector crosses
-_MORE = 16  # rows behind those of an array: kernels read some at once
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
-_TASK_ROWS = 64  # rows of a weight whose gradient is a task: a multiple of eight
+_TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
 _TASK_STEPS = 256  # steps whose gradients in the input are a task
+_SMALL = 1 << 20  # multiply-adds of a direction below which other threads would come too late
 
 
 class Network(Protocol):
@@ -104,13 +106,9 @@ class TrainingStep:
 
     def __init__(self, network: Network, memory_limit: int | None = None) -> None:
         self.network, self.memory_limit = network, memory_limit
-        width = len(network.cells[0])
-        self._directions = [
-            _Direction(cell, layer, back)
-            for layer, cells in enumerate(network.cells, start=1)
-            for back, cell in enumerate(cells)
-        ]
-        self._layers = [range(k, k + width) for k in range(0, len(self._directions), width)]
+        width, self._count = len(network.cells[0]), len(network.cells) * len(network.cells[0])
+        self._layers = [range(k, k + width) for k in range(0, self._count, width)]
+        self._directions: list[_Direction] = []
         self._memory: _Memory | None = None
         self._weights: list[_Weights] | None = None
         self._is_batched = True
@@ -172,19 +170,16 @@ class TrainingStep:
         x, state, lengths = self._read(x, state, lengths)
         steps, batch, _ = x.shape
         memory = self._memory
-        if memory is None or (memory.steps, memory.batch, memory.dtype) != (steps, batch, x.dtype):
+        if memory is None or not memory.fits(x):
             self._memory = None  # before there is another
             memory = self._memory = self._allocate(steps, batch, x.dtype)
-        weights = [one.weights(x.dtype) for one in self._directions]
-        groups = memory.groups
-        share(lambda i: groups[i].read(x, state, lengths), len(groups))
+        weights = [one.weights() for one in memory.directions]
+        memory.read(x, state, lengths)
         for ks in self._layers:
             for start in range(0, steps, memory.segment):
                 span = start, min(start + memory.segment, steps)
-                _for_each(groups, ks, self._run, weights, span)
-        output = np.empty((steps, batch, memory.widths[-1]), x.dtype)
-        last = np.empty(state.shape, x.dtype)
-        share(lambda i: groups[i].write(output, last), len(groups))
+                memory.for_each_group(ks, self._run, weights, span)
+        output, last = memory.results(lengths)
         self._weights = weights
         return self._as_given(output), self._as_given(last)
 
@@ -192,14 +187,13 @@ class TrainingStep:
         self, group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]
     ) -> None:
         """Compute some states of one direction, in its order, and their gates."""
-        one, weights = self._directions[k], all_weights[k]
+        one, weights = group.memory.directions[k], all_weights[k]
         one.cell._run_kernel(
-            group.sequence(one, k, span),
+            group.sequence(k, span),
             weights.w_in,
             weights.w_hidden,
             weights.bias,
-            group.states[one.layer - 1],
-            group.scratch[k],
+            group.memory.states[one.layer - 1],
             one.is_relu,
             *span,
         )
@@ -240,29 +234,24 @@ class TrainingStep:
             raise InputError("backward was called without a forward pass before it")
         above, carry = self._read_grads(memory, grad_output, grad_state)
         self._weights = None
-        groups, steps = memory.groups, memory.steps
-        sums = [one.zeros() for one in self._directions]
-        share(lambda i: groups[i].read_grads(above, carry), len(groups))
-        copies = 1
-        for ks in reversed(self._layers):
-            for start in reversed(range(0, steps, memory.segment)):
-                span = start, min(start + memory.segment, steps)
-                _for_each(groups, ks, self._back, weights, span, copies)
-                self._sum_up(groups, ks, sums, span)
-                if ks.start > 0 or needs_input_grad:
-                    self._back_to_input(groups, ks, weights, span)
-            copies = len(ks)
-            for group in groups:
-                group.above, group.below = group.below, group.above
+        steps = memory.steps
+        sums = [one.zeros() for one in memory.directions]
+        memory.read_carry(carry)
         input_grad = None
         if needs_input_grad:
-            input_grad = np.empty((steps, memory.batch, memory.widths[0]), memory.dtype)
-            share(lambda i: groups[i].write_input_grad(input_grad, copies), len(groups))
-        state_grad = np.empty(carry.shape, carry.dtype)
-        share(lambda i: groups[i].write_state_grad(state_grad), len(groups))
+            input_grad = np.zeros((steps, memory.batch, memory.widths[0]), memory.dtype)
+        for ks in reversed(self._layers):
+            below = memory.below(ks.start) if ks.start > 0 else input_grad
+            for start in reversed(range(0, steps, memory.segment)) if memory.batch else ():
+                span = start, min(start + memory.segment, steps)
+                memory.for_each_group(ks, self._back, weights, above, span)
+                self._sum_up(memory, ks, weights, sums, span, below)
+            if below is not None:
+                above = below
+        state_grad = memory.state_grad()
         params: dict[str, Array] = {}
-        for one, each in zip(self._directions, sums, strict=True):
-            for name, grad in one.param_grads(each, memory.dtype).items():
+        for one, each in zip(memory.directions, sums, strict=True):
+            for name, grad in one.param_grads(each).items():
                 params[self.network.name_of(name, one.layer - 1, one.back)] = grad
         return Gradients(
             None if input_grad is None else self._as_given(input_grad),
@@ -275,19 +264,18 @@ class TrainingStep:
         group: _Group,
         k: int,
         all_weights: list[_Weights],
+        above: Array,
         span: tuple[int, int],
-        copies: int,
     ) -> None:
         """Compute the gradients in the products of some steps of one direction."""
-        one, weights = self._directions[k], all_weights[k]
+        one, weights = group.memory.directions[k], all_weights[k]
         if one.cell._writes_gates and not group.memory.keeps_gates:
             self._run(group, k, all_weights, span)
         carry = group.carries[k]
         one.cell._back_kernel(
-            group.sequence(one, k, span),
+            group.sequence(k, span),
             weights.w_back,
-            group.part(group.above, one.layer, copies),
-            copies,
+            above.reshape(-1),
             carry[0],
             carry[-1],
             one.is_relu,
@@ -295,42 +283,48 @@ class TrainingStep:
         )
 
     def _sum_up(
-        self, groups: list[_Group], ks: range, sums: list[_Sums], span: tuple[int, int]
+        self,
+        memory: _Memory,
+        ks: range,
+        weights: list[_Weights],
+        sums: list[_Sums],
+        span: tuple[int, int],
+        below: Array | None,
     ) -> None:
-        """Add the gradients of the parameters over some steps; each task has rows of its own."""
-        tasks = [
-            (k, which, row)
-            for k in ks
-            for which, packing in enumerate(self._directions[k].packings)
-            for row in range(0, packing.rows, _TASK_ROWS)
-        ]
-
-        def add(i: int) -> None:
-            k, which, row = tasks[i]
-            for group in groups:
-                group.add_grads(self._directions[k], k, which, sums[k], row, span)
-
-        share(add, len(tasks))
-
-    def _back_to_input(
-        self, groups: list[_Group], ks: range, weights: list[_Weights], span: tuple[int, int]
-    ) -> None:
-        """Compute the gradients in the inputs of some steps, of each direction in a part."""
-        tasks = list(product(groups, ks, range(*span, _TASK_STEPS)))
-
-        def multiply(i: int) -> None:
-            group, k, start = tasks[i]
-            some = start, min(start + _TASK_STEPS, span[1])
-            group.back_to_input(self._directions[k], k, weights[k], span, some)
-
-        share(multiply, len(tasks))
+        """Add the gradients of the parameters over some steps, and compute those in the input."""
+        tasks: list[Callable[[], None]] = []
+        for k in ks:
+            for which, packing in enumerate(memory.directions[k].packings):
+                # Rows of a task read the same states, at best in the cache; threads share them.
+                tile = TILE_VECTORS * memory.lanes
+                size = -(-packing.rows // (2 * memory.threads * tile)) * tile
+                size = _TASK_ROWS if packing.is_sparse else size
+                for row in range(0, packing.rows, size):
+                    rows = row, min(row + size, packing.rows)
+                    tasks.append(partial(memory.add_grads, k, which, sums[k], rows, span))
+        # Directions take turns at the same gradients in the input.
+        for k in ks:
+            if below is None:
+                break
+            for start in range(*span, _TASK_STEPS):
+                some = start, min(start + _TASK_STEPS, span[1])
+                tasks.append(partial(memory.back_to_input, k, weights[k], span, some, below))
+            memory.call_all(tasks)
+            tasks = []
+        memory.call_all(tasks)
 
     # -- Input ------------------------------------------------------------------------------------
 
     def _allocate(self, steps: int, batch: int, dtype: np.dtype[Any]) -> _Memory:
         """Return memory that keeps the gates of all steps if the limit allows."""
+        if not self._directions or self._directions[0].dtype != dtype:
+            self._directions = [
+                _Direction(cell, layer, back, dtype)
+                for layer, cells in enumerate(self.network.cells, start=1)
+                for back, cell in enumerate(cells)
+            ]
         for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
-            memory = _Memory(self.network, self._directions, steps, batch, dtype, segment)
+            memory = _Memory(self.network, self._directions, steps, batch, segment)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
         if self.memory_limit is not None and memory.nbytes > self.memory_limit:
@@ -354,7 +348,7 @@ class TrainingStep:
         self._is_batched = x.ndim == 3
         params = [_on_host(name, array) for name, array in net.params.items()]
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
-        lead = (len(self._directions), *x.shape[1:-1])
+        lead = (self._count, *x.shape[1:-1])
         expected = (*lead, net.state_size)
         state = None if state is None else _on_host("state", state)
         if state is not None and state.shape != expected:
@@ -362,7 +356,7 @@ class TrainingStep:
                 f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
             )
         dtype = np.result_type(x, *params, *([] if state is None else [state]))
-        inner = (len(self._directions), batch, net.state_size)
+        inner = (self._count, batch, net.state_size)
         state = np.zeros(inner, dtype) if state is None else state.reshape(inner)
         x = np.ascontiguousarray(x.reshape(steps, batch, net.input_size), dtype)
         return x, np.ascontiguousarray(state, dtype), _read_lengths(lengths, steps, batch)
@@ -372,7 +366,7 @@ class TrainingStep:
         checked = []
         for name, grad, shape in (
             ("grad_output", output, (memory.steps, memory.batch, memory.widths[-1])),
-            ("grad_state", state, (len(self._directions), memory.batch, self.network.state_size)),
+            ("grad_state", state, (self._count, memory.batch, self.network.state_size)),
         ):
             if grad is None:
                 checked.append(np.zeros(shape, memory.dtype))
@@ -387,12 +381,6 @@ class TrainingStep:
     def _as_given(self, array: Array) -> Array:
         """Return a result with an axis of samples if the input had one."""
         return array if self._is_batched else array[:, 0]
-
-
-def _for_each(groups: list[_Group], ks: range, call: Callable[..., None], *arguments: Any) -> None:
-    """Call a function for each group of samples and each direction of a layer."""
-    tasks = list(product(groups, ks))
-    share(lambda i: call(*tasks[i], *arguments), len(tasks))
 
 
 def _on_host(name: str, array: Any) -> Array:
@@ -433,36 +421,57 @@ class _Packing:
         Where the entries are in the weight of the cell.
     kept : ndarray of bool, same shape
         Which of them are not pruned.
+    lanes : int
+        Rows in a vector.
+    block : int
+        Columns that read neighbours.
     """
 
-    def __init__(self, places: NDArray[np.int64], kept: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, places: NDArray[np.int64], kept: NDArray[np.bool_], lanes: int, block: int
+    ) -> None:
         self.rows, self.cols = places.shape
-        self.is_sparse = np.count_nonzero(kept) < _SPARSE * kept.size
+        self._lanes, self._block = lanes, block
+        self.is_sparse = bool(np.count_nonzero(kept) < _SPARSE * kept.size)
+        self.room = (self.rows + self.cols + 2 * lanes) * lanes if self.is_sparse else 0
         if self.is_sparse:
             self.order = places[kept]
             self.indices = np.nonzero(kept)[1]
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             return
-        # Where an entry is pruned, or fills up eight rows, a zero behind the weight.
-        blocks = -(-self.rows // ROWS)
-        order = np.full((blocks * ROWS, self.cols), places.size)
-        order[: self.rows] = np.where(kept, places, places.size)
-        self.order = order.reshape(blocks, ROWS, self.cols).transpose(0, 2, 1).reshape(-1)
+        # Where an entry is pruned, or fills up a vector, a zero behind the weight.
+        vectors = -(-self.rows // lanes)
+        whole = np.full((vectors * lanes, self.cols), places.size)
+        whole[: self.rows] = np.where(kept, places, places.size)
+        size = TILE_VECTORS * lanes
+        tiles = [whole[row : row + size].T.reshape(-1) for row in range(0, len(whole), size)]
+        self.order = np.concatenate(tiles)
         self.indices = self.indptr = np.zeros(0, np.int64)
         # Where the sum of each entry of the weight is.
-        sums = np.arange(self.cols * blocks * ROWS).reshape(self.cols, -1)[:, : self.rows].T
+        sums = np.arange(self.cols * len(whole)).reshape(self.cols, -1)[:, : self.rows].T
         self._sums = sums.reshape(-1)[np.argsort(places.reshape(-1))]
         self._pruned = places[~kept]
 
     def matrix(self, values: Array) -> Matrix:
         """Return the matrix of values that are in this order."""
-        return Matrix(self.rows, self.cols, values, self.indices, self.indptr)
+        return Matrix(
+            self.is_sparse,
+            self.rows,
+            self.cols,
+            -(-self.rows // self._lanes),
+            self.cols // self._block,
+            self._block,
+            values,
+            self.indices,
+            self.indptr,
+        )
 
     def zeros(self) -> tuple[Array, Array]:
         """Return what the sums of gradients of the entries, and of the rows, begin with."""
-        rows = -(-self.rows // ROWS) * ROWS
-        entries = np.zeros(len(self.order) if self.is_sparse else (self.cols, rows))
-        return entries, np.zeros(rows)
+        rows = -(-self.rows // self._lanes) * self._lanes
+        if self.is_sparse:
+            return np.zeros(len(self.order)), np.zeros(rows)
+        return np.zeros(self.cols * rows), np.zeros(rows)
 
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
@@ -470,7 +479,7 @@ class _Packing:
             grad = np.zeros(math.prod(shape), dtype)
             grad[self.order] = sums
         else:
-            grad = sums.reshape(-1).take(self._sums).astype(dtype)
+            grad = sums.take(self._sums).astype(dtype)
             grad[self._pruned] = 0
         return grad.reshape(shape)
 
@@ -490,20 +499,28 @@ _Sums = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 
 class _Direction:
-    """One direction of one layer: a cell, and how its weights are packed."""
+    """One direction of one layer: a cell, and how its weights are packed for a dtype."""
 
-    def __init__(self, cell: Cell, layer: int, back: int) -> None:
-        self.cell, self.layer, self.back = cell, layer, back
+    def __init__(self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any]) -> None:
+        self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
         self.is_relu = getattr(cell, "nonlinearity", None) == "relu"
+        self.lanes = lanes_of(dtype)
         self.units = cell.hidden_size
         self.products = (max(cell._hh) + 1) * self.units
-        self.gates = cell._kept_gates * self.units
+        self.kept = cell._kept_gates
         # The products that read the input come first, and those that read the state last.
         gates = np.arange(len(cell._ih))
         self.in_packing, self._in_back = self._packings("weight_ih", np.argsort(cell._ih))
         self.hidden_packing, self._hidden_back = self._packings("weight_hh", gates)
         self.first_hidden = self.products - self.hidden_packing.rows
         self.packings = self.in_packing, self.hidden_packing
+        # From the products of a sample to those of the next: each fills whole vectors.
+        vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
+        ends = self.first_hidden + vectors * self.lanes, self.products
+        self.stride = (-(-max(ends) // self.lanes) + 1) * self.lanes
+        self.in_stride = -(-self._in_back.rows // self.lanes) * self.lanes
+        every = *self.packings, self._in_back, self._hidden_back
+        self.room = max(packing.room for packing in every)
         self._order = self._whole_order()
 
     def _packings(self, name: str, order: NDArray[np.int64]) -> tuple[_Packing, _Packing]:
@@ -512,7 +529,10 @@ class _Direction:
         places = places[order].reshape(shape)
         kept = np.ones(shape, bool) if mask is None else mask.on(np)
         kept = kept.reshape(-1)[places]
-        return _Packing(places, kept), _Packing(places.T, kept.T)
+        return (
+            _Packing(places, kept, self.lanes, shape[1]),
+            _Packing(places.T, kept.T, self.lanes, self.units),
+        )
 
     def _whole_order(self) -> list[NDArray[np.int64]]:
         """Return where all that kernels read is among the parameters, which a zero ends."""
@@ -528,13 +548,14 @@ class _Direction:
         for packings in (self.packings, (self._in_back, self._hidden_back)):
             for packing, start, size in zip(packings, starts, sizes, strict=True):
                 parts.append(np.where(packing.order == size, end, packing.order + start))
-        # Rows that are read and not used.
-        return parts + [np.append(np.where(b < 0, end, b), np.full(ROWS, end)) for b in biases]
+        # Vectors of rows are read, and what is too much is not used.
+        rest = np.full(2 * self.lanes, end)
+        return parts + [np.append(np.where(b < 0, end, b), rest) for b in biases]
 
-    def weights(self, dtype: np.dtype[Any]) -> _Weights:
+    def weights(self) -> _Weights:
         """Return a copy of the parameters."""
         params = [self.cell.read_parameter(name).reshape(-1) for name in self.cell.parameter_names]
-        every = np.concatenate([*params, np.zeros(1, dtype)], dtype=dtype)
+        every = np.concatenate([*params, np.zeros(1, self.dtype)], dtype=self.dtype)
         w_in, w_hidden, w_in_back, w_back, *biases = map(every.take, self._order)
         return _Weights(
             self.in_packing.matrix(w_in),
@@ -548,14 +569,14 @@ class _Direction:
         """Return what sums of gradients of the parameters begin with."""
         return self.in_packing.zeros(), self.hidden_packing.zeros()
 
-    def param_grads(self, sums: _Sums, dtype: np.dtype[Any]) -> dict[str, Array]:
+    def param_grads(self, sums: _Sums) -> dict[str, Array]:
         """Return the gradients of the parameters by their names."""
         cell = self.cell
         grads = {}
         for name, packing, (entries, rows) in zip(("ih", "hh"), self.packings, sums, strict=True):
             weight = f"weight_{name}"
-            grads[weight] = packing.unpack(entries, cell._shapes[weight], dtype)
-            grads[f"bias_{name}"] = rows[: packing.rows].astype(dtype)
+            grads[weight] = packing.unpack(entries, cell._shapes[weight], self.dtype)
+            grads[f"bias_{name}"] = rows[: packing.rows].astype(self.dtype)
         products = grads["bias_ih"].reshape(-1, self.units)
         grads["bias_ih"] = products[list(cell._ih)].reshape(-1)
         return {name: grads[name] for name in cell._shapes}
@@ -565,7 +586,11 @@ class _Direction:
 
 
 class _Memory:
-    """What is kept of all samples, group by group."""
+    """What is kept of all samples, and of the groups of them that threads share.
+
+    There is a slot for the states of each step, one before the first step, and one behind the last;
+    layer 0 is the input.
+    """
 
     def __init__(
         self,
@@ -573,206 +598,279 @@ class _Memory:
         directions: list[_Direction],
         steps: int,
         batch: int,
-        dtype: np.dtype[Any],
         segment: int,
     ) -> None:
         self.directions, self._per_layer = directions, len(network.cells[0])
-        self.steps, self.batch, self.dtype, self.segment = steps, batch, dtype, segment
+        self.steps, self.batch, self.segment = steps, batch, segment
         self.keeps_gates = segment >= steps
-        self.lanes = lanes_of(dtype)
+        self.units, self.dtype, self.lanes = (
+            directions[0].units,
+            directions[0].dtype,
+            directions[0].lanes,
+        )
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
+        self._all_threads = thread_count()
+        one = directions[0]
+        work = steps * batch * one.products * (one.in_packing.cols + one.units)
+        self.threads = 1 if work < _SMALL else self._all_threads
+        parts = max(1, self.threads // self._per_layer)
+        # A sparse product has samples as lanes, and a dense one takes half a tile at least.
+        fewest = self.lanes if any(one.room for one in directions) else TILE_ROWS // 2
+        self._samples = max(1, -(-batch // (parts * fewest))) * fewest
         self.groups: list[_Group] = []
-        rows = [count for _, count in self.rows()]
-        size = dtype.itemsize * self.lanes
-        self.nbytes = -(-batch // self.lanes) * sum(size * (n + _MORE) + 2 * _LINE for n in rows)
+        self._rooms: list[Array] = []
+        self.nbytes = sum(self.dtype.itemsize * count + _LINE for _, count in self._sizes())
 
-    def rows(self) -> list[tuple[str, int]]:
-        """Return, for each array of a group, what it holds, and how many rows of lanes."""
-        slots, per_layer = self.steps + 2, self._per_layer
+    def fits(self, x: Array) -> bool:
+        """Return whether this is the memory for inputs like `x`."""
+        wanted = *x.shape[:2], x.dtype, thread_count()
+        return (self.steps, self.batch, self.dtype, self._all_threads) == wanted
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        """Return, for each array, what it holds, and how many numbers.
+
+        Kernels read some rows more than there are, and do not use them.
+        """
+        more, rows = self.lanes + 1, self.batch * (self.steps + 2)
         has_cells = self.directions[0].cell._parts == 2
-        rows = [("states", slots * width) for width in self.widths]
-        rows += [("cells", slots * width if has_cells else 0) for width in self.widths]
-        gates = [self.segment * one.gates for one in self.directions]
-        if self.keeps_gates:
-            rows += [("gates", count) for count in gates]
-        else:
-            rows += [("gates", max(gates))] * per_layer  # layers take turns
-        rows += [("scratch", one.products) for one in self.directions]
-        for one in self.directions:
-            rows += [("carries", one.units)] * one.cell._parts
-        # In the outputs of a layer, and in its input, in a part for each direction.
-        rows += [("grads", per_layer * slots * max(self.widths))] * 2
-        return rows
+        sizes = [("lengths", self.batch * self.units + self.lanes)]
+        sizes += [("zeros", max(max(one.stride, one.in_stride) for one in self.directions))]
+        sizes += [("states", (rows + more) * width) for width in self.widths]
+        sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
+        sizes = [(name, count + self.lanes) for name, count in sizes]
+        gates = [self.segment * self.batch * one.units * one.kept for one in self.directions]
+        gates = [count + (more + 1) * self.units for count in gates]
+        # Where not all are kept, layers take turns.
+        some = gates if self.keeps_gates else [max(gates)] * self._per_layer
+        sizes += [("gates", count + self.lanes) for count in some]
+        inner = max(self.widths[1:-1], default=0)
+        sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
+        for first in range(0, self.batch, self._samples):
+            count = min(self._samples, self.batch - first)
+            for one in self.directions:
+                part = (-(-count * one.units // self.lanes) + 2) * self.lanes
+                sizes += [
+                    ("products", (count + self.lanes) * one.stride),
+                    ("parts", (one.products // one.units + 1) * part),
+                    ("room", one.room),
+                ]
+                sizes += [("carries", part)] * one.cell._parts
+        return sizes
 
     def allocate(self) -> None:
         """Take the memory."""
-        self.groups = [_Group(self, first) for first in range(0, self.batch, self.lanes)]
-
-
-class _Group:
-    """The memory of one group of samples, which are the lanes of its vectors.
-
-    Of each layer, and of the input, the numbers of a step are neighbours; there is a slot for them
-    before the first step, and one behind the last.
-    """
-
-    def __init__(self, memory: _Memory, first: int) -> None:
-        self.memory, self.first = memory, first
-        self.lengths = np.zeros(memory.lanes, memory.dtype)
-        self._always = np.ones(memory.lanes, memory.dtype)
-        arrays: dict[str, list[Array]] = {}
-        for name, rows in memory.rows():
-            arrays.setdefault(name, []).append(self._aligned(rows))
-        self.states, self.cells, self.scratch = arrays["states"], arrays["cells"], arrays["scratch"]
-        gates, carries = arrays["gates"], iter(arrays["carries"])
-        self.gates = [gates[k % len(gates)] for k in range(len(memory.directions))]
-        self.carries = [
-            [next(carries) for _ in range(one.cell._parts)] for one in memory.directions
+        arrays: dict[str, list[Array]] = {"cells": [], "grads": []}
+        for name, count in self._sizes():
+            arrays.setdefault(name, []).append(self._aligned(count))
+        self.states, self.cells = arrays["states"], [self._aligned(0), *arrays["cells"]]
+        (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
+        self._grads = arrays["grads"]
+        gates = arrays["gates"]
+        self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
+        names = "products", "parts", "room", "carries"
+        own = {name: iter(arrays.get(name, ())) for name in names}
+        self.groups = [
+            _Group(self, first, min(self._samples, self.batch - first), own)
+            for first in range(0, self.batch, self._samples)
         ]
-        self.above, self.below = arrays["grads"]
 
-    def _aligned(self, rows: int) -> Array:
-        """Return rows that begin with a cache line, and some more, which are read and not used."""
-        itemsize = self.memory.dtype.itemsize
-        count = (rows + _MORE) * self.memory.lanes
-        room = np.zeros(count + _LINE // itemsize, self.memory.dtype)
-        start = -room.ctypes.data % _LINE // itemsize
+    def _aligned(self, count: int) -> Array:
+        """Return zeros that begin with a cache line."""
+        room = np.zeros(count + _LINE // self.dtype.itemsize, self.dtype)
+        start = -room.ctypes.data % _LINE // self.dtype.itemsize
         return room[start : start + count]
 
-    def _at(self, layer: int, slot: int, row: int = 0) -> int:
-        """Return where a row of a slot of a layer begins; layer 0 is the input."""
-        return (slot * self.memory.widths[layer] + row) * self.memory.lanes
+    def _slots(self, array: Array, layer: int) -> Array:
+        """Return the states of a layer with axes of slots, samples and units."""
+        shape = self.steps + 2, self.batch, self.widths[layer]
+        return array[: math.prod(shape)].reshape(shape)
 
-    def part(self, array: Array, layer: int, copies: int) -> Array:
-        """Return the beginning of an array: so many times all slots of a layer."""
-        return array[: copies * self._at(layer, self.memory.steps + 2)]
-
-    def sequence(self, one: _Direction, k: int, span: tuple[int, int]) -> Sequence:
-        """Return a direction for the kernels, with the gates of some steps."""
-        memory = self.memory
-        return Sequence(
-            memory.steps,
-            one.back,
-            one.units,
-            one.products,
-            self.lengths,
-            self.states[one.layer],
-            memory.widths[one.layer],
-            one.back * one.units,
-            self.cells[one.layer],
-            self.gates[k],
-            self._first_gates(one, span),
-            one.gates * memory.lanes,
-        )
-
-    def _times(self, one: _Direction, span: tuple[int, int]) -> int:
-        """Return the first in time of some steps, which are given in the order of a direction."""
-        return self.memory.steps - span[1] if one.back else span[0]
-
-    def _first_gates(self, one: _Direction, span: tuple[int, int]) -> int:
-        """Return the step whose gates come first while some steps are worked on."""
-        return 0 if self.memory.keeps_gates else self._times(one, span)
-
-    # -- Between the caller's arrays and lanes ----------------------------------------------------
+    def _state_parts(self, states: Array, last: bool) -> list[tuple[Array, Array]]:
+        """Return each part of the first or the last states, and where it is in the slots."""
+        pairs = []
+        for k, one in enumerate(self.directions):
+            first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
+            slot = last_slot if last else first_slot
+            columns = slice(one.back * one.units, (one.back + 1) * one.units)
+            for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
+                place = self._slots(arrays[one.layer], one.layer)[slot, :, columns]
+                pairs.append((states[k, :, part * one.units : (part + 1) * one.units], place))
+        return pairs
 
     def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
         """Take over inputs, initial states and lengths."""
-        some = lengths[self.first : self.first + self.memory.lanes]
-        self.lengths[:] = 0
-        self.lengths[: len(some)] = some
-        size = self._at(0, 1)
-        kernels.pack(self._rows(x), self.states[0], size, size)
-        for k, one in enumerate(self.memory.directions):
-            at = self._at(one.layer, (self.memory.steps + 1) * one.back, one.back * one.units)
-            for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                kernels.pack(self._part_rows(state, k, part), arrays[one.layer], at, 0)
+        self._slots(self.states[0], 0)[1:-1] = x
+        for part, place in self._state_parts(state, last=False):
+            place[:] = part
+        count = self.batch * self.units
+        self.lengths[:count].reshape(-1, self.units)[:] = lengths[:, None]
 
-    def read_grads(self, above: Array, carry: Array) -> None:
-        """Take over the gradients in outputs and last states."""
-        size = self._at(len(self.memory.widths) - 1, 1)
-        kernels.pack(self._rows(above), self.above, size, size)
-        for k, carries in enumerate(self.carries):
-            for part, array in enumerate(carries):
-                kernels.pack(self._part_rows(carry, k, part), array, 0, 0)
+    def results(self, lengths: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+        output = self._slots(self.states[-1], len(self.widths) - 1)[1:-1].copy()
+        if np.any(lengths < self.steps):
+            output[np.arange(self.steps)[:, None] >= lengths] = 0
+        parts = self.directions[0].cell._parts
+        last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
+        for part, place in self._state_parts(last, last=True):
+            part[:] = place
+        return output, last
 
-    def write(self, output: Array, state: Array) -> None:
-        """Write outputs and last states."""
-        top = len(self.memory.widths) - 1
-        size = self._at(top, 1)
-        kernels.unpack(self.states[top], size, size, self.lengths, self._rows(output))
-        for k, one in enumerate(self.memory.directions):
-            slot = 1 if one.back else self.memory.steps
-            at = self._at(one.layer, slot, one.back * one.units)
-            for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                rows = self._part_rows(state, k, part)
-                kernels.unpack(arrays[one.layer], at, 0, self._always, rows)
+    # -- Threads ----------------------------------------------------------------------------------
 
-    def write_input_grad(self, grad: Array, copies: int) -> None:
-        """Write the gradients in the inputs, which are in some parts."""
-        size = self._at(0, 1)
-        whole, *others = self.part(self.above, 0, copies).reshape(copies, -1)
-        for other in others:
-            whole += other
-        kernels.unpack(whole, size, size, self.lengths, self._rows(grad))
+    def for_each_group(self, ks: range, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function for each group of samples and each direction of a layer."""
+        self.call_all([partial(call, *task, *arguments) for task in product(self.groups, ks)])
 
-    def write_state_grad(self, grad: Array) -> None:
-        """Write the gradients in the initial states."""
-        for k, carries in enumerate(self.carries):
-            for part, array in enumerate(carries):
-                kernels.unpack(array, 0, 0, self._always, self._part_rows(grad, k, part))
+    def call_all(self, tasks: list[Callable[[], None]]) -> None:
+        """Do some tasks, with other threads if that is worth it."""
+        if self.threads > 1:
+            share(lambda i: tasks[i](), len(tasks))
+        else:
+            for task in tasks:
+                task()
 
-    def _part_rows(self, state: Array, k: int, part: int) -> Rows:
-        """Return these samples of the states of a direction: ``h``, or ``c`` of an LSTM."""
-        units = self.memory.directions[k].units
-        return self._rows(state[k : k + 1], part * units, units)
-
-    def _rows(self, array: Array, column: int = 0, size: int | None = None) -> Rows:
-        """Return these samples of an array ``(steps, batch, width)``, of some columns or all."""
-        steps, batch, width = array.shape
-        size = width if size is None else size
-        return Rows(array.reshape(-1), steps, batch, width, self.first, column, size)
+    def _borrow(self, count: int) -> Array:
+        """Return memory for a task, which gives it back to the others."""
+        room = self._rooms.pop() if self._rooms else self._aligned(0)
+        return room if len(room) >= count else self._aligned(count)
 
     # -- Gradients --------------------------------------------------------------------------------
 
+    def read_carry(self, carry: Array) -> None:
+        """Take over the gradients in the last states."""
+        for group in self.groups:
+            for part, place in group.carry_parts(carry):
+                place[:] = part
+
+    def state_grad(self) -> Array:
+        """Return the gradients in the initial states."""
+        parts = self.directions[0].cell._parts
+        grad = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
+        for group in self.groups:
+            for part, place in group.carry_parts(grad):
+                part[:] = place
+        return grad
+
+    def below(self, k: int) -> Array:
+        """Return the array for the gradients in the input of the layer of a direction."""
+        layer = self.directions[k].layer - 1
+        shape = self.steps, self.batch, self.widths[layer]
+        below = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
+        below[:] = 0
+        return below
+
+    def times(self, one: _Direction, span: tuple[int, int]) -> int:
+        """Return the first in time of some steps, which are given in the order of a direction."""
+        return self.steps - span[1] if one.back else span[0]
+
+    def first_gates(self, one: _Direction, span: tuple[int, int]) -> int:
+        """Return the step whose gates come first while some steps are worked on."""
+        return 0 if self.keeps_gates else self.times(one, span)
+
     def add_grads(
-        self, one: _Direction, k: int, which: int, sums: _Sums, row: int, span: tuple[int, int]
+        self, k: int, which: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]
     ) -> None:
-        """Add gradients over some steps to rows of one of the sums."""
-        lanes, packing = self.memory.lanes, one.packings[which]
-        t, step = self._times(one, span), one.gates * lanes
-        at = (t - self._first_gates(one, span)) * step
+        """Add gradients over some steps to rows of one of the sums of a direction."""
+        one = self.directions[k]
+        packing, batch = one.packings[which], self.batch
+        t, layer = self.times(one, span), one.layer - 1 + which
+        width = self.widths[layer]
         if which == 0:
-            below = one.layer - 1
-            b = self.states[below], self._at(below, t + 1), self._at(below, 1)
+            gate, b_at = 0, (t + 1) * batch * width
         else:
-            at += one.first_hidden * lanes
-            before = self._at(one.layer, t + 2 * one.back, one.back * one.units)
-            b = self.states[one.layer], before, self._at(one.layer, 1)
-        vectors = self.gates[k], at, step, *b, span[1] - span[0]
-        rows = *sums[which], row, min(row + _TASK_ROWS, packing.rows)
+            gate = one.first_hidden // one.units
+            b_at = (t + 2 * one.back) * batch * width + one.back * one.units
+        gates = Gates(
+            *(self.gates[k], self.segment, one.kept, one.units, self._samples),
+            *(t - self.first_gates(one, span), gate),
+        )
+        arguments = (
+            *(gates, packing.rows, self.states[layer], b_at, width, packing.cols),
+            *(batch, span[1] - span[0]),
+        )
+        terms = max(batch, kernels.BLOCK)
         if packing.is_sparse:
-            kernels.sum_sparse_products(*vectors, packing.indptr, packing.indices, *rows)
+            stride, size = terms + 2 * self.lanes, rows[1] - rows[0] + self.lanes
+            room = self._borrow((2 * size + packing.cols + self.lanes) * stride)
+            sparse = packing.indptr, packing.indices
+            kernels.sum_sparse_products(*arguments, *sparse, room, *sums[which], *rows)
         else:
-            kernels.sum_products(*vectors, packing.cols, *rows)
+            room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 2) * self.lanes)
+            room[0] = 1
+            room[self.lanes : (1 + TILE_VECTORS) * self.lanes] = 0
+            kernels.sum_products(*arguments, room, *sums[which], *rows)
+        self._rooms.append(room)
 
     def back_to_input(
         self,
-        one: _Direction,
         k: int,
         weights: _Weights,
         span: tuple[int, int],
         some: tuple[int, int],
+        below: Array,
     ) -> None:
-        """Write the gradients in the inputs of some of the steps in the gates."""
-        layer, step = one.layer - 1, one.gates * self.memory.lanes
-        t = self._times(one, some)
-        kernels.multiply_steps(
-            weights.w_in_back,
-            self.gates[k],
-            (t - self._first_gates(one, span)) * step,
-            step,
-            self.below,
-            one.back * self._at(layer, self.memory.steps + 2) + self._at(layer, t + 1),
-            self._at(layer, 1),
-            some[1] - some[0],
+        """Write the gradients in the inputs of some of the steps in the gates, or add them."""
+        one = self.directions[k]
+        t, width = self.times(one, some), self.widths[one.layer - 1]
+        size = (max(self._samples, _TASK_STEPS) + self.lanes) * one.in_stride
+        room = self._borrow(size + one.room)
+        for group in self.groups:
+            gate = group.samples * one.units
+            at = group.first * self.segment * one.units + (t - self.first_gates(one, span)) * gate
+            kernels.multiply_steps(
+                *(weights.w_in_back, self.gates[k], at * one.kept, gate, one.kept * gate),
+                *(group.samples, some[1] - some[0], self._per_layer > 1),
+                *(self.zeros, room[one.room :], room, below.reshape(-1)),
+                *((t * self.batch + group.first) * width, self.batch),
+            )
+        self._rooms.append(room)
+
+
+class _Group:
+    """Some neighbouring samples, with which one thread at a time works."""
+
+    def __init__(
+        self, memory: _Memory, first: int, samples: int, own: dict[str, Iterator[Array]]
+    ) -> None:
+        self.memory, self.first, self.samples = memory, first, samples
+        self._scratch, self.carries = [], []
+        for one in memory.directions:
+            self._scratch.append((next(own["products"]), next(own["parts"]), next(own["room"])))
+            self.carries.append([next(own["carries"]) for _ in range(one.cell._parts)])
+
+    def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
+        """Return a direction for the kernels, with the gates of some steps."""
+        memory, one = self.memory, self.memory.directions[k]
+        products, parts, room = self._scratch[k]
+        return Sequence(
+            memory.steps,
+            one.back,
+            one.units,
+            memory.batch,
+            self.first,
+            self.samples,
+            memory.lengths,
+            memory.states[one.layer],
+            memory.widths[one.layer],
+            one.back * one.units,
+            memory.cells[one.layer] if one.cell._parts == 2 else memory.cells[0],
+            memory.gates[k],
+            self.first * memory.segment * one.kept * one.units,
+            memory.first_gates(one, span),
+            one.kept,
+            products,
+            one.stride,
+            parts,
+            room,
+            memory.zeros,
         )
+
+    def carry_parts(self, whole: Array) -> Iterator[tuple[Array, Array]]:
+        """Return what belongs to these samples in the gradients in states, and its place here."""
+        samples = slice(self.first, self.first + self.samples)
+        for k, carries in enumerate(self.carries):
+            units = self.memory.units
+            for part, array in enumerate(carries):
+                place = array[: self.samples * units].reshape(-1, units)
+                yield whole[k, samples, part * units : (part + 1) * units], place

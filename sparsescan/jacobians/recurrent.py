@@ -294,7 +294,7 @@ class LSTMCell(Cell):
     _parts = 2
     _blocks = ((0, 1), (0, 1), (0, 1), (0,), (0, 1))
     _kernel = staticmethod(fill_lstm)
-    _kept_gates = 5
+    _kept_gates = 4
     _run_kernel = staticmethod(sequences.run_lstm)
     _back_kernel = staticmethod(sequences.back_lstm)
 

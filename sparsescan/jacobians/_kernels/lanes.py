@@ -1,8 +1,7 @@
-"""Vectors with one lane for each of several samples, and functions of them.
+"""Vectors of neighbouring numbers, and functions of them.
 
-A kernel with samples as lanes keeps numbers as ``[unit][lane]`` and broadcasts weights, so every
-operation is one instruction, whatever the sizes of the layer. Loops over lanes would leave it to
-the compiler whether they become such instructions, which it decides anew for every loop.
+Every operation of vectors is one instruction. Loops over numbers would leave it to the compiler
+whether they become such instructions, which it decides anew for every loop.
 
 Vectors are values of compiled functions only; ``+ - * /`` work on them.
 """
@@ -22,26 +21,23 @@ from numba.np import numpy_support
 from ...kernels.compile import njit
 
 __all__ = [
-    "add_outer_products",
-    "add_products",
-    "add_rows",
-    "add_totals",
+    "TILE_ROWS",
+    "TILE_VECTORS",
+    "add_tile",
+    "add_to",
     "fma",
-    "keep_less",
     "keep_positive",
     "lane_count",
     "lanes",
     "less_or",
     "load",
-    "load_rows",
+    "load_some",
     "load_square",
     "number",
     "sigmoid",
     "splat",
-    "splat_rows",
     "store",
-    "store_corner",
-    "store_rows",
+    "store_some",
     "store_square",
     "tanh",
     "total",
@@ -140,6 +136,59 @@ def splat(typingctx, array, index):
 
 
 @intrinsic
+def load_some(typingctx, array, index, count):
+    """Return the vector that begins at ``array[index]``, of which only `count` lanes are read."""
+    vector = _Lanes(array.dtype)
+
+    def codegen(context, builder, signature, args):
+        array, index, count = args
+        value = context.get_value_type(vector)
+        place = _pointer(context, builder, signature.args[0], array, index, value)
+        mask = _first_lanes(builder, count, value)
+        name = f"llvm.masked.load.v{value.count}f{vector.dtype.bitwidth}.p0"
+        shape = [value.as_pointer(), ir.IntType(32), mask.type, value]
+        load = cgutils.get_or_insert_function(builder.module, ir.FunctionType(value, shape), name)
+        zero = ir.Constant(value, [0.0] * value.count)
+        return builder.call(load, [place, ir.IntType(32)(vector.dtype.bitwidth // 8), mask, zero])
+
+    return vector(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_some(typingctx, array, index, vector, count):
+    """Write the first `count` lanes of a vector from ``array[index]`` on."""
+
+    def codegen(context, builder, signature, args):
+        array, index, vector, count = args
+        bits, shape = signature.args[0].dtype.bitwidth, vector.type
+        place = _pointer(context, builder, signature.args[0], array, index, shape)
+        whole = builder.icmp_signed(">=", count, count.type(shape.count))
+        # What was written with a mask is slow to read again at once.
+        with builder.if_else(whole, likely=True) as (then, otherwise):
+            with then:
+                builder.store(vector, place).align = bits // 8
+            with otherwise:
+                mask = _first_lanes(builder, count, shape)
+                kinds = [shape, shape.as_pointer(), ir.IntType(32), mask.type]
+                store = cgutils.get_or_insert_function(
+                    builder.module,
+                    ir.FunctionType(ir.VoidType(), kinds),
+                    f"llvm.masked.store.v{shape.count}f{bits}.p0",
+                )
+                builder.call(store, [vector, place, ir.IntType(32)(bits // 8), mask])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector, types.intp), codegen
+
+
+def _first_lanes(builder, count, vector):
+    """Return a mask of the first `count` lanes."""
+    lanes = ir.VectorType(count.type, vector.count)
+    each = ir.Constant(lanes, list(range(vector.count)))
+    return builder.icmp_signed("<", each, _broadcast(builder, count, lanes))
+
+
+@intrinsic
 def number(typingctx, like, value):
     """Return a vector of one number, of the dtype of an array or a vector."""
     vector = like if isinstance(like, _Lanes) else _Lanes(like.dtype)
@@ -152,65 +201,38 @@ def number(typingctx, like, value):
 
 
 @intrinsic
-def store_square(typingctx, array, index, step, square, count):
-    """Write the first `count` of some vectors, `step` apart from ``array[index]`` on."""
+def load_square(typingctx, array, index, step):
+    """Return as many vectors as one has lanes, `step` apart from ``array[index]`` on."""
+    vector = _Lanes(array.dtype)
+    square = types.UniTuple(vector, vector.count)
 
     def codegen(context, builder, signature, args):
-        array, index, step, square, count = args
-        for k in range(len(signature.args[3])):
-            with builder.if_then(builder.icmp_signed("<", count.type(k), count), likely=True):
-                vector = builder.extract_value(square, k)
-                place = builder.add(index, builder.mul(step, step.type(k)))
-                to = _pointer(context, builder, signature.args[0], array, place, vector.type)
-                builder.store(vector, to).align = signature.args[0].dtype.bitwidth // 8
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp, square, types.intp), codegen
-
-
-@intrinsic
-def store_corner(typingctx, array, index, step, square, count, numbers):
-    """Write the first numbers of the first `count` of some vectors."""
-    dtype = array.dtype
-
-    def codegen(context, builder, signature, args):
-        array, index, step, square, count, numbers = args
-        vector, i32 = context.get_value_type(signature.args[3].dtype), ir.IntType(32)
-        lanes = ir.VectorType(numbers.type, vector.count)
-        masks = ir.VectorType(ir.IntType(1), vector.count)
-        store = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [vector, vector.as_pointer(), i32, masks]),
-            f"llvm.masked.store.v{vector.count}f{dtype.bitwidth}.p0",
-        )
-        each = ir.Constant(lanes, list(range(vector.count)))
-        mask = builder.icmp_signed("<", each, _broadcast(builder, numbers, lanes))
+        array, index, step = args
+        value, rows = context.get_value_type(vector), []
         for k in range(vector.count):
-            with builder.if_then(builder.icmp_signed("<", count.type(k), count), likely=True):
-                place = builder.add(index, builder.mul(step, step.type(k)))
-                to = _pointer(context, builder, signature.args[0], array, place, vector)
-                row = builder.extract_value(square, k)
-                builder.call(store, [row, to, i32(dtype.bitwidth // 8), mask])
-        return context.get_dummy_value()
+            place = builder.add(index, builder.mul(step, step.type(k)))
+            row = builder.load(_pointer(context, builder, signature.args[0], array, place, value))
+            row.align = vector.dtype.bitwidth // 8
+            rows.append(row)
+        return context.make_tuple(builder, square, rows)
 
-    signature = types.void(array, types.intp, types.intp, square, types.intp, types.intp)
-    return signature, codegen
+    return square(array, types.intp, types.intp), codegen
 
 
 @intrinsic
-def keep_less(typingctx, a, b, square):
-    """Return vectors that have their numbers in the lanes where ``a < b``, else 0."""
+def store_square(typingctx, array, index, step, square):
+    """Write as many vectors as one has lanes, `step` apart from ``array[index]`` on."""
 
     def codegen(context, builder, signature, args):
-        less = builder.fcmp_ordered("<", *args[:2])
-        zero = ir.Constant(args[0].type, [0.0] * args[0].type.count)
-        kept = [
-            builder.select(less, builder.extract_value(args[2], k), zero)
-            for k in range(len(signature.args[2]))
-        ]
-        return context.make_tuple(builder, signature.return_type, kept)
+        array, index, step, square = args
+        for k in range(len(signature.args[3])):
+            vector = builder.extract_value(square, k)
+            place = builder.add(index, builder.mul(step, step.type(k)))
+            to = _pointer(context, builder, signature.args[0], array, place, vector.type)
+            builder.store(vector, to).align = signature.args[0].dtype.bitwidth // 8
+        return context.get_dummy_value()
 
-    return square(a, b, square), codegen
+    return types.void(array, types.intp, types.intp, square), codegen
 
 
 @intrinsic
@@ -236,21 +258,6 @@ def transpose(typingctx, rows):
         return context.make_tuple(builder, signature.return_type, vectors)
 
     return rows(rows), codegen
-
-
-def load_square(array, index, step):
-    """Return as many vectors as one has lanes, `step` apart from ``array[index]`` on."""
-
-
-@overload(load_square, inline="always")
-def _load_square_of(array, index, step):
-    if _BYTES // (array.dtype.bitwidth // 8) == 16:
-        return lambda array, index, step: (
-            load_rows(array, index, step) + load_rows(array, index + 8 * step, step)
-        )
-    if _BYTES // (array.dtype.bitwidth // 8) == 8:
-        return lambda array, index, step: load_rows(array, index, step)
-    return lambda array, index, step: load_rows(array, index, step)[:4]
 
 
 # -- Arithmetic ------------------------------------------------------------------------------------
@@ -379,51 +386,6 @@ def total(typingctx, x):
 
 
 @intrinsic
-def add_totals(typingctx, out, index, rows):
-    """Add the sums over all lanes of eight vectors to eight float64 from ``out[index]`` on."""
-
-    def codegen(context, builder, signature, args):
-        vectors = [builder.extract_value(args[2], k) for k in range(8)]
-        # Each vector has parts of equal size, one for each of these rows. Two vectors, and then
-        # the halves of each part, are added up.
-        owners = [[k] for k in range(8)]
-        i32, part = ir.IntType(32), vectors[0].type.count
-        while part > 1:
-            part //= 2
-            many = len(vectors) > 1
-            pairs = len(vectors) // 2 if many else 1
-            added, owned = [], []
-            for k in range(pairs):
-                a, b = vectors[k], vectors[k + pairs] if many else vectors[k]
-                count = a.type.count * (2 if many else 1)
-                starts = range(0, count, 2 * part)
-                halves = [
-                    [start + first + n for start in starts for n in range(part)]
-                    for first in (0, part)
-                ]
-                masks = [ir.Constant(ir.VectorType(i32, len(half)), half) for half in halves]
-                added.append(builder.fadd(*(builder.shuffle_vector(a, b, m) for m in masks)))
-                owned.append(owners[k] + owners[k + pairs] if many else owners[k])
-            vectors, owners = added, owned
-        wide = ir.VectorType(ir.DoubleType(), 8)
-        element = vectors[0].type.element
-        totals = ir.Constant(ir.VectorType(element, 8), ir.Undefined)
-        for vector, rows_of in zip(vectors, owners, strict=True):
-            for n, row in enumerate(rows_of):
-                number = builder.extract_element(vector, i32(n))
-                totals = builder.insert_element(totals, number, i32(row))
-        if element != wide.element:
-            totals = builder.fpext(totals, wide)
-        place = _pointer(context, builder, signature.args[0], *args[:2], wide)
-        before = builder.load(place)
-        before.align = 8
-        builder.store(builder.fadd(before, totals), place).align = 8
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, rows), codegen
-
-
-@intrinsic
 def _power(typingctx, shifted):
     """Return ``2ᵏ`` from ``k + 1.5·2ᵖ``, the last bits of which are those of the integer `k`.
 
@@ -441,6 +403,22 @@ def _power(typingctx, shifted):
         return builder.bitcast(k, args[0].type)
 
     return shifted(shifted), codegen
+
+
+@intrinsic
+def add_to(typingctx, array, index, vector):
+    """Add a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
+
+    def codegen(context, builder, signature, args):
+        wide = ir.VectorType(context.get_value_type(signature.args[0].dtype), args[2].type.count)
+        place = _pointer(context, builder, signature.args[0], *args[:2], wide)
+        before = builder.load(place)
+        before.align = _align(wide)
+        added = args[2] if wide == args[2].type else builder.fpext(args[2], wide)
+        builder.store(builder.fadd(before, added), place).align = _align(wide)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), codegen
 
 
 # -- Functions -------------------------------------------------------------------------------------
@@ -561,107 +539,143 @@ def sigmoid(x):
     return less_or(a, least, zero, one / (one + fma(power, p, power)))
 
 
-# -- Eight rows at once ----------------------------------------------------------------------------
+# -- Products --------------------------------------------------------------------------------------
+
+# A tile of a product is kept in registers: so many vectors for each of so many rows, or fewer.
+TILE_VECTORS = 3
+TILE_ROWS = 8 if _BYTES == 64 else 4
 
 
-@njit(inline="always")
-def splat_rows(array, index):
-    """Return eight vectors, of eight neighbours from ``array[index]`` on."""
-    return (
-        splat(array, index),
-        splat(array, index + 1),
-        splat(array, index + 2),
-        splat(array, index + 3),
-        splat(array, index + 4),
-        splat(array, index + 5),
-        splat(array, index + 6),
-        splat(array, index + 7),
-    )
+@intrinsic
+def add_tile(
+    typingctx,
+    out,
+    out_at,
+    out_step,
+    start,
+    start_at,
+    start_step,
+    vectors,
+    vectors_at,
+    numbers,
+    numbers_at,
+    numbers_step,
+    number_step,
+    block_step,
+    blocks,
+    count,
+    part,
+    width,
+    height,
+):
+    """Write ``start[n] + Σ numbers[n, k]·vectors[k]`` to the rows ``out[n]`` of a tile.
+
+    Parameters
+    ----------
+    out, out_at, out_step : array, int, int
+        Where the first row begins, and the numbers from one row to the next.
+    start, start_at, start_step : array, int, int
+        Where the rows of `start` begin, which may be `out`.
+    vectors, vectors_at : array, int
+        Where ``vectors[0]`` begins; each is as wide as the tile, and they are neighbours.
+    numbers, numbers_at, numbers_step, number_step, block_step : array, int, int, int, int
+        Where ``numbers[0, 0]`` is, and how far it is from there to the next `n`, to the next `k`,
+        and to the next block of them.
+    blocks, count, part : int
+        The `k` are so many blocks of so many. Of a block so many are summed up before they are
+        added to the others, since rounding is least where sums are short.
+    width, height : int
+        Vectors and rows of the tile. Of more than there are in a tile so many are taken. The rows
+        are filled up to 1, half a tile or a tile.
+    """
+
+    def codegen(context, builder, signature, args):
+        arrays = {0: args[1], 3: args[4], 6: args[7], 8: args[9]}
+        places = [
+            _pointer(context, builder, signature.args[k], args[k], at) for k, at in arrays.items()
+        ]
+        steps = [args[k] for k in (2, 5, 10, 11, 12, 13, 14, 15, 16, 17)]
+        vector = context.get_value_type(_Lanes(vectors.dtype))
+        builder.call(_tiles(builder.module, vector, steps[0].type), [*places, *steps])
+        return context.get_dummy_value()
+
+    places = [types.intp] * 2
+    kinds = [out, *places, start, *places, vectors, types.intp, numbers, *[types.intp] * 9]
+    return types.void(*kinds), codegen
 
 
-@njit(inline="always")
-def load_rows(array, index, step):
-    """Return eight vectors, which begin `step` apart from ``array[index]`` on."""
-    return (
-        load(array, index),
-        load(array, index + step),
-        load(array, index + 2 * step),
-        load(array, index + 3 * step),
-        load(array, index + 4 * step),
-        load(array, index + 5 * step),
-        load(array, index + 6 * step),
-        load(array, index + 7 * step),
-    )
+def _tiles(module, vector, size):
+    """Return the function that writes a tile; inlined it would crowd its callers' registers."""
+    name = f"sparsescan.tile.{vector.element}"
+    if name in module.globals:
+        return module.globals[name]
+    pointer = vector.element.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [*[pointer] * 4, *[size] * 10])
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    width, height = function.args[-2:]
+    for columns in range(TILE_VECTORS, 0, -1):
+        with builder.if_then(builder.icmp_signed(">=", width, size(columns))):
+            for rows, fewer in ((TILE_ROWS, TILE_ROWS // 2), (TILE_ROWS // 2, 1), (1, 0)):
+                with builder.if_then(builder.icmp_signed(">", height, size(fewer))):
+                    _tile(builder, function.args, vector, columns, rows)
+                    builder.ret_void()
+            builder.ret_void()
+    builder.ret_void()
+    return function
 
 
-@njit(inline="always")
-def store_rows(array, index, step, rows, count):
-    """Write the first `count` of eight vectors, which begin `step` apart."""
-    if count >= 8:
-        store(array, index, rows[0])
-        store(array, index + step, rows[1])
-        store(array, index + 2 * step, rows[2])
-        store(array, index + 3 * step, rows[3])
-        store(array, index + 4 * step, rows[4])
-        store(array, index + 5 * step, rows[5])
-        store(array, index + 6 * step, rows[6])
-        store(array, index + 7 * step, rows[7])
-        return
-    store(array, index, rows[0])
-    if count > 1:
-        store(array, index + step, rows[1])
-    if count > 2:
-        store(array, index + 2 * step, rows[2])
-    if count > 3:
-        store(array, index + 3 * step, rows[3])
-    if count > 4:
-        store(array, index + 4 * step, rows[4])
-    if count > 5:
-        store(array, index + 5 * step, rows[5])
-    if count > 6:
-        store(array, index + 6 * step, rows[6])
+def _tile(builder, args, vector, columns, rows):
+    """Write a tile of so many vectors and rows."""
+    out, start, vectors, numbers, out_step, start_step, numbers_step = args[:7]
+    number_step, block_step, blocks, count, part = args[7:12]
+    size = count.type
+    zero = ir.Constant(vector, [0.0] * vector.count)
+    sums = [cgutils.alloca_once(builder, vector) for _ in range(rows * columns)]
+
+    def vector_at(pointer, index):
+        return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+
+    def load(pointer, index):
+        loaded = builder.load(vector_at(pointer, index))
+        loaded.align = _align(vector)
+        return loaded
+
+    firsts = [builder.gep(numbers, [builder.mul(numbers_step, size(n))]) for n in range(rows)]
+    every_block = cgutils.for_range(builder, blocks)
+    every_part = cgutils.for_range_slice(builder, size(0), count, part, intp=size, inc=True)
+    with every_block as block, every_part as (done, _):
+        left = builder.sub(count, done)
+        some = builder.select(builder.icmp_signed("<", left, part), left, part)
+        before = builder.add(builder.mul(block.index, count), done)
+        offset = builder.mul(block.index, block_step)
+        offset = builder.add(offset, builder.mul(done, number_step))
+        for each in sums:
+            builder.store(zero, each)
+        with cgutils.for_range(builder, some) as loop:
+            k = builder.mul(builder.add(before, loop.index), size(columns * vector.count))
+            loaded = [load(vectors, builder.add(k, size(c * vector.count))) for c in range(columns)]
+            index = builder.add(offset, builder.mul(loop.index, number_step))
+            for n, first in enumerate(firsts):
+                factor = _broadcast(builder, builder.load(builder.gep(first, [index])), vector)
+                for c, each in enumerate(loaded):
+                    to = sums[n * columns + c]
+                    added = _llvm(builder, "fma", vector, [factor, each, builder.load(to)])
+                    builder.store(added, to)
+        begins = builder.icmp_signed("==", before, size(0))
+        begin = builder.select(begins, start, out)
+        begin_step = builder.select(begins, start_step, out_step)
+        for n in range(rows):
+            for c in range(columns):
+                added = builder.load(sums[n * columns + c])
+                index = builder.add(builder.mul(begin_step, size(n)), size(c * vector.count))
+                added = builder.fadd(load(begin, index), added)
+                index = builder.add(builder.mul(out_step, size(n)), size(c * vector.count))
+                builder.store(added, vector_at(out, index)).align = _align(vector)
 
 
-@njit(inline="always")
-def add_products(weights, index, vector, sums):
-    """Return eight sums, to each of which one of eight neighbours, times the vector, was added."""
-    return (
-        fma(splat(weights, index), vector, sums[0]),
-        fma(splat(weights, index + 1), vector, sums[1]),
-        fma(splat(weights, index + 2), vector, sums[2]),
-        fma(splat(weights, index + 3), vector, sums[3]),
-        fma(splat(weights, index + 4), vector, sums[4]),
-        fma(splat(weights, index + 5), vector, sums[5]),
-        fma(splat(weights, index + 6), vector, sums[6]),
-        fma(splat(weights, index + 7), vector, sums[7]),
-    )
-
-
-@njit(inline="always")
-def add_outer_products(rows, vector, sums):
-    """Return eight sums, to each of which one of eight vectors, times another, was added."""
-    return (
-        fma(rows[0], vector, sums[0]),
-        fma(rows[1], vector, sums[1]),
-        fma(rows[2], vector, sums[2]),
-        fma(rows[3], vector, sums[3]),
-        fma(rows[4], vector, sums[4]),
-        fma(rows[5], vector, sums[5]),
-        fma(rows[6], vector, sums[6]),
-        fma(rows[7], vector, sums[7]),
-    )
-
-
-@njit(inline="always")
-def add_rows(rows, sums):
-    """Return eight sums, to each of which one of eight vectors was added."""
-    return (
-        rows[0] + sums[0],
-        rows[1] + sums[1],
-        rows[2] + sums[2],
-        rows[3] + sums[3],
-        rows[4] + sums[4],
-        rows[5] + sums[5],
-        rows[6] + sums[6],
-        rows[7] + sums[7],
-    )
+def _align(vector):
+    """Return how the numbers of a vector are aligned."""
+    return 4 if isinstance(vector.element, ir.FloatType) else 8

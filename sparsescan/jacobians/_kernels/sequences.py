@@ -1,9 +1,13 @@
 """Whole sequences of recurrent cells: all states, and the gradients of all of them.
 
-Samples are lanes: the states of a group of samples are ``[step][unit][lane]``, in one array. Arrays
-are flat; the layer below, this one and the one above read and write the same arrays, so nothing is
-copied between them. There is a slot for each step, and one before and behind for the states with
-which the two directions begin.
+Units are lanes: states are ``[step][sample][unit]``, as in the caller's arrays, and arrays are
+flat. There is a slot of states for each step, and one before and behind for those with which the
+two directions begin. Samples do not depend on each other, so threads share them, and each runs
+through all steps without waiting for another.
+
+A product takes 16 units of float32 at once, so a step has rows of all its products, filled up; what
+is computed unit by unit takes them gate by gate instead, as ``[gate][sample][unit]``, so that no
+lane is empty where `units` is no multiple of 16.
 
 A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
 """
@@ -12,29 +16,24 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ...kernels.compile import njit
 from .lanes import (
-    add_outer_products,
-    add_products,
-    add_rows,
-    add_totals,
+    TILE_ROWS,
+    TILE_VECTORS,
+    add_tile,
+    add_to,
     fma,
-    keep_less,
     keep_positive,
     lane_count,
     less_or,
     load,
-    load_rows,
+    load_some,
     load_square,
     number,
     sigmoid,
     splat,
-    splat_rows,
     store,
-    store_corner,
-    store_rows,
+    store_some,
     store_square,
     tanh,
     total,
@@ -42,52 +41,85 @@ from .lanes import (
 )
 
 __all__ = [
+    "BLOCK",
+    "Gates",
     "Matrix",
-    "Rows",
     "Sequence",
     "back_gru",
     "back_lstm",
     "back_rnn",
     "multiply_steps",
-    "pack",
     "run_gru",
     "run_lstm",
     "run_rnn",
     "sum_products",
     "sum_sparse_products",
-    "unpack",
 ]
 
 Array = Any
-# Rows of a matrix that are multiplied at once, and that share each number that is loaded; and
-# columns whose products are summed up before they are added to what there is.
-ROWS = 8
-_PART = 20
+# Without counts of references: threads that share arrays would wait for each other at every call.
+_kernel = njit(nogil=True, cache=True, _nrt=False)
+_helper = njit(_nrt=False)
+_inline = njit(_nrt=False, forceinline=True)
+# Terms of a product that are summed up before they are added to the others.
+_PART = 32
 
 
 class Matrix(NamedTuple):
-    """A matrix that multiplies the numbers of all samples.
+    """A matrix that multiplies the rows of all samples.
 
     Attributes
     ----------
-    rows, cols : int
-        Its shape.
+    is_sparse : bool
+        Whether only entries are stored.
+    rows, cols, vectors : int
+        Its shape, and how many vectors the rows are.
+    blocks, block : int
+        The columns are so many blocks of so many.
     values : ndarray
-        Of a dense matrix eight rows after eight rows, column by column, the last of them filled up
-        with zeros; of a sparse one the entries.
+        Of a dense matrix `TILE_VECTORS` vectors of rows after as many others, or what is left, and
+        of those column by column; the last vector is filled up with zeros. Of a sparse one the
+        entries.
     indices, indptr : ndarray of int64
         Of a sparse matrix, as in CSR; empty for a dense one.
     """
 
+    is_sparse: bool
     rows: int
     cols: int
+    vectors: int
+    blocks: int
+    block: int
     values: Array
     indices: Array
     indptr: Array
 
 
+class Gates(NamedTuple):
+    """The gates of some steps, ``[step][gate][sample][unit]`` for each group of samples.
+
+    Attributes
+    ----------
+    values : ndarray
+        The gates.
+    steps, kept, units, samples : int
+        How many steps, gates of a step, and units there are, and samples of all groups but the
+        last, which may have less.
+    step, gate : int
+        The step and the gate that are the first ones here.
+    """
+
+    values: Array
+    steps: int
+    kept: int
+    units: int
+    samples: int
+    step: int
+    gate: int
+
+
 class Sequence(NamedTuple):
-    """One direction of one layer, for one group of samples.
+    """Some samples of one direction of one layer.
 
     Attributes
     ----------
@@ -95,373 +127,564 @@ class Sequence(NamedTuple):
         Number of steps.
     back : int
         1 if the last step comes first, else 0.
-    units, products : int
-        Length of a state ``h``, and number of products of a step.
-    lengths : ndarray, shape (lanes,)
-        How many steps each sample has, as numbers of its dtype.
+    units : int
+        Length of a state ``h``.
+    batch, first, samples : int
+        How many samples there are; the first of these, and how many they are.
+    lengths : ndarray
+        ``[sample][unit]``: how many steps the sample has, as a number of its dtype.
     states : ndarray
-        ``[steps + 2][width][lane]``; the states of this direction from row `row` on.
-    width, row : int
-        Rows of a slot, and where those of this direction begin.
+        ``[steps + 2][batch][width]``; the states of this direction from column `column` on.
+    width, column : int
+        Length of a row of states, and where those of this direction begin.
     cells : ndarray
         The cell states of an LSTM, in the same places.
     gates : ndarray
-        ``[step][gates · units][lane]``: what the backward pass needs of a step.
-    first, stride : int
-        The step whose gates come first, and the numbers between those of two steps.
+        What the backward pass needs of a step: ``[step][gate][sample][unit]`` for these samples,
+        all of which are neighbours, since few things are as slow as memory.
+    gates_at, begin, kept : int
+        Where the gates of these samples begin, with which step, and how many gates a step has.
+    products : ndarray
+        ``[sample][products]``, the products of one step.
+    stride : int
+        From the products of a sample to those of the next.
+    parts : ndarray
+        ``[gate][sample][unit]``: the same, as it is computed with unit by unit.
+    room : ndarray
+        For products of sparse matrices.
+    zeros : ndarray
+        A row of zeros.
     """
 
     steps: int
     back: int
     units: int
-    products: int
+    batch: int
+    first: int
+    samples: int
     lengths: Array
     states: Array
     width: int
-    row: int
+    column: int
     cells: Array
     gates: Array
-    first: int
+    gates_at: int
+    begin: int
+    kept: int
+    products: Array
     stride: int
-
-
-class Rows(NamedTuple):
-    """Some columns of an array ``(steps, batch, width)`` of the caller, or of what he gets.
-
-    Attributes
-    ----------
-    values : ndarray
-        The array, flat.
-    steps, batch, width : int
-        Its shape.
-    first : int
-        The sample that is the first lane.
-    column, size : int
-        Where the columns begin, and how many there are.
-    """
-
-    values: Array
-    steps: int
-    batch: int
-    width: int
-    first: int
-    column: int
-    size: int
+    parts: Array
+    room: Array
+    zeros: Array
 
 
 # -- Products --------------------------------------------------------------------------------------
 
 
-@njit(inline="always")
-def _multiply(m, x, at, out, to, bias, begins):
-    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x`` to what is there."""
-    if len(m.indptr) > 0:
-        _multiply_sparse(m, x, at, out, to, bias, begins)
+@_inline
+def _multiply(m, x, at, step, jump, bias, begins, out, to, stride, samples, room):
+    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x`` to what is there.
+
+    From a sample to the next it is `step` in `x`, and `stride` in `out`. The numbers of a sample
+    are in blocks, as the columns of `m`, which begin `jump` apart.
+    """
+    if m.is_sparse:
+        _multiply_sparse(m, x, at, step, jump, bias, begins, out, to, stride, samples, room)
     else:
-        _multiply_dense(m, x, at, out, to, bias, begins)
+        _multiply_dense(m, x, at, step, jump, bias, begins, out, to, stride, samples)
 
 
-@njit
-def _multiply_dense(m, x, at, out, to, bias, begins):
-    lanes, zero, p = lane_count(x), number(x, 0.0), 0
-    none = (zero, zero, zero, zero, zero, zero, zero, zero)
-    for row in range(0, m.rows, ROWS):
-        place = to + row * lanes
-        sums = splat_rows(bias, row) if begins else load_rows(out, place, lanes)
-        # Rounding is least where sums are short.
-        for start in range(0, m.cols, _PART):
-            part = none
-            for j in range(start, min(start + _PART, m.cols)):
-                part = add_products(m.values, p, load(x, at + j * lanes), part)
-                p += ROWS
-            sums = add_rows(sums, part)
-        store_rows(out, place, lanes, sums, m.rows - row)
-
-
-@njit
-def _multiply_sparse(m, x, at, out, to, bias, begins):
+@_inline
+def _multiply_dense(m, x, at, step, jump, bias, begins, out, to, stride, samples):
     lanes = lane_count(x)
-    for row in range(m.rows):
-        # Four sums, none of which waits for the one before.
-        a = splat(bias, row) if begins else load(out, to + row * lanes)
-        zero = number(a, 0.0)
-        b, c, d = zero, zero, zero
-        p, end = m.indptr[row], m.indptr[row + 1]
-        while p + 4 <= end:
-            a = fma(splat(m.values, p), load(x, at + m.indices[p] * lanes), a)
-            b = fma(splat(m.values, p + 1), load(x, at + m.indices[p + 1] * lanes), b)
-            c = fma(splat(m.values, p + 2), load(x, at + m.indices[p + 2] * lanes), c)
-            d = fma(splat(m.values, p + 3), load(x, at + m.indices[p + 3] * lanes), d)
-            p += 4
-        while p < end:
-            a = fma(splat(m.values, p), load(x, at + m.indices[p] * lanes), a)
-            p += 1
-        store(out, to + row * lanes, (a + b) + (c + d))
+    v = 0
+    while v < m.vectors:
+        width = min(TILE_VECTORS, m.vectors - v)
+        b = 0
+        while b < samples:
+            place, first = to + b * stride + v * lanes, v * lanes * m.cols
+            start, start_at, start_step = out, place, stride
+            if begins:
+                start, start_at, start_step = bias, v * lanes, 0
+            add_tile(
+                *(out, place, stride, start, start_at, start_step, m.values, first),
+                *(x, at + b * step, step, 1, jump, m.blocks, m.block, _PART, width, samples - b),
+            )
+            b += TILE_ROWS
+        v += TILE_VECTORS
 
 
-@njit(nogil=True, cache=True)
-def multiply_steps(m, x, x_at, x_step, out, out_at, out_step, steps):
-    """Write the products of `m` with the vectors of some steps."""
-    none = np.zeros(m.rows + ROWS, x.dtype)
-    for t in range(steps):
-        _multiply(m, x, x_at + t * x_step, out, out_at + t * out_step, none, True)
+@_helper
+def _multiply_sparse(m, x, at, step, jump, bias, begins, out, to, stride, samples, room):
+    """Multiply with samples as lanes, in which every weight meets a vector.
+
+    That takes a `room` of one more vector of columns, and of rows, than there are, times lanes.
+    """
+    lanes = lane_count(x)
+    sums = (m.cols + lanes) * lanes
+    for b in range(0, samples, lanes):
+        for k in range(m.blocks):
+            start = at + b * step + k * jump
+            _turn(x, start, step, lanes, m.block, room, k * m.block * lanes, lanes)
+        for row in range(m.rows):
+            # Four sums, none of which waits for the one before.
+            zero = number(x, 0.0)
+            s0, s1, s2, s3 = zero, zero, zero, zero
+            p, end = m.indptr[row], m.indptr[row + 1]
+            while p + 4 <= end:
+                s0 = fma(splat(m.values, p), load(room, m.indices[p] * lanes), s0)
+                s1 = fma(splat(m.values, p + 1), load(room, m.indices[p + 1] * lanes), s1)
+                s2 = fma(splat(m.values, p + 2), load(room, m.indices[p + 2] * lanes), s2)
+                s3 = fma(splat(m.values, p + 3), load(room, m.indices[p + 3] * lanes), s3)
+                p += 4
+            while p < end:
+                s0 = fma(splat(m.values, p), load(room, m.indices[p] * lanes), s0)
+                p += 1
+            store(room, sums + row * lanes, (s0 + s1) + (s2 + s3))
+        for row in range(0, m.rows, lanes):
+            square = transpose(load_square(room, sums + row * lanes, lanes))
+            store_square(room, 0, lanes, square)
+            for i in range(min(lanes, samples - b)):
+                place = to + (b + i) * stride + row
+                before = load(bias, row) if begins else load(out, place)
+                added = before + load(room, i * lanes)
+                store_some(out, place, added, m.rows - row)
+
+
+@_kernel
+def multiply_steps(
+    m, x, at, jump, x_step, samples, steps, adds, none, products, room, out, to, batch
+):
+    """Write the products of `m` with what some samples have in some steps, or add them.
+
+    The numbers of a sample follow on those of the one before, and `x_step` is from a step to the
+    next; `out` has steps of `batch` samples.
+    `none` is a row of zeros; `products` and `room` are for what comes between.
+    """
+    lanes = lane_count(x)
+    stride = m.vectors * lanes
+    # Rows of a tile are samples, or, where there are few of them, steps.
+    are_steps = samples < TILE_ROWS // 2
+    count, turns = (steps, samples) if are_steps else (samples, steps)
+    step, turn = (x_step, m.block) if are_steps else (m.block, x_step)
+    out_step, out_turn = (batch, 1) if are_steps else (1, batch)
+    for k in range(turns):
+        _multiply(
+            *(m, x, at + k * turn, step, jump),
+            *(none, True, products, 0, stride, count, room),
+        )
+        for n in range(count):
+            place = to + (k * out_turn + n * out_step) * m.rows
+            for i in range(0, m.rows, lanes):
+                v, left = load(products, n * stride + i), m.rows - i
+                if adds:
+                    v = v + load_some(out, place + i, left)
+                store_some(out, place + i, v, left)
 
 
 # -- States ----------------------------------------------------------------------------------------
 
 
-@njit(inline="always")
+@_inline
 def _places(s, k):
-    """Return the `k`-th step in the direction, and where its state and the one before begin."""
-    lanes = lane_count(s.states)
+    """Return the `k`-th step in the direction, and where these begin.
+
+    Its state, the state before, and its gates.
+    """
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
-    size = s.width * lanes
-    return t, (t + 1) * size + s.row * lanes, before * size + s.row * lanes
+    here = ((t + 1) * s.batch + s.first) * s.width + s.column
+    gates = s.gates_at + (t - s.begin) * s.kept * s.samples * s.units
+    return t, here, (before * s.batch + s.first) * s.width + s.column, gates
 
 
-@njit(inline="always")
-def _make_products(s, w_in, w_hidden, bias, x, t, before, a):
-    """Write all products of a step: those that read the input come first, those of states last."""
-    lanes = lane_count(x)
-    _multiply(w_in, x, (t + 1) * w_in.cols * lanes, a, 0, bias, True)
-    first = s.products - w_hidden.rows
-    for row in range(w_in.rows, s.products):
-        store(a, row * lanes, splat(bias, row))
-    _multiply(w_hidden, s.states, before, a, first * lanes, bias, False)
+@_inline
+def _runs(s):
+    """Return how many runs of neighbours the states of a step are, and how long each is."""
+    if s.width == s.units:
+        return 1, s.samples * s.units
+    return s.samples, s.units
 
 
-@njit(inline="always")
-def _gradient(carry, i, above, copies, place):
-    """Return the gradient in a state: what later steps carry, and what the layer above gives."""
-    part = len(above) // copies
-    g = load(carry, i) + load(above, place + i)
-    for c in range(1, copies):
-        g = g + load(above, c * part + place + i)
-    return g
+@_inline
+def _part(s):
+    """Return the numbers from one gate to the next in the parts: whole vectors, and one more."""
+    lanes = lane_count(s.parts)
+    return -(-s.samples * s.units // lanes) * lanes + lanes
 
 
-@njit(nogil=True, cache=True)
-def run_rnn(s, w_in, w_hidden, bias, x, a, relu, begin, end):
+@_inline
+def _make_products(s, w_in, w_hidden, bias, x, t, before, gates):
+    """Compute all products of a step: those that read the input come first, of states last."""
+    lanes, rows = lane_count(x), gates * s.units
+    for b in range(s.samples):
+        for i in range(w_in.rows, rows, lanes):
+            store(s.products, b * s.stride + i, load(bias, i))
+    at = ((t + 1) * s.batch + s.first) * w_in.cols
+    _multiply(
+        *(w_in, x, at, w_in.cols, 0),
+        *(bias, True, s.products, 0, s.stride, s.samples, s.room),
+    )
+    _multiply(
+        *(w_hidden, s.states, before, s.width, 0),
+        *(bias, False, s.products, rows - w_hidden.rows, s.stride, s.samples, s.room),
+    )
+    _take_apart(s, gates)
+
+
+@_inline
+def _take_apart(s, gates):
+    """Put the products of a step in the order of the parts."""
+    lanes, part = lane_count(s.parts), _part(s)
+    for g in range(gates):
+        for b in range(s.samples):
+            for i in range(0, s.units, lanes):
+                # What is written beyond the units is written again with the next sample.
+                v = load(s.products, b * s.stride + g * s.units + i)
+                store(s.parts, g * part + b * s.units + i, v)
+
+
+@_inline
+def _back_products(s, w_back, gates):
+    """Compute the gradient in the state before from those in the products that read it."""
+    _multiply(
+        *(w_back, s.gates, gates, s.units, s.samples * s.units),
+        *(s.zeros, True, s.products, 0, s.stride, s.samples, s.room),
+    )
+    _take_apart(s, 1)
+
+
+@_inline
+def _clear_parts(s):
+    """Begin with no gradient from later steps."""
+    zero = number(s.parts, 0.0)
+    for i in range(0, s.samples * s.units, lane_count(s.parts)):
+        store(s.parts, i, zero)
+
+
+@_inline
+def _add_parts(s, carry):
+    """Add what was computed last to the gradient in the state."""
+    lanes = lane_count(carry)
+    for i in range(0, s.samples * s.units, lanes):
+        store_some(carry, i, load(carry, i) + load(s.parts, i), s.samples * s.units - i)
+
+
+@_kernel
+def run_rnn(s, w_in, w_hidden, bias, x, relu, begin, end):
     """Write the states of some steps of an RNN."""
     lanes = lane_count(x)
-    length = load(s.lengths, 0)
+    runs, size = _runs(s)
     for k in range(begin, end):
-        t, here, before = _places(s, k)
-        at = number(length, t)
-        _make_products(s, w_in, w_hidden, bias, x, t, before, a)
-        for i in range(0, s.units * lanes, lanes):
-            v = load(a, i)
-            h = keep_positive(v, v) if relu else tanh(v)
-            store(s.states, here + i, less_or(at, length, h, load(s.states, before + i)))
+        t, here, before, _ = _places(s, k)
+        at = number(x, t)
+        _make_products(s, w_in, w_hidden, bias, x, t, before, 1)
+        for r in range(runs):
+            for i in range(0, size, lanes):
+                j, n = r * size + i, r * s.width + i
+                length, v = load(s.lengths, s.first * s.units + j), load(s.parts, j)
+                h = keep_positive(v, v) if relu else tanh(v)
+                h = less_or(at, length, h, load(s.states, before + n))
+                store_some(s.states, here + n, h, size - i)
 
 
-@njit(nogil=True, cache=True)
-def back_rnn(s, w_back, above, copies, carry, carry_c, relu, begin, end):
+@_kernel
+def back_rnn(s, w_back, above, carry, carry_c, relu, begin, end):
     """Write the gradients in the products of some steps of an RNN, the last step first.
 
-    `above` holds the gradients in the outputs, in so many parts that are added up; `carry` that in
-    the state before, on entry and on return.
+    `above` holds the gradients in the outputs, and `carry` that in the state before, on entry and
+    on return.
     """
     lanes = lane_count(carry)
-    length, one, zero = load(s.lengths, 0), number(carry, 1.0), number(carry, 0.0)
+    one, zero = number(carry, 1.0), number(carry, 0.0)
+    runs, size = _runs(s)
+    _clear_parts(s)
     for k in range(end - 1, begin - 1, -1):
-        t, here, _ = _places(s, k)
-        at, to = number(length, t), (t - s.first) * s.stride
-        for i in range(0, s.units * lanes, lanes):
-            total_g = _gradient(carry, i, above, copies, here)
-            h = load(s.states, here + i)
-            in_a = keep_positive(h, total_g) if relu else total_g * (one - h * h)
-            store(s.gates, to + i, less_or(at, length, in_a, zero))
-            store(carry, i, less_or(at, length, zero, load(carry, i)))
-        _multiply(w_back, s.gates, to, carry, 0, carry, False)
+        t, here, _, to = _places(s, k)
+        at, top = number(carry, t), here - s.batch * s.width
+        for r in range(runs):
+            for i in range(0, size, lanes):
+                j, n, left = r * size + i, r * s.width + i, size - i
+                length, h = load(s.lengths, s.first * s.units + j), load(s.states, here + n)
+                later = load(carry, j) + load(s.parts, j)
+                g = later + load_some(above, top + n, left)
+                in_a = keep_positive(h, g) if relu else g * (one - h * h)
+                store_some(s.gates, to + j, less_or(at, length, in_a, zero), left)
+                store_some(carry, j, less_or(at, length, zero, later), left)
+        _back_products(s, w_back, to)
+    _add_parts(s, carry)
 
 
-@njit(nogil=True, cache=True)
-def run_gru(s, w_in, w_hidden, bias, x, a, relu, begin, end):
+@_kernel
+def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
     """Write the states of some steps of a GRU, and its gates n, r, z, and v_n."""
     lanes = lane_count(x)
-    length = load(s.lengths, 0)
-    size = s.units * lanes
+    runs, size = _runs(s)
+    part, whole = _part(s), s.samples * s.units
+    gate = s.samples * s.units
     for k in range(begin, end):
-        t, here, before = _places(s, k)
-        at, to = number(length, t), (t - s.first) * s.stride
-        _make_products(s, w_in, w_hidden, bias, x, t, before, a)
+        t, here, before, to = _places(s, k)
+        at = number(x, t)
+        _make_products(s, w_in, w_hidden, bias, x, t, before, 4)
         # A loop for each function: what does not wait for each other is computed at once.
-        for i in range(size, 3 * size, lanes):
-            store(s.gates, to + i, sigmoid(load(a, i)))
-        for i in range(0, size, lanes):
-            r, v = load(s.gates, to + size + i), load(a, 3 * size + i)
-            store(s.gates, to + i, tanh(fma(r, v, load(a, i))))
-            store(s.gates, to + 3 * size + i, v)
-        for i in range(0, size, lanes):
-            n, z = load(s.gates, to + i), load(s.gates, to + 2 * size + i)
-            old = load(s.states, before + i)
-            store(s.states, here + i, less_or(at, length, fma(z, old - n, n), old))
+        for g in range(1, 3):
+            for j in range(g * part, g * part + whole, lanes):
+                store(s.parts, j, sigmoid(load(s.parts, j)))
+        for j in range(0, whole, lanes):
+            r, v = load(s.parts, part + j), load(s.parts, 3 * part + j)
+            store(s.parts, j, tanh(fma(r, v, load(s.parts, j))))
+        for run in range(runs):
+            for i in range(0, size, lanes):
+                j, n, left = run * size + i, run * s.width + i, size - i
+                length, old = load(s.lengths, s.first * s.units + j), load(s.states, before + n)
+                a, z = load(s.parts, j), load(s.parts, 2 * part + j)
+                h = less_or(at, length, fma(z, old - a, a), old)
+                store_some(s.states, here + n, h, left)
+                store_some(s.gates, to + j, a, left)
+                store_some(s.gates, to + gate + j, load(s.parts, part + j), left)
+                store_some(s.gates, to + 2 * gate + j, z, left)
+                store_some(s.gates, to + 3 * gate + j, load(s.parts, 3 * part + j), left)
 
 
-@njit(nogil=True, cache=True)
-def back_gru(s, w_back, above, copies, carry, carry_c, relu, begin, end):
+@_kernel
+def back_gru(s, w_back, above, carry, carry_c, relu, begin, end):
     """Write the gradients in the products of some steps of a GRU in the places of its gates."""
     lanes = lane_count(carry)
-    length, one, zero = load(s.lengths, 0), number(carry, 1.0), number(carry, 0.0)
-    size = s.units * lanes
+    one, zero = number(carry, 1.0), number(carry, 0.0)
+    runs, size = _runs(s)
+    gate = s.samples * s.units
+    _clear_parts(s)
     for k in range(end - 1, begin - 1, -1):
-        t, here, before = _places(s, k)
-        at, to = number(length, t), (t - s.first) * s.stride
-        for i in range(0, size, lanes):
-            total_g = _gradient(carry, i, above, copies, here)
-            n, r = load(s.gates, to + i), load(s.gates, to + size + i)
-            z, v = load(s.gates, to + 2 * size + i), load(s.gates, to + 3 * size + i)
-            rest = one - z
-            in_n = total_g * rest * (one - n * n)
-            in_z = total_g * (load(s.states, before + i) - n) * z * rest
-            in_v = in_n * r
-            in_r = in_v * v * (one - r)
-            store(s.gates, to + i, less_or(at, length, in_n, zero))
-            store(s.gates, to + size + i, less_or(at, length, in_r, zero))
-            store(s.gates, to + 2 * size + i, less_or(at, length, in_z, zero))
-            store(s.gates, to + 3 * size + i, less_or(at, length, in_v, zero))
-            store(carry, i, less_or(at, length, total_g * z, load(carry, i)))
-        _multiply(w_back, s.gates, to + size, carry, 0, carry, False)
+        t, here, before, to = _places(s, k)
+        at, top = number(carry, t), here - s.batch * s.width
+        for run in range(runs):
+            for i in range(0, size, lanes):
+                j, m, left = run * size + i, run * s.width + i, size - i
+                length = load(s.lengths, s.first * s.units + j)
+                later = load(carry, j) + load(s.parts, j)
+                g = later + load_some(above, top + m, left)
+                n, r = load(s.gates, to + j), load(s.gates, to + gate + j)
+                z, v = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                rest = one - z
+                in_n = g * rest * (one - n * n)
+                in_z = g * (load(s.states, before + m) - n) * z * rest
+                in_v = in_n * r
+                in_r = in_v * v * (one - r)
+                store_some(s.gates, to + j, less_or(at, length, in_n, zero), left)
+                store_some(s.gates, to + gate + j, less_or(at, length, in_r, zero), left)
+                store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
+                store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
+                store_some(carry, j, less_or(at, length, g * z, later), left)
+        _back_products(s, w_back, to + gate)
+    _add_parts(s, carry)
 
 
-@njit(nogil=True, cache=True)
-def run_lstm(s, w_in, w_hidden, bias, x, a, relu, begin, end):
-    """Write the states of some steps of an LSTM, and its gates i, f, g, o, and tanh(c)."""
+@_kernel
+def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
+    """Write the states of some steps of an LSTM, and its gates i, f, g, o."""
     lanes = lane_count(x)
-    length = load(s.lengths, 0)
-    size = s.units * lanes
+    runs, size = _runs(s)
+    part, whole = _part(s), s.samples * s.units
+    gate = s.samples * s.units
     for k in range(begin, end):
-        t, here, before = _places(s, k)
-        at, to = number(length, t), (t - s.first) * s.stride
-        _make_products(s, w_in, w_hidden, bias, x, t, before, a)
+        t, here, before, to = _places(s, k)
+        at = number(x, t)
+        _make_products(s, w_in, w_hidden, bias, x, t, before, 4)
         # A loop for each function: what does not wait for each other is computed at once.
-        for j in range(0, 2 * size, lanes):
-            store(s.gates, to + j, sigmoid(load(a, j)))
-        for j in range(2 * size, 3 * size, lanes):
-            store(s.gates, to + j, tanh(load(a, j)))
-        for j in range(3 * size, 4 * size, lanes):
-            store(s.gates, to + j, sigmoid(load(a, j)))
-        for j in range(0, size, lanes):
-            i, f = load(s.gates, to + j), load(s.gates, to + size + j)
-            old = load(s.cells, before + j)
-            c = fma(f, old, i * load(s.gates, to + 2 * size + j))
-            store(s.gates, to + 4 * size + j, tanh(c))
-            store(s.cells, here + j, less_or(at, length, c, old))
-        for j in range(0, size, lanes):
-            h = load(s.gates, to + 3 * size + j) * load(s.gates, to + 4 * size + j)
-            store(s.states, here + j, less_or(at, length, h, load(s.states, before + j)))
+        for g in (0, 1, 3):
+            for j in range(g * part, g * part + whole, lanes):
+                store(s.parts, j, sigmoid(load(s.parts, j)))
+        for j in range(2 * part, 2 * part + whole, lanes):
+            store(s.parts, j, tanh(load(s.parts, j)))
+        for r in range(runs):
+            for i in range(0, size, lanes):
+                j, n, left = r * size + i, r * s.width + i, size - i
+                length, old = load(s.lengths, s.first * s.units + j), load(s.cells, before + n)
+                added = load(s.parts, j) * load(s.parts, 2 * part + j)
+                c = fma(load(s.parts, part + j), old, added)
+                store_some(s.parts, 4 * part + j, c, left)
+                store_some(s.cells, here + n, less_or(at, length, c, old), left)
+        for j in range(4 * part, 4 * part + whole, lanes):
+            store(s.parts, j, tanh(load(s.parts, j)))
+        for r in range(runs):
+            for i in range(0, size, lanes):
+                j, n, left = r * size + i, r * s.width + i, size - i
+                length, old = load(s.lengths, s.first * s.units + j), load(s.states, before + n)
+                h = load(s.parts, 3 * part + j) * load(s.parts, 4 * part + j)
+                store_some(s.states, here + n, less_or(at, length, h, old), left)
+                for g in range(4):
+                    store_some(s.gates, to + g * gate + j, load(s.parts, g * part + j), left)
 
 
-@njit(nogil=True, cache=True)
-def back_lstm(s, w_back, above, copies, carry, carry_c, relu, begin, end):
+@_kernel
+def back_lstm(s, w_back, above, carry, carry_c, relu, begin, end):
     """Write the gradients in the products of some steps of an LSTM in the places of its gates."""
     lanes = lane_count(carry)
-    length, one, zero = load(s.lengths, 0), number(carry, 1.0), number(carry, 0.0)
-    size = s.units * lanes
+    one, zero = number(carry, 1.0), number(carry, 0.0)
+    runs, size = _runs(s)
+    gate = s.samples * s.units
+    _clear_parts(s)
     for k in range(end - 1, begin - 1, -1):
-        t, here, before = _places(s, k)
-        at, to = number(length, t), (t - s.first) * s.stride
-        for j in range(0, size, lanes):
-            total_g = _gradient(carry, j, above, copies, here)
-            i, f = load(s.gates, to + j), load(s.gates, to + size + j)
-            g, o = load(s.gates, to + 2 * size + j), load(s.gates, to + 3 * size + j)
-            tanh_c, g_c = load(s.gates, to + 4 * size + j), load(carry_c, j)
-            in_c = fma(total_g * o, one - tanh_c * tanh_c, g_c)
-            in_i = in_c * g * i * (one - i)
-            in_f = in_c * load(s.cells, before + j) * f * (one - f)
-            in_g = in_c * i * (one - g * g)
-            in_o = total_g * tanh_c * o * (one - o)
-            store(s.gates, to + j, less_or(at, length, in_i, zero))
-            store(s.gates, to + size + j, less_or(at, length, in_f, zero))
-            store(s.gates, to + 2 * size + j, less_or(at, length, in_g, zero))
-            store(s.gates, to + 3 * size + j, less_or(at, length, in_o, zero))
-            store(carry_c, j, less_or(at, length, in_c * f, g_c))
-            store(carry, j, less_or(at, length, zero, load(carry, j)))
-        _multiply(w_back, s.gates, to, carry, 0, carry, False)
+        t, here, before, to = _places(s, k)
+        at, top = number(carry, t), here - s.batch * s.width
+        for run in range(runs):
+            for n in range(0, size, lanes):
+                j, m, left = run * size + n, run * s.width + n, size - n
+                length = load(s.lengths, s.first * s.units + j)
+                later = load(carry, j) + load(s.parts, j)
+                total_g = later + load_some(above, top + m, left)
+                i, f = load(s.gates, to + j), load(s.gates, to + gate + j)
+                g, o = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                tanh_c, g_c = tanh(load(s.cells, here + m)), load(carry_c, j)
+                in_c = fma(total_g * o, one - tanh_c * tanh_c, g_c)
+                in_i = in_c * g * i * (one - i)
+                in_f = in_c * load(s.cells, before + m) * f * (one - f)
+                in_g = in_c * i * (one - g * g)
+                in_o = total_g * tanh_c * o * (one - o)
+                store_some(s.gates, to + j, less_or(at, length, in_i, zero), left)
+                store_some(s.gates, to + gate + j, less_or(at, length, in_f, zero), left)
+                store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
+                store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
+                store_some(carry_c, j, less_or(at, length, in_c * f, g_c), left)
+                store_some(carry, j, less_or(at, length, zero, later), left)
+        _back_products(s, w_back, to)
+    _add_parts(s, carry)
 
 
 # -- Parameters ------------------------------------------------------------------------------------
 
-# Steps whose vectors are summed up at once, in the cache. What is summed before is kept in double
+# Samples of steps that are summed up at once, in the cache. What is summed before is kept in double
 # precision.
-_BLOCK = 32
+BLOCK = 128
 
 
-@njit
-def _aligned(count, like):
-    """Return an array that begins with a cache line."""
-    room = np.empty(count + 64 // like.itemsize, like.dtype)
-    start = (-room.ctypes.data % 64) // like.itemsize
-    return room[start : start + count]
+@_kernel
+def sum_products(
+    gates,
+    rows,
+    b,
+    b_at,
+    b_step,
+    cols,
+    batch,
+    steps,
+    room,
+    out,
+    row_sums,
+    begin,
+    end,
+):
+    """Add ``Σ a[t, n, i]·b[t, n, j]``, over some steps and all samples, to ``out[j, i]``.
 
-
-@njit(nogil=True, cache=True)
-def sum_products(a, a_at, a_step, b, b_at, b_step, steps, cols, out, row_sums, begin, end):
-    """Add ``Σ a[t, i]·b[t, j]``, over some steps and all lanes, to ``out[j, i]``.
-
-    That is for rows `i` from `begin`, a multiple of eight, to `end`; ``Σ a[t, i]`` is added to
-    ``row_sums[i]``. Rows of `out`, and `row_sums`, are filled up to multiples of eight.
+    That is for rows `i` of the gates ``a`` from `begin`, where a vector begins, to `end`;
+    ``Σ a[t, n, i]`` is added to ``row_sums[i]``, and `b_step` is from the numbers of a sample in
+    `b` to those of the next. Rows of `out` are filled up to vectors. `room` begins with a one.
     """
-    lanes, zero = lane_count(a), number(a, 0.0)
-    none = (zero, zero, zero, zero, zero, zero, zero, zero)
-    pair = 2 * _BLOCK * lanes
-    # Vectors of a block in the order in which they are read: they would else be pages apart.
-    rows_of_a = _aligned(_BLOCK * ROWS * lanes, a)
-    pairs_of_b = _aligned((cols + 1) // 2 * pair, b)
-    for block in range(0, steps, _BLOCK):
-        count = min(steps - block, _BLOCK)
-        for j in range(cols):
-            place = j // 2 * pair + j % 2 * lanes
-            for t in range(count):
-                v = load(b, b_at + (block + t) * b_step + j * lanes)
-                store(pairs_of_b, place + 2 * t * lanes, v)
-        for i in range(begin, end, ROWS):
-            sums = none
-            for t in range(count):
-                rows = load_rows(a, a_at + (block + t) * a_step + i * lanes, lanes)
-                store_rows(rows_of_a, t * ROWS * lanes, lanes, rows, ROWS)
-                sums = add_rows(rows, sums)
-            add_totals(row_sums, i, sums)
-            for j in range(0, cols, 2):
-                first, second, place = none, none, j // 2 * pair
-                for t in range(count):
-                    rows = load_rows(rows_of_a, t * ROWS * lanes, lanes)
-                    first = add_outer_products(rows, load(pairs_of_b, place), first)
-                    second = add_outer_products(rows, load(pairs_of_b, place + lanes), second)
-                    place += 2 * lanes
-                add_totals(out, j * out.shape[1] + i, first)
-                if j + 1 < cols:
-                    add_totals(out, (j + 1) * out.shape[1] + i, second)
+    lanes, stride = lane_count(b), len(row_sums)
+    block = max(1, BLOCK // batch)
+    most = TILE_VECTORS * lanes
+    zeros, tile = lanes, lanes + most
+    together = tile + TILE_ROWS * most
+    for start in range(0, steps, block):
+        count = min(steps - start, block)
+        terms = count * batch
+        for i in range(begin, end, most):
+            width = min(TILE_VECTORS, -(-(end - i) // lanes))
+            size = width * lanes
+            _take_together(gates, batch, start, count, i, min(size, rows - i), room, together, size)
+            add_tile(
+                *(room, tile, most, room, zeros, 0, room, together),
+                *(room, 0, 0, 0, 0, 1, terms, _PART, width, 1),
+            )
+            _add(room, tile, row_sums, i, size)
+            for j in range(0, cols, TILE_ROWS):
+                first, height = b_at + start * batch * b_step + j, min(TILE_ROWS, cols - j)
+                add_tile(
+                    *(room, tile, most, room, zeros, 0, room, together),
+                    *(b, first, 1, b_step, 0, 1, terms, _PART, width, height),
+                )
+                for n in range(height):
+                    _add(room, tile + n * most, out, (j + n) * stride + i, size)
 
 
-@njit(nogil=True, cache=True)
+@_inline
+def _add(x, at, out, to, count):
+    """Add some numbers to others, which may be of another dtype."""
+    for k in range(0, count, lane_count(x)):
+        add_to(out, to + k, load(x, at + k))
+
+
+@_helper
+def _take_together(gates, batch, start, steps, row, count, out, to, stride):
+    """Write `count` rows of gates from `row` on, sample by sample, in rows of `stride`."""
+    a, units = gates.values, gates.units
+    lanes, first_gate, first_unit = lane_count(a), gates.gate + row // units, row % units
+    for t in range(gates.step + start, gates.step + start + steps):
+        for first in range(0, batch, gates.samples):
+            samples = min(gates.samples, batch - first)
+            at = (first * gates.steps + t * samples) * gates.kept * units
+            place, u, done = at + first_gate * samples * units, first_unit, 0
+            while done < count:
+                some = min(units - u, count - done)
+                for i in range(0, some, lanes):
+                    # What is written beyond the units is written again with the next gate.
+                    for n in range(samples):
+                        v = load(a, place + n * units + u + i)
+                        store_some(out, to + n * stride + done + i, v, count - done - i)
+                place, u, done = place + samples * units, 0, done + some
+            to += samples * stride
+
+
+@_kernel
 def sum_sparse_products(
-    a, a_at, a_step, b, b_at, b_step, steps, indptr, indices, out, row_sums, begin, end
+    gates,
+    rows,
+    b,
+    b_at,
+    b_step,
+    cols,
+    batch,
+    steps,
+    indptr,
+    indices,
+    room,
+    out,
+    row_sums,
+    begin,
+    end,
 ):
     """Add the sums of :func:`sum_products` for the entries of a sparse matrix, and of its rows."""
-    lanes, zero = lane_count(a), number(a, 0.0)
-    for block in range(0, steps, _BLOCK):
-        stop = min(steps, block + _BLOCK)
+    lanes, zero = lane_count(b), number(b, 0.0)
+    block = max(1, BLOCK // batch)
+    size = -(-(end - begin) // lanes) * lanes
+    # The terms of a sum are lanes. Rows are no power of two apart, which caches are slow at.
+    stride = -(-block * batch // lanes) * lanes + lanes
+    turned_a = (stride + 1) * size
+    turned_b = turned_a + size * stride
+    for start in range(0, steps, block):
+        count = min(steps - start, block)
+        terms = count * batch
+        _take_together(gates, batch, start, count, begin, end - begin, room, 0, size)
+        _turn(room, 0, size, terms, size, room, turned_a, stride)
+        _turn(b, b_at + start * batch * b_step, b_step, terms, cols, room, turned_b, stride)
         for i in range(begin, end):
-            sums = zero
-            for t in range(block, stop):
-                sums = sums + load(a, a_at + t * a_step + i * lanes)
+            row, sums = turned_a + (i - begin) * stride, zero
+            for k in range(0, terms, lanes):
+                sums = sums + load(room, row + k)
             row_sums[i] += total(sums)
             p, last = indptr[i], indptr[i + 1]
             while p < last:
                 # Beyond the end of the row the last entry is summed again, and not used.
                 q, r, u = min(p + 1, last - 1), min(p + 2, last - 1), min(p + 3, last - 1)
                 s0, s1, s2, s3 = zero, zero, zero, zero
-                at0, at1 = b_at + indices[p] * lanes, b_at + indices[q] * lanes
-                at2, at3 = b_at + indices[r] * lanes, b_at + indices[u] * lanes
-                for t in range(block, stop):
-                    v = load(a, a_at + t * a_step + i * lanes)
-                    s0 = fma(v, load(b, at0 + t * b_step), s0)
-                    s1 = fma(v, load(b, at1 + t * b_step), s1)
-                    s2 = fma(v, load(b, at2 + t * b_step), s2)
-                    s3 = fma(v, load(b, at3 + t * b_step), s3)
+                at0, at1 = turned_b + indices[p] * stride, turned_b + indices[q] * stride
+                at2, at3 = turned_b + indices[r] * stride, turned_b + indices[u] * stride
+                for k in range(0, terms, lanes):
+                    v = load(room, row + k)
+                    s0 = fma(v, load(room, at0 + k), s0)
+                    s1 = fma(v, load(room, at1 + k), s1)
+                    s2 = fma(v, load(room, at2 + k), s2)
+                    s3 = fma(v, load(room, at3 + k), s3)
                 out[p] += total(s0)
                 if p + 1 < last:
                     out[p + 1] += total(s1)
@@ -472,46 +695,14 @@ def sum_sparse_products(
                 p += 4
 
 
-# -- Between the caller's arrays and lanes ---------------------------------------------------------
-
-
-@njit(nogil=True, cache=True)
-def pack(rows, out, at, step):
-    """Write samples to lanes, and zeros to lanes that have none."""
-    lanes = lane_count(out)
-    count = min(lanes, rows.batch - rows.first)
-    values, width = rows.values, rows.width
-    for t in range(rows.steps):
-        place = at + t * step
-        start = (t * rows.batch + rows.first) * width + rows.column
-        i = 0
-        if count == lanes and rows.size > 1:
-            # What is loaded beyond the columns belongs to the next sample, and is not stored.
-            while i < rows.size and start + (lanes - 1) * width + i + lanes <= len(values):
-                square = transpose(load_square(values, start + i, width))
-                store_square(out, place + i * lanes, lanes, square, rows.size - i)
-                i += lanes
-        for k in range(i, rows.size):
-            for b in range(count):
-                out[place + k * lanes + b] = values[start + b * width + k]
-            for b in range(count, lanes):
-                out[place + k * lanes + b] = 0
-
-
-@njit(nogil=True, cache=True)
-def unpack(a, at, step, lengths, rows):
-    """Write lanes to samples; 0 in the steps that a sample does not have."""
-    lanes = lane_count(a)
-    count = min(lanes, rows.batch - rows.first)
-    values, width = rows.values, rows.width
-    for t in range(rows.steps):
-        place = at + t * step
-        start = (t * rows.batch + rows.first) * width + rows.column
-        if rows.size > 1:
-            now, length = number(a, t), load(lengths, 0)
-            for i in range(0, rows.size, lanes):
-                square = keep_less(now, length, load_square(a, place + i * lanes, lanes))
-                store_corner(values, start + i, width, transpose(square), count, rows.size - i)
-        else:
-            for b in range(count):
-                values[start + b * width] = a[place + b] if t < lengths[b] else 0
+@_helper
+def _turn(x, at, step, rows, cols, out, to, stride):
+    """Transpose some rows, and fill up what comes out with zeros to whole vectors."""
+    lanes = lane_count(x)
+    for k in range(0, rows, lanes):
+        for j in range(0, cols, lanes):
+            square = transpose(load_square(x, at + k * step + j, step))
+            store_square(out, to + j * stride + k, stride, square)
+    for j in range(cols):
+        for k in range(rows, -(-rows // lanes) * lanes):
+            out[to + j * stride + k] = 0
