@@ -35,7 +35,7 @@ from sparsescan.strategies import Machine
 from sparsescan.strategies.architectures import Builder, sequential
 from sparsescan.strategies.boxes import Box, Redistribution, blocks, cut, volume
 from sparsescan.strategies.configurations import Configurations, allowed
-from sparsescan.strategies.deepa import LayerCosts, PerLayer, footprint, optimise, with_loss
+from sparsescan.strategies.deepa import Divided, PerLayer, footprint, with_loss
 from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.partitioned import Division, Partitioned, limits_of
 from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
@@ -386,17 +386,13 @@ def check_network(
         expected = by_complex_steps(lambda given, x: of_network(network, given, x), params, batches)
     machine = Machine(itemsize=batches[0][0].itemsize)
     for choice in choices:
-        strategy = PerLayer(choice, machine=machine)
-        training = strategy.start(WORLD, network, batch, learning_rate=RATE)
-        moved = None
-        if exact:
-            chosen = choice(graph, WORLD.size, batch) if callable(choice) else choice
-            if chosen is None:
-                chosen = optimise(graph, LayerCosts(machine), WORLD.size, batch)[0]
-            moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
-            predicted = strategy.predict(graph_of(network), machine, WORLD.size, batch)
-            assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
-        check(training, params, batches, expected, rtol, moved)
+        strategy = choice if isinstance(choice, Divided) else PerLayer(choice)
+        training = strategy.start(WORLD, network, batch, learning_rate=RATE, machine=machine)
+        predicted = strategy.predict(network, machine, WORLD.size, batch)
+        chosen = [(1, 1, 1, 1), *(layer.configuration for layer in predicted.layers)]
+        moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
+        assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
+        check(training, params, batches, expected, rtol, moved if exact else None)
 
 
 def check_sums(rng: np.random.Generator) -> None:
