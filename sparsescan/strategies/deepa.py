@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..jacobians import Operator
-from ..parallel.communicator import Communicator, Fault
+from ..parallel.communicator import Fault
 from ..planning.elimination import minimise
 from ..symbolic.schedule import check_count
-from .boxes import bounds
+from .collectives import sum_words
 from .configurations import (
     Configuration,
     Configurations,
@@ -37,7 +37,7 @@ from .graph import MIXING, Graph, Layer
 from .machine import Machine
 from .partitioned import Division, Partitioned, limits_of
 from .recurrent import Trainable, as_graph, operators
-from .strategy import LayerPlan, Prediction, Strategy, Training, machine_of
+from .strategy import Job, LayerPlan, Prediction, Strategy, Training
 
 __all__ = [
     "Divided",
@@ -117,7 +117,7 @@ class LayerCosts:
 
     def fused(self, copies: int) -> float:
         """Return the latency of the sum of all gradients, of which there are so many copies."""
-        return self.machine.all_reduce(copies, 0)
+        return float(2 * self.machine.exchange(copies, 0))
 
     def transfer(self, moves: Moves, of: Configurations, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, forward and backward, for any two of some configurations."""
@@ -413,24 +413,14 @@ class Divided(Strategy):
         how = self.describe(graph, chosen)
         return Prediction(self.name, how, times, sent.max(), kept.max(), layers=tuple(layers))
 
-    def start(
-        self,
-        comm: Any,
-        network: Trainable,
-        batch: int,
-        *,
-        learning_rate: float = 0.1,
-        machine: Machine | None = None,
-    ) -> Training:
-        """Train over the ranks of a communicator; see :meth:`Strategy.start`."""
-        batch = check_count("batch", batch, 1)
-        (graph, ops, bounds), communicator = _layers(network, batch), Communicator.of(comm)
-        costs = self.costs(machine_of(communicator, machine))
-        chosen = self.choose(graph, costs, communicator.size, batch, bounds)
-        division, fault = Division(graph, ops, chosen, network.input_shape), Fault()
+    def _train(self, job: Job) -> Training:
+        graph, ops, bounds = _layers(job.network, job.batch)
+        workers, costs = job.communicator.size, self.costs(job.machine)
+        chosen = self.choose(graph, costs, workers, job.batch, bounds)
+        division, fault = Division(graph, ops, chosen, job.network.input_shape), Fault()
         with fault:
-            training = Partitioned(communicator, division, batch, learning_rate)
-        communicator.agree(fault.error)
+            training = Partitioned(job, division)
+        job.communicator.agree(fault.error)
         return training
 
     @abstractmethod
@@ -579,9 +569,7 @@ def _own(of: Configurations, layer: Layer, number: Chosen, batch: int) -> NDArra
     # Gradients are summed in as many pieces as there are copies.
     places, copies = of.places(number, everyone)[0], n * h * w
     place = (places[:, 0] * h + places[:, 2]) * w + places[:, 3]
-    start, stop = bounds(weights, place, copies)
-    piece = stop - start
-    moved = weights - piece + piece * (copies - 1)
+    moved = sum_words(weights, place, copies)
     # Of the loss nothing is kept.
     outputs = lengths.prod(axis=-1) * (layer.kind != "softmax")
     return np.stack([moved, weights, outputs])

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -203,10 +203,15 @@ class Machine:
         rounds = np.ceil(np.log2(np.maximum(blocks, 1)))
         return self.network.latency * rounds + self.network.inverse_bandwidth * nbytes
 
-    def all_reduce(self, workers: int, numbers: float) -> float:
-        """Return nanoseconds of a sum over workers: two exchanges, equation 4."""
-        nbytes = numbers * self.itemsize * (workers - 1) / workers
-        return float(2 * self.exchange(workers, nbytes))
+    def all_reduce(self, sums: Iterable[tuple[int, float]]) -> float:
+        """Return nanoseconds of sums over so many workers of so many numbers, in one message.
+
+        Two exchanges, equation 4 of integrated parallelism.
+        """
+        some = [(workers, numbers) for workers, numbers in sums if numbers]
+        most = max((workers for workers, _ in some), default=1)
+        words = sum(numbers * (workers - 1) / workers for workers, numbers in some)
+        return float(2 * self.exchange(most, words * self.itemsize))
 
     def needed(self, weights: int, activations: int, others: int = 0) -> int:
         """Count bytes of parameters, activations, the gradients of both, and other numbers."""

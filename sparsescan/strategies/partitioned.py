@@ -23,13 +23,13 @@ from ..jacobians import (
 from ..jacobians.activations import Elementwise
 from ..parallel.communicator import Communicator
 from .architectures import output_size, pair
-from .boxes import Box, Range, Redistribution, blocks, cut, parts, shape_of, volume
-from .collectives import descend
+from .boxes import Box, Range, Redistribution, blocks, cut, shape_of, volume
+from .collectives import Sums, descend
 from .configurations import Configuration, Limits, box_needed, image_of, limits
 from .graph import Graph, Layer
 from .recurrent import Step
 from .stage import LocalLayer, LocalSum, RecurrentStage, Stage, copies
-from .strategy import Training, check_samples, cross_entropy
+from .strategy import Job, Training, check_samples, cross_entropy
 
 __all__ = ["Division", "Partitioned", "limits_of"]
 
@@ -198,62 +198,6 @@ def _restricted(op: Operator, needed: Box, block: Box) -> Operator:
     return op
 
 
-class _Sums:
-    """Sums of gradients over the ranks that have the parameters, of all layers in two exchanges.
-
-    Every rank sums a piece of each layer's in the order of ranks and gives it to the others, so
-    that all copies stay equal to the last bit.
-    """
-
-    def __init__(
-        self, communicator: Communicator, layers: Sequence[tuple[Layer, Sequence[Box]]]
-    ) -> None:
-        self._communicator = communicator
-        here, start = communicator.rank, 0
-        # By rank, where the pieces lie that it sums for this one, and those summed here for it.
-        theirs: dict[int, list[Array]] = {}
-        own: dict[int, list[Array]] = {}
-        for layer, owned in layers:
-            mine = owned[here]
-            if not volume(mine):
-                continue
-            size = layer.weights * shape_of(mine)[1] // image_of(layer.shape)[0]
-            copies = [r for r, box in enumerate(owned) if volume(box) and box[1] == mine[1]]
-            pieces = [start + np.arange(*piece) for piece in parts(size, len(copies))]
-            for rank, piece in zip(copies, pieces, strict=True):
-                theirs.setdefault(rank, []).append(piece)
-                own.setdefault(rank, []).append(pieces[copies.index(here)])
-            start += size
-        self._theirs = {rank: np.concatenate(theirs[rank]) for rank in sorted(theirs)}
-        self._own = {rank: np.concatenate(own[rank]) for rank in sorted(own)}
-
-    def total(self, flat: Array) -> Array:
-        """Return the sums of gradients of all layers in one axis; collective."""
-        total = np.zeros_like(flat)
-        parts = {rank: flat[where] for rank, where in self._theirs.items()}
-        for rank, part in self._exchanged(parts, self._own).items():
-            total[self._own[rank]] += part
-        parts = {rank: total[where] for rank, where in self._own.items()}
-        for rank, part in self._exchanged(parts, self._theirs).items():
-            total[self._theirs[rank]] = part
-        return total
-
-    def _exchanged(
-        self, parts: Mapping[int, Array], places: Mapping[int, Array]
-    ) -> dict[int, Array]:
-        """Give each rank its part, and return what each gives, which is as long as its place."""
-        here = self._communicator.rank
-        found = {
-            rank: parts[rank] if rank == here else np.empty(len(place), parts[rank].dtype)
-            for rank, place in places.items()
-        }
-        self._communicator.exchange(
-            [(rank, part) for rank, part in parts.items() if rank != here and len(part)],
-            [(rank, part) for rank, part in found.items() if rank != here and len(part)],
-        )
-        return found
-
-
 class _Edge:
     """From the blocks of layer `source` to the boxes of it that another layer reads.
 
@@ -280,26 +224,32 @@ class _Edge:
         return self._moves.backward(communicator, grad, dtype)
 
 
+def _copies(
+    layer: Layer, owned: Sequence[Box], communicator: Communicator
+) -> tuple[int, list[int]]:
+    """Return how many parameters of a layer this rank has, and all ranks that have them."""
+    mine = owned[communicator.rank]
+    if not volume(mine):
+        return 0, []
+    size = layer.weights * shape_of(mine)[1] // image_of(layer.shape)[0]
+    return size, [rank for rank, box in enumerate(owned) if volume(box) and box[1] == mine[1]]
+
+
 class Partitioned(Training):
     """Training in which every layer is divided between the ranks in a way of its own.
 
     Parameters
     ----------
-    communicator : Communicator
-        The ranks.
+    job : Job
+        What is trained.
     division : Division
-        The network, and how they divide it.
-    batch : int
-        Samples of a step.
-    learning_rate : float
-        Learning rate of SGD.
+        How ranks divide it.
     """
 
-    def __init__(
-        self, communicator: Communicator, division: Division, batch: int, learning_rate: float
-    ) -> None:
-        graph, ops = division.graph, division.ops
-        self.communicator, self._learning_rate = communicator, learning_rate
+    def __init__(self, job: Job, division: Division) -> None:
+        graph, ops, batch = division.graph, division.ops, job.batch
+        self.communicator, self._learning_rate = job.communicator, job.rate
+        communicator = job.communicator
         self._layers, self._shape = graph.layers, (batch, *division.input_shape)
         owned = [
             blocks((batch, *image_of(layer.shape)), one, communicator.size)
@@ -317,7 +267,9 @@ class Partitioned(Training):
             for k, (op, layer) in enumerate(zip(ops, graph.layers, strict=True))
         ]
         self._weighted = [k for k, layer in enumerate(graph.layers) if layer.weights]
-        self._sums = _Sums(communicator, [(graph.layers[k], owned[k]) for k in self._weighted])
+        self._sums = Sums(
+            communicator, [_copies(graph.layers[k], owned[k], communicator) for k in self._weighted]
+        )
         self._parts = self._local_layers(ops)
         own = [k for k, op in enumerate(ops) if op is not None]
         self._trained = [k for k in own if graph.layers[k].shares is None]

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..parallel.communicator import Communicator
 from .graph import Graph, blocks
 from .machine import Machine
 from .pipeline_ranks import MicroBatchTraining, PipelineTraining
 from .pipeline_schedule import Placement
 from .recurrent import Trainable, as_graph, graph_of
-from .strategy import LayerPlan, Prediction, Strategy, Training, machine_of
+from .strategy import Job, LayerPlan, Prediction, Strategy, Training
 
 __all__ = ["MicroBatches", "Pipeline", "balance"]
 
@@ -148,22 +147,9 @@ class Pipeline(_Stages):
             _layers(network, machine, placement, batch),
         )
 
-    def start(
-        self,
-        comm: Any,
-        network: Trainable,
-        batch: int,
-        *,
-        learning_rate: float = 0.1,
-        machine: Machine | None = None,
-    ) -> Training:
-        """Train over the ranks, a stage on each; see :meth:`.Strategy.start`."""
-        communicator, graph = Communicator.of(comm), graph_of(network)
-        machine = machine_of(communicator, machine)
-        placement = _of_operators(
-            self.placement(graph, machine, communicator.size, batch), network, graph
-        )
-        return PipelineTraining(comm, network, placement, batch, learning_rate, self._iterations)
+    def _train(self, job: Job) -> Training:
+        placement = self.placement(job.network, job.machine, job.communicator.size, job.batch)
+        return PipelineTraining(job, _of_operators(placement, job.network), self._iterations)
 
 
 class MicroBatches(_Stages):
@@ -197,21 +183,10 @@ class MicroBatches(_Stages):
         """Predict a step, with the bubble as "idle"."""
         return self._best(as_graph(network), machine, workers, batch)[2]
 
-    def start(
-        self,
-        comm: Any,
-        network: Trainable,
-        batch: int,
-        *,
-        learning_rate: float = 0.1,
-        machine: Machine | None = None,
-    ) -> Training:
-        """Train over the ranks, a stage on each; see :meth:`.Strategy.start`."""
-        communicator, graph = Communicator.of(comm), graph_of(network)
-        machine = machine_of(communicator, machine)
-        layers, count, _ = self._best(graph, machine, communicator.size, batch)
-        placement = _of_operators(layers, network, graph)
-        return MicroBatchTraining(comm, network, placement, batch, learning_rate, count)
+    def _train(self, job: Job) -> Training:
+        graph, workers = graph_of(job.network), job.communicator.size
+        placement, count, _ = self._best(graph, job.machine, workers, job.batch)
+        return MicroBatchTraining(job, _of_operators(placement, job.network), count)
 
     def _best(
         self, network: Graph, machine: Machine, workers: int, batch: int
@@ -408,9 +383,9 @@ def _layers(
     return tuple(plans)
 
 
-def _of_operators(placement: Placement, network: Trainable, graph: Graph) -> Placement:
+def _of_operators(placement: Placement, network: Trainable) -> Placement:
     """Return registers between operators from those between layers: a block is one operator."""
-    ends = _ends(graph)
+    ends = _ends(graph_of(network))
     return Placement(len(network.ops), tuple(map(ends.index, placement.registers)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..parallel.api import plan
-from ..parallel.communicator import Communicator, Fault
+from ..parallel.communicator import Fault
 from ..parallel.exchange import exscan_messages
 from ..parallel.forecast import CLOSE, OPEN
 from ..parallel.grid import Grid, check_grid
 from ..parallel.maps import Capacity, Terms, vector_words
 from ..symbolic.schedule import check_count
-from .collectives import all_reduce, descend, lengths, reduce_words
+from .collectives import Sums, descend, sum_words
 from .graph import Graph, blocks
 from .machine import Machine
 from .recurrent import Trainable, as_graph, graph_of
 from .stage import Gradients, stage_of
 from .strategy import (
+    Job,
     LayerPlan,
     Prediction,
     Strategy,
     Training,
     check_samples,
     cross_entropy,
-    machine_of,
 )
 
 __all__ = ["Scan", "ScanTraining", "parts_of"]
@@ -106,20 +106,10 @@ class Scan(Strategy):
             return min(ways, key=lambda one: one[2].memory)
         return min(fitting, key=lambda one: one[2].total)
 
-    def start(
-        self,
-        comm: Any,
-        network: Trainable,
-        batch: int,
-        *,
-        learning_rate: float = 0.1,
-        machine: Machine | None = None,
-    ) -> Training:
-        """Train over the ranks; see :meth:`Strategy.start`."""
-        communicator = Communicator.of(comm)
-        machine = machine_of(communicator, machine)
-        grid, schedule, _ = self._best(graph_of(network), machine, communicator.size, batch)
-        return ScanTraining(comm, network, grid, schedule, batch, learning_rate)
+    def _train(self, job: Job) -> Training:
+        graph, workers = graph_of(job.network), job.communicator.size
+        grid, schedule, _ = self._best(graph, job.machine, workers, job.batch)
+        return ScanTraining(job, grid, schedule)
 
 
 def _grids(workers: int) -> list[Grid]:
@@ -250,8 +240,7 @@ class _Division:
     def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
         """Return nanoseconds of sums of parameter gradients, and of updates."""
         machine = self._machine
-        reducing = [machine.all_reduce(ranks, count) for ranks, count in sums if count]
-        return sum(reducing) + sum(machine.update(self._graph, k) for k in part)
+        return machine.all_reduce(sums) + sum(machine.update(self._graph, k) for k in part)
 
     @cached_property
     def _sweeps(self) -> list[float]:
@@ -338,13 +327,8 @@ class _Division:
         elif position < last:
             total += 8 * vector_words(self._sizes[position], self._terms(samples))
         (groups, own), (size, everywhere) = reduced[position]
-        total += machine.itemsize * _sum_sent(own, groups, grid.group(rank))
-        return total + machine.itemsize * _sum_sent(everywhere, size, rank)
-
-
-def _sum_sent(count: int, size: int, rank: int) -> int:
-    """Count the numbers that a rank sends where `size` ranks sum `count` of them."""
-    return int(reduce_words(lengths(count, size))[rank])
+        words = sum_words(own, grid.group(rank), groups) + sum_words(everywhere, rank, size)
+        return total + machine.itemsize * int(words)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -357,26 +341,18 @@ class ScanTraining(Training):
 
     Parameters
     ----------
-    comm, network, batch, learning_rate
-        As for :meth:`.Strategy.start`.
+    job : Job
+        What is trained.
     grid : Grid
         Parts of the chain, and groups of samples.
     schedule : {"vectors", "products"}
         How parts are combined.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        network: Trainable,
-        grid: Grid,
-        schedule: str,
-        batch: int,
-        learning_rate: float,
-    ) -> None:
-        self.communicator, fault = Communicator.of(comm), Fault()
-        rank = self.communicator.rank
-        self._grid, self._batch, self._rate = grid, batch, learning_rate
+    def __init__(self, job: Job, grid: Grid, schedule: str) -> None:
+        self.communicator, fault = job.communicator, Fault()
+        rank, network = self.communicator.rank, job.network
+        self._grid, self._batch, self._rate = grid, job.batch, job.rate
         self._position = grid.position(rank)
         # Positions of the scan are numbered from the end of the chain on.
         span = parts_of(graph_of(network), grid.chain)[grid.chain - 1 - self._position]
@@ -390,12 +366,14 @@ class ScanTraining(Training):
             {param.dtype for op in network.ops[:end] for param in op.params.values()}
             for end in (span.start, span.stop)
         )
-        # The ranks that hold the same part.
-        self._group = self.communicator.split(
-            self._position, grid.group(rank), ("samples", grid.chain, grid.batch)
-        )
-        sizes = grid.chain, grid.batch
-        self.plan = plan(comm, self._stage.patterns, grid=sizes, schedule=schedule)
+        sizes = [sum(p.size for p in layer.values()) for layer in self._stage.parameters]
+        own = [r for r in range(grid.size) if grid.position(r) == self._position]
+        shared = self._stage.shared
+        # Some parameters are those of all parts.
+        everywhere = sum(sizes[:shared]), range(grid.size)
+        self._sums = Sums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
+        sizes_of_grid = grid.chain, grid.batch
+        self.plan = plan(job.comm, self._stage.patterns, grid=sizes_of_grid, schedule=schedule)
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Run one training step; see :meth:`.Training.step`."""
@@ -422,9 +400,7 @@ class ScanTraining(Training):
         gradients = self.plan.exclusive_scan(grad, values)
         with world.ending("a training step"):
             grads = stage.param_grads(activations, gradients, following)
-            everywhere, here = slice(stage.shared), slice(stage.shared, None)
-            for ranks, some in ((world, everywhere), (self._group, here)):
-                descend(stage.parameters[some], grads[some], self._rate, partial(all_reduce, ranks))
+            descend(stage.parameters, grads, self._rate, self._sums.total)
             return math.fsum(world.gather(loss))
 
     def parameters(self) -> list[dict[str, Array]]:

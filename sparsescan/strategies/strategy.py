@@ -12,18 +12,19 @@ from numpy.typing import NDArray
 from ..arrays.arrays import check_array
 from ..errors import InputError, InputTypeError
 from ..parallel.communicator import Communicator
+from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
 from .recurrent import Trainable
 
 __all__ = [
+    "Job",
     "LayerPlan",
     "Prediction",
     "Strategy",
     "Training",
     "check_samples",
     "cross_entropy",
-    "machine_of",
 ]
 
 Array = NDArray[Any]
@@ -195,7 +196,6 @@ class Strategy(ABC):
             If the strategy cannot use so many workers for it; the text says why.
         """
 
-    @abstractmethod
     def start(
         self,
         comm: Any,
@@ -222,13 +222,29 @@ class Strategy(ABC):
             The machine for which the plan is made; by default that of
             :func:`~sparsescan.strategies.load_machine` on the first rank.
         """
+        communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
+        found = communicator.together(lambda: load_machine() if machine is None else machine)
+        agreed: Machine = communicator.broadcast(found, 0)
+        return self._train(Job(comm, network, batch, learning_rate, agreed))
+
+    @abstractmethod
+    def _train(self, job: Job) -> Training:
+        """Return the training of a job by the plan that is predicted for its machine."""
 
 
-def machine_of(communicator: Communicator, machine: Machine | None) -> Machine:
-    """Return the machine that is given, or that of the first rank; the same on all ranks."""
-    found = communicator.together(lambda: load_machine() if machine is None else machine)
-    agreed: Machine = communicator.broadcast(found, 0)
-    return agreed
+class Job(NamedTuple):
+    """A network that ranks train, as :meth:`Strategy.start` describes it."""
+
+    comm: Any
+    network: Trainable
+    batch: int
+    rate: float
+    machine: Machine
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+        return Communicator.of(self.comm)
 
 
 def check_samples(

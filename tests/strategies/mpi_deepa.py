@@ -40,7 +40,7 @@ from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.partitioned import Division, Partitioned, limits_of
 from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
-from sparsescan.strategies.strategy import Training, cross_entropy
+from sparsescan.strategies.strategy import Job, Training, cross_entropy
 
 pytestmark = pytest.mark.ranks(2, slow=(3, 4))
 
@@ -404,7 +404,7 @@ def check_sums(rng: np.random.Generator) -> None:
     batches = random_data(rng, shape, 3, batch, np.float64)
     expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
     division = Division(graph, ops, chosen, shape)  # type: ignore[arg-type]
-    training = Partitioned(Communicator.of(WORLD), division, batch, RATE)
+    training = Partitioned(Job(WORLD, None, batch, RATE, Machine()), division)  # type: ignore[arg-type]
     moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
     check(training, given, batches, expected, 1e4 * EPS, moved)
 

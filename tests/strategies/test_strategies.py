@@ -206,7 +206,7 @@ class Fixed(Strategy):
     def predict(self, *arguments: Any) -> Prediction:
         return self._found
 
-    def start(self, *arguments: Any, **options: Any) -> Any:
+    def _train(self, *arguments: Any) -> Any:
         raise NotImplementedError
 
 
