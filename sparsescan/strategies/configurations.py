@@ -20,6 +20,7 @@ from .boxes import Box, bounds
 from .graph import Graph, Layer
 
 __all__ = [
+    "MANY",
     "Configuration",
     "Configurations",
     "Moves",
@@ -37,9 +38,9 @@ Limits = tuple[int, int, int, int]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Beyond so many workers, images are cut into parts that are as square as can be, and only so many
+#: Beyond so many workers, images are cut by rows or as square as can be, and only so many
 # workers are looked at to find the busiest.
-_MANY = 16
+MANY = 16
 # Along an axis, among all configurations.
 _MOST_PARTS = 4096
 
@@ -170,7 +171,7 @@ class Configurations:
     given : sequence of tuple of int, optional
         The configurations; by default those whose number of blocks is a divisor of the workers,
         with at most 4,096 parts along an axis; of more than 16 workers, those in which the parts of
-        an image are as square as can be.
+        an image are rows, or as square as can be.
 
     Attributes
     ----------
@@ -202,13 +203,14 @@ class Configurations:
         d = self.divisors
         grid: Integers = np.stack(np.meshgrid(d, d, d, d, indexing="ij"), axis=-1).reshape(-1, 4)
         grid = grid[self.workers % grid.prod(axis=1) == 0]
-        if self.workers > _MANY:
+        if self.workers > MANY:
             area, width = grid[:, 2] * grid[:, 3], grid[:, 3]
             best = {
                 a: min((w for w in d.tolist() if a % w == 0), key=lambda w: abs(a / w - w))
                 for a in set(area.tolist())
             }
-            grid = grid[width == [min(best[a], a // best[a]) for a in area.tolist()]]
+            square = [min(best[a], a // best[a]) for a in area.tolist()]
+            grid = grid[(width == 1) | (width == square)]
         return grid
 
     @property
@@ -240,11 +242,6 @@ class Configurations:
         """Return the ranges of one divisor."""
         own = slice(self._starts[k], self._starts[k] + self.divisors[k])
         return ranges[0][own], ranges[1][own]
-
-    def sums(self, table: Floats) -> Floats:
-        """Return sums over the codes on the last axis, for every divisor."""
-        sums: Floats = np.add.reduceat(table[..., :-1], self._starts, axis=-1)
-        return sums
 
     def _maxima(self, table: Integers) -> Integers:
         """Return maxima over the codes, for every divisor."""
@@ -280,9 +277,9 @@ class Configurations:
     @cached_property
     def looked_at(self) -> Integers:
         """Workers of which one is assumed to be the busiest."""
-        if self.workers <= _MANY:
+        if self.workers <= MANY:
             return np.arange(self.workers)
-        return np.unique(np.linspace(0, self.workers - 1, _MANY).round().astype(np.int64))
+        return np.unique(np.linspace(0, self.workers - 1, MANY).round().astype(np.int64))
 
 
 def _overlaps(

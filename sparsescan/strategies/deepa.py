@@ -24,6 +24,7 @@ from ..planning.elimination import minimise
 from ..symbolic.schedule import check_count
 from .collectives import sum_words
 from .configurations import (
+    MANY,
     Configuration,
     Configurations,
     Limits,
@@ -56,6 +57,8 @@ Chosen = NDArray[np.int64]
 _ROUNDING = 1e-9
 # Most groups of layers in a description.
 _WORDS = 4
+# Configurations of a layer among which the best are searched: the cheapest, if there are more.
+_MOST = 100
 # Most searches for the step in which the backward pass hides as much as can be.
 _SEARCHES = 8
 
@@ -320,18 +323,45 @@ class NetworkCosts:
         lowest = math.fsum(cost.min() for cost in least)
         if lowest >= most:
             return math.inf, []
-        # A first total, from configurations along samples alone and the cheapest of each layer.
-        few = [
-            np.all(self.of.all[choice, 1:] == 1, axis=1) | (cost == cost.min())
-            for choice, cost in zip(choices, nodes, strict=True)
-        ]
-        _, total = self._best(_masked(choices, few), _masked(nodes, few))
+        seed, total = min(self._seeds(choices, nodes), key=lambda way: way[1])
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
-        rest = [cost <= cost.min() + left for cost in least]
+        rest = [
+            (cost <= min(cost.min() + left, np.partition(cost, _MOST)[_MOST]))
+            if len(cost) > _MOST
+            else cost <= cost.min() + left
+            for cost in least
+        ]
+        for mask, choice, one in zip(rest, choices, seed, strict=True):
+            mask |= choice == one
         best, total = self._best(_masked(choices, rest), _masked(nodes, rest))
         return total, best
+
+    def _seeds(
+        self, choices: Sequence[Chosen], nodes: Sequence[Times]
+    ) -> Iterator[tuple[list[int], float]]:
+        """Yield the best among few configurations, and what it costs.
+
+        These are the cheapest of each layer and those along samples alone; of many workers also
+        those of integrated parallelism on each grid.
+        """
+        every = self.of.all
+        few = [np.all(every[choice, 1:] == 1, axis=1) for choice in choices]
+        cheap = [mask | (cost == cost.min()) for mask, cost in zip(few, nodes, strict=True)]
+        yield self._best(_masked(choices, cheap), _masked(nodes, cheap))
+        if self.of.workers <= MANY:
+            return
+        for columns in self.of.divisors.tolist():
+            rows = self.of.workers // columns
+            grid = [(columns, rows, 1, 1), (columns, 1, rows, 1), (columns, 1, 1, 1)]
+            grid.append((self.of.workers, 1, 1, 1))
+            on = np.any([np.all(every == one, axis=1) for one in grid], axis=0) | (
+                every.prod(axis=1) == 1
+            )
+            some = [on[choice] for choice in choices]
+            if all(mask.any() for mask in some):
+                yield self._best(_masked(choices, some), _masked(nodes, some))
 
     def _least_transfer(self, moves: Moves, b: Chosen) -> Times:
         key = id(moves), b.tobytes()

@@ -77,7 +77,6 @@ class Integrated(Divided):
                 reason = f"a batch of {batch} cannot be shared by {columns} columns of workers"
                 continue
             ways = self._ways(rows, columns)
-            model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
             choices = [
                 self._possible(layer, np.array([*ways.values()]), [*ways], most)
                 for layer, most in zip(graph.layers, bounds, strict=True)
@@ -90,6 +89,7 @@ class Integrated(Divided):
                     f"of workers, with a batch of {batch} in {columns} columns"
                 )
                 continue
+            model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
             chosen, total = model.cheapest(choices)
             found.append((total, chosen))
         if not found:

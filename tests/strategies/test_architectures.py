@@ -121,7 +121,7 @@ def test_layers_of_the_deepa_paper():
 def test_cells_share_weights(kind, cell):
     graph = build(f"{kind}:7")
     first, *rest, last = graph.layers[1:]
-    assert graph.is_chain
+    assert all(layer.inputs == (k,) for k, layer in enumerate(graph.layers[1:]))
     assert len(rest) == 6
     assert first.weights == sum(math.prod(array.shape) for array in cell.params.values())
     assert {(layer.weights, layer.shares) for layer in rest} == {(0, 1)}

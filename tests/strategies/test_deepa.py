@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 
 import numpy as np
@@ -147,15 +148,13 @@ def test_configurations_are_blocks_of_workers(seed, workers, batch):
 def test_there_are_as_many_configurations_as_factorisations():
     """Powers of two: exponents of four axes and of what is left over add up to that of workers."""
     assert len(Configurations(16).all) == 70  # 8 over 4
-    assert len(Configurations(32).all) == 56  # 8 over 3: images are cut as square as can be
-    assert {tuple(one[2:]) for one in Configurations(32).all.tolist()} == {
-        (1, 1),
-        (2, 1),
-        (2, 2),
-        (4, 2),
-        (4, 4),
-        (8, 4),
-    }
+    # 8 over 3 if images are cut as square as can be; or their rows alone, in 2^k for 2 ≤ k ≤ 5,
+    # which leaves 5 - k powers of two for samples, channels and nothing.
+    images = {tuple(one[2:]) for one in Configurations(32).all.tolist()}
+    squares = {(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)}
+    assert images == squares | {(h, 1) for h in (4, 8, 16, 32)}
+    rows = sum(math.comb(5 - k + 2, 2) for k in range(2, 6))
+    assert len(Configurations(32).all) == 56 + rows
 
 
 # -------------------------------------------------------------------------------------------------

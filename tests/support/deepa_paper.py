@@ -72,7 +72,7 @@ def without_halo(moves: Moves, of: Configurations, b):
     """Entries that all workers need together, no place of an image counted twice."""
     divisors, product = of.divisors_of(b), 1
     for k, axis in enumerate(moves.axes):
-        total = of.sums(axis.length)
+        total = np.add.reduceat(axis.length[:-1], np.cumsum(of.divisors) - of.divisors)
         product = product * (np.minimum(total, axis.size) if k > 1 else total)[divisors[:, k]]
     return product
 

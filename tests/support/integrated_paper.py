@@ -61,7 +61,7 @@ class Product(NamedTuple):
 
 def products(graph: Graph) -> list[Product]:
     """Those of a chain; a layer's outputs are read behind activations and pooling."""
-    assert graph.is_chain
+    assert all(layer.inputs == (k,) for k, layer in enumerate(graph.layers[1:]))
     layers, found = graph.layers, []
     numbers = [k for k, layer in enumerate(layers) if layer.kind in MIXING]
     for k, after in pairwise([*numbers, len(layers)]):
