@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from .collectives import Sums, descend
 from .configurations import Configuration, Limits, box_needed, image_of, limits
 from .graph import Graph, Layer
 from .recurrent import Step
-from .stage import LocalLayer, LocalSum, RecurrentStage, Stage, copies
+from .stage import RecurrentStage, Stage, copies
 from .strategy import Job, Training, check_samples, cross_entropy
 
 __all__ = ["Division", "Partitioned", "limits_of"]
@@ -117,18 +118,32 @@ class Division(NamedTuple):
     input_shape: tuple[int, ...]
 
 
-class _Block(LocalLayer):
+class _Local:
+    """A sum of layers, as one rank computes it; of one layer, that layer."""
+
+    def __init__(self, params: dict[str, Array] | None = None) -> None:
+        self.params = {} if params is None else params
+
+    def forward(self, *xs: Array) -> Array:
+        """Return the sum."""
+        return reduce(np.add, xs)
+
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        """Return the gradient of each term, which is not to be written to, and of parameters."""
+        return grad, {}
+
+
+class _Block(_Local):
     """A block of the output of a layer; `op` computes it from the box `needed`.
 
     The block begins with channel `first` of the output of `op`.
     """
 
     def __init__(self, op: Operator, needed: Box, block: Box, first: int, deep: bool) -> None:
-        shape = shape_of(needed)[1:] if deep else None
-        super().__init__(Stage([op], deep, copied=False), shape)
-        self._op_shape, self._size = op.input_shape, shape_of(block)
+        self._op, self._deep, self._stage = op, deep, Stage([op], deep, copied=False)
+        super().__init__(self._stage.parameters[0])
+        self._needed, self._size = shape_of(needed)[1:], shape_of(block)
         self._cut = slice(first, first + self._size[1])
-        self._op = op
 
     def read(self, x: Array) -> None:
         """Take the inputs of these samples, if it is a step of a cell."""
@@ -137,35 +152,41 @@ class _Block(LocalLayer):
 
     def forward(self, *xs: Array) -> Array:
         (x,) = xs
-        y = super().forward(x.reshape(len(x), *self._op_shape))
+        self._activations = self._stage.forward(x.reshape(len(x), *self._op.input_shape))
+        y = self._activations[-1]
         block: Array = y.reshape(len(y), -1, *self._size[2:])[:, self._cut]
         return block
 
     def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
-        y = self.activations[-1]
+        y = self._activations[-1]
         if y.size != grad.size:
             shape = len(y), y[0].size // math.prod(self._size[2:]), *self._size[2:]
             whole = np.zeros(shape, y.dtype)
             whole[:, self._cut] = grad
             grad = whole
-        grads = super().backward(grad)
-        self.activations = []
-        return grads
+        below, (grads, *_) = self._stage.backward(self._activations, grad)
+        self._activations = []
+        return below.reshape(-1, *self._needed) if self._deep else grad, grads
 
 
-class _Cells(LocalLayer):
+class _Cells(_Local):
     """All steps of a recurrent network, for the samples of a block."""
 
     def __init__(self, steps: Sequence[Operator], block: Box) -> None:
-        super().__init__(RecurrentStage(steps), None)
+        self._stage = RecurrentStage(steps)
+        super().__init__(self._stage.parameters[0])
         self._samples, self._size = slice(*block[0]), shape_of(block)
 
     def forward(self, *xs: Array) -> Array:
-        last: Array = super().forward(xs[0][self._samples]).reshape(self._size)
+        self._activations = self._stage.forward(xs[0][self._samples])
+        last: Array = self._activations[-1].reshape(self._size)
         return last
 
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        return grad, self._stage.backward(self._activations, grad)[1][0]
 
-class _Idle(LocalSum):
+
+class _Idle(_Local):
     """A block without entries, on a rank that is left over."""
 
     def __init__(self, block: Box) -> None:
@@ -277,10 +298,10 @@ class Partitioned(Training):
             np.float32, *(param for op in ops if op is not None for param in op.params.values())
         )
 
-    def _local_layers(self, ops: Sequence[Operator | None]) -> list[LocalSum]:
+    def _local_layers(self, ops: Sequence[Operator | None]) -> list[_Local]:
         """Return this rank's block of every layer, with parameters of its own."""
         rank = self.communicator.rank
-        local = [LocalSum() if volume(block) else _Idle(block) for block in self._blocks]
+        local = [_Local() if volume(block) else _Idle(block) for block in self._blocks]
         units = slice(*self._blocks[1][1])
         cells = [ops[k].cell for k in self._steps[:1]]  # type: ignore[union-attr]
         if volume(self._blocks[1]) and not self._at_once:
