@@ -349,7 +349,8 @@ class NetworkCosts:
         every = self.of.all
         few = [np.all(every[choice, 1:] == 1, axis=1) for choice in choices]
         cheap = [mask | (cost == cost.min()) for mask, cost in zip(few, nodes, strict=True)]
-        yield self._best(_masked(choices, cheap), _masked(nodes, cheap))
+        found = self._best(_masked(choices, cheap), _masked(nodes, cheap))
+        yield found
         if self.of.workers <= MANY:
             return
         for columns in self.of.divisors.tolist():
@@ -360,8 +361,15 @@ class NetworkCosts:
                 every.prod(axis=1) == 1
             )
             some = [on[choice] for choice in choices]
-            if all(mask.any() for mask in some):
-                yield self._best(_masked(choices, some), _masked(nodes, some))
+            if not all(mask.any() for mask in some):
+                continue
+            # Transfers are left out: what costs more without them is no better.
+            costs = _masked(nodes, some)
+            if math.fsum(cost.min() for cost in costs) < found[1]:
+                found = min(
+                    found, self._best(_masked(choices, some), costs), key=lambda way: way[1]
+                )
+                yield found
 
     def _least_transfer(self, moves: Moves, b: Chosen) -> Times:
         key = id(moves), b.tobytes()

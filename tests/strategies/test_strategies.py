@@ -286,6 +286,17 @@ def test_long_networks_take_linear_time(workers: int) -> None:
     assert taken[1] < 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "workers"), [("inception-v3", 10_000), ("alexnet", 100_000)])
+def test_many_workers_take_seconds(name: str, workers: int) -> None:
+    """And per layer is still no slower than what it contains."""
+    start = time.process_time()
+    found = compare(build(name), Machine(), workers, 256)
+    assert time.process_time() - start < 30
+    totals = {one.strategy: one.total for one in found.predictions}
+    assert totals["per layer"] <= min(totals.get(row, np.inf) for row in ("batch", "integrated"))
+
+
 def test_a_pipeline_of_too_many_places_is_refused() -> None:
     layers = [Layer("x", "input", (), (3,))]
     layers += [Layer(f"l{k}", "linear", (k - 1,), (3,), 9, 9, 9) for k in range(1, 5000)]
