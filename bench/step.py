@@ -6,8 +6,10 @@ input, initial state and parameters; no optimiser.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +19,11 @@ from numpy.typing import NDArray
 
 from sparsescan.jacobians import GRU, LSTM, RNN
 
-from . import drawing, peers, recurrent
+from . import children, drawing, peers, recurrent
 from .drawing import BLUE, GREEN, legend, rows_of_bars
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
 from .peers import MissingPeerError
+from .resident import GIVE_BACK, growth
 from .timing import PAUSE, THREADS, Call, fastest
 
 Array = NDArray[Any]
@@ -66,6 +69,9 @@ CASES = (
     Case("RNN", 1, 20, 16, 10_000, 25, 4),
     Case("RNN", 1, 20, 16, 100, 12, 3),
     Case("GRU", 12, 20, 16, 1000, 30, 6),
+    Case("GRU", 38, 20, 16, 259, 30, 6),  # the paper's set S, M, and L
+    Case("GRU", 24, 20, 16, 517, 30, 6),
+    Case("GRU", 12, 20, 16, 1034, 30, 6),
     Case("LSTM", 12, 20, 16, 1000, 8, 8),
     Case("GRU", 12, 64, 16, 1000, 6, 5),
     Case("GRU", 12, 128, 16, 1000, 5, 4),
@@ -76,6 +82,11 @@ CASES = (
     Case("RNN", 12, 512, 16, 1000, 5, 3, kept=0.05),
 )
 
+
+# Long sequences, for which memory is what counts.
+LONG = tuple(Case(kind, 12, 20, 16, 30_000, 1, 1) for kind in ("RNN", "GRU", "LSTM"))
+# The first step of a process, in which kernels are loaded.
+FIRST = Case("GRU", 12, 20, 16, 100, 1, 1)
 
 # -- Contenders -----------------------------------------------------------------------------------
 
@@ -230,16 +241,56 @@ def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     return differences
 
 
+# -- Memory and the first call --------------------------------------------------------------------
+
+
+def peak(case: Case, who: str) -> int:
+    """By how many bytes this process grows at the peak of two steps, beside inputs."""
+    make = {OURS: _Race.ours, PYTORCH: _Race.pytorch}[who]
+    # Kernels are compiled, and libraries have taken what they keep.
+    *_, small = make(_Race(replace(case, steps=10))).values()
+    small()
+    *_, call = make(_Race(case)).values()
+    return growth(lambda: (call(), call()))[0]
+
+
+def measure_memory(case: Case) -> Results:
+    """``bytes`` that each takes at the peak, beside inputs, each in a process of its own."""
+    return {"bytes": {who: int(_in_child(f"peak({case!r}, {who!r})")) for who in (OURS, PYTORCH)}}
+
+
+def first_call(case: Case) -> float:
+    """Seconds of the first step of this process."""
+    (call,) = _Race(case).ours().values()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure_first_call(case: Case) -> Results:
+    """``seconds`` of the first steps of five processes, after one that may compile."""
+    return {"seconds": [float(_in_child(f"first_call({case!r})")) for _ in range(6)][1:]}
+
+
+def _in_child(expression: str) -> str:
+    """Evaluate an expression of this module in a process of its own, and return what it prints."""
+    code = f"from bench.step import *; print({expression})"
+    return children.run([sys.executable, "-c", code], GIVE_BACK)
+
+
 # -- The experiment -------------------------------------------------------------------------------
 
 
 def _pieces(options: Options) -> Iterable[Piece]:
     cpu_only("step", options)
-    return [
+    yield from (
         Piece(case.name, partial(measure, case, quick=options.quick))
         for case in CASES
         if case.name in _QUICK or not options.quick
-    ]
+    )
+    yield Piece("first step of a process", partial(measure_first_call, FIRST))
+    if not options.quick:
+        yield from (Piece(f"memory of {case.name}", partial(measure_memory, case)) for case in LONG)
 
 
 def _about(options: Options) -> Results:
@@ -252,10 +303,15 @@ def _about(options: Options) -> Results:
     }
 
 
+def _races(results: Results) -> Results:
+    """The pieces in which contenders took turns."""
+    return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
+
+
 def _rows(results: Results) -> list[Row]:
     return [
         row
-        for name, piece in results["pieces"].items()
+        for name, piece in _races(results).items()
         for peer in (PYTORCH, JAX)
         if (row := recurrent.row(f"Training step: {name}", piece, peer, OURS))
     ]
@@ -263,7 +319,7 @@ def _rows(results: Results) -> list[Row]:
 
 def _drawings(results: Results) -> list[Drawing]:
     """How long the peers take, in multiples of our time."""
-    pieces = results["pieces"]
+    pieces = _races(results)
     if not pieces:
         return []
     figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + 0.5 * len(pieces))

@@ -48,4 +48,15 @@ def test_what_was_measured_can_be_shown(pieces: Results) -> None:
 
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(SystemExit, match="step is of the CPU"):
-        step.EXPERIMENT.pieces(Options(True, "cuda"))
+        list(step.EXPERIMENT.pieces(Options(True, "cuda")))
+
+
+@pytest.mark.slow
+def test_memory_and_the_first_step_are_those_of_other_processes() -> None:
+    case = step.Case("RNN", 2, 20, 16, 2000, 1, 1)
+    taken = step.measure_memory(case)["bytes"]
+    states = 4 * case.steps * case.batch * case.hidden
+    assert min(taken.values()) > states
+    seconds = step.measure_first_call(CASES["GRU"])["seconds"]
+    assert len(seconds) == 5
+    assert all(0 < each < 60 for each in seconds)
