@@ -118,10 +118,12 @@ class Cell(Parametrised, Fixed, ABC):
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
     # Of a whole sequence: vectors of length hidden_size that are kept of a step for the backward
-    # pass, or that it writes; whether the forward pass writes any; and the kernels of both passes.
+    # pass, or that it writes; whether the forward pass writes any; the kernels of both passes, and
+    # what runs that of the first.
     _kept_gates: ClassVar[int]
     _writes_gates: ClassVar[bool] = True
     _run_kernel: ClassVar[Callable[..., None]]
+    _unroll: ClassVar[Callable[..., Any]]
     _back_kernel: ClassVar[Callable[..., None]]
 
     def __init__(
@@ -286,8 +288,12 @@ class Cell(Parametrised, Fixed, ABC):
                 f"shape {x.shape}"
             )
         xp, dtype = self._place(x, state)
-        states = output(xp, None, (steps + 1, *lead, self.state_size), dtype, what="the states")
         batch = math.prod(lead)
+        if xp is np and x.size > 0:
+            x = np.ascontiguousarray(x.reshape(steps, batch, self.input_size), dtype)
+            first = state.reshape(batch, self.state_size)
+            return self._unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
+        states = output(xp, None, (steps + 1, *lead, self.state_size), dtype, what="the states")
         flat = states.reshape(steps + 1, batch, self.state_size)
         flat[0] = state.reshape(batch, self.state_size)
         x = x.reshape(steps * batch, self.input_size).astype(dtype, copy=False)

@@ -22,7 +22,7 @@ from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
 from ._sharing import quiet
 
-__all__ = ["Gradients", "TrainingStep"]
+__all__ = ["Gradients", "TrainingStep", "unroll"]
 
 Array = NDArray[Any]
 
@@ -34,11 +34,16 @@ _TASK_STEPS = 256  # steps whose gradients in the input are a task
 _SMALL = 1 << 20  # multiply-adds of a direction below which other threads would come too late
 
 
-class Network(Protocol):
-    """What a training step takes of a :class:`Recurrent`."""
+class Layers(Protocol):
+    """Layers of cells, as memory is taken for them."""
 
     cells: tuple[tuple[Cell, ...], ...]
     input_size: int
+
+
+class Network(Layers, Protocol):
+    """What a training step takes of a :class:`Recurrent`."""
+
     state_size: int
 
     @property
@@ -176,27 +181,10 @@ class TrainingStep:
         weights = [one.weights() for one in memory.directions]
         memory.read(x, state, lengths)
         for ks in self._layers:
-            for start in range(0, steps, memory.segment):
-                span = start, min(start + memory.segment, steps)
-                memory.for_each_group(ks, self._run, weights, span)
+            memory.run(ks, weights)
         output, last = memory.results(lengths)
         self._weights = weights
         return self._as_given(output), self._as_given(last)
-
-    def _run(
-        self, group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]
-    ) -> None:
-        """Compute some states of one direction, in its order, and their gates."""
-        one, weights = group.memory.directions[k], all_weights[k]
-        one.cell._run_kernel(
-            group.sequence(k, span),
-            weights.w_in,
-            weights.w_hidden,
-            weights.bias,
-            group.memory.states[one.layer - 1],
-            one.is_relu,
-            *span,
-        )
 
     # -- Backward ---------------------------------------------------------------------------------
 
@@ -270,7 +258,7 @@ class TrainingStep:
         """Compute the gradients in the products of some steps of one direction."""
         one, weights = group.memory.directions[k], all_weights[k]
         if one.cell._writes_gates and not group.memory.keeps_gates:
-            self._run(group, k, all_weights, span)
+            _run(group, k, all_weights, span)
         carry = group.carries[k]
         one.cell._back_kernel(
             group.sequence(k, span),
@@ -404,6 +392,44 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64]:
     if batch and not (array.min() >= 0 and array.max() <= steps):
         raise InputError(f"lengths is {short(lengths)}; expected integers from 0 to {steps}")
     return array.astype(np.int64)
+
+
+class _OneCell:
+    """A network of one cell."""
+
+    cells: tuple[tuple[Cell, ...], ...]
+
+    def __init__(self, cell: Cell) -> None:
+        self.cells, self.input_size = ((cell,),), cell.input_size
+
+
+def unroll(cell: Cell, x: Array, state: Array) -> Array:
+    """Return the states ``s_0, …, s_T`` of a cell, ``(T + 1, batch, state_size)``.
+
+    The inputs are ``(T, batch, input_size)``, in the dtype of the result, as is the state.
+    """
+    steps, batch, _ = x.shape
+    direction = _Direction(cell, 1, 0, x.dtype)
+    memory = _Memory(_OneCell(cell), [direction], steps, batch, max(1, min(steps, _SEGMENT)))
+    check_memory(f"{steps} steps of {batch} samples", memory.nbytes)
+    memory.allocate()
+    memory.read(x, state[None], np.full(batch, steps))
+    memory.run(range(1), [direction.weights()])
+    return memory.every_state()
+
+
+def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
+    """Compute some states of one direction, in its order, and their gates."""
+    one, weights = group.memory.directions[k], all_weights[k]
+    one.cell._run_kernel(
+        group.sequence(k, span),
+        weights.w_in,
+        weights.w_hidden,
+        weights.bias,
+        group.memory.states[one.layer - 1],
+        one.is_relu,
+        *span,
+    )
 
 
 # -- Weights --------------------------------------------------------------------------------------
@@ -594,7 +620,7 @@ class _Memory:
 
     def __init__(
         self,
-        network: Network,
+        network: Layers,
         directions: list[_Direction],
         steps: int,
         batch: int,
@@ -735,7 +761,19 @@ class _Memory:
         room = self._rooms.pop() if self._rooms else self._aligned(0)
         return room if len(room) >= count else self._aligned(count)
 
-    # -- Gradients --------------------------------------------------------------------------------
+    # -- States and gradients ---------------------------------------------------------------------
+
+    def run(self, ks: range, weights: list[_Weights]) -> None:
+        """Compute all states of the directions of a layer, and the gates of the last segment."""
+        for start in range(0, self.steps, self.segment):
+            span = start, min(start + self.segment, self.steps)
+            self.for_each_group(ks, _run, weights, span)
+
+    def every_state(self) -> Array:
+        """Return the states of the only direction: before the first step, and after each."""
+        parts = [self.states, self.cells][: self.directions[0].cell._parts]
+        slots = [self._slots(arrays[1], 1)[: self.steps + 1] for arrays in parts]
+        return np.concatenate(slots, axis=-1)
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""

@@ -11,6 +11,7 @@ from ..symbolic.schedule import check_choice
 from ._cell import Array, Cell, Slopes
 from ._kernels import sequences
 from ._kernels.recurrent import fill_gru, fill_lstm, fill_rnn
+from ._recurrent_step import unroll
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
 
@@ -89,6 +90,7 @@ class RNNCell(Cell):
     _kept_gates = 1
     _writes_gates = False
     _run_kernel = staticmethod(sequences.run_rnn)
+    _unroll = staticmethod(unroll)
     _back_kernel = staticmethod(sequences.back_rnn)
 
     def __init__(
@@ -199,6 +201,7 @@ class GRUCell(Cell):
     _kernel = staticmethod(fill_gru)
     _kept_gates = 4
     _run_kernel = staticmethod(sequences.run_gru)
+    _unroll = staticmethod(unroll)
     _back_kernel = staticmethod(sequences.back_gru)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -296,6 +299,7 @@ class LSTMCell(Cell):
     _kernel = staticmethod(fill_lstm)
     _kept_gates = 4
     _run_kernel = staticmethod(sequences.run_lstm)
+    _unroll = staticmethod(unroll)
     _back_kernel = staticmethod(sequences.back_lstm)
 
     def _kept(self, gates: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -17,7 +20,7 @@ from sampling import slow
 
 import sparsescan
 import sparsescan.execution.stages
-from sparsescan import BatchedCSR, CSRChain
+from sparsescan import BatchedCSR, CSRChain, Pattern
 from sparsescan.execution import threads as _threads
 from sparsescan.kernels.cpu.tables import ABORTED, Run, Tables
 
@@ -386,6 +389,38 @@ def test_a_thread_that_fails_lets_nobody_wait(monkeypatch):
     with pytest.raises(MemoryError, match="no room"):
         _threads.work(kernel, tables, 2)
     assert tables.run[Run.STATUS] == ABORTED
+
+
+@pytest.mark.slow
+def test_threads_that_wait_for_their_turn_hold_nobody_up(monkeypatch):
+    """Where others keep all cores busy, two threads take no longer than one, or half as long more.
+
+    They share the rows of each step, and meet after it.
+    """
+    if _threads.thread_count() < 2:
+        pytest.skip("one thread only")
+    plans = importlib.import_module("sparsescan.plan.scan_plan")
+    values = np.full((60, 768 * 768), 1 / 768, np.float32)
+    plan = sparsescan.plan([Pattern.dense((768, 768))] * 60, schedule="linear")
+    grad = np.ones(768, np.float32)
+
+    def seconds(count):
+        monkeypatch.setattr(plans, "thread_count", lambda: count)
+        start = time.monotonic()
+        plan.exclusive_scan(grad, values)
+        return time.monotonic() - start
+
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(2 * len(_threads.usable_cores()))]
+    try:
+        seconds(1), seconds(2)
+        turns = [(seconds(1), seconds(2)) for _ in range(15)]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    one, two = np.median(turns, axis=0)
+    assert two <= 1.5 * one, (one, two)
 
 
 # ---------------------------------------------------------------------------------------------

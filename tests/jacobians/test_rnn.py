@@ -261,6 +261,20 @@ def test_gradients_that_are_not_given_are_zero() -> None:
     assert all(np.array_equal(grads.params[name], zeros.params[name]) for name in net.params)
 
 
+@pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_input_has_the_outputs_of_pytorch(kind: str, special: float) -> None:
+    rng = np.random.default_rng(3)
+    for hidden in (1, 3, 20):
+        net = KINDS[kind](2, hidden, dtype=F8, rng=rng)
+        x, state, _, above, carry = make(rng, net, 4, 5, F8)
+        x[0, 0, 0] = x[2, 3, 1] = state[0, 4, 0] = special
+        expected = autograd(net, x, state, None, above, carry, torch.float64)
+        output, last = net.training_step().forward(x, state)
+        np.testing.assert_allclose(output, expected["output"], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(last, expected["last"], rtol=1e-12, atol=1e-12)
+
+
 def test_nan_stays_with_its_sample() -> None:
     net = LSTM(3, 4, rng=0)
     arguments = make(np.random.default_rng(0), net, 5, 3, F4)

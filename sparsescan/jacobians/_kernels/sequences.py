@@ -317,14 +317,15 @@ def _part(s):
 def _make_products(s, w_in, w_hidden, bias, x, t, before, gates):
     """Compute all products of a step: those that read the input come first, of states last."""
     lanes, rows = lane_count(x), gates * s.units
-    for b in range(s.samples):
-        for i in range(w_in.rows, rows, lanes):
-            store(s.products, b * s.stride + i, load(bias, i))
     at = ((t + 1) * s.batch + s.first) * w_in.cols
     _multiply(
         *(w_in, x, at, w_in.cols, 0),
         *(bias, True, s.products, 0, s.stride, s.samples, s.room),
     )
+    # What is written beyond its rows is 0·x, which may be no number.
+    for b in range(s.samples):
+        for i in range(w_in.rows, rows, lanes):
+            store(s.products, b * s.stride + i, load(bias, i))
     _multiply(
         *(w_hidden, s.states, before, s.width, 0),
         *(bias, False, s.products, rows - w_hidden.rows, s.stride, s.samples, s.room),
