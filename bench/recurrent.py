@@ -157,7 +157,7 @@ class Recurrence:
     def on_stream(self) -> AbstractContextManager[Any]:
         """Let CuPy work on PyTorch's device and current stream."""
         stream = None if self.xp is np else torch.cuda.current_stream(self.device)
-        return place(self.cell.weight_hh, None, stream)
+        return place("weight_hh", self.cell.weight_hh, None, stream)
 
 
 def about(kind: str, options: Options) -> Results:
