@@ -227,9 +227,11 @@ class TrainingStep:
         memory.read_carry(carry)
         input_grad = None
         if needs_input_grad:
-            input_grad = np.zeros((steps, memory.batch, memory.widths[0]), memory.dtype)
+            input_grad = np.empty((steps, memory.batch, memory.widths[0]), memory.dtype)
         for ks in reversed(self._layers):
             below = memory.below(ks.start) if ks.start > 0 else input_grad
+            if below is not None and len(ks) > 1:
+                below[:] = 0  # to which both directions add
             for start in reversed(range(0, steps, memory.segment)) if memory.batch else ():
                 span = start, min(start + memory.segment, steps)
                 memory.for_each_group(ks, self._back, weights, above, span)
@@ -282,14 +284,17 @@ class TrainingStep:
         """Add the gradients of the parameters over some steps, and compute those in the input."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
-            for which, packing in enumerate(memory.directions[k].packings):
-                # Rows of a task read the same states, at best in the cache; threads share them.
-                tile = TILE_VECTORS * memory.lanes
-                size = -(-packing.rows // (2 * memory.threads * tile)) * tile
-                size = _TASK_ROWS if packing.is_sparse else size
-                for row in range(0, packing.rows, size):
-                    rows = row, min(row + size, packing.rows)
-                    tasks.append(partial(memory.add_grads, k, which, sums[k], rows, span))
+            one = memory.directions[k]
+            # Rows of a task read the same states, at best in the cache; threads share them.
+            tile = TILE_VECTORS * memory.lanes
+            size = -(-one.products // (2 * memory.threads * tile)) * tile
+            for row in range(0, one.products, size) if one.is_dense else ():
+                rows = row, min(row + size, one.products)
+                tasks.append(partial(memory.add_grads, k, sums[k], rows, span))
+            for which, packing in enumerate(one.packings):
+                for row in range(0, packing.rows, _TASK_ROWS) if packing.is_sparse else ():
+                    rows = row, min(row + _TASK_ROWS, packing.rows)
+                    tasks.append(partial(memory.add_sparse_grads, k, which, sums[k], rows, span))
         # Directions take turns at the same gradients in the input.
         for k in ks:
             if below is None:
@@ -451,12 +456,21 @@ class _Packing:
         Rows in a vector.
     block : int
         Columns that read neighbours.
+    first, whole : int
+        Which row of all products of a step is the first one here, and how many those are.
     """
 
     def __init__(
-        self, places: NDArray[np.int64], kept: NDArray[np.bool_], lanes: int, block: int
+        self,
+        places: NDArray[np.int64],
+        kept: NDArray[np.bool_],
+        lanes: int,
+        block: int,
+        first: int,
+        whole: int,
     ) -> None:
         self.rows, self.cols = places.shape
+        self.first, self.stride = first, -(-whole // lanes) * lanes
         self._lanes, self._block = lanes, block
         self.is_sparse = bool(np.count_nonzero(kept) < _SPARSE * kept.size)
         self.room = (self.rows + self.cols + 2 * lanes) * lanes if self.is_sparse else 0
@@ -466,15 +480,15 @@ class _Packing:
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             return
         # Where an entry is pruned, or fills up a vector, a zero behind the weight.
-        vectors = -(-self.rows // lanes)
-        whole = np.full((vectors * lanes, self.cols), places.size)
-        whole[: self.rows] = np.where(kept, places, places.size)
         size = TILE_VECTORS * lanes
-        tiles = [whole[row : row + size].T.reshape(-1) for row in range(0, len(whole), size)]
+        filled = np.full((-(-self.rows // size) * size, self.cols), places.size)
+        filled[: self.rows] = np.where(kept, places, places.size)
+        tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
         self.order = np.concatenate(tiles)
         self.indices = self.indptr = np.zeros(0, np.int64)
         # Where the sum of each entry of the weight is.
-        sums = np.arange(self.cols * len(whole)).reshape(self.cols, -1)[:, : self.rows].T
+        sums = np.arange(self.cols * self.stride).reshape(self.cols, -1)
+        sums = sums[:, first : first + self.rows].T
         self._sums = sums.reshape(-1)[np.argsort(places.reshape(-1))]
         self._pruned = places[~kept]
 
@@ -492,12 +506,11 @@ class _Packing:
             self.indptr,
         )
 
-    def zeros(self) -> tuple[Array, Array]:
-        """Return what the sums of gradients of the entries, and of the rows, begin with."""
-        rows = -(-self.rows // self._lanes) * self._lanes
+    def zeros(self, row_sums: Array) -> tuple[Array, Array]:
+        """Return what sums of gradients of the entries, and of all rows, begin with."""
         if self.is_sparse:
-            return np.zeros(len(self.order)), np.zeros(rows)
-        return np.zeros(self.cols * rows), np.zeros(rows)
+            return np.zeros(len(self.order)), np.zeros(self.stride)
+        return _aligned(self.cols * self.stride, float), row_sums
 
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
@@ -520,7 +533,8 @@ class _Weights(NamedTuple):
     w_back: Matrix
 
 
-# Sums over steps and samples, for the weights of input and state: of their entries and rows.
+# Sums over steps and samples, for the weights of input and state: of their entries, and of all
+# products of a step, which both have in common if they are dense.
 _Sums = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 
@@ -536,10 +550,13 @@ class _Direction:
         self.kept = cell._kept_gates
         # The products that read the input come first, and those that read the state last.
         gates = np.arange(len(cell._ih))
-        self.in_packing, self._in_back = self._packings("weight_ih", np.argsort(cell._ih))
-        self.hidden_packing, self._hidden_back = self._packings("weight_hh", gates)
-        self.first_hidden = self.products - self.hidden_packing.rows
+        self.first_hidden = self.products - len(gates) * self.units
+        self.in_packing, self._in_back = self._packings("weight_ih", np.argsort(cell._ih), 0)
+        self.hidden_packing, self._hidden_back = self._packings(
+            "weight_hh", gates, self.first_hidden
+        )
         self.packings = self.in_packing, self.hidden_packing
+        self.is_dense = not (self.in_packing.is_sparse and self.hidden_packing.is_sparse)
         # From the products of a sample to those of the next: each fills whole vectors.
         vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
         ends = self.first_hidden + vectors * self.lanes, self.products
@@ -549,15 +566,17 @@ class _Direction:
         self.room = max(packing.room for packing in every)
         self._order = self._whole_order()
 
-    def _packings(self, name: str, order: NDArray[np.int64]) -> tuple[_Packing, _Packing]:
+    def _packings(
+        self, name: str, order: NDArray[np.int64], first: int
+    ) -> tuple[_Packing, _Packing]:
         shape, mask = self.cell._shapes[name], self.cell._masks[name]
         places = np.arange(math.prod(shape)).reshape(len(order), self.units, shape[1])
         places = places[order].reshape(shape)
         kept = np.ones(shape, bool) if mask is None else mask.on(np)
         kept = kept.reshape(-1)[places]
         return (
-            _Packing(places, kept, self.lanes, shape[1]),
-            _Packing(places.T, kept.T, self.lanes, self.units),
+            _Packing(places, kept, self.lanes, shape[1], first, self.products),
+            _Packing(places.T, kept.T, self.lanes, self.units, 0, shape[1]),
         )
 
     def _whole_order(self) -> list[NDArray[np.int64]]:
@@ -593,7 +612,8 @@ class _Direction:
 
     def zeros(self) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
-        return self.in_packing.zeros(), self.hidden_packing.zeros()
+        row_sums = _aligned(self.in_packing.stride, float)
+        return self.in_packing.zeros(row_sums), self.hidden_packing.zeros(row_sums)
 
     def param_grads(self, sums: _Sums) -> dict[str, Array]:
         """Return the gradients of the parameters by their names."""
@@ -602,13 +622,22 @@ class _Direction:
         for name, packing, (entries, rows) in zip(("ih", "hh"), self.packings, sums, strict=True):
             weight = f"weight_{name}"
             grads[weight] = packing.unpack(entries, cell._shapes[weight], self.dtype)
-            grads[f"bias_{name}"] = rows[: packing.rows].astype(self.dtype)
+            rows = rows[packing.first : packing.first + packing.rows]
+            grads[f"bias_{name}"] = rows.astype(self.dtype)
         products = grads["bias_ih"].reshape(-1, self.units)
         grads["bias_ih"] = products[list(cell._ih)].reshape(-1)
         return {name: grads[name] for name in cell._shapes}
 
 
 # -- Memory ---------------------------------------------------------------------------------------
+
+
+def _aligned(count: int, dtype: Any) -> Array:
+    """Return zeros that begin with a cache line."""
+    size = np.dtype(dtype).itemsize
+    room = np.zeros(count + _LINE // size, dtype)
+    start = -room.ctypes.data % _LINE // size
+    return room[start : start + count]
 
 
 class _Memory:
@@ -687,8 +716,8 @@ class _Memory:
         """Take the memory."""
         arrays: dict[str, list[Array]] = {"cells": [], "grads": []}
         for name, count in self._sizes():
-            arrays.setdefault(name, []).append(self._aligned(count))
-        self.states, self.cells = arrays["states"], [self._aligned(0), *arrays["cells"]]
+            arrays.setdefault(name, []).append(_aligned(count, self.dtype))
+        self.states, self.cells = arrays["states"], [_aligned(0, self.dtype), *arrays["cells"]]
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads = arrays["grads"]
         gates = arrays["gates"]
@@ -699,12 +728,6 @@ class _Memory:
             _Group(self, first, min(self._samples, self.batch - first), own)
             for first in range(0, self.batch, self._samples)
         ]
-
-    def _aligned(self, count: int) -> Array:
-        """Return zeros that begin with a cache line."""
-        room = np.zeros(count + _LINE // self.dtype.itemsize, self.dtype)
-        start = -room.ctypes.data % _LINE // self.dtype.itemsize
-        return room[start : start + count]
 
     def _slots(self, array: Array, layer: int) -> Array:
         """Return the states of a layer with axes of slots, samples and units."""
@@ -758,8 +781,8 @@ class _Memory:
 
     def _borrow(self, count: int) -> Array:
         """Return memory for a task, which gives it back to the others."""
-        room = self._rooms.pop() if self._rooms else self._aligned(0)
-        return room if len(room) >= count else self._aligned(count)
+        room = self._rooms.pop() if self._rooms else _aligned(0, self.dtype)
+        return room if len(room) >= count else _aligned(count, self.dtype)
 
     # -- States and gradients ---------------------------------------------------------------------
 
@@ -794,9 +817,7 @@ class _Memory:
         """Return the array for the gradients in the input of the layer of a direction."""
         layer = self.directions[k].layer - 1
         shape = self.steps, self.batch, self.widths[layer]
-        below = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
-        below[:] = 0
-        return below
+        return self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
 
     def times(self, one: _Direction, span: tuple[int, int]) -> int:
         """Return the first in time of some steps, which are given in the order of a direction."""
@@ -806,38 +827,59 @@ class _Memory:
         """Return the step whose gates come first while some steps are worked on."""
         return 0 if self.keeps_gates else self.times(one, span)
 
-    def add_grads(
+    def _terms(
+        self, k: int, span: tuple[int, int], first: int
+    ) -> tuple[Gates, list[tuple[Array, int, int]]]:
+        """Return what gradients of a direction are products of, over some steps.
+
+        The gates from row `first` on; and of the inputs and of the states before the array, where
+        those of the first step begin, and how far it is to the next sample.
+        """
+        one = self.directions[k]
+        t, layer = self.times(one, span), one.layer
+        gates = Gates(
+            *(self.gates[k], self.segment, one.kept, one.units, self._samples),
+            *(t - self.first_gates(one, span), first // one.units),
+        )
+        read, width = self.widths[layer - 1 : layer + 1]
+        before = (t + 2 * one.back) * self.batch * width + one.back * one.units
+        return gates, [
+            (self.states[layer - 1], (t + 1) * self.batch * read, read),
+            (self.states[layer], before, width),
+        ]
+
+    def add_grads(self, k: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
+        """Add gradients over some steps to rows of the sums of a direction that are dense."""
+        one, terms = self.directions[k], max(self.batch, kernels.BLOCK)
+        gates, ((x, x_at, _), (h, h_at, h_step)) = self._terms(k, span, 0)
+        x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
+        (x_out, x_rows), (h_out, h_rows) = sums
+        room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 2) * self.lanes)
+        room[0] = 1
+        room[self.lanes : (1 + TILE_VECTORS) * self.lanes] = 0
+        kernels.sum_products(
+            *(gates, x, x_at, x_cols, one.in_packing.rows, x_out),
+            *(h, h_at, h_step, h_cols, one.first_hidden, h_out),
+            x_rows if x_cols else h_rows,
+            *(self.batch, span[1] - span[0], room, *rows),
+        )
+        self._rooms.append(room)
+
+    def add_sparse_grads(
         self, k: int, which: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]
     ) -> None:
         """Add gradients over some steps to rows of one of the sums of a direction."""
-        one = self.directions[k]
-        packing, batch = one.packings[which], self.batch
-        t, layer = self.times(one, span), one.layer - 1 + which
-        width = self.widths[layer]
-        if which == 0:
-            gate, b_at = 0, (t + 1) * batch * width
-        else:
-            gate = one.first_hidden // one.units
-            b_at = (t + 2 * one.back) * batch * width + one.back * one.units
-        gates = Gates(
-            *(self.gates[k], self.segment, one.kept, one.units, self._samples),
-            *(t - self.first_gates(one, span), gate),
+        packing = self.directions[k].packings[which]
+        gates, factors = self._terms(k, span, packing.first)
+        entries, row_sums = sums[which]
+        stride = max(self.batch, kernels.BLOCK) + 2 * self.lanes
+        size = rows[1] - rows[0] + self.lanes
+        room = self._borrow((2 * size + packing.cols + self.lanes) * stride)
+        kernels.sum_sparse_products(
+            *(gates, *factors[which], packing.cols, self.batch, span[1] - span[0]),
+            *(packing.indptr, packing.indices, room),
+            *(entries, row_sums[packing.first :], *rows),
         )
-        arguments = (
-            *(gates, packing.rows, self.states[layer], b_at, width, packing.cols),
-            *(batch, span[1] - span[0]),
-        )
-        terms = max(batch, kernels.BLOCK)
-        if packing.is_sparse:
-            stride, size = terms + 2 * self.lanes, rows[1] - rows[0] + self.lanes
-            room = self._borrow((2 * size + packing.cols + self.lanes) * stride)
-            sparse = packing.indptr, packing.indices
-            kernels.sum_sparse_products(*arguments, *sparse, room, *sums[which], *rows)
-        else:
-            room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 2) * self.lanes)
-            room[0] = 1
-            room[self.lanes : (1 + TILE_VECTORS) * self.lanes] = 0
-            kernels.sum_products(*arguments, room, *sums[which], *rows)
         self._rooms.append(room)
 
     def back_to_input(

@@ -577,7 +577,7 @@ def add_tile(
     start, start_at, start_step : array, int, int
         Where the rows of `start` begin, which may be `out`.
     vectors, vectors_at : array, int
-        Where ``vectors[0]`` begins; each is as wide as the tile, and they are neighbours.
+        Where ``vectors[0]`` begins, which is as wide as the tile; each has room for `TILE_VECTORS`.
     numbers, numbers_at, numbers_step, number_step, block_step : array, int, int, int, int
         Where ``numbers[0, 0]`` is, and how far it is from there to the next `n`, to the next `k`,
         and to the next block of them.
@@ -655,7 +655,7 @@ def _tile(builder, args, vector, columns, rows):
         for each in sums:
             builder.store(zero, each)
         with cgutils.for_range(builder, some) as loop:
-            k = builder.mul(builder.add(before, loop.index), size(columns * vector.count))
+            k = builder.mul(builder.add(before, loop.index), size(TILE_VECTORS * vector.count))
             loaded = [load(vectors, builder.add(k, size(c * vector.count))) for c in range(columns)]
             index = builder.add(offset, builder.mul(loop.index, number_step))
             for n, first in enumerate(firsts):

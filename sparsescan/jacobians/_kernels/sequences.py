@@ -77,9 +77,8 @@ class Matrix(NamedTuple):
     blocks, block : int
         The columns are so many blocks of so many.
     values : ndarray
-        Of a dense matrix `TILE_VECTORS` vectors of rows after as many others, or what is left, and
-        of those column by column; the last vector is filled up with zeros. Of a sparse one the
-        entries.
+        Of a dense matrix `TILE_VECTORS` vectors of rows after as many others, and of those column
+        by column; the last are filled up with zeros. Of a sparse one the entries.
     indices, indptr : ndarray of int64
         Of a sparse matrix, as in CSR; empty for a dense one.
     """
@@ -556,56 +555,70 @@ def back_lstm(s, w_back, above, carry, carry_c, relu, begin, end):
 
 # Samples of steps that are summed up at once, in the cache. What is summed before is kept in double
 # precision.
-BLOCK = 128
+BLOCK = 256
 
 
 @_kernel
 def sum_products(
     gates,
-    rows,
-    b,
-    b_at,
-    b_step,
-    cols,
+    x,
+    x_at,
+    x_cols,
+    x_rows,
+    x_out,
+    h,
+    h_at,
+    h_step,
+    h_cols,
+    h_first,
+    h_out,
+    row_sums,
     batch,
     steps,
     room,
-    out,
-    row_sums,
     begin,
     end,
 ):
-    """Add ``Σ a[t, n, i]·b[t, n, j]``, over some steps and all samples, to ``out[j, i]``.
+    """Add ``Σ a[t, n, i]·x[t, n, j]``, over some steps and all samples, to ``x_out[j, i]``.
 
-    That is for rows `i` of the gates ``a`` from `begin`, where a vector begins, to `end`;
-    ``Σ a[t, n, i]`` is added to ``row_sums[i]``, and `b_step` is from the numbers of a sample in
-    `b` to those of the next. Rows of `out` are filled up to vectors. `room` begins with a one.
+    The same with `h` is added to `h_out`, and ``Σ a[t, n, i]`` to ``row_sums[i]``. That is for rows
+    `i` of the gates ``a`` from `begin`, where a tile begins, to `end`. Those from `x_rows` on have
+    no sums with `x`, and those before `h_first` none with `h`; what their vectors share with others
+    is written, and means nothing. `h_step` is from the numbers of a sample in `h` to those of the
+    next. Rows of all sums are filled up to vectors. `room` begins with a one.
     """
-    lanes, stride = lane_count(b), len(row_sums)
+    lanes, stride = lane_count(x), len(row_sums)
     block = max(1, BLOCK // batch)
     most = TILE_VECTORS * lanes
-    zeros, tile = lanes, lanes + most
-    together = tile + TILE_ROWS * most
+    together = lanes + (1 + TILE_ROWS) * most
     for start in range(0, steps, block):
         count = min(steps - start, block)
-        terms = count * batch
+        terms, first = count * batch, start * batch
         for i in range(begin, end, most):
-            width = min(TILE_VECTORS, -(-(end - i) // lanes))
-            size = width * lanes
-            _take_together(gates, batch, start, count, i, min(size, rows - i), room, together, size)
-            add_tile(
-                *(room, tile, most, room, zeros, 0, room, together),
-                *(room, 0, 0, 0, 0, 1, terms, _PART, width, 1),
-            )
-            _add(room, tile, row_sums, i, size)
-            for j in range(0, cols, TILE_ROWS):
-                first, height = b_at + start * batch * b_step + j, min(TILE_ROWS, cols - j)
-                add_tile(
-                    *(room, tile, most, room, zeros, 0, room, together),
-                    *(b, first, 1, b_step, 0, 1, terms, _PART, width, height),
-                )
-                for n in range(height):
-                    _add(room, tile + n * most, out, (j + n) * stride + i, size)
+            size = min(most, -(-(end - i) // lanes) * lanes)
+            _take_together(gates, batch, start, count, i, min(size, end - i), room, together, most)
+            _add_columns(room, terms, 0, size, room, 0, 0, 1, row_sums, i, 0)
+            # Of each factor whole vectors are left out that have no sums with it.
+            at, stop = x_at + first * x_cols, min(size, -(-(x_rows - i) // lanes) * lanes)
+            _add_columns(room, terms, 0, stop, x, at, x_cols, x_cols, x_out, i, stride)
+            at, skip = h_at + first * h_step, max(0, h_first - i) // lanes * lanes
+            _add_columns(room, terms, skip, size, h, at, h_step, h_cols, h_out, i, stride)
+
+
+@_helper
+def _add_columns(room, terms, begin, end, b, at, step, cols, out, to, stride):
+    """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`."""
+    lanes = lane_count(b)
+    most = TILE_VECTORS * lanes
+    zeros, tile, together = lanes, lanes + most, lanes + (1 + TILE_ROWS) * most
+    for j in range(0, cols if begin < end else 0, TILE_ROWS):
+        height = min(TILE_ROWS, cols - j)
+        add_tile(
+            *(room, tile, most, room, zeros, 0, room, together + begin),
+            *(b, at + j, 1, step, 0, 1, terms, _PART, (end - begin) // lanes, height),
+        )
+        for n in range(height):
+            _add(room, tile + n * most, out, to + begin + (j + n) * stride, end - begin)
 
 
 @_inline
@@ -617,29 +630,31 @@ def _add(x, at, out, to, count):
 
 @_helper
 def _take_together(gates, batch, start, steps, row, count, out, to, stride):
-    """Write `count` rows of gates from `row` on, sample by sample, in rows of `stride`."""
+    """Write `count` rows of gates from `row` on, sample by sample, in rows of `stride`.
+
+    What is written beyond the units is written again with the next gate or sample, so there is a
+    vector more than the rows.
+    """
     a, units = gates.values, gates.units
     lanes, first_gate, first_unit = lane_count(a), gates.gate + row // units, row % units
     for t in range(gates.step + start, gates.step + start + steps):
         for first in range(0, batch, gates.samples):
             samples = min(gates.samples, batch - first)
             at = (first * gates.steps + t * samples) * gates.kept * units
-            place, u, done = at + first_gate * samples * units, first_unit, 0
-            while done < count:
-                some = min(units - u, count - done)
-                for i in range(0, some, lanes):
-                    # What is written beyond the units is written again with the next gate.
-                    for n in range(samples):
-                        v = load(a, place + n * units + u + i)
-                        store_some(out, to + n * stride + done + i, v, count - done - i)
-                place, u, done = place + samples * units, 0, done + some
-            to += samples * stride
+            at += first_gate * samples * units
+            for n in range(samples):
+                place, u, done = at + n * units, first_unit, 0
+                while done < count:
+                    some = min(units - u, count - done)
+                    for i in range(0, some, lanes):
+                        store(out, to + done + i, load(a, place + u + i))
+                    place, u, done = place + samples * units, 0, done + some
+                to += stride
 
 
 @_kernel
 def sum_sparse_products(
     gates,
-    rows,
     b,
     b_at,
     b_step,
