@@ -104,9 +104,9 @@ def networks(draw: Any) -> Any:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     gates = {"GRU": 3, "LSTM": 4}.get(kind, 1)
     masks = {}
-    density = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
-    if density is not None:
-        for name, width in (("weight_hh_l0", hidden), ("weight_ih_l0", inputs)):
+    for name, width in (("weight_hh_l0", hidden), ("weight_ih_l0", inputs)):
+        density = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
+        if density is not None:
             masks[name] = rng.random((gates * hidden, width)) < density
     options = {"nonlinearity": "relu"} if kind == "relu" else {}
     return KINDS.get(kind, RNN)(
