@@ -20,7 +20,6 @@ from .boxes import Box, bounds
 from .graph import Graph, Layer
 
 __all__ = [
-    "MANY",
     "Configuration",
     "Configurations",
     "Moves",
@@ -38,11 +37,11 @@ Limits = tuple[int, int, int, int]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-#: Beyond so many workers, images are cut by rows or as square as can be, and only so many
+# Beyond so many workers, images are cut into parts that are as square as can be, and only so many
 # workers are looked at to find the busiest.
-MANY = 16
-# Along an axis, among all configurations.
-_MOST_PARTS = 4096
+_MANY = 16
+# Along an axis, among all configurations; tables grow with its square.
+_MOST_PARTS = 512
 
 
 def image_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -55,13 +54,7 @@ def limits(layer: Layer, batch: int) -> Limits:
     channels, height, width = image_of(layer.shape)
     if layer.kind == "input":
         return 1, 1, 1, 1
-    if layer.kind == "cell":
-        # A state that is more than the hidden units is not cut.
-        return batch, channels if layer.nnz == channels**2 else 1, 1, 1
-    if layer.kind == "norm" and layer.nnz == layer.size:
-        # Each channel of an image is shifted and scaled by itself, with parameters of all.
-        return batch, 1, height, width
-    if layer.kind in ("norm", "softmax") or _moves_elements(layer):
+    if layer.kind in ("norm", "softmax", "cell") or _moves_elements(layer):
         return batch, 1, 1, 1
     return batch, channels, height, width
 
@@ -105,9 +98,7 @@ def reach(
     if axis == 1 and layer.kind == "flatten" and not _moves_elements(layer):
         area = math.prod(image_of(source.shape)[1:])
         return start // area, -(-stop // area)
-    if layer.kind in ("linear", "flatten", "softmax", "cell"):
-        return whole
-    if layer.kind == "norm" and (layer.nnz != layer.size or layer.shape != source.shape):
+    if layer.kind in ("linear", "flatten", "norm", "softmax", "cell"):
         return whole
     return start - first, stop - first
 
@@ -170,8 +161,8 @@ class Configurations:
         Number of workers.
     given : sequence of tuple of int, optional
         The configurations; by default those whose number of blocks is a divisor of the workers,
-        with at most 4,096 parts along an axis; of more than 16 workers, those in which the parts of
-        an image are rows, or as square as can be.
+        with at most 512 parts along an axis; of more than 16 workers, those in which the parts of
+        an image are as square as can be.
 
     Attributes
     ----------
@@ -203,14 +194,13 @@ class Configurations:
         d = self.divisors
         grid: Integers = np.stack(np.meshgrid(d, d, d, d, indexing="ij"), axis=-1).reshape(-1, 4)
         grid = grid[self.workers % grid.prod(axis=1) == 0]
-        if self.workers > MANY:
+        if self.workers > _MANY:
             area, width = grid[:, 2] * grid[:, 3], grid[:, 3]
             best = {
                 a: min((w for w in d.tolist() if a % w == 0), key=lambda w: abs(a / w - w))
                 for a in set(area.tolist())
             }
-            square = [min(best[a], a // best[a]) for a in area.tolist()]
-            grid = grid[(width == 1) | (width == square)]
+            grid = grid[width == [min(best[a], a // best[a]) for a in area.tolist()]]
         return grid
 
     @property
@@ -229,23 +219,23 @@ class Configurations:
         if key not in self._known:
             parts = self.bounds(size)
             ranges = np.clip(start, 0, size), np.clip(stop, 0, size)
-            sent = np.empty((self.codes, len(self.divisors)))
-            messages = np.empty((2, len(self.divisors), len(self.divisors)))
-            for k in range(len(self.divisors)):
-                sent[:, k], met = _overlaps(parts, self._of(k, ranges))
-                messages[0, :, k] = self._maxima(met)
-                messages[1, k] = self._maxima(_overlaps(ranges, self._of(k, parts))[1])
-            self._known[key] = Axis(size, parts, ranges, sent, (messages[0], messages[1]))
+            every = np.arange(self.codes)
+            axis = Axis(size, parts, ranges, np.empty(0), (np.empty(0), np.empty(0)))
+            shared = axis.shared(every[:, None], every)
+            met = (shared > 0).astype(np.float64)
+            sent = self.sums(shared)
+            messages = self.maxima(self.sums(met)), self.maxima(self.sums(met.T)).T
+            self._known[key] = axis._replace(sent=sent, messages=messages)
         return self._known[key]
 
-    def _of(self, k: int, ranges: tuple[Integers, Integers]) -> tuple[Integers, Integers]:
-        """Return the ranges of one divisor."""
-        own = slice(self._starts[k], self._starts[k] + self.divisors[k])
-        return ranges[0][own], ranges[1][own]
+    def sums(self, table: Floats) -> Floats:
+        """Return sums over the codes on the last axis, for every divisor."""
+        sums: Floats = np.add.reduceat(table[..., :-1], self._starts, axis=-1)
+        return sums
 
-    def _maxima(self, table: Integers) -> Integers:
-        """Return maxima over the codes, for every divisor."""
-        maxima: Integers = np.maximum.reduceat(table[:-1], self._starts)
+    def maxima(self, table: Floats) -> Floats:
+        """Return maxima over the codes on the first axis, for every divisor."""
+        maxima: Floats = np.maximum.reduceat(table[:-1], self._starts, axis=0)
         return maxima
 
     def divisors_of(self, chosen: Integers) -> Integers:
@@ -277,28 +267,9 @@ class Configurations:
     @cached_property
     def looked_at(self) -> Integers:
         """Workers of which one is assumed to be the busiest."""
-        if self.workers <= MANY:
+        if self.workers <= _MANY:
             return np.arange(self.workers)
-        return np.unique(np.linspace(0, self.workers - 1, MANY).round().astype(np.int64))
-
-
-def _overlaps(
-    ranges: tuple[Integers, Integers], others: tuple[Integers, Integers]
-) -> tuple[Integers, Integers]:
-    """Return, for each range, the length of its overlaps with others, and their number.
-
-    Neither the starts nor the stops of the others decrease.
-    """
-    (i, j), (starts, stops) = ranges, others
-    before, behind = (np.append(0, np.cumsum(ends)) for ends in (starts, stops))
-    # Those that overlap, then those of them that begin before the range, or end in it.
-    first = stops.searchsorted(i, "right")
-    last = np.maximum(starts.searchsorted(j, "left"), first)
-    begun = starts.searchsorted(i, "right").clip(first, last)
-    ended = stops.searchsorted(j, "right").clip(first, last)
-    upper = behind[ended] - behind[first] + (last - ended) * j
-    lower = before[last] - before[begun] + (begun - first) * i
-    return upper - lower, last - first
+        return np.unique(np.linspace(0, self.workers - 1, _MANY).round().astype(np.int64))
 
 
 class Moves:
