@@ -34,10 +34,9 @@ from .containers import (
     BatchedCSR,
     CSRChain,
     PeriodicChain,
-    SharedPattern,
     canonical_order,
 )
-from .implicit import ImplicitChain, ImplicitStep
+from .implicit import Factor, ImplicitChain, ImplicitStep
 
 __all__ = [
     "Chain",
@@ -61,6 +60,7 @@ _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _CSR_TYPES = (sp.csr_array, sp.csr_matrix)
 _CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
+_ONE_STEP = (BatchedCSR, Factor)
 _END = object()
 # Bytes of all tables and objects of a scan for a step, at least.
 _STEP_BYTES = 256
@@ -370,7 +370,7 @@ class Chain:
         self, k: int, jacobian: Any, patterns: Sequence[Pattern] | None
     ) -> np.dtype[Any] | None:
         """Take values of a known pattern in host memory; return their dtype, or None."""
-        if isinstance(jacobian, SharedPattern) and type(jacobian) is not CSRChain:
+        if isinstance(jacobian, _ONE_STEP):
             values, wanted = jacobian.data, jacobian.pattern
             if patterns is not None and wanted is not patterns[k]:
                 return None
@@ -774,7 +774,8 @@ class LocalGrads:
         if self._stacks and period > 1:
             self._stacks += [None] * (period - 1)
         elif self._stacks or self._list:
-            given, self._stacks = [*self._stacks, self._list][0], []
+            given = self._stacks[0] if self._stacks else self._list
+            self._stacks = []
             self._list = [None] * (int(places[-1]) + 1)
             for place, array in zip(places.tolist(), given, strict=True):
                 self._list[place] = array
@@ -857,7 +858,7 @@ def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern,
     """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
     if type(jacobian) is np.ndarray:
         return _split_dense(name, jacobian, 0, expected)
-    if isinstance(jacobian, SharedPattern) and not isinstance(jacobian, CSRChain):
+    if isinstance(jacobian, _ONE_STEP):
         pattern, values = jacobian.pattern, jacobian.read()
     elif _is_sparse(jacobian) and jacobian.format == "csr":
         pattern, values = _split_csr(name, jacobian)

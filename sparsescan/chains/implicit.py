@@ -15,10 +15,10 @@ from ..errors import InputError, InputTypeError, short
 from ..symbolic.implicit import ImplicitPattern
 from .containers import PeriodicChain, SharedPattern, entries_of
 
-__all__ = ["ImplicitChain", "ImplicitStep"]
+__all__ = ["Factor", "ImplicitChain", "ImplicitStep"]
 
 
-class _Factor(SharedPattern):
+class Factor(SharedPattern):
     """Values of one factor of a step, for all samples or for each."""
 
     _forms: ClassVar = {1: "(nnz,)", 2: "(batch, nnz)"}
@@ -81,7 +81,7 @@ class ImplicitStep(Frozen):
                 "factor"
             )
         batch: int | None = None
-        self._factors: list[_Factor] = []
+        self._factors: list[Factor] = []
         for j, (given, factor) in enumerate(zip(arrays, pattern.factors, strict=True)):
             array = check_array(f"values[{j}]", given)
             if array.ndim not in (1, 2) or array.shape[-1] != factor.nnz:
@@ -97,7 +97,7 @@ class ImplicitStep(Frozen):
                         "earlier factor has"
                     )
                 batch = len(array)
-            self._factors.append(_Factor.from_pattern(array, factor))
+            self._factors.append(Factor.from_pattern(array, factor))
         self._set(pattern=pattern, shape=pattern.shape, batch=batch)
 
     @property
@@ -106,7 +106,7 @@ class ImplicitStep(Frozen):
         return [factor.data for factor in self._factors]
 
     @property
-    def factors(self) -> list[_Factor]:
+    def factors(self) -> list[Factor]:
         """Return the factors, the one that is applied first first."""
         return list(self._factors)
 
