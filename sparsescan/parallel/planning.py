@@ -337,14 +337,17 @@ def _choose(
     best, reason = _decide(world, setting, schedule, ALGORITHMS[0])
     if best.schedule == "vectors":
         return best, reason
-    # The algorithm of the library for messages of that size is observed, once.
+    # The algorithm of the library for messages of that size is observed, once: some groups may have
+    # done so when they planned alone.
     words = best.capacity.words(setting.terms)
-    if words not in group.algorithms:
-        buffers = world.together(lambda: np.zeros((2, words), np.int64))
+    known = words in group.algorithms
+    buffers = world.together(lambda: None if known else np.zeros((2, words), np.int64))
+    if buffers is not None:
         group.algorithms[words] = observe(group, buffers)
-    if group.algorithms[words] == best.algorithm:
+    observed = world.broadcast(group.algorithms[words], 0)
+    if observed == best.algorithm:
         return best, reason
-    return _decide(world, setting, schedule, group.algorithms[words])
+    return _decide(world, setting, schedule, observed)
 
 
 def _decide(

@@ -359,3 +359,21 @@ def test_groups_with_batches_of_their_own() -> None:
         expected = sequential(np.ones((own, 3)), jacobians)
         mine = grid.steps(WORLD.rank, n)
         assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
+
+
+@pytest.mark.ranks(slow=(4, 6))
+@pytest.mark.parametrize("schedule", ["auto", "products"])
+def test_a_plan_for_all_after_groups_chose_alone(schedule: str) -> None:
+    """A message's size may then be known to the ranks of one group, and not to others."""
+    grid, size = Grid(2, WORLD.size // 2), 5
+    part = np.full((8, size, size), 0.1)
+    position, group = grid.position(WORLD.rank), grid.group(WORLD.rank)
+    plan = parallel.plan(WORLD, part, grid=grid, schedule=schedule)
+    own = 3 + group
+    plan.exclusive_scan(np.ones((own, size)) if position == 0 else None, part)
+    for batch in (own, 3, 4):
+        again = parallel.plan(WORLD, part, grid=grid, schedule=schedule, batch=batch)
+        found = again.exclusive_scan(np.ones((batch, size)) if position == 0 else None, part)
+        expected = sequential(np.ones((batch, size)), np.full((16, size, size), 0.1))
+        mine = grid.steps(WORLD.rank, 16)
+        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
