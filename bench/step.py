@@ -1,7 +1,7 @@
-"""Whole training steps of recurrent networks, beside PyTorch and JAX.
+"""Whole training steps of recurrent networks beside PyTorch and JAX, of others beside PyTorch.
 
 A step is the forward pass, the backward pass from gradients of all outputs, and the gradients of
-input, initial state and parameters; no optimiser.
+parameters; of recurrent networks also of input and initial state. There is no optimiser.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .drawing import BLUE, GREEN, legend, rows_of_bars
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
 from .peers import MissingPeerError
 from .resident import GIVE_BACK, growth
+from .step_networks import NETWORKS, NetworkCase
 from .timing import PAUSE, THREADS, Call, fastest
 
 Array = NDArray[Any]
@@ -62,6 +63,14 @@ class Case:
     def name(self) -> str:
         pruned = "" if self.kept is None else f", {1 - self.kept:.0%} of the hidden weights pruned"
         return f"{self.kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}{pruned}"
+
+    @property
+    def wanted(self) -> dict[str, float]:
+        return {PYTORCH: self.pytorch, JAX: self.jax}
+
+    def race(self) -> _Race:
+        """Return the contenders."""
+        return _Race(self)
 
 
 CASES = (
@@ -107,6 +116,10 @@ class _Race:
         self.x = rng.standard_normal((*shape, case.inputs), np.float32)
         self.grad = rng.standard_normal((*shape, case.hidden), np.float32)
         self.state = np.zeros((1, case.batch, self.net.state_size), np.float32)
+
+    def kept(self) -> dict[str, Array]:
+        """Return the masks of pruned weights."""
+        return {} if self.case.kept is None else {"weight_hh_l0": self.net.weight_hh_l0 != 0}
 
     def ours(self) -> dict[str, Call]:
         step = self.net.training_step()
@@ -193,7 +206,7 @@ def _jax_step(jax: Any, kind: str) -> Callable[[Any, Any, Any], Any]:
     return cells[kind]
 
 
-def measure(case: Case, *, quick: bool) -> Results:
+def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
     """The times of a training step of each contender, who take turns.
 
     Returns
@@ -204,11 +217,13 @@ def measure(case: Case, *, quick: bool) -> Results:
         each gradient from a peer's, relative to its largest entry.
     """
     recurrent.keep_memory()
-    race = _Race(case)
+    race = case.race()
     calls: dict[str, Call] = {}
     variants: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name, make in ((OURS, race.ours), (PYTORCH, race.pytorch), (JAX, race.jax)):
+        if make is None:
+            continue
         try:
             variants[name], calls[name] = fastest(make(), 1 if quick else 3)
         except MissingPeerError as error:
@@ -220,7 +235,7 @@ def measure(case: Case, *, quick: bool) -> Results:
         "samples": samples,
         "variants": variants,
         "missing": missing,
-        "wanted": {PYTORCH: case.pytorch, JAX: case.jax},
+        "wanted": case.wanted,
         "largest_difference": differences,
         "cores_others_used": others,
     }
@@ -228,12 +243,10 @@ def measure(case: Case, *, quick: bool) -> Results:
 
 def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     """How far ours are from each peer's; AssertionError if rounding does not explain it."""
-    found, differences = calls[OURS](), {}
+    found, kept, differences = calls[OURS](), race.kept(), {}
     for peer in (PYTORCH, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
-            theirs = np.asarray(theirs)
-            if race.case.kept is not None and name == "weight_hh_l0":
-                theirs = np.where(race.net.weight_hh_l0 != 0, theirs, 0)
+            theirs = np.asarray(theirs) * kept.get(name, 1)
             apart = float(np.abs(found[name] - theirs).max() / np.abs(theirs).max())
             differences[f"{name}, {peer}"] = apart
             if not apart < np.sqrt(np.finfo(np.float32).eps):
@@ -285,7 +298,7 @@ def _pieces(options: Options) -> Iterable[Piece]:
     cpu_only("step", options)
     yield from (
         Piece(case.name, partial(measure, case, quick=options.quick))
-        for case in CASES
+        for case in (*CASES, *NETWORKS)
         if case.name in _QUICK or not options.quick
     )
     yield Piece("first step of a process", partial(measure_first_call, FIRST))
@@ -337,7 +350,7 @@ def _drawings(results: Results) -> list[Drawing]:
     rows_of_bars(axes)
     legend(figure, [axes], 2, loc="outside upper center")
     caption = (
-        "Whole training steps of recurrent networks. Points are ratios of medians, bars what the "
+        "Whole training steps. Points are ratios of medians, bars what the "
         "quartiles allow, and ticks what is aimed at."
     )
     return [Drawing("Whole training steps", caption, figure)]

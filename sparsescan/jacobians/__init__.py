@@ -12,6 +12,7 @@ Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain
 """
 
 from ._cell import Linearization
+from ._network_step import NetworkGradients, NetworkStep
 from ._operator import Operator
 from ._recurrent_step import Gradients, TrainingStep
 from ._torch import from_torch
@@ -60,6 +61,8 @@ __all__ = [
     "Linear",
     "Linearization",
     "MaxPool2d",
+    "NetworkGradients",
+    "NetworkStep",
     "Operator",
     "Pad",
     "Permute",

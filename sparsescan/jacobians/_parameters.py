@@ -150,6 +150,13 @@ class Weighted(Parametrised):
             initial(1 / math.sqrt(drawn.fan_in), drawn.dtype, drawn.rng),
         )
 
+    def kept_weights(self) -> Array:
+        """Return which weights are not pruned: an array of bool of the weight's shape."""
+        if self._mask is None:
+            return np.ones(self._shapes["weight"], bool)
+        kept: Array = self._mask.on(np)
+        return kept
+
     def _kept_weight(self, xp: Any) -> Array:
         """Return the weight, 0 where it is pruned."""
         return masked(xp, self.weight, self._mask)

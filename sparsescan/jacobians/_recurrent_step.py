@@ -20,13 +20,12 @@ from ._kernels import sequences as kernels
 from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
-from ._sharing import quiet
+from ._sharing import LINE, aligned_zeros, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
 
 Array = NDArray[Any]
 
-_LINE = 64  # bytes of a cache line, which no vector crosses
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
@@ -510,7 +509,7 @@ class _Packing:
         """Return what sums of gradients of the entries, and of all rows, begin with."""
         if self.is_sparse:
             return np.zeros(len(self.order)), np.zeros(self.stride)
-        return _aligned(self.cols * self.stride, float), row_sums
+        return aligned_zeros(self.cols * self.stride, float), row_sums
 
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
@@ -612,7 +611,7 @@ class _Direction:
 
     def zeros(self) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
-        row_sums = _aligned(self.in_packing.stride, float)
+        row_sums = aligned_zeros(self.in_packing.stride, float)
         return self.in_packing.zeros(row_sums), self.hidden_packing.zeros(row_sums)
 
     def param_grads(self, sums: _Sums) -> dict[str, Array]:
@@ -630,14 +629,6 @@ class _Direction:
 
 
 # -- Memory ---------------------------------------------------------------------------------------
-
-
-def _aligned(count: int, dtype: Any) -> Array:
-    """Return zeros that begin with a cache line."""
-    size = np.dtype(dtype).itemsize
-    room = np.zeros(count + _LINE // size, dtype)
-    start = -room.ctypes.data % _LINE // size
-    return room[start : start + count]
 
 
 class _Memory:
@@ -674,7 +665,7 @@ class _Memory:
         self._samples = max(1, -(-batch // (parts * fewest))) * fewest
         self.groups: list[_Group] = []
         self._rooms: list[Array] = []
-        self.nbytes = sum(self.dtype.itemsize * count + _LINE for _, count in self._sizes())
+        self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
@@ -716,8 +707,8 @@ class _Memory:
         """Take the memory."""
         arrays: dict[str, list[Array]] = {"cells": [], "grads": []}
         for name, count in self._sizes():
-            arrays.setdefault(name, []).append(_aligned(count, self.dtype))
-        self.states, self.cells = arrays["states"], [_aligned(0, self.dtype), *arrays["cells"]]
+            arrays.setdefault(name, []).append(aligned_zeros(count, self.dtype))
+        self.states, self.cells = arrays["states"], [aligned_zeros(0, self.dtype), *arrays["cells"]]
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads = arrays["grads"]
         gates = arrays["gates"]
@@ -781,8 +772,8 @@ class _Memory:
 
     def _borrow(self, count: int) -> Array:
         """Return memory for a task, which gives it back to the others."""
-        room = self._rooms.pop() if self._rooms else _aligned(0, self.dtype)
-        return room if len(room) >= count else _aligned(count, self.dtype)
+        room = self._rooms.pop() if self._rooms else aligned_zeros(0, self.dtype)
+        return room if len(room) >= count else aligned_zeros(count, self.dtype)
 
     # -- States and gradients ---------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arrays.arrays import Constant
 from ..errors import InputError, short
@@ -153,15 +155,19 @@ class MaxPool2d(_Pooling):
         chosen = inputs[xp.arange(len(inputs)), tap]
         out[...] = chosen[:, columns] == rows
 
-    @cached_property
-    def _tables(self) -> tuple[Constant, Constant, Constant]:
-        """The input under each tap of each window, or -1; the row and column of every entry."""
+    @property
+    def _inputs(self) -> NDArray[np.int64]:
+        """The place in its image that each tap of each window reads, or -1: ``(windows, taps)``."""
         y, x = (np.where(taps.weights != 0, taps.inputs, -1) for taps in (self._y, self._x))
         y, x = y[:, None, :, None], x[None, :, None, :]
         inputs = np.where((y >= 0) & (x >= 0), y * self._core[1] + x, -1)
+        return inputs.reshape(math.prod(self._core_out), -1)
+
+    @cached_property
+    def _tables(self) -> tuple[Constant, Constant, Constant]:
+        """The input under each tap of each window, or -1; the row and column of every entry."""
         pattern = self._core_pattern()
-        inputs = inputs.reshape(pattern.shape[1], -1)
-        return Constant(inputs), Constant(rows_of(pattern)), Constant(pattern.indices)
+        return Constant(self._inputs), Constant(rows_of(pattern)), Constant(pattern.indices)
 
 
 class AvgPool2d(_Pooling, Separable):

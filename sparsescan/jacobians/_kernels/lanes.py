@@ -25,7 +25,14 @@ __all__ = [
     "TILE_VECTORS",
     "add_tile",
     "add_to",
+    "correlate_1",
+    "correlate_8",
+    "equal_or",
     "fma",
+    "gather_1",
+    "gather_4",
+    "gather_8",
+    "item",
     "keep_positive",
     "lane_count",
     "lanes",
@@ -34,6 +41,7 @@ __all__ = [
     "load_some",
     "load_square",
     "number",
+    "number_or",
     "sigmoid",
     "splat",
     "store",
@@ -133,6 +141,16 @@ def splat(typingctx, array, index):
         return _broadcast(builder, value, context.get_value_type(vector))
 
     return vector(array, types.intp), codegen
+
+
+@intrinsic
+def item(typingctx, array, index):
+    """Return ``array[index]`` of an index that is not negative, which Numba would have to ask."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(_pointer(context, builder, signature.args[0], *args))
+
+    return array.dtype(array, types.intp), codegen
 
 
 @intrinsic
@@ -362,6 +380,9 @@ def keep_positive(x, y):
 
 
 _at_most = _selection("<=")
+equal_or = _selection("==")
+# Of a number and itself: whether it is none.
+number_or = _selection("ord")
 
 
 @intrinsic
@@ -674,6 +695,130 @@ def _tile(builder, args, vector, columns, rows):
                 added = builder.fadd(load(begin, index), added)
                 index = builder.add(builder.mul(out_step, size(n)), size(c * vector.count))
                 builder.store(added, vector_at(out, index)).align = _align(vector)
+
+
+def _gathering(places, terms):
+    """Return an intrinsic of the sums at so many places, of which so many terms run side by side.
+
+    ``gather(start, x, read_at, weight, offset, a, b)`` is, for each place `p`, ``start + Σ_k
+    weight[k]·x[read_at[p] + offset[k]]`` over ``a ≤ k < b``; `read_at` is a tuple. A sum of few
+    places would wait for itself after each term.
+    """
+
+    @intrinsic
+    def gather(typingctx, start, x, read_at, weight, offset, a, b):
+        def codegen(context, builder, signature, args):
+            start, x, read_at, weight, offset, a, b = args
+            size, vector = a.type, start.type
+            zero = ir.Constant(vector, [0.0] * vector.count)
+            firsts = [
+                _pointer(context, builder, signature.args[1], x, builder.extract_value(read_at, p))
+                for p in range(places)
+            ]
+            sums = [
+                [cgutils.alloca_once_value(builder, zero if term else start) for _ in firsts]
+                for term in range(terms)
+            ]
+
+            def add(k, to):
+                at = builder.load(_pointer(context, builder, signature.args[4], offset, k))
+                number = builder.load(_pointer(context, builder, signature.args[3], weight, k))
+                factor = _broadcast(builder, number, vector)
+                for first, each in zip(firsts, to, strict=True):
+                    place = builder.bitcast(builder.gep(first, [at]), vector.as_pointer())
+                    loaded = builder.load(place)
+                    loaded.align = _align(vector)
+                    args = factor, loaded, builder.load(each)
+                    builder.store(_llvm(builder, "fma", vector, args), each)
+
+            whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
+            with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (k, _):
+                for term, to in enumerate(sums):
+                    add(builder.add(k, size(term)), to)
+            if terms > 1:
+                with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (k, _):
+                    add(k, sums[0])
+            found = []
+            for each in zip(*sums, strict=True):
+                parts = [builder.load(part) for part in each]
+                while len(parts) > 1:
+                    half = len(parts) // 2
+                    pairs = zip(parts[:half], parts[half:], strict=True)
+                    parts = [builder.fadd(*pair) for pair in pairs]
+                found += parts
+            return context.make_tuple(builder, signature.return_type, found)
+
+        kinds = start, x, read_at, weight, offset, types.intp, types.intp
+        return types.UniTuple(start, places)(*kinds), codegen
+
+    return gather
+
+
+gather_8, gather_4, gather_1 = _gathering(8, 1), _gathering(4, 2), _gathering(1, 8)
+
+
+def _correlating(entries, terms):
+    """Return an intrinsic of so many sums of products, of which so many terms run side by side.
+
+    ``correlate(x, grad, offset, read_at, write_at, a, b)`` is, for each entry `k`, ``Σ_p
+    grad[write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p < b``; `offset` is a tuple.
+    """
+
+    @intrinsic
+    def correlate(typingctx, x, grad, offset, read_at, write_from, write_at, a, b):
+        vector = _Lanes(x.dtype)
+
+        def codegen(context, builder, signature, args):
+            x, grad, offset, read_at, write_from, write_at, a, b = args
+            size, kind = a.type, context.get_value_type(vector)
+            zero = ir.Constant(kind, [0.0] * kind.count)
+            firsts = [
+                _pointer(context, builder, signature.args[0], x, builder.extract_value(offset, k))
+                for k in range(entries)
+            ]
+            above = _pointer(context, builder, signature.args[1], grad, write_from)
+            sums = [
+                [cgutils.alloca_once_value(builder, zero) for _ in firsts] for _ in range(terms)
+            ]
+
+            def loaded(pointer, at):
+                place = builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer())
+                value = builder.load(place)
+                value.align = _align(kind)
+                return value
+
+            def add(p, to):
+                at = builder.load(_pointer(context, builder, signature.args[3], read_at, p))
+                there = builder.load(_pointer(context, builder, signature.args[5], write_at, p))
+                factor = loaded(above, there)
+                for first, each in zip(firsts, to, strict=True):
+                    args = factor, loaded(first, at), builder.load(each)
+                    builder.store(_llvm(builder, "fma", kind, args), each)
+
+            whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
+            with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (p, _):
+                for term, to in enumerate(sums):
+                    add(builder.add(p, size(term)), to)
+            if terms > 1:
+                with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (p, _):
+                    add(p, sums[0])
+            found = []
+            for each in zip(*sums, strict=True):
+                parts = [builder.load(part) for part in each]
+                while len(parts) > 1:
+                    half = len(parts) // 2
+                    pairs = zip(parts[:half], parts[half:], strict=True)
+                    parts = [builder.fadd(*pair) for pair in pairs]
+                found += parts
+            return context.make_tuple(builder, signature.return_type, found)
+
+        kinds = x, grad, offset, read_at, types.intp, write_at, types.intp, types.intp
+        return types.UniTuple(vector, entries)(*kinds), codegen
+
+    return correlate
+
+
+correlate_8, correlate_1 = _correlating(8, 1), _correlating(1, 4)
 
 
 def _align(vector):

@@ -1,0 +1,273 @@
+"""The contenders for training steps of pruned and convolutional networks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils import prune
+
+from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_torch
+
+from .timing import THREADS, Call
+
+__all__ = ["NETWORKS", "NetworkCase"]
+
+Array = NDArray[Any]
+
+_VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
+_RESNET = (16, 32, 64)  # channels of its stages, of three blocks each
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """A network, the samples of a step, and the ratio that is asked for.
+
+    Attributes
+    ----------
+    kept : float or None
+        Share of the weights of every layer but the last that is kept; None without pruning.
+    pytorch : float
+        How many times as long as ours PyTorch is meant to take.
+    """
+
+    kind: str
+    batch: int
+    kept: float | None
+    pytorch: float
+
+    @property
+    def name(self) -> str:
+        pruned = "dense" if self.kept is None else f"pruned by {1 - self.kept:.0%}"
+        return f"{self.kind}, {pruned}, B={self.batch}"
+
+    @property
+    def wanted(self) -> dict[str, float]:
+        return {"PyTorch": self.pytorch}
+
+    def race(self) -> _Race:
+        """Return the contenders."""
+        return _Race(self)
+
+
+NETWORKS = (
+    NetworkCase("VGG-11", 16, 0.03, 4),
+    NetworkCase("VGG-11", 64, 0.03, 4),
+    NetworkCase("VGG-11", 1, 0.03, 1.5),
+    NetworkCase("VGG-11", 16, 0.1, 1.5),
+    NetworkCase("ResNet-20", 16, 0.05, 2.5),
+    NetworkCase("MLP", 64, 0.02, 4),
+    NetworkCase("LeNet-5", 64, None, 0.8),
+)
+
+
+class _Race:
+    """Functions that make the variants of each contender."""
+
+    jax = None
+
+    def __init__(self, case: NetworkCase) -> None:
+        self.case, rng = case, np.random.default_rng(0)
+        torch.manual_seed(0)
+        make, shape = _MODULES[case.kind]
+        self.module = make()
+        if case.kept is not None:
+            _prune(self.module, 1 - case.kept)
+        # Normalised by the statistics of a batch, a network is one of whole batches.
+        whole = any(isinstance(layer, nn.BatchNorm2d) for layer in self.module.modules())
+        lead = (case.batch,) if whole else ()
+        self.net = Sequential(_layers(self.module, (*lead, *shape), len(lead)))
+        self.x = rng.standard_normal((case.batch, *shape), np.float32)
+        outputs = self.module(torch.tensor(self.x)).shape
+        self.grad = rng.standard_normal(tuple(outputs), np.float32) / case.batch
+
+    def ours(self) -> dict[str, Call]:
+        """Return our training step."""
+        step = self.net.training_step()
+        out: dict[str, Array] | None = None
+
+        def call() -> dict[str, Array]:
+            nonlocal out
+            step.forward(self.x)
+            out = step.backward(self.grad, needs_input_grad=False, out=out).params
+            return out
+
+        return {"training step": call}
+
+    def pytorch(self) -> dict[str, Call]:
+        """Return PyTorch's: dense with zeros for pruned weights, and with its pruning."""
+        dense = _without_masks(self.module)
+        calls: dict[str, Call] = {}
+        for way, module in (("dense", dense), ("its pruning", self.module)):
+            if way == "its pruning" and self.case.kept is None:
+                continue
+            for form in (torch.contiguous_format, torch.channels_last):
+                images = self.x.ndim == 4
+                if not images and form is torch.channels_last:
+                    continue
+                own = (
+                    module
+                    if form is torch.contiguous_format
+                    else _copied(module).to(memory_format=form)
+                )
+                for threads in {THREADS, 1}:
+                    calls[f"{way}, {str(form)[6:]}, {threads} threads"] = partial(
+                        self._torch_step, own, form, threads
+                    )
+        return calls
+
+    def kept(self) -> dict[str, Array]:
+        """Return the masks of the pruned weights by our names."""
+        return {
+            _ours(name.removesuffix("_mask")): mask.numpy()
+            for name, mask in self.module.named_buffers()
+            if name.endswith("_mask")
+        }
+
+    def _torch_step(self, module: nn.Module, form: Any, threads: int) -> dict[str, Array]:
+        torch.set_num_threads(threads)
+        x = torch.from_numpy(self.x)
+        x = x.contiguous(memory_format=form) if x.ndim == 4 else x
+        grads = torch.autograd.grad(
+            module(x), list(module.parameters()), torch.from_numpy(self.grad)
+        )
+        names = map(_ours, dict(module.named_parameters()))
+        return {name: grad.numpy() for name, grad in zip(names, grads, strict=True)}
+
+
+def _ours(name: str) -> str:
+    """Return our name of a parameter of PyTorch."""
+    return name.removesuffix("_orig").replace(".body.", ".")
+
+
+# -- Networks -------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, narrow: int, wide: int) -> None:
+        super().__init__()
+        stride = wide // narrow
+        self.body = nn.Sequential(
+            *_normalised(nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)),
+            nn.ReLU(),
+            *_normalised(nn.Conv2d(wide, wide, 3, 1, 1, bias=False)),
+        )
+        self.shortcut = nn.Sequential()
+        if stride > 1:
+            self.shortcut = nn.Sequential(
+                *_normalised(nn.Conv2d(narrow, wide, 1, stride, bias=False))
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        around: torch.Tensor = self.shortcut(x) + self.body(x)
+        return around
+
+
+def _normalised(conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
+    return conv, nn.BatchNorm2d(conv.out_channels)
+
+
+def _vgg11() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in _VGG11:
+        if isinstance(width, str):
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 10))
+
+
+def _resnet20() -> nn.Sequential:
+    layers: list[nn.Module] = [*_normalised(nn.Conv2d(3, 16, 3, padding=1, bias=False)), nn.ReLU()]
+    channels = 16
+    for width in _RESNET:
+        for _ in range(3):
+            layers += [_Block(channels, width), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
+    )
+
+
+def _lenet5() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+_MODULES: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
+    "VGG-11": (_vgg11, (3, 32, 32)),
+    "ResNet-20": (_resnet20, (3, 32, 32)),
+    "MLP": (_mlp, (784,)),
+    "LeNet-5": (_lenet5, (1, 32, 32)),
+}
+
+
+def _weighted(module: nn.Module) -> list[nn.Module]:
+    return [each for each in module.modules() if isinstance(each, (nn.Conv2d, nn.Linear))]
+
+
+def _prune(module: nn.Module, share: float) -> None:
+    """Drop the weights of the smallest magnitude of every layer but the last."""
+    for layer in _weighted(module)[:-1]:
+        # As large as they would be without the others.
+        layer.weight.data /= (1 - share) ** 0.5
+        prune.l1_unstructured(layer, "weight", share)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    # Weights of a pruned layer are no leaves, which cannot be copied, until they are made again.
+    for layer in _weighted(module):
+        if prune.is_pruned(layer):
+            layer.weight = layer.weight.detach()
+    return copy.deepcopy(module)
+
+
+def _without_masks(module: nn.Module) -> nn.Module:
+    """Return a copy whose pruned weights are 0 and no longer masked."""
+    dense = _copied(module)
+    for layer in _weighted(dense):
+        if prune.is_pruned(layer):
+            prune.remove(layer, "weight")
+    return dense
+
+
+def _layers(module: nn.Module, shape: tuple[int, ...], lead: int) -> list[Operator]:
+    """Return our layers with the weights of PyTorch's; `lead` axes of a shape are of the batch."""
+    ops: list[Operator] = []
+    for layer in module.children():
+        if isinstance(layer, _Block):
+            body, shortcut = (_layers(each, shape, lead) for each in (layer.body, layer.shortcut))
+            ops.append(Residual(*body, shortcut=shortcut))
+        elif isinstance(layer, nn.Flatten):
+            ops.append(Flatten(1 + lead, input_shape=shape))
+        else:
+            ops += from_torch(layer, shape)
+        shape = ops[-1].output_shape
+    return ops

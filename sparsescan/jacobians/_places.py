@@ -1,0 +1,229 @@
+"""Where activations lie in the memory of a training step, and tables of what weights join."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._checks import Shape
+from ._windows import Window
+
+__all__ = ["Map", "Table", "Taps", "View", "gathering", "scattering", "widen"]
+
+Array = NDArray[Any]
+Places = NDArray[np.int64]
+
+
+class Map:
+    """An activation of all samples and its gradient: places with a border of zeros.
+
+    The border lies around the last two axes of a sample, and is as wide as the widest of what reads
+    from it.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of a sample, of at least two axes.
+    border : list of list of int
+        Zeros before and behind, for both of the last axes.
+    rectified : bool
+        Whether it is 0 where it would be negative, and so is its gradient.
+    x, grad : ndarray
+        The activation and its gradient, flat, once they are allocated.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = (1,) * (2 - len(shape)) + shape
+        self.border = [[0, 0], [0, 0]]
+        self.rectified = False
+        self.x = self.grad = np.empty(0)
+
+    def widen(self, axis: int, before: int, behind: int) -> None:
+        """Make the border at least so wide; axis 0 is the last but one."""
+        border = self.border[axis]
+        border[:] = max(border[0], before), max(border[1], behind)
+
+    @property
+    def padded(self) -> Shape:
+        """The shape of a sample with its border."""
+        sizes = (
+            size + sum(border) for size, border in zip(self.shape[-2:], self.border, strict=True)
+        )
+        return (*self.shape[:-2], *sizes)
+
+    @property
+    def size(self) -> int:
+        """How many places there are, with the border."""
+        return math.prod(self.padded)
+
+    def inner(self, array: Array) -> Array:
+        """Return the places of an array without the border: ``(*shape, samples)``."""
+        whole = array.reshape(*self.padded, -1)
+        y, x = (
+            slice(border[0], border[0] + size)
+            for size, border in zip(self.shape[-2:], self.border, strict=True)
+        )
+        return whole[..., y, x, :]
+
+    def numbers(self) -> Places:
+        """Return the number of each place without the border."""
+        return self.inner(np.arange(self.size))[..., 0]
+
+
+class View(NamedTuple):
+    """A map as a layer reads it: ``(blocks, channels, height, width)``, repeated along blocks."""
+
+    map: Map
+    sizes: tuple[int, int, int, int]
+
+    def numbers(self) -> Places:
+        """Return the number of each place."""
+        return self.map.numbers().reshape(self.sizes)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether neighbours along each axis are equally far apart, whatever the border."""
+        height, width = self.sizes[2:]
+        return (height, width) == self.map.shape[-2:] or (
+            height == 1 and width in (1, self.map.shape[-1])
+        )
+
+
+class Taps(NamedTuple):
+    """The kept weights of a layer, by the channels of the windows.
+
+    Attributes
+    ----------
+    small, large : ndarray of int
+        Channels of the side that has a place for each window, and of the side that windows read.
+    y, x : ndarray of int
+        Which tap of a window.
+    source : ndarray of int
+        Where the weight is among all of the layer's.
+    """
+
+    small: Places
+    large: Places
+    y: Places
+    x: Places
+    source: Places
+
+    def chosen(self, places: Any) -> Taps:
+        """Return some of them, or all in another order."""
+        return Taps(*(array[places] for array in self))
+
+
+class Table(NamedTuple):
+    """A table as kernels take it, but for samples; see :mod:`._kernels.places`.
+
+    Attributes
+    ----------
+    order : ndarray of int
+        Which kept weight each entry is.
+    """
+
+    ptr: Places
+    offset: Places
+    order: Places
+    read_at: Places
+    row_at: Places
+    write_at: Places
+
+
+def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: View) -> Table:
+    """Return the table by which a place of each window is the sum of what the window reads.
+
+    Entries have the order of the taps, which are sorted by their small channels.
+    """
+    read, write = large.numbers(), small.numbers()
+    y, x = windows
+    steps = _steps(large)
+    first = _corner(large, steps, -y.before, -x.before)
+    moved = np.arange(write.shape[2])[:, None] * (y.stride * steps[0]) + np.arange(
+        write.shape[3]
+    ) * (x.stride * steps[1])
+    blocks = read[:, 0, 0, 0] - read[0, 0, 0, 0]
+    tap = taps.y * (y.dilation * steps[0]) + taps.x * (x.dilation * steps[1])
+    return Table(
+        _ends(taps.small, write.shape[1]),
+        read[0, taps.large, 0, 0] - read[0, 0, 0, 0] + tap,
+        np.arange(len(taps.small)),
+        (first + blocks[:, None, None] + moved).reshape(-1),
+        *_written(write, slice(None), slice(None)),
+    )
+
+
+def scattering(
+    taps: Taps, windows: tuple[Window, Window], small: View, large: View
+) -> Iterator[Table]:
+    """Yield tables by which places that windows read are sums over the windows that read them.
+
+    There is a table for each place within a stride: the same taps reach all of its places.
+    """
+    read, write = small.numbers(), large.numbers()
+    y, x = windows
+    steps = _steps(small)
+    blocks = read[:, 0, 0, 0] - read[0, 0, 0, 0]
+    for phase_y in range(y.stride):
+        for phase_x in range(x.stride):
+            (rows, row), (columns, column) = (
+                _phase(window, phase) for window, phase in ((y, phase_y), (x, phase_x))
+            )
+            on_y, on_x = taps.y * y.dilation, taps.x * x.dilation
+            chosen = np.flatnonzero((on_y % y.stride == phase_y) & (on_x % x.stride == phase_x))
+            chosen = chosen[np.argsort(taps.large[chosen], kind="stable")]
+            some = taps.chosen(chosen)
+            back = (some.y * y.dilation - phase_y) // y.stride * steps[0]
+            back += (some.x * x.dilation - phase_x) // x.stride * steps[1]
+            moved = row[:, None] * steps[0] + column * steps[1]
+            yield Table(
+                _ends(some.large, write.shape[1]),
+                read[0, some.small, 0, 0] - read[0, 0, 0, 0] - back,
+                chosen,
+                (read[0, 0, 0, 0] + blocks[:, None, None] + moved).reshape(-1),
+                *_written(write, rows, columns),
+            )
+
+
+def widen(windows: tuple[Window, Window], small: View, large: View) -> None:
+    """Make the borders as wide as both kinds of tables need them."""
+    for axis, window in enumerate(windows):
+        count = small.sizes[2 + axis]
+        reach = (count - 1) * window.stride + (window.kernel - 1) * window.dilation
+        behind = reach - window.before - (window.size - 1)
+        large.map.widen(axis, window.before, max(0, behind))
+        # The window that begins at a place, and the first of those that reach it.
+        back = (window.kernel - 1) * window.dilation // window.stride
+        last = (window.size - 1 + window.before) // window.stride
+        before = back - window.before // window.stride
+        small.map.widen(axis, max(0, before), max(0, last - count + 1))
+
+
+def _phase(window: Window, phase: int) -> tuple[slice, Places]:
+    """Return the places at that distance behind a window's begin, and which window begins there."""
+    first = (phase - window.before) % window.stride
+    places = np.arange(first, window.size, window.stride)
+    return slice(first, None, window.stride), (places + window.before - phase) // window.stride
+
+
+def _steps(view: View) -> tuple[int, int]:
+    """Return how far neighbours along both axes of an image are apart."""
+    return view.map.padded[-1], 1
+
+
+def _corner(view: View, steps: tuple[int, int], y: int, x: int) -> int:
+    return int(view.numbers()[0, 0, 0, 0]) + y * steps[0] + x * steps[1]
+
+
+def _written(numbers: Places, rows: slice, columns: slice) -> tuple[Places, Places]:
+    """Return where rows of a table begin, and where each position lies behind that."""
+    begin = numbers[0, :, 0, 0]
+    return begin, (numbers[:, 0, rows, columns] - numbers[0, 0, 0, 0]).reshape(-1)
+
+
+def _ends(channels: Places, count: int) -> Places:
+    return np.concatenate([[0], np.cumsum(np.bincount(channels, minlength=count))])

@@ -1,0 +1,592 @@
+"""Training steps of networks of layers, against PyTorch's autograd in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from autodiff import randomise
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import OPERATORS
+from torch import nn
+from torch.nn.utils import prune
+
+from sparsescan import InputError, InputTypeError, MemoryLimitError
+from sparsescan.jacobians import (
+    BatchNorm2d,
+    Conv2d,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    NetworkStep,
+    Operator,
+    ReLU,
+    Residual,
+    Sequential,
+    Tanh,
+    from_torch,
+)
+
+EPS64 = float(np.finfo(np.float64).eps)
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def close(found: Any, expected: Any, what: Any = "", scale: float = 1) -> None:
+    """Equal to rounding, by the largest number of the array, or a larger one."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, what
+    if expected.size:
+        assert np.abs(found - expected).max() <= 1e3 * EPS64 * max(scale, np.abs(expected).max()), (
+            what
+        )
+
+
+def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of any density, some with empty rows or without whole channels."""
+    mask = rng.random(shape) < rng.choice([0, 0.05, 0.3, 1])
+    if rng.random() < 0.3:
+        mask[rng.integers(shape[0])] = False
+    if rng.random() < 0.3:
+        mask[:, rng.integers(shape[1])] = False
+    return mask
+
+
+def masked(module: Any, rng: np.random.Generator) -> Any:
+    """A module of PyTorch, most of them pruned by a random mask."""
+    randomise(module, rng)
+    if rng.random() < 0.8:
+        mask = random_mask(rng, tuple(module.weight.shape))
+        prune.custom_from_mask(module, "weight", torch.tensor(mask))
+    return module
+
+
+def run_torch(net: Any, x: np.ndarray, grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict]:
+    """The output, and the gradients in the input and in the parameters."""
+    given = torch.tensor(x, requires_grad=True)
+    y = net(given)
+    names, params = zip(*net.named_parameters(), strict=True) if [*net.parameters()] else ((), ())
+    x_grad, *grads = torch.autograd.grad(y, [given, *params], torch.tensor(grad), allow_unused=True)
+    named = {
+        name.removesuffix("_orig"): (np.zeros(param.shape) if each is None else each.numpy())
+        for name, param, each in zip(names, params, grads, strict=True)
+    }
+    return y.detach().numpy(), x_grad.numpy(), named
+
+
+def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Generator) -> None:
+    """The same as PyTorch's, twice, the second time in the arrays of the first."""
+    net = net.double()
+    ours = Sequential(from_torch(net, input_shape))
+    step, out = ours.training_step(), None
+    for _ in range(2):
+        x = rng.standard_normal((batch, *input_shape))
+        x.setflags(write=False)
+        grad = rng.standard_normal((batch, *ours.output_shape))
+        grad.setflags(write=False)
+        y = step.forward(x)
+        input_grad, params = step.backward(grad, out=out)
+        expected = run_torch(net, x, grad)
+        close(y, expected[0], what="output")
+        close(input_grad, expected[1], what="input")
+        assert params.keys() == expected[2].keys()
+        for name, array in params.items():
+            close(array, expected[2][name], what=name)
+        out = params
+
+
+# ---------------------------------------------------------------------------------------------
+# Right
+# ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_convolution(seed: int) -> None:
+    """Two of them, since each is written with the border that the other reads."""
+    rng = np.random.default_rng(seed)
+
+    def draw(low: int, high: int) -> tuple[int, int]:
+        return tuple(int(n) for n in rng.integers(low, high + 1, 2))
+
+    layers: list[nn.Module] = []
+    channels, sizes = int(rng.choice([1, 2, 4, 6])), draw(1, 9)
+    input_shape = (channels, *sizes)
+    for _ in range(2):
+        groups = int(rng.choice([n for n in (1, 2, channels) if channels % n == 0]))
+        after = groups * int(rng.integers(1, 4))
+        kernel, stride, dilation, padding = draw(1, 3), draw(1, 3), draw(1, 2), draw(0, 3)
+        transposed = bool(rng.random() < 0.3)
+        if transposed:
+            more = tuple(
+                int(rng.integers(0, max(s, d))) for s, d in zip(stride, dilation, strict=True)
+            )
+            out = [
+                (n - 1) * s - 2 * p + d * (k - 1) + m + 1
+                for n, s, p, d, k, m in zip(
+                    sizes, stride, padding, dilation, kernel, more, strict=True
+                )
+            ]
+            rest: dict[str, Any] = {"output_padding": more}
+            kind: Any = nn.ConvTranspose2d
+        else:
+            out = [
+                (n + 2 * p - d * (k - 1) - 1) // s + 1
+                for n, s, p, d, k in zip(sizes, stride, padding, dilation, kernel, strict=True)
+            ]
+            rest, kind = {}, nn.Conv2d
+        if min(out) < 1:
+            continue
+        module = kind(
+            channels,
+            after,
+            kernel,
+            stride,
+            padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bool(rng.random() < 0.7),
+            **rest,
+        )
+        layers.append(masked(module, rng))
+        if rng.random() < 0.5:
+            layers.append(nn.ReLU())
+        channels, sizes = after, tuple(out)
+    if layers:
+        check(nn.Sequential(*layers), input_shape, int(rng.integers(1, 20)), rng)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_network(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    channels, size = int(rng.integers(1, 4)), int(rng.integers(4, 11))
+    shape = (channels, size, size)
+    layers: list[nn.Module] = []
+    for _ in range(int(rng.integers(1, 4))):
+        width = int(rng.integers(1, 6))
+        layers.append(masked(nn.Conv2d(channels, width, 3, padding=1), rng))
+        layers += [
+            [nn.ReLU()],
+            [nn.Tanh()],
+            [nn.LeakyReLU(0.3)],
+            [nn.BatchNorm2d(width).eval(), nn.ReLU()],
+            [nn.ReLU(), nn.ReLU()],
+            [],
+        ][rng.integers(6)]
+        if size >= 3:
+            pool = [
+                nn.MaxPool2d(2),
+                nn.MaxPool2d(3, 1, 1),
+                nn.MaxPool2d(3, 2),
+                nn.AvgPool2d(2),
+                None,
+            ]
+            chosen = pool[rng.integers(5)]
+            if chosen is not None:
+                layers.append(chosen)
+                size = chosen(torch.zeros(1, 1, size, size)).shape[-1]
+        channels = width
+    layers += [nn.Flatten(), masked(nn.Linear(channels * size * size, 7), rng)]
+    if rng.random() < 0.5:
+        layers += [nn.ReLU(), masked(nn.Linear(7, 3), rng), nn.Softmax(-1)]
+    check(nn.Sequential(*layers), shape, int(rng.integers(1, 40)), rng)
+
+
+def test_one_and_more_axes() -> None:
+    rng = np.random.default_rng(0)
+    signals = nn.Sequential(
+        masked(nn.Conv1d(3, 4, 3, padding=1), rng), nn.ReLU(), nn.Conv1d(4, 2, 2)
+    )
+    check(signals, (3, 9), 5, rng)
+    check(
+        nn.Sequential(masked(nn.Linear(6, 5), rng), nn.ReLU(), nn.Linear(5, 2)), (3, 4, 6), 5, rng
+    )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_layer(name: str) -> None:
+    """Between two others, as its own Jacobian and its own gradients of parameters."""
+    rng = np.random.default_rng(0)
+    op = OPERATORS[name](F8)
+    if isinstance(op, Residual):
+        ops: list[Operator] = [op]
+    else:
+        ops = [ReLU(input_shape=op.input_shape), op, Tanh(input_shape=op.output_shape)]
+    net = Sequential(ops)
+    batch = 1 if name == "Dropout-batch" else 4
+    x = rng.standard_normal((batch, *net.input_shape)) + 0.1
+    grad = rng.standard_normal((batch, *net.output_shape))
+    step = net.training_step()
+    if step._has_batch_axis:
+        x, grad = x[0], grad[0]
+    y = step.forward(x)
+    input_grad, params = step.backward(grad)
+    xs = net.activations(x)
+    flat = grad.reshape(*x.shape[: x.ndim - len(net.input_shape)], -1)
+    grads = net.plan().inclusive_scan(flat, net.values(xs))
+    close(y, xs[-1])
+    close(input_grad, np.reshape(grads[-1], x.shape))
+    expected = [array for each in net.param_grads(xs, grads) for array in each.values()]
+    assert len(params) == len(expected)
+    for found, array in zip(params.values(), expected, strict=True):
+        close(found, array)
+
+
+class Block(nn.Module):
+    """A residual block of PyTorch."""
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module | None) -> None:
+        super().__init__()
+        self.body, self.shortcut = body, shortcut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        around = x if self.shortcut is None else self.shortcut(x)
+        return around + self.body(x)
+
+
+def residual(rng: np.random.Generator, narrow: int, wide: int, size: int, training: int) -> Any:
+    """A block of each: ours and PyTorch's; with the number of samples, in training."""
+
+    def module(a: int, b: int, kernel: int, stride: int) -> nn.Conv2d:
+        return masked(nn.Conv2d(a, b, kernel, stride, kernel // 2), rng).double()
+
+    def norm(width: int) -> Any:
+        made = nn.BatchNorm2d(width).double().train(bool(training))
+        randomise(made, rng)
+        return made
+
+    stride = 1 if narrow == wide else 2
+    body = nn.Sequential(
+        module(narrow, wide, 3, stride), norm(wide), nn.ReLU(), module(wide, wide, 3, 1), norm(wide)
+    )
+    shortcut = nn.Sequential(module(narrow, wide, 1, 2)) if stride == 2 else None
+    lead = (training,) if training else ()
+    ours = Residual(
+        *from_torch(body, (*lead, narrow, size, size)),
+        shortcut=() if shortcut is None else from_torch(shortcut, (*lead, narrow, size, size)),
+    )
+    return Block(body, shortcut), ours
+
+
+@pytest.mark.parametrize("batch", [5, 16])
+@pytest.mark.parametrize("training", [False, True])
+def test_residual_networks(batch: int, training: bool) -> None:
+    rng = np.random.default_rng(batch)
+    blocks, ops = [], []
+    lead = (batch,) if training else ()
+    for narrow, wide, size in ((3, 3, 8), (3, 4, 8), (4, 4, 4)):
+        theirs, ours = residual(rng, narrow, wide, size, batch if training else 0)
+        small = ours.output_shape
+        blocks += [theirs, nn.ReLU()]
+        ops += [ours, ReLU(input_shape=small)]
+    net, ours = nn.Sequential(*blocks), Sequential(ops)
+    x = rng.standard_normal((batch, 3, 8, 8))
+    grad = rng.standard_normal((batch, 4, 4, 4))
+    expected = run_torch(net, x, grad)
+    step = ours.training_step()
+    assert step.forward(x).shape == (batch, *ours.output_shape[len(lead) :])
+    input_grad, params = step.backward(grad)
+    close(step.forward(x), expected[0])
+    close(input_grad, expected[1])
+    assert len(params) == len(expected[2])
+    # Some are sums of large numbers that are 0: a bias has no effect in front of a normalisation.
+    scale = max(np.abs(array).max() for array in expected[2].values())
+    for name, array in expected[2].items():
+        close(params[name.replace("body.", "")], array, name, scale)
+
+
+def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
+    rng = np.random.default_rng(seed)
+    return Sequential(
+        [
+            Conv2d(
+                2,
+                6,
+                3,
+                padding=1,
+                input_shape=(2, 8, 8),
+                dtype=dtype,
+                rng=0,
+                weight_mask=rng.random((6, 2, 3, 3)) < keep,
+            ),
+            ReLU(input_shape=(6, 8, 8)),
+            MaxPool2d(2, input_shape=(6, 8, 8)),
+            Conv2d(
+                6,
+                8,
+                3,
+                padding=1,
+                input_shape=(6, 4, 4),
+                dtype=dtype,
+                rng=1,
+                weight_mask=rng.random((8, 6, 3, 3)) < keep,
+            ),
+            ReLU(input_shape=(8, 4, 4)),
+            Flatten(input_shape=(8, 4, 4)),
+            Linear(128, 10, dtype=dtype, rng=2, weight_mask=rng.random((10, 128)) < keep),
+        ]
+    )
+
+
+def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
+    """The small network as a function of PyTorch, and its parameters."""
+    first, _, _, second, _, _, last = net.layers
+    params = [
+        torch.tensor(array * (layer.kept_weights() if name == "weight" else 1), dtype=dtype)
+        for layer in (first, second, last)
+        for name, array in layer.params.items()
+    ]
+    for param in params:
+        param.requires_grad_()
+
+    def run(x: np.ndarray, grad: np.ndarray) -> list[np.ndarray]:
+        given = torch.tensor(x, dtype=dtype, requires_grad=True)
+        w = params
+        h = torch.relu(nn.functional.conv2d(given, w[0], w[1], padding=1))
+        h = nn.functional.max_pool2d(h, 2)
+        h = torch.relu(nn.functional.conv2d(h, w[2], w[3], padding=1))
+        y = nn.functional.linear(h.flatten(1), w[4], w[5])
+        found = torch.autograd.grad(y, [given, *w], torch.tensor(grad, dtype=dtype))
+        return [each.numpy() for each in found]
+
+    return run
+
+
+@pytest.mark.parametrize("batch", [1, 16, 33])
+def test_float32_is_no_farther_off_than_pytorchs(batch: int) -> None:
+    farthest = []
+    for seed in range(8):
+        net = small_net(seed=seed, keep=0.5)
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((batch, 2, 8, 8), np.float32)
+        grad = rng.standard_normal((batch, 10), np.float32)
+        exact, theirs = (in_torch(net, kind)(x, grad) for kind in (torch.float64, torch.float32))
+        step = net.training_step()
+        step.forward(x)
+        input_grad, params = step.backward(grad)
+        masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in weighted(net)))]
+        errors = []
+        for found, other, right, mask in zip(
+            [input_grad, *params.values()], theirs, exact, masks, strict=True
+        ):
+            kept = np.ones(right.shape, bool) if mask is None else mask
+            scale = np.abs(right[kept]).max()
+            errors.append([np.abs(each - right)[kept].max() / scale for each in (found, other)])
+        farthest.append(np.max(errors, axis=0))
+    ours, theirs = np.median(farthest, axis=0)
+    assert ours <= 1.5 * theirs
+
+
+def weighted(net: Sequential) -> list[Any]:
+    return [op for op in net.layers if op.params]
+
+
+# ---------------------------------------------------------------------------------------------
+# Promises
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F4, F8])
+@pytest.mark.parametrize("batch", [3, 70])
+def test_bits_are_those_of_one_thread(
+    dtype: Any, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsescan.jacobians import _stages
+
+    monkeypatch.setattr(_stages, "_TASK", 1)
+    rng = np.random.default_rng(0)
+    net = small_net(dtype)
+    x = rng.standard_normal((batch, 2, 8, 8)).astype(dtype)
+    grad = rng.standard_normal((batch, 10)).astype(dtype)
+    results = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(_stages, "thread_count", lambda count=threads: count)
+        step = net.training_step()
+        y = step.forward(x)
+        grads = step.backward(grad)
+        results.append([y, grads.input, *grads.params.values()])
+    for each in results[1:]:
+        for found, expected in zip(each, results[0], strict=True):
+            assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_samples_do_not_disturb_each_other(bad: float) -> None:
+    net = small_net()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 2, 8, 8), np.float32)
+    grad = rng.standard_normal((5, 10), np.float32)
+    step = net.training_step()
+    clean = step.forward(x), step.backward(grad).input
+    x[2, 0, 3, 3] = bad
+    y, input_grad = step.forward(x), step.backward(grad).input
+    others = [0, 1, 3, 4]
+    assert y[others].tobytes() == clean[0][others].tobytes()
+    assert input_grad[others].tobytes() == clean[1][others].tobytes()
+    assert not np.isfinite(y[2]).all()
+
+
+def test_of_equal_and_of_no_numbers_the_pool_chooses_as_pytorch() -> None:
+    rng = np.random.default_rng(0)
+    values = np.array([0, 1, 1, 2, -np.inf, np.nan])
+    for kernel, stride, padding in ((2, 2, 0), (3, 1, 1), (3, 2, 1)):
+        x = rng.choice(values, (6, 2, 7, 7))
+        theirs = nn.MaxPool2d(kernel, stride, padding)
+        step = Sequential(
+            [MaxPool2d(kernel, stride, padding, input_shape=(2, 7, 7))]
+        ).training_step()
+        y = step.forward(x)
+        grad = rng.standard_normal(y.shape)
+        expected = run_torch(theirs, x, grad)
+        np.testing.assert_array_equal(y, expected[0])
+        np.testing.assert_allclose(step.backward(grad).input, expected[1], rtol=1e-12)
+
+
+def test_gradients_that_nobody_needs() -> None:
+    net = small_net(F8)
+    rng = np.random.default_rng(0)
+    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
+    step = net.training_step()
+    step.forward(x)
+    expected = step.backward(grad).params
+    step.forward(x)
+    found = step.backward(grad, needs_input_grad=False)
+    assert found.input is None
+    assert list(found.params) == list(expected)
+    for name, array in found.params.items():
+        assert array.tobytes() == expected[name].tobytes()
+
+
+def test_one_sample_without_its_axis_and_no_samples() -> None:
+    net = small_net(F8)
+    step = net.training_step()
+    x = np.random.default_rng(0).standard_normal((2, 8, 8))
+    y = step.forward(x)
+    alone = step.backward(np.ones(10))
+    batched = step.forward(x[None])
+    grads = step.backward(np.ones((1, 10)))
+    assert y.shape == (10,)
+    assert alone.input is not None
+    assert alone.input.shape == (2, 8, 8)
+    np.testing.assert_array_equal(y, batched[0])
+    for name, array in alone.params.items():
+        np.testing.assert_array_equal(array, grads.params[name])
+    assert step.forward(np.ones((0, 2, 8, 8))).shape == (0, 10)
+    empty = step.backward(np.ones((0, 10)))
+    assert empty.input is not None
+    assert empty.input.shape == (0, 2, 8, 8)
+    for name, array in empty.params.items():
+        assert array.shape == grads.params[name].shape
+        assert not array.any()
+
+
+def test_dtypes_promote() -> None:
+    net = small_net(F4)
+    step = net.training_step()
+    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F4
+    assert step.forward(np.ones((1, 2, 8, 8))).dtype == F8
+    net.layers[0].weight = net.layers[0].weight.astype(np.float64)
+    assert step.forward(np.ones((1, 2, 8, 8), np.float32)).dtype == F8
+    assert step.backward(np.ones((1, 10))).params["6.bias"].dtype == F8
+
+
+def test_results_belong_to_the_caller_and_parameters_are_read_in_forward() -> None:
+    net = small_net(F8)
+    rng = np.random.default_rng(0)
+    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
+    step = net.training_step()
+    y = step.forward(x)
+    grads = step.backward(grad)
+    kept = copy.deepcopy([y, grads.input, *grads.params.values()])
+    before = copy.deepcopy(net.layers[3].weight)
+    step.forward(x)
+    net.layers[3].weight *= 2
+    again = step.backward(grad)
+    step.forward(x + 1)
+    for found, expected in zip([y, grads.input, *grads.params.values()], kept, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(again.input, grads.input)
+    net.layers[3].weight = before
+    y[...] = 0  # and may be changed
+    np.testing.assert_array_equal(step.forward(x), kept[0])
+
+
+def test_gradual_pruning() -> None:
+    """Another mask is another layer with the same parameters; kernels stay as they are."""
+    rng = np.random.default_rng(0)
+    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
+    theirs = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 10)).double()
+    for _ in range(3):
+        for module in (theirs[0], theirs[3]):
+            prune.l1_unstructured(module, "weight", 0.4)
+        step = Sequential(from_torch(theirs, (2, 8, 8))).training_step()
+        step.forward(x)
+        expected = run_torch(theirs, x, grad)[2]
+        for name, array in step.backward(grad).params.items():
+            close(array, expected[name])
+
+
+# ---------------------------------------------------------------------------------------------
+# What it says
+# ---------------------------------------------------------------------------------------------
+
+
+def test_memory_is_said_and_limited() -> None:
+    net = small_net()
+    step = net.training_step()
+    assert step.nbytes == 0
+    step.forward(np.ones((16, 2, 8, 8), np.float32))
+    needed = step.nbytes
+    arrays = [array for each in step._maps for array in (each.x, each.grad)] + step._kept
+    assert sum(array.base.nbytes for array in arrays) == needed
+    assert "16 samples" in repr(step)
+    assert "6 Linear" in str(step)
+    with pytest.raises(MemoryLimitError, match=r"memory_limit is .*16 samples need"):
+        net.training_step(memory_limit=needed - 1).forward(np.ones((16, 2, 8, 8), np.float32))
+    net.training_step(memory_limit=needed).forward(np.ones((16, 2, 8, 8), np.float32))
+
+
+def test_bad_input() -> None:
+    net = small_net()
+    step = net.training_step()
+    with pytest.raises(InputError, match="backward was called without a forward pass"):
+        step.backward(np.ones((4, 10), np.float32))
+    for wrong in ((4, 2, 8, 9), (2, 8), (1, 4, 2, 8, 8)):
+        with pytest.raises(InputError, match=r"x has shape .*expected \(batch, 2, 8, 8\)"):
+            step.forward(np.ones(wrong, np.float32))
+    with pytest.raises(InputTypeError, match="x has dtype int64"):
+        step.forward(np.ones((4, 2, 8, 8), np.int64))
+    step.forward(np.ones((4, 2, 8, 8), np.float32))
+    with pytest.raises(InputError, match=r"grad_output has shape \(3, 10\); expected \(4, 10\)"):
+        step.backward(np.ones((3, 10), np.float32))
+    grads = step.backward(np.ones((4, 10), np.float32))
+    with pytest.raises(InputError, match="backward was called without"):
+        step.backward(np.ones((4, 10), np.float32))
+    step.forward(np.ones((4, 2, 8, 8), np.float32))
+    for name, wrong in (
+        ("0.weight", np.ones((6, 2, 3, 3))),
+        ("6.bias", np.ones(11, np.float32)),
+        ("6.weight", np.ones((128, 10), np.float32).T),
+        ("3.bias", None),
+    ):
+        with pytest.raises(InputError, match=rf"out\['{name}'\] is"):
+            step.backward(np.ones((4, 10), np.float32), out=grads.params | {name: wrong})
+    with pytest.raises(InputTypeError, match="out is 3; expected the params"):
+        step.backward(np.ones((4, 10), np.float32), out=3)  # type: ignore[arg-type]
+    step.backward(np.ones((4, 10), np.float32), out=grads.params)
+    for limit in (-1, "1 GB"):
+        with pytest.raises((InputError, InputTypeError), match="memory_limit"):
+            net.training_step(memory_limit=limit)  # type: ignore[arg-type]
+    assert isinstance(step, NetworkStep)
+
+
+def test_a_batch_of_another_size() -> None:
+    """In a network of whole batches."""
+    norm = BatchNorm2d(2, input_shape=(4, 2, 3, 3), training=True)
+    step = Sequential([norm]).training_step()
+    with pytest.raises(InputError, match=r"x has shape \(5, 2, 3, 3\); expected \(4, 2, 3, 3\)"):
+        step.forward(np.ones((5, 2, 3, 3)))
