@@ -13,9 +13,10 @@ from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, s
 from ..formatting import align, exact_bytes, format_bytes
 from ..symbolic.schedule import check_count
 from ._checks import Shape
+from ._kernels.lanes import lanes
 from ._operator import Operator
 from ._places import Map
-from ._sharing import LINE, aligned_zeros, quiet
+from ._sharing import LINE, map_shared, quiet
 from ._stages import (
     Add,
     Apply,
@@ -23,7 +24,9 @@ from ._stages import (
     Pool,
     Samples,
     Stage,
+    Task,
     Weigh,
+    call_all,
     host,
     in_lanes,
     put_grad,
@@ -212,7 +215,8 @@ class NetworkStep:
         """Return bytes of activations, gradients and what stages keep."""
         numbers = [each.size * samples.room for each in self._maps] * 2
         numbers += [stage.numbers(samples) for stage in self._stages]
-        return sum(numbers) * samples.dtype.itemsize + len(numbers) * LINE
+        behind = lanes(samples.dtype) * samples.dtype.itemsize + LINE
+        return sum(numbers) * samples.dtype.itemsize + len(numbers) * behind
 
     def _allocate(self, samples: Samples) -> None:
         needed = self._needed(samples)
@@ -223,10 +227,9 @@ class NetworkStep:
             )
         check_memory(f"{samples.batch} samples", needed)
         for each in self._maps:
-            each.x, each.grad = (
-                aligned_zeros(each.size * samples.room, samples.dtype) for _ in range(2)
-            )
-        self._kept = [aligned_zeros(each.numbers(samples), samples.dtype) for each in self._stages]
+            each.room = samples.room
+            each.x, each.grad = (samples.zeros(each.size * samples.room) for _ in range(2))
+        self._kept = [samples.zeros(stage.numbers(samples)) for stage in self._stages]
         for stage in self._stages:
             stage.bind(samples)
         self._samples = samples
@@ -280,8 +283,7 @@ class NetworkStep:
         assert samples is not None
         self._lead = lead
         write(self._first, x, samples)
-        for stage in self._stages:
-            stage.read_params()
+        map_shared(lambda stage: stage.read_params(), self._stages)
         for stage, kept in zip(self._stages, self._kept, strict=True):
             stage.forward(kept)
         self._is_forward = True
@@ -337,17 +339,20 @@ class NetworkStep:
             each.grad[:] = 0
         put_grad(last, in_lanes(last, grad, samples), add=False)
         params: dict[str, Array] = {}
+        tasks: list[Task] = []
         written = set[Map]()
         for stage, kept in zip(reversed(self._stages), reversed(self._kept), strict=True):
             if stage.result not in wanted:
                 continue
-            own = stage.param_grads(rooms.get(stage.name, {}))
+            own, more = stage.param_grads(rooms.get(stage.name, {}))
+            tasks += more
             params = {f"{stage.name}.{name}": grad for name, grad in own.items()} | params
             adds: list[bool | None] = []
             for source in stage.sources:
                 adds.append(source in written if source in wanted else None)
                 written.add(source)
             stage.backward(kept, adds)
+        call_all(tasks)
         below = None
         if needs_input_grad:
             below = samples_of(self._first, self._first.grad, samples)

@@ -32,6 +32,8 @@ class Map:
         Zeros before and behind, for both of the last axes.
     rectified : bool
         Whether it is 0 where it would be negative, and so is its gradient.
+    room : int
+        Numbers of a place: one for each sample, and maybe some more.
     x, grad : ndarray
         The activation and its gradient, flat, once they are allocated.
     """
@@ -40,6 +42,7 @@ class Map:
         self.shape = (1,) * (2 - len(shape)) + shape
         self.border = [[0, 0], [0, 0]]
         self.rectified = False
+        self.room = 0
         self.x = self.grad = np.empty(0)
 
     def widen(self, axis: int, before: int, behind: int) -> None:
@@ -61,17 +64,21 @@ class Map:
         return math.prod(self.padded)
 
     def inner(self, array: Array) -> Array:
-        """Return the places of an array without the border: ``(*shape, samples)``."""
-        whole = array.reshape(*self.padded, -1)
+        """Return the places of an array without the border: ``(*shape, room)``."""
+        # The numbers behind the last place are only there to be read by vectors.
+        return self._inner(array[: self.size * self.room].reshape(self.size, self.room))
+
+    def numbers(self) -> Places:
+        """Return the number of each place without the border."""
+        return self._inner(np.arange(self.size)[:, None])[..., 0]
+
+    def _inner(self, array: Array) -> Array:
+        whole = array.reshape(*self.padded, array.shape[1])
         y, x = (
             slice(border[0], border[0] + size)
             for size, border in zip(self.shape[-2:], self.border, strict=True)
         )
         return whole[..., y, x, :]
-
-    def numbers(self) -> Places:
-        """Return the number of each place without the border."""
-        return self.inner(np.arange(self.size))[..., 0]
 
 
 class View(NamedTuple):
@@ -124,6 +131,12 @@ class Table(NamedTuple):
     ----------
     order : ndarray of int
         Which kept weight each entry is.
+    read_at, write_at : ndarray of int
+        Where runs of positions begin, neighbours in what is read and in what is written.
+    run : int
+        Positions of a run.
+    reach : tuple of int
+        Channels that are read, and how far apart the places are that a position reads of each.
     """
 
     ptr: Places
@@ -132,6 +145,8 @@ class Table(NamedTuple):
     read_at: Places
     row_at: Places
     write_at: Places
+    run: int
+    reach: tuple[int, int]
 
 
 def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: View) -> Table:
@@ -143,9 +158,9 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
     y, x = windows
     steps = _steps(large)
     first = _corner(large, steps, -y.before, -x.before)
-    moved = np.arange(write.shape[2])[:, None] * (y.stride * steps[0]) + np.arange(
-        write.shape[3]
-    ) * (x.stride * steps[1])
+    run, every = _run(write.shape[3], x.stride)
+    moved = np.arange(write.shape[2])[:, None] * (y.stride * steps[0])
+    moved = moved + np.arange(write.shape[3])[every] * (x.stride * steps[1])
     blocks = read[:, 0, 0, 0] - read[0, 0, 0, 0]
     tap = taps.y * (y.dilation * steps[0]) + taps.x * (x.dilation * steps[1])
     return Table(
@@ -153,7 +168,9 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
         read[0, taps.large, 0, 0] - read[0, 0, 0, 0] + tap,
         np.arange(len(taps.small)),
         (first + blocks[:, None, None] + moved).reshape(-1),
-        *_written(write, slice(None), slice(None)),
+        *_written(write, slice(None), every),
+        run,
+        (read.shape[1], int(tap.max(initial=0))),
     )
 
 
@@ -179,13 +196,16 @@ def scattering(
             some = taps.chosen(chosen)
             back = (some.y * y.dilation - phase_y) // y.stride * steps[0]
             back += (some.x * x.dilation - phase_x) // x.stride * steps[1]
-            moved = row[:, None] * steps[0] + column * steps[1]
+            run, every = _run(len(column), x.stride)
+            moved = row[:, None] * steps[0] + column[every] * steps[1]
             yield Table(
                 _ends(some.large, write.shape[1]),
                 read[0, some.small, 0, 0] - read[0, 0, 0, 0] - back,
                 chosen,
                 (read[0, 0, 0, 0] + blocks[:, None, None] + moved).reshape(-1),
-                *_written(write, rows, columns),
+                *_written(write, rows, every if x.stride == 1 else columns),
+                run,
+                (read.shape[1], int(back.max(initial=0))),
             )
 
 
@@ -201,6 +221,11 @@ def widen(windows: tuple[Window, Window], small: View, large: View) -> None:
         last = (window.size - 1 + window.before) // window.stride
         before = back - window.before // window.stride
         small.map.widen(axis, max(0, before), max(0, last - count + 1))
+
+
+def _run(width: int, stride: int) -> tuple[int, slice]:
+    """Return how many positions of a row are neighbours, and with which of them runs begin."""
+    return (width, slice(0, 1)) if stride == 1 else (1, slice(None))
 
 
 def _phase(window: Window, phase: int) -> tuple[slice, Places]:

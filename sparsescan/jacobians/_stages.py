@@ -20,6 +20,7 @@ from ._kernels import places as kernels
 from ._kernels.lanes import lanes
 from ._operator import Operator
 from ._places import Map, Table, Taps, View, gathering, scattering, widen
+from ._sharing import aligned_zeros
 from ._windows import Window
 from .activations import Elementwise
 from .conv import ConvTranspose2d
@@ -34,7 +35,9 @@ __all__ = [
     "Pool",
     "Samples",
     "Stage",
+    "Task",
     "Weigh",
+    "call_all",
     "host",
     "in_lanes",
     "put_grad",
@@ -43,11 +46,14 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+Task = Callable[[], None]
 
 # Bytes of places that a block of positions reads, so that a cache holds them for all rows.
-_CACHE = 1 << 19
+_CACHE = 1 << 20
+# By how much samples may be filled up to whole vectors.
+_MOST_FILLED = 1.5
 # Multiply-adds of vectors below which another thread would come too late.
-_TASK = 20_000
+_TASK = 100_000
 
 
 class Samples(NamedTuple):
@@ -58,7 +64,8 @@ class Samples(NamedTuple):
     batch : int
         How many there are.
     room : int
-        How many a place has room for: so many that they fill whole vectors.
+        How many numbers a place has: so many that samples fill whole vectors, or, if they would
+        leave many lanes empty, as many as there are samples.
     dtype : dtype
         float32 or float64.
     """
@@ -71,12 +78,30 @@ class Samples(NamedTuple):
     def of(cls, batch: int, dtype: np.dtype[Any]) -> Samples:
         """Return so many samples, and room for them."""
         count = lanes(dtype)
-        return cls(batch, -(-batch // count) * count, dtype)
+        whole = -(-batch // count) * count
+        return cls(batch, whole if whole <= _MOST_FILLED * batch else batch, dtype)
 
     @property
-    def vectors(self) -> NDArray[np.int64]:
-        """Where the vectors of a place begin."""
-        return np.arange(0, self.room, lanes(self.dtype))
+    def is_whole(self) -> bool:
+        """Whether a place has whole vectors."""
+        return self.room % lanes(self.dtype) == 0
+
+    def cut(self, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where vectors of neighbouring places begin, and how many lanes of each are used.
+
+        Lanes behind the last sample of a place are 0 for ever.
+        """
+        size = lanes(self.dtype)
+        starts = np.arange(0, places * self.room, size)
+        if self.is_whole:
+            left = self.batch - starts % max(self.room, 1)
+        else:
+            left = places * self.room - starts
+        return starts, np.minimum(left, size)
+
+    def zeros(self, count: int) -> Array:
+        """Return zeros, and as many behind them that vectors may read them."""
+        return aligned_zeros(count + lanes(self.dtype), self.dtype)
 
 
 class Stage(ABC):
@@ -132,9 +157,12 @@ class Stage(ABC):
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
         """Write the gradient in each source, or add to it, or leave it out where that is None."""
 
-    def param_grads(self, out: dict[str, Array]) -> dict[str, Array]:
-        """Return the gradients of the parameters, in the arrays of `out` if there are some."""
-        return {}
+    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
+        """Return where gradients of the parameters are written, maybe in `out`, and by which tasks.
+
+        The tasks wait for no other, and nothing but the next forward pass changes what they read.
+        """
+        return {}, []
 
 
 class Weigh(Stage):
@@ -182,113 +210,59 @@ class Weigh(Stage):
         self._ahead, self._back = [self._gather], scattered
         if self._transposed:
             self._ahead, self._back = self._back, self._ahead
-        self._weight = np.empty(len(gather.order), samples.dtype)
-        self._grad = np.empty_like(self._weight)
+        self._grad = np.zeros(len(gather.order), samples.dtype)
 
     def read_params(self) -> None:
         super().read_params()
         name = f"{self.name}.weight"
-        weight = np.ascontiguousarray(
-            host(name, self.op.read_parameter("weight")), self.samples.dtype
-        )
-        kernels.take(self._weight, weight.reshape(-1), self.taps.source)
+        weight = host(name, self.op.read_parameter("weight"))
+        weight = np.ascontiguousarray(weight, self.samples.dtype).reshape(-1)
+        kernels.take(self._gather.weight, weight, self.taps.source)
+        for table in (*self._ahead, *self._back):
+            if table is not self._gather:
+                kernels.take(table.weight, self._gather.weight, table.order)
 
     def forward(self, kept: Array) -> None:
         (source,), result = self.sources, self.result
-        flags = False, result.rectified
-        self._sum(
-            self._ahead,
-            result.x,
-            source.x,
-            self.read.get("bias", self.nothing),
-            self.nothing,
-            flags,
-        )
+        bias, flags = self.read.get("bias", self.nothing), (False, result.rectified)
+        arrays = result.x, source.x, bias, self.nothing, flags
+        call_all([task for table in self._ahead for task in table.sums(arrays)])
 
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        (source,), result, (add,) = self.sources, self.result, adds
+        (source,), (add,) = self.sources, adds
         if add is not None:
             like = source.x if source.rectified else self.nothing
-            flags = add, False
-            self._sum(self._back, source.grad, result.grad, self.nothing, like, flags)
+            arrays = source.grad, self.result.grad, self.nothing, like, (add, False)
+            call_all([task for table in self._back for task in table.sums(arrays)])
 
-    def param_grads(self, out: dict[str, Array]) -> dict[str, Array]:
+    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         (source,), result, table = self.sources, self.result, self._gather
         large, small = source.x, result.grad
         if self._transposed:
             large, small = small, large
-        call_all(
-            [
-                partial(
-                    kernels.sum_weights,
-                    self._grad,
-                    large,
-                    small,
-                    rows,
-                    table.blocks,
-                    table.ptr,
-                    table.offset,
-                    table.read_at,
-                    table.row_at,
-                    table.write_at,
-                )
-                for rows in table.rows
-            ]
-        )
         weight = out.get("weight")
         if weight is None:
             weight = np.zeros(self.op.kept_weights().shape, self.samples.dtype)
-        kernels.put(weight.reshape(-1), self._grad, self.taps.source)
-        grads = {"weight": weight}
+        grads, flat = {"weight": weight}, weight.reshape(-1)
+
+        def add_up(rows: tuple[int, int]) -> None:
+            entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
+            arguments = table.blocks, table.where, self.samples.is_whole
+            kernels.sum_weights(rows, *arguments, self._grad, large, small)
+            kernels.put(entries, flat, self._grad, self.taps.source)
+
+        tasks: list[Task] = [partial(add_up, rows) for rows in table.rows]
         if "bias" in self.params:
-            rows, places = self._written
-            grads["bias"] = bias = out.get("bias", np.empty(len(rows), self.samples.dtype))
-            kernels.sum_rows(bias, result.grad, rows, places)
-        return grads
-
-    @property
-    def _written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where channels of the result begin, and where their vectors lie behind that."""
-        view = self._large if self._transposed else self._small
-        rows, places = _channels(view, self.samples.room)
-        return rows, (places[:, None] + self.samples.vectors).reshape(-1)
-
-    def _sum(
-        self,
-        tables: list[_Bound],
-        out: Array,
-        x: Array,
-        bias: Array,
-        like: Array,
-        flags: tuple[bool, bool],
-    ) -> None:
-        """Write the sums of some tables."""
-        tasks: list[Callable[[], None]] = []
-        for table in tables:
-            weight = self._weight
-            if table.weight is not None:
-                weight = table.weight
-                kernels.take(weight, self._weight, table.order)
-            tasks += [
-                partial(
-                    kernels.sum_places,
-                    out,
-                    x,
-                    rows,
-                    positions,
-                    table.ptr,
-                    table.offset,
-                    weight,
-                    table.read_at,
-                    table.row_at,
-                    table.write_at,
-                    bias,
-                    like,
-                    flags,
-                )
-                for rows, positions in table.tasks
-            ]
-        call_all(tasks)
+            size = self.op.out_channels if self._transposed else len(table.ptr) - 1
+            grads["bias"] = out.get("bias", np.empty(size, self.samples.dtype))
+            if self._transposed:
+                grads["bias"][:] = result.inner(result.grad).sum(axis=(-1, -2, -3))
+            else:
+                tasks += [
+                    partial(kernels.sum_rows, rows, table.where, grads["bias"], result.grad)
+                    for rows in table.rows
+                ]
+        return grads, tasks
 
 
 class _Bound:
@@ -296,33 +270,53 @@ class _Bound:
 
     Attributes
     ----------
-    weight : ndarray or None
-        Room for the weights in the order of the entries; None if they have it already.
+    where : tuple of ndarray
+        The table, in numbers.
+    weight : ndarray
+        Room for the weights in the order of the entries.
     rows : list of tuple
         Rows that are a task, where positions are not divided.
-    tasks : list of tuple
-        Rows and positions that are a task.
+    blocks : ndarray of int
+        Where blocks of positions begin, and the last one ends: a cache holds what one of them reads
+        for all rows.
     """
 
     def __init__(self, table: Table, samples: Samples) -> None:
-        room, dtype, vectors = samples.room, samples.dtype, samples.vectors
+        room, dtype = samples.room, samples.dtype
         self.ptr, self.order = table.ptr, table.order
-        self.offset, self.row_at = table.offset * room, table.row_at * room
-        self.read_at = (table.read_at[:, None] * room + vectors).reshape(-1)
-        self.write_at = (table.write_at[:, None] * room + vectors).reshape(-1)
-        in_order = np.array_equal(table.order, np.arange(len(table.order)))
-        self.weight = None if in_order else np.empty(len(table.order), dtype)
-        positions, entries = len(self.read_at), len(self.offset)
-        # Each entry reads places of its own; those of one block stay in the cache for all rows.
-        reach = len(np.unique(table.offset)) * lanes(dtype) * dtype.itemsize
-        block = max(8, _CACHE // max(reach, 1) // 8 * 8)
+        starts, counts = samples.cut(table.run)
+        read_at, write_at = (
+            (runs[:, None] * room + starts).reshape(-1) for runs in (table.read_at, table.write_at)
+        )
+        counts = np.tile(counts, len(table.read_at))
+        self.where = (
+            *(table.ptr, table.offset * room),
+            *(read_at, table.row_at * room, write_at, counts),
+        )
+        self.weight = np.empty(len(table.order), dtype)
+        positions, entries = len(read_at), len(table.order)
+        block = self._block(read_at, table, samples)
         cuts = [*range(0, max(positions, 1), block), positions]
         self.blocks = np.array(cuts, np.int64)
         parts = min(2 * thread_count(), max(1, entries * positions // _TASK))
         ends = np.searchsorted(table.ptr, np.arange(1, parts) * entries // parts).tolist()
-        starts = [0, *ends, len(table.ptr) - 1]
-        self.rows = [(a, b) for a, b in pairwise(starts) if a < b]
-        self.tasks = [(rows, span) for span in pairwise(cuts) for rows in self.rows]
+        self.rows = [(a, b) for a, b in pairwise([0, *ends, len(table.ptr) - 1]) if a < b]
+        self._tasks = [(rows, span) for span in pairwise(cuts) for rows in self.rows]
+
+    @staticmethod
+    def _block(read_at: NDArray[np.int64], table: Table, samples: Samples) -> int:
+        """Return how many positions read what a cache holds, in eights."""
+        channels, tap = table.reach
+        room = _CACHE // max(channels * samples.dtype.itemsize, 1) - tap * samples.room
+        count = int(np.searchsorted(np.maximum.accumulate(read_at), read_at[:1].sum() + room))
+        return max(count // 8, 1) * 8
+
+    def sums(self, arrays: tuple[Any, ...]) -> list[Task]:
+        """Return tasks that write sums; arguments are those of the kernel behind the weights."""
+        return [
+            partial(kernels.sum_places, *task, self.where, self.weight, *arrays)
+            for task in self._tasks
+        ]
 
 
 class Pool(Stage):
@@ -341,13 +335,15 @@ class Pool(Stage):
         read = source.numbers().reshape(-1, *self.op.input_shape[-2:])
         write = self.result.numbers().reshape(len(read), -1)
         places = (read[0] - read[0, 0, 0]).reshape(-1)
-        self._taps = np.where(taps < 0, -1, places[taps] * room)
-        self._read_at, self._row_at = read[:, 0, 0] * room, write[:, 0] * room
-        self._write_at = (write[0] - write[0, 0]) * room
-        work = taps.size * len(read) * len(samples.vectors)
-        parts = max(1, min(2 * thread_count(), work // _TASK, len(read)))
-        cuts = [len(read) * part // parts for part in range(parts + 1)]
-        self._rows = list(pairwise(cuts))
+        taps = np.where(taps < 0, -1, places[taps] * room)
+        self._where = (
+            *(taps, read[:, 0, 0] * room, write[:, 0] * room),
+            (write[0] - write[0, 0]) * room,
+        )
+        reads = np.bincount(taps[taps >= 0], minlength=1)
+        self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
+        work = taps.size * len(read) * -(-room // lanes(samples.dtype))
+        self._parts = _shares(len(read), work)
 
     def forward(self, kept: Array) -> None:
         (source,) = self.sources
@@ -357,14 +353,21 @@ class Pool(Stage):
         (source,), (add,) = self.sources, adds
         if add is None:
             return
-        if not add:
+        if not add and (self._overlaps or not self._covers):
             source.inner(source.grad)[...] = 0
         like = source.x if source.rectified else self.nothing
-        self._share(kernels.pass_to_chosen, source.grad, kept, self.result.grad, like)
+        arrays = source.grad, kept, self.result.grad, like, bool(add or self._overlaps)
+        self._share(kernels.pass_to_chosen, *arrays)
 
-    def _share(self, kernel: Any, *arrays: Array) -> None:
-        where = self._taps, self._read_at, self._row_at, self._write_at, self.samples.vectors
-        call_all([partial(kernel, rows, *where, *arrays) for rows in self._rows])
+    def _share(self, kernel: Any, *arrays: Any) -> None:
+        arguments = self._where, self.samples.batch, *arrays
+        call_all([partial(kernel, part, *arguments) for part in self._parts])
+
+
+def _shares(channels: int, work: int) -> list[tuple[int, int]]:
+    """Return channels that are a task of so much work altogether."""
+    parts = max(1, min(2 * thread_count(), work // _TASK, channels))
+    return list(pairwise(channels * part // parts for part in range(parts + 1)))
 
 
 class Normalise(Stage):
@@ -381,13 +384,12 @@ class Normalise(Stage):
 
     def bind(self, samples: Samples) -> None:
         super().bind(samples)
-        self._where = [_channels(view, samples.room) for view in self._views]
-        self._valid = (np.arange(samples.room) < samples.batch).astype(samples.dtype)
-        channels = self.op.num_features
-        work = len(self._where[0][1]) * len(samples.vectors) * channels
-        parts = max(1, min(2 * thread_count(), work // _TASK, channels))
-        self._parts = list(pairwise(channels * part // parts for part in range(parts + 1)))
-        self._count = samples.batch * len(self._where[0][1])
+        self._where, self._above = (_channels(view, samples.room) for view in self._views)
+        channels, places = self.op.num_features, len(self._where[1])
+        self._parts = _shares(
+            channels, places * -(-samples.room // lanes(samples.dtype)) * channels
+        )
+        self._count = samples.batch * places
         self._sums = np.zeros((channels, 2))
         self._ones, self._zeros = (
             np.ones(channels, samples.dtype),
@@ -411,13 +413,8 @@ class Normalise(Stage):
         self._weight = self.read.get("weight", self._ones)
         bias = self.read.get("bias", self._zeros)
         factor = (self._weight * self._inverse).astype(dtype)
-        flags = False, result.rectified
-        arguments = *self._where[0], source.x, self._mean, factor, bias, self.samples.room
-        call_all(
-            [
-                partial(kernels.scale_channels, part, *arguments, *self._where[1], result.x, flags)
-                for part in self._parts
-            ]
+        self._share(
+            kernels.scale_channels, result.x, source.x, self._mean, factor, bias, result.rectified
         )
 
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
@@ -431,37 +428,36 @@ class Normalise(Stage):
             shift = (-own * sums[:, 0]).astype(dtype)
             factor = (-own * self._inverse * sums[:, 1]).astype(dtype)
         like = source.x if source.rectified else self.nothing
-        arguments = *self._where[0], source.x, self._mean, factor, shift, self._valid
-        grad = *self._where[1], self.result.grad, own.astype(dtype), source.grad, like, (add, False)
-        call_all([partial(kernels.scale_grads, part, *arguments, *grad) for part in self._parts])
+        about_x = source.grad, source.x, self._mean, factor, shift
+        slope = own.astype(dtype)
+        self._share(kernels.scale_grads, *about_x, self.result.grad, slope, like, add)
 
-    def param_grads(self, out: dict[str, Array]) -> dict[str, Array]:
+    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         if not self.params:
-            return {}
+            return {}, []
         grads = {}
         for name, sums in zip(("weight", "bias"), self._moments().T[::-1], strict=True):
             grads[name] = room = out.get(name, np.empty(len(sums), self.samples.dtype))
             room[:] = sums
-        return grads
+        return grads, []
 
-    def _moments(self) -> Array:
+    def _moments(self) -> NDArray[np.float64]:
         """Return the sums of the gradient, and of it times the normalised input."""
         inverse = self._inverse.astype(self.samples.dtype)
-        (source,), (rows, places) = self.sources, self._where[1]
-        return self._sum(source.x, self._mean, inverse, self.result.grad, rows, places)
+        return self._sum(self.sources[0].x, self._mean, inverse, self.result.grad)
 
-    def _sum(self, x: Array, mean: Array, factor: Any = None, *other: Array) -> NDArray[np.float64]:
+    def _sum(
+        self, x: Array, mean: Array, factor: Array | None = None, grad: Array | None = None
+    ) -> NDArray[np.float64]:
         """Return what :func:`sum_moments` writes."""
-        nowhere = self._where[0][0][:0]
         factor = self._ones if factor is None else factor
-        arguments = *self._where[0], x, mean, factor, *(other or (self.nothing, nowhere, nowhere))
-        call_all(
-            [
-                partial(kernels.sum_moments, part, *arguments, self._valid, self._sums)
-                for part in self._parts
-            ]
-        )
+        grad = self.nothing if grad is None else grad
+        self._share(kernels.sum_moments, self._sums, x, mean, factor, grad)
         return self._sums.copy()
+
+    def _share(self, kernel: Any, *arrays: Any) -> None:
+        arguments = self._where, self._above, self.samples.batch, *arrays
+        call_all([partial(kernel, part, *arguments) for part in self._parts])
 
 
 class Add(Stage):
@@ -505,11 +501,12 @@ class Apply(Stage):
             below = self._plan.inclusive_scan(grad.reshape(len(grad), -1), [values])[-1]
         put_grad(source, in_lanes(source, below, self.samples), add)
 
-    def param_grads(self, out: dict[str, Array]) -> dict[str, Array]:
+    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         if not self.params:
-            return {}
+            return {}, []
         grads = self.op.param_grads(self._x(), self._of_result(self.result.grad))
-        return {name: grad.astype(self.samples.dtype, copy=False) for name, grad in grads.items()}
+        dtype = self.samples.dtype
+        return {name: grad.astype(dtype, copy=False) for name, grad in grads.items()}, []
 
     def _x(self) -> Array:
         (source,) = self.sources
@@ -538,13 +535,9 @@ def in_lanes(one: Map, array: Array, samples: Samples) -> Array:
 
 
 def write(one: Map, array: Array, samples: Samples) -> None:
-    """Write an activation as the caller has it; where there are no samples, the first again.
-
-    What is finite for a sample then is so there, too.
-    """
-    x = one.inner(one.x)
-    x[..., : samples.batch] = np.moveaxis(array.reshape(samples.batch, *one.shape), 0, -1)
-    x[..., samples.batch :] = x[..., :1]
+    """Write an activation as the caller has it."""
+    x = one.inner(one.x)[..., : samples.batch]
+    x[...] = np.moveaxis(array.reshape(samples.batch, *one.shape), 0, -1)
 
 
 def put_grad(one: Map, grad: Array, add: bool | None) -> None:
@@ -568,6 +561,6 @@ def host(name: str, array: Any) -> Array:
     return checked
 
 
-def call_all(tasks: Sequence[Callable[[], None]]) -> None:
+def call_all(tasks: Sequence[Task]) -> None:
     """Call all, on threads that share them."""
     share(lambda k: tasks[k](), len(tasks))

@@ -27,6 +27,7 @@ __all__ = [
     "add_to",
     "correlate_1",
     "correlate_8",
+    "correlate_some",
     "equal_or",
     "fma",
     "gather_1",
@@ -34,6 +35,7 @@ __all__ = [
     "gather_8",
     "item",
     "keep_positive",
+    "keep_some",
     "lane_count",
     "lanes",
     "less_or",
@@ -47,6 +49,7 @@ __all__ = [
     "store",
     "store_some",
     "store_square",
+    "store_totals",
     "tanh",
     "total",
     "transpose",
@@ -162,14 +165,20 @@ def load_some(typingctx, array, index, count):
         array, index, count = args
         value = context.get_value_type(vector)
         place = _pointer(context, builder, signature.args[0], array, index, value)
-        mask = _first_lanes(builder, count, value)
-        name = f"llvm.masked.load.v{value.count}f{vector.dtype.bitwidth}.p0"
-        shape = [value.as_pointer(), ir.IntType(32), mask.type, value]
-        load = cgutils.get_or_insert_function(builder.module, ir.FunctionType(value, shape), name)
-        zero = ir.Constant(value, [0.0] * value.count)
-        return builder.call(load, [place, ir.IntType(32)(vector.dtype.bitwidth // 8), mask, zero])
+        return _masked_load(builder, place, _first_lanes(builder, count, value))
 
     return vector(array, types.intp, types.intp), codegen
+
+
+def _masked_load(builder, place, mask):
+    """Return a vector of the lanes in a mask, 0 in the others."""
+    value, align = place.type.pointee, ir.IntType(32)
+    bits = 8 * _align(value)
+    name = f"llvm.masked.load.v{value.count}f{bits}.p0"
+    shape = [value.as_pointer(), align, mask.type, value]
+    load = cgutils.get_or_insert_function(builder.module, ir.FunctionType(value, shape), name)
+    zero = ir.Constant(value, [0.0] * value.count)
+    return builder.call(load, [place, align(bits // 8), mask, zero])
 
 
 @intrinsic
@@ -204,6 +213,18 @@ def _first_lanes(builder, count, vector):
     lanes = ir.VectorType(count.type, vector.count)
     each = ir.Constant(lanes, list(range(vector.count)))
     return builder.icmp_signed("<", each, _broadcast(builder, count, lanes))
+
+
+@intrinsic
+def keep_some(typingctx, vector, count):
+    """Return a vector with 0 behind its first `count` lanes, whatever is there."""
+
+    def codegen(context, builder, signature, args):
+        vector, count = args
+        zero = ir.Constant(vector.type, [0.0] * vector.type.count)
+        return builder.select(_first_lanes(builder, count, vector.type), vector, zero)
+
+    return vector(vector, types.intp), codegen
 
 
 @intrinsic
@@ -709,16 +730,12 @@ def _gathering(places, terms):
     def gather(typingctx, start, x, read_at, weight, offset, a, b):
         def codegen(context, builder, signature, args):
             start, x, read_at, weight, offset, a, b = args
-            size, vector = a.type, start.type
-            zero = ir.Constant(vector, [0.0] * vector.count)
+            vector = start.type
             firsts = [
                 _pointer(context, builder, signature.args[1], x, builder.extract_value(read_at, p))
                 for p in range(places)
             ]
-            sums = [
-                [cgutils.alloca_once_value(builder, zero if term else start) for _ in firsts]
-                for term in range(terms)
-            ]
+            sums = _sums([start] * places, terms, builder)
 
             def add(k, to):
                 at = builder.load(_pointer(context, builder, signature.args[4], offset, k))
@@ -731,21 +748,7 @@ def _gathering(places, terms):
                     args = factor, loaded, builder.load(each)
                     builder.store(_llvm(builder, "fma", vector, args), each)
 
-            whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
-            with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (k, _):
-                for term, to in enumerate(sums):
-                    add(builder.add(k, size(term)), to)
-            if terms > 1:
-                with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (k, _):
-                    add(k, sums[0])
-            found = []
-            for each in zip(*sums, strict=True):
-                parts = [builder.load(part) for part in each]
-                while len(parts) > 1:
-                    half = len(parts) // 2
-                    pairs = zip(parts[:half], parts[half:], strict=True)
-                    parts = [builder.fadd(*pair) for pair in pairs]
-                found += parts
+            found = _add_all(builder, sums, a, b, add)
             return context.make_tuple(builder, signature.return_type, found)
 
         kinds = start, x, read_at, weight, offset, types.intp, types.intp
@@ -757,68 +760,138 @@ def _gathering(places, terms):
 gather_8, gather_4, gather_1 = _gathering(8, 1), _gathering(4, 2), _gathering(1, 8)
 
 
-def _correlating(entries, terms):
+def _correlating(entries, terms, whole):
     """Return an intrinsic of so many sums of products, of which so many terms run side by side.
 
-    ``correlate(x, grad, offset, read_at, write_at, a, b)`` is, for each entry `k`, ``Σ_p
-    grad[write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p < b``; `offset` is a tuple.
+    ``correlate(x, grad, offset, read_at, begin, write_at, count, a, b)`` is, for each entry `k`,
+    ``Σ_p grad[begin + write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p < b``; `offset` is a
+    tuple. Unless vectors are `whole`, only ``count[p]`` lanes are read.
     """
 
     @intrinsic
-    def correlate(typingctx, x, grad, offset, read_at, write_from, write_at, a, b):
+    def correlate(typingctx, x, grad, offset, read_at, begin, write_at, count, a, b):
         vector = _Lanes(x.dtype)
 
         def codegen(context, builder, signature, args):
-            x, grad, offset, read_at, write_from, write_at, a, b = args
-            size, kind = a.type, context.get_value_type(vector)
-            zero = ir.Constant(kind, [0.0] * kind.count)
+            x, grad, offset, read_at, begin, write_at, count, a, b = args
+            kind = context.get_value_type(vector)
             firsts = [
                 _pointer(context, builder, signature.args[0], x, builder.extract_value(offset, k))
                 for k in range(entries)
             ]
-            above = _pointer(context, builder, signature.args[1], grad, write_from)
-            sums = [
-                [cgutils.alloca_once_value(builder, zero) for _ in firsts] for _ in range(terms)
-            ]
+            above = _pointer(context, builder, signature.args[1], grad, begin)
+            zero = ir.Constant(kind, [0.0] * kind.count)
+            sums = _sums([zero] * entries, terms, builder)
 
-            def loaded(pointer, at):
-                place = builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer())
-                value = builder.load(place)
-                value.align = _align(kind)
-                return value
+            def number(place, array, p):
+                return builder.load(_pointer(context, builder, signature.args[place], array, p))
 
             def add(p, to):
-                at = builder.load(_pointer(context, builder, signature.args[3], read_at, p))
-                there = builder.load(_pointer(context, builder, signature.args[5], write_at, p))
+                at, there = number(3, read_at, p), number(5, write_at, p)
+                mask = None if whole else _first_lanes(builder, number(6, count, p), kind)
+
+                def loaded(pointer, index):
+                    place = builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+                    if mask is not None:
+                        return _masked_load(builder, place, mask)
+                    value = builder.load(place)
+                    value.align = _align(kind)
+                    return value
+
                 factor = loaded(above, there)
                 for first, each in zip(firsts, to, strict=True):
                     args = factor, loaded(first, at), builder.load(each)
                     builder.store(_llvm(builder, "fma", kind, args), each)
 
-            whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
-            with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (p, _):
-                for term, to in enumerate(sums):
-                    add(builder.add(p, size(term)), to)
-            if terms > 1:
-                with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (p, _):
-                    add(p, sums[0])
-            found = []
-            for each in zip(*sums, strict=True):
-                parts = [builder.load(part) for part in each]
-                while len(parts) > 1:
-                    half = len(parts) // 2
-                    pairs = zip(parts[:half], parts[half:], strict=True)
-                    parts = [builder.fadd(*pair) for pair in pairs]
-                found += parts
+            found = _add_all(builder, sums, a, b, add)
             return context.make_tuple(builder, signature.return_type, found)
 
-        kinds = x, grad, offset, read_at, types.intp, write_at, types.intp, types.intp
+        index = types.intp
+        kinds = x, grad, offset, read_at, index, write_at, count, index, index
         return types.UniTuple(vector, entries)(*kinds), codegen
 
     return correlate
 
 
-correlate_8, correlate_1 = _correlating(8, 1), _correlating(1, 4)
+def _sums(starts, terms, builder):
+    """Return variables for so many sums of each number, of which the first begins with it."""
+    zero = ir.Constant(starts[0].type, [0.0] * starts[0].type.count)
+    return [
+        [cgutils.alloca_once_value(builder, zero if term else start) for start in starts]
+        for term in range(terms)
+    ]
+
+
+def _add_all(builder, sums, a, b, add):
+    """Call ``add(k, to)`` for ``a ≤ k < b``, with sums in turn; return the sums of the sums."""
+    size, terms = a.type, len(sums)
+    whole = builder.sub(b, builder.srem(builder.sub(b, a), size(terms)))
+    with cgutils.for_range_slice(builder, a, whole, size(terms), size, inc=True) as (k, _):
+        for term, to in enumerate(sums):
+            add(builder.add(k, size(term)), to)
+    if terms > 1:
+        with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (k, _):
+            add(k, sums[0])
+    found = []
+    for each in zip(*sums, strict=True):
+        parts = [builder.load(part) for part in each]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [builder.fadd(*pair) for pair in zip(parts[:half], parts[half:], strict=True)]
+        found += parts
+    return found
+
+
+correlate_8, correlate_some = _correlating(8, 1, True), _correlating(8, 1, False)
+correlate_1 = _correlating(1, 4, False)
+
+
+@intrinsic
+def store_totals(typingctx, array, index, vectors, adds):
+    """Write the sum over all lanes of each vector from ``array[index]`` on, or add it."""
+
+    def codegen(context, builder, signature, args):
+        array, index, vectors, adds = args
+        every = [builder.extract_value(vectors, k) for k in range(len(signature.args[2]))]
+        width, align = every[0].type.count, signature.args[0].dtype.bitwidth // 8
+        for k in range(0, len(every), width):
+            sums = _totals(builder, every[k : k + width])
+            at = builder.add(index, index.type(k))
+            place = _pointer(context, builder, signature.args[0], array, at, sums.type)
+            before = builder.load(place)
+            before.align = align
+            zero = ir.Constant(sums.type, [0.0] * sums.type.count)
+            before = builder.select(adds, before, zero)
+            builder.store(builder.fadd(before, sums), place).align = align
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vectors, types.boolean), codegen
+
+
+def _totals(builder, parts):
+    """Return a vector of the sum over all lanes of each of no more vectors than they have lanes."""
+    width = group = parts[0].type.count
+
+    def shuffled(a, b, lanes):
+        places = ir.VectorType(ir.IntType(32), len(lanes))
+        return builder.shuffle_vector(a, b, ir.Constant(places, lanes))
+
+    # Two vectors become one, with the sums of one in the first half of every group of lanes, and
+    # those of the other in the second.
+    while len(parts) > 1:
+        half, pairs = group // 2, []
+        for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True):
+            low = [n if n % group < half else width + n - half for n in range(width)]
+            high = [n + half if n % group < half else width + n for n in range(width)]
+            pairs.append(builder.fadd(shuffled(a, b, low), shuffled(a, b, high)))
+        parts, group = pairs, half
+    (sums,) = parts
+    while group > 1:
+        half = group // 2
+        low = [n for n in range(sums.type.count) if n % group < half]
+        high = [n + half for n in low]
+        sums, group = builder.fadd(shuffled(sums, sums, low), shuffled(sums, sums, high)), half
+    return sums
 
 
 def _align(vector):
