@@ -180,17 +180,23 @@ class NetworkStep:
         self._maps.append(Map(shape[1:] if self._has_batch_axis else shape))
         return self._maps[-1]
 
-    def _build(self, parts: Sequence[Part], source: Map) -> Map:
+    def _build(self, parts: Sequence[Part], source: Map, *, is_branch: bool = False) -> Map:
         """Add the stages of some layers; return what the last one writes."""
         alone = False  # whether nothing else reads what the layer before has written
         for part in parts:
             op = part.op
             if op is None:
-                ends = [self._build(branch, source) for branch in part.branches]
+                ends = [self._build(branch, source, is_branch=True) for branch in part.branches]
                 ends += [source] * (2 - len(ends))
-                source, alone = self._map_like(ends[0]), True
-                self._stages.append(Add(part.name, (ends[0], ends[1]), source))
-            elif isinstance(op, Flatten):
+                result = self._map_like(ends[0])
+                for end in ends:
+                    # Nothing else reads the end of a branch but the sum.
+                    if end is not source and not end.rectified:
+                        end.join(result)
+                self._stages.append(Add(part.name, (ends[0], ends[1]), result))
+                source, alone = result, True
+            elif isinstance(op, Flatten) and not is_branch:
+                # The same places; but maps that are added have one shape.
                 continue
             elif isinstance(op, ReLU) and alone:
                 source.rectified, alone = True, False
@@ -213,7 +219,12 @@ class NetworkStep:
 
     def _needed(self, samples: Samples) -> int:
         """Return bytes of activations, gradients and what stages keep."""
-        numbers = [each.size * samples.room for each in self._maps] * 2
+        copies = (1 + (each.twin is None) for each in self._maps)
+        numbers = [
+            each.size * samples.room
+            for each, count in zip(self._maps, copies, strict=True)
+            for _ in range(count)
+        ]
         numbers += [stage.numbers(samples) for stage in self._stages]
         behind = lanes(samples.dtype) * samples.dtype.itemsize + LINE
         return sum(numbers) * samples.dtype.itemsize + len(numbers) * behind
@@ -228,7 +239,10 @@ class NetworkStep:
         check_memory(f"{samples.batch} samples", needed)
         for each in self._maps:
             each.room = samples.room
-            each.x, each.grad = (samples.zeros(each.size * samples.room) for _ in range(2))
+            each.x = samples.zeros(each.size * samples.room)
+        # A twin is made before its other.
+        for each in reversed(self._maps):
+            each.grad = each.twin.grad if each.twin else samples.zeros(each.size * samples.room)
         self._kept = [samples.zeros(stage.numbers(samples)) for stage in self._stages]
         for stage in self._stages:
             stage.bind(samples)
@@ -344,14 +358,14 @@ class NetworkStep:
         for stage, kept in zip(reversed(self._stages), reversed(self._kept), strict=True):
             if stage.result not in wanted:
                 continue
-            own, more = stage.param_grads(rooms.get(stage.name, {}))
-            tasks += more
-            params = {f"{stage.name}.{name}": grad for name, grad in own.items()} | params
             adds: list[bool | None] = []
             for source in stage.sources:
                 adds.append(source in written if source in wanted else None)
                 written.add(source)
             stage.backward(kept, adds)
+            own, more = stage.param_grads(rooms.get(stage.name, {}))
+            tasks += more
+            params = {f"{stage.name}.{name}": grad for name, grad in own.items()} | params
         call_all(tasks)
         below = None
         if needs_input_grad:

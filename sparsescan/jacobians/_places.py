@@ -32,6 +32,8 @@ class Map:
         Zeros before and behind, for both of the last axes.
     rectified : bool
         Whether it is 0 where it would be negative, and so is its gradient.
+    twin : Map or None
+        Another of the same shape, whose gradient is this one's, and in the same memory.
     room : int
         Numbers of a place: one for each sample, and maybe some more.
     x, grad : ndarray
@@ -42,6 +44,7 @@ class Map:
         self.shape = (1,) * (2 - len(shape)) + shape
         self.border = [[0, 0], [0, 0]]
         self.rectified = False
+        self.twin: Map | None = None
         self.room = 0
         self.x = self.grad = np.empty(0)
 
@@ -49,6 +52,12 @@ class Map:
         """Make the border at least so wide; axis 0 is the last but one."""
         border = self.border[axis]
         border[:] = max(border[0], before), max(border[1], behind)
+
+    def join(self, twin: Map) -> None:
+        """Let another map have the same gradient, and both the same border."""
+        for axis, border in enumerate(self.border):
+            twin.widen(axis, *border)
+        self.twin, self.border = twin, twin.border
 
     @property
     def padded(self) -> Shape:

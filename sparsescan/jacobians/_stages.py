@@ -54,6 +54,9 @@ _CACHE = 1 << 20
 _MOST_FILLED = 1.5
 # Multiply-adds of vectors below which another thread would come too late.
 _TASK = 100_000
+# What reading and writing a vector once takes, in such.
+_READS = 10
+_AFFINE = "weight", "bias"
 
 
 class Samples(NamedTuple):
@@ -224,16 +227,19 @@ class Weigh(Stage):
 
     def forward(self, kept: Array) -> None:
         (source,), result = self.sources, self.result
-        bias, flags = self.read.get("bias", self.nothing), (False, result.rectified)
-        arrays = result.x, source.x, bias, self.nothing, flags
-        call_all([task for table in self._ahead for task in table.sums(arrays)])
+        arrays = result.x, source.x, self.read.get("bias", self.nothing), self.nothing
+        self._sum(self._ahead, arrays, adds=False, rectifies=result.rectified)
 
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
         (source,), (add,) = self.sources, adds
         if add is not None:
             like = source.x if source.rectified else self.nothing
-            arrays = source.grad, self.result.grad, self.nothing, like, (add, False)
-            call_all([task for table in self._back for task in table.sums(arrays)])
+            arrays = source.grad, self.result.grad, self.nothing, like
+            self._sum(self._back, arrays, adds=add, rectifies=False)
+
+    @staticmethod
+    def _sum(tables: list[_Bound], arrays: tuple[Array, ...], **flags: bool) -> None:
+        call_all([task for table in tables for task in table.sums(arrays, **flags)])
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         (source,), result, table = self.sources, self.result, self._gather
@@ -276,6 +282,8 @@ class _Bound:
         Room for the weights in the order of the entries.
     rows : list of tuple
         Rows that are a task, where positions are not divided.
+    is_full : bool
+        Whether all lanes of all positions are in use.
     blocks : ndarray of int
         Where blocks of positions begin, and the last one ends: a cache holds what one of them reads
         for all rows.
@@ -289,6 +297,7 @@ class _Bound:
             (runs[:, None] * room + starts).reshape(-1) for runs in (table.read_at, table.write_at)
         )
         counts = np.tile(counts, len(table.read_at))
+        self.is_full = bool((counts == lanes(dtype)).all())
         self.where = (
             *(table.ptr, table.offset * room),
             *(read_at, table.row_at * room, write_at, counts),
@@ -311,10 +320,11 @@ class _Bound:
         count = int(np.searchsorted(np.maximum.accumulate(read_at), read_at[:1].sum() + room))
         return max(count // 8, 1) * 8
 
-    def sums(self, arrays: tuple[Any, ...]) -> list[Task]:
-        """Return tasks that write sums; arguments are those of the kernel behind the weights."""
+    def sums(self, arrays: tuple[Any, ...], *, adds: bool, rectifies: bool) -> list[Task]:
+        """Return tasks that write sums; arrays are those of the kernel behind the weights."""
+        flags = adds, rectifies, self.is_full
         return [
-            partial(kernels.sum_places, *task, self.where, self.weight, *arrays)
+            partial(kernels.sum_places, *task, self.where, self.weight, *arrays, flags)
             for task in self._tasks
         ]
 
@@ -342,8 +352,7 @@ class Pool(Stage):
         )
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
-        work = taps.size * len(read) * -(-room // lanes(samples.dtype))
-        self._parts = _shares(len(read), work)
+        self._parts = _shares(len(read), places.size * len(read), samples)
 
     def forward(self, kept: Array) -> None:
         (source,) = self.sources
@@ -364,8 +373,9 @@ class Pool(Stage):
         call_all([partial(kernel, part, *arguments) for part in self._parts])
 
 
-def _shares(channels: int, work: int) -> list[tuple[int, int]]:
-    """Return channels that are a task of so much work altogether."""
+def _shares(channels: int, places: int, samples: Samples) -> list[tuple[int, int]]:
+    """Return channels that are a task, of so many places altogether."""
+    work = _READS * places * -(-samples.room // lanes(samples.dtype))
     parts = max(1, min(2 * thread_count(), work // _TASK, channels))
     return list(pairwise(channels * part // parts for part in range(parts + 1)))
 
@@ -386,74 +396,45 @@ class Normalise(Stage):
         super().bind(samples)
         self._where, self._above = (_channels(view, samples.room) for view in self._views)
         channels, places = self.op.num_features, len(self._where[1])
-        self._parts = _shares(
-            channels, places * -(-samples.room // lanes(samples.dtype)) * channels
-        )
-        self._count = samples.batch * places
-        self._sums = np.zeros((channels, 2))
-        self._ones, self._zeros = (
-            np.ones(channels, samples.dtype),
-            np.zeros(channels, samples.dtype),
-        )
+        self._parts = _shares(channels, places * channels, samples)
+        self._sums, self._variance = np.zeros((channels, 2)), np.zeros(channels)
+        ones, zeros = np.ones(channels, samples.dtype), np.zeros(channels, samples.dtype)
+        self._default = {"weight": ones, "bias": zeros}
 
     def forward(self, kept: Array) -> None:
-        (source,), result, dtype, op = self.sources, self.result, self.samples.dtype, self.op
-        if op.training:
-            wide = self._sum(source.x, self._zeros)[:, 0] / self._count
-            self._mean = wide.astype(dtype)
-            # What rounding the mean left out enters the variance.
-            first, second = self._sum(source.x, self._mean).T / self._count
-            variance = second - first * first
-            if not np.isfinite(variance).all():
-                x = samples_of(source, source.x, self.samples).astype(np.float64)
-                variance = x.var(axis=(0, 2, 3))
-        else:
-            self._mean, variance = self.read["running_mean"], self.read["running_var"]
-        self._inverse = 1 / np.sqrt(variance + op.eps)
-        self._weight = self.read.get("weight", self._ones)
-        bias = self.read.get("bias", self._zeros)
-        factor = (self._weight * self._inverse).astype(dtype)
-        self._share(
-            kernels.scale_channels, result.x, source.x, self._mean, factor, bias, result.rectified
-        )
+        (source,), result, op = self.sources, self.result, self.op
+        self._affine = self._default | self.read
+        self._mean, is_given = np.zeros_like(self._variance), not op.training
+        if is_given:
+            self._mean, self._variance = (
+                self.read[name].astype(np.float64) for name in ("running_mean", "running_var")
+            )
+        for _ in range(2):
+            statistics = self._mean, self._variance, op.eps, *map(self._affine.get, _AFFINE)
+            arrays = result.x, source.x, *statistics, is_given, result.rectified
+            self._share(kernels.normalise, *arrays)
+            if is_given or np.isfinite(self._variance).all():
+                break
+            # The squares have overflowed, or there are values that are not finite.
+            x = samples_of(source, source.x, self.samples).astype(np.float64)
+            self._mean, self._variance = x.mean(axis=(0, 2, 3)), x.var(axis=(0, 2, 3))
+            is_given = True
+        self._inverse = 1 / np.sqrt(self._variance + op.eps)
 
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        (source,), (add,), dtype = self.sources, adds, self.samples.dtype
-        if add is None:
-            return
-        own = self._weight * self._inverse
-        factor = shift = self._zeros
-        if self.op.training:
-            sums = self._moments() / self._count
-            shift = (-own * sums[:, 0]).astype(dtype)
-            factor = (-own * self._inverse * sums[:, 1]).astype(dtype)
+        (source,), (add,) = self.sources, adds
         like = source.x if source.rectified else self.nothing
-        about_x = source.grad, source.x, self._mean, factor, shift
-        slope = own.astype(dtype)
-        self._share(kernels.scale_grads, *about_x, self.result.grad, slope, like, add)
+        flags = self.op.training, add is not None, bool(add)
+        about = self._mean, self._inverse, self._affine["weight"], self._sums, flags, like
+        arrays = source.grad, source.x, self.result.grad, *about
+        self._share(kernels.pass_normalised, *arrays)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        if not self.params:
-            return {}, []
         grads = {}
-        for name, sums in zip(("weight", "bias"), self._moments().T[::-1], strict=True):
+        for name, sums in zip(self.params, self._sums.T[::-1], strict=False):
             grads[name] = room = out.get(name, np.empty(len(sums), self.samples.dtype))
             room[:] = sums
         return grads, []
-
-    def _moments(self) -> NDArray[np.float64]:
-        """Return the sums of the gradient, and of it times the normalised input."""
-        inverse = self._inverse.astype(self.samples.dtype)
-        return self._sum(self.sources[0].x, self._mean, inverse, self.result.grad)
-
-    def _sum(
-        self, x: Array, mean: Array, factor: Array | None = None, grad: Array | None = None
-    ) -> NDArray[np.float64]:
-        """Return what :func:`sum_moments` writes."""
-        factor = self._ones if factor is None else factor
-        grad = self.nothing if grad is None else grad
-        self._share(kernels.sum_moments, self._sums, x, mean, factor, grad)
-        return self._sums.copy()
 
     def _share(self, kernel: Any, *arrays: Any) -> None:
         arguments = self._where, self._above, self.samples.batch, *arrays
@@ -463,17 +444,35 @@ class Normalise(Stage):
 class Add(Stage):
     """The sum of two maps, where a residual block ends."""
 
+    def bind(self, samples: Samples) -> None:
+        super().bind(samples)
+        result, *sources = (_runs(each, samples) for each in (self.result, *self.sources))
+        self._ahead = result, *sources
+        self._back = [(source, result) for source in sources]
+        rows, runs = result
+        # All numbers of a run count, those of empty lanes too, which are 0.
+        self._run = self.result.shape[-1] * samples.room
+        self._parts = _shares(len(rows), len(rows) * len(runs) * self.result.shape[-1], samples)
+
     def forward(self, kept: Array) -> None:
-        (a, b), result = self.sources, self.result
-        out = result.inner(result.x)
-        np.add(a.inner(a.x), b.inner(b.x), out=out)
-        if result.rectified:
-            np.maximum(out, 0, out=out)
+        arrays = self.result.x, *(source.x for source in self.sources)
+        arguments = self._ahead, self._run, *arrays, (False, self.result.rectified)
+        call_all([partial(kernels.add_maps, part, *arguments) for part in self._parts])
 
     def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        grad = self.result.inner(self.result.grad)
-        for source, add in zip(self.sources, adds, strict=True):
-            put_grad(source, grad, add)
+        for source, where, add in zip(self.sources, self._back, adds, strict=True):
+            # What is only read here has the gradient of the sum, in the same memory.
+            if add is None or source.twin is self.result:
+                continue
+            like = source.x if source.rectified else self.nothing
+            arguments = where, self._run, source.grad, self.result.grad, like, add
+            call_all([partial(kernels.pass_back, part, *arguments) for part in self._parts])
+
+
+def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the channels of a map begin, and its rows behind that."""
+    numbers = one.numbers()[..., 0].reshape(-1, one.shape[-2]) * samples.room
+    return numbers[:, 0], numbers[0] - numbers[0, 0]
 
 
 class Apply(Stage):

@@ -38,18 +38,20 @@ from .lanes import (
     number,
     number_or,
     splat,
+    store,
     store_some,
     store_totals,
     total,
 )
 
 __all__ = [
+    "add_maps",
     "choose_largest",
+    "normalise",
+    "pass_back",
+    "pass_normalised",
     "pass_to_chosen",
     "put",
-    "scale_channels",
-    "scale_grads",
-    "sum_moments",
     "sum_places",
     "sum_rows",
     "sum_weights",
@@ -58,6 +60,7 @@ __all__ = [
 
 Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
+_helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
 
 
@@ -80,10 +83,14 @@ def sum_places(rows, positions, where, weight, out, x, bias, like, flags):
     like : ndarray
         Where these are not positive, `out` is 0; as large as `out`, or nothing.
     flags : tuple of bool
-        Whether sums are added to what is there, and whether negative ones become 0.
+        Whether sums are added to what is there, whether negative ones become 0, and whether all
+        lanes of all positions are in use.
     """
     ptr, offset, read_at, row_at, write_at, count = where
     first, last = positions
+    # Nothing is asked of each vector in the case that is met most.
+    plain = flags[2] and not flags[0] and not len(like)
+    least = number(x, 0.0 if flags[1] else -np.inf)
     for row in range(*rows):
         a, b, to = ptr[row], ptr[row + 1], row_at[row]
         start = number(x, 0.0)
@@ -92,14 +99,24 @@ def sum_places(rows, positions, where, weight, out, x, bias, like, flags):
         p = first
         while p + 8 <= last:
             many = gather_8(start, x, _eight(read_at, p), weight, offset, a, b)
-            _write(out, to + item(write_at, p), many[0], item(count, p), like, flags)
-            _write(out, to + item(write_at, p + 1), many[1], item(count, p + 1), like, flags)
-            _write(out, to + item(write_at, p + 2), many[2], item(count, p + 2), like, flags)
-            _write(out, to + item(write_at, p + 3), many[3], item(count, p + 3), like, flags)
-            _write(out, to + item(write_at, p + 4), many[4], item(count, p + 4), like, flags)
-            _write(out, to + item(write_at, p + 5), many[5], item(count, p + 5), like, flags)
-            _write(out, to + item(write_at, p + 6), many[6], item(count, p + 6), like, flags)
-            _write(out, to + item(write_at, p + 7), many[7], item(count, p + 7), like, flags)
+            if plain:
+                _put(out, to + item(write_at, p), many[0], least)
+                _put(out, to + item(write_at, p + 1), many[1], least)
+                _put(out, to + item(write_at, p + 2), many[2], least)
+                _put(out, to + item(write_at, p + 3), many[3], least)
+                _put(out, to + item(write_at, p + 4), many[4], least)
+                _put(out, to + item(write_at, p + 5), many[5], least)
+                _put(out, to + item(write_at, p + 6), many[6], least)
+                _put(out, to + item(write_at, p + 7), many[7], least)
+            else:
+                _write(out, to + item(write_at, p), many[0], item(count, p), like, flags)
+                _write(out, to + item(write_at, p + 1), many[1], item(count, p + 1), like, flags)
+                _write(out, to + item(write_at, p + 2), many[2], item(count, p + 2), like, flags)
+                _write(out, to + item(write_at, p + 3), many[3], item(count, p + 3), like, flags)
+                _write(out, to + item(write_at, p + 4), many[4], item(count, p + 4), like, flags)
+                _write(out, to + item(write_at, p + 5), many[5], item(count, p + 5), like, flags)
+                _write(out, to + item(write_at, p + 6), many[6], item(count, p + 6), like, flags)
+                _write(out, to + item(write_at, p + 7), many[7], item(count, p + 7), like, flags)
             p += 8
         while p + 4 <= last:
             some = gather_4(start, x, _four(read_at, p), weight, offset, a, b)
@@ -134,9 +151,15 @@ def _eight(array, k):
 
 
 @_inline
+def _put(out, at, value, least):
+    """Write a vector, and `least` where it is less."""
+    store(out, at, less_or(value, least, least, value))
+
+
+@_inline
 def _write(out, at, value, count, like, flags):
     """Write or add some lanes of a vector, 0 where another is not positive."""
-    adds, rectifies = flags
+    adds, rectifies = flags[:2]
     if len(like):
         value = keep_positive(load(like, at), value)
     if adds:
@@ -280,6 +303,59 @@ def pass_to_chosen(channels, where, samples, grad, choice, above, like, adds):
                     _write(grad, at, part, samples - sample, like, (adds, False))
 
 
+# -- Sums of maps ----------------------------------------------------------------------------------
+
+
+@_kernel
+def add_maps(channels, where, samples, out, a, b, flags):
+    """Write ``a + b``, or `a` where there is no `b`, for some channels.
+
+    Parameters
+    ----------
+    channels : tuple of int
+        From which to which.
+    where : tuple of ndarray
+        Where channels begin, and where runs of neighbouring places lie behind that; of `out`, `a`
+        and `b` in turn.
+    samples : int
+        Numbers of a run.
+    out, a, b : ndarray
+        Places that are written and read; `b` may be empty.
+    flags : tuple of bool
+        As for :func:`sum_places`.
+    """
+    (rows, places), (a_rows, a_places), (b_rows, b_places) = where
+    nothing = out[:0]
+    for channel in range(*channels):
+        for k in range(len(places)):
+            to = rows[channel] + item(places, k)
+            at = a_rows[channel] + item(a_places, k)
+            beside = 0
+            if len(b):
+                beside = b_rows[channel] + item(b_places, k)
+            for sample in range(0, samples, lane_count(a)):
+                value = load(a, at + sample)
+                if len(b):
+                    value = value + load(b, beside + sample)
+                _write(out, to + sample, value, samples - sample, nothing, flags)
+
+
+@_kernel
+def pass_back(channels, where, samples, grad, above, like, adds):
+    """Write a map's gradient `above` to a map that it was the sum of, or add it.
+
+    Arguments are as for :func:`add_maps`; where `like` is not positive, it is 0.
+    """
+    (rows, places), (above_rows, above_places) = where
+    for channel in range(*channels):
+        for k in range(len(places)):
+            to = rows[channel] + item(places, k)
+            at = above_rows[channel] + item(above_places, k)
+            for sample in range(0, samples, lane_count(grad)):
+                value = load(above, at + sample)
+                _write(grad, to + sample, value, samples - sample, like, (adds, False))
+
+
 # -- Normalisation ---------------------------------------------------------------------------------
 
 # Places that are summed up before their sum is added to the others, in float64.
@@ -287,75 +363,128 @@ _PART = 32
 
 
 @_kernel
-def sum_moments(channels, where, above, samples, out, x, mean, factor, grad):
-    """Write ``Σ v`` and ``Σ v·w`` of some channels, over all places and samples.
-
-    `w` is ``factor·(x - mean)``, and `v` is `grad`, or the same as `w` where there is none.
+def normalise(
+    channels, where, above, samples, out, x, mean, variance, eps, weight, bias, is_given, rectifies
+):
+    """Write ``weight·(x - mean)/√(variance + eps) + bias`` for some channels.
 
     Parameters
     ----------
     channels : tuple of int
         From which to which.
     where, above : tuple of ndarray
-        Where channels begin, and where places lie behind that; in `x`, and in `grad`.
+        Where channels begin, and where places lie behind that; in `x`, and in `out`.
     samples : int
         Samples at each place.
-    out : ndarray of float64, shape (channels, 2)
-        The sums.
-    x, mean, factor, grad : ndarray
-        Places that are read, and numbers for each channel.
-    """
-    (rows, places), (grad_rows, grad_places) = where, above
-    for channel in range(*channels):
-        center, scale = splat(mean, channel), splat(factor, channel)
-        out[channel, 0] = out[channel, 1] = 0.0
-        for begin in range(0, len(places), _PART):
-            first = second = number(x, 0.0)
-            for k in range(begin, min(begin + _PART, len(places))):
-                for sample in range(0, samples, lane_count(x)):
-                    count, at = samples - sample, rows[channel] + item(places, k) + sample
-                    w = keep_some((load(x, at) - center) * scale, count)
-                    v = w
-                    if len(grad):
-                        to = grad_rows[channel] + item(grad_places, k) + sample
-                        v = load_some(grad, to, count)
-                    first, second = first + v, fma(v, w, second)
-            out[channel, 0] += total(first)
-            out[channel, 1] += total(second)
-
-
-@_kernel
-def scale_channels(channels, where, above, samples, out, x, mean, factor, shift, rectifies):
-    """Write ``factor·(x - mean) + shift`` for some channels, 0 where it is negative if asked for.
-
-    Arguments are as for :func:`sum_moments`; `above` is where `out` is written.
+    out, x : ndarray
+        Places that are written and read.
+    mean, variance : ndarray of float64
+        Of each channel: given, or written.
+    eps : float
+        Added to the variance.
+    weight, bias : ndarray
+        A number for each channel.
+    is_given, rectifies : bool
+        Whether mean and variance are given, and whether negative results become 0.
     """
     (rows, places), (out_rows, out_places) = where, above
+    count = samples * len(places)
     for channel in range(*channels):
-        center, scale, add = splat(mean, channel), splat(factor, channel), splat(shift, channel)
+        if not is_given:
+            # What is summed up is small beside the spread, or else is summed up once more.
+            near = _first_mean(x, rows[channel], places, samples)
+            for _ in range(2):
+                first, second = _moments(x, rows[channel], places, samples, near)
+                mean[channel] = near + first / count
+                variance[channel] = max(second / count - (first / count) ** 2, 0.0)
+                if not (first / count) ** 2 > variance[channel]:
+                    break
+                near = mean[channel]
+        factor = weight[channel] / np.sqrt(variance[channel] + eps)
+        center, scale = number(x, mean[channel]), number(x, factor)
+        add, least = splat(bias, channel), number(x, 0.0 if rectifies else -np.inf)
         for k in range(len(places)):
             at, to = rows[channel] + item(places, k), out_rows[channel] + item(out_places, k)
             for sample in range(0, samples, lane_count(x)):
                 value = fma(load(x, at + sample) - center, scale, add)
-                _write(out, to + sample, value, samples - sample, out[:0], (False, rectifies))
+                value = less_or(value, least, least, value)
+                store_some(out, to + sample, value, samples - sample)
+
+
+@_helper
+def _first_mean(x, row, places, samples):
+    """Return the mean over a channel's first places, near which all of it is."""
+    sums, count = number(x, 0.0), min(_PART, len(places))
+    for k in range(count):
+        for sample in range(0, samples, lane_count(x)):
+            sums = sums + load_some(x, row + item(places, k) + sample, samples - sample)
+    return np.float64(total(sums) / (count * samples))
+
+
+@_helper
+def _moments(x, row, places, samples, near):
+    """Return ``Σ v`` and ``Σ v²`` with ``v = x - near`` over a channel."""
+    center, sums, squares = number(x, near), 0.0, 0.0
+    for begin in range(0, len(places), _PART):
+        first = second = number(x, 0.0)
+        for k in range(begin, min(begin + _PART, len(places))):
+            for sample in range(0, samples, lane_count(x)):
+                v = load(x, row + item(places, k) + sample) - center
+                v = keep_some(v, samples - sample)
+                first, second = first + v, fma(v, v, second)
+        sums += total(first)
+        squares += total(second)
+    return sums, squares
 
 
 @_kernel
-def scale_grads(
-    channels, where, above, samples, out, x, mean, factor, shift, grad, slope, like, adds
+def pass_normalised(
+    channels, where, above, samples, out, x, grad, mean, inverse, weight, sums, flags, like
 ):
-    """Write ``slope·grad + factor·(x - mean) + shift``, the gradient of a normalisation in `x`.
+    """Write the gradient of :func:`normalise` in `x`, and sums that parameters need.
 
-    Arguments are as for :func:`sum_moments`; where `like` is not positive, it is 0, and with `adds`
-    it is added to what is there.
+    Parameters
+    ----------
+    channels, where, above, samples, weight
+        As for :func:`normalise`; `above` is where `grad` lies.
+    out, x, grad : ndarray
+        Places that are written and read.
+    mean, inverse : ndarray of float64
+        The mean of each channel, and ``1/√(variance + eps)``.
+    sums : ndarray of float64, shape (channels, 2)
+        ``Σ grad`` and ``Σ grad·(x - mean)·inverse`` of each channel.
+    flags : tuple of bool
+        Whether mean and variance are those of `x`; whether `out` is written; and whether it is
+        added to what is there.
+    like : ndarray
+        Where these are not positive, `out` is 0; as large as `out`, or nothing.
     """
     (rows, places), (grad_rows, grad_places) = where, above
+    is_own, writes, adds = flags
+    count = samples * len(places)
     for channel in range(*channels):
-        center, scale, add = splat(mean, channel), splat(factor, channel), splat(shift, channel)
-        own = splat(slope, channel)
+        center, row, grad_row = number(x, mean[channel]), rows[channel], grad_rows[channel]
+        sums[channel, 0] = sums[channel, 1] = 0.0
+        for begin in range(0, len(places), _PART):
+            first = second = number(x, 0.0)
+            for k in range(begin, min(begin + _PART, len(places))):
+                at, to = row + item(places, k), grad_row + item(grad_places, k)
+                for sample in range(0, samples, lane_count(x)):
+                    g = load_some(grad, to + sample, samples - sample)
+                    v = keep_some(load(x, at + sample) - center, samples - sample)
+                    first, second = first + g, fma(g, v, second)
+            sums[channel, 0] += total(first)
+            sums[channel, 1] += total(second) * inverse[channel]
+        if not writes:
+            continue
+        own = weight[channel] * inverse[channel]
+        slope, scale, add = number(x, own), number(x, 0.0), number(x, 0.0)
+        if is_own:
+            scale = number(x, -own * inverse[channel] * sums[channel, 1] / count)
+            add = number(x, -own * sums[channel, 0] / count)
         for k in range(len(places)):
-            at, to = rows[channel] + item(places, k), grad_rows[channel] + item(grad_places, k)
+            at, to = row + item(places, k), grad_row + item(grad_places, k)
             for sample in range(0, samples, lane_count(x)):
                 value = fma(load(x, at + sample) - center, scale, add)
-                value = fma(own, load(grad, to + sample), value)
+                value = fma(slope, load(grad, to + sample), value)
                 _write(out, at + sample, value, samples - sample, like, (adds, False))
