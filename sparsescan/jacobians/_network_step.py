@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +18,7 @@ from ._checks import Shape
 from ._kernels.lanes import lanes
 from ._operator import Operator
 from ._places import Map
-from ._sharing import LINE, map_shared, quiet
+from ._sharing import LINE, quiet
 from ._stages import (
     Add,
     Apply,
@@ -26,6 +28,7 @@ from ._stages import (
     Stage,
     Task,
     Weigh,
+    Work,
     call_all,
     host,
     in_lanes,
@@ -151,7 +154,8 @@ class NetworkStep:
         self._first = self._map(network.input_shape)
         self._last = self._build(network.parts, self._first)
         self._samples: Samples | None = None
-        self._kept: list[Array] = []
+        self._ahead: list[_Group] = []
+        self._back: list[_Group] = []
         self._is_forward = False
         self._lead: Shape = ()
 
@@ -243,9 +247,9 @@ class NetworkStep:
         # A twin is made before its other.
         for each in reversed(self._maps):
             each.grad = each.twin.grad if each.twin else samples.zeros(each.size * samples.room)
-        self._kept = [samples.zeros(stage.numbers(samples)) for stage in self._stages]
         for stage in self._stages:
-            stage.bind(samples)
+            stage.bind(samples, samples.zeros(stage.numbers(samples)))
+        self._ahead, self._back = _groups(self._stages), _groups(self._stages[::-1], back=True)
         self._samples = samples
 
     # -- Forward ----------------------------------------------------------------------------------
@@ -297,9 +301,11 @@ class NetworkStep:
         assert samples is not None
         self._lead = lead
         write(self._first, x, samples)
-        map_shared(lambda stage: stage.read_params(), self._stages)
-        for stage, kept in zip(self._stages, self._kept, strict=True):
-            stage.forward(kept)
+        reads = [stage.read_params() for stage in self._stages]
+        for tasks in zip(*reads, strict=True):
+            call_all(list(chain.from_iterable(tasks)))
+        for group in self._ahead:
+            group.forward()
         self._is_forward = True
         y = samples_of(self._last, self._last.x, samples)
         return y.reshape(*lead, *self.network.output_shape)
@@ -352,20 +358,22 @@ class NetworkStep:
         for each in self._maps if samples.batch == 0 else ():
             each.grad[:] = 0
         put_grad(last, in_lanes(last, grad, samples), add=False)
-        params: dict[str, Array] = {}
-        tasks: list[Task] = []
         written = set[Map]()
-        for stage, kept in zip(reversed(self._stages), reversed(self._kept), strict=True):
-            if stage.result not in wanted:
-                continue
+        for stage in reversed(self._stages):
             adds: list[bool | None] = []
             for source in stage.sources:
                 adds.append(source in written if source in wanted else None)
                 written.add(source)
-            stage.backward(kept, adds)
-            own, more = stage.param_grads(rooms.get(stage.name, {}))
-            tasks += more
-            params = {f"{stage.name}.{name}": grad for name, grad in own.items()} | params
+            stage.begin_backward(adds)
+        for group in self._back:
+            group.backward(wanted)
+        params: dict[str, Array] = {}
+        tasks: list[Task] = []
+        for stage in self._stages:
+            if stage.result in wanted:
+                own, more = stage.param_grads(rooms.get(stage.name, {}))
+                params |= {f"{stage.name}.{name}": grad for name, grad in own.items()}
+                tasks += more
         call_all(tasks)
         below = None
         if needs_input_grad:
@@ -407,6 +415,59 @@ class NetworkStep:
                     )
                 rooms.setdefault(stage.name, {})[name] = room.view()
         return rooms
+
+
+class _Group(NamedTuple):
+    """Stages of which each works on the channels that the one before has written.
+
+    So a thread runs all of them for its channels, which are in its cache, before it waits for
+    others.
+    """
+
+    stages: tuple[Stage, ...]
+    parts: list[tuple[int, int]]
+
+    def forward(self) -> None:
+        """Run all forward passes, again if one of them was not settled."""
+        for _ in range(1 + len(self.stages)):
+            call_all([partial(self._forward, part) for part in self.parts])
+            if all(stage.is_settled() for stage in self.stages):
+                break
+
+    def _forward(self, part: tuple[int, int]) -> None:
+        for stage in self.stages:
+            stage.forward(part)
+
+    def backward(self, wanted: set[Map]) -> None:
+        """Run all backward passes of what is wanted."""
+        stages = [stage for stage in self.stages if stage.result in wanted]
+        call_all([partial(self._backward, stages, part) for part in self.parts])
+
+    @staticmethod
+    def _backward(stages: list[Stage], part: tuple[int, int]) -> None:
+        for stage in stages:
+            stage.backward(part)
+
+
+def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:
+    """Return stages in the order in which they run, in groups."""
+    groups: list[list[Stage]] = []
+    works: list[Work] = []
+    for stage in stages:
+        work = stage.back if back else stage.ahead
+        if stage.is_channelwise and groups and len(works[-1].ends) == len(work.ends):
+            before = groups[-1]
+            if back:
+                follows = any(stage.result in other.sources for other in before)
+            else:
+                follows = before[-1].result in stage.sources
+            if follows:
+                before.append(stage)
+                works[-1] = Work(works[-1].ends + work.ends)
+                continue
+        groups.append([stage])
+        works.append(work)
+    return [_Group(tuple(group), work.parts()) for group, work in zip(groups, works, strict=True)]
 
 
 def _holds_batch(layers: Sequence[Operator]) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "Stage",
     "Task",
     "Weigh",
+    "Work",
     "call_all",
     "host",
     "in_lanes",
@@ -47,6 +48,7 @@ __all__ = [
 
 Array = NDArray[Any]
 Task = Callable[[], None]
+Part = tuple[int, int]
 
 # Bytes of places that a block of positions reads, so that a cache holds them for all rows.
 _CACHE = 1 << 20
@@ -56,6 +58,8 @@ _MOST_FILLED = 1.5
 _TASK = 100_000
 # What reading and writing a vector once takes, in such.
 _READS = 10
+# Weights that a task reads.
+_TAKEN = 1 << 14
 _AFFINE = "weight", "bias"
 
 
@@ -125,6 +129,8 @@ class Stage(ABC):
 
     op: Any = None
     copied: tuple[str, ...] = ()
+    # Whether channels of the result depend on the same channels of the sources, and no others.
+    is_channelwise = False
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -139,26 +145,48 @@ class Stage(ABC):
         """Return how many numbers it keeps from forward to backward beside its maps."""
         return 0
 
-    def bind(self, samples: Samples) -> None:
-        """Make what depends on the number of samples and their dtype."""
-        self.samples = samples
+    def bind(self, samples: Samples, kept: Array) -> None:
+        """Make what depends on the number of samples and their dtype; `kept` is of its own."""
+        self.samples, self.kept = samples, kept
         self.nothing = np.empty(0, samples.dtype)
 
-    def read_params(self) -> None:
-        """Copy the parameters that forward and backward use."""
+    def read_params(self) -> tuple[list[Task], list[Task]]:
+        """Copy the parameters that forward and backward use; what is left are tasks.
+
+        Those of all stages in the first list come before those in the second.
+        """
         self.read = {
             name: np.array(host(f"{self.name}.{name}", self.op.read_parameter(name)), dtype)
             for dtype in (self.samples.dtype,)
             for name in self.copied
         }
+        return [], []
+
+    @property
+    @abstractmethod
+    def ahead(self) -> Work:
+        """What forward takes, by channels of the result."""
+
+    @property
+    def back(self) -> Work:
+        """What backward takes, by channels of the sources."""
+        return self.ahead
 
     @abstractmethod
-    def forward(self, kept: Array) -> None:
-        """Write the result, and to `kept` what :meth:`numbers` has counted."""
+    def forward(self, part: Part) -> None:
+        """Write some channels of the result, and what is kept of them."""
+
+    def is_settled(self) -> bool:
+        """Return whether the result is right; if not, another :meth:`forward` makes it so."""
+        return True
+
+    def begin_backward(self, adds: Sequence[bool | None]) -> None:
+        """Learn which gradients are added to what is there; None is for one that nobody needs."""
+        self.adds = adds
 
     @abstractmethod
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        """Write the gradient in each source, or add to it, or leave it out where that is None."""
+    def backward(self, part: Part) -> None:
+        """Write some channels of the gradient in each source, or add to it."""
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         """Return where gradients of the parameters are written, maybe in `out`, and by which tasks.
@@ -166,6 +194,31 @@ class Stage(ABC):
         The tasks wait for no other, and nothing but the next forward pass changes what they read.
         """
         return {}, []
+
+
+class Work(NamedTuple):
+    """Work on channels, which threads may share.
+
+    Attributes
+    ----------
+    ends : ndarray of int64, shape (channels + 1,)
+        Multiply-adds of vectors, or as much time, of all channels before each.
+    """
+
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def even(cls, channels: int, places: int, samples: Samples) -> Work:
+        """Return the work of reading and writing so many places of each channel."""
+        each = _READS * places * -(-samples.room // lanes(samples.dtype))
+        return cls(np.arange(channels + 1) * each)
+
+    def parts(self) -> list[Part]:
+        """Return channels that are a task: as many as threads, if that is worth it."""
+        whole = int(self.ends[-1])
+        count = max(1, min(thread_count(), whole // _TASK))
+        cuts = np.searchsorted(self.ends, np.arange(1, count) * whole // count).tolist()
+        return [(a, b) for a, b in pairwise([0, *cuts, len(self.ends) - 1]) if a < b]
 
 
 class Weigh(Stage):
@@ -205,8 +258,8 @@ class Weigh(Stage):
         arguments = self.taps, self._windows, self._small, self._large
         return gathering(*arguments), list(scattering(*arguments))
 
-    def bind(self, samples: Samples) -> None:
-        super().bind(samples)
+    def bind(self, samples: Samples, kept: Array) -> None:
+        super().bind(samples, kept)
         gather, scatter = self._tables
         self._gather = _Bound(gather, samples)
         scattered = [_Bound(table, samples) for table in scatter]
@@ -215,31 +268,38 @@ class Weigh(Stage):
             self._ahead, self._back = self._back, self._ahead
         self._grad = np.zeros(len(gather.order), samples.dtype)
 
-    def read_params(self) -> None:
+    def read_params(self) -> tuple[list[Task], list[Task]]:
         super().read_params()
-        name = f"{self.name}.weight"
+        name, kept = f"{self.name}.weight", self._gather.weight
         weight = host(name, self.op.read_parameter("weight"))
         weight = np.ascontiguousarray(weight, self.samples.dtype).reshape(-1)
-        kernels.take(self._gather.weight, weight, self.taps.source)
-        for table in (*self._ahead, *self._back):
-            if table is not self._gather:
-                kernels.take(table.weight, self._gather.weight, table.order)
+        others = [table for table in (*self._ahead, *self._back) if table is not self._gather]
+        return _takes(kept, weight, self.taps.source), [
+            task for table in others for task in _takes(table.weight, kept, table.order)
+        ]
 
-    def forward(self, kept: Array) -> None:
+    @property
+    def ahead(self) -> Work:
+        return Work(np.sum([table.ends for table in self._ahead], axis=0))
+
+    @property
+    def back(self) -> Work:
+        return Work(np.sum([table.ends for table in self._back], axis=0))
+
+    def forward(self, part: Part) -> None:
         (source,), result = self.sources, self.result
         arrays = result.x, source.x, self.read.get("bias", self.nothing), self.nothing
-        self._sum(self._ahead, arrays, adds=False, rectifies=result.rectified)
+        for table in self._ahead:
+            table.sum(part, arrays, adds=False, rectifies=result.rectified)
 
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        (source,), (add,) = self.sources, adds
-        if add is not None:
-            like = source.x if source.rectified else self.nothing
-            arrays = source.grad, self.result.grad, self.nothing, like
-            self._sum(self._back, arrays, adds=add, rectifies=False)
-
-    @staticmethod
-    def _sum(tables: list[_Bound], arrays: tuple[Array, ...], **flags: bool) -> None:
-        call_all([task for table in tables for task in table.sums(arrays, **flags)])
+    def backward(self, part: Part) -> None:
+        (source,), (add,) = self.sources, self.adds
+        if add is None:
+            return
+        like = source.x if source.rectified else self.nothing
+        arrays = source.grad, self.result.grad, self.nothing, like
+        for table in self._back:
+            table.sum(part, arrays, adds=add, rectifies=False)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         (source,), result, table = self.sources, self.result, self._gather
@@ -251,13 +311,13 @@ class Weigh(Stage):
             weight = np.zeros(self.op.kept_weights().shape, self.samples.dtype)
         grads, flat = {"weight": weight}, weight.reshape(-1)
 
-        def add_up(rows: tuple[int, int]) -> None:
+        def add_up(rows: Part) -> None:
             entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
             arguments = table.blocks, table.where, self.samples.is_whole
             kernels.sum_weights(rows, *arguments, self._grad, large, small)
             kernels.put(entries, flat, self._grad, self.taps.source)
 
-        tasks: list[Task] = [partial(add_up, rows) for rows in table.rows]
+        tasks: list[Task] = [partial(add_up, rows) for rows in Work(table.ends).parts()]
         if "bias" in self.params:
             size = self.op.out_channels if self._transposed else len(table.ptr) - 1
             grads["bias"] = out.get("bias", np.empty(size, self.samples.dtype))
@@ -266,9 +326,17 @@ class Weigh(Stage):
             else:
                 tasks += [
                     partial(kernels.sum_rows, rows, table.where, grads["bias"], result.grad)
-                    for rows in table.rows
+                    for rows in Work(table.ends).parts()
                 ]
         return grads, tasks
+
+
+def _takes(out: Array, array: Array, places: NDArray[np.int64]) -> list[Task]:
+    """Return tasks that write the numbers at some places."""
+    return [
+        partial(kernels.take, (start, min(start + _TAKEN, len(places))), out, array, places)
+        for start in range(0, len(places), _TAKEN)
+    ]
 
 
 class _Bound:
@@ -280,8 +348,8 @@ class _Bound:
         The table, in numbers.
     weight : ndarray
         Room for the weights in the order of the entries.
-    rows : list of tuple
-        Rows that are a task, where positions are not divided.
+    ends : ndarray of int64
+        Multiply-adds of vectors of all rows before each, and the last one's.
     is_full : bool
         Whether all lanes of all positions are in use.
     blocks : ndarray of int
@@ -303,14 +371,11 @@ class _Bound:
             *(read_at, table.row_at * room, write_at, counts),
         )
         self.weight = np.empty(len(table.order), dtype)
-        positions, entries = len(read_at), len(table.order)
+        positions = len(read_at)
         block = self._block(read_at, table, samples)
-        cuts = [*range(0, max(positions, 1), block), positions]
-        self.blocks = np.array(cuts, np.int64)
-        parts = min(2 * thread_count(), max(1, entries * positions // _TASK))
-        ends = np.searchsorted(table.ptr, np.arange(1, parts) * entries // parts).tolist()
-        self.rows = [(a, b) for a, b in pairwise([0, *ends, len(table.ptr) - 1]) if a < b]
-        self._tasks = [(rows, span) for span in pairwise(cuts) for rows in self.rows]
+        self.blocks = np.array([*range(0, max(positions, 1), block), positions], np.int64)
+        # Writing a row takes time, too.
+        self.ends = (table.ptr + np.arange(len(table.ptr))) * positions
 
     @staticmethod
     def _block(read_at: NDArray[np.int64], table: Table, samples: Samples) -> int:
@@ -320,13 +385,11 @@ class _Bound:
         count = int(np.searchsorted(np.maximum.accumulate(read_at), read_at[:1].sum() + room))
         return max(count // 8, 1) * 8
 
-    def sums(self, arrays: tuple[Any, ...], *, adds: bool, rectifies: bool) -> list[Task]:
-        """Return tasks that write sums; arrays are those of the kernel behind the weights."""
+    def sum(self, rows: Part, arrays: tuple[Any, ...], *, adds: bool, rectifies: bool) -> None:
+        """Write sums of some rows; arrays are those of the kernel behind the weights."""
         flags = adds, rectifies, self.is_full
-        return [
-            partial(kernels.sum_places, *task, self.where, self.weight, *arrays, flags)
-            for task in self._tasks
-        ]
+        for span in pairwise(self.blocks.tolist()):
+            kernels.sum_places(rows, span, self.where, self.weight, *arrays, flags)
 
 
 class Pool(Stage):
@@ -339,8 +402,10 @@ class Pool(Stage):
     def numbers(self, samples: Samples) -> int:
         return self.result.size * samples.room
 
-    def bind(self, samples: Samples) -> None:
-        super().bind(samples)
+    is_channelwise = True
+
+    def bind(self, samples: Samples, kept: Array) -> None:
+        super().bind(samples, kept)
         (source,), taps, room = self.sources, self.op._inputs, samples.room
         read = source.numbers().reshape(-1, *self.op.input_shape[-2:])
         write = self.result.numbers().reshape(len(read), -1)
@@ -352,36 +417,35 @@ class Pool(Stage):
         )
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
-        self._parts = _shares(len(read), places.size * len(read), samples)
+        self._work = Work.even(len(read), places.size, samples)
 
-    def forward(self, kept: Array) -> None:
-        (source,) = self.sources
-        self._share(kernels.choose_largest, self.result.x, kept, source.x)
+    @property
+    def ahead(self) -> Work:
+        return self._work
 
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
+    def forward(self, part: Part) -> None:
+        arrays = self.result.x, self.kept, self.sources[0].x
+        kernels.choose_largest(part, self._where, self.samples.batch, *arrays)
+
+    def begin_backward(self, adds: Sequence[bool | None]) -> None:
+        super().begin_backward(adds)
         (source,), (add,) = self.sources, adds
+        if add is False and (self._overlaps or not self._covers):
+            source.inner(source.grad)[...] = 0
+
+    def backward(self, part: Part) -> None:
+        (source,), (add,) = self.sources, self.adds
         if add is None:
             return
-        if not add and (self._overlaps or not self._covers):
-            source.inner(source.grad)[...] = 0
         like = source.x if source.rectified else self.nothing
-        arrays = source.grad, kept, self.result.grad, like, bool(add or self._overlaps)
-        self._share(kernels.pass_to_chosen, *arrays)
-
-    def _share(self, kernel: Any, *arrays: Any) -> None:
-        arguments = self._where, self.samples.batch, *arrays
-        call_all([partial(kernel, part, *arguments) for part in self._parts])
-
-
-def _shares(channels: int, places: int, samples: Samples) -> list[tuple[int, int]]:
-    """Return channels that are a task, of so many places altogether."""
-    work = _READS * places * -(-samples.room // lanes(samples.dtype))
-    parts = max(1, min(2 * thread_count(), work // _TASK, channels))
-    return list(pairwise(channels * part // parts for part in range(parts + 1)))
+        arrays = source.grad, self.kept, self.result.grad, like, bool(add or self._overlaps)
+        kernels.pass_to_chosen(part, self._where, self.samples.batch, *arrays)
 
 
 class Normalise(Stage):
     """A :class:`BatchNorm2d`, by the statistics of the batch or by running ones."""
+
+    is_channelwise = True
 
     def __init__(self, name: str, op: BatchNorm2d, source: Map, result: Map) -> None:
         super().__init__(name, (source,), result)
@@ -392,42 +456,53 @@ class Normalise(Stage):
         sizes = math.prod(source.shape[:-3]), op.num_features, height, width
         self._views = View(source, sizes), View(result, sizes)
 
-    def bind(self, samples: Samples) -> None:
-        super().bind(samples)
+    def bind(self, samples: Samples, kept: Array) -> None:
+        super().bind(samples, kept)
         self._where, self._above = (_channels(view, samples.room) for view in self._views)
         channels, places = self.op.num_features, len(self._where[1])
-        self._parts = _shares(channels, places * channels, samples)
-        self._sums, self._variance = np.zeros((channels, 2)), np.zeros(channels)
+        self._work = Work.even(channels, places, samples)
+        self._sums = np.zeros((channels, 2))
+        self._mean, self._variance, self._inverse = np.zeros((3, channels))
         ones, zeros = np.ones(channels, samples.dtype), np.zeros(channels, samples.dtype)
         self._default = {"weight": ones, "bias": zeros}
 
-    def forward(self, kept: Array) -> None:
-        (source,), result, op = self.sources, self.result, self.op
+    @property
+    def ahead(self) -> Work:
+        return self._work
+
+    def read_params(self) -> tuple[list[Task], list[Task]]:
+        super().read_params()
         self._affine = self._default | self.read
-        self._mean, is_given = np.zeros_like(self._variance), not op.training
-        if is_given:
+        self._is_given = not self.op.training
+        if self._is_given:
             self._mean, self._variance = (
                 self.read[name].astype(np.float64) for name in ("running_mean", "running_var")
             )
-        for _ in range(2):
-            statistics = self._mean, self._variance, op.eps, *map(self._affine.get, _AFFINE)
-            arrays = result.x, source.x, *statistics, is_given, result.rectified
-            self._share(kernels.normalise, *arrays)
-            if is_given or np.isfinite(self._variance).all():
-                break
-            # The squares have overflowed, or there are values that are not finite.
-            x = samples_of(source, source.x, self.samples).astype(np.float64)
-            self._mean, self._variance = x.mean(axis=(0, 2, 3)), x.var(axis=(0, 2, 3))
-            is_given = True
-        self._inverse = 1 / np.sqrt(self._variance + op.eps)
+        return [], []
 
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        (source,), (add,) = self.sources, adds
+    def forward(self, part: Part) -> None:
+        result, batch = self.result, self.samples.batch
+        arrays = result.x, self.sources[0].x, self._mean, self._variance, self._inverse
+        options = self.op.eps, *map(self._affine.get, _AFFINE), self._is_given, result.rectified
+        kernels.normalise(part, self._where, self._above, batch, *arrays, *options)
+
+    def is_settled(self) -> bool:
+        if self._is_given or np.isfinite(self._variance).all():
+            return True
+        # The squares have overflowed, or there are values that are not finite.
+        (source,) = self.sources
+        x = samples_of(source, source.x, self.samples).astype(np.float64)
+        self._mean, self._variance = x.mean(axis=(0, 2, 3)), x.var(axis=(0, 2, 3))
+        self._is_given = True
+        return False
+
+    def backward(self, part: Part) -> None:
+        (source,), (add,), batch = self.sources, self.adds, self.samples.batch
         like = source.x if source.rectified else self.nothing
         flags = self.op.training, add is not None, bool(add)
         about = self._mean, self._inverse, self._affine["weight"], self._sums, flags, like
         arrays = source.grad, source.x, self.result.grad, *about
-        self._share(kernels.pass_normalised, *arrays)
+        kernels.pass_normalised(part, self._where, self._above, batch, *arrays)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         grads = {}
@@ -436,37 +511,38 @@ class Normalise(Stage):
             room[:] = sums
         return grads, []
 
-    def _share(self, kernel: Any, *arrays: Any) -> None:
-        arguments = self._where, self._above, self.samples.batch, *arrays
-        call_all([partial(kernel, part, *arguments) for part in self._parts])
-
 
 class Add(Stage):
     """The sum of two maps, where a residual block ends."""
 
-    def bind(self, samples: Samples) -> None:
-        super().bind(samples)
+    is_channelwise = True
+
+    def bind(self, samples: Samples, kept: Array) -> None:
+        super().bind(samples, kept)
         result, *sources = (_runs(each, samples) for each in (self.result, *self.sources))
-        self._ahead = result, *sources
-        self._back = [(source, result) for source in sources]
+        self._to_sum = result, *sources
+        self._from_sum = [(source, result) for source in sources]
         rows, runs = result
         # All numbers of a run count, those of empty lanes too, which are 0.
         self._run = self.result.shape[-1] * samples.room
-        self._parts = _shares(len(rows), len(rows) * len(runs) * self.result.shape[-1], samples)
+        self._work = Work.even(len(rows), len(runs) * self.result.shape[-1], samples)
 
-    def forward(self, kept: Array) -> None:
+    @property
+    def ahead(self) -> Work:
+        return self._work
+
+    def forward(self, part: Part) -> None:
         arrays = self.result.x, *(source.x for source in self.sources)
-        arguments = self._ahead, self._run, *arrays, (False, self.result.rectified)
-        call_all([partial(kernels.add_maps, part, *arguments) for part in self._parts])
+        flags = False, self.result.rectified
+        kernels.add_maps(part, self._to_sum, self._run, *arrays, flags)
 
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        for source, where, add in zip(self.sources, self._back, adds, strict=True):
+    def backward(self, part: Part) -> None:
+        for source, where, add in zip(self.sources, self._from_sum, self.adds, strict=True):
             # What is only read here has the gradient of the sum, in the same memory.
             if add is None or source.twin is self.result:
                 continue
             like = source.x if source.rectified else self.nothing
-            arguments = where, self._run, source.grad, self.result.grad, like, add
-            call_all([partial(kernels.pass_back, part, *arguments) for part in self._parts])
+            kernels.pass_back(part, where, self._run, source.grad, self.result.grad, like, add)
 
 
 def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -483,11 +559,15 @@ class Apply(Stage):
         self.op = op
         self._plan: Any = None
 
-    def forward(self, kept: Array) -> None:
+    @property
+    def ahead(self) -> Work:
+        return Work(np.array([0, 1]))
+
+    def forward(self, part: Part) -> None:
         write(self.result, self.op.forward(self._x()), self.samples)
 
-    def backward(self, kept: Array, adds: Sequence[bool | None]) -> None:
-        (source,), (add,), op = self.sources, adds, self.op
+    def backward(self, part: Part) -> None:
+        (source,), (add,), op = self.sources, self.adds, self.op
         if add is None:
             return
         x, y, grad = self._x(), self._of_result(self.result.x), self._of_result(self.result.grad)

@@ -541,7 +541,8 @@ def test_memory_is_said_and_limited() -> None:
     assert step.nbytes == 0
     step.forward(np.ones((16, 2, 8, 8), np.float32))
     needed = step.nbytes
-    arrays = [array for each in step._maps for array in (each.x, each.grad)] + step._kept
+    arrays = [array for each in step._maps for array in (each.x, each.grad)]
+    arrays += [stage.kept for stage in step._stages]
     assert sum(array.base.nbytes for array in arrays) == needed
     assert "16 samples" in repr(step)
     assert "6 Linear" in str(step)

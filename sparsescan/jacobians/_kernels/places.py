@@ -226,17 +226,17 @@ def sum_rows(rows, where, out, grad):
 
 
 @_kernel
-def take(out, array, places):
-    """Write the numbers at some places."""
-    for k in range(len(places)):
-        out[k] = array[item(places, k)]
+def take(entries, out, array, places):
+    """Write the numbers at some places, from one entry to another."""
+    for k in range(*entries):
+        out[k] = item(array, item(places, k))
 
 
 @_kernel
 def put(entries, out, array, places):
     """Write some numbers to their places."""
     for k in range(*entries):
-        out[item(places, k)] = array[k]
+        out[item(places, k)] = item(array, k)
 
 
 @_kernel
@@ -364,7 +364,20 @@ _PART = 32
 
 @_kernel
 def normalise(
-    channels, where, above, samples, out, x, mean, variance, eps, weight, bias, is_given, rectifies
+    channels,
+    where,
+    above,
+    samples,
+    out,
+    x,
+    mean,
+    variance,
+    inverse,
+    eps,
+    weight,
+    bias,
+    is_given,
+    rectifies,
 ):
     """Write ``weight·(x - mean)/√(variance + eps) + bias`` for some channels.
 
@@ -378,8 +391,8 @@ def normalise(
         Samples at each place.
     out, x : ndarray
         Places that are written and read.
-    mean, variance : ndarray of float64
-        Of each channel: given, or written.
+    mean, variance, inverse : ndarray of float64
+        Of each channel: given, or written; and ``1/√(variance + eps)``, which is written.
     eps : float
         Added to the variance.
     weight, bias : ndarray
@@ -400,8 +413,9 @@ def normalise(
                 if not (first / count) ** 2 > variance[channel]:
                     break
                 near = mean[channel]
-        factor = weight[channel] / np.sqrt(variance[channel] + eps)
-        center, scale = number(x, mean[channel]), number(x, factor)
+        inverse[channel] = 1 / np.sqrt(variance[channel] + eps)
+        center = number(x, mean[channel])
+        scale = number(x, weight[channel] * inverse[channel])
         add, least = splat(bias, channel), number(x, 0.0 if rectifies else -np.inf)
         for k in range(len(places)):
             at, to = rows[channel] + item(places, k), out_rows[channel] + item(out_places, k)
