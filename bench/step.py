@@ -72,6 +72,10 @@ class Case:
         """Return the contenders."""
         return _Race(self)
 
+    def small(self) -> Case:
+        """Return the same with less to do, for what only the first call does."""
+        return replace(self, steps=10)
+
 
 CASES = (
     Case("RNN", 1, 20, 16, 1000, 25, 4),
@@ -92,8 +96,9 @@ CASES = (
 )
 
 
-# Long sequences, for which memory is what counts.
+# Long sequences, for which memory is what counts, and a large network.
 LONG = tuple(Case(kind, 12, 20, 16, 30_000, 1, 1) for kind in ("RNN", "GRU", "LSTM"))
+LARGE = (*LONG, NETWORKS[0])
 # The first step of a process, in which kernels are loaded.
 FIRST = Case("GRU", 12, 20, 16, 100, 1, 1)
 
@@ -257,17 +262,17 @@ def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
 # -- Memory and the first call --------------------------------------------------------------------
 
 
-def peak(case: Case, who: str) -> int:
+def peak(case: Case | NetworkCase, who: str) -> int:
     """By how many bytes this process grows at the peak of two steps, beside inputs."""
-    make = {OURS: _Race.ours, PYTORCH: _Race.pytorch}[who]
+    name = {OURS: "ours", PYTORCH: "pytorch"}[who]
     # Kernels are compiled, and libraries have taken what they keep.
-    *_, small = make(_Race(replace(case, steps=10))).values()
-    small()
-    *_, call = make(_Race(case)).values()
+    first, *_ = getattr(case.small().race(), name)().values()
+    first()
+    call, *_ = getattr(case.race(), name)().values()
     return growth(lambda: (call(), call()))[0]
 
 
-def measure_memory(case: Case) -> Results:
+def measure_memory(case: Case | NetworkCase) -> Results:
     """``bytes`` that each takes at the peak, beside inputs, each in a process of its own."""
     return {"bytes": {who: int(_in_child(f"peak({case!r}, {who!r})")) for who in (OURS, PYTORCH)}}
 
@@ -303,7 +308,9 @@ def _pieces(options: Options) -> Iterable[Piece]:
     )
     yield Piece("first step of a process", partial(measure_first_call, FIRST))
     if not options.quick:
-        yield from (Piece(f"memory of {case.name}", partial(measure_memory, case)) for case in LONG)
+        yield from (
+            Piece(f"memory of {case.name}", partial(measure_memory, case)) for case in LARGE
+        )
 
 
 def _about(options: Options) -> Results:

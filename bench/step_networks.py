@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,10 @@ class NetworkCase:
     def race(self) -> _Race:
         """Return the contenders."""
         return _Race(self)
+
+    def small(self) -> NetworkCase:
+        """Return the same with less to do, for what only the first call does."""
+        return replace(self, batch=1)
 
 
 NETWORKS = (

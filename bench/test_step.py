@@ -13,6 +13,27 @@ CASES = {
 }
 
 
+NETWORKS = [step.NetworkCase("LeNet-5", 3, None, 1), step.NetworkCase("MLP", 2, 0.02, 1)]
+
+
+def test_all_gradients_of_networks_are_compared() -> None:
+    for case in NETWORKS:
+        piece = step.measure(case, quick=True)
+        names = {name.split(",")[0] for name in piece["largest_difference"]}
+        assert {"0.weight", "0.bias"} < names
+        assert len(names) == len([*case.race().module.parameters()])
+        assert set(piece["samples"]) == {step.OURS, step.PYTORCH}
+        assert piece["wanted"] == {step.PYTORCH: 1}
+
+
+def test_residual_networks_have_our_layers() -> None:
+    race = step.NetworkCase("ResNet-20", 2, 0.05, 1).race()
+    (ours,) = race.ours().values()
+    theirs = next(iter(race.pytorch().values()))()
+    assert ours().keys() == theirs.keys()
+    assert sum(mask.size for mask in race.kept().values()) > 270_000
+
+
 @pytest.fixture(scope="module")
 def pieces() -> Results:
     return {case.name: step.measure(case, quick=True) for case in CASES.values()}

@@ -16,12 +16,14 @@ from ..formatting import align, exact_bytes, format_bytes
 from ..symbolic.schedule import check_count
 from ._checks import Shape
 from ._kernels.lanes import lanes
+from ._kron import Separable
 from ._operator import Operator
 from ._places import Map
 from ._sharing import LINE, quiet
 from ._stages import (
     Add,
     Apply,
+    Mix,
     Normalise,
     Pool,
     Samples,
@@ -208,13 +210,15 @@ class NetworkStep:
                 kind: Any = Apply
                 if isinstance(op, MaxPool2d):
                     kind = Pool
+                elif isinstance(op, Separable):
+                    kind = Mix
                 elif isinstance(op, BatchNorm2d) and op.training == self._has_batch_axis:
                     kind = Normalise
                 elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
                     kind = Weigh
                 result = self._map(op.output_shape)
                 self._stages.append(kind(part.name, op, source, result))
-                source, alone = result, kind in (Weigh, Normalise)
+                source, alone = result, kind in (Weigh, Normalise, Mix)
         return source
 
     def _map_like(self, other: Map) -> Map:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from .. import api
@@ -18,6 +19,7 @@ from ..errors import DeviceError
 from ..execution.threads import share, thread_count
 from ._kernels import places as kernels
 from ._kernels.lanes import lanes
+from ._kron import Separable, kron
 from ._operator import Operator
 from ._places import Map, Table, Taps, View, gathering, scattering, widen
 from ._sharing import aligned_zeros
@@ -31,6 +33,7 @@ from .pooling import MaxPool2d
 __all__ = [
     "Add",
     "Apply",
+    "Mix",
     "Normalise",
     "Pool",
     "Samples",
@@ -132,7 +135,7 @@ class Stage(ABC):
     # Whether channels of the result depend on the same channels of the sources, and no others.
     is_channelwise = False
 
-    @property
+    @cached_property
     def params(self) -> tuple[str, ...]:
         """Names of the parameters of its layer."""
         return () if self.op is None else tuple(self.op.params)
@@ -221,7 +224,70 @@ class Work(NamedTuple):
         return [(a, b) for a, b in pairwise([0, *cuts, len(self.ends) - 1]) if a < b]
 
 
-class Weigh(Stage):
+class _Sums(Stage):
+    """Weighted sums of places, by tables for both directions."""
+
+    _ahead: list[_Bound]
+    _back: list[_Bound]
+
+    @property
+    def ahead(self) -> Work:
+        return Work(np.sum([table.ends for table in self._ahead], axis=0))
+
+    @property
+    def back(self) -> Work:
+        return Work(np.sum([table.ends for table in self._back], axis=0))
+
+    def forward(self, part: Part) -> None:
+        (source,), result = self.sources, self.result
+        arrays = result.x, source.x, self.read.get("bias", self.nothing), self.nothing
+        for table in self._ahead:
+            table.sum(part, arrays, adds=False, rectifies=result.rectified)
+
+    def backward(self, part: Part) -> None:
+        (source,), (add,) = self.sources, self.adds
+        if add is None:
+            return
+        like = source.x if source.rectified else self.nothing
+        arrays = source.grad, self.result.grad, self.nothing, like
+        for table in self._back:
+            table.sum(part, arrays, adds=add, rectifies=False)
+
+
+class Mix(_Sums):
+    """A layer that weighs the places of each image in the same way, such as a mean."""
+
+    def __init__(self, name: str, op: Separable, source: Map, result: Map) -> None:
+        super().__init__(name, (source,), result)
+        self.op = op
+
+    def bind(self, samples: Samples, kept: Array) -> None:
+        super().bind(samples, kept)
+        (source,), result = self.sources, self.result
+        jacobian = kron(self.op._y, self.op._x)
+        self._ahead = [_mixing(jacobian.T.tocsr(), source, result, samples)]
+        self._back = [_mixing(jacobian, result, source, samples)]
+
+
+def _mixing(matrix: sp.csr_array, source: Map, result: Map, samples: Samples) -> _Bound:
+    """Return the table of a matrix that multiplies each image; a row is a place of the result."""
+    read, write = (one.numbers().reshape(-1, math.prod(one.shape[-2:])) for one in (source, result))
+    table = Table(
+        matrix.indptr.astype(np.int64),
+        read[0, matrix.indices] - read[0, 0],
+        np.arange(matrix.nnz),
+        read[:, 0],
+        write[0] - write[0, 0],
+        write[:, 0],
+        1,
+        (1, int(np.ptp(read[0]))),
+    )
+    bound = _Bound(table, samples)
+    bound.weight[:] = matrix.data
+    return bound
+
+
+class Weigh(_Sums):
     """A convolution or a linear layer, of which only kept weights are used."""
 
     def __init__(self, name: str, op: Any, source: Map, result: Map) -> None:
@@ -277,29 +343,6 @@ class Weigh(Stage):
         return _takes(kept, weight, self.taps.source), [
             task for table in others for task in _takes(table.weight, kept, table.order)
         ]
-
-    @property
-    def ahead(self) -> Work:
-        return Work(np.sum([table.ends for table in self._ahead], axis=0))
-
-    @property
-    def back(self) -> Work:
-        return Work(np.sum([table.ends for table in self._back], axis=0))
-
-    def forward(self, part: Part) -> None:
-        (source,), result = self.sources, self.result
-        arrays = result.x, source.x, self.read.get("bias", self.nothing), self.nothing
-        for table in self._ahead:
-            table.sum(part, arrays, adds=False, rectifies=result.rectified)
-
-    def backward(self, part: Part) -> None:
-        (source,), (add,) = self.sources, self.adds
-        if add is None:
-            return
-        like = source.x if source.rectified else self.nothing
-        arrays = source.grad, self.result.grad, self.nothing, like
-        for table in self._back:
-            table.sum(part, arrays, adds=add, rectifies=False)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         (source,), result, table = self.sources, self.result, self._gather
