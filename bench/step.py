@@ -68,6 +68,9 @@ class Case:
     def wanted(self) -> dict[str, float]:
         return {PYTORCH: self.pytorch, JAX: self.jax}
 
+    # How far gradients may be apart, relative to the largest.
+    bound = float(np.sqrt(np.finfo(np.float32).eps))
+
     def race(self) -> _Race:
         """Return the contenders."""
         return _Race(self)
@@ -249,12 +252,13 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
 def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     """How far ours are from each peer's; AssertionError if rounding does not explain it."""
     found, kept, differences = calls[OURS](), race.kept(), {}
+    bound = race.case.bound
     for peer in (PYTORCH, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
             theirs = np.asarray(theirs) * kept.get(name, 1)
             apart = float(np.abs(found[name] - theirs).max() / np.abs(theirs).max())
             differences[f"{name}, {peer}"] = apart
-            if not apart < np.sqrt(np.finfo(np.float32).eps):
+            if not apart < bound:
                 raise AssertionError(f"{name}, {peer}: the relative difference is {apart:.1e}")
     return differences
 

@@ -175,7 +175,7 @@ class NetworkStep:
         rows = [["layer", "weights", "kept", ""]]
         for stage in self._stages:
             if isinstance(stage, Weigh):
-                kept, whole = len(stage.taps.source), stage.op.kept_weights().size
+                kept, whole = len(stage.kept_at), stage.op.kept_weights().size
                 share = f"{kept / whole:.3g}" if whole else "-"
                 rows.append([f"{stage.name} {type(stage.op).__name__}", f"{whole:,}", share, ""])
         return "\n".join([repr(self), *align(rows)])
@@ -201,8 +201,7 @@ class NetworkStep:
                         end.join(result)
                 self._stages.append(Add(part.name, (ends[0], ends[1]), result))
                 source, alone = result, True
-            elif isinstance(op, Flatten) and not is_branch:
-                # The same places; but maps that are added have one shape.
+            elif isinstance(op, Flatten) and not is_branch and self._keeps_places(op):
                 continue
             elif isinstance(op, ReLU) and alone:
                 source.rectified, alone = True, False
@@ -220,6 +219,14 @@ class NetworkStep:
                 self._stages.append(kind(part.name, op, source, result))
                 source, alone = result, kind in (Weigh, Normalise, Mix)
         return source
+
+    def _keeps_places(self, op: Flatten) -> bool:
+        """Return whether what reads the result may read the source: features, or its images.
+
+        Within a residual block it may not, since maps that are added have one shape.
+        """
+        features = len(op.output_shape) == 1 + self._has_batch_axis
+        return features or op.output_shape[-2:] == op.input_shape[-2:]
 
     def _map_like(self, other: Map) -> Map:
         self._maps.append(Map(other.shape))
@@ -459,16 +466,16 @@ def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:
     works: list[Work] = []
     for stage in stages:
         work = stage.back if back else stage.ahead
-        if stage.is_channelwise and groups and len(works[-1].ends) == len(work.ends):
-            before = groups[-1]
-            if back:
-                follows = any(stage.result in other.sources for other in before)
-            else:
-                follows = before[-1].result in stage.sources
-            if follows:
-                before.append(stage)
-                works[-1] = Work(works[-1].ends + work.ends)
-                continue
+        before = groups[-1] if groups else []
+        if back:
+            follows = any(stage.result in other.sources for other in before)
+        else:
+            follows = bool(before) and before[-1].result in stage.sources
+        same = follows and before[0].by_channels and len(works[-1].ends) == len(work.ends)
+        if same and stage.is_channelwise:
+            before.append(stage)
+            works[-1] = Work(works[-1].ends + work.ends)
+            continue
         groups.append([stage])
         works.append(work)
     return [_Group(tuple(group), work.parts()) for group, work in zip(groups, works, strict=True)]

@@ -29,7 +29,7 @@ class Map:
     shape : tuple of int
         Shape of a sample, of at least two axes.
     border : list of list of int
-        Zeros before and behind, for both of the last axes.
+        Zeros before and behind, for both of the last axes; that of the twin, if there is one.
     rectified : bool
         Whether it is 0 where it would be negative, and so is its gradient.
     twin : Map or None
@@ -42,7 +42,7 @@ class Map:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = (1,) * (2 - len(shape)) + shape
-        self.border = [[0, 0], [0, 0]]
+        self._border = [[0, 0], [0, 0]]
         self.rectified = False
         self.twin: Map | None = None
         self.room = 0
@@ -53,11 +53,15 @@ class Map:
         border = self.border[axis]
         border[:] = max(border[0], before), max(border[1], behind)
 
+    @property
+    def border(self) -> list[list[int]]:
+        return self._border if self.twin is None else self.twin.border
+
     def join(self, twin: Map) -> None:
         """Let another map have the same gradient, and both the same border."""
         for axis, border in enumerate(self.border):
             twin.widen(axis, *border)
-        self.twin, self.border = twin, twin.border
+        self.twin = twin
 
     @property
     def padded(self) -> Shape:
@@ -100,14 +104,6 @@ class View(NamedTuple):
         """Return the number of each place."""
         return self.map.numbers().reshape(self.sizes)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether neighbours along each axis are equally far apart, whatever the border."""
-        height, width = self.sizes[2:]
-        return (height, width) == self.map.shape[-2:] or (
-            height == 1 and width in (1, self.map.shape[-1])
-        )
-
 
 class Taps(NamedTuple):
     """The kept weights of a layer, by the channels of the windows.
@@ -118,15 +114,12 @@ class Taps(NamedTuple):
         Channels of the side that has a place for each window, and of the side that windows read.
     y, x : ndarray of int
         Which tap of a window.
-    source : ndarray of int
-        Where the weight is among all of the layer's.
     """
 
     small: Places
     large: Places
     y: Places
     x: Places
-    source: Places
 
     def chosen(self, places: Any) -> Taps:
         """Return some of them, or all in another order."""

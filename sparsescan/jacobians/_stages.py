@@ -132,7 +132,9 @@ class Stage(ABC):
 
     op: Any = None
     copied: tuple[str, ...] = ()
-    # Whether channels of the result depend on the same channels of the sources, and no others.
+    # Whether parts are channels; and whether channels of the result depend on the same channels of
+    # the sources, and no others.
+    by_channels = True
     is_channelwise = False
 
     @cached_property
@@ -257,6 +259,8 @@ class _Sums(Stage):
 class Mix(_Sums):
     """A layer that weighs the places of each image in the same way, such as a mean."""
 
+    by_channels = False  # but by places of an image
+
     def __init__(self, name: str, op: Separable, source: Map, result: Map) -> None:
         super().__init__(name, (source,), result)
         self.op = op
@@ -309,24 +313,24 @@ class Weigh(_Sums):
         widen(self._windows, self._small, self._large)
 
     @cached_property
-    def taps(self) -> Taps:
-        """The kept weights, as they lie in memory."""
+    def kept_at(self) -> NDArray[np.int64]:
+        """Where kept weights are among all."""
+        return np.flatnonzero(self.op.kept_weights())
+
+    def _taps(self) -> Taps:
+        """Return the kept weights, as they lie in memory."""
         mask = self.op.kept_weights()
         groups = getattr(self.op, "groups", 1)
         mask = mask.reshape(*mask.shape[:2], *(window.kernel for window in self._windows))
         small, inner, y, x = np.nonzero(mask)
         large = inner + small // (len(mask) // groups) * mask.shape[1]
-        return Taps(small, large, y, x, np.flatnonzero(mask))
-
-    @cached_property
-    def _tables(self) -> tuple[Table, list[Table]]:
-        """The table from the large side to the small one, and those back."""
-        arguments = self.taps, self._windows, self._small, self._large
-        return gathering(*arguments), list(scattering(*arguments))
+        return Taps(small, large, y, x)
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
-        gather, scatter = self._tables
+        # From the large side to the small one, and back.
+        arguments = self._taps(), self._windows, self._small, self._large
+        gather, scatter = gathering(*arguments), scattering(*arguments)
         self._gather = _Bound(gather, samples)
         scattered = [_Bound(table, samples) for table in scatter]
         self._ahead, self._back = [self._gather], scattered
@@ -340,7 +344,7 @@ class Weigh(_Sums):
         weight = host(name, self.op.read_parameter("weight"))
         weight = np.ascontiguousarray(weight, self.samples.dtype).reshape(-1)
         others = [table for table in (*self._ahead, *self._back) if table is not self._gather]
-        return _takes(kept, weight, self.taps.source), [
+        return _takes(kept, weight, self.kept_at), [
             task for table in others for task in _takes(table.weight, kept, table.order)
         ]
 
@@ -358,7 +362,7 @@ class Weigh(_Sums):
             entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
             arguments = table.blocks, table.where, self.samples.is_whole
             kernels.sum_weights(rows, *arguments, self._grad, large, small)
-            kernels.put(entries, flat, self._grad, self.taps.source)
+            kernels.put(entries, flat, self._grad, self.kept_at)
 
         tasks: list[Task] = [partial(add_up, rows) for rows in Work(table.ends).parts()]
         if "bias" in self.params:
@@ -374,7 +378,12 @@ class Weigh(_Sums):
         return grads, tasks
 
 
-def _takes(out: Array, array: Array, places: NDArray[np.int64]) -> list[Task]:
+def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """Return numbers in half of their memory, if none is too large."""
+    return numbers.astype(np.int32) if numbers.max(initial=0) < 1 << 31 else numbers
+
+
+def _takes(out: Array, array: Array, places: NDArray[Any]) -> list[Task]:
     """Return tasks that write the numbers at some places."""
     return [
         partial(kernels.take, (start, min(start + _TAKEN, len(places))), out, array, places)
@@ -402,7 +411,7 @@ class _Bound:
 
     def __init__(self, table: Table, samples: Samples) -> None:
         room, dtype = samples.room, samples.dtype
-        self.ptr, self.order = table.ptr, table.order
+        self.ptr, self.order = table.ptr, _narrow(table.order)
         starts, counts = samples.cut(table.run)
         read_at, write_at = (
             (runs[:, None] * room + starts).reshape(-1) for runs in (table.read_at, table.write_at)
@@ -410,7 +419,7 @@ class _Bound:
         counts = np.tile(counts, len(table.read_at))
         self.is_full = bool((counts == lanes(dtype)).all())
         self.where = (
-            *(table.ptr, table.offset * room),
+            *(table.ptr, _narrow(table.offset * room)),
             *(read_at, table.row_at * room, write_at, counts),
         )
         self.weight = np.empty(len(table.order), dtype)
@@ -596,6 +605,8 @@ def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int
 
 class Apply(Stage):
     """Any layer, by its own functions, on samples in the order of the caller's."""
+
+    by_channels = False
 
     def __init__(self, name: str, op: Operator, source: Map, result: Map) -> None:
         super().__init__(name, (source,), result)

@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 
 from sparsescan import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import (
+    AvgPool2d,
     BatchNorm2d,
     Conv2d,
     Flatten,
@@ -412,6 +413,73 @@ def test_bits_are_those_of_one_thread(
     for each in results[1:]:
         for found, expected in zip(each, results[0], strict=True):
             assert found.tobytes() == expected.tobytes()
+
+
+def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are as many of both, and threads share either."""
+    from sparsescan.jacobians import _stages
+
+    rng = np.random.default_rng(0)
+    net = Sequential(
+        [
+            Conv2d(2, 4, 3, padding=1, input_shape=(2, 4, 4), dtype=F8, rng=0),
+            BatchNorm2d(4, input_shape=(4, 4, 4), dtype=F8),
+            AvgPool2d(2, input_shape=(4, 4, 4)),
+            BatchNorm2d(4, input_shape=(4, 2, 2), dtype=F8),
+            ReLU(input_shape=(4, 2, 2)),
+            MaxPool2d(2, input_shape=(4, 2, 2)),
+        ]
+    )
+    x, grad = rng.standard_normal((3, 2, 4, 4)), rng.standard_normal((3, 4, 1, 1))
+    results = []
+    monkeypatch.setattr(_stages, "_TASK", 1)
+    for threads in (1, 4):
+        monkeypatch.setattr(_stages, "thread_count", lambda count=threads: count)
+        step = net.training_step()
+        y = step.forward(x)
+        grads = step.backward(grad)
+        assert max(len(group.parts) for group in step._ahead) == threads
+        results.append([y, grads.input, *grads.params.values()])
+    for found, expected in zip(*results, strict=True):
+        assert found.tobytes() == expected.tobytes()
+    assert not any(
+        isinstance(group.stages[0], _stages.Mix) and len(group.stages) > 1
+        for group in (*step._ahead, *step._back)
+    )
+
+
+def test_blocks_in_blocks_and_borders_behind_them() -> None:
+    """Maps that share a gradient have one border, that of the widest reader."""
+    rng = np.random.default_rng(0)
+
+    def conv(kernel: int = 3) -> nn.Conv2d:
+        return masked(nn.Conv2d(2, 2, kernel, padding=kernel // 2), rng).double()
+
+    def made(*modules: nn.Module) -> list[Operator]:
+        return from_torch(nn.Sequential(*modules), (2, 6, 6))
+
+    a, b, c, last = conv(), conv(), conv(), conv(7)
+    theirs = nn.Sequential(Block(nn.Sequential(a, Block(nn.Sequential(b), c)), None), last)
+    inner = Residual(*made(b), shortcut=made(c))
+    net = Sequential([Residual(*made(a), inner), *made(last)])
+    x, grad = rng.standard_normal((3, 2, 6, 6)), rng.standard_normal((3, 2, 6, 6))
+    expected = run_torch(theirs, x, grad)
+    step = net.training_step()
+    close(step.forward(x), expected[0])
+    input_grad, params = step.backward(grad)
+    close(input_grad, expected[1])
+    names = {"0.0": "0.body.0", "0.1.0": "0.body.1.body.0", "0.1.shortcut.0": "0.body.1.shortcut"}
+    for name, array in params.items():
+        layer, _, kind = name.rpartition(".")
+        close(array, expected[2][f"{names.get(layer, layer)}.{kind}"], name)
+
+
+def test_axes_that_are_flattened_in_part() -> None:
+    rng = np.random.default_rng(0)
+    first, last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv1d(3, 2, 5, padding=2)
+    net = nn.Sequential(masked(first, rng), nn.ReLU(), nn.Flatten(2), masked(last, rng))
+    check(net, (2, 4, 5), 3, rng)
+    check(nn.Sequential(masked(first, rng), nn.Flatten(2), nn.Linear(20, 3)), (2, 4, 5), 3, rng)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
