@@ -58,13 +58,13 @@ class Part(NamedTuple):
     name : str
         Such as ``"2.0"``: the first layer in the third.
     op : Operator or None
-        The layer, None for a block.
+        The layer; None for a block.
     branches : tuple of list of Part
         The layers of a block, and those of its shortcut.
     """
 
     name: str
-    op: Operator | None
+    op: Any
     branches: tuple[list[Part], ...] = ()
 
 
@@ -122,9 +122,10 @@ class NetworkStep:
 
     Notes
     -----
-    Samples are lanes, 16 of float32 at a time where the machine has AVX-512; so 17 samples take as
-    long as 32. A network with a :class:`BatchNorm2d` in training is a network of whole batches,
-    ``(N, C, H, W)``; then those ``N`` are the lanes.
+    Samples are lanes, 16 of float32 at a time where the machine has AVX-512. Where that would leave
+    many lanes empty, neighbouring pixels lie side by side in a vector. A network with a
+    :class:`BatchNorm2d` in training is a network of whole batches, ``(N, C, H, W)``; then those
+    ``N`` are the lanes.
 
     Examples
     --------
@@ -189,9 +190,15 @@ class NetworkStep:
     def _build(self, parts: Sequence[Part], source: Map, *, is_branch: bool = False) -> Map:
         """Add the stages of some layers; return what the last one writes."""
         alone = False  # whether nothing else reads what the layer before has written
+        flattened: Part | None = None  # a layer that was left out, since its places are the same
         for part in parts:
             op = part.op
             if op is None:
+                if flattened is not None:
+                    # Maps that are added have one shape.
+                    result = self._map(flattened.op.output_shape)
+                    self._stages.append(Apply(*flattened[:2], source, result))
+                    source, flattened = result, None
                 ends = [self._build(branch, source, is_branch=True) for branch in part.branches]
                 ends += [source] * (2 - len(ends))
                 result = self._map_like(ends[0])
@@ -202,7 +209,7 @@ class NetworkStep:
                 self._stages.append(Add(part.name, (ends[0], ends[1]), result))
                 source, alone = result, True
             elif isinstance(op, Flatten) and not is_branch and self._keeps_places(op):
-                continue
+                flattened = part
             elif isinstance(op, ReLU) and alone:
                 source.rectified, alone = True, False
             else:
@@ -217,7 +224,8 @@ class NetworkStep:
                     kind = Weigh
                 result = self._map(op.output_shape)
                 self._stages.append(kind(part.name, op, source, result))
-                source, alone = result, kind in (Weigh, Normalise, Mix)
+                source, flattened = result, None
+                alone = kind in (Weigh, Normalise, Mix)
         return source
 
     def _keeps_places(self, op: Flatten) -> bool:

@@ -638,8 +638,10 @@ class Apply(Stage):
         if not self.params:
             return {}, []
         grads = self.op.param_grads(self._x(), self._of_result(self.result.grad))
-        dtype = self.samples.dtype
-        return {name: grad.astype(dtype, copy=False) for name, grad in grads.items()}, []
+        for name, grad in grads.items():
+            grads[name] = room = out.get(name, np.empty(grad.shape, self.samples.dtype))
+            room[...] = grad
+        return grads, []
 
     def _x(self) -> Array:
         (source,) = self.sources

@@ -98,6 +98,7 @@ def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Gen
         assert params.keys() == expected[2].keys()
         for name, array in params.items():
             close(array, expected[2][name], what=name)
+            assert out is None or array.base is out[name] or array is out[name]
         out = params
 
 
@@ -480,6 +481,25 @@ def test_axes_that_are_flattened_in_part() -> None:
     net = nn.Sequential(masked(first, rng), nn.ReLU(), nn.Flatten(2), masked(last, rng))
     check(net, (2, 4, 5), 3, rng)
     check(nn.Sequential(masked(first, rng), nn.Flatten(2), nn.Linear(20, 3)), (2, 4, 5), 3, rng)
+
+
+@pytest.mark.parametrize("between", [[], [nn.ReLU()]])
+def test_a_block_behind_flattened_images(between: list[nn.Module]) -> None:
+    rng = np.random.default_rng(0)
+    first = [masked(nn.Conv2d(2, 3, 3, padding=1), rng), nn.Flatten(), *between]
+    linear = masked(nn.Linear(60, 60), rng)
+    theirs = nn.Sequential(*first, Block(nn.Sequential(linear), None), nn.Linear(60, 2)).double()
+    body, last = (from_torch(nn.Sequential(each), (60,)) for each in (linear, theirs[-1]))
+    ops = from_torch(theirs[: len(first)], (2, 4, 5))
+    net = Sequential([*ops, Residual(*body), *last])
+    x, grad = rng.standard_normal((3, 2, 4, 5)), rng.standard_normal((3, 2))
+    expected = run_torch(theirs, x, grad)
+    step = net.training_step()
+    close(step.forward(x), expected[0])
+    input_grad, params = step.backward(grad)
+    close(input_grad, expected[1])
+    for name, array in expected[2].items():
+        close(params[name.replace("body.", "")], array, name)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
