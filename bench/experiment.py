@@ -24,7 +24,18 @@ Results = dict[str, Any]
 
 # The module of each has an Experiment called EXPERIMENT; imported when it is asked for, since one
 # does not need the peers of another.
-NAMES = ("step", "rnn", "gru", "vgg11", "lenet5", "table1", "scaling", "pipeline", "strategies")
+NAMES = (
+    "step",
+    "density",
+    "rnn",
+    "gru",
+    "vgg11",
+    "lenet5",
+    "table1",
+    "scaling",
+    "pipeline",
+    "strategies",
+)
 
 
 @dataclass(frozen=True)

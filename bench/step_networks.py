@@ -16,13 +16,13 @@ from torch.nn.utils import prune
 
 from sparsescan.jacobians import Flatten, Operator, Residual, Sequential, from_torch
 
+from . import vgg11
 from .timing import THREADS, Call
 
 __all__ = ["NETWORKS", "NetworkCase"]
 
 Array = NDArray[Any]
 
-_VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 _RESNET = (16, 32, 64)  # channels of its stages, of three blocks each
 
 
@@ -189,15 +189,8 @@ def _normalised(conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
 
 
 def _vgg11() -> nn.Sequential:
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in _VGG11:
-        if isinstance(width, str):
-            layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-        channels = width
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 10))
+    features, *rest = vgg11.network(narrow=1).children()
+    return nn.Sequential(*features.children(), *rest)
 
 
 def _resnet20() -> nn.Sequential:

@@ -9,11 +9,13 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import InputError, InputTypeError, short
+from ..arrays.arrays import read_array
+from ..errors import DeviceError, InputError, InputTypeError, short
 from ..symbolic.pattern import check_ordered
 
-__all__ = ["Shape", "batched", "check_dim", "check_number", "check_sizes"]
+__all__ = ["Shape", "batched", "check_dim", "check_number", "check_sizes", "on_host"]
 
 Shape = tuple[int, ...]
 
@@ -78,3 +80,11 @@ def check_dim(name: str, dim: Any, shape: tuple[int, ...]) -> int:
 def batched(shape: Shape) -> str:
     """Return how an error message shows the shape of a batch of samples."""
     return f"({', '.join(map(str, ('batch', *shape)))})"
+
+
+def on_host(name: str, array: Any) -> NDArray[Any]:
+    """Return an array that a training step may take, or raise an error that names it."""
+    checked = read_array(name, array)
+    if type(checked) is not np.ndarray:
+        raise DeviceError(f"{name} is on a GPU; expected an array of NumPy, as training steps take")
+    return checked

@@ -1,10 +1,10 @@
-"""NetworkStep: layers forward and backward, all samples at once, by kept weights only."""
+"""NetworkStep: layers forward and backward, all samples at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,30 +14,29 @@ from ..arrays.arrays import check_memory
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..formatting import align, exact_bytes, format_bytes
 from ..symbolic.schedule import check_count
-from ._checks import Shape
+from ._checkpoints import choose_segments, needed_bytes
+from ._checks import Shape, on_host
 from ._kernels.lanes import lanes
 from ._kron import Separable
 from ._operator import Operator
 from ._places import Map
-from ._sharing import LINE, quiet
+from ._sharing import LINE, aligned_zeros, call_all, quiet
 from ._stages import (
     Add,
     Apply,
-    Mix,
     Normalise,
     Pool,
     Samples,
+    Span,
     Stage,
     Task,
-    Weigh,
     Work,
-    call_all,
-    host,
     in_lanes,
     put_grad,
     samples_of,
     write,
 )
+from ._weighted import Mix, Multiply, Weigh, WeighAll
 from .activations import ReLU
 from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
@@ -101,11 +100,12 @@ class NetworkStep:
 
     A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
     and the optimiser. Convolutions and linear layers use only the weights that are kept, in all
-    three passes, and write no Jacobian. Memory is kept from one training step to the next, so one
+    three passes, and write no Jacobian; where most are kept all are used, pruned ones as 0, as
+    ``print(step)`` says. Memory is kept from one training step to the next, so one
     thread at a time may call them. Made by :meth:`Sequential.training_step`.
 
     Gradients are those of :meth:`Sequential.param_grads` and of a scan, up to rounding. Their bits
-    do not depend on the number of threads.
+    do not depend on the number of threads, but for large dense matrices, which BLAS multiplies.
 
     Parameters
     ----------
@@ -113,7 +113,9 @@ class NetworkStep:
         The network. Its parameters are read by each :meth:`forward`, and those of layers other than
         convolutions and linear ones again by :meth:`backward`.
     memory_limit : int, optional
-        Bytes to take, beside the caller's arrays; by default what the machine has.
+        Bytes to take, beside parameters, tables of them and the caller's arrays; by default what
+        the machine has. If activations and gradients do not fit, some activations are not kept, and
+        :meth:`backward` computes them again: at most all of them, once.
 
     Attributes
     ----------
@@ -157,28 +159,32 @@ class NetworkStep:
         self._first = self._map(network.input_shape)
         self._last = self._build(network.parts, self._first)
         self._samples: Samples | None = None
-        self._ahead: list[_Group] = []
-        self._back: list[_Group] = []
+        self._segments: list[_Segment] = []
+        self._nbytes = 0
         self._is_forward = False
         self._lead: Shape = ()
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._samples is None else self._needed(self._samples)
+        return 0 if self._samples is None else self._nbytes
 
     def __repr__(self) -> str:
         kept = ""
         if self._samples is not None:
             kept = f": {self._samples.batch} samples, {format_bytes(self.nbytes)}"
+            again = sum(len(segment.stages) for segment in self._segments[:-1])
+            if again:
+                kept += f", {again} of {len(self._stages)} layers computed twice"
         return f"NetworkStep({self.network!r}){kept}"
 
     def __str__(self) -> str:
         rows = [["layer", "weights", "kept", ""]]
         for stage in self._stages:
-            if isinstance(stage, Weigh):
-                kept, whole = len(stage.kept_at), stage.op.kept_weights().size
-                share = f"{kept / whole:.3g}" if whole else "-"
-                rows.append([f"{stage.name} {type(stage.op).__name__}", f"{whole:,}", share, ""])
+            if isinstance(stage, (Weigh, Multiply)):
+                kept = stage.op.kept_weights()
+                share = f"{kept.mean():.3g}" if kept.size else "-"
+                layer = f"{stage.name} {type(stage.op).__name__}"
+                rows.append([layer, f"{kept.size:,}", share, stage.reason])
         return "\n".join([repr(self), *align(rows)])
 
     # -- Building ---------------------------------------------------------------------------------
@@ -221,11 +227,11 @@ class NetworkStep:
                 elif isinstance(op, BatchNorm2d) and op.training == self._has_batch_axis:
                     kind = Normalise
                 elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
-                    kind = Weigh
+                    kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
                 result = self._map(op.output_shape)
                 self._stages.append(kind(part.name, op, source, result))
                 source, flattened = result, None
-                alone = kind in (Weigh, Normalise, Mix)
+                alone = kind not in (Apply, Pool)
         return source
 
     def _keeps_places(self, op: Flatten) -> bool:
@@ -240,36 +246,63 @@ class NetworkStep:
         self._maps.append(Map(other.shape))
         return self._maps[-1]
 
-    def _needed(self, samples: Samples) -> int:
-        """Return bytes of activations, gradients and what stages keep."""
-        copies = (1 + (each.twin is None) for each in self._maps)
-        numbers = [
-            each.size * samples.room
-            for each, count in zip(self._maps, copies, strict=True)
-            for _ in range(count)
-        ]
-        numbers += [stage.numbers(samples) for stage in self._stages]
-        behind = lanes(samples.dtype) * samples.dtype.itemsize + LINE
-        return sum(numbers) * samples.dtype.itemsize + len(numbers) * behind
+    def _may_end(self) -> NDArray[np.bool_]:
+        """Return whether all that is read behind each stage is its result."""
+        written = {self._first: -1} | {each.result: k for k, each in enumerate(self._stages)}
+        read = np.zeros(len(self._stages) + 1, np.int64)  # the last stage before which each is read
+        for k, stage in enumerate(self._stages):
+            for source in stage.sources:
+                read[written[source] + 1] = k
+        return np.maximum.accumulate(read)[:-1] <= np.arange(len(self._stages))
 
     def _allocate(self, samples: Samples) -> None:
-        needed = self._needed(samples)
-        if self.memory_limit is not None and needed > self.memory_limit:
+        more, itemsize = lanes(samples.dtype), samples.dtype.itemsize
+
+        def room(*counts: int) -> int:
+            """Return bytes of arrays that each begin with a cache line, with lanes behind them."""
+            return sum(-(-(count + more) * itemsize // LINE) * LINE for count in counts)
+
+        def arrays(one: Map) -> tuple[int, ...]:
+            return (one.size * samples.numbers,) * (2 if one.twin is None else 1)
+
+        maps = np.array([room(*arrays(stage.result)) for stage in self._stages], np.int64)
+        kept = np.array([room(stage.numbers(samples)) for stage in self._stages], np.int64)
+        first = LINE + room(*arrays(self._first))
+        limit = np.iinfo(np.int64).max if self.memory_limit is None else self.memory_limit
+        ends = choose_segments(maps, kept, self._may_end(), limit - first)
+        needed = first + needed_bytes(ends, maps, kept)
+        if needed > limit:
             raise MemoryLimitError(
-                f"memory_limit is {exact_bytes(self.memory_limit)}; {samples.batch} samples need "
+                f"memory_limit is {exact_bytes(limit)}; {samples.batch} samples need at least "
                 f"{exact_bytes(needed)}"
             )
         check_memory(f"{samples.batch} samples", needed)
-        for each in self._maps:
-            each.room = samples.room
-            each.x = samples.zeros(each.size * samples.room)
-        # A twin is made before its other.
-        for each in reversed(self._maps):
-            each.grad = each.twin.grad if each.twin else samples.zeros(each.size * samples.room)
-        for stage in self._stages:
-            stage.bind(samples, samples.zeros(stage.numbers(samples)))
-        self._ahead, self._back = _groups(self._stages), _groups(self._stages[::-1], back=True)
-        self._samples = samples
+        whole = aligned_zeros((needed - LINE) // itemsize, samples.dtype)
+        end = 0
+
+        def take(count: int) -> Array:
+            nonlocal end
+            begin, end = end, end + room(count) // itemsize
+            return whole[begin : begin + count + more]
+
+        def place(one: Map) -> None:
+            one.blocks, one.room = samples.blocks, samples.room
+            one.x = take(arrays(one)[0])
+            one.grad = take(arrays(one)[0]) if one.twin is None else one.twin.grad
+
+        place(self._first)
+        for stage_end in ends:
+            place(self._stages[stage_end - 1].result)
+        shared, self._segments = end, []
+        for a, b in pairwise([0, *ends]):
+            end, stages = shared, self._stages[a:b]
+            # A twin is made before its other.
+            for stage in stages[-2::-1]:
+                place(stage.result)
+            for stage in stages:
+                stage.bind(samples, take(stage.numbers(samples)))
+            self._segments.append(_Segment.of(stages, whole[shared:]))
+        self._samples, self._nbytes = samples, needed
 
     # -- Forward ----------------------------------------------------------------------------------
 
@@ -295,10 +328,11 @@ class NetworkStep:
         DeviceError
             If an array, or a parameter, is on a GPU.
         MemoryLimitError
-            If activations and gradients take more memory than `memory_limit`, or than there is.
+            If activations and gradients take more memory than `memory_limit`, even if those that
+            can be computed again are not kept, or than there is.
         """
         self._is_forward = False
-        x = host("x", x)
+        x = on_host("x", x)
         shape = self.network.input_shape
         lead = x.shape[: x.ndim - len(shape)]
         if x.shape[len(lead) :] != shape or len(lead) > (not self._has_batch_axis):
@@ -307,7 +341,7 @@ class NetworkStep:
             )
             raise InputError(f"x has shape {x.shape}; expected {expected}")
         params = [
-            host(name, param)
+            on_host(name, param)
             for stage in self._stages
             for name, param in stage.named_params().items()
         ]
@@ -323,8 +357,8 @@ class NetworkStep:
         reads = [stage.read_params() for stage in self._stages]
         for tasks in zip(*reads, strict=True):
             call_all(list(chain.from_iterable(tasks)))
-        for group in self._ahead:
-            group.forward()
+        for segment in self._segments:
+            segment.forward(is_only=len(self._segments) == 1)
         self._is_forward = True
         y = samples_of(self._last, self._last.x, samples)
         return y.reshape(*lead, *self.network.output_shape)
@@ -350,8 +384,8 @@ class NetworkStep:
             Whether gradients in the input are computed.
         out : dict of str to ndarray, optional
             The `params` of an earlier result of this object: gradients of kept weights are
-            overwritten, and those of pruned ones, which are 0, left as they are. That spares
-            clearing arrays that are mostly 0.
+            overwritten, and those of pruned ones, which are 0, stay so. That spares clearing arrays
+            that are mostly 0.
 
         Returns
         -------
@@ -367,33 +401,19 @@ class NetworkStep:
         samples = self._samples
         if samples is None or not self._is_forward:
             raise InputError("backward was called without a forward pass before it")
-        grad = host("grad_output", grad_output)
+        grad = on_host("grad_output", grad_output)
         expected = (*self._lead, *self.network.output_shape)
         if grad.shape != expected:
             raise InputError(f"grad_output has shape {grad.shape}; expected {expected}")
         rooms = self._rooms(out, samples)
         self._is_forward = False
         last, wanted = self._last, self._wanted(needs_input_grad)
-        for each in self._maps if samples.batch == 0 else ():
-            each.grad[:] = 0
         put_grad(last, in_lanes(last, grad, samples), add=False)
-        written = set[Map]()
-        for stage in reversed(self._stages):
-            adds: list[bool | None] = []
-            for source in stage.sources:
-                adds.append(source in written if source in wanted else None)
-                written.add(source)
-            stage.begin_backward(adds)
-        for group in self._back:
-            group.backward(wanted)
-        params: dict[str, Array] = {}
-        tasks: list[Task] = []
-        for stage in self._stages:
-            if stage.result in wanted:
-                own, more = stage.param_grads(rooms.get(stage.name, {}))
-                params |= {f"{stage.name}.{name}": grad for name, grad in own.items()}
-                tasks += more
-        call_all(tasks)
+        written, params = set[Map](), dict[str, Array]()
+        for segment in reversed(self._segments):
+            if segment is not self._segments[-1]:
+                segment.forward(is_only=False)
+            params = segment.backward(wanted, written, rooms) | params
         below = None
         if needs_input_grad:
             below = samples_of(self._first, self._first.grad, samples)
@@ -444,7 +464,7 @@ class _Group(NamedTuple):
     """
 
     stages: tuple[Stage, ...]
-    parts: list[tuple[int, int]]
+    parts: list[Span]
 
     def forward(self) -> None:
         """Run all forward passes, again if one of them was not settled."""
@@ -453,7 +473,7 @@ class _Group(NamedTuple):
             if all(stage.is_settled() for stage in self.stages):
                 break
 
-    def _forward(self, part: tuple[int, int]) -> None:
+    def _forward(self, part: Span) -> None:
         for stage in self.stages:
             stage.forward(part)
 
@@ -463,9 +483,63 @@ class _Group(NamedTuple):
         call_all([partial(self._backward, stages, part) for part in self.parts])
 
     @staticmethod
-    def _backward(stages: list[Stage], part: tuple[int, int]) -> None:
+    def _backward(stages: list[Stage], part: Span) -> None:
         for stage in stages:
             stage.backward(part)
+
+
+class _Segment(NamedTuple):
+    """Stages whose results are kept until the next segment runs, but the last one, which stays.
+
+    Attributes
+    ----------
+    stages : list of Stage
+        In the order of the network.
+    ahead, back : list of _Group
+        How they run forward, and backward.
+    shared : ndarray
+        The memory of all results but the last.
+    """
+
+    stages: list[Stage]
+    ahead: list[_Group]
+    back: list[_Group]
+    shared: Array
+
+    @classmethod
+    def of(cls, stages: list[Stage], shared: Array) -> _Segment:
+        """Return stages that have been bound to their arrays."""
+        return cls(stages, _groups(stages), _groups(stages[::-1], back=True), shared)
+
+    def forward(self, *, is_only: bool) -> None:
+        """Run all forward passes; others may have used the memory, unless there are none."""
+        if not is_only:
+            # Borders, and lanes behind the last sample, are 0.
+            self.shared[:] = 0
+        for group in self.ahead:
+            group.forward()
+
+    def backward(
+        self, wanted: set[Map], written: set[Map], rooms: dict[str, dict[str, Array]]
+    ) -> dict[str, Array]:
+        """Run all backward passes of what is wanted; return gradients of parameters."""
+        for stage in reversed(self.stages):
+            adds: list[bool | None] = []
+            for source in stage.sources:
+                adds.append(source in written if source in wanted else None)
+                written.add(source)
+            stage.begin_backward(adds)
+        for group in self.back:
+            group.backward(wanted)
+        params: dict[str, Array] = {}
+        tasks: list[Task] = []
+        for stage in self.stages:
+            if stage.result in wanted:
+                own, more = stage.param_grads(rooms.get(stage.name, {}))
+                params |= {f"{stage.name}.{name}": grad for name, grad in own.items()}
+                tasks += more
+        call_all(tasks)
+        return params
 
 
 def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:

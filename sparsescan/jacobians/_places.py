@@ -34,8 +34,8 @@ class Map:
         Whether it is 0 where it would be negative, and so is its gradient.
     twin : Map or None
         Another of the same shape, whose gradient is this one's, and in the same memory.
-    room : int
-        Numbers of a place: one for each sample, and maybe some more.
+    blocks, room : int
+        Blocks of samples, and the numbers of a place in each: one for each sample, and maybe more.
     x, grad : ndarray
         The activation and its gradient, flat, once they are allocated.
     """
@@ -45,7 +45,7 @@ class Map:
         self._border = [[0, 0], [0, 0]]
         self.rectified = False
         self.twin: Map | None = None
-        self.room = 0
+        self.blocks = self.room = 0
         self.x = self.grad = np.empty(0)
 
     def widen(self, axis: int, before: int, behind: int) -> None:
@@ -77,21 +77,21 @@ class Map:
         return math.prod(self.padded)
 
     def inner(self, array: Array) -> Array:
-        """Return the places of an array without the border: ``(*shape, room)``."""
+        """Return the places of an array without the border: ``(blocks, *shape, room)``."""
         # The numbers behind the last place are only there to be read by vectors.
-        return self._inner(array[: self.size * self.room].reshape(self.size, self.room))
+        whole = array[: self.blocks * self.size * self.room]
+        return self._inner(whole.reshape(self.blocks, *self.padded, self.room))
 
     def numbers(self) -> Places:
         """Return the number of each place without the border."""
-        return self._inner(np.arange(self.size)[:, None])[..., 0]
+        return self._inner(np.arange(self.size).reshape(*self.padded, 1))[..., 0]
 
-    def _inner(self, array: Array) -> Array:
-        whole = array.reshape(*self.padded, array.shape[1])
+    def _inner(self, padded: Array) -> Array:
         y, x = (
             slice(border[0], border[0] + size)
             for size, border in zip(self.shape[-2:], self.border, strict=True)
         )
-        return whole[..., y, x, :]
+        return padded[..., y, x, :]
 
 
 class View(NamedTuple):
@@ -139,6 +139,8 @@ class Table(NamedTuple):
         Positions of a run.
     reach : tuple of int
         Channels that are read, and how far apart the places are that a position reads of each.
+    sizes : tuple of int
+        Places of the map that is read, and of the one that is written.
     """
 
     ptr: Places
@@ -149,6 +151,7 @@ class Table(NamedTuple):
     write_at: Places
     run: int
     reach: tuple[int, int]
+    sizes: tuple[int, int]
 
 
 def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: View) -> Table:
@@ -173,6 +176,7 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
         *_written(write, slice(None), every),
         run,
         (read.shape[1], int(tap.max(initial=0))),
+        (large.map.size, small.map.size),
     )
 
 
@@ -208,6 +212,7 @@ def scattering(
                 *_written(write, rows, every if x.stride == 1 else columns),
                 run,
                 (read.shape[1], int(back.max(initial=0))),
+                (small.map.size, large.map.size),
             )
 
 

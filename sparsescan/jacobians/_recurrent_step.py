@@ -11,16 +11,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory, read_array
-from ..errors import Allocating, DeviceError, InputError, InputTypeError, MemoryLimitError, short
-from ..execution.threads import share, thread_count
+from ..arrays.arrays import check_memory
+from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
+from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
+from ._checks import on_host
 from ._kernels import sequences as kernels
 from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
-from ._sharing import LINE, aligned_zeros, quiet
+from ._sharing import LINE, aligned_zeros, call_all, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
 
@@ -331,18 +332,18 @@ class TrainingStep:
     def _read(self, x: Any, state: Any, lengths: Any) -> tuple[Array, Array, NDArray[np.int64]]:
         """Return the input with an axis of samples, the states in its dtype, and the lengths."""
         net = self.network
-        x = _on_host("x", x)
+        x = on_host("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != net.input_size:
             raise InputError(
                 f"x has shape {x.shape}; expected (T, batch, {net.input_size}) or "
                 f"(T, {net.input_size})"
             )
         self._is_batched = x.ndim == 3
-        params = [_on_host(name, array) for name, array in net.params.items()]
+        params = [on_host(name, array) for name, array in net.params.items()]
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
         lead = (self._count, *x.shape[1:-1])
         expected = (*lead, net.state_size)
-        state = None if state is None else _on_host("state", state)
+        state = None if state is None else on_host("state", state)
         if state is not None and state.shape != expected:
             raise InputError(
                 f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
@@ -363,7 +364,7 @@ class TrainingStep:
             if grad is None:
                 checked.append(np.zeros(shape, memory.dtype))
                 continue
-            array = _on_host(name, grad)
+            array = on_host(name, grad)
             expected = shape if self._is_batched else (shape[0], shape[2])
             if array.shape != expected:
                 raise InputError(f"{name} has shape {array.shape}; expected {expected}")
@@ -373,13 +374,6 @@ class TrainingStep:
     def _as_given(self, array: Array) -> Array:
         """Return a result with an axis of samples if the input had one."""
         return array if self._is_batched else array[:, 0]
-
-
-def _on_host(name: str, array: Any) -> Array:
-    checked = read_array(name, array)
-    if type(checked) is not np.ndarray:
-        raise DeviceError(f"{name} is on a GPU; expected an array of NumPy, as training steps take")
-    return checked
 
 
 def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64]:
@@ -765,7 +759,7 @@ class _Memory:
     def call_all(self, tasks: list[Callable[[], None]]) -> None:
         """Do some tasks, with other threads if that is worth it."""
         if self.threads > 1:
-            share(lambda i: tasks[i](), len(tasks))
+            call_all(tasks)
         else:
             for task in tasks:
                 task()

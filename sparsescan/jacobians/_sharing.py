@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..execution.threads import share
 
-__all__ = ["LINE", "aligned_zeros", "even_slices", "map_shared", "quiet"]
+__all__ = ["LINE", "aligned_zeros", "call_all", "even_slices", "map_shared", "quiet"]
 
 LINE = 64  # bytes of a cache line, which no vector crosses: two take twice as long to load
 
@@ -55,3 +55,8 @@ def map_shared(call: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
 
     share(call_for, len(parts))
     return results
+
+
+def call_all(tasks: Sequence[Callable[[], None]]) -> None:
+    """Call all, on threads that share them."""
+    share(lambda k: tasks[k](), len(tasks))

@@ -5,44 +5,35 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from .. import api
-from ..arrays.arrays import read_array
-from ..errors import DeviceError
-from ..execution.threads import share, thread_count
+from ..execution.threads import thread_count
+from ._checks import on_host
 from ._kernels import places as kernels
 from ._kernels.lanes import lanes
-from ._kron import Separable, kron
 from ._operator import Operator
-from ._places import Map, Table, Taps, View, gathering, scattering, widen
+from ._places import Map, View
 from ._sharing import aligned_zeros
-from ._windows import Window
 from .activations import Elementwise
-from .conv import ConvTranspose2d
-from .linear import Linear
 from .normalization import BatchNorm2d
 from .pooling import MaxPool2d
 
 __all__ = [
     "Add",
     "Apply",
-    "Mix",
     "Normalise",
     "Pool",
     "Samples",
+    "Span",
     "Stage",
     "Task",
-    "Weigh",
     "Work",
-    "call_all",
-    "host",
     "in_lanes",
     "put_grad",
     "samples_of",
@@ -51,18 +42,14 @@ __all__ = [
 
 Array = NDArray[Any]
 Task = Callable[[], None]
-Part = tuple[int, int]
+Span = tuple[int, int]
 
-# Bytes of places that a block of positions reads, so that a cache holds them for all rows.
-_CACHE = 1 << 20
 # By how much samples may be filled up to whole vectors.
 _MOST_FILLED = 1.5
 # Multiply-adds of vectors below which another thread would come too late.
 _TASK = 100_000
 # What reading and writing a vector once takes, in such.
 _READS = 10
-# Weights that a task reads.
-_TAKEN = 1 << 14
 _AFFINE = "weight", "bias"
 
 
@@ -73,14 +60,16 @@ class Samples(NamedTuple):
     ----------
     batch : int
         How many there are.
-    room : int
-        How many numbers a place has: so many that samples fill whole vectors, or, if they would
-        leave many lanes empty, as many as there are samples.
+    blocks, room : int
+        Blocks of samples, each with places of its own, and how many numbers such a place has: the
+        lanes of a vector; or, if samples would leave many of them empty, there is one block of as
+        many numbers as samples.
     dtype : dtype
         float32 or float64.
     """
 
     batch: int
+    blocks: int
     room: int
     dtype: np.dtype[Any]
 
@@ -88,26 +77,43 @@ class Samples(NamedTuple):
     def of(cls, batch: int, dtype: np.dtype[Any]) -> Samples:
         """Return so many samples, and room for them."""
         count = lanes(dtype)
-        whole = -(-batch // count) * count
-        return cls(batch, whole if whole <= _MOST_FILLED * batch else batch, dtype)
+        blocks = -(-batch // count)
+        if blocks * count <= _MOST_FILLED * batch:
+            return cls(batch, blocks, count, dtype)
+        return cls(batch, 1, batch, dtype)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a place has in all blocks."""
+        return self.blocks * self.room
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors these are, at least."""
+        return -(-self.numbers // lanes(self.dtype))
 
     @property
     def is_whole(self) -> bool:
-        """Whether a place has whole vectors."""
-        return self.room % lanes(self.dtype) == 0
+        """Whether a place of a block is a vector."""
+        return self.room == lanes(self.dtype)
 
     def cut(self, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where vectors of neighbouring places begin, and how many lanes of each are used.
 
-        Lanes behind the last sample of a place are 0 for ever.
+        The latter by blocks. Lanes behind the last sample of a place are 0 for ever.
         """
         size = lanes(self.dtype)
         starts = np.arange(0, places * self.room, size)
         if self.is_whole:
-            left = self.batch - starts % max(self.room, 1)
+            left = self.batch - np.arange(self.blocks)[:, None] * self.room
+            left = np.broadcast_to(left, (self.blocks, len(starts)))
         else:
-            left = places * self.room - starts
+            left = (places * self.room - starts)[None]
         return starts, np.minimum(left, size)
+
+    def lots(self, *maps: Map) -> tuple[int, ...]:
+        """Return `batch` and `room`, and how far blocks of each map are apart, as kernels do."""
+        return self.batch, self.room, *(each.size * self.room for each in maps)
 
     def zeros(self, count: int) -> Array:
         """Return zeros, and as many behind them that vectors may read them."""
@@ -160,11 +166,10 @@ class Stage(ABC):
 
         Those of all stages in the first list come before those in the second.
         """
-        self.read = {
-            name: np.array(host(f"{self.name}.{name}", self.op.read_parameter(name)), dtype)
-            for dtype in (self.samples.dtype,)
-            for name in self.copied
-        }
+        self.read = {}
+        for name in self.copied:
+            param = on_host(f"{self.name}.{name}", self.op.read_parameter(name))
+            self.read[name] = np.array(param, self.samples.dtype)
         return [], []
 
     @property
@@ -178,7 +183,7 @@ class Stage(ABC):
         return self.ahead
 
     @abstractmethod
-    def forward(self, part: Part) -> None:
+    def forward(self, part: Span) -> None:
         """Write some channels of the result, and what is kept of them."""
 
     def is_settled(self) -> bool:
@@ -190,7 +195,7 @@ class Stage(ABC):
         self.adds = adds
 
     @abstractmethod
-    def backward(self, part: Part) -> None:
+    def backward(self, part: Span) -> None:
         """Write some channels of the gradient in each source, or add to it."""
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
@@ -215,233 +220,15 @@ class Work(NamedTuple):
     @classmethod
     def even(cls, channels: int, places: int, samples: Samples) -> Work:
         """Return the work of reading and writing so many places of each channel."""
-        each = _READS * places * -(-samples.room // lanes(samples.dtype))
+        each = _READS * places * samples.vectors
         return cls(np.arange(channels + 1) * each)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Span]:
         """Return channels that are a task: as many as threads, if that is worth it."""
         whole = int(self.ends[-1])
         count = max(1, min(thread_count(), whole // _TASK))
         cuts = np.searchsorted(self.ends, np.arange(1, count) * whole // count).tolist()
         return [(a, b) for a, b in pairwise([0, *cuts, len(self.ends) - 1]) if a < b]
-
-
-class _Sums(Stage):
-    """Weighted sums of places, by tables for both directions."""
-
-    _ahead: list[_Bound]
-    _back: list[_Bound]
-
-    @property
-    def ahead(self) -> Work:
-        return Work(np.sum([table.ends for table in self._ahead], axis=0))
-
-    @property
-    def back(self) -> Work:
-        return Work(np.sum([table.ends for table in self._back], axis=0))
-
-    def forward(self, part: Part) -> None:
-        (source,), result = self.sources, self.result
-        arrays = result.x, source.x, self.read.get("bias", self.nothing), self.nothing
-        for table in self._ahead:
-            table.sum(part, arrays, adds=False, rectifies=result.rectified)
-
-    def backward(self, part: Part) -> None:
-        (source,), (add,) = self.sources, self.adds
-        if add is None:
-            return
-        like = source.x if source.rectified else self.nothing
-        arrays = source.grad, self.result.grad, self.nothing, like
-        for table in self._back:
-            table.sum(part, arrays, adds=add, rectifies=False)
-
-
-class Mix(_Sums):
-    """A layer that weighs the places of each image in the same way, such as a mean."""
-
-    by_channels = False  # but by places of an image
-
-    def __init__(self, name: str, op: Separable, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
-
-    def bind(self, samples: Samples, kept: Array) -> None:
-        super().bind(samples, kept)
-        (source,), result = self.sources, self.result
-        jacobian = kron(self.op._y, self.op._x)
-        self._ahead = [_mixing(jacobian.T.tocsr(), source, result, samples)]
-        self._back = [_mixing(jacobian, result, source, samples)]
-
-
-def _mixing(matrix: sp.csr_array, source: Map, result: Map, samples: Samples) -> _Bound:
-    """Return the table of a matrix that multiplies each image; a row is a place of the result."""
-    read, write = (one.numbers().reshape(-1, math.prod(one.shape[-2:])) for one in (source, result))
-    table = Table(
-        matrix.indptr.astype(np.int64),
-        read[0, matrix.indices] - read[0, 0],
-        np.arange(matrix.nnz),
-        read[:, 0],
-        write[0] - write[0, 0],
-        write[:, 0],
-        1,
-        (1, int(np.ptp(read[0]))),
-    )
-    bound = _Bound(table, samples)
-    bound.weight[:] = matrix.data
-    return bound
-
-
-class Weigh(_Sums):
-    """A convolution or a linear layer, of which only kept weights are used."""
-
-    def __init__(self, name: str, op: Any, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
-        self.copied = ("bias",) if "bias" in op.params else ()
-        if isinstance(op, Linear):
-            one = Window(1, 1, 1, 0, 0, 1)
-            self._windows, self._transposed = (one, one), False
-            blocks = math.prod(source.shape) // op.in_features
-            read, written = ((blocks, size, 1, 1) for size in (op.in_features, op.out_features))
-        else:
-            self._windows, self._transposed = op._windows, isinstance(op, ConvTranspose2d)
-            blocks = math.prod(source.shape) // (op.in_channels * math.prod(op._size))
-            read = blocks, op.in_channels, *op._size
-            written = blocks, op.out_channels, *op._size_out
-        views = View(source, read), View(result, written)
-        self._small, self._large = views if self._transposed else views[::-1]
-        widen(self._windows, self._small, self._large)
-
-    @cached_property
-    def kept_at(self) -> NDArray[np.int64]:
-        """Where kept weights are among all."""
-        return np.flatnonzero(self.op.kept_weights())
-
-    def _taps(self) -> Taps:
-        """Return the kept weights, as they lie in memory."""
-        mask = self.op.kept_weights()
-        groups = getattr(self.op, "groups", 1)
-        mask = mask.reshape(*mask.shape[:2], *(window.kernel for window in self._windows))
-        small, inner, y, x = np.nonzero(mask)
-        large = inner + small // (len(mask) // groups) * mask.shape[1]
-        return Taps(small, large, y, x)
-
-    def bind(self, samples: Samples, kept: Array) -> None:
-        super().bind(samples, kept)
-        # From the large side to the small one, and back.
-        arguments = self._taps(), self._windows, self._small, self._large
-        gather, scatter = gathering(*arguments), scattering(*arguments)
-        self._gather = _Bound(gather, samples)
-        scattered = [_Bound(table, samples) for table in scatter]
-        self._ahead, self._back = [self._gather], scattered
-        if self._transposed:
-            self._ahead, self._back = self._back, self._ahead
-        self._grad = np.zeros(len(gather.order), samples.dtype)
-
-    def read_params(self) -> tuple[list[Task], list[Task]]:
-        super().read_params()
-        name, kept = f"{self.name}.weight", self._gather.weight
-        weight = host(name, self.op.read_parameter("weight"))
-        weight = np.ascontiguousarray(weight, self.samples.dtype).reshape(-1)
-        others = [table for table in (*self._ahead, *self._back) if table is not self._gather]
-        return _takes(kept, weight, self.kept_at), [
-            task for table in others for task in _takes(table.weight, kept, table.order)
-        ]
-
-    def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        (source,), result, table = self.sources, self.result, self._gather
-        large, small = source.x, result.grad
-        if self._transposed:
-            large, small = small, large
-        weight = out.get("weight")
-        if weight is None:
-            weight = np.zeros(self.op.kept_weights().shape, self.samples.dtype)
-        grads, flat = {"weight": weight}, weight.reshape(-1)
-
-        def add_up(rows: Part) -> None:
-            entries = int(table.ptr[rows[0]]), int(table.ptr[rows[1]])
-            arguments = table.blocks, table.where, self.samples.is_whole
-            kernels.sum_weights(rows, *arguments, self._grad, large, small)
-            kernels.put(entries, flat, self._grad, self.kept_at)
-
-        tasks: list[Task] = [partial(add_up, rows) for rows in Work(table.ends).parts()]
-        if "bias" in self.params:
-            size = self.op.out_channels if self._transposed else len(table.ptr) - 1
-            grads["bias"] = out.get("bias", np.empty(size, self.samples.dtype))
-            if self._transposed:
-                grads["bias"][:] = result.inner(result.grad).sum(axis=(-1, -2, -3))
-            else:
-                tasks += [
-                    partial(kernels.sum_rows, rows, table.where, grads["bias"], result.grad)
-                    for rows in Work(table.ends).parts()
-                ]
-        return grads, tasks
-
-
-def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """Return numbers in half of their memory, if none is too large."""
-    return numbers.astype(np.int32) if numbers.max(initial=0) < 1 << 31 else numbers
-
-
-def _takes(out: Array, array: Array, places: NDArray[Any]) -> list[Task]:
-    """Return tasks that write the numbers at some places."""
-    return [
-        partial(kernels.take, (start, min(start + _TAKEN, len(places))), out, array, places)
-        for start in range(0, len(places), _TAKEN)
-    ]
-
-
-class _Bound:
-    """A table for so many samples, as kernels take it, and how threads share it.
-
-    Attributes
-    ----------
-    where : tuple of ndarray
-        The table, in numbers.
-    weight : ndarray
-        Room for the weights in the order of the entries.
-    ends : ndarray of int64
-        Multiply-adds of vectors of all rows before each, and the last one's.
-    is_full : bool
-        Whether all lanes of all positions are in use.
-    blocks : ndarray of int
-        Where blocks of positions begin, and the last one ends: a cache holds what one of them reads
-        for all rows.
-    """
-
-    def __init__(self, table: Table, samples: Samples) -> None:
-        room, dtype = samples.room, samples.dtype
-        self.ptr, self.order = table.ptr, _narrow(table.order)
-        starts, counts = samples.cut(table.run)
-        read_at, write_at = (
-            (runs[:, None] * room + starts).reshape(-1) for runs in (table.read_at, table.write_at)
-        )
-        counts = np.tile(counts, len(table.read_at))
-        self.is_full = bool((counts == lanes(dtype)).all())
-        self.where = (
-            *(table.ptr, _narrow(table.offset * room)),
-            *(read_at, table.row_at * room, write_at, counts),
-        )
-        self.weight = np.empty(len(table.order), dtype)
-        positions = len(read_at)
-        block = self._block(read_at, table, samples)
-        self.blocks = np.array([*range(0, max(positions, 1), block), positions], np.int64)
-        # Writing a row takes time, too.
-        self.ends = (table.ptr + np.arange(len(table.ptr))) * positions
-
-    @staticmethod
-    def _block(read_at: NDArray[np.int64], table: Table, samples: Samples) -> int:
-        """Return how many positions read what a cache holds, in eights."""
-        channels, tap = table.reach
-        room = _CACHE // max(channels * samples.dtype.itemsize, 1) - tap * samples.room
-        count = int(np.searchsorted(np.maximum.accumulate(read_at), read_at[:1].sum() + room))
-        return max(count // 8, 1) * 8
-
-    def sum(self, rows: Part, arrays: tuple[Any, ...], *, adds: bool, rectifies: bool) -> None:
-        """Write sums of some rows; arrays are those of the kernel behind the weights."""
-        flags = adds, rectifies, self.is_full
-        for span in pairwise(self.blocks.tolist()):
-            kernels.sum_places(rows, span, self.where, self.weight, *arrays, flags)
 
 
 class Pool(Stage):
@@ -452,7 +239,7 @@ class Pool(Stage):
         self.op = op
 
     def numbers(self, samples: Samples) -> int:
-        return self.result.size * samples.room
+        return self.result.size * samples.numbers
 
     is_channelwise = True
 
@@ -475,9 +262,10 @@ class Pool(Stage):
     def ahead(self) -> Work:
         return self._work
 
-    def forward(self, part: Part) -> None:
+    def forward(self, part: Span) -> None:
         arrays = self.result.x, self.kept, self.sources[0].x
-        kernels.choose_largest(part, self._where, self.samples.batch, *arrays)
+        lots = self.samples.lots(self.sources[0], self.result)
+        kernels.choose_largest(part, self._where, lots, *arrays)
 
     def begin_backward(self, adds: Sequence[bool | None]) -> None:
         super().begin_backward(adds)
@@ -485,13 +273,14 @@ class Pool(Stage):
         if add is False and (self._overlaps or not self._covers):
             source.inner(source.grad)[...] = 0
 
-    def backward(self, part: Part) -> None:
+    def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         if add is None:
             return
         like = source.x if source.rectified else self.nothing
         arrays = source.grad, self.kept, self.result.grad, like, bool(add or self._overlaps)
-        kernels.pass_to_chosen(part, self._where, self.samples.batch, *arrays)
+        lots = self.samples.lots(source, self.result)
+        kernels.pass_to_chosen(part, self._where, lots, *arrays)
 
 
 class Normalise(Stage):
@@ -532,11 +321,11 @@ class Normalise(Stage):
             )
         return [], []
 
-    def forward(self, part: Part) -> None:
-        result, batch = self.result, self.samples.batch
+    def forward(self, part: Span) -> None:
+        result, lots = self.result, self.samples.lots(self.sources[0], self.result)
         arrays = result.x, self.sources[0].x, self._mean, self._variance, self._inverse
         options = self.op.eps, *map(self._affine.get, _AFFINE), self._is_given, result.rectified
-        kernels.normalise(part, self._where, self._above, batch, *arrays, *options)
+        kernels.normalise(part, self._where, self._above, lots, *arrays, *options)
 
     def is_settled(self) -> bool:
         if self._is_given or np.isfinite(self._variance).all():
@@ -548,13 +337,14 @@ class Normalise(Stage):
         self._is_given = True
         return False
 
-    def backward(self, part: Part) -> None:
-        (source,), (add,), batch = self.sources, self.adds, self.samples.batch
+    def backward(self, part: Span) -> None:
+        (source,), (add,) = self.sources, self.adds
+        lots = self.samples.lots(source, self.result)
         like = source.x if source.rectified else self.nothing
         flags = self.op.training, add is not None, bool(add)
         about = self._mean, self._inverse, self._affine["weight"], self._sums, flags, like
         arrays = source.grad, source.x, self.result.grad, *about
-        kernels.pass_normalised(part, self._where, self._above, batch, *arrays)
+        kernels.pass_normalised(part, self._where, self._above, lots, *arrays)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         grads = {}
@@ -583,12 +373,12 @@ class Add(Stage):
     def ahead(self) -> Work:
         return self._work
 
-    def forward(self, part: Part) -> None:
+    def forward(self, part: Span) -> None:
         arrays = self.result.x, *(source.x for source in self.sources)
         flags = False, self.result.rectified
         kernels.add_maps(part, self._to_sum, self._run, *arrays, flags)
 
-    def backward(self, part: Part) -> None:
+    def backward(self, part: Span) -> None:
         for source, where, add in zip(self.sources, self._from_sum, self.adds, strict=True):
             # What is only read here has the gradient of the sum, in the same memory.
             if add is None or source.twin is self.result:
@@ -598,9 +388,11 @@ class Add(Stage):
 
 
 def _runs(one: Map, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where the channels of a map begin, and its rows behind that."""
-    numbers = one.numbers()[..., 0].reshape(-1, one.shape[-2]) * samples.room
-    return numbers[:, 0], numbers[0] - numbers[0, 0]
+    """Return where the channels of a map begin, and the rows of all blocks behind that."""
+    numbers = one.numbers()[..., 0].reshape(-1, one.shape[-2])
+    blocks = np.arange(samples.blocks)[:, None] * one.size
+    behind = (blocks + numbers[0] - numbers[0, 0]).reshape(-1)
+    return numbers[:, 0] * samples.room, behind * samples.room
 
 
 class Apply(Stage):
@@ -617,10 +409,10 @@ class Apply(Stage):
     def ahead(self) -> Work:
         return Work(np.array([0, 1]))
 
-    def forward(self, part: Part) -> None:
+    def forward(self, part: Span) -> None:
         write(self.result, self.op.forward(self._x()), self.samples)
 
-    def backward(self, part: Part) -> None:
+    def backward(self, part: Span) -> None:
         (source,), (add,), op = self.sources, self.adds, self.op
         if add is None:
             return
@@ -659,24 +451,27 @@ def _channels(view: View, room: int) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 def samples_of(one: Map, array: Array, samples: Samples) -> Array:
     """Return a map's array as the caller has it: ``(batch, *shape)``."""
-    return np.ascontiguousarray(np.moveaxis(one.inner(array)[..., : samples.batch], -1, 0))
+    whole = np.moveaxis(one.inner(array), -1, 1)
+    return np.array(whole.reshape(samples.numbers, *one.shape)[: samples.batch])
 
 
 def in_lanes(one: Map, array: Array, samples: Samples) -> Array:
     """Return an array of the caller's with samples last, and 0 where there are none."""
-    room = np.zeros((*one.shape, samples.room), samples.dtype)
-    room[..., : samples.batch] = np.moveaxis(array.reshape(samples.batch, *one.shape), 0, -1)
-    return room
+    room = np.zeros((samples.blocks, samples.room, *one.shape), samples.dtype)
+    room.reshape(samples.numbers, *one.shape)[: samples.batch] = array.reshape(-1, *one.shape)
+    return np.moveaxis(room, 1, -1)
 
 
 def write(one: Map, array: Array, samples: Samples) -> None:
     """Write an activation as the caller has it."""
-    x = one.inner(one.x)[..., : samples.batch]
-    x[...] = np.moveaxis(array.reshape(samples.batch, *one.shape), 0, -1)
+    array, room = array.reshape(samples.batch, *one.shape), samples.room
+    for block, x in enumerate(one.inner(one.x)):
+        some = array[block * room : (block + 1) * room]
+        x[..., : len(some)] = np.moveaxis(some, 0, -1)
 
 
 def put_grad(one: Map, grad: Array, add: bool | None) -> None:
-    """Write a gradient ``(*shape, room)``, or add it, where the map is not 0 by its activation."""
+    """Write a gradient ``(blocks, *shape, room)``, 0 where the map's activation is, or add it."""
     if add is None:
         return
     if one.rectified:
@@ -686,16 +481,3 @@ def put_grad(one: Map, grad: Array, add: bool | None) -> None:
         room += grad
     else:
         room[...] = grad
-
-
-def host(name: str, array: Any) -> Array:
-    """Return an array that is in host memory, or raise an error that names it."""
-    checked = read_array(name, array)
-    if type(checked) is not np.ndarray:
-        raise DeviceError(f"{name} is on a GPU; expected an array of NumPy, as training steps take")
-    return checked
-
-
-def call_all(tasks: Sequence[Task]) -> None:
-    """Call all, on threads that share them."""
-    share(lambda k: tasks[k](), len(tasks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -112,7 +113,7 @@ class Recurrent(Fixed):
             )
         self.cells: tuple[tuple[Cell, ...], ...] = tuple(layers)
         self.state_size = self.cells[0][0].state_size
-        for name, (cell, own) in self._places().items():
+        for name, (cell, own) in self._places.items():
             vars(cell).setdefault("_titles", {})[own] = f"{type(self).__name__}.{name}"
 
     @staticmethod
@@ -123,7 +124,7 @@ class Recurrent(Fixed):
     @property
     def params(self) -> dict[str, Array]:
         """The parameters by their names, not copied."""
-        return {name: getattr(cell, own) for name, (cell, own) in self._places().items()}
+        return {name: getattr(cell, own) for name, (cell, own) in self._places.items()}
 
     def training_step(self, *, memory_limit: int | None = None) -> TrainingStep:
         """Return what runs this network forward and backward.
@@ -148,13 +149,13 @@ class Recurrent(Fixed):
         return TrainingStep(self, memory_limit)
 
     def __getattr__(self, name: str) -> Any:
-        place = self._places().get(name) if "cells" in vars(self) else None
+        place = self._places.get(name) if "cells" in vars(self) else None
         if place is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(*place)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        place = self._places().get(name) if "cells" in vars(self) else None
+        place = self._places.get(name) if "cells" in vars(self) else None
         if place is None:
             super().__setattr__(name, value)
         else:
@@ -166,6 +167,7 @@ class Recurrent(Fixed):
         both = ", bidirectional=True" if self.bidirectional else ""
         return f"{type(self).__name__}({sizes}{layers}{both})"
 
+    @cached_property
     def _places(self) -> dict[str, tuple[Cell, str]]:
         """Return the cell of each parameter, and its name there."""
         return {

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sparsescan import InputError, InputTypeError, MemoryLimitError
+from sparsescan.formatting import exact_bytes
 from sparsescan.jacobians import (
     AvgPool2d,
     BatchNorm2d,
@@ -31,6 +32,8 @@ from sparsescan.jacobians import (
     Residual,
     Sequential,
     Tanh,
+    _stages,
+    _weighted,
     from_torch,
 )
 
@@ -50,7 +53,7 @@ def close(found: Any, expected: Any, what: Any = "", scale: float = 1) -> None:
 
 def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Of any density, some with empty rows or without whole channels."""
-    mask = rng.random(shape) < rng.choice([0, 0.05, 0.3, 1])
+    mask = rng.random(shape) < rng.choice([0, 0.05, 0.3, 0.8, 1])
     if rng.random() < 0.3:
         mask[rng.integers(shape[0])] = False
     if rng.random() < 0.3:
@@ -83,8 +86,16 @@ def run_torch(net: Any, x: np.ndarray, grad: np.ndarray) -> tuple[np.ndarray, np
 def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Generator) -> None:
     """The same as PyTorch's, twice, the second time in the arrays of the first."""
     net = net.double()
+    for param in net.parameters():
+        # The slopes of large sums would be all rounding.
+        param.data /= param[0].numel() ** 0.5
     ours = Sequential(from_torch(net, input_shape))
-    step, out = ours.training_step(), None
+    with pytest.MonkeyPatch.context() as patch:
+        # From which density on, and from how many weights on, layers are taken as dense.
+        patch.setattr(_weighted, "DENSITY", rng.choice([-1, 0.5, 2]))
+        patch.setattr(_weighted, "MATRIX_DENSITY", rng.choice([-1, 0.5, 2]))
+        patch.setattr(_weighted, "MATRIX", 1)
+        step, out = ours.training_step(), None
     for _ in range(2):
         x = rng.standard_normal((batch, *input_shape))
         x.setflags(write=False)
@@ -120,7 +131,7 @@ def test_any_convolution(seed: int) -> None:
     input_shape = (channels, *sizes)
     for _ in range(2):
         groups = int(rng.choice([n for n in (1, 2, channels) if channels % n == 0]))
-        after = groups * int(rng.integers(1, 4))
+        after = groups * int(rng.integers(1, 10))
         kernel, stride, dilation, padding = draw(1, 3), draw(1, 3), draw(1, 2), draw(0, 3)
         transposed = bool(rng.random() < 0.3)
         if transposed:
@@ -169,7 +180,7 @@ def test_any_network(seed: int) -> None:
     shape = (channels, size, size)
     layers: list[nn.Module] = []
     for _ in range(int(rng.integers(1, 4))):
-        width = int(rng.integers(1, 6))
+        width = int(rng.integers(1, 12))
         layers.append(masked(nn.Conv2d(channels, width, 3, padding=1), rng))
         layers += [
             [nn.ReLU()],
@@ -359,10 +370,11 @@ def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 16, 33])
-def test_float32_is_no_farther_off_than_pytorchs(batch: int) -> None:
+@pytest.mark.parametrize("keep", [0.4, 1])
+def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> None:
     farthest = []
     for seed in range(8):
-        net = small_net(seed=seed, keep=0.5)
+        net = small_net(seed=seed, keep=keep)
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((batch, 2, 8, 8), np.float32)
         grad = rng.standard_normal((batch, 10), np.float32)
@@ -394,14 +406,13 @@ def weighted(net: Sequential) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [F4, F8])
 @pytest.mark.parametrize("batch", [3, 70])
+@pytest.mark.parametrize("keep", [0.3, 1])
 def test_bits_are_those_of_one_thread(
-    dtype: Any, batch: int, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, batch: int, keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsescan.jacobians import _stages
-
     monkeypatch.setattr(_stages, "_TASK", 1)
     rng = np.random.default_rng(0)
-    net = small_net(dtype)
+    net = small_net(dtype, keep)
     x = rng.standard_normal((batch, 2, 8, 8)).astype(dtype)
     grad = rng.standard_normal((batch, 10)).astype(dtype)
     results = []
@@ -418,8 +429,6 @@ def test_bits_are_those_of_one_thread(
 
 def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are as many of both, and threads share either."""
-    from sparsescan.jacobians import _stages
-
     rng = np.random.default_rng(0)
     net = Sequential(
         [
@@ -439,13 +448,14 @@ def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.Monke
         step = net.training_step()
         y = step.forward(x)
         grads = step.backward(grad)
-        assert max(len(group.parts) for group in step._ahead) == threads
+        (segment,) = step._segments
+        assert max(len(group.parts) for group in segment.ahead) == threads
         results.append([y, grads.input, *grads.params.values()])
     for found, expected in zip(*results, strict=True):
         assert found.tobytes() == expected.tobytes()
     assert not any(
-        isinstance(group.stages[0], _stages.Mix) and len(group.stages) > 1
-        for group in (*step._ahead, *step._back)
+        isinstance(group.stages[0], _weighted.Mix) and len(group.stages) > 1
+        for group in (*segment.ahead, *segment.back)
     )
 
 
@@ -503,8 +513,9 @@ def test_a_block_behind_flattened_images(between: list[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_samples_do_not_disturb_each_other(bad: float) -> None:
-    net = small_net()
+@pytest.mark.parametrize("keep", [0.3, 1])
+def test_samples_do_not_disturb_each_other(bad: float, keep: float) -> None:
+    net = small_net(keep=keep)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5, 2, 8, 8), np.float32)
     grad = rng.standard_normal((5, 10), np.float32)
@@ -582,10 +593,11 @@ def test_dtypes_promote() -> None:
     assert step.backward(np.ones((1, 10))).params["6.bias"].dtype == F8
 
 
-def test_results_belong_to_the_caller_and_parameters_are_read_in_forward() -> None:
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: int) -> None:
     net = small_net(F8)
     rng = np.random.default_rng(0)
-    x, grad = rng.standard_normal((4, 2, 8, 8)), rng.standard_normal((4, 10))
+    x, grad = rng.standard_normal((batch, 2, 8, 8)), rng.standard_normal((batch, 10))
     step = net.training_step()
     y = step.forward(x)
     grads = step.backward(grad)
@@ -631,12 +643,64 @@ def test_memory_is_said_and_limited() -> None:
     needed = step.nbytes
     arrays = [array for each in step._maps for array in (each.x, each.grad)]
     arrays += [stage.kept for stage in step._stages]
-    assert sum(array.base.nbytes for array in arrays) == needed
+    (base,) = {id(array.base): array.base for array in arrays}.values()
+    assert base.nbytes == needed
     assert "16 samples" in repr(step)
     assert "6 Linear" in str(step)
-    with pytest.raises(MemoryLimitError, match=r"memory_limit is .*16 samples need"):
-        net.training_step(memory_limit=needed - 1).forward(np.ones((16, 2, 8, 8), np.float32))
-    net.training_step(memory_limit=needed).forward(np.ones((16, 2, 8, 8), np.float32))
+    with pytest.raises(MemoryLimitError, match=r"memory_limit is .*16 samples need at least"):
+        net.training_step(memory_limit=needed // 10).forward(np.ones((16, 2, 8, 8), np.float32))
+    step = net.training_step(memory_limit=needed)
+    step.forward(np.ones((16, 2, 8, 8), np.float32))
+    assert "twice" not in repr(step)
+
+
+def test_says_which_layers_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reasons(keep: float) -> list[str]:
+        lines = str(small_net(keep=keep).training_step()).splitlines()[2:]
+        return [line.partition("dense: ")[2] for line in lines]
+
+    assert reasons(0.3) == ["", "", ""]
+    # The first layer has too few channels.
+    assert reasons(1) == ["", "faster by blocks of rows", "faster by blocks of rows"]
+    monkeypatch.setattr(_weighted, "MATRIX", 1)
+    assert reasons(1) == ["", "faster by blocks of rows", "faster by BLAS"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_activations_that_are_computed_again(training: bool) -> None:
+    """Under every limit down to the lowest, results have the bits of those without one."""
+    rng = np.random.default_rng(0)
+    batch, lead = 5, 5 if training else 0
+    ops: list[Operator] = []
+    for narrow, wide, size in ((3, 4, 8), (4, 4, 4), (4, 4, 4)):
+        block = residual(rng, narrow, wide, size, lead)[1]
+        ops += [block, ReLU(input_shape=block.output_shape)]
+    shape = ops[-1].output_shape
+    ops += [MaxPool2d(2, input_shape=shape), Flatten(1 + training, input_shape=(*shape[:-2], 2, 2))]
+    ops += [Tanh(input_shape=ops[-1].output_shape)]
+    net = Sequential(ops)
+    x, grad = rng.standard_normal((batch, 3, 8, 8)), rng.standard_normal((batch, 16))
+    limit, least, tried = None, "", 0
+    expected: list[Any] = []
+    while True:
+        step, out = net.training_step(memory_limit=limit), None
+        try:
+            step.forward(x)
+        except MemoryLimitError as error:
+            refused = str(error)
+            break
+        for _ in range(2):  # what is left of a step does not disturb the next
+            y = step.forward(x)
+            input_grad, out = step.backward(grad, out=out)
+            results = [y, input_grad, *out.values()]
+            expected = expected or [array.copy() for array in results]
+            for found, right in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(found, right)
+        assert limit is None or step.nbytes <= limit
+        assert ("twice" in repr(step)) == (tried > 0)
+        limit, least, tried = step.nbytes - 1, exact_bytes(step.nbytes), tried + 1
+    assert f"need at least {least}" in refused
+    assert tried >= 3
 
 
 def test_bad_input() -> None:

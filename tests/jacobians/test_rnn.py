@@ -63,7 +63,7 @@ def autograd(
 
 def kept(net: Any, name: str) -> Any:
     """Return the mask of a weight."""
-    cell, own = net._places().get(name, (None, ""))
+    cell, own = net._places.get(name, (None, ""))
     mask = None if cell is None else cell._masks.get(own)
     return True if mask is None else mask.on(np)
 

@@ -21,18 +21,25 @@ from numba.np import numpy_support
 from ...kernels.compile import njit
 
 __all__ = [
+    "ROWS",
     "TILE_ROWS",
     "TILE_VECTORS",
     "add_tile",
     "add_to",
     "correlate_1",
     "correlate_8",
+    "correlate_rows_1",
+    "correlate_rows_4",
     "correlate_some",
+    "correlate_some_rows_1",
+    "correlate_some_rows_4",
     "equal_or",
     "fma",
     "gather_1",
     "gather_4",
     "gather_8",
+    "gather_rows_1",
+    "gather_rows_4",
     "item",
     "keep_positive",
     "keep_some",
@@ -44,6 +51,7 @@ __all__ = [
     "load_square",
     "number",
     "number_or",
+    "put_four",
     "sigmoid",
     "splat",
     "store",
@@ -154,6 +162,25 @@ def item(typingctx, array, index):
         return builder.load(_pointer(context, builder, signature.args[0], *args))
 
     return array.dtype(array, types.intp), codegen
+
+
+@intrinsic
+def put_four(typingctx, out, index, array, places):
+    """Write the numbers at four places, none of them negative, from ``out[index]`` on."""
+
+    def codegen(context, builder, signature, args):
+        out, index, array, places = args
+        vector = ir.VectorType(context.get_value_type(signature.args[2].dtype), 4)
+        four = ir.Constant(vector, ir.Undefined)
+        for k in range(4):
+            place = builder.extract_value(places, k)
+            number = builder.load(_pointer(context, builder, signature.args[2], array, place))
+            four = builder.insert_element(four, number, ir.IntType(32)(k))
+        to = _pointer(context, builder, signature.args[0], out, index, vector)
+        builder.store(four, to).align = _align(vector)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, array, places), codegen
 
 
 @intrinsic
@@ -742,10 +769,7 @@ def _gathering(places, terms):
                 number = builder.load(_pointer(context, builder, signature.args[3], weight, k))
                 factor = _broadcast(builder, number, vector)
                 for first, each in zip(firsts, to, strict=True):
-                    place = builder.bitcast(builder.gep(first, [at]), vector.as_pointer())
-                    loaded = builder.load(place)
-                    loaded.align = _align(vector)
-                    args = factor, loaded, builder.load(each)
+                    args = factor, _load_at(builder, first, at, vector), builder.load(each)
                     builder.store(_llvm(builder, "fma", vector, args), each)
 
             found = _add_all(builder, sums, a, b, add)
@@ -759,29 +783,102 @@ def _gathering(places, terms):
 
 gather_8, gather_4, gather_1 = _gathering(8, 1), _gathering(4, 2), _gathering(1, 8)
 
+# Rows that are summed up together where they read the same places.
+ROWS = 4
 
-def _correlating(entries, terms, whole):
-    """Return an intrinsic of so many sums of products, of which so many terms run side by side.
 
-    ``correlate(x, grad, offset, read_at, begin, write_at, count, a, b)`` is, for each entry `k`,
-    ``Σ_p grad[begin + write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p < b``; `offset` is a
-    tuple. Unless vectors are `whole`, only ``count[p]`` lanes are read.
+def _gathering_rows(places):
+    """Return an intrinsic of the sums of some rows at so many places.
+
+    ``gather(starts, x, read_at, weight, shifts, order, offset, a, b)`` is, for each row `r` and
+    each place `p`, ``starts[r] + Σ_k weight[order[k] + shifts[r]]·x[read_at[p] + offset[k]]`` over
+    ``a ≤ k < b``; `starts`, `shifts` and `read_at` are tuples. Results of one row are neighbours.
+    What is loaded is used by all rows, and by all places.
     """
 
     @intrinsic
-    def correlate(typingctx, x, grad, offset, read_at, begin, write_at, count, a, b):
-        vector = _Lanes(x.dtype)
+    def gather(typingctx, starts, x, read_at, weight, shifts, order, offset, a, b):
+        rows, vector = len(starts), starts.dtype
 
         def codegen(context, builder, signature, args):
-            x, grad, offset, read_at, begin, write_at, count, a, b = args
+            starts, x, read_at, weight, shifts, order, offset, a, b = args
             kind = context.get_value_type(vector)
             firsts = [
-                _pointer(context, builder, signature.args[0], x, builder.extract_value(offset, k))
-                for k in range(entries)
+                _pointer(context, builder, signature.args[1], x, builder.extract_value(read_at, p))
+                for p in range(places)
             ]
-            above = _pointer(context, builder, signature.args[1], grad, begin)
+            bases = [
+                _pointer(
+                    context, builder, signature.args[3], weight, builder.extract_value(shifts, r)
+                )
+                for r in range(rows)
+            ]
+            begins = [builder.extract_value(starts, r) for r in range(rows) for _ in range(places)]
+            sums = _sums(begins, 1, builder)
+
+            def add(k, to):
+                at = builder.load(_pointer(context, builder, signature.args[6], offset, k))
+                which = builder.load(_pointer(context, builder, signature.args[5], order, k))
+                loaded = [_load_at(builder, first, at, kind) for first in firsts]
+                for r, base in enumerate(bases):
+                    number = builder.load(builder.gep(base, [which]))
+                    factor = _broadcast(builder, number, kind)
+                    for p, value in enumerate(loaded):
+                        each = to[r * places + p]
+                        added = _llvm(builder, "fma", kind, [factor, value, builder.load(each)])
+                        builder.store(added, each)
+
+            found = _add_all(builder, sums, a, b, add)
+            return context.make_tuple(builder, signature.return_type, found)
+
+        kinds = starts, x, read_at, weight, shifts, order, offset, types.intp, types.intp
+        return types.UniTuple(vector, rows * places)(*kinds), codegen
+
+    return gather
+
+
+gather_rows_4, gather_rows_1 = _gathering_rows(4), _gathering_rows(1)
+
+
+def _load_at(builder, first, index, kind, mask=None):
+    """Return a vector that is so many numbers behind an address, or the lanes in a mask."""
+    place = builder.bitcast(builder.gep(first, [index]), kind.as_pointer())
+    if mask is not None:
+        return _masked_load(builder, place, mask)
+    loaded = builder.load(place)
+    loaded.align = _align(kind)
+    return loaded
+
+
+def _correlating(entries, terms, whole):
+    """Return an intrinsic of sums of products with so many entries, so many terms side by side.
+
+    ``correlate(x, grad, offset, read_at, begins, write_at, count, a, b)`` is, for each row `r` and
+    each entry `k`, ``Σ_p grad[begins[r] + write_at[p]]·x[read_at[p] + offset[k]]`` over ``a ≤ p <
+    b``; `offset` and `begins` are tuples. Results of one row are neighbours. Unless vectors are
+    `whole`, only ``count[p]`` lanes are read.
+    """
+
+    @intrinsic
+    def correlate(typingctx, x, grad, offset, read_at, begins, write_at, count, a, b):
+        rows, vector = len(begins), _Lanes(x.dtype)
+
+        def codegen(context, builder, signature, args):
+            x, grad, offset, read_at, begins, write_at, count, a, b = args
+            kind = context.get_value_type(vector)
+
+            def places(which, array, indices, number):
+                return [
+                    _pointer(
+                        *(context, builder, signature.args[which], array),
+                        builder.extract_value(indices, k),
+                    )
+                    for k in range(number)
+                ]
+
+            firsts, above = places(0, x, offset, entries), places(1, grad, begins, rows)
             zero = ir.Constant(kind, [0.0] * kind.count)
-            sums = _sums([zero] * entries, terms, builder)
+            sums = _sums([zero] * (rows * entries), terms, builder)
 
             def number(place, array, p):
                 return builder.load(_pointer(context, builder, signature.args[place], array, p))
@@ -789,26 +886,20 @@ def _correlating(entries, terms, whole):
             def add(p, to):
                 at, there = number(3, read_at, p), number(5, write_at, p)
                 mask = None if whole else _first_lanes(builder, number(6, count, p), kind)
-
-                def loaded(pointer, index):
-                    place = builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-                    if mask is not None:
-                        return _masked_load(builder, place, mask)
-                    value = builder.load(place)
-                    value.align = _align(kind)
-                    return value
-
-                factor = loaded(above, there)
-                for first, each in zip(firsts, to, strict=True):
-                    args = factor, loaded(first, at), builder.load(each)
-                    builder.store(_llvm(builder, "fma", kind, args), each)
+                loaded = [_load_at(builder, first, at, kind, mask) for first in firsts]
+                for r, base in enumerate(above):
+                    factor = _load_at(builder, base, there, kind, mask)
+                    for k, value in enumerate(loaded):
+                        each = to[r * entries + k]
+                        added = _llvm(builder, "fma", kind, [factor, value, builder.load(each)])
+                        builder.store(added, each)
 
             found = _add_all(builder, sums, a, b, add)
             return context.make_tuple(builder, signature.return_type, found)
 
         index = types.intp
-        kinds = x, grad, offset, read_at, index, write_at, count, index, index
-        return types.UniTuple(vector, entries)(*kinds), codegen
+        kinds = x, grad, offset, read_at, begins, write_at, count, index, index
+        return types.UniTuple(vector, rows * entries)(*kinds), codegen
 
     return correlate
 
@@ -844,6 +935,11 @@ def _add_all(builder, sums, a, b, add):
 
 correlate_8, correlate_some = _correlating(8, 1, True), _correlating(8, 1, False)
 correlate_1 = _correlating(1, 4, False)
+# Of several rows.
+correlate_rows_4, correlate_rows_1 = _correlating(4, 1, True), _correlating(1, 1, True)
+correlate_some_rows_4, correlate_some_rows_1 = (
+    _correlating(entries, 1, False) for entries in (4, 1)
+)
 
 
 @intrinsic

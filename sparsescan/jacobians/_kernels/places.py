@@ -1,10 +1,10 @@
 """Weighted sums of places: convolutions and matrix products of which only kept weights are stored.
 
-Samples are lanes: an array of places is ``[place][sample]``, flat. Many samples are filled up to
-whole vectors; few are not, and a vector holds those of several places side by side. A place is a
-pixel of a channel, or one of a linear layer's features. Convolutions read images with a border of
-zeros around them, so that each weight reads its place relative to that of the window, whether it
-lies inside of the image or not.
+Samples are lanes: an array of places is ``[block][place][sample]``, flat. A block of many samples
+has as many as a vector has lanes; few are one block, and a vector holds those of several places
+side by side. A place is a pixel of a channel, or one of a linear layer's features. Convolutions
+read images with a border of zeros around them, so that each weight reads its place relative to that
+of the window, whether it lies inside of the image or not.
 
 A table has a row for each channel that is written, and an entry for each kept weight. What the
 entry reads for the window at position `p` is the vector at ``read_at[p] + offset[entry]``, and what
@@ -20,14 +20,21 @@ import numpy as np
 
 from ...kernels.compile import njit
 from .lanes import (
+    ROWS,
     correlate_1,
     correlate_8,
+    correlate_rows_1,
+    correlate_rows_4,
     correlate_some,
+    correlate_some_rows_1,
+    correlate_some_rows_4,
     equal_or,
     fma,
     gather_1,
     gather_4,
     gather_8,
+    gather_rows_1,
+    gather_rows_4,
     item,
     keep_positive,
     keep_some,
@@ -37,6 +44,7 @@ from .lanes import (
     load_some,
     number,
     number_or,
+    put_four,
     splat,
     store,
     store_some,
@@ -48,10 +56,13 @@ __all__ = [
     "add_maps",
     "choose_largest",
     "normalise",
+    "pack",
     "pass_back",
     "pass_normalised",
     "pass_to_chosen",
     "put",
+    "sum_all_places",
+    "sum_all_weights",
     "sum_places",
     "sum_rows",
     "sum_weights",
@@ -191,7 +202,7 @@ def sum_weights(rows, blocks, where, is_whole, out, x, grad):
     for block in range(len(blocks) - 1):
         first, last, adds = blocks[block], blocks[block + 1], block > 0
         for row in range(*rows):
-            to, k, end = row_at[row], ptr[row], ptr[row + 1]
+            to, k, end = (row_at[row],), ptr[row], ptr[row + 1]
             if is_whole:
                 while k + 8 <= end:
                     offsets = _eight(offset, k)
@@ -211,6 +222,140 @@ def sum_weights(rows, blocks, where, is_whole, out, x, grad):
                 one = correlate_1(x, grad, offsets, read_at, to, write_at, count, first, last)
                 store_totals(out, k, one, adds)
                 k += 1
+
+
+@_kernel
+def sum_all_places(rows, positions, where, lists, weight, out, x, bias, like, flags):
+    """Write what :func:`sum_places` does, of rows of which many read the same places.
+
+    Parameters
+    ----------
+    lists : tuple of ndarray
+        ``begin``, ``end``, ``shift``, ``order``: row `r` has the entries from ``begin[r]`` to
+        ``end[r]``, and the weight of entry `k` is ``weight[order[k] + shift[r]]``.
+    rows, positions, where, weight, out, x, bias, like, flags
+        As for :func:`sum_places`; ``where[0]`` is not used.
+    """
+    begin, end, shift, order = lists
+    _, offset, read_at, row_at, write_at, count = where
+    first, last = positions
+    row = rows[0]
+    while row < rows[1]:
+        height = _height(begin, row, rows[1])
+        a, b, each = begin[row], end[row], _rows_from(row, height)
+        shifts = shift[each[0]], shift[each[1]], shift[each[2]], shift[each[3]]
+        start = number(x, 0.0)
+        starts = start, start, start, start
+        if len(bias):
+            one, two = splat(bias, each[0]), splat(bias, each[1])
+            starts = one, two, splat(bias, each[2]), splat(bias, each[3])
+        p = first
+        while p + 4 <= last:
+            many = gather_rows_4(starts, x, _four(read_at, p), weight, shifts, order, offset, a, b)
+            _write_four(out, row_at[row], write_at, p, many[0:4], count, like, flags)
+            if height > 1:
+                _write_four(out, row_at[row + 1], write_at, p, many[4:8], count, like, flags)
+            if height > 2:
+                _write_four(out, row_at[row + 2], write_at, p, many[8:12], count, like, flags)
+            if height > 3:
+                _write_four(out, row_at[row + 3], write_at, p, many[12:16], count, like, flags)
+            p += 4
+        while p < last:
+            at, lanes = item(write_at, p), item(count, p)
+            some = gather_rows_1(
+                starts, x, (item(read_at, p),), weight, shifts, order, offset, a, b
+            )
+            _write(out, row_at[row] + at, some[0], lanes, like, flags)
+            if height > 1:
+                _write(out, row_at[row + 1] + at, some[1], lanes, like, flags)
+            if height > 2:
+                _write(out, row_at[row + 2] + at, some[2], lanes, like, flags)
+            if height > 3:
+                _write(out, row_at[row + 3] + at, some[3], lanes, like, flags)
+            p += 1
+        row += height
+
+
+@_inline
+def _height(begin, row, stop):
+    """Return how many rows from one on have its entries, at most as many as are taken at once."""
+    height = 1
+    while height < ROWS and row + height < stop and begin[row + height] == begin[row]:
+        height += 1
+    return height
+
+
+@_inline
+def _rows_from(row, height):
+    """Return as many rows as are taken at once, the last one of some again for what is missing."""
+    last = row + height - 1
+    return row, min(row + 1, last), min(row + 2, last), min(row + 3, last)
+
+
+@_inline
+def _write_four(out, to, write_at, p, four, count, like, flags):
+    _write(out, to + item(write_at, p), four[0], item(count, p), like, flags)
+    _write(out, to + item(write_at, p + 1), four[1], item(count, p + 1), like, flags)
+    _write(out, to + item(write_at, p + 2), four[2], item(count, p + 2), like, flags)
+    _write(out, to + item(write_at, p + 3), four[3], item(count, p + 3), like, flags)
+
+
+@_kernel
+def sum_all_weights(rows, blocks, where, lists, is_whole, out, x, grad):
+    """Write what :func:`sum_weights` does, of rows of which many read the same places.
+
+    `lists` are those of :func:`sum_all_places`; the number of entry `k` of row `r` is written to
+    ``out[order[k] + shift[r]]``, which are neighbours. Other arguments are as for
+    :func:`sum_weights`.
+    """
+    begin, end, shift, order = lists
+    _, offset, read_at, row_at, write_at, count = where
+    for block in range(len(blocks) - 1):
+        first, last, adds = blocks[block], blocks[block + 1], block > 0
+        row = rows[0]
+        while row < rows[1]:
+            height = _height(begin, row, rows[1])
+            each, k, stop = _rows_from(row, height), begin[row], end[row]
+            begins = row_at[each[0]], row_at[each[1]], row_at[each[2]], row_at[each[3]]
+            while k + 4 <= stop:
+                offsets, at = _four(offset, k), item(order, k)
+                if is_whole:
+                    many = correlate_rows_4(
+                        x, grad, offsets, read_at, begins, write_at, count, first, last
+                    )
+                else:
+                    many = correlate_some_rows_4(
+                        x, grad, offsets, read_at, begins, write_at, count, first, last
+                    )
+                rows_of = many[0:4], many[4:8], many[8:12], many[12:16]
+                _store_rows(out, at, shift, row, height, rows_of, adds)
+                k += 4
+            while k < stop:
+                offsets, at = (item(offset, k),), item(order, k)
+                if is_whole:
+                    some = correlate_rows_1(
+                        x, grad, offsets, read_at, begins, write_at, count, first, last
+                    )
+                else:
+                    some = correlate_some_rows_1(
+                        x, grad, offsets, read_at, begins, write_at, count, first, last
+                    )
+                rows_of = some[0:1], some[1:2], some[2:3], some[3:4]
+                _store_rows(out, at, shift, row, height, rows_of, adds)
+                k += 1
+            row += height
+
+
+@_inline
+def _store_rows(out, at, shift, row, height, rows_of, adds):
+    """Write the totals of as many rows as there are of four."""
+    store_totals(out, at + shift[row], rows_of[0], adds)
+    if height > 1:
+        store_totals(out, at + shift[row + 1], rows_of[1], adds)
+    if height > 2:
+        store_totals(out, at + shift[row + 2], rows_of[2], adds)
+    if height > 3:
+        store_totals(out, at + shift[row + 3], rows_of[3], adds)
 
 
 @_kernel
@@ -239,8 +384,45 @@ def put(entries, out, array, places):
         out[item(places, k)] = item(array, k)
 
 
+# Rows that are packed at once: what they write lies side by side, and a cache holds what they read.
+_PACKED = 16
+
+
 @_kernel
-def choose_largest(channels, where, samples, out, choice, x):
+def pack(rows, out, weight, sizes):
+    """Write the weights of each column of a matrix, or of each matrix of one group, side by side.
+
+    ``out[(column, k, n)]`` is weight ``[row, ROWS·column + n, tap]`` with ``k = (row, tap)``.
+
+    Parameters
+    ----------
+    rows : tuple of int
+        From which row to which.
+    out, weight : ndarray
+        What is written, where columns of a group are filled up to whole `ROWS`; and the weights.
+    sizes : tuple of int
+        Rows of a group, columns, and taps.
+    """
+    count, columns, taps = sizes
+    together = ROWS * count * taps
+    for first in range(rows[0], rows[1], _PACKED):
+        for column in range(0, columns, ROWS):
+            for row in range(first, min(first + _PACKED, rows[1])):
+                group, k = row // count, row % count * taps
+                to = (group * -(-columns // ROWS) + column // ROWS) * together + k * ROWS
+                at, left = (row * columns + column) * taps, columns - column
+                if left >= ROWS:
+                    for tap in range(taps):
+                        four = at + tap, at + taps + tap, at + 2 * taps + tap, at + 3 * taps + tap
+                        put_four(out, to + ROWS * tap, weight, four)
+                    continue
+                for n in range(left):
+                    for tap in range(taps):
+                        out[to + tap * ROWS + n] = item(weight, at + n * taps + tap)
+
+
+@_kernel
+def choose_largest(channels, where, lots, out, choice, x):
     """Write the largest of what each window reads, and which of its taps that is.
 
     Parameters
@@ -251,63 +433,76 @@ def choose_largest(channels, where, samples, out, choice, x):
         ``taps``, ``(windows, taps)``, where each tap reads behind the begin of the channel, or -1
         where there is nothing; ``read_at`` and ``row_at``, where channels begin in `x` and in
         `out`; ``write_at``, where windows lie behind that.
-    samples : int
-        Samples at each place.
+    lots : tuple of int
+        Samples, the numbers that a place has room for in a block, and how far blocks are apart in
+        `x` and in `out`.
     out, choice, x : ndarray
         Places that are written and read; `choice` is as large as `out`.
     """
     taps, read_at, row_at, write_at = where
+    samples, room, x_step, out_step = lots
     for channel in range(*channels):
-        begin = read_at[channel]
-        for window in range(len(write_at)):
-            to = row_at[channel] + item(write_at, window)
-            for sample in range(0, samples, lane_count(x)):
-                largest, chosen, first = number(x, -np.inf), number(x, -1.0), True
-                for tap in range(taps.shape[1]):
-                    at = taps[window, tap]
-                    if at < 0:
-                        continue
-                    value, this = load(x, begin + at + sample), number(x, tap)
-                    if first:
-                        largest, chosen, first = value, this, False
-                        continue
-                    chosen = less_or(largest, value, this, chosen)
-                    largest = less_or(largest, value, value, largest)
-                    # Of all that are no numbers the last one counts.
-                    chosen = number_or(value, value, chosen, this)
-                    largest = number_or(value, value, largest, value)
-                store_some(out, to + sample, largest, samples - sample)
-                store_some(choice, to + sample, chosen, samples - sample)
+        for first in range(0, samples, room):
+            block = first // room
+            begin, behind = read_at[channel] + block * x_step, row_at[channel] + block * out_step
+            for window in range(len(write_at)):
+                for sample in range(0, room, lane_count(x)):
+                    largest, chosen = _largest(x, taps, window, begin + sample)
+                    at, left = behind + item(write_at, window) + sample, samples - first - sample
+                    store_some(out, at, largest, left)
+                    store_some(choice, at, chosen, left)
+
+
+@_inline
+def _largest(x, taps, window, begin):
+    """Return the largest of what a window reads, and which of its taps that is."""
+    largest, chosen, first = number(x, -np.inf), number(x, -1.0), True
+    for tap in range(taps.shape[1]):
+        at = taps[window, tap]
+        if at < 0:
+            continue
+        value, this = load(x, begin + at), number(x, tap)
+        if first:
+            largest, chosen, first = value, this, False
+            continue
+        chosen = less_or(largest, value, this, chosen)
+        largest = less_or(largest, value, value, largest)
+        # Of all that are no numbers the last one counts.
+        chosen = number_or(value, value, chosen, this)
+        largest = number_or(value, value, largest, value)
+    return largest, chosen
 
 
 @_kernel
-def pass_to_chosen(channels, where, samples, grad, choice, above, like, adds):
+def pass_to_chosen(channels, where, lots, grad, choice, above, like, adds):
     """Write what each window got, `above`, to the place that it has chosen, and 0 to the others.
 
     Arguments are as for :func:`choose_largest`; where `like` is not positive, it is 0. With `adds`
     all is added to what is there, as it must be where windows overlap.
     """
     taps, read_at, row_at, write_at = where
+    samples, room, step, above_step = lots
     for channel in range(*channels):
-        begin = read_at[channel]
-        for window in range(len(write_at)):
-            to = row_at[channel] + item(write_at, window)
-            for sample in range(0, samples, lane_count(grad)):
-                chosen, value = load(choice, to + sample), load(above, to + sample)
-                zero = number(grad, 0.0)
-                for tap in range(taps.shape[1]):
-                    if taps[window, tap] < 0:
-                        continue
-                    part = equal_or(chosen, number(grad, tap), value, zero)
-                    at = begin + taps[window, tap] + sample
-                    _write(grad, at, part, samples - sample, like, (adds, False))
+        for first in range(0, samples, room):
+            block = first // room
+            begin, behind = read_at[channel] + block * step, row_at[channel] + block * above_step
+            for window in range(len(write_at)):
+                for sample in range(0, room, lane_count(grad)):
+                    to = behind + item(write_at, window) + sample
+                    chosen, value, zero = load(choice, to), load(above, to), number(grad, 0.0)
+                    for tap in range(taps.shape[1]):
+                        if taps[window, tap] < 0:
+                            continue
+                        part = equal_or(chosen, number(grad, tap), value, zero)
+                        at, left = begin + taps[window, tap] + sample, samples - first - sample
+                        _write(grad, at, part, left, like, (adds, False))
 
 
 # -- Sums of maps ----------------------------------------------------------------------------------
 
 
 @_kernel
-def add_maps(channels, where, samples, out, a, b, flags):
+def add_maps(channels, where, count, out, a, b, flags):
     """Write ``a + b``, or `a` where there is no `b`, for some channels.
 
     Parameters
@@ -315,45 +510,45 @@ def add_maps(channels, where, samples, out, a, b, flags):
     channels : tuple of int
         From which to which.
     where : tuple of ndarray
-        Where channels begin, and where runs of neighbouring places lie behind that; of `out`, `a`
+        Where channels begin, and where runs of neighbouring numbers lie behind that; of `out`, `a`
         and `b` in turn.
-    samples : int
+    count : int
         Numbers of a run.
     out, a, b : ndarray
         Places that are written and read; `b` may be empty.
     flags : tuple of bool
         As for :func:`sum_places`.
     """
-    (rows, places), (a_rows, a_places), (b_rows, b_places) = where
+    (rows, runs), (a_rows, a_runs), (b_rows, b_runs) = where
     nothing = out[:0]
     for channel in range(*channels):
-        for k in range(len(places)):
-            to = rows[channel] + item(places, k)
-            at = a_rows[channel] + item(a_places, k)
+        for k in range(len(runs)):
+            to = rows[channel] + item(runs, k)
+            at = a_rows[channel] + item(a_runs, k)
             beside = 0
             if len(b):
-                beside = b_rows[channel] + item(b_places, k)
-            for sample in range(0, samples, lane_count(a)):
-                value = load(a, at + sample)
+                beside = b_rows[channel] + item(b_runs, k)
+            for n in range(0, count, lane_count(a)):
+                value = load(a, at + n)
                 if len(b):
-                    value = value + load(b, beside + sample)
-                _write(out, to + sample, value, samples - sample, nothing, flags)
+                    value = value + load(b, beside + n)
+                _write(out, to + n, value, count - n, nothing, flags)
 
 
 @_kernel
-def pass_back(channels, where, samples, grad, above, like, adds):
+def pass_back(channels, where, count, grad, above, like, adds):
     """Write a map's gradient `above` to a map that it was the sum of, or add it.
 
     Arguments are as for :func:`add_maps`; where `like` is not positive, it is 0.
     """
-    (rows, places), (above_rows, above_places) = where
+    (rows, runs), (above_rows, above_runs) = where
     for channel in range(*channels):
-        for k in range(len(places)):
-            to = rows[channel] + item(places, k)
-            at = above_rows[channel] + item(above_places, k)
-            for sample in range(0, samples, lane_count(grad)):
-                value = load(above, at + sample)
-                _write(grad, to + sample, value, samples - sample, like, (adds, False))
+        for k in range(len(runs)):
+            to = rows[channel] + item(runs, k)
+            at = above_rows[channel] + item(above_runs, k)
+            for n in range(0, count, lane_count(grad)):
+                value = load(above, at + n)
+                _write(grad, to + n, value, count - n, like, (adds, False))
 
 
 # -- Normalisation ---------------------------------------------------------------------------------
@@ -367,7 +562,7 @@ def normalise(
     channels,
     where,
     above,
-    samples,
+    lots,
     out,
     x,
     mean,
@@ -387,8 +582,8 @@ def normalise(
         From which to which.
     where, above : tuple of ndarray
         Where channels begin, and where places lie behind that; in `x`, and in `out`.
-    samples : int
-        Samples at each place.
+    lots : tuple of int
+        As for :func:`choose_largest`.
     out, x : ndarray
         Places that are written and read.
     mean, variance, inverse : ndarray of float64
@@ -401,13 +596,14 @@ def normalise(
         Whether mean and variance are given, and whether negative results become 0.
     """
     (rows, places), (out_rows, out_places) = where, above
+    samples, room, x_step, out_step = lots
     count = samples * len(places)
     for channel in range(*channels):
         if not is_given:
             # What is summed up is small beside the spread, or else is summed up once more.
-            near = _first_mean(x, rows[channel], places, samples)
+            near = _first_mean(x, rows[channel], places, min(samples, room))
             for _ in range(2):
-                first, second = _moments(x, rows[channel], places, samples, near)
+                first, second = _moments(x, rows[channel], places, lots, near)
                 mean[channel] = near + first / count
                 variance[channel] = max(second / count - (first / count) ** 2, 0.0)
                 if not (first / count) ** 2 > variance[channel]:
@@ -417,12 +613,15 @@ def normalise(
         center = number(x, mean[channel])
         scale = number(x, weight[channel] * inverse[channel])
         add, least = splat(bias, channel), number(x, 0.0 if rectifies else -np.inf)
-        for k in range(len(places)):
-            at, to = rows[channel] + item(places, k), out_rows[channel] + item(out_places, k)
-            for sample in range(0, samples, lane_count(x)):
-                value = fma(load(x, at + sample) - center, scale, add)
-                value = less_or(value, least, least, value)
-                store_some(out, to + sample, value, samples - sample)
+        for done in range(0, samples, room):
+            block, left = done // room, samples - done
+            row, to = rows[channel] + block * x_step, out_rows[channel] + block * out_step
+            for k in range(len(places)):
+                for sample in range(0, room, lane_count(x)):
+                    value = load(x, row + item(places, k) + sample) - center
+                    value = fma(value, scale, add)
+                    value = less_or(value, least, least, value)
+                    store_some(out, to + item(out_places, k) + sample, value, left - sample)
 
 
 @_helper
@@ -436,30 +635,33 @@ def _first_mean(x, row, places, samples):
 
 
 @_helper
-def _moments(x, row, places, samples, near):
+def _moments(x, row, places, lots, near):
     """Return ``Σ v`` and ``Σ v²`` with ``v = x - near`` over a channel."""
     center, sums, squares = number(x, near), 0.0, 0.0
-    for begin in range(0, len(places), _PART):
-        first = second = number(x, 0.0)
-        for k in range(begin, min(begin + _PART, len(places))):
-            for sample in range(0, samples, lane_count(x)):
-                v = load(x, row + item(places, k) + sample) - center
-                v = keep_some(v, samples - sample)
-                first, second = first + v, fma(v, v, second)
-        sums += total(first)
-        squares += total(second)
+    samples, room, step, _ = lots
+    for done in range(0, samples, room):
+        at, left = row + done // room * step, samples - done
+        for begin in range(0, len(places), _PART):
+            first = second = number(x, 0.0)
+            for k in range(begin, min(begin + _PART, len(places))):
+                for sample in range(0, room, lane_count(x)):
+                    v = load(x, at + item(places, k) + sample) - center
+                    v = keep_some(v, left - sample)
+                    first, second = first + v, fma(v, v, second)
+            sums += total(first)
+            squares += total(second)
     return sums, squares
 
 
 @_kernel
 def pass_normalised(
-    channels, where, above, samples, out, x, grad, mean, inverse, weight, sums, flags, like
+    channels, where, above, lots, out, x, grad, mean, inverse, weight, sums, flags, like
 ):
     """Write the gradient of :func:`normalise` in `x`, and sums that parameters need.
 
     Parameters
     ----------
-    channels, where, above, samples, weight
+    channels, where, above, lots, weight
         As for :func:`normalise`; `above` is where `grad` lies.
     out, x, grad : ndarray
         Places that are written and read.
@@ -475,20 +677,24 @@ def pass_normalised(
     """
     (rows, places), (grad_rows, grad_places) = where, above
     is_own, writes, adds = flags
+    samples, room, x_step, grad_step = lots
     count = samples * len(places)
     for channel in range(*channels):
-        center, row, grad_row = number(x, mean[channel]), rows[channel], grad_rows[channel]
+        center = number(x, mean[channel])
         sums[channel, 0] = sums[channel, 1] = 0.0
-        for begin in range(0, len(places), _PART):
-            first = second = number(x, 0.0)
-            for k in range(begin, min(begin + _PART, len(places))):
-                at, to = row + item(places, k), grad_row + item(grad_places, k)
-                for sample in range(0, samples, lane_count(x)):
-                    g = load_some(grad, to + sample, samples - sample)
-                    v = keep_some(load(x, at + sample) - center, samples - sample)
-                    first, second = first + g, fma(g, v, second)
-            sums[channel, 0] += total(first)
-            sums[channel, 1] += total(second) * inverse[channel]
+        for done in range(0, samples, room):
+            block, left = done // room, samples - done
+            row, to = rows[channel] + block * x_step, grad_rows[channel] + block * grad_step
+            for begin in range(0, len(places), _PART):
+                first = second = number(x, 0.0)
+                for k in range(begin, min(begin + _PART, len(places))):
+                    for sample in range(0, room, lane_count(x)):
+                        g = load_some(grad, to + item(grad_places, k) + sample, left - sample)
+                        v = load(x, row + item(places, k) + sample) - center
+                        v = keep_some(v, left - sample)
+                        first, second = first + g, fma(g, v, second)
+                sums[channel, 0] += total(first)
+                sums[channel, 1] += total(second) * inverse[channel]
         if not writes:
             continue
         own = weight[channel] * inverse[channel]
@@ -496,9 +702,12 @@ def pass_normalised(
         if is_own:
             scale = number(x, -own * inverse[channel] * sums[channel, 1] / count)
             add = number(x, -own * sums[channel, 0] / count)
-        for k in range(len(places)):
-            at, to = row + item(places, k), grad_row + item(grad_places, k)
-            for sample in range(0, samples, lane_count(x)):
-                value = fma(load(x, at + sample) - center, scale, add)
-                value = fma(slope, load(grad, to + sample), value)
-                _write(out, at + sample, value, samples - sample, like, (adds, False))
+        for done in range(0, samples, room):
+            block, left = done // room, samples - done
+            row, to = rows[channel] + block * x_step, grad_rows[channel] + block * grad_step
+            for k in range(len(places)):
+                for sample in range(0, room, lane_count(x)):
+                    at = row + item(places, k) + sample
+                    value = fma(load(x, at) - center, scale, add)
+                    value = fma(slope, load(grad, to + item(grad_places, k) + sample), value)
+                    _write(out, at, value, left - sample, like, (adds, False))

@@ -1,0 +1,229 @@
+"""From which density on a layer is faster as a dense one, and faster in PyTorch.
+
+A step of one layer is its forward pass, and the gradients of its input, its weights and its bias.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils import prune
+
+from sparsescan.jacobians import Sequential, _weighted, from_torch
+
+from . import drawing, recurrent
+from .drawing import BLUE, GREEN, ORANGE, decades, legend, plain
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .timing import PAUSE, THREADS, Call, fastest
+
+Array = NDArray[Any]
+
+OURS, KEPT, ALL, PYTORCH = "sparsescan", "kept weights", "all weights", "PyTorch"
+_DENSITIES = 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0
+_ROUNDS, _TURN = 5, 0.05
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer and the shape of its batch."""
+
+    name: str
+    channels: tuple[int, int]
+    size: int  # of the image; 0 for a linear layer
+    batch: int
+
+    def module(self) -> nn.Module:
+        """Return PyTorch's."""
+        if self.size:
+            return nn.Conv2d(*self.channels, 3, padding=1)
+        return nn.Linear(*self.channels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample."""
+        return (self.channels[0], *[self.size] * 2) if self.size else self.channels[:1]
+
+
+# Of VGG-11 for images of 32×32 pixels, and of the perceptron beside it.
+LAYERS = (
+    Layer("64 → 128 channels, 16×16, B=16", (64, 128), 16, 16),
+    Layer("256 → 256 channels, 8×8, B=16", (256, 256), 8, 16),
+    Layer("512 → 512 channels, 4×4, B=16", (512, 512), 4, 16),
+    Layer("512 → 512 channels, 2×2, B=16", (512, 512), 2, 16),
+    Layer("512 → 512 channels, 4×4, B=64", (512, 512), 4, 64),
+    Layer("2,048 → 2,048 features, B=64", (2048, 2048), 0, 64),
+)
+
+
+@contextmanager
+def taken_as(density: float) -> Iterator[None]:
+    """Let layers be taken as dense from a density on."""
+    before = _weighted.DENSITY, _weighted.MATRIX_DENSITY
+    _weighted.DENSITY = _weighted.MATRIX_DENSITY = density
+    try:
+        yield
+    finally:
+        _weighted.DENSITY, _weighted.MATRIX_DENSITY = before
+
+
+def measure(layer: Layer, density: float) -> Results:
+    """The times of a step as chosen, by kept weights, by all, and of PyTorch, who take turns.
+
+    Returns
+    -------
+    dict
+        The ``samples`` of each in seconds; PyTorch's fastest ``variants``; and
+        ``cores_others_used`` in each round.
+    """
+    recurrent.keep_memory()
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    module = layer.module()
+    kept = torch.from_numpy(rng.random(tuple(module.weight.shape)) < density)
+    module.weight.data *= kept
+    theirs = copy.deepcopy(module)
+    if density < 1:
+        prune.custom_from_mask(module, "weight", kept)
+    net = Sequential(from_torch(module, layer.shape))
+    x = rng.standard_normal((layer.batch, *layer.shape), np.float32)
+    grad = rng.standard_normal((layer.batch, *net.output_shape), np.float32)
+    calls: dict[str, Call] = {OURS: _ours(net, x, grad)}
+    with taken_as(2):
+        calls[KEPT] = _ours(net, x, grad)
+    with taken_as(-1):
+        calls[ALL] = _ours(net, x, grad)
+    variant, calls[PYTORCH] = fastest(_theirs(theirs, x, grad))
+    samples, others = recurrent.take_turns(calls, _ROUNDS, PAUSE, _TURN)
+    return {
+        "samples": samples,
+        "variants": {PYTORCH: variant},
+        "cores_others_used": others,
+    }
+
+
+def _ours(net: Sequential, x: Array, grad: Array) -> Call:
+    step, out = net.training_step(), None
+
+    def call() -> None:
+        nonlocal out
+        step.forward(x)
+        out = step.backward(grad, out=out).params
+
+    return call
+
+
+def _theirs(module: nn.Module, x: Array, grad: Array) -> dict[str, Call]:
+    """Return PyTorch's step, with the orders of axes and the threads that it may be given."""
+    forms = (torch.contiguous_format, torch.channels_last)[: 2 if x.ndim == 4 else 1]
+    calls: dict[str, Call] = {}
+    for form in forms:
+        own = copy.deepcopy(module).to(memory_format=form)
+        images = torch.from_numpy(x).contiguous(memory_format=form).requires_grad_()
+        above = torch.from_numpy(grad)
+
+        def call(threads: int, own: Any = own, images: Any = images, above: Any = above) -> None:
+            torch.set_num_threads(threads)
+            torch.autograd.grad(own(images), [images, *own.parameters()], above)
+
+        for threads in {THREADS, 1}:
+            calls[f"{str(form)[6:]}, {threads} threads"] = partial(call, threads)
+    return calls
+
+
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _key(layer: Layer, density: float) -> str:
+    return f"{layer.name}, {density:g}"
+
+
+def _pieces(options: Options) -> Iterable[Piece]:
+    cpu_only("density", options)
+    layers, densities = (LAYERS[3:4], (0.05, 1.0)) if options.quick else (LAYERS, _DENSITIES)
+    for layer in layers:
+        for density in densities:
+            yield Piece(_key(layer, density), partial(measure, layer, density))
+
+
+def _about(options: Options) -> Results:
+    return {
+        "a step": "forward pass, and gradients of input, weight and bias; float32, no optimiser",
+        "PyTorch": "zeros for pruned weights, both orders of axes, 2 threads or 1, whichever were "
+        "faster",
+    }
+
+
+def _curves(results: Results, layer: Layer) -> dict[str, list[tuple[float, float]]]:
+    """Density and median seconds of each contender, for what was measured of a layer."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for density in _DENSITIES:
+        piece = results["pieces"].get(_key(layer, density))
+        for name, samples in piece["samples"].items() if piece else ():
+            curves.setdefault(name, []).append((density, float(np.median(samples))))
+    return curves
+
+
+def crossing(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float | None:
+    """The density from which on theirs are faster, between logarithms; None if they never are."""
+    gain = [np.log(mine / other) for (_, mine), (_, other) in zip(ours, theirs, strict=True)]
+    if gain[-1] <= 0:
+        return None
+    last = max((k for k, each in enumerate(gain) if each <= 0), default=None)
+    if last is None:
+        return ours[0][0]
+    share = -gain[last] / (gain[last + 1] - gain[last])
+    low, high = np.log(ours[last][0]), np.log(ours[last + 1][0])
+    return float(np.exp(low + share * (high - low)))
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    every = {layer: _curves(results, layer) for layer in LAYERS}
+    every = {layer: curves for layer, curves in every.items() if curves}
+    if not every:
+        return []
+    figure, axes = drawing.panels(-(-len(every) // 3), min(3, len(every)), 11, 6.5)
+    for panel, (layer, curves) in zip(axes.flat, every.items(), strict=False):
+        for name, color in ((KEPT, ORANGE), (ALL, GREEN), (PYTORCH, BLUE)):
+            x, y = np.transpose(curves[name])
+            panel.plot(x, 1e3 * y, "o-", ms=4, lw=1.5, color=color, label=name)
+        x, y = np.transpose(curves[OURS])
+        panel.plot(x, 1e3 * y, "k--", lw=1, label="as chosen")
+        where = crossing(curves[OURS], curves[PYTORCH])
+        says = "never" if where is None else f"from a density of {where:.2g} on"
+        panel.set_title(f"{layer.name}\nPyTorch is faster: {says}", fontsize=9)
+        panel.set(xscale="log", yscale="log", xlabel="share of weights kept", ylabel="ms")
+        decades(panel.xaxis, "{:g}")
+        decades(panel.yaxis, "{:g}")
+        plain(panel, "both")
+    legend(figure, [axes.flat[0]], 4, loc="outside upper center")
+    caption = (
+        "A training step of one layer by kept weights, by all of them, and in PyTorch, over the "
+        "share of weights that is kept. Dashed is what a training step chooses."
+    )
+    return [Drawing("From which density on a layer is dense", caption, figure)]
+
+
+def _rows(results: Results) -> list[Row]:
+    return [
+        recurrent.row(f"A layer's step: {name}", piece, PYTORCH, OURS)
+        for name, piece in results["pieces"].items()
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="density",
+    title="Layers, by the share of weights that is kept",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=_rows,
+)
