@@ -27,6 +27,7 @@ ROOMS = (
     "api",
     "__init__",
     "jacobians",
+    "torch",
     "parallel",
     "strategies",
     "examples",

@@ -1,0 +1,10 @@
+"""Front door for PyTorch: modules that take the place of its own.
+
+PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place of ``from torch.nn
+import GRU``, or :func:`convert` for a model that is there.
+"""
+
+from ._convert import Conversion, convert
+from .recurrent import GRU, LSTM, RNN
+
+__all__ = ["GRU", "LSTM", "RNN", "Conversion", "convert"]

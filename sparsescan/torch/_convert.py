@@ -1,0 +1,81 @@
+"""Take the modules of a model that are computed faster here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from ..errors import InputTypeError, short
+from .recurrent import GRU, LSTM, RNN
+
+__all__ = ["Conversion", "convert"]
+
+_KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+
+
+class Conversion(NamedTuple):
+    """What :func:`convert` has done; printed, a line for each module.
+
+    Attributes
+    ----------
+    replaced : list of str
+        Names of the modules that were replaced.
+    left : dict of str to str
+        Names of recurrent modules that were left alone, and why.
+    """
+
+    replaced: list[str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name or 'model'}: replaced" for name in self.replaced]
+        lines += [f"{name or 'model'}: left alone, {why}" for name, why in self.left.items()]
+        return "\n".join(lines) or "no recurrent modules"
+
+
+def convert(model: nn.Module) -> Conversion:
+    """Replace the recurrent modules of a model, in place.
+
+    Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package. Modules stay the
+    same objects, with their parameters, buffers and hooks, so an optimiser that has been made, and
+    a `state_dict` that has been saved, fit as before.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, or one of those modules.
+
+    Returns
+    -------
+    Conversion
+        Which modules were replaced, and which were left alone, and why.
+
+    Raises
+    ------
+    InputTypeError
+        If `model` is no module.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.torch import convert
+    >>> model = torch.nn.ModuleDict({"rnn": torch.nn.GRU(3, 5), "head": torch.nn.Linear(5, 2)})
+    >>> print(convert(model))
+    rnn: replaced
+    """
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
+    replaced, left = list[str](), dict[str, str]()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.RNNBase) or isinstance(module, (RNN, GRU, LSTM)):
+            continue
+        kind = _KINDS.get(type(module))
+        if kind is None:
+            left[name] = f"it is a {type(module).__name__}, whose forward may differ"
+        elif module.proj_size:
+            left[name] = "proj_size has no kernel"
+        else:
+            module.__class__ = kind
+            replaced.append(name)
+    return Conversion(replaced, left)

@@ -1,0 +1,304 @@
+"""The operator ``sparsescan::recurrent``: recurrent networks over whole sequences, for PyTorch."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..jacobians import GRU, LSTM, RNN, TrainingStep
+
+__all__ = ["Shape", "recurrent"]
+
+_NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "RNN_TANH": (RNN, {"nonlinearity": "tanh"}),
+    "RNN_RELU": (RNN, {"nonlinearity": "relu"}),
+    "GRU": (GRU, {}),
+    "LSTM": (LSTM, {}),
+}
+# Networks whose training steps are kept for the next call; those used last.
+_KEPT = 32
+
+
+class Shape(NamedTuple):
+    """What a network is, but for its parameters.
+
+    Attributes
+    ----------
+    mode : str
+        PyTorch's: ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``.
+    has_bias, bidirectional : bool
+        As in PyTorch.
+    """
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    has_bias: bool
+    bidirectional: bool
+
+    @classmethod
+    def of(cls, x: Tensor, about: tuple[Any, ...]) -> Shape:
+        """Return the shape of a network for an input of shape ``(T, batch, input_size)``."""
+        mode, *sizes = about
+        return cls(mode, x.shape[2], *sizes)
+
+    @property
+    def directions(self) -> int:
+        """How many directions a layer has."""
+        return 1 + self.bidirectional
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
+        return self.hidden_size * (2 if self.mode == "LSTM" else 1)
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters, in PyTorch's order."""
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.has_bias else 2]
+        return [
+            RNN.name_of(kind, layer, back)
+            for layer in range(self.num_layers)
+            for back in range(self.directions)
+            for kind in kinds
+        ]
+
+
+class _Steps:
+    """Training steps of one network, of which each is used by one call at a time."""
+
+    def __init__(self, shape: Shape, masks: Sequence[Tensor | None]) -> None:
+        self._shape, self._names, self._masks = shape, shape.names(), masks
+        self._free: list[TrainingStep] = []
+
+    def take(self) -> TrainingStep:
+        """Return one that nobody uses."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give_back(self, step: TrainingStep) -> None:
+        """Let another call use a step."""
+        self._free.append(step)
+
+    def _make(self) -> TrainingStep:
+        shape, masks = self._shape, zip(self._names, self._masks, strict=True)
+        kind, options = _NETWORKS[shape.mode]
+        network = kind(
+            *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
+            bidirectional=shape.bidirectional,
+            masks={name: mask.numpy() != 0 for name, mask in masks if mask is not None},
+            rng=0,
+            **options,
+        )
+        made: TrainingStep = network.training_step()
+        return made
+
+    def forward(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, params: Sequence[Tensor]
+    ) -> tuple[TrainingStep, Any, Any]:
+        """Return a step that has run forward, and what it has returned."""
+        step = self.take()
+        for name, param in zip(self._names, params, strict=True):
+            setattr(step.network, name, param.detach().numpy())
+        arrays = (None if each is None else each.detach().numpy() for each in (state, lengths))
+        output, last = step.forward(x.detach().numpy(), *arrays)
+        return step, output, last
+
+
+_lock = threading.Lock()
+_steps: OrderedDict[Any, _Steps] = OrderedDict()
+# Steps that wait for their backward pass, by the address of the tensor that stands for each.
+_waiting: dict[int, tuple[_Steps, TrainingStep]] = {}
+
+
+def _steps_of(shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]) -> _Steps:
+    # A mask that is kept has an address of its own, and a count of its changes.
+    contents = tuple(
+        None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))
+        for mask in masks
+    )
+    key = shape, dtype, contents
+    with _lock:
+        steps = _steps.get(key)
+        if steps is None:
+            steps = _steps[key] = _Steps(shape, masks)
+            if len(_steps) > _KEPT:
+                _steps.popitem(last=False)
+        _steps.move_to_end(key)
+        return steps
+
+
+def _forget(address: int) -> None:
+    """Let another call use a step whose graph is gone, without a backward pass."""
+    found = _waiting.pop(address, None)
+    if found is not None:
+        found[0].give_back(found[1])
+
+
+# -- The operators --------------------------------------------------------------------------------
+
+_ABOUT = "str mode, int hidden_size, int num_layers, bool has_bias, bool bidirectional"
+_GIVEN = "Tensor x, Tensor? state, Tensor? lengths, Tensor[] params, Tensor?[] masks"
+_library = torch.library.Library("sparsescan", "FRAGMENT")
+for _name in ("recurrent", "recurrent_forward"):
+    _library.define(f"{_name}({_GIVEN}, {_ABOUT}, bool keeps) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"recurrent_backward(Tensor? grad_output, Tensor? grad_state, Tensor token, {_GIVEN}, {_ABOUT},"
+    " bool needs_input_grad) -> Tensor[]"
+)
+# Outputs, last states, and a tensor that stands for what backward needs; see `_Recurrent`.
+recurrent = torch.ops.sparsescan.recurrent.default
+_recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
+_recurrent_backward = torch.ops.sparsescan.recurrent_backward.default
+
+
+def _forward(
+    x: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    params: list[Tensor],
+    masks: list[Tensor | None],
+    *about: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps = _steps_of(Shape.of(x, about[:5]), x.dtype, masks)
+    step, output, last = steps.forward(x, state, lengths, params)
+    token = torch.zeros(1)
+    if about[5]:
+        address = token.data_ptr()
+        _waiting[address] = steps, step
+        weakref.finalize(token, _forget, address).atexit = False
+    else:
+        steps.give_back(step)
+    return torch.from_numpy(output), torch.from_numpy(last), token
+
+
+def _backward(
+    grad_output: Tensor | None,
+    grad_state: Tensor | None,
+    token: Tensor,
+    x: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    params: list[Tensor],
+    masks: list[Tensor | None],
+    *about: Any,
+) -> list[Tensor]:
+    """Return the gradients in the initial states, in all parameters, and in the input."""
+    shape, found = Shape.of(x, about[:5]), _waiting.pop(token.data_ptr(), None)
+    if found is None:
+        # Another backward pass has used it, or another tensor stands for it.
+        steps = _steps_of(shape, x.dtype, masks)
+        step, _, _ = steps.forward(x, state, lengths, params)
+    else:
+        steps, step = found
+    above = (None if grad is None else grad.numpy() for grad in (grad_output, grad_state))
+    grads = step.backward(*above, needs_input_grad=about[5])
+    arrays = [grads.state, *map(grads.params.get, shape.names())]
+    if grads.input is not None:
+        arrays.append(grads.input)
+    steps.give_back(step)
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def _fake_forward(
+    x: Tensor, state: Any, lengths: Any, params: Any, masks: Any, *about: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, (steps, batch, _) = Shape.of(x, about[:5]), x.shape
+    output = x.new_empty((steps, batch, shape.directions * shape.hidden_size))
+    last = x.new_empty((shape.num_layers * shape.directions, batch, shape.state_size))
+    return output, last, torch.empty(1)
+
+
+def _fake_backward(
+    grad_output: Any,
+    grad_state: Any,
+    token: Any,
+    x: Tensor,
+    state: Any,
+    lengths: Any,
+    params: list[Tensor],
+    masks: Any,
+    *about: Any,
+) -> list[Tensor]:
+    shape = Shape.of(x, about[:5])
+    last = shape.num_layers * shape.directions, x.shape[1], shape.state_size
+    grads = [x.new_empty(last), *(param.new_empty(param.shape) for param in params)]
+    return [*grads, x.new_empty(x.shape)] if about[5] else grads
+
+
+class _Recurrent(torch.autograd.Function):
+    """The graph of :func:`recurrent`.
+
+    Inputs are saved as well as what stands for the training step, so that a second backward pass
+    through the same graph is right, too: it runs forward again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        given = _Recurrent.given(counts, tensors)
+        output: tuple[Tensor, ...] = _recurrent_forward(x, *given, *about)
+        ctx.about, ctx.counts = about[:5], counts
+        ctx.save_for_backward(output[2], x, *tensors)
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def given(counts: Any, tensors: Any) -> tuple[Any, ...]:
+        """Return initial states, lengths, parameters and masks."""
+        state, lengths, *rest = tensors
+        return state, lengths, list(rest[:counts]), list(rest[counts:])
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> tuple[Any, ...]:
+        token, x, *tensors = ctx.saved_tensors
+        given, needs = _Recurrent.given(ctx.counts, tensors), ctx.needs_input_grad[2]
+        arguments = *above[:2], token, x, *given, *ctx.about, needs
+        if torch.is_grad_enabled():
+            some = [each for each in (*above[:2], x, *tensors) if each is not None]
+            grads = list(_Once.apply(arguments, *some))
+        else:
+            grads = _recurrent_backward(*arguments)
+        below = grads.pop() if needs else None
+        state_grad = grads[0] if tensors[0] is not None else None
+        return (None, None, below, state_grad, None, *grads[1:], *(None,) * len(given[3]))
+
+
+class _Once(torch.autograd.Function):
+    """The graph of the backward pass, which ends there."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(_recurrent_backward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> Any:
+        raise RuntimeError(
+            "gradients of a recurrent network of sparsescan were differentiated once more; "
+            "expected one backward pass: torch.nn's network has second derivatives"
+        )
+
+
+def _with_graph(
+    x: Tensor, state: Any, lengths: Any, params: list[Tensor], masks: Any, *about: Any
+) -> Any:
+    if not about[5]:
+        with torch.no_grad():
+            return _recurrent_forward(x, state, lengths, params, masks, *about)
+    return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks)
+
+
+for _name in ("recurrent", "recurrent_forward"):
+    _library.impl(_name, _forward, "CPU")
+    torch.library.register_fake(f"sparsescan::{_name}", _fake_forward, lib=_library)
+_library.impl("recurrent_backward", _backward, "CPU")
+torch.library.register_fake("sparsescan::recurrent_backward", _fake_backward, lib=_library)
+_library.impl("recurrent", _with_graph, "Autograd")

@@ -1,0 +1,339 @@
+"""Recurrent modules in place of PyTorch's, beside PyTorch's own in float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import sparsescan.torch
+from sparsescan import InputTypeError
+from sparsescan.torch import _recurrent_op, convert
+
+EPS = torch.finfo(torch.float64).eps
+KINDS = ("RNN", "GRU", "LSTM")
+
+
+def pair(kind: str, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """PyTorch's module and ours, with the same parameters."""
+    theirs = getattr(nn, kind)(*arguments, **options)
+    ours = getattr(sparsescan.torch, kind)(*arguments, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def tensors_of(results: Any) -> list[torch.Tensor]:
+    """All tensors that carry gradients, in order."""
+    if isinstance(results, torch.Tensor):
+        return [results]
+    if isinstance(results, PackedSequence):
+        return [results.data]
+    return [each for part in results for each in tensors_of(part)]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    assert found.shape == expected.shape, what
+    if expected.numel():
+        apart = float((found - expected).detach().abs().max())
+        assert apart <= 1e4 * EPS * max(1, float(expected.detach().abs().max())), what
+
+
+def agree(theirs: Any, ours: Any, given: Any, hx: Any, seed: int) -> None:
+    """Both give the same results and gradients, in input, states and parameters."""
+    collected = []
+    for module in (theirs, ours):
+        leaves = [each.clone().requires_grad_() for each in tensors_of((given, *(hx or ())))]
+        own = leaves[0]
+        if isinstance(given, PackedSequence):
+            own = PackedSequence(leaves[0], *given[1:])
+        states = None if hx is None else tuple(leaves[1:]) if len(hx) == 2 else leaves[1]
+        results = tensors_of(module(own, states))
+        rng = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(each.shape, generator=rng, dtype=each.dtype) for each in results]
+        loss = sum((each * w).sum() for each, w in zip(results, weights, strict=True))
+        params = list(module.parameters())
+        collected.append([*results, *torch.autograd.grad(loss, [*leaves, *params])])
+    for k, (found, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
+        close(found, expected, str(k))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_arguments(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kind = KINDS[rng.integers(3)]
+    inputs, hidden, layers = (int(n) for n in rng.integers(1, [6, 8, 4]))
+    options: dict[str, Any] = {
+        name: bool(rng.integers(2)) for name in ("bias", "batch_first", "bidirectional")
+    }
+    if kind == "RNN":
+        options["nonlinearity"] = ("tanh", "relu")[rng.integers(2)]
+    theirs, ours = pair(kind, inputs, hidden, layers, dtype=torch.float64, **options)
+    if rng.integers(2):
+        amount = float(rng.choice([0.3, 0.9]))
+        for module in (theirs, ours):
+            torch.manual_seed(seed)
+            prune.random_unstructured(module, "weight_hh_l0", amount)
+    steps, batch = (int(n) for n in rng.integers(1, [9, 7]))
+    form = ("batched", "unbatched", "packed")[rng.integers(3)]
+    shape = (steps, inputs) if form == "unbatched" else (steps, batch, inputs)
+    if options["batch_first"] and form != "unbatched":
+        shape = (batch, steps, inputs)
+    x: Any = torch.randn(shape, dtype=torch.float64)
+    if form == "packed":
+        lengths = torch.from_numpy(rng.integers(1, steps + 1, batch))
+        x = pack_padded_sequence(x, lengths, options["batch_first"], enforce_sorted=False)
+    hx = None
+    if rng.integers(2):
+        lead = layers * (1 + options["bidirectional"])
+        sizes = (lead, hidden) if form == "unbatched" else (lead, batch, hidden)
+        hx = [torch.randn(sizes, dtype=torch.float64) for _ in range(1 + (kind == "LSTM"))]
+    assert ours._takes(x, None)
+    agree(theirs, ours, x, hx, seed)
+
+
+def test_gradcheck() -> None:
+    for kind in KINDS:
+        net = getattr(sparsescan.torch, kind)(2, 3, 2, bidirectional=True, dtype=torch.float64)
+        x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(
+            lambda x, *_, net=net: tensors_of(net(x)), (x, *net.parameters())
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind: str) -> None:
+    net = getattr(sparsescan.torch, kind)(2, 3)
+    params = list(net.parameters())
+    state = torch.randn(1, 4, 6 if kind == "LSTM" else 3, requires_grad=True)
+    x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
+    about = net.mode, 3, 1, True, False
+    for more in ((None, None), (state, lengths)):
+        torch.library.opcheck(_recurrent_op.recurrent, (x, *more, params, [None] * 4, *about, True))
+
+
+def test_compiled_models() -> None:
+    """The graph has no break, and gradients are those of the model itself."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"rnn": sparsescan.torch.LSTM(3, 4, 2), "head": nn.Linear(4, 2)})
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model["head"](model["rnn"](x)[0]).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    x = torch.randn(6, 2, 3)
+    expected = torch.autograd.grad(loss(x), list(model.parameters()))
+    for _ in range(2):
+        found = torch.autograd.grad(compiled(x), list(model.parameters()))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_graphs_that_live_side_by_side_and_twice() -> None:
+    torch.manual_seed(0)
+    theirs, ours = pair("GRU", 3, 4, dtype=torch.float64)
+    first, second = (torch.randn(n, 2, 3, dtype=torch.float64) for n in (5, 7))
+    grads = []
+    for net in (theirs, ours):
+        one, two = net(first)[0].sum(), net(second)[0].square().sum()
+        params = list(net.parameters())
+        again = torch.autograd.grad(one, params, retain_graph=True)
+        grads.append([*torch.autograd.grad(two + one, params), *again])
+    for found, expected in zip(grads[1], grads[0], strict=True):
+        close(found, expected)
+
+
+def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recurrent_op, "_steps", OrderedDict())
+    net = sparsescan.torch.GRU(3, 5)
+    for _ in range(20):
+        net(torch.zeros(2, 2, 3))
+    gc.collect()
+    (steps,) = _recurrent_op._steps.values()
+    assert len(steps._free) == 1
+
+
+def test_no_second_derivative() -> None:
+    net = sparsescan.torch.GRU(3, 4)
+    x = torch.randn(5, 2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(net(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated once more.*torch\.nn"):
+        grad.sum().backward()
+
+
+def test_no_grad_and_frozen_parameters() -> None:
+    net = sparsescan.torch.GRU(3, 4)
+    waiting = len(_recurrent_op._waiting)
+    with torch.no_grad():
+        assert not net(torch.zeros(5, 2, 3))[0].requires_grad
+    net.requires_grad_(False)
+    assert not net(torch.zeros(5, 2, 3))[0].requires_grad
+    assert len(_recurrent_op._waiting) == waiting
+    x = torch.zeros(5, 2, 3, requires_grad=True)
+    net(x)[0].sum().backward()
+    assert x.grad is not None
+
+
+def test_dropout() -> None:
+    """Between layers, while training; what is dropped is drawn as PyTorch does."""
+    torch.manual_seed(0)
+    theirs, ours = pair("GRU", 3, 4, 3, dropout=0.5, dtype=torch.float64)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    agree(theirs.eval(), ours.eval(), x, None, 0)
+    ours.train()
+    with torch.random.fork_rng():
+        assert not torch.equal(ours(x)[0], ours(x)[0])
+        torch.manual_seed(1)
+        first = ours(x)
+        torch.manual_seed(1)
+        assert torch.equal(ours(x)[0], first[0])
+    assert first[1].shape == theirs(x)[1].shape
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, 2, 2, 3),
+        lambda: torch.zeros(5, 2, 4),
+        lambda: torch.zeros(0, 2, 3),
+        lambda: torch.zeros(5, 2, 3, dtype=torch.float64),
+        lambda: torch.zeros(5, 2, 3, dtype=torch.int64),
+        lambda: [1.0],
+    ],
+)
+def test_errors_are_pytorchs(make: Any) -> None:
+    theirs, ours = pair("GRU", 3, 4)
+    messages = []
+    for net in (theirs, ours):
+        with pytest.raises(Exception) as caught:  # noqa: PT011, whatever PyTorch raises
+            net(make())
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+    with pytest.raises(RuntimeError, match="Expected hidden size"):
+        ours(torch.zeros(5, 2, 3), torch.zeros(1, 3, 4))
+
+
+def test_what_has_no_kernel_is_pytorchs() -> None:
+    x = torch.randn(5, 2, 3)
+    with warnings.catch_warnings():  # of PyTorch, that oneDNN has none either
+        warnings.simplefilter("ignore")
+        theirs, ours = pair("LSTM", 3, 4, proj_size=2)
+        torch.testing.assert_close(ours(x), theirs(x))
+    theirs, ours = pair("GRU", 3, 4, dtype=torch.bfloat16)
+    torch.testing.assert_close(ours(x.bfloat16()), theirs(x.bfloat16()))
+
+
+def test_copies_and_files() -> None:
+    net = sparsescan.torch.LSTM(3, 4, 2)
+    x = torch.randn(5, 2, 3)
+    expected, _ = net(x)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+    ):
+        assert torch.equal(other(x)[0], expected)
+    assert repr(net) == repr(nn.LSTM(3, 4, 2))
+
+
+def test_arguments_are_pytorchs() -> None:
+    theirs, ours = pair("RNN", 3, 4, 2, "relu", False, True)
+    assert repr(ours) == repr(theirs)
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(ours(x), theirs(x))
+    for kind, wrong in (("GRU", {"proj_size": 2}), ("RNN", {"nonlinearity": "sine"})):
+        with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as expected:
+            getattr(nn, kind)(3, 4, **wrong)
+        with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as found:
+            getattr(sparsescan.torch, kind)(3, 4, **wrong)
+        assert str(found.value) == str(expected.value)
+
+
+def test_training_that_was_interrupted() -> None:
+    """A model that is saved and loaded goes on bit for bit as one that is not."""
+
+    def train(steps: int, begin: Any = None) -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleList([sparsescan.torch.GRU(3, 8), nn.Linear(8, 1)])
+        optimizer = torch.optim.Adam(model.parameters())
+        data = torch.randn(6, 10, 4, 3)
+        done = 0
+        if begin is not None:
+            done, states = begin
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+        for k in range(done, steps):
+            optimizer.zero_grad()
+            model[1](model[0](data[k])[0]).square().mean().backward()
+            optimizer.step()
+        return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+    whole, parts = train(6), train(6, (3, train(3)))
+    for name, param in whole[0].items():
+        assert torch.equal(param, parts[0][name])
+
+
+def test_threads() -> None:
+    net, results = sparsescan.torch.GRU(3, 4), {}
+    x = torch.randn(8, 30, 2, 3)
+
+    def run(k: int) -> None:
+        for _ in range(10):
+            results[k] = torch.autograd.grad(net(x[k])[0].square().sum(), net.weight_hh_l0)[0]
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(8):
+        alone = torch.autograd.grad(net(x[k])[0].square().sum(), net.weight_hh_l0)[0]
+        assert torch.equal(results[k], alone)
+
+
+def test_convert() -> None:
+    class Own(nn.GRU):
+        pass
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "a": nn.ModuleDict({"b": nn.LSTM(3, 4, bidirectional=True)}),
+            "own": Own(3, 4),
+            "projected": nn.LSTM(3, 4, proj_size=2),
+            "rest": nn.Linear(3, 2),
+        }
+    )
+    x = torch.randn(5, 2, 3)
+    expected, weight = model["a"]["b"](x)[0], model["a"]["b"].weight_hh_l0
+    done = convert(model)
+    assert done.replaced == ["a.b"]
+    assert done.left.keys() == {"own", "projected"}
+    assert str(done).splitlines()[0] == "a.b: replaced"
+    assert "projected: left alone, proj_size" in str(done)
+    assert type(model["a"]["b"]) is sparsescan.torch.LSTM
+    assert model["a"]["b"].weight_hh_l0 is weight
+    torch.testing.assert_close(model["a"]["b"](x)[0], expected)
+    assert convert(model).replaced == []
+    assert str(convert(nn.Linear(2, 2))) == "no recurrent modules"
+    alone = nn.GRU(2, 2)
+    assert str(convert(alone)) == "model: replaced"
+    with pytest.raises(InputTypeError, match=r"model is 3; expected a torch\.nn\.Module"):
+        convert(3)  # type: ignore[arg-type]
