@@ -353,16 +353,18 @@ def test_what_is_printed_and_predicted_is_what_ran(choices: list[Any]) -> None:
 def test_runs_take_no_longer_than_linear_ones(
     batch: int, patterns: Callable[[], list[Pattern]]
 ) -> None:
-    """The best of rounds in which they take turns, and a third for what else the machine does."""
+    """The best of rounds in which they take turns, as many as a busy machine needs, and a third."""
     chain = patterns()
     differs = np.arange(len(chain)) % 2 == 0 if chain[0] is not chain[1] else np.ones(1000, bool)
     values = made_up(chain, batch, F4, differs)
     grad = np.ones((batch, chain[0].shape[1]), F4)
     plans = [sparsescan.plan(chain), sparsescan.plan(chain, schedule="linear")]
     best = [np.inf, np.inf]
-    for _ in range(12):
+    for turn in range(60):
         for k, plan in enumerate(plans):
             start = time.perf_counter()
             plan.exclusive_scan(grad, values)
             best[k] = min(best[k], time.perf_counter() - start)
+        if turn >= 11 and best[0] <= 1.33 * best[1]:
+            break
     assert best[0] <= 1.33 * best[1], best
