@@ -11,6 +11,7 @@ array([[1. , 3. ],
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .affine import AffineGrads, affine_scan, affine_scan_vjp
 from .api import exclusive_scan, inclusive_scan, plan
 from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from .chains.implicit import ImplicitChain, ImplicitStep
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .chains.files import load_chain, save_chain
 
 __all__ = [
+    "AffineGrads",
     "BatchedCSR",
     "CSRChain",
     "ChainFileError",
@@ -51,6 +53,8 @@ __all__ = [
     "Schedule",
     "SparseScanError",
     "__version__",
+    "affine_scan",
+    "affine_scan_vjp",
     "exclusive_scan",
     "inclusive_scan",
     "load_chain",

@@ -25,6 +25,7 @@ ROOMS = (
     "plan",
     "tuning",
     "api",
+    "affine",
     "__init__",
     "jacobians",
     "torch",

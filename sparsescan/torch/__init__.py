@@ -1,10 +1,11 @@
-"""Front door for PyTorch: modules that take the place of its own.
+"""Front door for PyTorch: modules that take the place of its own, and linear recurrences.
 
 PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place of ``from torch.nn
 import GRU``, or :func:`convert` for a model that is there.
 """
 
 from ._convert import Conversion, convert
+from .affine import affine_scan
 from .recurrent import GRU, LSTM, RNN
 
-__all__ = ["GRU", "LSTM", "RNN", "Conversion", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Conversion", "affine_scan", "convert"]

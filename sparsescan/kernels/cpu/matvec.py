@@ -26,13 +26,17 @@ __all__ = [
     "apply_jacobian",
     "apply_product",
     "csr_matvec",
+    "dense_matvec",
+    "dense_matvec_of_eight",
+    "interleave",
     "matvec",
     "single_matvec",
 ]
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _dense_matvec(first, last, cols, m, x, y):
+def dense_matvec(first, last, cols, m, x, y):
+    """Make rows of ``y = M x`` for a dense matrix."""
     i, stop, size = np.uint64(first), np.uint64(last), np.uint64(cols)
     row = i * size
     # Two rows at a time while they are short; long ones are better read one after the other.
@@ -81,9 +85,10 @@ def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples):
 
 
 @njit
-def _dense_matvec_of_eight(first, last, cols, m, x, y, rows, samples):
-    """Make rows of ``y[l] = M x[:, l]`` for up to eight samples, four rows at a time."""
+def dense_matvec_of_eight(first, last, cols, m, x, y, rows, samples):
+    """Make rows of ``y[l] = M x[:, l]`` for a dense matrix and up to eight samples."""
     one, four, size = np.uint64(1), np.uint64(4), np.uint64(cols)
+    # Four rows at a time, since an addition waits for the one before.
     i, stop = np.uint64(first), np.uint64(last)
     height, count = np.uint64(rows), np.uint64(samples)
     p0 = i * size
@@ -119,7 +124,7 @@ def single_matvec(first, last, indices, m, x, y):
 
 
 @njit
-def _interleave(x, cols, samples, interleaved):
+def interleave(x, cols, samples, interleaved):
     """Set ``interleaved[j, l] = x[l, j]`` for up to eight samples that lie end to end in `x`."""
     for j in range(np.uint64(cols)):
         for lane in range(np.uint64(samples)):
@@ -132,7 +137,7 @@ def _interleave(x, cols, samples, interleaved):
 def matvec(t, node, first, last, m, x, y):
     """Make rows `first` to `last` of ``y = M x``."""
     if node[Node.KIND] == Kind.DENSE:
-        _dense_matvec(first, last, node[Node.COLS], m, x, y)
+        dense_matvec(first, last, node[Node.COLS], m, x, y)
     elif node[Node.KIND] == Kind.DIAGONAL:
         for i in range(np.uint64(first), np.uint64(last)):
             y[i] = m[i] * x[i]
@@ -208,9 +213,9 @@ def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, t
             samples = min(np.int64(8), last_sample - b)
             x = array_at(gradient_of(t, left, b).ctypes.data, samples * cols, t.values)
             y = array_at(gradient_of(t, out, b).ctypes.data, samples * rows, t.values)
-            _interleave(x, cols, samples, interleaved)
+            interleave(x, cols, samples, interleaved)
             if dense:
-                _dense_matvec_of_eight(first, last, cols, m, interleaved, y, rows, samples)
+                dense_matvec_of_eight(first, last, cols, m, interleaved, y, rows, samples)
             else:
                 indptr, indices = indptr_of(t, node), indices_of(t, node)
                 csr_matvec(first, last, indptr, indices, m, interleaved, y, rows, samples)

@@ -1,0 +1,488 @@
+"""Linear recurrences in the order of time, and what the gradients in them take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .api import inclusive_scan
+from .arrays.arrays import is_on_device, output, read_array
+from .chains.containers import CSRChain
+from .errors import Allocating, DeviceError, InputError, InputTypeError, short
+from .execution.threads import share, thread_count
+from .execution.workspace import KINDS
+from .kernels.cpu.recurrence import (
+    Stack,
+    Steps,
+    outer_products,
+    sweep,
+    sweep_columns,
+    sweep_shared,
+)
+from .kernels.cpu.tables import LANES
+from .symbolic.pattern import Pattern, rows_of, trusted
+from .symbolic.schedule import Schedule, check_flag, read_schedule
+
+__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp"]
+
+Array = NDArray[Any]
+
+# Entries of the matrices of a step from which the rows of one sample are worth sharing out.
+_LARGE = 1 << 17
+# Multiply-adds that are worth another thread.
+_GRAIN = 1 << 17
+# Bytes of the matrices of a step that are worth another thread: in smaller pieces of memory, of
+# which each thread skips those of others, two are no faster than one.
+_PIECE = 1 << 15
+
+
+class AffineGrads(NamedTuple):
+    """Gradients in what :func:`affine_scan` has been given.
+
+    Attributes
+    ----------
+    matrices : ndarray or None
+        In the form of `matrices`: ``(T, …)``, with a batch axis if those have one, else summed over
+        the samples. None if they were not asked for.
+    offsets : ndarray, shape (T, size) or (T, batch, size)
+        In ``b_1, …, b_T``; of the shape of the states.
+    initial : ndarray, shape (size,) or (batch, size)
+        In ``y_0``; of the shape of a state.
+    """
+
+    matrices: Array | None
+    offsets: Array
+    initial: Array
+
+
+def affine_scan(
+    matrices: Any,
+    offsets: ArrayLike | None = None,
+    initial: ArrayLike | None = None,
+    *,
+    pattern: Pattern | None = None,
+    transposed: bool = False,
+    schedule: Schedule | str = "auto",
+) -> Array:
+    """Return the states of a linear recurrence in the order of time.
+
+        y_t = A_t y_{t-1} + b_t,        t = 1, …, T
+
+    Parameters
+    ----------
+    matrices : array_like or CSRChain
+        The matrices ``A_1, …, A_T``, all square and of one pattern: dense, ``(T, size, size)`` or
+        ``(T, batch, size, size)``; or their values in the order of `pattern`, ``(T, nnz)`` or
+        ``(T, batch, nnz)``; or both in a :class:`CSRChain`, which here is in the order of time.
+        Samples share matrices without a batch axis. Any strides will do: steps that share a matrix
+        come as ``np.broadcast_to(A, (T, size, size))``.
+    offsets : array_like, shape (T, size) or (T, batch, size), optional
+        The terms ``b_1, …, b_T``; zeros by default.
+    initial : array_like, shape (size,) or (batch, size), optional
+        The state ``y_0``; zeros by default.
+    pattern : Pattern, optional
+        The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
+        diagonals.
+    transposed : bool, default False
+        Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy.
+    schedule : Schedule or str, default "auto"
+        As for :func:`exclusive_scan`. ``"auto"`` goes from step to step, and shares out samples, or
+        elements of diagonals, and rows of one large state; that is the least work. Any other but
+        ``"linear"`` multiplies matrices, to do steps at once: for more cores than there are
+        samples, if products stay sparse.
+
+    Returns
+    -------
+    ndarray, shape (T, size) or (T, batch, size)
+        The states ``y_1, …, y_T``, in the dtype that all input promotes to.
+
+    Raises
+    ------
+    InputError
+        If a shape, a size or an option is wrong.
+    InputTypeError
+        If a type or a dtype is not supported.
+    DeviceError
+        If an array is on a CUDA device.
+
+    See Also
+    --------
+    affine_scan_vjp : The gradients in all that enters.
+    inclusive_scan : The same for steps of different patterns or sizes.
+
+    Notes
+    -----
+    This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. The
+    bits do not depend on the number of threads.
+
+    Examples
+    --------
+    A leaky sum, and two coupled ones:
+
+    >>> import numpy as np, sparsescan
+    >>> decay = sparsescan.Pattern.diagonal(1)
+    >>> sparsescan.affine_scan(np.full((4, 1), 0.5), np.ones((4, 1)), pattern=decay)
+    array([[1.   ],
+           [1.5  ],
+           [1.75 ],
+           [1.875]])
+    >>> turn = np.broadcast_to([[0.0, -1.0], [1.0, 0.0]], (3, 2, 2))
+    >>> sparsescan.affine_scan(turn, initial=[1.0, 0.0])
+    array([[ 0.,  1.],
+           [-1.,  0.],
+           [ 0., -1.]])
+    """
+    given = _Matrices.read(matrices, pattern, transposed)
+    steps, size = given.steps, given.size
+    b = None if offsets is None else _read_vectors("offsets", offsets, steps, size)
+    y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    batch = _batch_of({"matrices": given.values, "offsets": b, "initial": y0})
+    chosen = read_schedule(schedule, steps)
+    dtype = np.result_type(*(each for each in (given.values, b, y0) if each is not None))
+    with Allocating("the scan"):
+        states: Array = output(np, None, (steps, *batch, size), dtype, what="the states")
+        begin = np.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
+        added = None if b is None else _converted(b, dtype)
+        _recur(given.converted(dtype), added, begin, states, chosen)
+    return states
+
+
+def affine_scan_vjp(
+    matrices: Any,
+    initial: ArrayLike | None,
+    states: ArrayLike,
+    grads: ArrayLike,
+    *,
+    pattern: Pattern | None = None,
+    transposed: bool = False,
+    schedule: Schedule | str = "auto",
+    needs_matrices_grad: bool = True,
+) -> AffineGrads:
+    """Return the gradients in matrices, offsets and initial state of :func:`affine_scan`.
+
+    With the gradients ``l_t`` of a loss in the states ``y_t``, where the loss reads them, those in
+    the offsets are the same scan in the other direction, and those in the matrices outer products:
+
+        g_t = l_t + A_{t+1}ᵀ g_{t+1},    ∂A_t = g_t y_{t-1}ᵀ,    ∂b_t = g_t,    ∂y_0 = A_1ᵀ g_1
+
+    of which only the entries in the pattern are computed. A step that applies ``A_tᵀ`` has ``A_t``
+    in place of ``A_tᵀ``, and ``∂A_t = y_{t-1} g_tᵀ``.
+
+    Parameters
+    ----------
+    matrices, initial, pattern, transposed, schedule
+        As :func:`affine_scan` was given.
+    states : array_like, shape (T, size) or (T, batch, size)
+        What it has returned.
+    grads : array_like, shape (T, size) or (T, batch, size)
+        The gradients ``l_1, …, l_T`` of the loss in the states.
+    needs_matrices_grad : bool, default True
+        Whether to return the gradients in the matrices, too.
+
+    Returns
+    -------
+    AffineGrads
+        The gradients in `matrices`, `offsets` and `initial`.
+
+    Raises
+    ------
+    InputError, InputTypeError, DeviceError
+        As :func:`affine_scan`.
+
+    Examples
+    --------
+    >>> import numpy as np, sparsescan
+    >>> a, b = np.full((3, 1, 1), 0.5), np.ones((3, 1))
+    >>> y = sparsescan.affine_scan(a, b)
+    >>> loss_grads = np.array([[0.0], [0.0], [1.0]])  # of a loss that is the last state
+    >>> grads = sparsescan.affine_scan_vjp(a, None, y, loss_grads)
+    >>> grads.matrices.ravel(), grads.offsets.ravel(), grads.initial
+    (array([0.  , 0.5 , 1.5 ]), array([0.25, 0.5 , 1.  ]), array([0.125]))
+    """
+    given = _Matrices.read(matrices, pattern, transposed)
+    steps, size = given.steps, given.size
+    y = _read_vectors("states", states, steps, size)
+    loss = _read_vectors("grads", grads, steps, size)
+    y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    batch = _batch_of({"matrices": given.values, "initial": y0, "states": y, "grads": loss})
+    for name, array in (("states", y), ("grads", loss)):
+        if array.shape != (steps, *batch, size):
+            raise InputError(
+                f"{name} has shape {array.shape}; expected {(steps, *batch, size)}, a state for "
+                "each step and sample"
+            )
+    chosen = read_schedule(schedule, steps)
+    dtype = np.result_type(*(each for each in (given.values, y, loss, y0) if each is not None))
+    with Allocating("the gradients"):
+        given, y, loss = given.converted(dtype), _converted(y, dtype), _converted(loss, dtype)
+        begin = np.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
+        in_offsets = output(np, None, loss.shape, dtype, what="the gradients")
+        in_initial = np.zeros((1, *batch, size), dtype)
+        if steps:
+            in_offsets[-1] = loss[-1]
+            back = given.adjoint()
+            rest = None if chosen is None or steps == 1 else read_schedule(schedule, steps - 1)
+            _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], rest)
+            _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
+        in_matrices = _outer(given, in_offsets, y, begin) if needs_matrices_grad else None
+        return AffineGrads(in_matrices, in_offsets, in_initial[0])
+
+
+class _Matrices(NamedTuple):
+    """The matrices of all steps.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The pattern of each.
+    values : ndarray, shape (T, nnz) or (T, batch, nnz)
+        Their values; the last axis is contiguous.
+    transposed : bool
+        Whether a step applies the transposed matrix.
+    shape : tuple of int
+        What the caller has given.
+    turned : bool
+        Whether that are these matrices transposed.
+    """
+
+    pattern: Pattern
+    values: Array
+    transposed: bool
+    shape: tuple[int, ...]
+    turned: bool
+
+    @classmethod
+    def read(cls, matrices: Any, pattern: Pattern | None, transposed: bool) -> _Matrices:
+        """Return what the caller has given, checked; a view wherever one can be."""
+        transposed = check_flag("transposed", transposed)
+        if isinstance(matrices, CSRChain):
+            if pattern is not None:
+                raise InputError("pattern is given for a CSRChain, which has one; expected None")
+            pattern, matrices = matrices.pattern, matrices.read()
+        array = _read("matrices", matrices)
+        if pattern is not None:
+            if not isinstance(pattern, Pattern):
+                raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
+            if pattern.shape[0] != pattern.shape[1]:
+                raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
+            if array.ndim not in (2, 3) or array.shape[-1] != pattern.nnz:
+                raise InputError(
+                    f"matrices has shape {array.shape}; expected (T, nnz) or (T, batch, nnz) with "
+                    f"nnz = {pattern.nnz}, as pattern says"
+                )
+            return cls(pattern, _walkable(array), transposed, array.shape, False)
+        if array.ndim not in (3, 4) or array.shape[-1] != array.shape[-2]:
+            raise InputError(
+                f"matrices has shape {array.shape}; expected (T, size, size) or (T, batch, size, "
+                "size), or values and their pattern"
+            )
+        # Those that lie column by column are transposed ones that lie row by row.
+        turned = array.strides[-2] < array.strides[-1]
+        rows = array.swapaxes(-1, -2) if turned else array
+        size = array.shape[-1]
+        values = _walkable(rows.reshape(*array.shape[:-2], size * size))
+        pattern = Pattern.dense((size, size))
+        return cls(pattern, values, transposed != turned, array.shape, turned)
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return len(self.values)
+
+    @property
+    def size(self) -> int:
+        """Length of a state."""
+        return self.pattern.shape[0]
+
+    def converted(self, dtype: np.dtype[Any]) -> _Matrices:
+        """Return them in a dtype."""
+        return self._replace(values=_converted(self.values, dtype))
+
+    def adjoint(self) -> _Matrices:
+        """Return what gradients go through: from the last step to the first, and transposed."""
+        return self._replace(values=self.values[::-1], transposed=not self.transposed)
+
+    def part(self, begin: int, end: int | None) -> _Matrices:
+        """Return some steps."""
+        return self._replace(values=self.values[begin:end])
+
+    def as_given(self, values: Array) -> Array:
+        """Return values of this pattern in the form that the caller has given."""
+        if self.turned:
+            return values.reshape(self.shape).swapaxes(-1, -2)
+        return values.reshape(self.shape)
+
+
+def _read(name: str, given: Any) -> Array:
+    """Return an array in host memory whose form nobody else can change."""
+    if is_on_device(given):
+        raise DeviceError(
+            f"{name} is on a CUDA device; expected host memory: inclusive_scan(initial, matrices, "
+            "local_grads=…) runs there"
+        )
+    array: Array = read_array(name, given)
+    return array
+
+
+def _read_vectors(name: str, given: ArrayLike, steps: int | None, size: int) -> Array:
+    """Return vectors of this size, of every step or of none, and maybe of each sample."""
+    array = _read(name, given)
+    lead = () if steps is None else (steps,)
+    depth = len(lead)
+    if array.ndim not in (depth + 1, depth + 2) or (*array.shape[:depth], array.shape[-1]) != (
+        *lead,
+        size,
+    ):
+        with_batch = ", ".join(map(str, (*lead, "batch", size)))
+        plain = ", ".join(map(str, (*lead, size))) + ("" if lead else ",")
+        raise InputError(f"{name} has shape {array.shape}; expected ({plain}) or ({with_batch})")
+    return _walkable(array)
+
+
+def _batch_of(arrays: dict[str, Array | None]) -> tuple[int, ...]:
+    """Return the batch axis that some arrays have, or none; raise if two differ."""
+    known: dict[str, int] = {}
+    for name, array in arrays.items():
+        if array is not None and array.ndim == (2 if name == "initial" else 3):
+            known[name] = array.shape[-2]
+    for name, batch in known.items():
+        first = next(iter(known))
+        if batch != known[first]:
+            raise InputError(f"{name} has {batch} samples; expected {known[first]}, as {first} has")
+    return tuple(known.values())[:1]
+
+
+def _walkable(array: Array) -> Array:
+    """Return an array whose last axis is contiguous and aligned: a copy if it has to be."""
+    if array.flags.aligned and (array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
+        return array
+    return np.array(array, order="C")
+
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _recur(
+    given: _Matrices,
+    offsets: Array | None,
+    start: Array,
+    out: Array,
+    schedule: Schedule | None,
+) -> None:
+    """Write all states, from step to step unless a schedule says otherwise."""
+    if out.size == 0:
+        return
+    samples = out.shape[1] if out.ndim == 3 else 1
+    threads = thread_count()
+    few = samples < threads and given.pattern.kind != "diagonal" and given.pattern.nnz >= _LARGE
+    if few if schedule is None else schedule != Schedule.linear(given.steps):
+        _recur_by_plan(given, offsets, start, out, schedule)
+        return
+    steps = _steps(given, offsets, start, out)
+    work = given.steps * samples * given.pattern.nnz
+    threads = max(1, min(threads, work // _GRAIN))
+    if given.pattern.kind == "diagonal":
+        steps, samples = _flattened(steps, samples)
+        _share(lambda i, j: sweep_columns(steps, samples, i, j), steps.size, threads, 16)
+    elif given.values.ndim == 2 and samples > 1:
+        room = 2 * LANES * given.size
+        _share(
+            lambda i, j: sweep_shared(steps, i, j, np.empty(room, out.dtype)),
+            samples,
+            threads,
+            LANES,
+        )
+    else:
+        threads = min(threads, abs(steps.values.step) // _PIECE)
+        _share(lambda i, j: sweep(steps, i, j), samples, threads, 1)
+
+
+def _recur_by_plan(
+    given: _Matrices, offsets: Array | None, start: Array, out: Array, schedule: Schedule | None
+) -> None:
+    """Write all states by the scan of a plan, which takes matrices that are not transposed."""
+    pattern, values = given.pattern, given.values
+    if given.transposed:
+        pattern, order = _transposed(pattern)
+        values = np.take(values, order, axis=-1)
+    added = None
+    if offsets is not None:
+        added = np.zeros((given.steps + 1, *out.shape[1:]), out.dtype)
+        added[1:] = offsets if offsets.ndim == out.ndim else offsets[:, None]
+    begin = np.broadcast_to(start, out.shape[1:])
+    chain = CSRChain.from_pattern(values, pattern)
+    states = inclusive_scan(
+        begin, chain, local_grads=added, schedule="auto" if schedule is None else schedule
+    )
+    out[...] = states[1:]
+
+
+def _transposed(pattern: Pattern) -> tuple[Pattern, Array]:
+    """Return the pattern of the transpose, and where its values are among those of the matrix."""
+    order = np.lexsort((rows_of(pattern), pattern.indices))
+    counts = np.bincount(pattern.indices, minlength=pattern.shape[1])
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    return trusted(indptr, rows_of(pattern)[order], pattern.shape[::-1]), order
+
+
+def _steps(given: _Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
+    """Return what the kernels are told."""
+    pattern = given.pattern
+    is_csr = pattern.kind == "general"
+    none = np.empty(0, np.int32)
+    return Steps(
+        count=given.steps,
+        size=given.size,
+        nnz=pattern.nnz,
+        kind=KINDS[pattern.kind],
+        transposed=int(given.transposed),
+        indptr=pattern.indptr if is_csr else none,
+        indices=pattern.indices if is_csr else none,
+        values=_stack(given.values),
+        offsets=Stack(0, 0, 0) if offsets is None else _stack(offsets),
+        states=_stack(out),
+        start=_stack(start[None]),
+        like=np.empty(0, out.dtype),
+    )
+
+
+def _stack(array: Array) -> Stack:
+    step, *rest = array.strides[:-1]
+    return Stack(array.ctypes.data, step, rest[0] if rest else 0)
+
+
+def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
+    """Return the same with all samples as one, if they lie end to end."""
+    row = steps.size * steps.like.itemsize
+    stacks = [steps.values, steps.states, steps.start]
+    stacks += [steps.offsets] if steps.offsets.at else []
+    if samples == 1 or any(stack.sample != row for stack in stacks):
+        return steps, samples
+    size = steps.size * samples
+    return steps._replace(size=size, nnz=size), 1
+
+
+def _share(call: Callable[[int, int], None], count: int, threads: int, least: int) -> None:
+    """Share out `count` things, in ranges of a multiple of `least`."""
+    parts = max(1, min(threads, count // least))
+    ends = [count * k // parts // least * least for k in range(parts)] + [count]
+    share(lambda k: call(ends[k], ends[k + 1]), parts)
+
+
+def _outer(given: _Matrices, grads: Array, states: Array, start: Array) -> Array:
+    """Return the gradients in the matrices."""
+    out = output(np, None, given.values.shape, grads.dtype, what="the gradients in the matrices")
+    samples = grads.shape[1] if grads.ndim == 3 else 1
+    if samples == 0:
+        out[...] = 0
+    if out.size and samples:
+        steps = _steps(given, None, start, states)
+        work = grads.size // max(given.size, 1) * given.pattern.nnz
+        threads = max(1, min(thread_count(), work // _GRAIN))
+        loss, to = _stack(grads), _stack(out)
+        _share(lambda i, j: outer_products(steps, loss, to, samples, i, j), given.steps, threads, 1)
+    return given.as_given(out)

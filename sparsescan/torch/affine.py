@@ -1,0 +1,250 @@
+"""Linear recurrences for PyTorch: the operator ``sparsescan::affine_scan``, and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import affine
+from ..errors import DeviceError, InputError, InputTypeError, short
+from ..symbolic.pattern import Pattern
+
+__all__ = ["affine_scan"]
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def affine_scan(
+    matrices: Tensor,
+    offsets: Tensor | None = None,
+    initial: Tensor | None = None,
+    *,
+    pattern: Pattern | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """Return the states of a linear recurrence in the order of time, ``y_t = A_t y_{t-1} + b_t``.
+
+    As :func:`sparsescan.affine_scan`, for tensors of PyTorch, and differentiable any number of
+    times in all of them. It is one operator, registered with ``torch.library``, so that
+    ``torch.compile`` keeps a graph whole. Contiguous tensors are not copied, nor are transposed
+    dense matrices.
+
+    Parameters
+    ----------
+    matrices : Tensor
+        The matrices ``A_1, …, A_T``: dense, ``(T, size, size)`` or ``(T, batch, size, size)``, or
+        their values in the order of `pattern`, ``(T, nnz)`` or ``(T, batch, nnz)``. Samples share
+        matrices without a batch axis.
+    offsets : Tensor, shape (T, size) or (T, batch, size), optional
+        The terms ``b_1, …, b_T``; zeros by default.
+    initial : Tensor, shape (size,) or (batch, size), optional
+        The state ``y_0``; zeros by default.
+    pattern : Pattern, optional
+        The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
+        diagonals.
+    transposed : bool, default False
+        Whether a step applies ``A_tᵀ`` in place of ``A_t``.
+
+    Returns
+    -------
+    Tensor, shape (T, size) or (T, batch, size)
+        The states ``y_1, …, y_T``.
+
+    Raises
+    ------
+    InputError
+        If a shape or a size is wrong.
+    InputTypeError
+        If a type is not supported, or dtypes differ.
+    DeviceError
+        If a tensor is not in host memory.
+
+    Examples
+    --------
+    >>> import torch, sparsescan
+    >>> from sparsescan.torch import affine_scan
+    >>> decay = torch.full((4, 1), 0.5, requires_grad=True)
+    >>> y = affine_scan(decay, torch.ones(4, 1), pattern=sparsescan.Pattern.diagonal(1))
+    >>> y.flatten().tolist()
+    [1.0, 1.5, 1.75, 1.875]
+    >>> y[-1].backward()
+    >>> decay.grad.flatten().tolist()
+    [0.0, 0.25, 0.75, 1.75]
+    """
+    tensors = {"matrices": matrices, "offsets": offsets, "initial": initial}
+    for name, tensor in tensors.items():
+        if tensor is None and name != "matrices":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(f"{name} is {short(tensor)}; expected a tensor")
+        if tensor.dtype not in _DTYPES or tensor.dtype != matrices.dtype:
+            raise InputTypeError(
+                f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all tensors"
+            )
+        if tensor.device.type != "cpu":
+            raise DeviceError(f"{name} is on {tensor.device}; expected a tensor on the CPU")
+    indptr, indices = None, None
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
+    if pattern is not None and pattern.kind == "dense":
+        # Checked here, since the operator is not told of a pattern.
+        if matrices.dim() not in (2, 3) or matrices.shape[-1] != pattern.nnz:
+            raise InputError(
+                f"matrices has shape {tuple(matrices.shape)}; expected (T, nnz) or (T, batch, nnz) "
+                f"with nnz = {pattern.nnz}, as pattern says"
+            )
+        matrices = matrices.unflatten(-1, pattern.shape)
+    elif pattern is not None:
+        indptr, indices = (
+            torch.from_numpy(array.astype("int64")) for array in (pattern.indptr, pattern.indices)
+        )
+    states: Tensor = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
+    return states
+
+
+# -- The operators ---------------------------------------------------------------------------------
+
+_GIVEN = (
+    "Tensor matrices, Tensor? offsets, Tensor? initial, Tensor? indptr, Tensor? indices, "
+    "bool transposed"
+)
+_library = torch.library.Library("sparsescan", "FRAGMENT")
+_library.define(f"affine_scan({_GIVEN}) -> Tensor")
+_library.define(
+    "affine_scan_backward(Tensor grads, Tensor states, Tensor matrices, Tensor? initial, "
+    "Tensor? indptr, Tensor? indices, bool transposed, bool needs_matrices_grad) -> Tensor[]"
+)
+_affine_scan = torch.ops.sparsescan.affine_scan.default
+_affine_scan_backward = torch.ops.sparsescan.affine_scan_backward.default
+
+
+def _pattern(indptr: Tensor | None, indices: Tensor | None) -> Pattern | None:
+    if indptr is None or indices is None:
+        return None
+    size = len(indptr) - 1
+    return Pattern(indptr.numpy(), indices.numpy(), (size, size))
+
+
+def _array(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().numpy()
+
+
+def _forward(
+    matrices: Tensor,
+    offsets: Tensor | None,
+    initial: Tensor | None,
+    indptr: Tensor | None,
+    indices: Tensor | None,
+    transposed: bool,
+) -> Tensor:
+    given = (_array(tensor) for tensor in (matrices, offsets, initial))
+    pattern = _pattern(indptr, indices)
+    return torch.from_numpy(affine.affine_scan(*given, pattern=pattern, transposed=transposed))
+
+
+def _backward(
+    grads: Tensor,
+    states: Tensor,
+    matrices: Tensor,
+    initial: Tensor | None,
+    indptr: Tensor | None,
+    indices: Tensor | None,
+    transposed: bool,
+    needs_matrices_grad: bool,
+) -> list[Tensor]:
+    """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
+    given = (_array(tensor) for tensor in (matrices, initial, states, grads))
+    found = affine.affine_scan_vjp(
+        *given,
+        pattern=_pattern(indptr, indices),
+        transposed=transposed,
+        needs_matrices_grad=needs_matrices_grad,
+    )
+    arrays = [found.offsets, found.initial]
+    if found.matrices is not None:
+        arrays.append(found.matrices)
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def _fake_forward(
+    matrices: Tensor, offsets: Any, initial: Any, indptr: Any, indices: Any, transposed: bool
+) -> Tensor:
+    size = matrices.shape[-1] if indptr is None else len(indptr) - 1
+    steps, *batch = matrices.shape[: -2 if indptr is None else -1]
+    if offsets is not None and offsets.dim() == 3:
+        batch = [offsets.shape[1]]
+    if initial is not None and initial.dim() == 2:
+        batch = [initial.shape[0]]
+    return matrices.new_empty((steps, *batch, size))
+
+
+def _fake_backward(grads: Tensor, states: Any, matrices: Tensor, *others: Any) -> list[Tensor]:
+    found = [grads.new_empty(grads.shape), grads.new_empty(grads.shape[1:])]
+    return [*found, matrices.new_empty(matrices.shape)] if others[-1] else found
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    matrices, offsets, initial, indptr, indices, ctx.transposed = inputs
+    ctx.offsets_dim = None if offsets is None else offsets.dim()
+    ctx.save_for_backward(matrices, initial, indptr, indices, output)
+
+
+def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+    matrices, initial, indptr, indices, states = ctx.saved_tensors
+    needs_matrices, needs_offsets, needs_initial = ctx.needs_input_grad[:3]
+    about = indptr, indices, ctx.transposed
+    if torch.is_grad_enabled():
+        found = _differentiable_backward(grads, states, matrices, initial, *about)
+    else:
+        found = _affine_scan_backward(grads, states, matrices, initial, *about, needs_matrices)
+    in_offsets, in_initial = found[:2]
+    # What samples share has the sum of their gradients.
+    if needs_offsets and ctx.offsets_dim < in_offsets.dim():
+        in_offsets = in_offsets.sum(1)
+    if needs_initial and initial.dim() < in_initial.dim():
+        in_initial = in_initial.sum(0)
+    return (
+        found[2] if needs_matrices else None,
+        in_offsets if needs_offsets else None,
+        in_initial if needs_initial else None,
+        *(None, None, None),
+    )
+
+
+def _differentiable_backward(
+    grads: Tensor,
+    states: Tensor,
+    matrices: Tensor,
+    initial: Tensor | None,
+    indptr: Tensor | None,
+    indices: Tensor | None,
+    transposed: bool,
+) -> list[Tensor]:
+    """Return what the operator for backward does, by operators that have derivatives."""
+    if not len(grads):
+        return [grads, grads.new_zeros(grads.shape[1:]), torch.zeros_like(matrices)]
+    later = torch.cat([grads[:-1].flip(0), torch.zeros_like(grads[:1])])
+    back = _affine_scan(matrices.flip(0), later, grads[-1], indptr, indices, not transposed)
+    in_offsets = torch.cat([back[:-1].flip(0), grads[-1:]])
+    begin = grads.new_zeros(grads.shape[1:]) if initial is None else initial
+    before = torch.cat([begin.expand(grads.shape[1:])[None], states[:-1]])
+    left, right = (before, in_offsets) if transposed else (in_offsets, before)
+    if indptr is None or indices is None:
+        in_matrices = left[..., :, None] * right[..., None, :]
+    else:
+        rows = torch.repeat_interleave(indptr.diff(), output_size=len(indices))
+        in_matrices = left[..., rows] * right[..., indices]
+    if in_matrices.dim() > matrices.dim():
+        in_matrices = in_matrices.sum(1)
+    return [in_offsets, back[-1], in_matrices]
+
+
+_library.impl("affine_scan", _forward, "CPU")
+_library.impl("affine_scan_backward", _backward, "CPU")
+torch.library.register_fake("sparsescan::affine_scan", _fake_forward, lib=_library)
+torch.library.register_fake("sparsescan::affine_scan_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "sparsescan::affine_scan", _differentiate, setup_context=_save, lib=_library
+)

@@ -1,0 +1,294 @@
+"""Linear recurrences in the order of time, beside loops in float64, and their gradients."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import sparsescan
+from sparsescan import CSRChain, InputError, InputTypeError, Pattern, affine_scan, affine_scan_vjp
+from sparsescan.execution import threads
+from sparsescan.symbolic.pattern import of_mask
+
+Array = NDArray[Any]
+
+
+class Case(NamedTuple):
+    """What a call is given, and the dense matrices that its steps apply."""
+
+    matrices: Any
+    options: dict[str, Any]
+    offsets: Array | None
+    initial: Array | None
+    applied: Array  # (T, 1 or batch, size, size)
+    batch: int | None
+    dtype: np.dtype[Any]
+    kept: Array  # where a matrix has entries
+
+    def given(self, array: Array | None, shape: tuple[int, ...]) -> Array:
+        """An array, or its default, for every sample, in float64."""
+        whole = np.zeros(shape) if array is None else array.astype(np.float64)
+        missing = array is not None and array.ndim < len(shape)
+        return np.broadcast_to(whole[..., None, :] if missing else whole, shape)
+
+    def inputs(self) -> tuple[Array, Array]:
+        steps, samples, size = len(self.applied), self.batch or 1, self.applied.shape[-1]
+        offsets, initial = self.offsets, self.initial
+        if self.batch is None:
+            offsets = None if offsets is None else offsets[:, None]
+            initial = None if initial is None else initial[None]
+        return (
+            self.given(offsets, (steps, samples, size)),
+            self.given(initial, (samples, size)),
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    steps, size = draw(st.integers(0, 12)), draw(st.integers(1, 20))
+    batch = draw(st.sampled_from([None, 1, 2, 3, 7, 8, 9, 17]))
+    dtype = np.dtype(draw(st.sampled_from([np.float32, np.float64])))
+    kind = draw(st.sampled_from(["dense", "diagonal", "general"]))
+    kept = {
+        "dense": np.ones((size, size), bool),
+        "diagonal": np.eye(size, dtype=bool),
+        "general": rng.random((size, size)) < draw(st.sampled_from([0.0, 0.1, 0.5])),
+    }[kind]
+    has_batch = batch is not None and draw(st.booleans())
+    lead = (steps, batch) if has_batch else (steps,)
+    dense = rng.standard_normal((*lead, size, size)) * kept / np.sqrt(max(kept.sum() / size, 1))
+    dense = dense.astype(dtype)
+    form = draw(st.sampled_from(["rows", "columns", "backwards", "one", "float64"]))
+    if form == "columns":
+        dense = np.ascontiguousarray(dense.swapaxes(-1, -2)).swapaxes(-1, -2)
+    elif form == "backwards":
+        dense = np.ascontiguousarray(dense[::-1])[::-1]
+    elif form == "one" and steps:
+        dense = np.broadcast_to(dense[0], dense.shape)
+    elif form == "float64":
+        dense = dense.astype(np.float64)
+    options: dict[str, Any] = {}
+    matrices: Any = dense
+    if kind != "dense" or draw(st.booleans()):
+        options["pattern"] = of_mask(kept)
+        matrices = dense[..., kept]
+        if form == "one" and steps:
+            matrices = np.broadcast_to(matrices[0], matrices.shape)
+        if draw(st.booleans()):
+            matrices = CSRChain.from_pattern(matrices, options.pop("pattern"))
+    transposed = draw(st.booleans())
+    if transposed:
+        options["transposed"] = True
+    options["schedule"] = draw(st.sampled_from(["auto", "auto", "linear", "blelloch", "chunked:3"]))
+    if steps < 3 and options["schedule"] == "chunked:3":
+        del options["schedule"]
+
+    def vectors(lead: tuple[int, ...]) -> Array | None:
+        choice = draw(st.sampled_from(["none", "shared", "each"]))
+        if choice == "none":
+            return None
+        own = (batch,) if batch is not None and choice == "each" else ()
+        drawn: Array = rng.standard_normal((*lead, *own, size)).astype(dtype)
+        return drawn
+
+    offsets, initial = vectors((steps,)), vectors(())
+    if not has_batch and batch is not None:
+        has = (offsets is not None and offsets.ndim == 3) or (
+            initial is not None and initial.ndim == 2
+        )
+        batch = batch if has else None
+    applied = dense.astype(np.float64)
+    applied = applied if has_batch else applied[:, None]
+    applied = applied.swapaxes(-1, -2) if transposed else applied
+    wide = np.float64 if form == "float64" else dtype
+    return Case(matrices, options, offsets, initial, applied, batch, np.dtype(wide), kept)
+
+
+def apply(matrices: Array, x: Array) -> Array:
+    product: Array = (matrices @ x[..., None])[..., 0]
+    return product
+
+
+def close(found: Array, exact: Array, magnitude: Array, case: Case) -> None:
+    terms = 2 * len(case.applied) * (case.applied.shape[-1] + 4)
+    if case.options.get("schedule") not in (None, "auto", "linear"):
+        terms *= 4
+    eps, tiny = np.finfo(case.dtype).eps, np.finfo(case.dtype).tiny
+    assert found.shape == exact.shape
+    assert found.dtype == case.dtype
+    assert (np.abs(found - exact) <= eps * terms * magnitude + tiny).all()
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_states_and_gradients(case: Case, seed: int) -> None:
+    """As loops over the definition give them; the error is bounded by the sums of magnitudes."""
+    offsets, state = case.inputs()
+    steps, samples, size = offsets.shape
+    states, magnitudes = [state], [np.abs(state)]
+    for matrix, offset in zip(case.applied, offsets, strict=True):
+        states.append(apply(matrix, states[-1]) + offset)
+        magnitudes.append(apply(np.abs(matrix), magnitudes[-1]) + np.abs(offset))
+    y, size_of = np.array(states), np.array(magnitudes)
+    squeeze = (lambda a: a[:, 0]) if case.batch is None else (lambda a: a)
+    found = affine_scan(case.matrices, case.offsets, case.initial, **case.options)
+    close(found, squeeze(y[1:]), squeeze(size_of[1:]), case)
+
+    loss = np.random.default_rng(seed).standard_normal((steps, samples, size)).astype(case.dtype)
+    grads = affine_scan_vjp(case.matrices, case.initial, found, squeeze(loss), **case.options)
+    g, size_of_g = np.zeros((samples, size)), np.zeros((samples, size))
+    in_offsets, sizes = np.zeros((2, steps, samples, size))
+    in_matrices, sizes_of_matrices = np.zeros((2, steps, samples, size, size))
+    for t in range(steps)[::-1]:
+        in_offsets[t] = g = g + loss[t]
+        sizes[t] = size_of_g = size_of_g + np.abs(loss[t])
+        in_matrices[t] = g[:, :, None] * y[t][:, None, :]
+        sizes_of_matrices[t] = size_of_g[:, :, None] * size_of[t][:, None, :]
+        g = apply(case.applied[t].swapaxes(-1, -2), g)
+        size_of_g = apply(np.abs(case.applied[t]).swapaxes(-1, -2), size_of_g)
+    close(grads.offsets, squeeze(in_offsets), squeeze(sizes), case)
+    close(grads.initial, squeeze(g[None])[0], squeeze(size_of_g[None])[0], case)
+
+    def as_given(a: Array) -> Array:
+        a = a.swapaxes(-1, -2) if "transposed" in case.options else a
+        is_values = isinstance(case.matrices, CSRChain) or "pattern" in case.options
+        values = case.matrices.data if isinstance(case.matrices, CSRChain) else case.matrices
+        a = a[..., case.kept] if is_values else a
+        return a.sum(1) if values.ndim == (2 if is_values else 3) else a
+
+    close(grads.matrices, as_given(in_matrices), as_given(sizes_of_matrices), case)
+
+
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "general"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_bits_by_any_number_of_threads(
+    kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    steps, batch, size = 300, 21, 40
+    pattern = {
+        "dense": Pattern.dense((size, size)),
+        "diagonal": Pattern.diagonal(size),
+        "general": of_mask(rng.random((size, size)) < 0.2),
+    }[kind]
+    lead = (steps,) if shared else (steps, batch)
+    a = (rng.standard_normal((*lead, pattern.nnz)) / 7).astype(np.float32)
+    b = rng.standard_normal((steps, batch, size)).astype(np.float32)
+    results = []
+    for count in (1, 2, 3, 5):
+        monkeypatch.setattr(sparsescan.affine, "thread_count", lambda count=count: count)
+        monkeypatch.setattr(threads, "thread_count", lambda count=count: count)
+        y = affine_scan(a, b, pattern=pattern)
+        results.append([y, *affine_scan_vjp(a, None, y, b, pattern=pattern)])
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert found.tobytes() == expected.tobytes()
+
+
+def test_a_sample_that_is_not_finite_leaves_the_others_alone() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((20, 6, 6)) / 4, rng.standard_normal((20, 11, 6))
+    clean = affine_scan(a, b)
+    b[0, 5] = np.nan
+    b[3, 7] = np.inf
+    found = affine_scan(a, b)
+    others = [k for k in range(11) if k not in (5, 7)]
+    assert found[:, others].tobytes() == clean[:, others].tobytes()
+    assert np.isnan(found[0, 5]).all()
+    assert not np.isfinite(found[3, 7]).any()
+
+
+@pytest.mark.parametrize("form", ["rows", "columns", "transposed", "backwards", "one"])
+def test_nothing_of_the_callers_is_copied_or_changed(form: str) -> None:
+    steps, batch, size = 500, 16, 20
+    a = np.full((steps, batch, size, size), 0.01, np.float32)
+    b = np.ones((steps, batch, size), np.float32)
+    a.flags.writeable = b.flags.writeable = False
+    matrices = {
+        "rows": a,
+        "columns": a.swapaxes(-1, -2),
+        "transposed": a,
+        "backwards": a[::-1],
+        "one": np.broadcast_to(a[0], a.shape),
+    }[form]
+    options = {"transposed": True} if form == "transposed" else {}
+    y = affine_scan(matrices, b, **options)
+    affine_scan_vjp(matrices, None, y, b, **options)
+    tracemalloc.start()
+    try:
+        affine_scan(matrices, b, **options)
+        forward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        affine_scan_vjp(matrices, None, y, b, **options)
+        back = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert forward < 1.1 * b.nbytes + 100_000
+    assert back < 1.1 * (a.nbytes + b.nbytes) + 100_000
+    assert (a == np.float32(0.01)).all()
+
+
+def test_large_states_of_few_samples_run_by_a_plan() -> None:
+    rng = np.random.default_rng(3)
+    size, steps = 400, 4
+    a, b = rng.standard_normal((steps, size, size)) / 20, rng.standard_normal((steps, size))
+    y, expected = affine_scan(a, b), np.zeros(size)
+    grads = affine_scan_vjp(a, None, y, b)
+    for t in range(steps):
+        expected = a[t] @ expected + b[t]
+        np.testing.assert_allclose(y[t], expected, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(grads.offsets[-2], b[-2] + a[-1].T @ b[-1], rtol=1e-11, atol=1e-11)
+    named = affine_scan(a, b, schedule=sparsescan.Schedule.blelloch(steps))
+    np.testing.assert_allclose(named, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"matrices": np.ones((5, 3))}, r"matrices has shape \(5, 3\); expected \(T, size, size\)"),
+        ({"matrices": np.ones((5, 3, 2))}, r"matrices has shape \(5, 3, 2\); expected"),
+        ({"pattern": Pattern.diagonal(4)}, r"matrices has shape .* nnz = 4, as pattern says"),
+        ({"pattern": Pattern.dense((3, 2))}, r"pattern has shape \(3, 2\); expected a square one"),
+        ({"offsets": np.ones((4, 3))}, r"offsets has shape \(4, 3\); expected \(5, 3\) or \(5, ba"),
+        ({"initial": np.ones(4)}, r"initial has shape \(4,\); expected \(3,\) or \(batch, 3\)"),
+        (
+            {"offsets": np.ones((5, 2, 3)), "initial": np.ones((4, 3))},
+            "initial has 4 samples; expected 2, as offsets has",
+        ),
+        ({"schedule": "fast"}, "schedule is 'fast'"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        affine_scan(**{"matrices": np.ones((5, 3, 3)), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "diagonal"}, "pattern is 'diagonal'; expected a Pattern"),
+        ({"matrices": np.ones((5, 3, 3), int)}, "matrices has dtype int64; expected float32 or"),
+        ({"offsets": "b"}, "offsets has dtype"),
+    ],
+)
+def test_types_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputTypeError, match=message):
+        affine_scan(**{"matrices": np.ones((5, 3, 3)), **change})
+
+
+def test_gradients_need_the_states_of_the_call() -> None:
+    a = np.ones((5, 2, 3, 3))
+    y = affine_scan(a)
+    with pytest.raises(InputError, match=r"grads has 1 samples; expected 2, as matrices has"):
+        affine_scan_vjp(a, None, y, y[:, :1])
+    with pytest.raises(InputError, match=r"states has shape \(5, 3\); expected \(5, 2, 3\)"):
+        affine_scan_vjp(a, None, y[:, 0], y)
+    chain = CSRChain.from_pattern(np.ones((4, 3)), Pattern.diagonal(3))
+    with pytest.raises(InputError, match="pattern is given for a CSRChain"):
+        affine_scan(chain, pattern=Pattern.diagonal(3))

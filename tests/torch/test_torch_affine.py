@@ -1,0 +1,158 @@
+"""The linear recurrence of PyTorch's front door, beside a loop that autograd differentiates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsescan import DeviceError, InputError, InputTypeError, Pattern
+from sparsescan.symbolic.pattern import of_mask
+from sparsescan.torch import affine_scan
+
+EPS = torch.finfo(torch.float64).eps
+
+
+class Case:
+    """Random arguments, of which any may be shared by the samples or not be there."""
+
+    def __init__(self, seed: int, most: int = 9) -> None:
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        steps, size, batch = (int(rng.integers(1, most)) for _ in range(3))
+        kept = torch.from_numpy(rng.random((size, size)) < rng.choice([0.3, 1.0]))
+        if rng.random() < 0.3:
+            kept = torch.eye(size, dtype=torch.bool)
+        self.kept = kept
+        lead = (steps, batch) if rng.random() < 0.5 else (steps,)
+        self.is_dense = bool(kept.all()) and rng.random() < 0.7
+        self.pattern = None if self.is_dense else of_mask(kept.numpy())
+        shape = (size, size) if self.is_dense else (int(kept.sum()),)
+        self.matrices = (torch.randn(*lead, *shape, dtype=torch.float64) / 2).requires_grad_()
+        self.transposed = bool(rng.random() < 0.5)
+
+        def vectors(*lead: int) -> Tensor | None:
+            choice = rng.integers(3)
+            if choice == 2:
+                return None
+            own = (*lead, batch, size) if choice else (*lead, size)
+            return torch.randn(own, dtype=torch.float64).requires_grad_()
+
+        self.offsets, self.initial = vectors(steps), vectors()
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        given = (self.matrices, self.offsets, self.initial)
+        return [tensor for tensor in given if tensor is not None]
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        matrices, *rest = inputs or self.inputs
+        offsets = None if self.offsets is None else rest.pop(0)
+        initial = rest.pop(0) if rest else None
+        options: Any = {"pattern": self.pattern, "transposed": self.transposed}
+        return affine_scan(matrices, offsets, initial, **options)
+
+    def loop(self) -> Tensor:
+        a = self.matrices
+        if not self.is_dense:
+            whole = a.new_zeros(*a.shape[:-1], *self.kept.shape)
+            whole[..., self.kept] = a
+            a = whole
+        a = a.mT if self.transposed else a
+        size = a.shape[-1]
+        y = a.new_zeros(size) if self.initial is None else self.initial
+        states = []
+        for t in range(len(a)):
+            y = (a[t] @ y[..., None])[..., 0]
+            y = y if self.offsets is None else y + self.offsets[t]
+            states.append(y)
+        return torch.stack(torch.broadcast_tensors(*states))
+
+
+@given(st.integers(0, 2**32))
+def test_states_and_gradients(seed: int) -> None:
+    case = Case(seed)
+    found, expected = case.run(), case.loop()
+    loss = torch.randn_like(expected)
+    results = [torch.autograd.grad((y * loss).sum(), case.inputs) for y in (found, expected)]
+    tensors = (expected.detach(), *results[1])
+    scale = 1 + max(float(each.abs().max()) for each in tensors if each.numel())
+    for ours, theirs in zip((found, *results[0]), (expected, *results[1]), strict=True):
+        assert ours.shape == theirs.shape
+        assert ((ours - theirs).abs() <= 1000 * EPS * scale).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_first_and_second_derivatives(seed: int) -> None:
+    case = Case(seed, most=4)
+    inputs = tuple(case.inputs)
+    assert torch.autograd.gradcheck(case.run, inputs)
+    assert torch.autograd.gradgradcheck(case.run, inputs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_opcheck(seed: int) -> None:
+    case = Case(seed, most=4)
+    indices: tuple[Any, Any] = (None, None)
+    if case.pattern is not None:
+        arrays = case.pattern.indptr, case.pattern.indices
+        indices = tuple(torch.from_numpy(array.astype(np.int64)) for array in arrays)
+    arguments = case.matrices, case.offsets, case.initial, *indices, case.transposed
+    torch.library.opcheck(torch.ops.sparsescan.affine_scan.default, arguments)
+
+
+def test_compiled_graphs_stay_whole() -> None:
+    case = Case(5)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return case.run(*(2 * each for each in inputs)).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for call in (loss, compiled):
+        for each in case.inputs:
+            each.grad = None
+        call(*case.inputs).backward()
+        grads = [each.grad for each in case.inputs]
+        if call is loss:
+            expected = grads
+    for found, right in zip(grads, expected, strict=True):
+        assert found is not None
+        assert right is not None
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_only_what_requires_it_has_a_gradient() -> None:
+    a, b = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
+    y = affine_scan(a, b)
+    y.sum().backward()
+    assert a.grad is None
+    assert b.grad is not None
+    assert not affine_scan(a, b.detach()).requires_grad
+    with torch.no_grad():
+        assert not affine_scan(a, b).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap() -> None:
+    a, b = torch.rand(2, 4, 3, 3), torch.rand(2, 4, 3)
+    expected = torch.stack([affine_scan(*each) for each in zip(a, b, strict=True)])
+    torch.testing.assert_close(torch.vmap(affine_scan)(a, b), expected)
+
+
+def test_errors() -> None:
+    a = torch.rand(4, 3, 3)
+    with pytest.raises(InputTypeError, match=r"offsets has dtype torch\.float64; expected"):
+        affine_scan(a, torch.rand(4, 3, dtype=torch.float64))
+    with pytest.raises(InputTypeError, match=r"matrices is \[tensor.*expected a tensor"):
+        affine_scan([a])  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="pattern is 3; expected a Pattern"):
+        affine_scan(a, pattern=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"offsets has shape \(5, 3\); expected \(4, 3\)"):
+        affine_scan(a, torch.rand(5, 3))
+    with pytest.raises(DeviceError, match="matrices is on meta; expected a tensor on the CPU"):
+        affine_scan(a.to("meta"), pattern=Pattern.diagonal(3))
