@@ -200,7 +200,7 @@ def affine_scan_vjp(
     >>> loss_grads = np.array([[0.0], [0.0], [1.0]])  # of a loss that is the last state
     >>> grads = sparsescan.affine_scan_vjp(a, None, y, loss_grads)
     >>> grads.matrices.ravel(), grads.offsets.ravel(), grads.initial
-    (array([0.  , 0.5 , 1.5 ]), array([0.25, 0.5 , 1.  ]), array([0.125]))
+    (array([0. , 0.5, 1.5]), array([0.25, 0.5 , 1.  ]), array([0.125]))
     """
     given = _Matrices.read(matrices, pattern, transposed)
     steps, size = given.steps, given.size
