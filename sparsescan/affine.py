@@ -26,9 +26,10 @@ from .kernels.cpu.tables import LANES
 from .symbolic.pattern import Pattern, rows_of, trusted
 from .symbolic.schedule import Schedule, check_flag, read_schedule
 
-__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp"]
+__all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp", "check_shapes"]
 
 Array = NDArray[Any]
+Shape = tuple[int, ...]
 
 # Entries of the matrices of a step from which the rows of one sample are worth sharing out.
 _LARGE = 1 << 17
@@ -139,7 +140,11 @@ def affine_scan(
     steps, size = given.steps, given.size
     b = None if offsets is None else _read_vectors("offsets", offsets, steps, size)
     y0 = None if initial is None else _read_vectors("initial", initial, None, size)
-    batch = _batch_of({"matrices": given.values, "offsets": b, "initial": y0})
+    batch = _batch_of(
+        matrices=given.batch,
+        offsets=() if b is None else b.shape[1:-1],
+        initial=() if y0 is None else y0.shape[:-1],
+    )
     chosen = read_schedule(schedule, steps)
     dtype = np.result_type(*(each for each in (given.values, b, y0) if each is not None))
     with Allocating("the scan"):
@@ -207,7 +212,12 @@ def affine_scan_vjp(
     y = _read_vectors("states", states, steps, size)
     loss = _read_vectors("grads", grads, steps, size)
     y0 = None if initial is None else _read_vectors("initial", initial, None, size)
-    batch = _batch_of({"matrices": given.values, "initial": y0, "states": y, "grads": loss})
+    batch = _batch_of(
+        matrices=given.batch,
+        initial=() if y0 is None else y0.shape[:-1],
+        states=y.shape[1:-1],
+        grads=loss.shape[1:-1],
+    )
     for name, array in (("states", y), ("grads", loss)):
         if array.shape != (steps, *batch, size):
             raise InputError(
@@ -229,6 +239,73 @@ def affine_scan_vjp(
             _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
         in_matrices = _outer(given, in_offsets, y, begin) if needs_matrices_grad else None
         return AffineGrads(in_matrices, in_offsets, in_initial[0])
+
+
+def check_shapes(
+    matrices: Shape, offsets: Shape | None, initial: Shape | None, pattern: Pattern | None
+) -> tuple[Shape, int]:
+    """Return the batch axis, if there is one, and the size of the states; raise for wrong shapes.
+
+    Parameters
+    ----------
+    matrices, offsets, initial : tuple of int
+        The shapes of what :func:`affine_scan` takes; None for what is not given.
+    pattern : Pattern or None
+        As there.
+    """
+    size = _check_matrices(matrices, pattern)
+    if offsets is not None:
+        _check_vectors("offsets", offsets, matrices[0], size)
+    if initial is not None:
+        _check_vectors("initial", initial, None, size)
+    batch = _batch_of(
+        matrices=matrices[1 : -2 if pattern is None else -1],
+        offsets=(offsets or ())[1:-1],
+        initial=(initial or ())[:-1],
+    )
+    return batch, size
+
+
+def _check_matrices(shape: Shape, pattern: Any) -> int:
+    """Return the size of the states; raise for a wrong shape."""
+    if pattern is None:
+        if len(shape) not in (3, 4) or shape[-1] != shape[-2]:
+            raise InputError(
+                f"matrices has shape {shape}; expected (T, size, size) or (T, batch, size, size), "
+                "or values and their pattern"
+            )
+        return shape[-1]
+    if not isinstance(pattern, Pattern):
+        raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
+    if pattern.shape[0] != pattern.shape[1]:
+        raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
+    if len(shape) not in (2, 3) or shape[-1] != pattern.nnz:
+        raise InputError(
+            f"matrices has shape {shape}; expected (T, nnz) or (T, batch, nnz) with nnz = "
+            f"{pattern.nnz}, as pattern says"
+        )
+    return pattern.shape[0]
+
+
+def _check_vectors(name: str, shape: Shape, steps: int | None, size: int) -> None:
+    """Raise unless vectors have this size, and there are so many, maybe for each sample."""
+    lead = () if steps is None else (steps,)
+    depth = len(lead)
+    fits = len(shape) in (depth + 1, depth + 2)
+    if not fits or (*shape[:depth], shape[-1]) != (*lead, size):
+        plain = ", ".join(map(str, (*lead, size))) + ("" if lead else ",")
+        with_batch = ", ".join(map(str, (*lead, "batch", size)))
+        raise InputError(f"{name} has shape {shape}; expected ({plain}) or ({with_batch})")
+
+
+def _batch_of(**batches: Shape) -> Shape:
+    """Return the one batch axis that some arguments have, or none."""
+    known = {name: batch for name, batch in batches.items() if batch}
+    for name, (batch,) in known.items():
+        first, (expected,) = next(iter(known.items()))
+        if batch != expected:
+            raise InputError(f"{name} has {batch} samples; expected {expected}, as {first} has")
+    return next(iter(known.values()), ())
 
 
 class _Matrices(NamedTuple):
@@ -263,26 +340,12 @@ class _Matrices(NamedTuple):
                 raise InputError("pattern is given for a CSRChain, which has one; expected None")
             pattern, matrices = matrices.pattern, matrices.read()
         array = _read("matrices", matrices)
+        size = _check_matrices(array.shape, pattern)
         if pattern is not None:
-            if not isinstance(pattern, Pattern):
-                raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")
-            if pattern.shape[0] != pattern.shape[1]:
-                raise InputError(f"pattern has shape {pattern.shape}; expected a square one")
-            if array.ndim not in (2, 3) or array.shape[-1] != pattern.nnz:
-                raise InputError(
-                    f"matrices has shape {array.shape}; expected (T, nnz) or (T, batch, nnz) with "
-                    f"nnz = {pattern.nnz}, as pattern says"
-                )
             return cls(pattern, _walkable(array), transposed, array.shape, False)
-        if array.ndim not in (3, 4) or array.shape[-1] != array.shape[-2]:
-            raise InputError(
-                f"matrices has shape {array.shape}; expected (T, size, size) or (T, batch, size, "
-                "size), or values and their pattern"
-            )
         # Those that lie column by column are transposed ones that lie row by row.
         turned = array.strides[-2] < array.strides[-1]
         rows = array.swapaxes(-1, -2) if turned else array
-        size = array.shape[-1]
         values = _walkable(rows.reshape(*array.shape[:-2], size * size))
         pattern = Pattern.dense((size, size))
         return cls(pattern, values, transposed != turned, array.shape, turned)
@@ -296,6 +359,11 @@ class _Matrices(NamedTuple):
     def size(self) -> int:
         """Length of a state."""
         return self.pattern.shape[0]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The batch axis, if there is one."""
+        return self.values.shape[1:-1]
 
     def converted(self, dtype: np.dtype[Any]) -> _Matrices:
         """Return them in a dtype."""
@@ -328,31 +396,10 @@ def _read(name: str, given: Any) -> Array:
 
 
 def _read_vectors(name: str, given: ArrayLike, steps: int | None, size: int) -> Array:
-    """Return vectors of this size, of every step or of none, and maybe of each sample."""
+    """Return vectors, of every step or of none."""
     array = _read(name, given)
-    lead = () if steps is None else (steps,)
-    depth = len(lead)
-    if array.ndim not in (depth + 1, depth + 2) or (*array.shape[:depth], array.shape[-1]) != (
-        *lead,
-        size,
-    ):
-        with_batch = ", ".join(map(str, (*lead, "batch", size)))
-        plain = ", ".join(map(str, (*lead, size))) + ("" if lead else ",")
-        raise InputError(f"{name} has shape {array.shape}; expected ({plain}) or ({with_batch})")
+    _check_vectors(name, array.shape, steps, size)
     return _walkable(array)
-
-
-def _batch_of(arrays: dict[str, Array | None]) -> tuple[int, ...]:
-    """Return the batch axis that some arrays have, or none; raise if two differ."""
-    known: dict[str, int] = {}
-    for name, array in arrays.items():
-        if array is not None and array.ndim == (2 if name == "initial" else 3):
-            known[name] = array.shape[-2]
-    for name, batch in known.items():
-        first = next(iter(known))
-        if batch != known[first]:
-            raise InputError(f"{name} has {batch} samples; expected {known[first]}, as {first} has")
-    return tuple(known.values())[:1]
 
 
 def _walkable(array: Array) -> Array:

@@ -29,6 +29,7 @@ ROOMS = (
     "__init__",
     "jacobians",
     "torch",
+    "jax",
     "parallel",
     "strategies",
     "examples",

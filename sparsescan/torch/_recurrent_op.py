@@ -6,12 +6,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..jacobians import GRU, LSTM, RNN, TrainingStep
+from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
+from ..jacobians.step_pool import StepPool
 
 __all__ = ["Shape", "recurrent"]
 
@@ -70,56 +72,41 @@ class Shape(NamedTuple):
         ]
 
 
-class _Steps:
-    """Training steps of one network, of which each is used by one call at a time."""
+def _make(shape: Shape, masks: Sequence[Tensor | None]) -> Recurrent:
+    kind, options = _NETWORKS[shape.mode]
+    named = zip(shape.names(), masks, strict=True)
+    network: Recurrent = kind(
+        *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
+        bidirectional=shape.bidirectional,
+        masks={name: mask.numpy() != 0 for name, mask in named if mask is not None},
+        rng=0,
+        **options,
+    )
+    return network
 
-    def __init__(self, shape: Shape, masks: Sequence[Tensor | None]) -> None:
-        self._shape, self._names, self._masks = shape, shape.names(), masks
-        self._free: list[TrainingStep] = []
 
-    def take(self) -> TrainingStep:
-        """Return one that nobody uses."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._make()
-
-    def give_back(self, step: TrainingStep) -> None:
-        """Let another call use a step."""
-        self._free.append(step)
-
-    def _make(self) -> TrainingStep:
-        shape, masks = self._shape, zip(self._names, self._masks, strict=True)
-        kind, options = _NETWORKS[shape.mode]
-        network = kind(
-            *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
-            bidirectional=shape.bidirectional,
-            masks={name: mask.numpy() != 0 for name, mask in masks if mask is not None},
-            rng=0,
-            **options,
-        )
-        made: TrainingStep = network.training_step()
-        return made
-
-    def forward(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, params: Sequence[Tensor]
-    ) -> tuple[TrainingStep, Any, Any]:
-        """Return a step that has run forward, and what it has returned."""
-        step = self.take()
-        for name, param in zip(self._names, params, strict=True):
-            setattr(step.network, name, param.detach().numpy())
-        arrays = (None if each is None else each.detach().numpy() for each in (state, lengths))
-        output, last = step.forward(x.detach().numpy(), *arrays)
-        return step, output, last
+def _run(
+    steps: StepPool,
+    x: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    params: Sequence[Tensor],
+    names: Sequence[str],
+) -> tuple[TrainingStep, Any, Any]:
+    """Return a training step that has run forward, and what it has returned."""
+    begin, counts = (None if each is None else each.detach().numpy() for each in (state, lengths))
+    named = zip(names, params, strict=True)
+    arrays = {name: param.detach().numpy() for name, param in named}
+    return steps.forward(x.detach().numpy(), begin, counts, arrays)
 
 
 _lock = threading.Lock()
-_steps: OrderedDict[Any, _Steps] = OrderedDict()
+_steps: OrderedDict[Any, StepPool] = OrderedDict()
 # Steps that wait for their backward pass, by the address of the tensor that stands for each.
-_waiting: dict[int, tuple[_Steps, TrainingStep]] = {}
+_waiting: dict[int, tuple[StepPool, TrainingStep]] = {}
 
 
-def _steps_of(shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]) -> _Steps:
+def _steps_of(shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]) -> StepPool:
     # A mask that is kept has an address of its own, and a count of its changes.
     contents = tuple(
         None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))
@@ -129,7 +116,7 @@ def _steps_of(shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]) 
     with _lock:
         steps = _steps.get(key)
         if steps is None:
-            steps = _steps[key] = _Steps(shape, masks)
+            steps = _steps[key] = StepPool(partial(_make, shape, masks))
             if len(_steps) > _KEPT:
                 _steps.popitem(last=False)
         _steps.move_to_end(key)
@@ -168,8 +155,9 @@ def _forward(
     masks: list[Tensor | None],
     *about: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    steps = _steps_of(Shape.of(x, about[:5]), x.dtype, masks)
-    step, output, last = steps.forward(x, state, lengths, params)
+    shape = Shape.of(x, about[:5])
+    steps = _steps_of(shape, x.dtype, masks)
+    step, output, last = _run(steps, x, state, lengths, params, shape.names())
     token = torch.zeros(1)
     if about[5]:
         address = token.data_ptr()
@@ -196,7 +184,7 @@ def _backward(
     if found is None:
         # Another backward pass has used it, or another tensor stands for it.
         steps = _steps_of(shape, x.dtype, masks)
-        step, _, _ = steps.forward(x, state, lengths, params)
+        step, _, _ = _run(steps, x, state, lengths, params, shape.names())
     else:
         steps, step = found
     above = (None if grad is None else grad.numpy() for grad in (grad_output, grad_state))

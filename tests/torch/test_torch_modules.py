@@ -164,7 +164,7 @@ def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.Monkey
         net(torch.zeros(2, 2, 3))
     gc.collect()
     (steps,) = _recurrent_op._steps.values()
-    assert len(steps._free) == 1
+    assert steps.free == 1
 
 
 def test_no_second_derivative() -> None:

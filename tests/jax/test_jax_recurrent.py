@@ -1,0 +1,189 @@
+"""Recurrent networks of JAX's front door, beside loops that JAX differentiates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparsescan import DeviceError, InputError, InputTypeError
+from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.jax import recurrent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
+    """The next states, from the products of the input `a` and of the state `v`."""
+    if kind is RNN:
+        return jnp.tanh(a + v), c
+    if kind is GRU:
+        (r, z, n), (vr, vz, vn) = jnp.split(a, 3, -1), jnp.split(v, 3, -1)
+        r, z = jax.nn.sigmoid(r + vr), jax.nn.sigmoid(z + vz)
+        return (1 - z) * jnp.tanh(n + r * vn) + z * h, c
+    i, f, g, o = jnp.split(a + v, 4, -1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def loop(net: Any, params: Any, x: Any, state: Any, lengths: Any = None) -> tuple[Any, Any]:
+    """What a network computes, step by step."""
+    kind, directions = type(net), 1 + net.bidirectional
+    lengths = jnp.full(x.shape[1:-1], len(x)) if lengths is None else lengths
+    lasts = []
+    for layer in range(net.num_layers):
+        outputs = []
+        for back in range(directions):
+            end = f"_l{layer}" + "_reverse" * back
+            w, u = params["weight_ih" + end], params["weight_hh" + end]
+            p, q = params["bias_ih" + end], params["bias_hh" + end]
+            first = state[layer * directions + back]
+            h, c = jnp.split(first, 2, -1) if kind is LSTM else (first, jnp.zeros_like(first))
+            hs: list[Any] = [None] * len(x)
+            for t in range(len(x))[:: -1 if back else 1]:
+                has = (t < lengths)[..., None]
+                nh, nc = cell(kind, x[t] @ w.T + p, h @ u.T + q, h, c)
+                h, c = jnp.where(has, nh, h), jnp.where(has, nc, c)
+                hs[t] = jnp.where(has, h, 0)
+            outputs.append(jnp.stack(hs))
+            lasts.append(jnp.concatenate([h, c], -1) if kind is LSTM else h)
+        x = jnp.concatenate(outputs, -1)
+    return x, jnp.stack(lasts)
+
+
+def close(found: Any, expected: Any) -> None:
+    trees = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for ours, theirs in zip(*trees, strict=True):
+        scale = 1 + float(jnp.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * scale)
+
+
+CASES = [
+    (RNN, {}, True),
+    (GRU, {"num_layers": 2}, True),
+    (LSTM, {"bidirectional": True}, True),
+    (GRU, {}, False),
+    (LSTM, {"num_layers": 2, "bidirectional": True}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "batched"), CASES)
+def test_results_and_gradients(kind: Any, options: dict[str, Any], batched: bool) -> None:
+    rng = np.random.default_rng(3)
+    net = kind(3, 4, rng=rng, dtype=np.float64, **options)
+    batch = (5,) if batched else ()
+    x = rng.standard_normal((4, *batch, 3))
+    layers = net.num_layers * (1 + net.bidirectional)
+    state = rng.standard_normal((layers, *batch, net.state_size))
+    lengths = jnp.array([4, 2, 0, 3, 1]) if batched else None
+
+    def both(function: Any) -> Any:
+        def loss(params: Any, x: Any, state: Any) -> Any:
+            output, last = function(net, params, x, state, lengths)
+            return jnp.sin(output).sum() + jnp.cos(last).sum(), (output, last)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+    given = net.params, x, state
+    expected = jax.jit(both(loop))(*given)
+    close(both(recurrent)(*given), expected)
+    close(jax.jit(both(recurrent))(*given), expected)
+
+
+def test_a_gradient_that_is_taken_twice_and_late() -> None:
+    rng = np.random.default_rng(4)
+    net = GRU(2, 3, rng=rng, dtype=np.float64)
+    x = rng.standard_normal((40, 5, 1, 2))
+    state = np.zeros((1, 1, 3))
+    backs = [jax.vjp(lambda p, k=k: recurrent(net, p, x[k])[0], net.params)[1] for k in range(40)]
+
+    @jax.jit
+    def expected(x: Any, above: Any) -> Any:
+        return jax.vjp(lambda p: loop(net, p, x, state)[0], net.params)[1](above)
+
+    for k in (0, 1, 39, 39):
+        above = rng.standard_normal((5, 1, 3))
+        close(backs[k](above), expected(x[k], above))
+
+
+def test_vmap_over_parameters() -> None:
+    rng = np.random.default_rng(5)
+    net = GRU(2, 3, rng=rng, dtype=np.float64)
+    x, state = rng.standard_normal((5, 4, 2)), np.zeros((1, 4, 3))
+    many = jax.tree.map(lambda each: np.stack([each, -each, 0.5 * each]), net.params)
+
+    def gradient(function: Any) -> Any:
+        gradient = jax.grad(lambda p: jnp.sin(function(net, p, x, state)[0]).sum())
+        return jax.jit(jax.vmap(gradient))(many)
+
+    close(gradient(recurrent), gradient(loop))
+
+
+def test_training_reaches_what_the_loop_reaches() -> None:
+    rng = np.random.default_rng(6)
+    net = GRU(2, 8, rng=rng, dtype=np.float64)
+    x = rng.standard_normal((8, 4, 2))
+    wanted = np.cumsum(x[..., :1], 0) / 5
+
+    def train(function: Any) -> Any:
+        params = net.params
+
+        @jax.jit
+        def step(params: Any) -> Any:
+            def loss(params: Any) -> Any:
+                output, _ = function(net, params, x, jnp.zeros((1, 4, 8)))
+                return ((output[..., :1] - wanted) ** 2).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            return value, jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+
+        losses = []
+        for _ in range(10):
+            value, params = step(params)
+            losses.append(float(value))
+        return losses
+
+    found, expected = train(recurrent), train(loop)
+    assert found[-1] < 0.9 * found[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_no_second_derivative() -> None:
+    net = RNN(2, 3, rng=0)
+    x = np.ones((4, 1, 2), np.float32)
+
+    def first(params: Any) -> Any:
+        grads = jax.grad(lambda p: recurrent(net, p, x)[0].sum())(params)
+        return sum(each.sum() for each in grads.values())
+
+    with pytest.raises(InputError, match="differentiated once more"):
+        jax.grad(first)(net.params)
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = GRU(2, 3, rng=0)
+    x = np.ones((4, 1, 2))
+    with pytest.raises(InputTypeError, match="network is 'GRU'; expected an RNN, GRU or LSTM"):
+        recurrent("GRU", net.params, x)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"params has \['weight'\]; expected \['bias_hh_l0'"):
+        recurrent(net, {"weight": x}, x)
+    wrong = {**net.params, "weight_hh_l0": np.ones((3, 3))}
+    with pytest.raises(InputError, match=r"params\['weight_hh_l0'\] has shape \(3, 3\); expected"):
+        recurrent(net, wrong, x)
+    with pytest.raises(InputError, match=r"x has shape \(4, 1, 3\); expected \(T, batch, 2\)"):
+        jax.jit(lambda each: recurrent(net, net.params, each))(np.ones((4, 1, 3)))
+    with pytest.raises(InputError, match=r"state has shape \(1, 3\); expected \(1, 1, 3\)"):
+        recurrent(net, net.params, x, np.ones((1, 3)))
+    with pytest.raises(InputError, match=r"lengths has shape \(1,\) and dtype float64; expected"):
+        recurrent(net, net.params, x, lengths=np.ones(1))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(DeviceError, match="JAX computes on 'gpu'"):
+        recurrent(net, net.params, x)
