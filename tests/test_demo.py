@@ -1,10 +1,16 @@
-"""The demo learns, both ways alike, and its gradients are those of its loss."""
+"""The demo learns, each way alike, with the gradients that autograd has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-import sparsescan
-from sparsescan.examples import digits
+from sparsescan import InputError
+from sparsescan.examples import photo
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -13,147 +19,118 @@ pytest.importorskip("tqdm")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def model():
-    """A tiny model in float64."""
-    rng = np.random.default_rng(3)
-    model = digits.Model(4, rng, np.float64)
-    model.vector += 0.1 * rng.standard_normal(4 * 4 + 3 * 4 + 10 * 5)
-    return model
+def some_rows(steps: int = 30, batch: int = 5) -> photo.Rows:
+    rng = np.random.default_rng(1)
+    shapes = (steps, batch, photo.INPUTS), (steps, batch, photo.COLOURS)
+    return photo.Rows(*(rng.standard_normal(shape).astype(np.float32) for shape in shapes))
 
 
-@pytest.fixture
-def batch():
-    return np.random.default_rng(4).random((3, digits.STEPS)), np.array([7, 0, 2])
+@pytest.mark.parametrize("way", [photo.ByLoop, photo.BySparsescan])
+def test_gradients_are_those_of_autograd(way: Any) -> None:
+    params, rows = photo.initial_params(7, seed=2), some_rows()
+    ours = way(params)
+    above = np.random.default_rng(3).standard_normal((30, 5, 7)).astype(np.float32)
+    states = ours.forward(rows.inputs)
+    grads = ours.backward(above)
+    gru = torch.nn.GRU(photo.INPUTS, 7).double()
+    with torch.no_grad():
+        for name, param in gru.named_parameters():
+            param.copy_(torch.from_numpy(params[name]))
+    expected = gru(torch.from_numpy(rows.inputs).double())[0]
+    expected.backward(torch.from_numpy(above).double())
+    eps = np.finfo(np.float32).eps
+    np.testing.assert_allclose(states, expected.detach(), atol=100 * eps)
+    for name, param in gru.named_parameters():
+        exact = param.grad.numpy()
+        np.testing.assert_allclose(grads[name], exact, atol=300 * eps * np.abs(exact).max())
 
 
-def gradients_of(model, batch, schedule):
-    """The gradient in the parameters by the scan, and by the loop."""
-    model.begin(*batch)
-    jacobians = model.jacobians()
-    plan = sparsescan.plan([model.cell.pattern] * digits.STEPS, reverse=True, schedule=schedule)
-    ways = model.scan_backward(plan, jacobians), model.sequential_backward()
-    return [np.concatenate([g.ravel() for g in model.param_grads(way)]) for way in ways]
+def test_all_ways_end_at_the_same_parameters() -> None:
+    params, rows = photo.initial_params(7, seed=2), some_rows()
+    ways = photo.BySparsescan(params), photo.ByLoop(params), photo.ByPyTorch(params)
+    losses = [[way.step(rows, 0.01)[0] for _ in range(20)] for way in ways]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    for name, param in ways[0].params.items():
+        np.testing.assert_allclose(ways[1].params[name], param, atol=1e-3)
+        assert not np.array_equal(param, params[name])
+    both = {**dict(ways[2]._gru.named_parameters()), **dict(ways[2]._linear.named_parameters())}
+    for name, param in both.items():
+        np.testing.assert_allclose(param.detach(), ways[0].params[name], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["linear", "blelloch", sparsescan.Schedule.chunked(digits.STEPS, 7)],
-    ids=["linear", "blelloch", "chunked"],
-)
-def test_gradients_are_those_of_the_loss(model, batch, schedule):
-    gradients = gradients_of(model, batch, schedule)
-    step = 1e-5
-    start = model.vector.copy()
-    differences = []
-    for k in range(len(start)):
-        for sign in (1, -1):
-            model.vector[:] = start
-            model.vector[k] += sign * step
-            model.begin(*batch)
-        above, below = model.losses[-2:]
-        differences.append((above - below) / (2 * step))
-    for gradient in gradients:
-        # The error of a central difference: step² and eps / step, times values of order one.
-        np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-9)
-    assert np.abs(differences).min() > 0
-
-
-def test_scan_and_loop_agree_in_every_state(model, batch):
-    scan, loop = gradients_of(model, batch, "blelloch")
-    bound = 64 * digits.STEPS * np.finfo(np.float64).eps
-    assert np.abs(scan - loop).max() <= bound * np.abs(loop).max()
-
-
-def test_the_jacobians_are_those_of_a_step(model, batch):
-    model.begin(*batch)
-    jacobians = model.jacobians().reshape(digits.STEPS, 3, 4, 4)
-    slope = 1 - model.states[9, 1] ** 2
-    np.testing.assert_allclose(jacobians[8, 1], model.cell.weight_hh.T @ np.diag(slope), rtol=1e-14)
-
-
-def test_parameters_are_views_of_the_vector():
-    model = digits.Model(3, np.random.default_rng(0))
-    parts = [*model.cell.params.values(), *model.readout.params.values()]
-    assert sum(part.size for part in parts) == model.vector.size
-    model.vector[:] = np.arange(model.vector.size)
-    joined = np.concatenate([part.ravel() for part in parts])
-    assert joined.tolist() == list(range(model.vector.size))
-    np.testing.assert_array_equal(model.readout.weight.shape, (10, 3))
-
-
-def test_images_for_testing_are_not_for_training():
-    data = digits.load_data(seed=0)
-    assert (len(data.train_images), len(data.test_images)) == (1437, 360)
-    assert (data.train_images.min(), data.train_images.max()) == (0, 1)
-    train = {image.tobytes() for image in data.train_images}
-    assert not any(image.tobytes() in train for image in data.test_images)
-
-
-def test_adam_minimises_a_parabola():
-    vector = np.array([3.0, -2.0], np.float32)
-    adam = digits.Adam(2)
-    for _ in range(500):
-        adam.update(vector, 2 * vector, 0.05)
-    assert np.abs(vector).max() < 1e-2
+def test_rows_for_testing_are_not_for_training() -> None:
+    train, test = photo.load_rows(seed=0)
+    assert train.inputs.shape == (639, 702, 6)
+    assert test.changes.shape == (639, photo.TEST_ROWS, 3)
+    # An input at the next step is the pixel before, and the change to it.
+    scale = (train.inputs[1, 0, :3] - train.inputs[0, 0, :3]) / train.changes[0, 0]
+    for rows in (train, test):
+        steps = np.diff(rows.inputs[:, :, :3], axis=0)
+        np.testing.assert_allclose(rows.changes[:-1] * np.nanmean(scale), steps, atol=1e-5)
+    known = {row.tobytes() for row in train.inputs.transpose(1, 0, 2)}
+    assert not any(row.tobytes() in known for row in test.inputs.transpose(1, 0, 2))
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo")
-    return digits.run(epochs=2, output=folder / "curves"), folder / "curves"
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[photo.Figures, Path]:
+    output = tmp_path_factory.mktemp("demo") / "curves"
+    return photo.run(hidden=6, batches=12, batch=8, output=output), output
 
 
-def test_a_short_run_agrees_with_back_propagation(short_run):
+def test_a_short_run_learns_and_measures(short_run: tuple[photo.Figures, Path]) -> None:
     figures, _ = short_run
-    # 64 steps, each a sum of 20 products and an addition over the batch.
-    assert 0 < figures.gradient_difference < 64 * 20 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(figures.scan_losses, figures.sequential_losses, rtol=1e-3)
-    assert abs(figures.scan_accuracy - figures.sequential_accuracy) < 0.02
+    assert list(figures.races) == ["sparsescan", "NumPy loop", "PyTorch"]
+    for race in figures.races.values():
+        assert len(race.losses) == len(race.times) == 12
+        assert np.isfinite(race.times).all()
+        assert np.min(race.times) > 0
+    assert 0 < figures.difference < 1e-4
+    assert 0.2 < figures.test_loss < 1.5
+    assert figures.ratio("sparsescan") == 1
 
 
-def test_a_short_run_learns(short_run):
-    figures, _ = short_run
-    assert len(figures.scan_losses) == 2
-    assert np.log(10) + 0.3 > figures.scan_losses[0] > figures.scan_losses[1] > 0
-    assert figures.scan_accuracy > 0.2  # chance: 0.1
-
-
-def test_a_short_run_measures(short_run):
-    figures, _ = short_run
-    assert figures.batches == 2 * (1437 // 16)
-    times = [figures.jacobians_ms, figures.scan_ms, figures.sequential_ms]
-    assert np.isfinite(times).all()
-    assert min(times) > 0
-    assert figures.schedule == repr(sparsescan.plan(np.empty((64, 2, 2))).schedule)
-
-
-def test_a_short_run_draws(short_run):
+def test_a_short_run_draws(short_run: tuple[photo.Figures, Path]) -> None:
     _, output = short_run
     assert output.read_bytes().startswith(PNG)
     assert output.stat().st_size > 10_000
 
 
-def test_options_and_the_printed_table(capsys, tmp_path):
+def test_what_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(photo.importlib.util, "find_spec", lambda name: None)
     output = tmp_path / "b.png"
-    figures = digits.run(
-        hidden=5, epochs=1, batch=100, schedule="blelloch", output=str(output), seed=3
-    )
+    figures = photo.run(hidden=3, batches=3, batch=2, output=str(output), seed=3)
     out, err = capsys.readouterr()
     assert str(figures) in out
-    assert f"{figures.scan_ms:.3f}" in str(figures)
-    assert f"{figures.sequential_losses[-1]:.4f}" in str(figures)
-    assert figures.schedule == "Schedule.blelloch(64)"
-    assert figures.batches == 14
+    assert list(figures.races) == ["sparsescan", "NumPy loop"]
+    assert f"{figures.ratio('NumPy loop'):.1f} times as fast as the NumPy loop" in out
     assert str(output) in out
-    assert "14/14" in err
-    assert output.read_bytes().startswith(PNG)
+    assert "3/3" in err
+    assert max(map(len, out.replace(str(output), "").splitlines())) <= 80
 
 
-def test_equal_seeds_give_equal_training(tmp_path):
+def test_it_says_where_nothing_is_gained() -> None:
+    races = {
+        "sparsescan": photo.Race([0.5], [[0.004, 0.004, 0.001]]),
+        "NumPy loop": photo.Race([0.5], [[0.002, 0.002, 0.001]]),
+    }
+    text = photo._report(photo.Figures(races, 0.0, 0.5, 1.0), 10, 500, 16, "x.png")
+    assert "sparsescan was slower than the NumPy loop, which took 0.56 of the" in text
+    assert "Nothing is gained beside the loop" in text
+
+
+def test_equal_seeds_give_equal_training(tmp_path: Path) -> None:
     runs = [
-        digits.run(hidden=3, epochs=1, batch=64, seed=seed, output=tmp_path / "c")
+        photo.run(hidden=3, batches=4, batch=4, seed=seed, output=tmp_path / "c").races
         for seed in (1, 1, 2)
     ]
-    assert runs[0].scan_losses == runs[1].scan_losses
-    assert runs[0].scan_losses != runs[2].scan_losses
+    losses = [run["sparsescan"].losses for run in runs]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_a_batch_has_rows_enough(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch is 703; expected at most 702, all rows"):
+        photo.run(batch=703, output=tmp_path / "d.png")

@@ -98,17 +98,15 @@ def _parser() -> argparse.ArgumentParser:
 
     training = commands.add_parser(
         "demo",
-        help="train a network with the scan, side by side with back-propagation",
-        description="Train a tanh RNN on scikit-learn's handwritten digits, read pixel by pixel, "
-        "with the scan and with sequential back-propagation through time, and compare the two.",
+        help="train a recurrent network side by side with NumPy's loop and PyTorch",
+        description="Train a GRU that predicts the next pixel of photographs, by sparsescan, by a "
+        "loop in NumPy, and by PyTorch if it is installed, and compare times and losses.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    training.add_argument("--hidden", type=int, default=20, help="size of the hidden state")
-    training.add_argument("--epochs", type=int, default=100, help="passes over the images")
-    training.add_argument("--batch", type=int, default=16, help="images of a batch")
-    _add_schedule(training)
-    _add_device(training)
-    training.add_argument("--output", default="demo.png", help="PNG file for the loss curves")
+    training.add_argument("--hidden", type=int, default=20, help="units of the GRU")
+    training.add_argument("--batches", type=int, default=200, help="training steps")
+    training.add_argument("--batch", type=int, default=16, help="rows of a batch")
+    training.add_argument("--output", default="demo.png", help="PNG file for the losses over time")
     training.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     training.set_defaults(command=_demo)
 
@@ -199,20 +197,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from ..examples import digits
+    from ..examples import photo
 
-    for name in ("hidden", "epochs", "batch"):
+    for name in ("hidden", "batches", "batch"):
         check_count(name, getattr(arguments, name), 1)
     check_count("seed", arguments.seed, 0)
     check_packages("the demo", "demo", _DEMO_PACKAGES)
     _check_output(arguments.output)
-    read_schedule(arguments.schedule, digits.STEPS)
-    digits.run(
+    photo.run(
         hidden=arguments.hidden,
-        epochs=arguments.epochs,
+        batches=arguments.batches,
         batch=arguments.batch,
-        schedule=arguments.schedule,
-        device=arguments.device,
         output=arguments.output,
         seed=arguments.seed,
     )
