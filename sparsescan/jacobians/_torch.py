@@ -120,9 +120,10 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
             )
         operator = types.get(type(layer))
         if operator is None:
+            other = " (sparsescan.torch has it)" if isinstance(layer, nn.RNNBase) else ""
             raise InputError(
-                f"{name} is a {type(layer).__name__}, which has no operator; expected one of "
-                f"{', '.join(sorted(known.__name__ for known in types))}"
+                f"{name} is a {type(layer).__name__}, which has no operator{other}; expected one "
+                f"of {', '.join(sorted(known.__name__ for known in types))}"
             )
         _refuse_hooks(name, layer)
         try:

@@ -7,5 +7,6 @@ import GRU``, or :func:`convert` for a model that is there.
 from ._convert import Conversion, convert
 from .affine import affine_scan
 from .recurrent import GRU, LSTM, RNN
+from .sequential import Sequential
 
-__all__ = ["GRU", "LSTM", "RNN", "Conversion", "affine_scan", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Conversion", "Sequential", "affine_scan", "convert"]

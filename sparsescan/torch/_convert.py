@@ -8,6 +8,7 @@ from torch import nn
 
 from ..errors import InputTypeError, short
 from .recurrent import GRU, LSTM, RNN
+from .sequential import Sequential, why_not
 
 __all__ = ["Conversion", "convert"]
 
@@ -22,7 +23,7 @@ class Conversion(NamedTuple):
     replaced : list of str
         Names of the modules that were replaced.
     left : dict of str to str
-        Names of recurrent modules that were left alone, and why.
+        Names of recurrent modules, and of stacks of pruned layers, that were left alone, and why.
     """
 
     replaced: list[str]
@@ -31,15 +32,17 @@ class Conversion(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{name or 'model'}: replaced" for name in self.replaced]
         lines += [f"{name or 'model'}: left alone, {why}" for name, why in self.left.items()]
-        return "\n".join(lines) or "no recurrent modules"
+        return "\n".join(lines) or "no recurrent modules, and no stacks of pruned layers"
 
 
 def convert(model: nn.Module) -> Conversion:
-    """Replace the recurrent modules of a model, in place.
+    """Replace the recurrent modules of a model, and its stacks of pruned layers, in place.
 
-    Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package. Modules stay the
-    same objects, with their parameters, buffers and hooks, so an optimiser that has been made, and
-    a `state_dict` that has been saved, fit as before.
+    Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
+    :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
+    at most a quarter of its weights. Modules stay the same objects, with their parameters, buffers
+    and hooks, so an optimiser that has been made, and a `state_dict` that has been saved, fit as
+    before.
 
     Parameters
     ----------
@@ -66,16 +69,23 @@ def convert(model: nn.Module) -> Conversion:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model is {short(model)}; expected a torch.nn.Module")
-    replaced, left = list[str](), dict[str, str]()
+    replaced, left, inside = list[str](), dict[str, str](), set[nn.Module]()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.RNNBase) or isinstance(module, (RNN, GRU, LSTM)):
-            continue
         kind = _KINDS.get(type(module))
-        if kind is None:
-            left[name] = f"it is a {type(module).__name__}, whose forward may differ"
-        elif module.proj_size:
-            left[name] = "proj_size has no kernel"
-        else:
+        if type(module) is nn.Sequential and module not in inside:
+            why = why_not(module)
+            if why is None:
+                module.__class__ = Sequential
+                replaced.append(name)
+            elif why:
+                left[name] = why
+        elif kind is not None and not module.proj_size:
             module.__class__ = kind
             replaced.append(name)
+        elif kind is not None:
+            left[name] = "proj_size has no kernel"
+        elif isinstance(module, nn.RNNBase) and not isinstance(module, (RNN, GRU, LSTM)):
+            left[name] = f"it is a {type(module).__name__}, whose forward may differ"
+        if type(module) is Sequential:
+            inside.update(module.modules())
     return Conversion(replaced, left)

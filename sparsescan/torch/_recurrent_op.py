@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
 from ..jacobians.step_pool import StepPool
+from ._once import Once
 
 __all__ = ["Shape", "recurrent"]
 
@@ -252,27 +253,13 @@ class _Recurrent(torch.autograd.Function):
         arguments = *above[:2], token, x, *given, *ctx.about, needs
         if torch.is_grad_enabled():
             some = [each for each in (*above[:2], x, *tensors) if each is not None]
-            grads = list(_Once.apply(arguments, *some))
+            what = "a recurrent network"
+            grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
         else:
             grads = _recurrent_backward(*arguments)
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
         return (None, None, below, state_grad, None, *grads[1:], *(None,) * len(given[3]))
-
-
-class _Once(torch.autograd.Function):
-    """The graph of the backward pass, which ends there."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: Any, *tensors: Any) -> tuple[Tensor, ...]:
-        return tuple(_recurrent_backward(*arguments))
-
-    @staticmethod
-    def backward(ctx: Any, *above: Any) -> Any:
-        raise RuntimeError(
-            "gradients of a recurrent network of sparsescan were differentiated once more; "
-            "expected one backward pass: torch.nn's network has second derivatives"
-        )
 
 
 def _with_graph(

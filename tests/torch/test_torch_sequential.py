@@ -1,0 +1,224 @@
+"""Stacks of pruned layers in place of PyTorch's, beside PyTorch's own in float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import examples
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import sparsescan.torch
+from sparsescan.torch import Sequential, convert, sequential
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def stack(seed: int) -> tuple[nn.Sequential, Tensor]:
+    """A random stack, some of its weights pruned, and an input."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    batch, channels, size = int(rng.integers(1, 20)), int(rng.integers(1, 5)), 8
+    x = torch.randn(batch, channels, size, size, dtype=torch.float64)
+    layers: list[nn.Module] = []
+    for _ in range(int(rng.integers(1, 3))):
+        wide = int(rng.integers(1, 7))
+        inner: list[nn.Module] = [
+            nn.Conv2d(channels, wide, 3, padding=1, bias=bool(rng.random() < 0.5)),
+            nn.ReLU() if rng.random() < 0.5 else nn.Tanh(),
+        ]
+        if size > 2 and rng.random() < 0.5:
+            inner.append(nn.MaxPool2d(2))
+            size //= 2
+        layers += [nn.Sequential(*inner), nn.Identity()] if rng.random() < 0.3 else inner
+        channels = wide
+    features = channels * size * size
+    layers += [nn.Flatten(), nn.Linear(features, 9), nn.ReLU(), nn.Linear(9, 3)]
+    net = nn.Sequential(*layers).double()
+    for layer in net.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and rng.random() < 0.8:
+            prune.random_unstructured(layer, "weight", float(rng.choice([0.5, 0.9])))
+    return net, x
+
+
+def ours_of(net: nn.Sequential) -> Sequential:
+    """A stack of this package that has the same layers."""
+    return Sequential(*net.children())
+
+
+def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    params = list(net.parameters())
+    y = net(x)
+    return [y.detach(), *torch.autograd.grad((y * loss).sum(), [x, *params])]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        scale = max(1.0, float(theirs.abs().max()))
+        assert float((ours - theirs).abs().max()) <= 1e4 * EPS * scale
+
+
+def ran_here(net: nn.Module) -> bool:
+    """Whether the latest call was not left to PyTorch."""
+    pools = sequential._pools.get(net)
+    return bool(pools) and next(reversed(pools.values())) is not None
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 2**32))
+def test_results_and_gradients(seed: int) -> None:
+    net, x = stack(seed)
+    ours, loss = ours_of(net), torch.randn(len(x), 3, dtype=torch.float64)
+    close(gradients(ours, x, loss), gradients(net, x, loss))
+    assert ran_here(ours)
+    with torch.no_grad():
+        close([ours(x)], [net(x)])
+
+
+def test_single_precision_is_kept() -> None:
+    net, x = stack(1)
+    ours = ours_of(net).float()
+    assert ours(x.float()).dtype == torch.float32
+    assert ran_here(ours)
+
+
+def test_masks_and_parameters_that_change() -> None:
+    net, x = stack(2)
+    ours, loss = ours_of(net), torch.randn(len(x), 3, dtype=torch.float64)
+    optimiser = torch.optim.Adam(ours.parameters(), 0.1)
+    for turn in range(6):
+        close(gradients(ours, x, loss), gradients(net, x, loss))
+        optimiser.zero_grad()
+        ours(x).square().sum().backward()
+        optimiser.step()
+        for layer in ours.modules():
+            if turn % 2 and isinstance(layer, nn.Linear):
+                prune.random_unstructured(layer, "weight", 0.3)
+
+
+def test_graphs_that_live_side_by_side_and_twice() -> None:
+    net, x = stack(3)
+    ours = ours_of(net)
+    grads = []
+    for each in (ours, net):
+        one, two = each(x).sum(), each(2 * x).square().sum()
+        params = list(each.parameters())
+        again = torch.autograd.grad(one, params, retain_graph=True)
+        grads.append([*torch.autograd.grad(two + one, params), *again])
+    close(*grads)
+
+
+def test_steps_are_used_again_without_a_backward_pass() -> None:
+    net, x = stack(4)
+    ours = ours_of(net)
+    for _ in range(10):
+        ours(x)
+    gc.collect()
+    (pool,) = sequential._pools[ours].values()
+    assert pool is not None
+    assert pool.free <= 2
+
+
+def test_only_what_requires_it_has_a_gradient() -> None:
+    net, x = stack(5)
+    ours = ours_of(net)
+    first = next(iter(ours.parameters()))
+    first.requires_grad_(False)
+    ours(x).sum().backward()
+    assert first.grad is None
+    assert all(param.grad is not None for param in list(ours.parameters())[1:])
+    assert x.grad is None
+
+
+def test_no_second_derivative() -> None:
+    net, x = stack(6)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(ours_of(net)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"a stack.*differentiated once more.*torch\.nn"):
+        grad.sum().backward()
+
+
+def test_what_has_no_kernel_is_pytorchs() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.PReLU())
+    prune.l1_unstructured(net[0], "weight", 0.9)
+    x = torch.randn(3, 4)
+    ours = ours_of(net)
+    torch.manual_seed(0)
+    expected = net(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours(x), expected, rtol=0, atol=0)
+    assert not ran_here(ours)
+    norm = Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    norm(torch.randn(2, 2, 5, 5))
+    assert int(norm[1].num_batches_tracked) == 1
+    image = torch.randn(2, 2, 5, 5)
+    own = norm.eval()(image)
+    assert ran_here(norm)
+    torch.testing.assert_close(own, nn.Sequential(*norm.children())(image))
+    with pytest.raises(RuntimeError):
+        ours(torch.randn(3, 5))
+
+
+def test_compiled_models() -> None:
+    net, x = stack(7)
+    ours, loss = ours_of(net), torch.randn(len(x), 3, dtype=torch.float64)
+    compiled = torch.compile(ours, backend="aot_eager")
+    close(gradients(compiled, x, loss), gradients(net, x, loss))
+
+
+def test_copies_and_files() -> None:
+    with torch.no_grad():  # PyTorch copies no weight that has been pruned with a graph
+        net, x = stack(8)
+    ours = ours_of(net)
+    expected = ours(x)
+    again = copy.deepcopy(ours)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    for other in (again, torch.load(file, weights_only=False)):
+        torch.testing.assert_close(other(x), expected, rtol=0, atol=0)
+        assert ran_here(other)
+    again.load_state_dict(net.state_dict())
+
+
+def test_convert() -> None:
+    def pruned(*layers: nn.Module, share: float = 0.95) -> nn.Sequential:
+        net = nn.Sequential(*layers)
+        prune.l1_unstructured(net[0], "weight", share)
+        return net
+
+    model = nn.ModuleDict(
+        {
+            "body": nn.Sequential(pruned(nn.Linear(9, 30), nn.ReLU()), nn.Linear(30, 4)),
+            "middle": pruned(nn.Linear(9, 30), share=0.5),
+            "other": pruned(nn.Linear(9, 30), nn.PReLU()),
+            "dense": nn.Sequential(nn.Linear(9, 30)),
+            "hooked": pruned(nn.Linear(9, 30)),
+        }
+    )
+    model["hooked"][0].register_forward_hook(lambda *given: None)
+    params: list[Any] = list(model.parameters())
+    x = torch.randn(5, 9)
+    expected = model["body"](x)
+    done = convert(model)
+    assert done.replaced == ["body"]
+    assert done.left == {
+        "middle": "50% of its weights are kept, where PyTorch's dense products are faster",
+        "other": "a PReLU has no kernel",
+        "hooked": "a Linear has hooks",
+    }
+    assert type(model["body"]) is sparsescan.torch.Sequential
+    assert all(one is two for one, two in zip(model.parameters(), params, strict=True))
+    torch.testing.assert_close(model["body"](x), expected)
+    assert ran_here(model["body"])
+    assert convert(model).replaced == []
