@@ -26,6 +26,7 @@ Results = dict[str, Any]
 # does not need the peers of another.
 NAMES = (
     "step",
+    "doors",
     "density",
     "rnn",
     "gru",

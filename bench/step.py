@@ -342,29 +342,34 @@ def _rows(results: Results) -> list[Row]:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    """How long the peers take, in multiples of our time."""
-    pieces = _races(results)
+    return draw_races("Whole training steps", _races(results), {PYTORCH: BLUE, JAX: GREEN})
+
+
+def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawing]:
+    """How long peers, which have colours, take in multiples of our time; nothing without pieces."""
     if not pieces:
         return []
     figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + 0.5 * len(pieces))
+    shown: set[str] = set()
     for y, piece in enumerate(pieces.values()):
-        for k, (peer, color) in enumerate(((PYTORCH, BLUE), (JAX, GREEN))):
-            if peer not in piece["samples"]:
-                continue
+        own = [peer for peer in peers if peer in piece["samples"]]
+        for k, peer in enumerate(own):
             low, middle, high = recurrent.speedup(piece, peer, OURS)
-            at = y + 0.2 * (2 * k - 1)
+            at, color = y + 0.2 * (2 * k + 1 - len(own)), peers[peer]
             axes.plot([low, high], [at, at], color=color, lw=1.2)
-            axes.plot(middle, at, "o", color=color, ms=6, label=peer if y == 0 else None)
+            label = peer if peer not in shown else None
+            axes.plot(middle, at, "o", color=color, ms=6, label=label)
             axes.plot(piece["wanted"][peer], at, "|", color=color, ms=12)
+            shown.add(peer)
     axes.set_yticks(range(len(pieces)), list(pieces))
     axes.set(xscale="log", ylim=(len(pieces) - 0.4, -0.6), xlabel="time over ours")
     rows_of_bars(axes)
-    legend(figure, [axes], 2, loc="outside upper center")
+    legend(figure, [axes], len(shown), loc="outside upper center")
     caption = (
-        "Whole training steps. Points are ratios of medians, bars what the "
-        "quartiles allow, and ticks what is aimed at."
+        f"{title}. Points are ratios of medians, bars what the quartiles allow, and ticks what is "
+        "aimed at."
     )
-    return [Drawing("Whole training steps", caption, figure)]
+    return [Drawing(title, caption, figure)]
 
 
 EXPERIMENT = Experiment(

@@ -1,0 +1,351 @@
+"""Front doors beside what they take the place of: modules of PyTorch, and linear recurrences.
+
+A step of a module is all that a user of PyTorch waits for: forward, loss, backward, and Adam.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import sparsescan.torch
+from sparsescan import Pattern, affine_scan, affine_scan_vjp
+from sparsescan.jacobians import GRU
+
+from . import peers, recurrent, step, step_networks
+from .drawing import BLUE, GREEN, ORANGE
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .peers import MissingPeerError
+from .timing import PAUSE, THREADS, Call, fastest
+
+Array = NDArray[Any]
+
+OURS, PYTORCH, JAX = step.OURS, step.PYTORCH, step.JAX
+ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
+_ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 2, 0.2, 0.02
+_CALLS = 2000
+
+
+def measure(makers: dict[str, Callable[[], dict[str, Call]]], quick: bool) -> Results:
+    """The times of all contenders, who take turns, each in its fastest variant.
+
+    Returns
+    -------
+    dict
+        For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
+        ``missing`` peers, and ``cores_others_used`` in each round.
+    """
+    recurrent.keep_memory()
+    calls: dict[str, Call] = {}
+    variants: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            variants[name], calls[name] = fastest(make(), 1 if quick else 3)
+        except MissingPeerError as error:
+            missing[name] = str(error)
+    rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
+    samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
+    return {
+        "samples": samples,
+        "variants": variants,
+        "missing": missing,
+        "cores_others_used": others,
+    }
+
+
+# -- Modules --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Module:
+    """A recurrent network, its sequences, and the ratio that is asked for."""
+
+    kind: str
+    hidden: int
+    wanted: float
+    options: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    inputs: int = 12
+    steps: int = 1000
+    batch: int = 16
+
+    @property
+    def name(self) -> str:
+        two = ", two layers, both directions" if self.options else ""
+        lengths = f"T={self.steps // 10} to {self.steps:,}" if self.packed else f"T={self.steps:,}"
+        return f"{self.kind}({self.inputs}, {self.hidden}){two}, B={self.batch}, {lengths}"
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of training steps."""
+        torch.manual_seed(0)
+        theirs = getattr(nn, self.kind)(self.inputs, self.hidden, **self.options)
+        ours = copy.deepcopy(theirs)
+        sparsescan.torch.convert(ours)
+        x = torch.randn(self.steps, self.batch, self.inputs)
+        lengths = torch.linspace(self.steps // 10, self.steps, self.batch).long()
+        width = self.hidden * (2 if theirs.bidirectional else 1)
+        head = nn.Linear(width, 2)
+
+        def loss(module: nn.Module, head: nn.Module) -> Any:
+            given = pack_padded_sequence(x, lengths, enforce_sorted=False) if self.packed else x
+            output = module(given)[0]
+            return head(output.data if self.packed else output).square().mean()
+
+        makers = {
+            OURS: partial(_trained, ours, head, loss),
+            PYTORCH: partial(_trained, theirs, head, loss),
+        }
+        return {**measure(makers, quick), "wanted": {PYTORCH: self.wanted}}
+
+
+def _trained(
+    module: nn.Module, head: nn.Module, loss: Callable[[nn.Module, nn.Module], Any]
+) -> dict[str, Call]:
+    """Return a step by Adam, for the threads that PyTorch may be given."""
+    head = copy.deepcopy(head)
+    optimiser = torch.optim.Adam([*module.parameters(), *head.parameters()])
+
+    def call(threads: int) -> None:
+        torch.set_num_threads(threads)
+        optimiser.zero_grad()
+        loss(module, head).backward()
+        optimiser.step()
+
+    return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+
+
+_BOTH = {"num_layers": 2, "bidirectional": True}
+MODULES = (
+    Module("GRU", 20, 20),
+    Module("GRU", 64, 6),
+    Module("LSTM", 20, 6),
+    Module("LSTM", 20, 5, _BOTH),
+    Module("LSTM", 20, 20, _BOTH, packed=True),
+)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A pruned network that ``convert`` takes, as :mod:`bench.step_networks` makes it."""
+
+    case: step_networks.NetworkCase
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of training steps."""
+        race = self.case.race()
+        theirs = race.module
+        ours = sparsescan.torch.Sequential(*theirs.children())
+        x = torch.from_numpy(race.x)
+        labels = torch.arange(len(x)) % 10
+
+        def loss(module: nn.Module, _: nn.Module) -> Any:
+            return nn.functional.cross_entropy(module(x), labels)
+
+        makers = {
+            OURS: partial(_trained, ours, nn.Identity(), loss),
+            PYTORCH: partial(_trained, theirs, nn.Identity(), loss),
+        }
+        return {**measure(makers, quick), "wanted": self.case.wanted}
+
+
+# Residual blocks are no stacks, and batch normalisation in training is PyTorch's.
+STACKS = tuple(Stack(case) for case in step_networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
+
+
+# -- Linear recurrences ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A linear recurrence, and the ratios that are asked for."""
+
+    steps: int
+    size: int
+    batch: int
+    is_diagonal: bool
+    wanted: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        kind = "diagonal" if self.is_diagonal else "dense"
+        return f"affine_scan, {kind} {self.size}×{self.size}, B={self.batch}, T={self.steps:,}"
+
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """Return matrices, offsets, the first state, and gradients in all states."""
+        rng = np.random.default_rng(0)
+        lead, own = (self.steps, self.batch), (self.size,) * (1 if self.is_diagonal else 2)
+        a = rng.standard_normal((*lead, *own), np.float32) / np.sqrt(own[0]) / 2
+        b, loss = (rng.standard_normal((*lead, self.size), np.float32) for _ in range(2))
+        return a, b, np.zeros((self.batch, self.size), np.float32), loss
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of forward and backward passes."""
+        makers: dict[str, Callable[[], dict[str, Call]]] = {
+            OURS: self.ours,
+            JAX: partial(self.jax, associative=False),
+            ASSOCIATIVE: partial(self.jax, associative=True),
+        }
+        if self.is_diagonal:
+            makers[DOUBLING] = self.doubling
+        return {**measure(makers, quick), "wanted": self.wanted}
+
+    def ours(self) -> dict[str, Call]:
+        a, b, y0, loss = self.arrays()
+        pattern = Pattern.diagonal(self.size) if self.is_diagonal else None
+
+        def call() -> Any:
+            y = affine_scan(a, b, y0, pattern=pattern)
+            return affine_scan_vjp(a, y0, y, loss, pattern=pattern)
+
+        return {"NumPy": call}
+
+    def jax(self, associative: bool) -> dict[str, Call]:
+        jax = peers.load_jax()
+        jnp, lax = jax.numpy, jax.lax
+        *given, loss = jax.device_put(self.arrays())
+
+        def apply(a: Any, y: Any) -> Any:
+            return a * y if self.is_diagonal else jnp.einsum("...ij,...j->...i", a, y)
+
+        def combine(first: Any, second: Any) -> Any:
+            (a, b), (later, c) = first, second
+            product = later * a if self.is_diagonal else later @ a
+            return product, apply(later, b) + c
+
+        def states(a: Any, b: Any, y0: Any, unroll: int) -> Any:
+            if associative:
+                b = b.at[0].add(apply(a[0], y0))
+                return lax.associative_scan(combine, (a, b))[1]
+
+            def body(y: Any, each: Any) -> Any:
+                y = apply(each[0], y) + each[1]
+                return y, y
+
+            return lax.scan(body, y0, (a, b), unroll=unroll)[1]
+
+        def variant(unroll: int) -> Call:
+            def value(a: Any, b: Any, y0: Any) -> Any:
+                return (states(a, b, y0, unroll) * loss).sum()
+
+            gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
+            return lambda: jax.block_until_ready(gradients(*given))
+
+        return {f"unroll={n}": variant(n) for n in ((1,) if associative else (1, 4, 16))}
+
+    def doubling(self) -> dict[str, Call]:
+        """Return PyTorch's: pairs, then fours, …, are joined, all at once."""
+        *arrays, loss = (torch.from_numpy(each) for each in self.arrays())
+        given = [each.requires_grad_() for each in arrays]
+
+        def call(threads: int) -> Any:
+            torch.set_num_threads(threads)
+            a, b, y0 = given
+            y = torch.cat([b[:1] + a[:1] * y0, b[1:]])
+            k = 1
+            while k < self.steps:
+                y = torch.cat([y[:k], y[k:] + a[k:] * y[:-k]])
+                a = torch.cat([a[:k], a[k:] * a[:-k]])
+                k *= 2
+            return torch.autograd.grad(y, given, loss)
+
+        return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+
+
+RECURRENCES = (
+    Recurrence(1000, 20, 16, False, {JAX: 1.5, ASSOCIATIVE: 10}),
+    Recurrence(100_000, 1, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
+    Recurrence(100_000, 64, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
+)
+
+
+# -- The operator ---------------------------------------------------------------------------------
+
+
+def measure_overhead(calls: int) -> Results:
+    """``seconds`` of a call, of a tiny network by the module and by the step it runs."""
+    net = sparsescan.torch.GRU(3, 4)
+    x = torch.randn(2, 1, 3)
+    engine = GRU(3, 4).training_step()
+    array = x.numpy()
+    with torch.no_grad():
+        found = {
+            "module": _each(partial(net, x), calls),
+            "training step": _each(partial(engine.forward, array), calls),
+        }
+    return {"seconds": found}
+
+
+def _each(call: Call, times: int) -> float:
+    for _ in range(times // 10):
+        call()
+    samples = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(times // 5):
+            call()
+        samples.append((time.perf_counter() - start) / (times // 5))
+    return float(np.median(samples))
+
+
+# -- The experiment -------------------------------------------------------------------------------
+
+
+def _pieces(options: Options) -> Iterable[Piece]:
+    cpu_only("doors", options)
+    quick = MODULES[0], RECURRENCES[0]
+    for case in quick if options.quick else (*MODULES, *STACKS, *RECURRENCES):
+        yield Piece(case.name, partial(case.measure, options.quick))
+    calls = _CALLS // 10 if options.quick else _CALLS
+    yield Piece("overhead of a call", partial(measure_overhead, calls))
+
+
+def _about(options: Options) -> Results:
+    return {
+        "a step": "of modules: forward pass, a loss, backward pass and Adam; of a recurrence: all "
+        "states, and the gradients in all that enters; float32",
+        "PyTorch": "2 threads or 1, whichever were faster, for both; pruned weights by its masks",
+        "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
+    }
+
+
+def _races(results: Results) -> Results:
+    return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
+
+
+def _rows(results: Results) -> list[Row]:
+    return [
+        row
+        for name, piece in _races(results).items()
+        for peer in (PYTORCH, JAX, ASSOCIATIVE, DOUBLING)
+        if (row := recurrent.row(f"Front door: {name}", piece, peer, OURS))
+    ]
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    colors = {PYTORCH: BLUE, JAX: GREEN, ASSOCIATIVE: ORANGE, DOUBLING: "black"}
+    return step.draw_races("Front doors", _races(results), colors)
+
+
+EXPERIMENT = Experiment(
+    name="doors",
+    title="Front doors: modules of PyTorch, and linear recurrences",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=_rows,
+)
