@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 from numba import config
@@ -20,7 +21,10 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from ..kernels.cpu.run import abort
 
-__all__ = ["share", "thread_count", "usable_cores", "work"]
+__all__ = ["Team", "lent", "share", "thread_count", "usable_cores", "work"]
+
+# What calls a function on each thread of another library's, and waits until all have returned.
+Team = Callable[[Callable[[], None]], None]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.
 LONG = 50_000_000
@@ -76,6 +80,24 @@ def work(
             helper.result()
 
 
+_lent = threading.local()
+
+
+@contextmanager
+def lent(team: Team | None) -> Iterator[None]:
+    """Let the threads of another library be the helpers of :func:`share`, on this thread.
+
+    Threads of OpenMP spin for a while when they have nothing to do, on cores that helpers of our
+    own would have to share with them.
+    """
+    before = getattr(_lent, "team", None)
+    _lent.team = team
+    try:
+        yield
+    finally:
+        _lent.team = before
+
+
 def share(call: Callable[[int], None], parts: int) -> None:
     """Call ``call(i)`` for every `i` below `parts`, on this thread and on helpers.
 
@@ -91,6 +113,22 @@ def share(call: Callable[[int], None], parts: int) -> None:
         while (i := take()) < end:
             call(i)
 
+    team: Team | None = getattr(_lent, "team", None)
+    if team is not None:
+        errors: list[BaseException] = []
+
+        def work_off_or_end() -> None:
+            nonlocal end
+            try:
+                work_off()
+            except BaseException as error:
+                end = 0
+                errors.append(error)
+
+        team(work_off_or_end)
+        if errors:
+            raise errors[0]
+        return
     helpers: list[Future[None]] = []
     try:
         for _ in range(min(parts, thread_count()) - 1):

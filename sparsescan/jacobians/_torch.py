@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..arrays.arrays import on_device
 from ..errors import InputError, InputTypeError, SparseScanError
+from ._cell import Cell
 from ._checks import Shape, check_sizes
 from ._operator import Operator
 from .activations import (
@@ -25,6 +26,7 @@ from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
 from .normalization import BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+from .recurrent import GRUCell, LSTMCell, RNNCell
 from .reshape import Dropout, Flatten
 from .upsample import Upsample
 
@@ -60,26 +62,27 @@ _WITH_BIAS = (Conv1d, Conv2d, ConvTranspose2d, LayerNorm, Linear)
 _PRUNABLE = (Conv1d, Conv2d, ConvTranspose2d, Linear)
 
 
-def from_torch(module: Any, input_shape: Any) -> list[Operator]:
-    """Return the operators of a PyTorch module, sharing its parameters.
+def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
+    """Return the operators of a PyTorch module, or its cell, sharing its parameters.
 
     Parameters
     ----------
     module : torch.nn.Module
         A ``torch.nn.Sequential`` of layers that :mod:`sparsescan.jacobians` has, nested or not, or
-        one such layer. Weights pruned by ``torch.nn.utils.prune`` leave the pattern. Other hooks
-        of a forward, and ``torch.nn.utils.parametrize``, are refused.
+        one such layer; or an ``RNNCell``, ``GRUCell`` or ``LSTMCell``. Weights pruned by
+        ``torch.nn.utils.prune`` leave the pattern. Other hooks of a forward, and
+        ``torch.nn.utils.parametrize``, are refused.
     input_shape : tuple of int
         Shape of one sample, without the batch axis. Only if a ``BatchNorm2d`` is in training mode,
-        which couples the samples of a batch, the shape of the whole batch.
+        which couples the samples of a batch, the shape of the whole batch. A cell needs none.
 
     Returns
     -------
-    list of Operator
-        One for each call of a layer, without those that do nothing (``Identity``), for
-        :class:`Sequential`. Their parameters, and running statistics, are the module's memory, not
-        copies: what an optimiser does in place is seen at once. Operators of a layer that is called
-        twice share its parameters, whose gradient is the sum of theirs. The counter
+    list of Operator, or of Cell
+        One operator for each call of a layer, without those that do nothing (``Identity``), for
+        :class:`Sequential`; or the cell. Their parameters, and running statistics, are the module's
+        memory, not copies: what an optimiser does in place is seen at once. Operators of a layer
+        that is called twice share its parameters, whose gradient is the sum of theirs. The counter
         ``num_batches_tracked`` of a ``BatchNorm2d`` is copied, not shared.
 
     Raises
@@ -99,25 +102,22 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
     >>> from sparsescan.jacobians import from_torch
     >>> from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (3,))
     [Linear((3,) → (2,), nnz=6), Tanh((2,) → (2,), nnz=2)]
+    >>> (cell,) = from_torch(torch.nn.GRUCell(3, 2))
     """
     from torch import nn
-    from torch.nn.utils.parametrize import is_parametrized
 
     if not isinstance(module, nn.Module):
         raise InputTypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+    cells = {getattr(nn, cell.__name__): cell for cell in (RNNCell, GRUCell, LSTMCell)}
+    if type(module) in cells:
+        return [_cell(cells[type(module)], module)]
     shape = check_sizes("input_shape", input_shape)
     layers = list(_layers(module, "module"))
     joint = any(type(layer) is nn.BatchNorm2d and layer.training for _, layer in layers)
     types = {getattr(nn, operator.__name__): operator for operator in _LAYERS}
     ops: list[Operator] = []
     for name, layer in layers:
-        if is_parametrized(layer):
-            # Such a module has a class of its own, whose name would not say why it is refused.
-            raise InputError(
-                f"{name} ({type(layer).__name__}): it has parametrisations of "
-                f"{', '.join(layer.parametrizations)}; expected none: remove them by "
-                "torch.nn.utils.parametrize.remove_parametrizations"
-            )
+        _refuse_parametrisations(name, layer)
         operator = types.get(type(layer))
         if operator is None:
             other = " (sparsescan.torch has it)" if isinstance(layer, nn.RNNBase) else ""
@@ -132,6 +132,26 @@ def from_torch(module: Any, input_shape: Any) -> list[Operator]:
             raise type(error)(f"{name} ({type(layer).__name__}): {error}") from error
         shape = ops[-1].output_shape
     return ops
+
+
+def _cell(kind: Any, module: Any) -> Cell:
+    """Return a cell with the parameters of PyTorch's."""
+    name = f"module ({type(module).__name__})"
+    _refuse_parametrisations("module", module)
+    _refuse_hooks("module", module)
+    pruned = _pruned(module)
+    options = {"nonlinearity": module.nonlinearity} if kind is RNNCell else {}
+    for bias in ("bias_ih", "bias_hh"):
+        if bias in pruned:
+            raise InputError(f"{name}: its {bias} is pruned; expected pruned weights at most")
+    masks = {
+        f"{weight}_mask": (getattr(module, f"{weight}_mask") != 0).cpu().numpy()
+        for weight in pruned
+    }
+    cell: Cell = kind(module.input_size, module.hidden_size, module.bias, **options, **masks)
+    for each, array in _arrays(module, pruned, cell.parameter_names).items():
+        setattr(cell, each, array)
+    return cell
 
 
 def _layers(module: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -191,6 +211,19 @@ def _refuse_modes(layer: Any) -> None:
             raise InputError(f"{name} is {getattr(layer, name)}; expected {wanted}")
 
 
+def _refuse_parametrisations(name: str, layer: Any) -> None:
+    """Raise if something else computes a parameter of a layer."""
+    from torch.nn.utils.parametrize import is_parametrized
+
+    if is_parametrized(layer):
+        # Such a module has a class of its own, whose name would not say why it is refused.
+        raise InputError(
+            f"{name} ({type(layer).__name__}): it has parametrisations of "
+            f"{', '.join(layer.parametrizations)}; expected none: remove them by "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
+
+
 def _refuse_hooks(name: str, module: Any) -> None:
     """Raise if a module has a hook that may change what its forward computes."""
     from torch.nn.utils.prune import BasePruningMethod
@@ -213,17 +246,21 @@ def _pruned(layer: Any) -> set[str]:
     return {hook._tensor_name for hook in layer._forward_pre_hooks.values()}
 
 
-def _arrays(layer: Any, pruned: set[str]) -> dict[str, Any]:
+def _arrays(
+    layer: Any,
+    pruned: set[str],
+    names: Iterable[str] = ("weight", "bias", "running_mean", "running_var"),
+) -> dict[str, Any]:
     """Return the parameters and running statistics that a layer has."""
     from torch import nn
 
     arrays = {}
-    for name in ("weight", "bias", "running_mean", "running_var"):
+    for name in names:
         # Pruning keeps the parameter under another name, and recomputes the one that is read.
         tensor = getattr(layer, f"{name}_orig" if name in pruned else name, None)
         if tensor is None:
             continue
-        if name in ("weight", "bias") and not isinstance(tensor, nn.Parameter):
+        if not name.startswith("running") and not isinstance(tensor, nn.Parameter):
             raise InputError(
                 f"its {name} is a {type(tensor).__name__} that something else computes; expected a "
                 "torch.nn.Parameter"

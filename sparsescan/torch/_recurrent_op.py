@@ -15,6 +15,7 @@ from torch import Tensor
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
 from ..jacobians.step_pool import StepPool
 from ._once import Once
+from ._team import pytorchs_threads
 
 __all__ = ["Shape", "recurrent"]
 
@@ -98,7 +99,8 @@ def _run(
     begin, counts = (None if each is None else each.detach().numpy() for each in (state, lengths))
     named = zip(names, params, strict=True)
     arrays = {name: param.detach().numpy() for name, param in named}
-    return steps.forward(x.detach().numpy(), begin, counts, arrays)
+    with pytorchs_threads():
+        return steps.forward(x.detach().numpy(), begin, counts, arrays)
 
 
 _lock = threading.Lock()
@@ -189,7 +191,8 @@ def _backward(
     else:
         steps, step = found
     above = (None if grad is None else grad.numpy() for grad in (grad_output, grad_state))
-    grads = step.backward(*above, needs_input_grad=about[5])
+    with pytorchs_threads():
+        grads = step.backward(*above, needs_input_grad=about[5])
     arrays = [grads.state, *map(grads.params.get, shape.names())]
     if grads.input is not None:
         arrays.append(grads.input)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import affine
 from ..errors import DeviceError, InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern
+from ._team import pytorchs_threads
 
 __all__ = ["affine_scan"]
 
@@ -141,7 +142,9 @@ def _forward(
 ) -> Tensor:
     given = (_array(tensor) for tensor in (matrices, offsets, initial))
     pattern = _pattern(indptr, indices)
-    return torch.from_numpy(affine.affine_scan(*given, pattern=pattern, transposed=transposed))
+    with pytorchs_threads():
+        states = affine.affine_scan(*given, pattern=pattern, transposed=transposed)
+    return torch.from_numpy(states)
 
 
 def _backward(
@@ -156,12 +159,13 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
     given = (_array(tensor) for tensor in (matrices, initial, states, grads))
-    found = affine.affine_scan_vjp(
-        *given,
-        pattern=_pattern(indptr, indices),
-        transposed=transposed,
-        needs_matrices_grad=needs_matrices_grad,
-    )
+    with pytorchs_threads():
+        found = affine.affine_scan_vjp(
+            *given,
+            pattern=_pattern(indptr, indices),
+            transposed=transposed,
+            needs_matrices_grad=needs_matrices_grad,
+        )
     arrays = [found.offsets, found.initial]
     if found.matrices is not None:
         arrays.append(found.matrices)

@@ -14,6 +14,7 @@ from .. import jacobians
 from ..errors import SparseScanError
 from ..jacobians import NetworkStep, from_torch
 from ._once import Once
+from ._team import pytorchs_threads
 
 __all__ = ["Sequential", "why_not"]
 
@@ -71,7 +72,7 @@ class Sequential(nn.Sequential):
         if torch.is_grad_enabled() and any(each.requires_grad for each in some):
             return _Step.apply(pool, tuple(params), *some)
         step = pool.take()
-        output = torch.from_numpy(step.forward(input.detach().numpy()))
+        output = _forward(step, input)
         pool.give_back(step)
         return output
 
@@ -209,6 +210,11 @@ def _make(layers: list[nn.Module], shape: tuple[int, ...]) -> _Pool | None:
         return None
 
 
+def _forward(step: NetworkStep, x: Tensor) -> Tensor:
+    with pytorchs_threads():
+        return torch.from_numpy(step.forward(x.detach().numpy()))
+
+
 class _Step(torch.autograd.Function):
     """The graph of a call.
 
@@ -221,7 +227,7 @@ class _Step(torch.autograd.Function):
         ctx: Any, pool: _Pool, names: tuple[str, ...], x: Tensor, *params: Tensor
     ) -> Tensor:
         step = pool.take()
-        output = torch.from_numpy(step.forward(x.detach().numpy()))
+        output = _forward(step, x)
         ctx.lease = _Lease(pool, [step])
         weakref.finalize(ctx, ctx.lease.end).atexit = False
         ctx.names = names
@@ -246,8 +252,9 @@ class _Step(torch.autograd.Function):
             step = steps.pop()
         else:
             step = pool.take()
-            step.forward(x.detach().numpy())
-        grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[2])
+            _forward(step, x)
+        with pytorchs_threads():
+            grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[2])
         pool.give_back(step)
         arrays = [grads.params[name] for name in ctx.names]
         if grads.input is not None:

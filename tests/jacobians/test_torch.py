@@ -402,3 +402,34 @@ def test_pytorch_is_imported_only_when_asked_for() -> None:
         "assert not {'torch', 'cupy', 'jax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_cells(kind: Any) -> None:
+    torch.manual_seed(3)
+    options = {"nonlinearity": "relu"} if kind is nn.RNNCell else {}
+    module = kind(3, 4, **options).double()
+    prune.l1_unstructured(module, "weight_hh", 0.9)
+    (cell,) = from_torch(module)
+    assert cell.nnz < from_torch(kind(3, 4, **options))[0].nnz
+    x = np.random.default_rng(3).standard_normal((5, 2, 3))
+    with torch.no_grad():
+        module.weight_ih += 0.1  # the same memory
+    state = None
+    for x_t, found in zip(torch.from_numpy(x), cell.unroll(x)[1:], strict=True):
+        state = module(x_t, state)
+        expected = torch.cat(state, 1) if kind is nn.LSTMCell else state
+        close(found, expected.detach().numpy())
+
+
+def test_cells_that_are_refused() -> None:
+    module = nn.GRUCell(3, 4)
+    prune.l1_unstructured(module, "bias_hh", 0.5)
+    with pytest.raises(InputError, match=r"module \(GRUCell\): its bias_hh is pruned"):
+        from_torch(module)
+    hooked = nn.LSTMCell(3, 4)
+    hooked.register_forward_hook(lambda *given: None)
+    with pytest.raises(InputError, match="has the forward hook"):
+        from_torch(hooked)
+    with pytest.raises(InputError, match=r"GRU, which has no operator \(sparsescan.torch has it\)"):
+        from_torch(nn.GRU(3, 4), (3,))

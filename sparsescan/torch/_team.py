@@ -1,0 +1,63 @@
+"""PyTorch's own threads, as helpers of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..execution.threads import Team, lent
+
+__all__ = ["pytorchs_threads"]
+
+_Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# The process in which PyTorch was imported: GNU OpenMP must not be used after a fork.
+_home = os.getpid()
+
+
+def pytorchs_threads() -> AbstractContextManager[None]:
+    """Return a context in which the threads that PyTorch computes with help the kernels.
+
+    They spin between two of PyTorch's loops, on the cores that the kernels need. Where they are not
+    those of GNU OpenMP, where there is one only, or after a fork, the kernels have their own.
+    """
+    usable = torch.get_num_threads() > 1 and os.getpid() == _home
+    return lent(_team() if usable else None)
+
+
+@cache
+def _team() -> Team | None:
+    library = _openmp()
+    if library is None:
+        return None
+    parallel = library.GOMP_parallel
+    parallel.argtypes = (_Call, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+
+    def run(work: Callable[[], None]) -> None:
+        # As many as PyTorch has, since another number would start and end threads.
+        parallel(_Call(lambda _: work()), None, torch.get_num_threads(), 0)
+
+    return run
+
+
+def _openmp() -> Any:
+    """Return the GNU OpenMP library that PyTorch computes with, if it does."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
+    # Other packages bring their own.
+    home = str(Path(torch.__file__).parent)
+    paths = {path for path in paths if path.startswith(home)} or paths
+    if len(paths) != 1:
+        return None
+    library = ctypes.CDLL(paths.pop())
+    return library if hasattr(library, "GOMP_parallel") else None
