@@ -249,9 +249,21 @@ def check_run(name: str, batch: int) -> None:
     assert str(found).startswith(f"{name}, {ranks}, {batch} samples")
     right, pairs = found.pairs
     assert 0 <= right <= pairs <= len(names) * (len(names) - 1) / 2
-    for a, b in permutations(found.measured, 2):
-        if b.prediction.total > CLEAR * a.prediction.total:
-            assert b.nanoseconds > a.nanoseconds, (a, b)
+    wrong = disordered(found)
+    # On a busy machine the ranks of one strategy may have waited for a core, but not every time.
+    for _ in range(2):
+        wrong = wrong and disordered(run(WORLD, name, machine, batch))
+    assert not wrong, wrong
+
+
+def disordered(found: Any) -> list[str]:
+    """Pairs of which the second took less time, although far more was predicted, on any rank."""
+    pairs = [
+        f"{a}, {b}"
+        for a, b in permutations(found.measured, 2)
+        if b.prediction.total > CLEAR * a.prediction.total and b.nanoseconds <= a.nanoseconds
+    ]
+    return [pair for own in WORLD.allgather(pairs) for pair in own]
 
 
 @pytest.fixture
