@@ -355,7 +355,7 @@ def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawi
         own = [peer for peer in peers if peer in piece["samples"]]
         for k, peer in enumerate(own):
             low, middle, high = recurrent.speedup(piece, peer, OURS)
-            at, color = y + 0.2 * (2 * k + 1 - len(own)), peers[peer]
+            at, color = y + 0.4 / len(own) * (2 * k + 1 - len(own)), peers[peer]
             axes.plot([low, high], [at, at], color=color, lw=1.2)
             label = peer if peer not in shown else None
             axes.plot(middle, at, "o", color=color, ms=6, label=label)

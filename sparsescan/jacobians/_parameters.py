@@ -61,12 +61,11 @@ class Parameter:
             with Allocating(what):
                 array = attributes.setdefault(name, layer._draws[name]())
         # Whoever shares the array may have reshaped it in place, and kernels check no bounds.
-        _check_kept(_title(layer, name), array, shapes[name])
+        _check_kept(layer, name, array, shapes[name])
         return array
 
     def __set__(self, layer: Any, value: Any) -> None:
-        name = _title(layer, self._name)
-        shape = layer._shapes.get(self._name)
+        name, shape = _title(layer, self._name), layer._shapes.get(self._name)
         if shape is None:
             raise InputError(f"{name} cannot be set: the layer was made without it")
         array = check_array(name, value)
@@ -94,7 +93,7 @@ class Parametrised:
         array = getattr(self, name)
         if type(array) is np.ndarray:
             array = array.view()
-            _check_kept(_title(self, name), array, self._shapes[name])
+            _check_kept(self, name, array, self._shapes[name])
         return array
 
     def _share_parameters(self, part: Any, channels: slice) -> Any:
@@ -173,12 +172,16 @@ class Weighted(Parametrised):
         return grads if self.bias is None else grads | {"bias": grad_y.sum(axis=axes)}
 
 
-def _check_kept(name: str, array: Array, shape: Shape) -> None:
+def _check_kept(layer: Any, name: str, array: Array, shape: Shape) -> None:
     """Raise unless a parameter still has the shape and a dtype that it may have."""
     if array.shape != shape:
-        raise InputError(f"{name} has become an array of shape {array.shape}; expected {shape}")
+        raise InputError(
+            f"{_title(layer, name)} has become an array of shape {array.shape}; expected {shape}"
+        )
     if array.dtype.kind != "f":
-        raise InputError(f"{name} has become an array of dtype {array.dtype}; expected a float")
+        raise InputError(
+            f"{_title(layer, name)} has become an array of dtype {array.dtype}; expected a float"
+        )
 
 
 def initial(bound: float, dtype: DTypeLike, rng: np.random.Generator | int | None) -> Initial:

@@ -63,15 +63,15 @@ class Shape(NamedTuple):
         """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
         return self.hidden_size * (2 if self.mode == "LSTM" else 1)
 
-    def names(self) -> list[str]:
+    def names(self) -> tuple[str, ...]:
         """Return the names of the parameters, in PyTorch's order."""
         kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.has_bias else 2]
-        return [
+        return tuple(
             RNN.name_of(kind, layer, back)
             for layer in range(self.num_layers)
             for back in range(self.directions)
             for kind in kinds
-        ]
+        )
 
 
 def _make(shape: Shape, masks: Sequence[Tensor | None]) -> Recurrent:
