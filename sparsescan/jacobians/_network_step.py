@@ -100,7 +100,7 @@ class NetworkStep:
 
     A call of :meth:`forward` and one of :meth:`backward` are a whole training step but for the loss
     and the optimiser. Convolutions and linear layers use only the weights that are kept, in all
-    three passes, and write no Jacobian; where most are kept all are used, pruned ones as 0, as
+    three passes, and write no Jacobian; where it is faster all are used, pruned ones as 0, as
     ``print(step)`` says. Memory is kept from one training step to the next, so one
     thread at a time may call them. Made by :meth:`Sequential.training_step`.
 

@@ -659,6 +659,7 @@ def test_says_which_layers_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
         lines = str(small_net(keep=keep).training_step()).splitlines()[2:]
         return [line.partition("dense: ")[2] for line in lines]
 
+    monkeypatch.setattr(_weighted, "DENSITY", 0.5)  # as where there is AVX-512
     assert reasons(0.3) == ["", "", ""]
     # The first layer has too few channels.
     assert reasons(1) == ["", "faster by blocks of rows", "faster by blocks of rows"]
