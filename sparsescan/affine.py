@@ -116,8 +116,9 @@ def affine_scan(
 
     Notes
     -----
-    This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. The
-    bits do not depend on the number of threads.
+    This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. By a
+    schedule that is named the bits do not depend on the number of threads; nor do those of
+    ``"auto"``, but for rows of a large state that are shared out.
 
     Examples
     --------
@@ -234,9 +235,15 @@ def affine_scan_vjp(
         if steps:
             in_offsets[-1] = loss[-1]
             back = given.adjoint()
-            rest = None if chosen is None or steps == 1 else read_schedule(schedule, steps - 1)
-            _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], rest)
-            _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
+            if chosen is None:
+                _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], None)
+                _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
+            else:
+                # A schedule is for all steps, of which the last one adds nothing.
+                later = np.concatenate([loss[-2::-1], np.zeros_like(loss[:1])])
+                every = np.empty_like(loss)
+                _recur(back, later, loss[-1], every, chosen)
+                in_offsets[:-1], in_initial[0] = every[-2::-1], every[-1]
         in_matrices = _outer(given, in_offsets, y, begin) if needs_matrices_grad else None
         return AffineGrads(in_matrices, in_offsets, in_initial[0])
 

@@ -244,8 +244,12 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
         expected = a[t] @ expected + b[t]
         np.testing.assert_allclose(y[t], expected, rtol=1e-11, atol=1e-11)
     np.testing.assert_allclose(grads.offsets[-2], b[-2] + a[-1].T @ b[-1], rtol=1e-11, atol=1e-11)
-    named = affine_scan(a, b, schedule=sparsescan.Schedule.blelloch(steps))
+    schedule = sparsescan.Schedule.blelloch(steps)
+    named = affine_scan(a, b, schedule=schedule)
     np.testing.assert_allclose(named, y, rtol=1e-11, atol=1e-11)
+    same = affine_scan_vjp(a, None, y, b, schedule=schedule)
+    for found, exact in zip(same, grads, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
