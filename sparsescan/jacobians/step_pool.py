@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from numpy.typing import ArrayLike, NDArray
 
 from ._recurrent_step import TrainingStep
-from .rnn import Recurrent
 
-__all__ = ["StepPool"]
+__all__ = ["StepPool", "run_forward"]
+
+Step = TypeVar("Step")
 
 
-class StepPool:
+class StepPool(Generic[Step]):
     """Training steps of one network.
 
     Parameters
     ----------
     make : callable
-        It returns a network that nobody else has.
+        It returns a step that nobody else has.
     """
 
-    def __init__(self, make: Callable[[], Recurrent]) -> None:
+    def __init__(self, make: Callable[[], Step]) -> None:
         self._make = make
-        self._free: list[TrainingStep] = []
+        self._free: list[Step] = []
 
     @property
     def free(self) -> int:
         """How many steps nobody uses."""
         return len(self._free)
 
-    def give_back(self, step: TrainingStep) -> None:
+    def take(self) -> Step:
+        """Return one that nobody uses."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give_back(self, step: Step) -> None:
         """Let another call use a step."""
         self._free.append(step)
 
-    def forward(
-        self,
-        x: ArrayLike,
-        state: ArrayLike | None,
-        lengths: ArrayLike | None,
-        params: Mapping[str, NDArray[Any]],
-    ) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
-        """Return a step that has run forward with these parameters, and what it has returned."""
-        try:
-            step = self._free.pop()
-        except IndexError:
-            step = self._make().training_step()
-        for name, param in params.items():
-            setattr(step.network, name, param)
-        return step, *step.forward(x, state, lengths)
+
+def run_forward(
+    pool: StepPool[TrainingStep],
+    x: ArrayLike,
+    state: ArrayLike | None,
+    lengths: ArrayLike | None,
+    params: Mapping[str, NDArray[Any]],
+) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
+    """Return a step that has run forward with these parameters, and what it has returned."""
+    step = pool.take()
+    for name, param in params.items():
+        setattr(step.network, name, param)
+    return step, *step.forward(x, state, lengths)

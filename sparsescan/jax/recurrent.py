@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InputError, InputTypeError, short
 from ..jacobians import Recurrent, TrainingStep
-from ..jacobians.step_pool import StepPool
+from ..jacobians.step_pool import StepPool, run_forward
 from ._calls import as_float, check_platform
 
 __all__ = ["recurrent"]
@@ -191,17 +191,17 @@ _gradients.defjvp(_no_more)
 # Forward passes whose backward pass may come.
 _KEPT = 32
 _lock = threading.Lock()
-_pools: weakref.WeakKeyDictionary[Recurrent, StepPool] = weakref.WeakKeyDictionary()
-_waiting: OrderedDict[int, tuple[StepPool, TrainingStep]] = OrderedDict()
+_pools: weakref.WeakKeyDictionary[Recurrent, StepPool[TrainingStep]] = weakref.WeakKeyDictionary()
+_waiting: OrderedDict[int, tuple[StepPool[TrainingStep], TrainingStep]] = OrderedDict()
 _tokens = itertools.count(1)
 
 
-def _pool_of(network: Recurrent) -> StepPool:
+def _pool_of(network: Recurrent) -> StepPool[TrainingStep]:
     with _lock:
         pool = _pools.get(network)
         if pool is None:
             own = copy.deepcopy(network)
-            pool = _pools[network] = StepPool(lambda: copy.deepcopy(own))
+            pool = _pools[network] = StepPool(lambda: copy.deepcopy(own).training_step())
         return pool
 
 
@@ -214,7 +214,7 @@ def _run_forward(
 ) -> Any:
     pool = _pool_of(network)
     params, x, state, lengths = _arrays((params, x, state, lengths))
-    step, output, last = pool.forward(x, state, lengths, params)
+    step, output, last = run_forward(pool, x, state, lengths, params)
     if not keeps:
         pool.give_back(step)
         return output, last, np.int32(0)
@@ -235,7 +235,7 @@ def _run_backward(
         kept = _waiting.pop(int(token), None)
     if kept is None:
         pool = _pool_of(network)
-        step, _, _ = pool.forward(x, state, lengths, params)
+        step, _, _ = run_forward(pool, x, state, lengths, params)
     else:
         pool, step = kept
     grads = step.backward(*above)

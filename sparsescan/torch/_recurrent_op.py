@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
-from ..jacobians.step_pool import StepPool
+from ..jacobians.step_pool import StepPool, run_forward
 from ._once import Once
 from ._team import pytorchs_threads
 
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
         )
 
 
-def _make(shape: Shape, masks: Sequence[Tensor | None]) -> Recurrent:
+def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
     kind, options = _NETWORKS[shape.mode]
     named = zip(shape.names(), masks, strict=True)
     network: Recurrent = kind(
@@ -84,11 +84,11 @@ def _make(shape: Shape, masks: Sequence[Tensor | None]) -> Recurrent:
         rng=0,
         **options,
     )
-    return network
+    return network.training_step()
 
 
 def _run(
-    steps: StepPool,
+    steps: StepPool[TrainingStep],
     x: Tensor,
     state: Tensor | None,
     lengths: Tensor | None,
@@ -100,16 +100,18 @@ def _run(
     named = zip(names, params, strict=True)
     arrays = {name: param.detach().numpy() for name, param in named}
     with pytorchs_threads():
-        return steps.forward(x.detach().numpy(), begin, counts, arrays)
+        return run_forward(steps, x.detach().numpy(), begin, counts, arrays)
 
 
 _lock = threading.Lock()
-_steps: OrderedDict[Any, StepPool] = OrderedDict()
+_steps: OrderedDict[Any, StepPool[TrainingStep]] = OrderedDict()
 # Steps that wait for their backward pass, by the address of the tensor that stands for each.
-_waiting: dict[int, tuple[StepPool, TrainingStep]] = {}
+_waiting: dict[int, tuple[StepPool[TrainingStep], TrainingStep]] = {}
 
 
-def _steps_of(shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]) -> StepPool:
+def _steps_of(
+    shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]
+) -> StepPool[TrainingStep]:
     # A mask that is kept has an address of its own, and a count of its changes.
     contents = tuple(
         None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))

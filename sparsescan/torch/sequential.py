@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import jacobians
 from ..errors import SparseScanError
 from ..jacobians import NetworkStep, from_torch
+from ..jacobians.step_pool import StepPool
 from ._once import Once
 from ._team import pytorchs_threads
 
@@ -144,28 +145,7 @@ def _mask(layer: nn.Module) -> Tensor | None:
 # -- Steps -----------------------------------------------------------------------------------------
 
 
-class _Pool:
-    """Training steps of one stack for inputs of one shape, each used by one call at a time."""
-
-    def __init__(self, network: jacobians.Sequential) -> None:
-        self._network = network
-        self._free: list[NetworkStep] = [network.training_step()]
-
-    @property
-    def free(self) -> int:
-        """How many steps nobody uses."""
-        return len(self._free)
-
-    def take(self) -> NetworkStep:
-        """Return one that nobody uses."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._network.training_step()
-
-    def give_back(self, step: NetworkStep) -> None:
-        """Let another call use a step."""
-        self._free.append(step)
+_Pool = StepPool[NetworkStep]
 
 
 class _Lease(NamedTuple):
@@ -205,9 +185,12 @@ def _pool_of(module: nn.Sequential, layers: list[nn.Module], x: Tensor) -> _Pool
 
 def _make(layers: list[nn.Module], shape: tuple[int, ...]) -> _Pool | None:
     try:
-        return _Pool(jacobians.Sequential(from_torch(nn.Sequential(*layers), shape)))
+        network = jacobians.Sequential(from_torch(nn.Sequential(*layers), shape))
+        pool = StepPool(network.training_step)
+        pool.give_back(pool.take())
     except SparseScanError:
         return None
+    return pool
 
 
 def _forward(step: NetworkStep, x: Tensor) -> Tensor:
