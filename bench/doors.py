@@ -323,14 +323,10 @@ def _about(options: Options) -> Results:
     }
 
 
-def _races(results: Results) -> Results:
-    return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
-
-
 def _rows(results: Results) -> list[Row]:
     return [
         row
-        for name, piece in _races(results).items()
+        for name, piece in step.races(results).items()
         for peer in (PYTORCH, JAX, ASSOCIATIVE, DOUBLING)
         if (row := recurrent.row(f"Front door: {name}", piece, peer, OURS))
     ]
@@ -338,7 +334,7 @@ def _rows(results: Results) -> list[Row]:
 
 def _drawings(results: Results) -> list[Drawing]:
     colors = {PYTORCH: BLUE, JAX: GREEN, ASSOCIATIVE: ORANGE, DOUBLING: "black"}
-    return step.draw_races("Front doors", _races(results), colors)
+    return step.draw_races("Front doors", step.races(results), colors)
 
 
 EXPERIMENT = Experiment(

@@ -327,7 +327,7 @@ def _about(options: Options) -> Results:
     }
 
 
-def _races(results: Results) -> Results:
+def races(results: Results) -> Results:
     """The pieces in which contenders took turns."""
     return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
 
@@ -335,14 +335,14 @@ def _races(results: Results) -> Results:
 def _rows(results: Results) -> list[Row]:
     return [
         row
-        for name, piece in _races(results).items()
+        for name, piece in races(results).items()
         for peer in (PYTORCH, JAX)
         if (row := recurrent.row(f"Training step: {name}", piece, peer, OURS))
     ]
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    return draw_races("Whole training steps", _races(results), {PYTORCH: BLUE, JAX: GREEN})
+    return draw_races("Whole training steps", races(results), {PYTORCH: BLUE, JAX: GREEN})
 
 
 def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawing]:
