@@ -733,7 +733,11 @@ class _Memory:
 
     def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
         """Take over inputs, initial states and lengths."""
-        self._slots(self.states[0], 0)[1:-1] = x
+        slots = self._slots(self.states[0], 0)[1:-1]
+        slots[:] = x
+        if np.any(lengths < self.steps):
+            # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+            slots[np.arange(self.steps)[:, None] >= lengths] = 0
         for part, place in self._state_parts(state, last=False):
             place[:] = part
         count = self.batch * self.units

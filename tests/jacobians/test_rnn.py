@@ -285,6 +285,21 @@ def test_nan_stays_with_its_sample() -> None:
     assert np.isfinite(found["input"][:, [0, 2]]).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fills_up_shorter_sequences_is_not_read(kind: str) -> None:
+    rng = np.random.default_rng()
+    net = KINDS[kind](3, 4, num_layers=2, bidirectional=True, dtype=F8, rng=rng)
+    x, state, _, above, carry = make(rng, net, 6, 5, F8)
+    lengths = np.array([6, 0, 3, 1, 5])
+    filling = np.arange(6)[:, None] >= lengths
+    x[filling] = above[filling] = 0
+    expected = ours(net.training_step(), x, state, lengths, above, carry)
+    x[filling] = above[filling] = np.nan
+    actual = ours(net.training_step(), x, state, lengths, above, carry)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
+
+
 X = np.zeros((5, 2, 3), F4)
 
 
