@@ -308,6 +308,35 @@ def test_threads() -> None:
         assert torch.equal(results[k], alone)
 
 
+class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Outputs of a network, and its gradients, computed by who asks for them."""
+
+    def __init__(self, net: torch.nn.Module, x: torch.Tensor) -> None:
+        self.net, self.x = net, x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.net(self.x[k])[0]
+        (grad,) = torch.autograd.grad(output.square().sum(), [self.net.weight_hh_l0])
+        return output.detach(), grad
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_data_loader(context: str) -> None:
+    net, x = sparsescan.torch.GRU(3, 5), torch.randn(4, 30, 2, 3)
+    data = Encoded(net, x)
+    expected = [data[k] for k in range(len(data))]
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=None, num_workers=2, multiprocessing_context=context, timeout=120
+    )
+    for computed, wanted in zip(loader, expected, strict=True):
+        for one, other in zip(computed, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_convert() -> None:
     class Own(nn.GRU):
         pass
