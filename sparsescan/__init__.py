@@ -15,6 +15,7 @@ from .affine import AffineGrads, affine_scan, affine_scan_vjp
 from .api import exclusive_scan, inclusive_scan, plan
 from .chains.containers import BatchedCSR, CSRChain, PeriodicChain
 from .chains.implicit import ImplicitChain, ImplicitStep
+from .chains.solve import SolveStep
 from .errors import (
     ChainFileError,
     DeviceError,
@@ -23,6 +24,7 @@ from .errors import (
     MemoryLimitError,
     PatternMismatchError,
     PlanFileError,
+    SingularMatrixError,
     SparseScanError,
 )
 from .plan.scan_plan import ScanPlan
@@ -51,6 +53,8 @@ __all__ = [
     "PlanFileError",
     "ScanPlan",
     "Schedule",
+    "SingularMatrixError",
+    "SolveStep",
     "SparseScanError",
     "__version__",
     "affine_scan",

@@ -15,7 +15,7 @@ from .chains.chain import Chain, grad_or_zeros, length, patterns_in, placed, ste
 from .chains.containers import check_dtype
 from .chains.steps import fold, unfold
 from .errors import Allocating, DeviceError, InputError, short
-from .plan.choose import choose_schedule
+from .plan.choose import check_solves, choose_schedule
 from .plan.scan_plan import Gradients, ScanPlan
 from .plan.spec import Kind, PlanSpec
 from .planning.search import Choice
@@ -59,8 +59,9 @@ def exclusive_scan(
     jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
         The transposed Jacobians ``[J_n, …, J_1]``, from the LAST layer to the first; ``J_i`` has
         shape ``(d_{i-1}, d_i)``. An element is a SciPy CSR array or matrix, a
-        :class:`BatchedCSR`, a dense array ``(rows, cols)`` or ``(batch, rows, cols)``, or an
-        :class:`ImplicitStep`; all samples share an element without a batch axis. Or all in one: a
+        :class:`BatchedCSR`, a dense array ``(rows, cols)`` or ``(batch, rows, cols)``, an
+        :class:`ImplicitStep`, or a :class:`SolveStep`, whose inverse is the Jacobian; all samples
+        share an element without a batch axis. Or all in one: a
         :class:`CSRChain`, an :class:`ImplicitChain`, or a dense array ``(n, rows, cols)`` or
         ``(n, batch, rows, cols)``. A reversed view ``J[::-1]`` is not copied. Or an array for each
         of a few patterns that take turns: a :class:`PeriodicChain`. The last one, ``J_1``, does not
@@ -101,6 +102,8 @@ def exclusive_scan(
         If a type, a sparse format or a dtype is not supported. It is a :class:`TypeError`.
     DeviceError
         If the device, or the device that holds the data, cannot be used.
+    SingularMatrixError
+        If a matrix to solve with is singular. It is a :class:`numpy.linalg.LinAlgError`.
     MemoryLimitError
         If the gradients, or what makes them, take more memory than there is. It is a
         :class:`MemoryError`.
@@ -279,6 +282,7 @@ def plan(
                 f"effort is 'measure', but schedule is {short(schedule)}; expected 'auto'"
             )
         device = "cuda" if on_device else device
+        check_solves(patterns, asked, device == "cuda", reverse)
         spec = PlanSpec(
             patterns,
             Schedule.linear(len(patterns)) if asked is None else asked,
@@ -316,6 +320,8 @@ def _scan_once(
         patterns = fold(chain.read(steps), implicit)
         asked = read_schedule(schedule, len(patterns))
         device = "cuda" if chain.device is not None else device
+        if implicit:
+            check_solves(patterns, asked, device == "cuda", reverse)
         size = patterns[0].shape[1] if patterns else None
         first = grad_or_zeros(grad, local_grads, size, chain)
         batch = len(first) if first.ndim == 2 else 1

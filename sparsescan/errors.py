@@ -8,6 +8,8 @@ from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -35,6 +37,10 @@ class InputTypeError(SparseScanError, TypeError):
 
 class PatternMismatchError(InputError):
     """A Jacobian given to a plan has another pattern than the plan was made for."""
+
+
+class SingularMatrixError(InputError, np.linalg.LinAlgError):
+    """A matrix that a scan has to solve with is singular."""
 
 
 class ChainFileError(InputError):

@@ -51,6 +51,7 @@ __all__ = [
     "placed",
     "read_grad",
     "read_local_grads",
+    "split",
     "steps_of",
 ]
 
@@ -172,7 +173,7 @@ class Chain:
             patterns_read = self._read_sequence(jacobians, patterns)
         if patterns is not None:
             return patterns
-        return check_chain(patterns_read, self.reverse, self._name)
+        return check_chain(patterns_read, self.reverse, self.name)
 
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make every value of `dtype`: a copy of those that are not."""
@@ -182,7 +183,7 @@ class Chain:
             self._take_stacks([_converted("jacobians", stack, dtype) for stack in self._stacks])
             return
         for k, array in enumerate(self._read_again()):
-            self._take(k, _converted(self._name(k), array, dtype))
+            self._take(k, _converted(self.name(k), array, dtype))
 
     def upload(self) -> None:
         """Copy the values from host memory to the current device: one transfer."""
@@ -249,7 +250,7 @@ class Chain:
         if patterns is not None:
             k = self._turn_of(patterns, turns)
             if k is not None:
-                raise _mismatch(self._name(k), patterns[k], str(turns[k % len(turns)]))
+                raise _mismatch(self.name(k), patterns[k], str(turns[k % len(turns)]))
         self.batch = jacobians.batch
         self.dtype = np.result_type(*(array.dtype for array in values))
         self._mixed = any(array.dtype != self.dtype for array in values)
@@ -342,12 +343,12 @@ class Chain:
                     patterns_read.append(jacobian.pattern)
                 continue
             expected = None if patterns is None else patterns[k]
-            pattern, values = _split(self._name(k), jacobian, expected)
+            pattern, values = split(self.name(k), jacobian, expected)
             device = None if type(values) is np.ndarray else device_of(values)
             if k == 0 and device is not None:
                 self.device, short_way = device, ()
             elif device != self.device:
-                check_one_place(self._name(k), device, self._name(0), self.device)
+                check_one_place(self.name(k), device, self.name(0), self.device)
             if patterns is None:
                 known[pattern.shape, pattern.nnz] = pattern
                 patterns_read.append(pattern)
@@ -393,7 +394,7 @@ class Chain:
         self.values[k] = values
         return dtype
 
-    def _name(self, k: int) -> str:
+    def name(self, k: int) -> str:
         """Return what errors call the `k`-th Jacobian, or its step; the caller may count back."""
         n = self.n
         if self._starts is not None:
@@ -404,7 +405,7 @@ class Chain:
     def _check_batch(self, k: int, batch: int) -> None:
         if self.batch not in (None, batch):
             raise InputError(
-                f"{self._name(k)} has a batch of {batch}, an earlier one of {self.batch}; expected "
+                f"{self.name(k)} has a batch of {batch}, an earlier one of {self.batch}; expected "
                 "one batch size"
             )
         self.batch = batch
@@ -414,13 +415,13 @@ class Chain:
         arrays: list[Any] = []
         views: dict[Any, Any] = {}
         for k, (array, pattern) in enumerate(zip(self.values, self._patterns, strict=True)):
-            values = read_array(self._name(k), array)
+            values = read_array(self.name(k), array)
             # An array that came many times is uploaded once.
             place = _arrays.address_of(values), values.shape, values.strides, values.dtype
             values = views.setdefault(place, values)
             if values.shape not in ((pattern.nnz,), (self.batch, pattern.nnz)):
                 raise InputError(
-                    f"{self._name(k)} has values of shape {values.shape} now; expected (·, "
+                    f"{self.name(k)} has values of shape {values.shape} now; expected (·, "
                     f"{pattern.nnz}), as it had"
                 )
             arrays.append(values)
@@ -429,7 +430,7 @@ class Chain:
     def _take(self, k: int, values: Any) -> None:
         """Note where the values of the `k`-th Jacobian lie."""
         if not _is_walkable(values):
-            values = _copied(self._name(k), values, values.dtype)
+            values = _copied(self.name(k), values, values.dtype)
         self.values[k] = values
         self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
@@ -514,7 +515,7 @@ def pattern_of(k: int, jacobian: Any) -> Step:
         return jacobian
     if isinstance(jacobian, ImplicitStep):
         return jacobian.pattern
-    return _split(f"jacobians[{k}]", jacobian, None)[0]
+    return split(f"jacobians[{k}]", jacobian, None)[0]
 
 
 def patterns_in(jacobians: Any, reverse: bool = False) -> tuple[Sequence[Step], bool]:
@@ -780,6 +781,14 @@ class LocalGrads:
             for place, array in zip(places.tolist(), given, strict=True):
                 self._list[place] = array
 
+    def array(self, k: int) -> Any:
+        """Return what is added to the `k`-th gradient; None if nothing is."""
+        if not self._stacks:
+            return self._list[k] if self._list else None
+        step, turn = divmod(k, len(self._stacks))
+        stack = self._stacks[turn]
+        return None if stack is None else stack[step]
+
     def convert(self, dtype: np.dtype[Any]) -> None:
         """Make all of `dtype`, and each contiguous."""
         for turn, stack in enumerate(self._stacks):
@@ -854,7 +863,7 @@ def _is_sparse(matrix: Any) -> bool:
     return sp.issparse(matrix) or str(type(matrix).__module__).startswith("cupyx.scipy.sparse")
 
 
-def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
+def split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, Any]:
     """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
     if type(jacobian) is np.ndarray:
         return _split_dense(name, jacobian, 0, expected)
@@ -869,9 +878,9 @@ def _split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern,
             f"{name} is a {type(jacobian).__name__}; expected CSR: convert it with .tocsr()"
         )
     elif isinstance(jacobian, (ImplicitStep, ImplicitPattern)):
-        raise InputTypeError(
-            f"{name} is an {type(jacobian).__name__}; expected an explicit Jacobian here"
-        )
+        kind = type(jacobian).__name__
+        article = "an" if kind.startswith("I") else "a"
+        raise InputTypeError(f"{name} is {article} {kind}; expected an explicit Jacobian here")
     elif isinstance(jacobian, _CHAINS):
         raise InputTypeError(f"{name} is a {type(jacobian).__name__}; expected one Jacobian")
     else:

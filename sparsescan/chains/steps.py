@@ -33,12 +33,12 @@ def unfold(jacobians: Any, reverse: bool = False) -> tuple[Any, Sequence[Implici
     """
     if isinstance(jacobians, ImplicitChain):
         return jacobians.factors(reverse), [jacobians.pattern] * len(jacobians)
-    if is_stack(jacobians) or not any(type(step) is ImplicitStep for step in jacobians):
+    if is_stack(jacobians) or not any(isinstance(step, ImplicitStep) for step in jacobians):
         return jacobians, ()
     factors: list[Any] = []
     implicit: list[ImplicitPattern | None] = []
     for step in jacobians[::-1] if reverse else jacobians:
-        is_implicit = type(step) is ImplicitStep
+        is_implicit = isinstance(step, ImplicitStep)
         factors += step.factors if is_implicit else [step]
         implicit.append(step.pattern if is_implicit else None)
     return factors, implicit
@@ -75,7 +75,8 @@ class Steps:
     def __init__(self, patterns: Sequence[Step]) -> None:
         self.n, self._patterns = len(patterns), patterns
         self.factors = [factor for step in patterns for factor in factors_of(step)]
-        self.starts = factor_starts(patterns) if len(self.factors) > self.n else None
+        is_implicit = any(isinstance(step, ImplicitPattern) for step in patterns)
+        self.starts = factor_starts(patterns) if is_implicit else None
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
     def unfold(self, jacobians: Any, reverse: bool = False) -> Any:
@@ -104,7 +105,9 @@ class Steps:
             return unfolded
         for k, step in enumerate(self._patterns):
             pattern = implicit[k] if implicit else None
-            if pattern != (step if isinstance(step, ImplicitPattern) else None):
+            if pattern is not step and pattern != (
+                step if isinstance(step, ImplicitPattern) else None
+            ):
                 at = self.n - 1 - k if reverse else k
                 raise PatternMismatchError(
                     f"jacobians[{at}] is {pattern or 'explicit'}; expected {step}, as the plan was "

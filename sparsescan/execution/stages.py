@@ -31,6 +31,12 @@ class Stages:
     """How the levels of a program are cut into units for some threads.
 
     Nothing here changes a result: units only say who computes what.
+
+    Attributes
+    ----------
+    solves : list of tuple
+        For each Jacobian that is solved with, which no stage does, its number, after how many
+        stages, and the nanoseconds that those since the one before take one thread.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Stages:
         self._units: list[int] = []
         self._runs: list[NDArray[np.int64]] = []
         self._run_count = 0
+        self.solves: list[tuple[int, int, float]] = []
         # Bytes that each operation reads for every sample.
         nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
@@ -62,19 +69,35 @@ class Stages:
         few[program.n :] = False
         self._shared = vector & (few & (widths == 1))[ops[:, Op.RIGHT]] & (batch > 2)
         cost[self._shared] *= _SHARED
+        cost[list(program.solved)] = 0
         self._cost = cost
         # The predicted time of all threads together.
         self.nanoseconds = float(cost.sum())
         if self.nanoseconds < RUN_GRAIN:
             threads = 1
-        for _, runs in program.levels:
-            self._level(runs, cost, threads)
         last = len(ops) - 1
-        self._level(np.array([[last, last + 1]], np.int64), cost, threads)
+        for _, runs in [*program.levels, ("", np.array([[last, last + 1]], np.int64))]:
+            if program.solved:
+                self._around_solves(runs, cost, threads)
+            else:
+                self._level(runs, cost, threads)
         self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
-        self.widest = max(self._units)
+        self.widest = max(self._units, default=1)
         self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
+
+    def _around_solves(
+        self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int
+    ) -> None:
+        """Add the stages of what lies between the solves of a level, which has one run."""
+        ((start, last),) = runs.tolist()
+        for op in range(start, last + 1):
+            if op == last or op in self._program.solved:
+                if op > start:
+                    self._level(np.array([[start, op]], np.int64), cost, threads)
+                if op < last:
+                    self.solves.append((op, len(self._rows), float(cost[start:op].sum())))
+                start = op + 1
 
     def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
         first, last = int(runs[0, 0]), int(runs[-1, 1])

@@ -56,6 +56,9 @@ def work(
     that is in compiled code, so for long work, as `nanoseconds` predicts it, a thread of its own
     takes the place of the main one.
     """
+    if threads <= 1 and nanoseconds <= LONG:
+        kernel(tables, 0)
+        return
     helpers: list[Future[None]] = []
     failed = True
     try:

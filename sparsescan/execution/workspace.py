@@ -10,11 +10,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.addresses import address_of
 from ..kernels.cpu import run
-from ..kernels.cpu.tables import BAND, FINISHED, SLOTS, Kind, Node, Op, Run, Store, Tables
+from ..kernels.cpu.tables import (
+    BAND,
+    FINISHED,
+    SLOTS,
+    WORD,
+    Kind,
+    Node,
+    Op,
+    Run,
+    Stage,
+    Store,
+    Tables,
+)
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
-from .stages import STAGE_BYTES, Stages
+from .solves import Given, Solves, solves_bytes
+from .stages import RUN_GRAIN, STAGE_BYTES, Stages
 from .threads import work
 
 __all__ = ["KINDS", "Parts", "Workspace", "places", "table_bytes", "workspace_bytes"]
@@ -94,7 +108,8 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     """Return bytes that a program and a run of it take beside Jacobians and gradients, at most.
 
     It counts as if every Jacobian differed between samples, with local gradients, and products that
-    leave the range of floating point; with the linear scan that is run if a value is not finite.
+    leave the range of floating point; with the linear scan that is run if a value is not finite;
+    and with the factors of matrices to solve with that are kept.
     """
     patterns = set(program.patterns)
     batched = np.ones(len(program.patterns), bool)
@@ -114,6 +129,9 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     if threads > 1:
         # Stages of products whose rows are shared: three for each sample.
         tables += STAGE_BYTES * 3 * batch * program.products
+    if program.solved:
+        tables += STAGE_BYTES * program.n
+        tables += solves_bytes(program.solved.values(), dtype.itemsize, batch, threads)
     return dtype.itemsize * values + 4 * exponents + indices + tables
 
 
@@ -160,6 +178,7 @@ class Workspace:
         node_batched = program.batched(batched)
         widths = np.where(node_batched, batch, 1)
         self._stages = Stages(program, batch, widths, threads, dtype.itemsize)
+        self._solves = Solves(program.solved, leaves, batch, threads)
         self.threads = min(threads, self._stages.widest)
         self.local_grads = np.zeros(n + 1, np.int64)
         self._kernel = run.run if program.products else run.run_vectors
@@ -174,6 +193,7 @@ class Workspace:
         self._place_products(program, nodes, memory)
         self._set(Run.FIRST_UNIT, self._stages.first_unit)
         self._set(Run.STAGES, self._stages.stages)
+        self._first_unit_at, self._stages_at = self._run[[Run.FIRST_UNIT, Run.STAGES]].tolist()
         self._set(Run.RUNS, self._stages.runs)
         self._set(Run.OPS, program.ops)
         self._set(Run.NODES, nodes)
@@ -255,8 +275,14 @@ class Workspace:
             ),
         )
 
-    def run(self, out: NDArray[Any], inclusive: bool) -> bool:
-        """Fill `out`, whose first gradient is there; False if the linear scan has to decide."""
+    def run(self, out: NDArray[Any], inclusive: bool, given: Given | None = None) -> bool:
+        """Fill `out`, whose first gradient is there; False if the linear scan has to decide.
+
+        `given` is what a program reads that solves with some Jacobians.
+        """
+        if given is not None and self._stages.solves:
+            self._run_around_solves(out, inclusive, given)
+            return True
         run = self._run
         run[: Run.BATCH] = 0
         run[Run.STARTED] = time.monotonic_ns()
@@ -268,6 +294,28 @@ class Workspace:
         work(self._kernel, self._tables, self.threads, self._stages.nanoseconds)
         return bool(run[Run.STATUS] == FINISHED)
 
+    def _run_around_solves(self, out: NDArray[Any], inclusive: bool, given: Given) -> None:
+        """Fill `out`, stretch by stretch; nothing is multiplied, so there is nothing to decide."""
+        last, starts = self._n - 1, (self._arrays[Run.OFFSETS] * self._batch).tolist()
+        solves, done = self._stages.solves, 0
+        self._solves.begin(inclusive, self._n)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for k, stage, nanoseconds in solves:
+                if stage > done:
+                    # Other threads are not woken for a few steps.
+                    threads = self.threads if nanoseconds > RUN_GRAIN else 1
+                    self.run_stages(out, done, stage, threads, nanoseconds)
+                    done = stage
+                if k < last or inclusive:
+                    x, y = (
+                        out[starts[j] : starts[j + 1]].reshape(self._batch, -1) for j in (k, k + 1)
+                    )
+                    self._solves.solve(k, x, y, given)
+        # The last stage is the one more step of an inclusive scan, unless that is a solve.
+        stages = len(self._stages.stages) - (not inclusive and solves[-1][0] != last)
+        if stages > done:
+            self.run_stages(out, done, stages, self.threads, self._stages.nanoseconds)
+
     def run_stages(
         self, out: NDArray[Any], first: int, last: int, threads: int, nanoseconds: float
     ) -> None:
@@ -275,10 +323,10 @@ class Workspace:
         run, stages = self._run, self._stages
         run[: Run.BATCH] = 0
         run[Run.STARTED] = time.monotonic_ns()
-        run[Run.OUT] = out.ctypes.data
+        run[Run.OUT] = address_of(out)
         # The tables begin with the first of these stages, but units are counted from the start.
-        run[Run.FIRST_UNIT] = stages.first_unit[first:].ctypes.data
-        run[Run.STAGES] = stages.stages[first:].ctypes.data
+        run[Run.FIRST_UNIT] = self._first_unit_at + first * WORD
+        run[Run.STAGES] = self._stages_at + first * Stage.WIDTH * WORD
         run[Run.NEXT] = run[Run.DONE] = stages.first_unit[first]
         run[Run.STAGE_COUNT] = last - first
         run[Run.UNITS] = stages.first_unit[last]

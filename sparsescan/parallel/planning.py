@@ -16,7 +16,7 @@ from ..execution.threads import thread_count, usable_cores
 from ..plan.spec import Kind
 from ..planning.costs.cpu import Model
 from ..planning.search import model_for
-from ..symbolic.implicit import ImplicitPattern, Step, explicit
+from ..symbolic.implicit import ImplicitPattern, Step, explicit, solved_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count
 from .communicator import Communicator, reads_device_memory
@@ -184,6 +184,13 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
             raise InputError(
                 f"jacobians[{k}] is an implicit step, but grid is {grid}; expected explicit ones "
                 "where ranks share the rows of steps"
+            )
+    for k, pattern in enumerate(patterns):
+        if any(solved_of(pattern)):
+            at = len(patterns) - 1 - k if options.reverse else k
+            raise InputError(
+                f"jacobians[{at}] is a step to solve with; expected steps that ranks can multiply: "
+                "sparsescan.plan takes it, on one rank"
             )
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:

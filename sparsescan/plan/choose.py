@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MemoryLimitError, short
+from ..errors import DeviceError, InputError, MemoryLimitError, short
 from ..execution.threads import thread_count
 from ..execution.workspace import workspace_bytes
 from ..formatting import exact_bytes
 from ..planning.search import Candidate, Choice, choose, choose_for
-from ..symbolic.implicit import Step
+from ..symbolic.implicit import Step, solved_of
 from ..symbolic.pattern import TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .spec import Kind
 
-__all__ = ["choose_schedule", "needed_bytes"]
+__all__ = ["check_solves", "choose_schedule", "needed_bytes"]
 
 # Entries that int64 can count, with room for sums of products.
 _COUNTED = 1 << 55
@@ -58,6 +58,30 @@ def choose_schedule(
             f"memory_limit is {exact_bytes(memory_limit or 0)}; {schedule} needs more, and the "
             f"least, {linear}, {exact_bytes(least)}"
         ) from None
+
+
+def check_solves(
+    patterns: Sequence[Step], schedule: Schedule | None, on_device: bool, reverse: bool
+) -> None:
+    """Raise if a step is solved with, and the schedule multiplies steps or runs on a device.
+
+    `reverse` says that the caller counts the steps from the end; None is ``"auto"``.
+    """
+    n = len(patterns)
+    k = next((k for k, step in enumerate(patterns) if any(solved_of(step))), None)
+    if k is None:
+        return
+    name = f"jacobians[{n - 1 - k if reverse else k}]"
+    if schedule is not None and any(level.ops[:, 0].any() for level in schedule.levels):
+        raise InputError(
+            f"schedule is {schedule!r}, which multiplies Jacobians, but {name} is one to solve "
+            "with, whose products would be dense; expected 'linear' or 'auto'"
+        )
+    if on_device:
+        raise DeviceError(
+            f"{name} is a step to solve with, which runs on the CPU only; expected host memory "
+            "(cupy.asnumpy), and device=None or 'cpu'"
+        )
 
 
 def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:

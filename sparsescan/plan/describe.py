@@ -10,6 +10,7 @@ from typing import Any
 from ..formatting import align, format_bytes, format_count, format_time
 from ..planning.costs.cpu import Cost, level_costs
 from ..planning.search import Alternative
+from ..symbolic.factorisation import factorisation_of
 from ..symbolic.implicit import ImplicitPattern, Step, explicit
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
@@ -36,6 +37,11 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
         return "\n".join(lines)
     if (saving := _saving(spec)) is not None:
         lines.append(_saved(spec, saving))
+    if program.solved:
+        lines.append(
+            f"  solves: {len(program.solved):,}; times and memory are as if no two matrices were "
+            "equal, whose factors are made once"
+        )
     lines.append(f"  tree: {tree(spec.schedule, _WIDTH)}")
     if spec.dense:
         lines.append(f"  stored densely: {len(spec.dense):,} products whose patterns are sparse")
@@ -118,7 +124,10 @@ def _pattern_text(pattern: Step) -> str:
     if isinstance(pattern, ImplicitPattern):
         factors = [
             f"{_pattern_text(factor)}{', shared by all samples' * shared}"
-            for factor, shared in zip(pattern.factors, pattern.shared, strict=True)
+            f"{_solve_text(factor) if solved else ''}"
+            for factor, shared, solved in zip(
+                pattern.factors, pattern.shared, pattern.solved, strict=True
+            )
         ]
         return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
     size = rows * cols
@@ -126,15 +135,28 @@ def _pattern_text(pattern: Step) -> str:
     return f"{rows:,}×{cols:,} {pattern.kind}, nnz {pattern.nnz:,} ({density} dense)"
 
 
+def _solve_text(pattern: Pattern) -> str:
+    form = factorisation_of(pattern)
+    return f", solved with ({form.method} factors, {form.entries:,} entries)"
+
+
 def _pattern_dict(pattern: Step) -> dict[str, Any]:
     described: dict[str, Any] = {"shape": list(pattern.shape), "nnz": pattern.nnz}
     if isinstance(pattern, Pattern):
         return described | {"kind": pattern.kind}
     factors = [
-        _pattern_dict(factor) | {"shared": shared}
-        for factor, shared in zip(pattern.factors, pattern.shared, strict=True)
+        _pattern_dict(factor)
+        | {"shared": shared, "solved": _solve_dict(factor) if solved else None}
+        for factor, shared, solved in zip(
+            pattern.factors, pattern.shared, pattern.solved, strict=True
+        )
     ]
     return described | {"kind": "implicit", "factors": factors}
+
+
+def _solve_dict(pattern: Pattern) -> dict[str, Any]:
+    form = factorisation_of(pattern)
+    return {"factors": form.method, "entries": form.entries, "multiply_adds": form.multiply_adds}
 
 
 def _saving(spec: PlanSpec) -> dict[str, Any] | None:

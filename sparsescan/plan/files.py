@@ -8,8 +8,9 @@ that is loaded has its symbolic phase done again. Version 1 of the format:
 ``digest``       string: BLAKE2b of all other arrays, their names, dtypes and shapes
 ``patterns``     the different patterns, with ``indptr`` and ``indices``, as in a file of a chain
 ``steps``        int (n,): the pattern of each Jacobian; of implicit ones, of each factor
-``factors``      int (n,): the number of factors of each step; only if some have more than one
-``shared``       int: for each of ``steps`` 1 if all samples share it, else 0; beside ``factors``
+``factors``      int (n,): the number of factors of each step; only if some are implicit
+``shared``       int: for each of ``steps`` 1 if all samples share it, and 2 more if it is the
+                 inverse of a matrix; beside ``factors``
 ``schedule``     string: how the schedule prints
 ``level_names``  strings (l,): the name of each level
 ``level_runs``   int (l,): the number of its runs
@@ -63,6 +64,7 @@ from ..symbolic.implicit import (
     factors_of,
     refine,
     shared_of,
+    solved_of,
 )
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import Level, Schedule, check_count
@@ -105,11 +107,15 @@ def save_spec(path: Path, spec: PlanSpec) -> None:
     arrays["dense"] = np.array(sorted(spec.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
-    if len(listed) > len(spec.patterns):
+    if any(isinstance(step, ImplicitPattern) for step in spec.patterns):
         counts = np.diff(factor_starts(spec.patterns))
         arrays["factors"] = counts.astype(np.min_scalar_type(counts.max()))
-        shared = [flag for step in spec.patterns for flag in shared_of(step)]
-        arrays["shared"] = np.array(shared, np.uint8)
+        flags = [
+            shared + 2 * solved
+            for step in spec.patterns
+            for shared, solved in zip(shared_of(step), solved_of(step), strict=True)
+        ]
+        arrays["shared"] = np.array(flags, np.uint8)
     write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
 
 
@@ -202,17 +208,17 @@ def _unpack_steps(arrays: Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
     if min(counts, default=0) < 1 or sum(counts) != len(factors):
         raise InputError(f"factors adds up to {sum(counts)}; expected {len(factors)}, as steps has")
     check_used("shared", len(shared), len(factors))
-    if not {0, 1}.issuperset(shared):
-        raise InputError(f"shared has {max(shared)}; expected 0 or 1")
+    if not {0, 1, 2, 3}.issuperset(shared):
+        raise InputError(f"shared has {max(shared)}; expected 0 to 3")
     patterns: list[Step] = []
     start = 0
     for count in counts:
         flags = shared[start : start + count]
-        if count == 1:
+        if flags == [0]:
             patterns.append(factors[start])
         else:
-            positions = [k for k, flag in enumerate(flags) if flag]
-            patterns.append(ImplicitPattern(factors[start : start + count], positions))
+            positions = ([k for k, flag in enumerate(flags) if flag & bit] for bit in (1, 2))
+            patterns.append(ImplicitPattern(factors[start : start + count], *positions))
         start += count
     return patterns
 

@@ -17,6 +17,7 @@ from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_places, grad_or_zeros, placed, read_grad
 from ..chains.steps import Steps
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
+from ..execution.solves import Given
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
 from ..formatting import exact_bytes
@@ -24,7 +25,7 @@ from ..planning.search import Alternative
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule, check_count
-from .choose import choose_schedule, needed_bytes
+from .choose import check_solves, choose_schedule, needed_bytes
 from .describe import describe, to_dict
 from .prediction import ScanPrediction, predict
 from .spec import Kind, PlanSpec
@@ -438,6 +439,9 @@ class ScanPlan(Frozen):
         xp = namespace(first)
         if count == 0:
             return xp.empty((0, *first.shape), dtype) if chain.period == 1 else []
+        solves = self._first.program is not None and self._first.program.solved
+        if solves and (xp is not np or self.device == "cuda"):
+            check_solves(self.patterns, None, True, self.reverse)
         download = xp is np and self.device == "cuda"
         if download:
             xp = load_cupy()
@@ -462,7 +466,9 @@ class ScanPlan(Frozen):
             if xp is not np:
                 workspace = slot.on_device(program, dtype, batch, local)
                 workspace.run(chain, local, out, inclusive=inclusive)
-            elif not slot.workspace(program, dtype, batch, local).run(out, inclusive):
+            elif not slot.workspace(program, dtype, batch, local).run(
+                out, inclusive, Given(chain.array, local.array, chain.name)
+            ):
                 # The linear scan defines what a value reaches that is not finite, of which a
                 # product may make something else; nor can a product hold entries of any range.
                 if self._linear is None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..execution.threads import thread_count
 from ..execution.workspace import table_bytes
-from ..symbolic.implicit import Step, explicit
+from ..symbolic.implicit import Step, explicit, solved_of
 from ..symbolic.pattern import (
     Kind,
     Pattern,
@@ -41,6 +41,7 @@ __all__ = ["Alternative", "Candidate", "Choice", "Search", "choose", "choose_for
 _PREDICTED, _MEASURED = 0.75, 0.9
 _ASKED = "asked for"
 _NOTHING_PAYS = "auto: no product of neighbours would save more time than it takes"
+_SOLVED = "auto: products of inverses are not formed"
 # Candidates that are measured beside the linear scan.
 _LEADING = 3
 # Levels without gain after which the search goes no deeper.
@@ -131,6 +132,9 @@ def choose(
     Choice
         If nothing is measured, it depends on the arguments alone.
     """
+    if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
+        schedule = Schedule.linear(len(steps))
+        return Choice(schedule, frozenset(), _SOLVED, ())
     if not steps or not (measure or more or pays(list(map(explicit, steps)), model)):
         return Choice(Schedule.linear(len(steps)), frozenset(), _NOTHING_PAYS, ())
     search = Search(steps, model, fits, nbytes)

@@ -27,6 +27,7 @@ __all__ = [
     "factors_of",
     "refine",
     "shared_of",
+    "solved_of",
 ]
 
 
@@ -37,12 +38,20 @@ class ImplicitPattern(Frozen):
     the factors have fewer entries than their product, or where all steps and samples share one, as
     a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights.
 
+    Where a factor is solved, `factors` has the pattern of its inverse: implicit time stepping
+    ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``, of ``[Mᵀ, Nᵀ]`` with
+    ``solved=[0]``. No product of inverses is formed, so such steps need a linear schedule.
+
     Parameters
     ----------
     factors : sequence of Pattern
-        The patterns ``F_1, …, F_k``, at least two, as a chain would apply them.
+        The patterns ``F_1, …, F_k``, as a chain would apply them: at least two, or one that is
+        solved.
     shared : sequence of int, optional
         Positions of the factors whose values all samples share: the planner counts them once.
+    solved : sequence of int, optional
+        Positions of the factors that are inverses of matrices of these patterns, which are square:
+        a scan solves with the matrix, on the CPU.
 
     Attributes
     ----------
@@ -50,6 +59,8 @@ class ImplicitPattern(Frozen):
         The patterns of the factors.
     shared : tuple of bool
         Which of them all samples share.
+    solved : tuple of bool
+        Which of them are solved with.
     shape : tuple of int
         ``(rows, cols)`` of the Jacobian.
     nnz : int
@@ -58,13 +69,14 @@ class ImplicitPattern(Frozen):
     Raises
     ------
     InputError
-        If there are fewer than two factors, they do not chain, or `shared` names another one.
+        If there are fewer than two factors and none is solved, they do not chain, one that is
+        solved is not square, or `shared` or `solved` names another one.
     InputTypeError
         If one is no Pattern.
 
     See Also
     --------
-    sparsescan.ImplicitChain, sparsescan.ImplicitStep
+    sparsescan.ImplicitChain, sparsescan.ImplicitStep, sparsescan.SolveStep
 
     Examples
     --------
@@ -76,24 +88,31 @@ class ImplicitPattern(Frozen):
     Pattern((20, 20), nnz=400, dense)
     """
 
-    __slots__ = ("__weakref__", "_jacobian", "factors", "key", "nnz", "shape", "shared")
+    __slots__ = ("__weakref__", "_jacobian", "factors", "key", "nnz", "shape", "shared", "solved")
 
     factors: tuple[Pattern, ...]
     shared: tuple[bool, ...]
+    solved: tuple[bool, ...]
     shape: tuple[int, int]
     nnz: int
     key: tuple[Any, ...]  # equal for equal patterns, and holds none
     _jacobian: Pattern | None
 
-    def __init__(self, factors: Iterable[Pattern], shared: Iterable[int] = ()) -> None:
-        listed, positions = _listed("factors", factors), set(_listed("shared", shared))
+    def __init__(
+        self, factors: Iterable[Pattern], shared: Iterable[int] = (), solved: Iterable[int] = ()
+    ) -> None:
+        listed = _listed("factors", factors)
+        flags = {
+            name: _flags(name, positions, len(listed))
+            for name, positions in (("shared", shared), ("solved", solved))
+        }
         for k, factor in enumerate(listed):
             if not isinstance(factor, Pattern):
                 raise InputTypeError(f"factors[{k}] is {short(factor)}; expected a Pattern")
-        if len(listed) < 2:
+        if len(listed) < 2 and not any(flags["solved"]):
             raise InputError(
                 f"factors has {len(listed)} patterns; expected at least two, since a step of one "
-                "is an explicit one"
+                "that is not solved is an explicit one"
             )
         for k, (first, second) in enumerate(pairwise(listed)):
             if second.shape[1] != first.shape[0]:
@@ -101,24 +120,26 @@ class ImplicitPattern(Frozen):
                     f"factors[{k + 1}] has shape {second.shape}; expected (·, {first.shape[0]}), "
                     "as the factor that is applied before it has so many rows"
                 )
-        unknown = positions.difference(range(len(listed)))
-        if unknown:
-            raise InputError(
-                f"shared has {short(min(unknown, key=repr))}; expected positions from 0 to "
-                f"{len(listed) - 1}"
-            )
+        for k, (factor, is_solved) in enumerate(zip(listed, flags["solved"], strict=True)):
+            if is_solved and factor.shape[0] != factor.shape[1]:
+                raise InputError(
+                    f"factors[{k}] has shape {factor.shape}; expected a square one, since it is "
+                    "solved"
+                )
         self._set(
+            **flags,
             factors=tuple(listed),
-            shared=tuple(k in positions for k in range(len(listed))),
             shape=(listed[-1].shape[0], listed[0].shape[1]),
             nnz=sum(factor.nnz for factor in listed),
         )
-        self._set(key=(self.shared, *(factor.key for factor in listed)))
+        self._set(key=(self.shared, self.solved, *(factor.key for factor in listed)))
         self._jacobian = None
 
     @property
     def jacobian(self) -> Pattern:
-        """The pattern of the product, which is the Jacobian."""
+        """The pattern of the product, which is the Jacobian: dense if a factor is an inverse."""
+        if any(self.solved):
+            return Pattern.dense(self.shape)
         if self._jacobian is None:
             whole, *later = self.factors
             for factor in later:
@@ -134,13 +155,14 @@ class ImplicitPattern(Frozen):
 
     def __repr__(self) -> str:
         factors = (
-            f"{factor.shape} {factor.kind}{' and shared' * shared}"
-            for factor, shared in zip(self.factors, self.shared, strict=True)
+            f"{factor.shape} {factor.kind}{' and shared' * shared}{' and solved' * solved}"
+            for factor, shared, solved in zip(self.factors, self.shared, self.solved, strict=True)
         )
         return f"ImplicitPattern({self.shape}; {', '.join(factors)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImplicitPattern, (self.factors, np.flatnonzero(self.shared).tolist())
+        positions = (np.flatnonzero(flags).tolist() for flags in (self.shared, self.solved))
+        return ImplicitPattern, (self.factors, *positions)
 
 
 Step: TypeAlias = Pattern | ImplicitPattern
@@ -153,6 +175,17 @@ def _listed(name: str, given: Any) -> list[Any]:
         raise InputTypeError(f"{name} is {short(given)}; expected a sequence") from None
 
 
+def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:
+    """Return which of so many factors are at these positions."""
+    chosen = set(_listed(name, positions))
+    unknown = chosen.difference(range(count))
+    if unknown:
+        raise InputError(
+            f"{name} has {short(min(unknown, key=repr))}; expected positions from 0 to {count - 1}"
+        )
+    return tuple(k in chosen for k in range(count))
+
+
 def factors_of(step: Step) -> tuple[Pattern, ...]:
     """Return the patterns that a step is applied by, the first of them first."""
     return step.factors if isinstance(step, ImplicitPattern) else (step,)
@@ -161,6 +194,11 @@ def factors_of(step: Step) -> tuple[Pattern, ...]:
 def shared_of(step: Step) -> tuple[bool, ...]:
     """Return which of these all samples are known to share."""
     return step.shared if isinstance(step, ImplicitPattern) else (False,)
+
+
+def solved_of(step: Step) -> tuple[bool, ...]:
+    """Return which of these are solved with."""
+    return step.solved if isinstance(step, ImplicitPattern) else (False,)
 
 
 def explicit(step: Step) -> Pattern:

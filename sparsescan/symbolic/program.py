@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..kernels.cpu.tables import SLOTS, Op
-from .implicit import Step, factor_starts, factors_of, refine
+from .factorisation import Factorisation, factorisation_of
+from .implicit import Step, factor_starts, factors_of, refine, solved_of
 from .pattern import Pattern, Products, multiply_adds
 from .schedule import Schedule
 
@@ -38,13 +39,17 @@ class Program:
         Number of Jacobians, as kernels see them: explicit steps, and the factors of implicit ones.
     schedule : Schedule
         The schedule for them.
+    solved : dict of int to Factorisation
+        The Jacobians that are inverses, which a linear schedule solves with, in the order of the
+        scan.
     patterns : list of Pattern
         The pattern in which every node is stored: first the Jacobians, then the products.
     ops : ndarray of int64, shape (m + 1, 4)
         Columns as in :class:`~sparsescan.kernels.cpu.tables.Op`. The last operation is the one more
         that an inclusive scan has.
     work : ndarray of int64, shape (m + 1,)
-        Multiply-adds of every operation, for one sample.
+        Multiply-adds of every operation, for one sample; of one that solves, with those of a
+        factorisation.
     levels : list of tuple
         ``(name, runs)``, with the first and last-plus-one operation of every run.
     slots : ndarray of int64
@@ -74,6 +79,12 @@ class Program:
         self.levels: list[tuple[str, NDArray[np.int64]]] = []
         # The exact pattern of every node: its entries may be stored among zeros.
         exact: list[Pattern] = list(patterns)
+        flags = [flag for step in steps for flag in solved_of(step)]
+        self.solved: dict[int, Factorisation] = {
+            k: factorisation_of(patterns[k]) for k in np.flatnonzero(flags).tolist()
+        }
+        if self.solved and any(level.ops[:, 0].any() for level in schedule.levels):
+            raise InputError(f"{schedule} multiplies Jacobians; expected none to be solved with")
         multiply = products or Products()
         known: dict[tuple[Pattern, Pattern], int] = {}
         nodes: dict[tuple[int, int], int] = {}
@@ -114,6 +125,9 @@ class Program:
         all_work.append(nnz[-1:])
         self.ops = np.concatenate(all_ops)
         self.work = np.concatenate(all_work)
+        for k, factorisation in self.solved.items():
+            # Nothing is multiplied, so the `k`-th operation is by the `k`-th Jacobian.
+            self.work[k] = factorisation.multiply_adds + factorisation.solve_multiply_adds
         new = {p for p in exact[n:] if p.kind == "general"}.difference(patterns)
         self.index_bytes = sum(p.index_dtype.itemsize * (p.nnz + p.shape[0] + 1) for p in new)
         self.slots = self._scratch_slots()
@@ -136,7 +150,7 @@ class Program:
         It has `n` Jacobians, and no product of it is kept in scratch.
         """
         program = cls.__new__(cls)
-        program.n = n
+        program.n, program.solved = n, {}
         program.patterns, program.levels = list(patterns), list(levels)
         program.ops, program.work, program.offsets = ops, work, offsets
         program.slots = np.full(len(patterns) - n, -1, np.int64)

@@ -41,6 +41,7 @@ from sparsescan import (
     PeriodicChain,
     ScanPlan,
     Schedule,
+    SolveStep,
 )
 from sparsescan.execution.device import DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
@@ -685,3 +686,17 @@ def test_the_order_of_time_on_a_device(cupy: Any) -> None:
     there = sparsescan.plan(jacobians, reverse=True, device="cuda")
     found = there.exclusive_scan(None, jacobians, local_grads=local)
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_steps_to_solve_with_are_refused(cupy: Any) -> None:
+    text = r"jacobians\[1\] is a step to solve with, which runs on the CPU only"
+    steps = [np.eye(2), SolveStep(np.eye(2))]
+    there = [cupy.eye(2), SolveStep(cupy.eye(2))]
+    plan = sparsescan.plan([Pattern.dense((2, 2)), steps[1].pattern])
+    for call in (
+        lambda: sparsescan.exclusive_scan(np.ones(2), steps, device="cuda"),
+        lambda: sparsescan.exclusive_scan(cupy.ones(2), there),
+        lambda: plan.inclusive_scan(cupy.ones(2), there),
+    ):
+        with pytest.raises(DeviceError, match=text):
+            call()

@@ -29,6 +29,7 @@ from sparsescan import (
     ImplicitStep,
     InputError,
     Pattern,
+    SolveStep,
     parallel,
 )
 from sparsescan.errors import RankError
@@ -123,6 +124,15 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
     if WORLD.size > 1:
         with pytest.raises((InputError, RankError), match="implicit step, but grid is"):
             parallel.plan(WORLD, [pattern] * 3, grid=(1, 1, WORLD.size))
+    solve = ImplicitPattern([Pattern.dense((2, 2))], solved=[0])
+    for call in (
+        lambda: parallel.plan(WORLD, [solve] * 3),
+        lambda: parallel.exclusive_scan(WORLD, np.ones(2), [SolveStep(np.eye(2))] * 3),
+    ):
+        with pytest.raises(
+            (InputError, RankError), match=r"jacobians\[0\] is a step to solve with"
+        ):
+            call()
 
 
 def equal_parts(n: int) -> slice:

@@ -44,6 +44,7 @@ from sparsescan import (
     Pattern,
     PeriodicChain,
     Schedule,
+    SolveStep,
     SparseScanError,
 )
 from sparsescan import jacobians as layers
@@ -80,6 +81,9 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
     """A Jacobian as a CSR array, a BatchedCSR or a dense array that nobody can doubt."""
     if isinstance(jacobian, BatchedCSR):
         return jacobian
+    if isinstance(jacobian, SolveStep):
+        matrix = as_dense(clean(jacobian.values[0], jacobian.pattern.factors[0]))
+        return np.linalg.inv(matrix.astype(np.float64))
     if isinstance(jacobian, ImplicitStep):
         pairs = zip(jacobian.values, jacobian.pattern.factors, strict=True)
         first, second = (as_dense(clean(values, factor)) for values, factor in pairs)
@@ -539,6 +543,55 @@ def container(rng: np.random.Generator) -> Call:
     return Call(run, f"{name}({told(arguments)})", check)
 
 
+def solve_step(rng: np.random.Generator) -> Call:
+    """A step to solve with, among others, and a scan of it.
+
+    The matrices are orthogonal, but for what is odd, so that bounds are small.
+    """
+    size, batch = int(rng.integers(1, 5)), [None, 3][rng.integers(2)]
+    lead = () if batch is None else (batch,)
+    matrix: Any = np.linalg.qr(rng.standard_normal((*lead, size, size)))[0]
+    if batch is None and rng.random() < 0.5:
+        matrix = sp.csr_array(matrix)
+    arguments = {"matrix": matrix}
+    options: dict[str, Any] = {"schedule": ["auto", "linear", "blelloch"][rng.integers(3)]}
+    options["reverse"] = bool(rng.integers(2))
+    other_step = rng.standard_normal((size, size))
+    if rng.random() < 0.7:
+        if rng.random() < 0.6:
+            arguments["matrix"] = other(rng, matrix)
+        else:
+            spoil(rng, options)
+
+    def run() -> Any:
+        step = SolveStep(**arguments)
+        repr(step)
+        sparsescan.plan([step, step.pattern])
+        grad = np.ones((*(() if step.batch is None else (step.batch,)), step.shape[0]))
+        chain = [step, other_step, step] if step.shape[0] == size else [step]
+        return grad, chain, sparsescan.inclusive_scan(grad, chain, **options)
+
+    def check(found: Any) -> None:
+        grad, chain, result = found
+        if not np.isfinite(floats(chain[0].values[0])).all():
+            assert np.isnan(result[0 if options["reverse"] else -1]).any()
+            return
+        turn = slice(None, None, -1 if options["reverse"] else 1)
+        x, eps, reach = np.asarray(grad), np.finfo(result[0].dtype).eps, 1.0
+        for step, one in zip(chain[turn], result[turn][1:], strict=True):
+            matrix = np.asarray(clean(step), np.float64)
+            x = (matrix @ x[..., None])[..., 0]
+            reach = np.linalg.norm(matrix, axis=(-2, -1)).max(initial=1) * reach
+            # The matrices are those that were made, with an entry or so that is another.
+            worst = np.linalg.cond(matrix).max(initial=1) if isinstance(step, SolveStep) else 1
+            reach *= max(worst, 1)
+            assert one.shape == x.shape
+            assert (np.abs(one - x) <= 1000 * eps * reach).all(), (one, x)
+
+    text = f"SolveStep({told(arguments)}), {told(options)}"
+    return Call(run, text, check)
+
+
 def change_shapes(chain: Any) -> None:
     """Reshape the arrays of a container in place, and set its attributes."""
     for one in chain.values if hasattr(chain, "values") else [chain.data]:
@@ -968,6 +1021,7 @@ KINDS: dict[Callable[[np.random.Generator], Call], int] = {
     planned: 25,
     pattern: 8,
     container: 8,
+    solve_step: 4,
     schedule: 8,
     scan_of_a_schedule: 1,
     predicted: 1,

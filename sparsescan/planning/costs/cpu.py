@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...execution.solves import is_long
 from ...execution.stages import ROW_GRAIN, RUN_GRAIN
 from ...execution.workspace import KINDS
 from ...kernels.cpu.tables import LANES, Kind, Op
@@ -59,6 +60,15 @@ FAMILIES = (
     "csr·csr, dense",
 )
 _SHARED, _SHARED_DENSE, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6, 7
+# Nanoseconds of factorising a matrix, and of solving for a sample, by the method: of a call, for a
+# row, and for a multiply-add; then those of a matrix, and of a step, beside. Not calibrated.
+_SOLVING = {
+    "tridiagonal": ((13_000, 0, 5.2), (1600, 0, 3.5)),
+    "banded": ((10_000, 65, 0.2), (1600, 23, 0.2)),
+    "dense": ((7000, 370, 0.1), (1700, 10, 0.08)),
+    "sparse": ((20_000, 430, 1.2), (9000, 17, 1.2)),
+}
+_MATRIX, _SOLVE = 20_000, 15_000
 # Nanoseconds that a step, and an entry, hardly ever exceed in a linear scan.
 _STEP, _ENTRY = 100, 2
 
@@ -168,9 +178,14 @@ class Operations:
         vector = ops[:, Op.VECTOR] == 1
         # A gradient has the number of a Jacobian, or one more: no matrix.
         left, out = (np.where(vector, 0, ops[:, column]) for column in (Op.LEFT, Op.OUT))
-        return cls.count(
+        every = cls.count(
             vector, left, ops[:, Op.RIGHT], out, program.work, matrices, itemsize, batch
         )
+        for k, form in program.solved.items():
+            # What this takes is no product's time.
+            every.counts[k] = 0
+            every.bytes[k] += form.nbytes(itemsize) * (batch if batched[k] else 1)
+        return every
 
     @classmethod
     def count(
@@ -423,8 +438,23 @@ class CpuModel:
             if from_memory:
                 bandwidth = machine.bandwidth * (machine.memory_threads if threads > 1 else 1)
                 time = max(time, float(operations.bytes[first:last].sum()) / bandwidth)
-            times.append(time)
+            times.append(time + self._solving(program, first, last))
         return machine.run + machine.wake * (threads > 1), times
+
+    def _solving(self, program: Program, first: int, last: int) -> float:
+        """Return the time of the solves of some operations, as if no two matrices were equal."""
+        total = 0.0
+        for k, form in program.solved.items():
+            if first <= k < last:
+                differs = self.batch > 1 and (self.differs is None or self.differs[k])
+                matrices, calls = (self.batch, self.batch) if differs else (1, 1)
+                (call, row, macs), (solve, entry, term) = _SOLVING[form.method]
+                threads = self.threads if is_long(form) else 1
+                factorising = _MATRIX + call + row * form.size + macs * form.multiply_adds
+                solving = entry * form.size + term * form.solve_multiply_adds
+                total += matrices * factorising / threads + _SOLVE
+                total += calls * solve + self.batch * solving
+        return total
 
     def _piece(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the time of operations that only their samples divide."""

@@ -1,0 +1,93 @@
+"""Steps that a scan solves with, in place of multiplying by a matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InputError
+from ..symbolic.implicit import ImplicitPattern
+from .chain import split
+from .implicit import ImplicitStep
+
+__all__ = ["SolveStep"]
+
+
+class SolveStep(ImplicitStep):
+    """A transposed Jacobian ``M⁻ᵀ``, given by ``Mᵀ``, with which a scan solves.
+
+    Implicit time stepping (backward Euler, Crank–Nicolson, Newton's method in each step) takes the
+    states through ``M_t y_t = N_t y_{t-1} + b_t``. Its transposed Jacobian ``N_tᵀ M_t⁻ᵀ`` is two
+    steps of a chain, ``[SolveStep(M_tᵀ), N_tᵀ]``, and the gradient between them is the adjoint
+    state ``λ_t``, in which all parameters have their gradients:
+
+        M_tᵀ λ_t = ∇y_t,    ∇y_{t-1} = N_tᵀ λ_t,    ∂b_t = λ_t,    ∂N_t = λ_t y_{t-1}ᵀ,
+        ∂M_t = -λ_t y_tᵀ
+
+    Parameters
+    ----------
+    matrix : array_like or sparse array of float32 or float64
+        The matrix ``Mᵀ``, transposed as all Jacobians of a chain are: a SciPy CSR array or matrix
+        (``M.T`` of one in CSC, without a copy), a :class:`BatchedCSR`, or dense, ``(size, size)``
+        or ``(batch, size, size)``. All samples share one without a batch axis.
+
+    Attributes
+    ----------
+    pattern : ImplicitPattern
+        The pattern of ``Mᵀ``, as one that is solved: what :func:`plan` takes in place of the step.
+    values : list of ndarray
+        The values of ``Mᵀ``, in the order of its pattern.
+    shape : tuple of int
+        ``(size, size)``.
+    batch : int or None
+        Number of samples, or None if they share the matrix.
+
+    Raises
+    ------
+    InputError
+        If the matrix is not square, or malformed.
+    InputTypeError
+        If a type, a sparse format or a dtype is not supported.
+
+    See Also
+    --------
+    ImplicitPattern : Steps of several factors, some of which are solved.
+
+    Notes
+    -----
+    A scan raises :class:`SingularMatrixError`, which names the step, if a matrix is singular to
+    working precision as its factorisation says (a pivot is zero). What has a value that is not
+    finite makes all gradients before it NaN.
+
+    The schedule is the linear one, since the product of an inverse and a matrix is dense; any
+    other that is named raises :class:`InputError`. Scans run on the CPU.
+
+    A pattern is analysed once, in :func:`plan`: tridiagonal, banded and dense matrices, and small
+    ones, are factorised by LAPACK, all others by SuperLU, whose order of columns is chosen there.
+    A run copies the values of each matrix and factorises the copy, unless it has a factorisation of
+    the same values: steps that have one array, or equal values, one after the other or in turns of
+    a few, are factorised once, and in later runs of a plan not at all.
+
+    Examples
+    --------
+    Backward Euler for ``y' = -K y``, from the last step to the first, with a loss ``y_3[0]``:
+
+    >>> import numpy as np, scipy.sparse as sp, sparsescan
+    >>> stiff = sp.diags_array([[-1.0] * 2, [2.0] * 3, [-1.0] * 2], offsets=[-1, 0, 1])
+    >>> m = (sp.eye_array(3) + 0.5 * stiff).tocsc()  # M y_t = y_{t-1}
+    >>> step = sparsescan.SolveStep(m.T)
+    >>> step
+    SolveStep(Pattern((3, 3), nnz=7, general))
+    >>> grads = sparsescan.inclusive_scan([1.0, 0.0, 0.0], [step] * 3)
+    >>> np.allclose(grads[-1], np.linalg.matrix_power(np.linalg.inv(m.toarray()), 3)[0])
+    True
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        pattern, values = split("matrix", matrix, None)
+        if pattern.shape[0] != pattern.shape[1]:
+            raise InputError(f"matrix has shape {pattern.shape}; expected a square one")
+        super().__init__([values], ImplicitPattern([pattern], solved=[0]))
+
+    def __repr__(self) -> str:
+        batch = "" if self.batch is None else f", batch={self.batch}"
+        return f"SolveStep({self.pattern.factors[0]}{batch})"

@@ -1,0 +1,188 @@
+"""How the matrices of a pattern are factorised: by which routine, in which order, how large."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from .pattern import Pattern, rows_of
+
+__all__ = ["Factorisation", "Method", "factorisation_of"]
+
+Method = Literal["tridiagonal", "banded", "dense", "sparse"]
+
+# Entries that LAPACK stores below which it is always faster: SuperLU takes 50 microseconds for any
+# matrix. Above, it is where it stores no more than so many times the entries of sparse factors.
+_SMALL, _FILL = 10_000, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Factorisation:
+    """What follows from a square pattern for ``P A Q = L U`` of all matrices that have it.
+
+    Attributes
+    ----------
+    method : {"tridiagonal", "banded", "dense", "sparse"}
+        LAPACK's ``gttrf``, ``gbtrf`` or ``getrf``, or SuperLU.
+    size : int
+        Rows and columns.
+    lower, upper : int
+        Diagonals below and above the main one.
+    entries : int
+        Entries that are stored of both factors. Of sparse ones, as many as values have that need
+        no exchange of rows; exchanges may add to them.
+    multiply_adds : int
+        Those of a factorisation, with as many exchanges.
+    places : ndarray of int64, shape (nnz,)
+        Where each value goes: into the storage of LAPACK's routine; or for SuperLU which value
+        comes next.
+    order : ndarray of int64, shape (size,)
+        The row of the matrix that is eliminated first, second, …; empty but for sparse ones.
+    indptr, indices : ndarray of int32
+        The sparse matrix ``A[order]``, row by row; empty but for sparse ones.
+    """
+
+    method: Method
+    size: int
+    lower: int
+    upper: int
+    entries: int
+    multiply_adds: int
+    places: NDArray[np.int64]
+    order: NDArray[np.int64]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+
+    @property
+    def solve_multiply_adds(self) -> int:
+        """Multiply-adds of one solve."""
+        return self.entries
+
+    @property
+    def storage(self) -> tuple[int, ...]:
+        """The shape of what LAPACK's routine is passed, in Fortran's order."""
+        if self.method == "tridiagonal":
+            return (self.size, 3)
+        if self.method == "banded":
+            return (2 * self.lower + self.upper + 1, self.size)
+        return (self.size, self.size)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the arrays that follow from the pattern."""
+        arrays = self.places, self.order, self.indptr, self.indices
+        return sum(array.nbytes for array in arrays)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return the bytes that the factors of one matrix take, as far as SuperLU can be foreseen.
+
+        It reserves more, which it does not write to and which takes no memory.
+        """
+        if self.method != "sparse":
+            return itemsize * self.entries + 8 * self.size
+        return (itemsize + 4) * self.entries * 5 // 4 + 256 * self.size
+
+
+# What is known of each pattern, for as long as there is the pattern.
+_known: weakref.WeakKeyDictionary[Pattern, Factorisation] = weakref.WeakKeyDictionary()
+
+
+def factorisation_of(pattern: Pattern) -> Factorisation:
+    """Return how matrices of a square pattern are factorised: worked out once for each pattern.
+
+    Examples
+    --------
+    >>> from sparsescan.symbolic.factorisation import factorisation_of
+    >>> from sparsescan.symbolic.pattern import Pattern
+    >>> factorisation_of(Pattern.dense((20, 20))).method
+    'dense'
+    """
+    known = _known.get(pattern)
+    if known is None:
+        known = _known[pattern] = _analyse(pattern)
+    return known
+
+
+def _analyse(pattern: Pattern) -> Factorisation:
+    n, nnz = pattern.shape[0], pattern.nnz
+    lower = upper = n - 1
+    if pattern.kind == "diagonal" or nnz == 0:
+        lower = upper = 0
+    elif pattern.kind == "general":
+        below = rows_of(pattern).astype(np.int64) - pattern.indices
+        lower, upper = max(int(below.max()), 0), max(-int(below.min()), 0)
+    band = n * (2 * lower + upper + 1)
+    least = min(n * n, band)
+    if least > max(_SMALL, _FILL * nnz):
+        sparse = _order(pattern, lower, upper)
+        if least > _FILL * sparse.entries:
+            return sparse
+    if n * n <= band:
+        return _for_lapack(pattern, "dense", lower, upper)
+    # LAPACK's tridiagonal routine takes three rows or more.
+    thin = max(lower, upper) == 1 and n > 2
+    return _for_lapack(pattern, "tridiagonal" if thin else "banded", lower, upper)
+
+
+def _for_lapack(pattern: Pattern, method: Method, lower: int, upper: int) -> Factorisation:
+    n = pattern.shape[0]
+    rows, cols = rows_of(pattern).astype(np.int64), pattern.indices.astype(np.int64)
+    width = 2 * lower + upper + 1
+    if method == "tridiagonal":
+        # The columns of the storage are the diagonals below, in and above the main one.
+        places, entries, work = (cols - rows + 1) * n + np.minimum(rows, cols), 4 * n, 3 * n
+    elif method == "banded":
+        places, entries = cols * width + lower + upper + rows - cols, width * n
+        work = n * (lower * (lower + upper) + lower)
+    else:
+        places, entries, work = cols * n + rows, n * n, (n**3 - n) // 3
+    none = np.empty(0, np.int32)
+    order = np.empty(0, np.int64)
+    return Factorisation(method, n, lower, upper, entries, work, places, order, none, none)
+
+
+def _order(pattern: Pattern, lower: int, upper: int) -> Factorisation:
+    """Return the order of SuperLU, which only tells it of matrices with values.
+
+    They are made up, with a large diagonal, so that no rows are exchanged.
+    """
+    # Few programs solve.
+    from scipy.sparse.linalg import splu
+
+    n = pattern.shape[0]
+    indptr, indices = pattern.indptr.astype(np.int32), pattern.indices.astype(np.int32)
+    rows = rows_of(pattern)
+    values = np.random.default_rng(0).uniform(0.5, 1.0, pattern.nnz)
+    counts = np.diff(indptr)
+    on_diagonal = rows == pattern.indices
+    values[on_diagonal] += counts[rows[on_diagonal]] + np.bincount(indices, minlength=n).max()
+    order, entries, work = np.arange(n), pattern.nnz, 0
+    try:
+        # A matrix in rows is its transpose in columns.
+        factors = splu(sp.csc_array((values, indices, indptr), shape=(n, n)))
+    except RuntimeError:
+        # No values make it regular, as the numeric phase will say.
+        pass
+    else:
+        order, entries = np.argsort(factors.perm_c), int(factors.nnz)
+        below = np.diff(factors.L.indptr).astype(np.int64) - 1
+        work = int(below @ np.bincount(factors.U.indices, minlength=n))
+    starts = np.concatenate([[0], np.cumsum(counts[order])])
+    places = np.repeat(indptr[order] - starts[:-1], counts[order]) + np.arange(pattern.nnz)
+    return Factorisation(
+        "sparse",
+        n,
+        lower,
+        upper,
+        entries,
+        work,
+        places.astype(np.int64),
+        order.astype(np.int64),
+        starts.astype(np.int32),
+        indices[places],
+    )
