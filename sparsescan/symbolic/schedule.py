@@ -574,18 +574,21 @@ def _read_level(i: int, level: Any, n: int) -> Level:
             name, given = level
             if _is_table(given):
                 raise TypeError
-            parts = [_listed(run) for run in given]
+            parts = []
+            for run in given:
+                parts.append(_listed(run))
+                if not isinstance(parts[-1], list):
+                    break  # There may be millions more of no use.
         except Exception:  # of what is no iterable, or of a caller's own
             raise InputTypeError(
                 f"levels[{i}] is {short(level)}; expected (name, runs), each run a sequence of "
                 "operations (start, mid, stop)"
             ) from None
-        for k, part in enumerate(parts):
-            if not isinstance(part, list):
-                raise InputTypeError(
-                    f"run {k} of levels[{i}] is {short(part)}; expected a sequence of operations "
-                    "(start, mid, stop)"
-                )
+        if parts and not isinstance(parts[-1], list):
+            raise InputTypeError(
+                f"run {len(parts) - 1} of levels[{i}] is {short(parts[-1])}; expected a sequence "
+                "of operations (start, mid, stop)"
+            )
         runs = np.cumsum([0] + [len(part) for part in parts])
         ops = list(itertools.chain.from_iterable(parts))
     if not isinstance(name, str):

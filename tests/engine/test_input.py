@@ -668,6 +668,17 @@ def test_schedules_that_no_machine_holds(n):
         Schedule.linear(10**5000)
 
 
+def test_runs_behind_one_that_is_none_are_not_read():
+    """A view may show more of them than any machine holds."""
+
+    def runs():
+        yield np.ones(3)
+        raise AssertionError("it was read on")
+
+    with pytest.raises(InputTypeError, match=r"^run 0 of levels\[0\] is array\(\[1., 1., 1.\]\)"):
+        Schedule.from_levels(3, [("a", runs())])
+
+
 @pytest.mark.parametrize(
     "levels",
     [

@@ -237,8 +237,8 @@ def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return makers[rng.integers(len(makers))]()
-    except (TypeError, ValueError, MemoryError, AttributeError, IndexError):
-        return odd(rng)
+    except (TypeError, ValueError, MemoryError, AttributeError, IndexError, ZeroDivisionError):
+        return odd(rng)  # The last is what `Hostile` raises.
 
 
 def unaligned(values: np.ndarray) -> np.ndarray:
