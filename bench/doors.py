@@ -25,8 +25,7 @@ from sparsescan.jacobians import GRU
 from . import peers, recurrent, step, step_networks
 from .drawing import BLUE, GREEN, ORANGE
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
-from .peers import MissingPeerError
-from .timing import PAUSE, THREADS, Call, fastest
+from .timing import PAUSE, THREADS, Call
 
 Array = NDArray[Any]
 
@@ -46,22 +45,10 @@ def measure(makers: dict[str, Callable[[], dict[str, Call]]], quick: bool) -> Re
         ``missing`` peers, and ``cores_others_used`` in each round.
     """
     recurrent.keep_memory()
-    calls: dict[str, Call] = {}
-    variants: dict[str, str] = {}
-    missing: dict[str, str] = {}
-    for name, make in makers.items():
-        try:
-            variants[name], calls[name] = fastest(make(), 1 if quick else 3)
-        except MissingPeerError as error:
-            missing[name] = str(error)
+    calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
-    return {
-        "samples": samples,
-        "variants": variants,
-        "missing": missing,
-        "cores_others_used": others,
-    }
+    return {"samples": samples, **chosen, "cores_others_used": others}
 
 
 # -- Modules --------------------------------------------------------------------------------------

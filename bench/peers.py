@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sparsescan import BatchedCSR
 
-from .timing import THREADS, Call
+from .timing import THREADS, Call, fastest
 
 
 class MissingPeerError(Exception):
@@ -35,6 +35,21 @@ def require(module: str, hint: str) -> Any:
     except ImportError as error:
         reason = f"{error}".split(". ")[0]
         raise MissingPeerError(f"{reason}: {hint}") from None
+
+
+def fastest_of_each(
+    makers: Mapping[str, Callable[[], dict[str, Call]]], trials: int
+) -> tuple[dict[str, Call], dict[str, dict[str, str]]]:
+    """The fastest call of each contender; and ``variants``, their names, and ``missing`` peers."""
+    calls: dict[str, Call] = {}
+    variants: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            variants[name], calls[name] = fastest(make(), trials)
+        except MissingPeerError as error:
+            missing[name] = str(error)
+    return calls, {"variants": variants, "missing": missing}
 
 
 def loop(first: Any, steps: Iterable[Callable[[Any], Any]]) -> Call:

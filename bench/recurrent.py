@@ -280,14 +280,12 @@ def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Res
     else:
         missing = dict.fromkeys((JAX_SCAN, JAX_ASSOCIATIVE), "left out of this size with --quick")
     few = quick or race.steps * race.batch > _LONG
-    calls, variants = {}, {}
-    for name, make in contenders.items():
-        try:
-            options = {key: partial(finished, device, call) for key, call in make().items()}
-        except MissingPeerError as error:
-            missing[name] = str(error)
-            continue
-        variants[name], calls[name] = fastest(options, _FEW_TRIALS if few else _TRIALS)
+
+    def waiting(make: Callable[[], dict[str, Call]]) -> dict[str, Call]:
+        return {key: partial(finished, device, call) for key, call in make().items()}
+
+    makers = {name: partial(waiting, make) for name, make in contenders.items()}
+    calls, chosen = peers.fastest_of_each(makers, _FEW_TRIALS if few else _TRIALS)
     differences = race.differences(calls)
     pause, turn = (_QUICK_PAUSE, _QUICK_TURN) if quick else (PAUSE, _TURN)
     samples, others = take_turns(calls, _FEW_ROUNDS if few else _ROUNDS, pause, turn)
@@ -295,8 +293,8 @@ def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Res
         "steps": race.steps,
         "batch": race.batch,
         "samples": samples,
-        "variants": variants,
-        "missing": missing,
+        "variants": chosen["variants"],
+        "missing": missing | chosen["missing"],
         "floors": floors(model, race.steps, race.batch),
         "largest_difference": differences,
         "cores_others_used": others,

@@ -22,10 +22,9 @@ from sparsescan.jacobians import GRU, LSTM, RNN
 from . import children, drawing, peers, recurrent
 from .drawing import BLUE, GREEN, legend, rows_of_bars
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
-from .peers import MissingPeerError
 from .resident import GIVE_BACK, growth
 from .step_networks import NETWORKS, NetworkCase
-from .timing import PAUSE, THREADS, Call, fastest
+from .timing import PAUSE, THREADS, Call
 
 Array = NDArray[Any]
 
@@ -226,23 +225,16 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
     """
     recurrent.keep_memory()
     race = case.race()
-    calls: dict[str, Call] = {}
-    variants: dict[str, str] = {}
-    missing: dict[str, str] = {}
-    for name, make in ((OURS, race.ours), (PYTORCH, race.pytorch), (JAX, race.jax)):
-        if make is None:
-            continue
-        try:
-            variants[name], calls[name] = fastest(make(), 1 if quick else 3)
-        except MissingPeerError as error:
-            missing[name] = str(error)
+    makers = {OURS: race.ours, PYTORCH: race.pytorch}
+    if race.jax is not None:
+        makers[JAX] = race.jax
+    calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
     differences = _differences(race, calls)
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
     return {
         "samples": samples,
-        "variants": variants,
-        "missing": missing,
+        **chosen,
         "wanted": case.wanted,
         "largest_difference": differences,
         "cores_others_used": others,

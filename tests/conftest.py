@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 import sparsescan.execution.stages
 from sparsescan.execution import threads
+from sparsescan.planning.costs import cpu
 from sparsescan.planning.costs.cpu import Cpu, load_cpu
 
 # Scripts and helpers: they hold no tests, and some run on several ranks only.
@@ -128,3 +129,10 @@ def as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(search, "load_cpu", lambda: machine)
 
     return set_machine
+
+
+@pytest.fixture
+def small_grains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short chains of small steps are worth several threads too."""
+    monkeypatch.setattr(cpu, "RUN_GRAIN", 1)
+    monkeypatch.setattr(cpu, "ROW_GRAIN", 1000)

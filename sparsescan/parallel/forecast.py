@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..formatting import align, format_bytes, format_time
-from ..planning.costs.cpu import Model
+from ..planning.costs.cpu import Model, run_time
 from ..planning.search import model_for
 from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
@@ -314,8 +314,7 @@ class _Merges:
         """Return the nanoseconds of one call of the operator."""
         program = self.program(merge)
         if program is not None and program not in self._times:
-            run, levels = self._model.level_times(program)
-            self._times[program] = run + sum(levels)
+            self._times[program] = run_time(self._model, program)
         return self._call + self._times[program]
 
     def bytes(self, merges: Iterable[Merge]) -> int:

@@ -16,7 +16,7 @@ from ..api import plan as plan_scan
 from ..plan.choose import needed_bytes
 from ..plan.scan_plan import ScanPlan
 from ..plan.spec import Kind
-from ..planning.costs.cpu import Model
+from ..planning.costs.cpu import Model, run_time
 from ..planning.forms import choose_forms
 from ..symbolic.implicit import Step, factor_starts
 from ..symbolic.pattern import Pattern, Products, TooLargeError
@@ -171,7 +171,7 @@ class Part:
             + self.sweep.workspace_bytes,
             maps={
                 form: MapCost(
-                    _nanoseconds(model, program),
+                    run_time(model, program),
                     needed_bytes(program, model.dtype, model.batch, self._device),
                     program.patterns[-1],
                 )
@@ -192,11 +192,6 @@ def step_time(model: Model, pattern: Step, count: int) -> tuple[float, float]:
     return run, sum(levels) / count
 
 
-def _nanoseconds(model: Model, program: Program) -> float:
-    run, levels = model.level_times(program)
-    return run + sum(levels)
-
-
 def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[Program, Program]:
     """Return the best programs for the product in both forms; or raise :class:`TooLargeError`."""
     n, products = len(patterns), Products(work=limit)
@@ -213,7 +208,7 @@ def _reductions(patterns: Sequence[Step], model: Model, limit: float) -> tuple[P
             Program(steps, schedule, dense=dense, products=products)
             for dense in (forms - {whole}, forms | {whole})
         ]
-        times = [_nanoseconds(model, program) for program in programs]
+        times = [run_time(model, program) for program in programs]
         ways = list(zip(times, programs, strict=True))
         best = [min(pair, key=lambda way: way[0]) for pair in zip(best or ways, ways, strict=True)]
     return best[0][1], best[1][1]

@@ -30,7 +30,7 @@ from ..symbolic.pattern import (
 )
 from ..symbolic.program import Program
 from ..symbolic.schedule import Level, Schedule, chunk_levels
-from .costs.cpu import FAMILIES, CpuModel, Matrices, Model, Operations, load_cpu
+from .costs.cpu import FAMILIES, CpuModel, Matrices, Model, Operations, load_cpu, run_time
 from .forms import choose_forms
 
 __all__ = ["Alternative", "Candidate", "Choice", "Search", "choose", "choose_for", "model_for"]
@@ -301,10 +301,8 @@ class Search:
         return candidate.nanoseconds
 
     def _candidate(self, schedule: Schedule, products: Products) -> tuple[Candidate, Program]:
-        model = self._model
-        dense, program = _formed(self._steps, schedule, model, products, self._fits)
-        run, levels = model.level_times(program)
-        return Candidate(schedule, dense, run + sum(levels)), program
+        dense, program = _formed(self._steps, schedule, self._model, products, self._fits)
+        return Candidate(schedule, dense, run_time(self._model, program)), program
 
 
 def _count_products(schedule: Schedule) -> int:

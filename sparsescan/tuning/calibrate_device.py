@@ -16,7 +16,7 @@ from ..arrays.arrays import load_cupy
 from ..execution.device import BLAS_SIZE, Shares
 from ..plan.scan_plan import ScanPlan
 from ..plan.spec import PlanSpec
-from ..planning.costs.cpu import FAMILIES, Operations
+from ..planning.costs.cpu import FAMILIES, Operations, run_time
 from ..planning.costs.cuda import Gpu, GpuModel
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
@@ -146,8 +146,7 @@ def _row(program: Program) -> NDArray[np.float64]:
 
 
 def _predicted(gpu: Gpu, program: Program, dtype: np.dtype[Any], batch: int) -> float:
-    run, times = GpuModel(gpu, dtype, batch).level_times(program)
-    return run + sum(times)
+    return run_time(GpuModel(gpu, dtype, batch), program)
 
 
 def _time(program: Program, dtype: np.dtype[Any], batch: int) -> float:

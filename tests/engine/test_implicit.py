@@ -11,15 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import STRUCTURES, Gradients, assert_within, mask, same_bits, schedules, sequential
+from oracles import (
+    STRUCTURES,
+    Gradients,
+    assert_within,
+    mask,
+    on_pattern,
+    same_bits,
+    schedules,
+    sequential,
+)
 from trees import letters, random_levels
 
 import sparsescan
 from sparsescan import (
-    BatchedCSR,
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
@@ -147,12 +154,6 @@ class Case:
         )
 
 
-def matrix(values: np.ndarray, pattern: Pattern) -> Any:
-    if values.ndim == 2:
-        return BatchedCSR.from_pattern(values, pattern)
-    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -187,7 +188,7 @@ def cases(draw: st.DrawFn) -> Case:
         chain: Any = ImplicitChain(arrays, pattern)
         for step in range(n):
             listed += [
-                matrix(array[step] if array.ndim > 1 else array, factor)
+                on_pattern(array[step] if array.ndim > 1 else array, factor)
                 for array, factor in zip(arrays, pattern.factors, strict=True)
             ]
             starts.append(len(listed))
@@ -200,7 +201,7 @@ def cases(draw: st.DrawFn) -> Case:
             if rng.random() < 0.4:
                 factor = pattern_of(rows, cols)
                 chain.append(
-                    matrix(values(*(lead if rng.random() < 0.5 else ()), factor.nnz), factor)
+                    on_pattern(values(*(lead if rng.random() < 0.5 else ()), factor.nnz), factor)
                 )
                 listed.append(chain[-1])
             else:
@@ -210,7 +211,7 @@ def cases(draw: st.DrawFn) -> Case:
                     for flag, factor in zip(pattern.shared, pattern.factors, strict=True)
                 ]
                 chain.append(ImplicitStep(arrays, pattern))
-                listed += map(matrix, arrays, pattern.factors)
+                listed += map(on_pattern, arrays, pattern.factors)
             starts.append(len(listed))
     inclusive = draw(st.booleans())
     grad = rng.standard_normal((*lead, size)).astype(rng.choice(dtypes))

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import STRUCTURES, assert_within, mask, same_bits, schedules, sequential
+from oracles import STRUCTURES, assert_within, mask, on_pattern, same_bits, schedules, sequential
 
 import sparsescan
-from sparsescan import BatchedCSR, InputError, InputTypeError, Pattern, PeriodicChain
+from sparsescan import InputError, InputTypeError, Pattern, PeriodicChain
 from sparsescan.errors import PatternMismatchError
 from sparsescan.symbolic.pattern import of_mask
 
@@ -70,7 +69,7 @@ def cases(draw: st.DrawFn) -> Case:
         values.append(array)
     chain = PeriodicChain(values, patterns)
     listed = [
-        matrix(values[turn] if forms[turn] == "shared" else values[turn][step], patterns[turn])
+        on_pattern(values[turn] if forms[turn] == "shared" else values[turn][step], patterns[turn])
         for step in range(steps)
         for turn in range(period)
     ]
@@ -95,12 +94,6 @@ def cases(draw: st.DrawFn) -> Case:
         if period == 1:
             local = local[0]
     return Case(chain, listed, grad, local, local_listed, inclusive)
-
-
-def matrix(values: np.ndarray, pattern: Pattern) -> Any:
-    if values.ndim == 2:
-        return BatchedCSR.from_pattern(values, pattern)
-    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
 
 
 @given(case=cases(), data=st.data())

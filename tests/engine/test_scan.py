@@ -18,6 +18,7 @@ from oracles import (
     every_schedule,
     indices_of,
     mask,
+    on_pattern,
     patterns_of,
     same_bits,
     schedules,
@@ -98,12 +99,7 @@ def test_one_plan_runs_any_values_dtype_and_batch(data):
             rng.standard_normal((*leading * (not shared[k]), pattern.nnz)).astype(dtype)
             for k, pattern in enumerate(plan.patterns)
         ]
-        jacobians = [
-            BatchedCSR.from_pattern(array, pattern)
-            if array.ndim == 2
-            else sp.csr_array((array, pattern.indices, pattern.indptr), shape=pattern.shape)
-            for array, pattern in zip(values, plan.patterns, strict=True)
-        ]
+        jacobians = list(map(on_pattern, values, plan.patterns))
         grad = rng.standard_normal((*leading, sizes[0] if sizes else 3)).astype(dtype)
         expected = sequential(grad, jacobians, dtype=dtype)
         assert_within(plan.exclusive_scan(grad, values), expected, np.dtype(dtype))

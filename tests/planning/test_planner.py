@@ -38,7 +38,7 @@ import sparsescan.symbolic.pattern
 from sparsescan import MemoryLimitError, Pattern, Schedule
 from sparsescan.jacobians import Conv2d, ReLU
 from sparsescan.planning import search
-from sparsescan.planning.costs.cpu import FAMILIES, Cpu, CpuModel, load_cpu
+from sparsescan.planning.costs.cpu import FAMILIES, Cpu, CpuModel, load_cpu, run_time
 from sparsescan.planning.forms import choose_forms
 from sparsescan.planning.search import Candidate, Choice, choose
 from sparsescan.symbolic.pattern import multiply_adds, of_mask, product
@@ -54,21 +54,9 @@ def anything_fits(program: Program) -> bool:
     return True
 
 
-@pytest.fixture
-def small_grains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short chains of small steps are worth several threads too."""
-    monkeypatch.setattr(sparsescan.planning.costs.cpu, "RUN_GRAIN", 1)
-    monkeypatch.setattr(sparsescan.planning.costs.cpu, "ROW_GRAIN", 1000)
-
-
-def predicted(program: Program, model: CpuModel) -> float:
-    run, levels = model.level_times(program)
-    return run + sum(levels)
-
-
 def with_best_forms(patterns: list[Pattern], schedule: Schedule, model: CpuModel) -> float:
     dense = choose_forms(Program(patterns, schedule), model)
-    return predicted(Program(patterns, schedule, dense=dense), model)
+    return run_time(model, Program(patterns, schedule, dense=dense))
 
 
 def draw_case(
@@ -85,7 +73,7 @@ def chosen(patterns: list[Pattern], model: CpuModel) -> tuple[Choice, float]:
     """And its predicted time."""
     choice = choose(patterns, model, fits=anything_fits)
     program = Program(patterns, choice.schedule, dense=choice.dense)
-    return choice, predicted(program, model)
+    return choice, run_time(model, program)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -104,7 +92,7 @@ def test_a_sound_schedule_that_is_not_predicted_to_take_longer_than_the_linear_o
     text = letters(n)
     assert choice.schedule.scan(text, str.__add__) == [text[: k + 1] for k in range(n)]
     assert Schedule.from_levels(n, choice.schedule.levels).operations == choice.schedule.operations
-    linear = predicted(Program(patterns, Schedule.linear(n)), model)
+    linear = run_time(model, Program(patterns, Schedule.linear(n)))
     assert time <= linear
     if choice.schedule != Schedule.linear(n):
         assert time <= 0.9 * linear
@@ -113,7 +101,7 @@ def test_a_sound_schedule_that_is_not_predicted_to_take_longer_than_the_linear_o
         )
     if choice.program is not None:
         assert choice.program.schedule is choice.schedule
-        assert predicted(choice.program, model) == pytest.approx(time)
+        assert run_time(model, choice.program) == pytest.approx(time)
 
 
 def shares(cases: list[tuple[float, float]]) -> tuple[float, float]:
@@ -191,7 +179,7 @@ def test_diagonals_are_merged_into_their_neighbours_where_that_pays(small_grains
     machine = Cpu("a", families, run=0, wake=0, meet=10, cache=1e9, bandwidth=1e3, memory_threads=1)
     patterns = relu_network(40, 60)
     choice, time = chosen(patterns, CpuModel(machine, F4, 1, 16))
-    linear = predicted(Program(patterns, Schedule.linear(120)), CpuModel(machine, F4, 1, 16))
+    linear = run_time(CpuModel(machine, F4, 1, 16), Program(patterns, Schedule.linear(120)))
     assert time < 0.6 * linear
     program = choice.program
     assert program is not None
@@ -241,7 +229,7 @@ def test_products_that_fill_in_are_not_worked_out(
     assert sum(multiply_adds(b, a) for a, b in itertools.pairwise(patterns[1::2])) > 40_000_000
     model = CpuModel(BUILT_IN, F4, batch, threads)
     choice = choose(patterns, model, fits=anything_fits)
-    linear = predicted(Program(patterns, Schedule.linear(len(patterns))), model)
+    linear = run_time(model, Program(patterns, Schedule.linear(len(patterns))))
     nanoseconds = BUILT_IN.families["float32"][FAMILIES.index("csr·csr")][0]
     assert sum(worked_out) <= linear * threads / nanoseconds / batch
     assert choice.schedule == Schedule.linear(len(patterns))
@@ -262,7 +250,7 @@ def test_products_that_are_given_up_hide_no_others(small_grains: None) -> None:
         choice, time = chosen(patterns, model)
         assert choice.schedule != Schedule.linear(len(patterns))
         times.append(time)
-        linear.append(predicted(Program(patterns, Schedule.linear(len(patterns))), model))
+        linear.append(run_time(model, Program(patterns, Schedule.linear(len(patterns)))))
     assert times[1] <= 1.1 * (times[0] + linear[1] - linear[0])
 
 

@@ -20,7 +20,7 @@ import sparsescan
 import sparsescan.planning.costs.cpu
 from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Schedule
 from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
-from sparsescan.planning.costs.cpu import Cpu, CpuModel, load_cpu
+from sparsescan.planning.costs.cpu import Cpu, CpuModel, load_cpu, run_time
 from sparsescan.planning.search import Choice, choose
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
@@ -35,9 +35,7 @@ KINDS = [(batch, dtype) for batch in (1, 16, 64) for dtype in (F4, F8)]
 def predicted(program: Program, machine: Cpu, threads: int, differs: Any, kind: Any) -> float:
     """By a model of this file's own, not the plan's."""
     batch, dtype = kind
-    model = CpuModel(machine, dtype, batch, threads, differs)
-    run, levels = model.level_times(program)
-    return run + sum(levels)
+    return run_time(CpuModel(machine, dtype, batch, threads, differs), program)
 
 
 def made_up(patterns: Sequence[Pattern], batch: int, dtype: Any, differs: Any) -> list[Any]:
@@ -64,13 +62,6 @@ def assert_no_slower(plan: ScanPlan, machine: Cpu, threads: int, differs: Any, k
     assert said["predicted_for"] == {"batch": kind[0], "dtype": kind[1].name}
     levels = sum(level["nanoseconds"] for level in said["levels"])
     assert said["run_nanoseconds"] + levels == pytest.approx(time)
-
-
-@pytest.fixture
-def small_grains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short chains of small steps are worth several threads too."""
-    monkeypatch.setattr(sparsescan.planning.costs.cpu, "RUN_GRAIN", 1)
-    monkeypatch.setattr(sparsescan.planning.costs.cpu, "ROW_GRAIN", 1000)
 
 
 def orders(n: int, size: int = 256) -> list[Pattern]:

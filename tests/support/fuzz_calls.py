@@ -100,9 +100,7 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
         and values.shape[-2:] == pattern.shape
     ):
         return values
-    if values.ndim == 1:
-        return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
-    return BatchedCSR.from_pattern(np.ascontiguousarray(values), pattern)
+    return oracles.on_pattern(np.ascontiguousarray(values), pattern)
 
 
 def as_dense(jacobian: Any) -> np.ndarray:

@@ -42,6 +42,13 @@ def steps_of(jacobians: Any) -> list[Any]:
     return [BatchedCSR(data, chain.indices, chain.indptr, chain.shape) for data in chain.data]
 
 
+def on_pattern(values: np.ndarray, pattern: Pattern) -> sp.csr_array | BatchedCSR:
+    """The matrix with these values, or one for each sample."""
+    if values.ndim == 2:
+        return BatchedCSR.from_pattern(values, pattern)
+    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
+
+
 def apply(jacobian: Any, x: np.ndarray, magnitudes: bool = False) -> np.ndarray:
     """``J x`` for every sample, in the precision of `x`; or ``|J| x``."""
     change = np.abs if magnitudes else np.asarray

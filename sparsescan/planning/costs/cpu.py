@@ -39,6 +39,7 @@ __all__ = [
     "load_cpu",
     "machine_file",
     "read_constants",
+    "run_time",
     "save_cpu",
     "write_constants",
 ]
@@ -370,6 +371,12 @@ class Model(Protocol):
 
     def level_times(self, program: Program) -> tuple[float, list[float]]:
         """Return nanoseconds of an exclusive scan: of the run itself, and of each level."""
+
+
+def run_time(model: Model, program: Program) -> float:
+    """Return nanoseconds of an exclusive scan: of the run itself and of all levels."""
+    run, levels = model.level_times(program)
+    return run + sum(levels)
 
 
 @dataclass(frozen=True)
