@@ -53,7 +53,7 @@ class Layer:
         return (self.channels[0], *[self.size] * 2) if self.size else self.channels[:1]
 
 
-# Of VGG-11 for images of 32×32 pixels, and of the perceptron beside it.
+# Layers of VGG-11 for images of 32×32 pixels, and of the perceptron beside it.
 LAYERS = (
     Layer("64 → 128 channels, 16×16, B=16", (64, 128), 16, 16),
     Layer("256 → 256 channels, 8×8, B=16", (256, 256), 8, 16),

@@ -1,6 +1,6 @@
 """The frame of all experiments: options, and results that outlive a run that is cut off.
 
-An experiment is a list of *pieces*, such as one sequence length each. What a piece has measured is
+An experiment is a list of *pieces*, such as one sequence length each. Measurements of a piece are
 written at once; a run by the same commit on the same device goes on after the last one.
 """
 

@@ -23,7 +23,7 @@ class FakeCusparse:
     Attributes
     ----------
     alive : dict
-        What has been created and not destroyed.
+        Objects that have been created and not destroyed.
     """
 
     def __init__(self) -> None:

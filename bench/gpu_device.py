@@ -68,9 +68,9 @@ class Cuda:
     xp : module
         CuPy.
     device : str
-        What a plan is given as `device`.
+        The `device` that plans are given.
     torch_name, jax_name : str
-        What PyTorch and JAX call such a device.
+        The name that PyTorch and JAX have for such a device.
     cache : int
         Bytes of the L2 cache.
     """
@@ -157,7 +157,7 @@ class Cuda:
         Parameters
         ----------
         call : callable
-            What is timed.
+            The call that is timed.
         times : int
             How often.
         clock : {"call", "device", "host"}

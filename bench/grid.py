@@ -124,7 +124,7 @@ def _lenet5() -> list[Pattern]:
 def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
     """One of each kind, the linear one first, and trees for a machine with many threads.
 
-    Of chains with large steps only the trees, since other products would fill the memory.
+    For chains with large steps only the trees, since other products would fill the memory.
     """
     n = len(patterns)
     chosen = [Schedule.linear(n)]

@@ -390,7 +390,7 @@ class _Race:
     def differences(self, calls: dict[str, Call]) -> dict[str, float]:
         """How far our gradients are from theirs, relative to the largest entry of each.
 
-        Those of every parameter are compared with autograd's, and those of all states with JAX's.
+        Gradients of every parameter are compared with autograd's, and of all states with JAX's.
         It raises AssertionError if rounding does not explain a difference.
         """
         differences = {}

@@ -33,7 +33,7 @@ _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 3, 0.2, 0.05
-# What a quick run measures.
+# The cases of a quick run.
 _QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from . import step
@@ -32,6 +34,14 @@ def test_residual_networks_have_our_layers() -> None:
     theirs = next(iter(race.pytorch().values()))()
     assert ours().keys() == theirs.keys()
     assert sum(mask.size for mask in race.kept().values()) > 270_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_variants() -> Iterator[None]:
+    """JAX takes seconds to compile a loop that is unrolled 16 times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "_UNROLLS", (1, 2))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ class Analysis:
     """
 
     def __init__(self, patterns: Sequence[Pattern], names: Sequence[str]) -> None:
-        # Of the elements ``(k, k + 1)``, and of the products that schedules have so far.
+        # Patterns of the elements ``(k, k + 1)``, and of the products that schedules have so far.
         self.patterns = {(k, k + 1): pattern for k, pattern in enumerate(patterns, 1)}
         self._names = names
         self._full: set[Interval] = set()

@@ -182,7 +182,7 @@ def affine_scan_vjp(
     matrices, initial, pattern, transposed, schedule
         As :func:`affine_scan` was given.
     states : array_like, shape (T, size) or (T, batch, size)
-        What it has returned.
+        The states that it has returned.
     grads : array_like, shape (T, size) or (T, batch, size)
         The gradients ``l_1, …, l_T`` of the loss in the states.
     needs_matrices_grad : bool, default True
@@ -327,7 +327,7 @@ class _Matrices(NamedTuple):
     transposed : bool
         Whether a step applies the transposed matrix.
     shape : tuple of int
-        What the caller has given.
+        The shape of the array that the caller has passed.
     turned : bool
         Whether that are these matrices transposed.
     """
@@ -350,7 +350,7 @@ class _Matrices(NamedTuple):
         size = _check_matrices(array.shape, pattern)
         if pattern is not None:
             return cls(pattern, _walkable(array), transposed, array.shape, False)
-        # Those that lie column by column are transposed ones that lie row by row.
+        # Matrices stored column by column are transposed ones, stored row by row.
         turned = array.strides[-2] < array.strides[-1]
         rows = array.swapaxes(-1, -2) if turned else array
         values = _walkable(rows.reshape(*array.shape[:-2], size * size))

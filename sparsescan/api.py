@@ -126,8 +126,8 @@ def exclusive_scan(
     of a column are so far apart that one power of two cannot keep them all at full precision (more
     than 2^170 in float32, 2^1490 in float64).
 
-    The same input gives the same bits. By a schedule that is named it does so whatever the number
-    of threads (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another one for another number.
+    Equal input gives equal bits. By a schedule that is named it does so whatever the number of
+    threads (``NUMBA_NUM_THREADS``); ``"auto"`` may choose another one for another number.
 
     Examples
     --------

@@ -42,7 +42,7 @@ def format_time(nanoseconds: float) -> str:
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:
     power = 0
-    # What is rounded to the next unit is given in it.
+    # A number that is rounded to the next unit is given in that unit.
     while max(number, float(f"{number:.3g}")) >= base and power < len(units) - 1:
         number /= base
         power += 1

@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What has been imported stays: no collection has to look at it, of which tests ask for many.
+    # Imported objects stay: no collection has to look at them, and tests ask for many.
     gc.freeze()
 
 

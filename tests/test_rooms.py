@@ -118,7 +118,7 @@ def test_no_two_files_import_each_other() -> None:
 NUMBA = {"_cache", "_cache_file", "_cache_path", "_data_path", "_impl", "_index_path", "_version"}
 TORCH = {"_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_modules", "_tensor_name"}
 TUPLE = {"_fields", "_replace"}
-# Those of Frozen and of Operator, for classes that are derived from them.
+# Private names of Frozen and of Operator, for classes that are derived from them.
 DERIVED = {"_set", "_set_output", "_set_shapes"}
 FOREIGN = NUMBA | TORCH | TUPLE | DERIVED
 

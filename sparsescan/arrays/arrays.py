@@ -246,7 +246,7 @@ class Constant:
 def check_array(name: str, array: Any) -> Any:
     """Return `array` as one of NumPy or CuPy, of float32 or float64, or raise an error.
 
-    The byte order is the native one. What another library has on a CUDA device is not copied.
+    The byte order is the native one. Memory of another library on a CUDA device is not copied.
     """
     # The usual case first, since this is done for every step of a chain.
     if type(array) is np.ndarray:

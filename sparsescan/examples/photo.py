@@ -206,7 +206,7 @@ class ByLoop(_OnNumPy):
 
 
 class ByPyTorch:
-    """The same network of PyTorch."""
+    """The network, in PyTorch."""
 
     def __init__(self, params: Params) -> None:
         import torch
@@ -246,7 +246,7 @@ class Race:
     Attributes
     ----------
     losses : list of float
-        Of each batch, before its update.
+        The loss of each batch, before its update.
     times : list of list of float
         Seconds of each part of each training step.
     """
@@ -264,7 +264,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run has measured.
+    """The figures of a run.
 
     Attributes
     ----------
@@ -321,7 +321,7 @@ def run(
     output : str or path-like, default "demo.png"
         The PNG file to write.
     seed : int, default 0
-        Of parameters and batches.
+        The seed of parameters and batches.
 
     Returns
     -------

@@ -151,8 +151,8 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
     """Return the most device memory that scans take beside Jacobians and gradients, in bytes.
 
     They are those of its products, tables and patterns, once both scans have run: as if all
-    Jacobians differed between samples, and with local gradients. What cuBLAS keeps for itself is
-    not among them.
+    Jacobians differed between samples, and with local gradients. Memory that cuBLAS keeps is not
+    among them.
     """
     n, itemsize, first = program.n, dtype.itemsize, program.patterns[0]
     told = 8 * (Run.WIDTH + 3 * n + 1)
@@ -489,8 +489,8 @@ class _Launches:
         self._rows = nodes[:, Node.ROWS]
         self._shares = Shares.of(program)
         self._views: dict[int, Any] = {}
-        # Of values, exponents and local gradients: the pool, where each product has its place in it
-        # (-1 in scratch), and what a sample of it takes.
+        # For values, exponents and local gradients: the pool, where each product has its place in
+        # it (-1 in scratch), and what a sample of it takes.
         self._pools: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]] = []
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched

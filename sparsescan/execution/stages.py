@@ -15,7 +15,7 @@ STAGE_BYTES = 128
 # Nanoseconds of a multiply-add, by the kind of the matrix that a row is read from; roughly, since
 # they only decide how work is cut up.
 _NANOSECONDS = {"dense": 0.2, "general": 0.5, "diagonal": 0.5}
-# What they take for each of the samples that share a matrix.
+# Nanoseconds of a multiply-add for each of the samples that share a matrix.
 _SHARED = 0.2
 # Nanoseconds of work below which more threads cost more than they save: for a run, which has to
 # wake them, and for a block of the rows of one operation, after which they meet.
@@ -143,7 +143,7 @@ class Stages:
         level = slice(runs[0, 0], runs[-1, 1])
         read, cost, shared = self._bytes[level], self._cost[level], self._shared[level]
         if 2 * cost[shared].sum() > cost.sum():
-            # What is read for each sample takes little of the time, and so many share a pass.
+            # Reads for each sample take little of the time, and so many samples share a pass.
             return max(min(blocks, -(-int(self._width[level].max()) // LANES)), 1)
         if blocks > 1 and read.any():
             blocks = min(blocks, int(np.median(read[read > 0])) // _BLOCK_BYTES)

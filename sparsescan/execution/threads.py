@@ -23,7 +23,7 @@ from ..kernels.cpu.run import abort
 
 __all__ = ["Team", "lent", "share", "thread_count", "usable_cores", "work"]
 
-# What calls a function on each thread of another library's, and waits until all have returned.
+# It calls a function on each thread of another library, and waits until all have returned.
 Team = Callable[[Callable[[], None]], None]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.

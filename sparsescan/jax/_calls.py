@@ -1,4 +1,4 @@
-"""What all functions of the front door do with their arguments."""
+"""Arguments of the front door: how all its functions check and pass them."""
 
 from __future__ import annotations
 

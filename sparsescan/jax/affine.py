@@ -113,7 +113,7 @@ def _forward(how: _How, a: Any, b: Any, y0: Any) -> tuple[Any, Any]:
 def _backward(how: _How, kept: Any, loss: Any) -> tuple[Any, Any, Any]:
     a, y0, y, b_ndim = kept
     in_a, in_b, in_y0 = _gradients(how, a, y0, y, loss)
-    # What samples share has the sum of their gradients.
+    # An argument that samples share has the sum of their gradients.
     in_b = in_b.sum(1) if b_ndim < in_b.ndim else in_b
     return in_a, in_b, in_y0.sum(0) if y0.ndim < in_y0.ndim else in_y0
 
@@ -219,7 +219,7 @@ class _Fold:
     def folded(self, array: Array, steps: int, tail: int, *, whole: bool = False) -> Array:
         """Return one for the kernels: `steps` axes, maybe the samples, and the last `tail` axes.
 
-        What all samples share stays as it is, unless it is wanted `whole`.
+        An array that all samples share stays as it is, unless it is asked for `whole`.
         """
         lead = len(self._lead)
         has_batch = array.ndim == lead + steps + 1 + tail

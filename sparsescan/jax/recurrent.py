@@ -62,8 +62,8 @@ def recurrent(
 
     Notes
     -----
-    What backward needs is kept with the forward pass that comes before it, of the 32 latest; where
-    it has gone, the forward pass runs again.
+    The 32 latest forward passes keep what backward needs; where it has gone, the forward pass runs
+    again.
 
     Examples
     --------

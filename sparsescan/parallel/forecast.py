@@ -380,7 +380,7 @@ def _predict(
     known: dict[Any, Any],
 ) -> Forecast:
     model = model_for(None, dtype, -(-batch // grid.batch))
-    ways = forecasts(_setting(patterns, grid, model, network, known))
+    ways = forecasts(_setting_of_equal_parts(patterns, grid, model, network, known))
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 
@@ -437,7 +437,7 @@ def _divisors(number: int, most: int) -> list[int]:
     return [k for k in range(1, max(min(number, most), 1) + 1) if number % k == 0]
 
 
-def _setting(
+def _setting_of_equal_parts(
     patterns: Sequence[Pattern],
     grid: Grid,
     model: Model,

@@ -67,7 +67,7 @@ class Ranks(NamedTuple):
     world : Communicator
         All ranks.
     group : Communicator
-        Those that work on the same samples.
+        The ranks that work on the same samples.
     direct : bool
         Whether MPI sends gradients from device to device.
     signature : int
@@ -86,7 +86,7 @@ class Decision(NamedTuple):
     Attributes
     ----------
     costs : sequence of PartCost
-        Those of the ranks of a group.
+        The costs of each rank of a group.
     forecast : Forecast
         The way that was chosen.
     reason : str
@@ -173,7 +173,8 @@ class ParallelPlan:
     reason : str
         Why so.
     forecast : Forecast
-        What such a scan is predicted to take, if all Jacobians differ between samples.
+        The time and memory that such a scan is predicted to take, if all Jacobians differ between
+        samples.
     batch : int or None
         Samples of each rank that the plan insists on, if any.
     dtype : dtype or None
@@ -233,7 +234,7 @@ class ParallelPlan:
 
     @property
     def forecast(self) -> Forecast:
-        """What a scan of so many samples is predicted to take, if all Jacobians differ."""
+        """The cost predicted for a scan of so many samples, if all Jacobians differ."""
         return self._way.decision.forecast
 
     def exclusive_scan(

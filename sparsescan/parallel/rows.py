@@ -63,7 +63,7 @@ class Messages:
     Parameters
     ----------
     halos : sequence of Halo
-        Those of all steps. Their messages take turns in the same memory.
+        The halos of all steps. Their messages take turns in the same memory.
     terms : Terms
         Terms of the scan.
     """

@@ -33,7 +33,7 @@ _Piece = tuple[str, tuple[int, ...], Any]
 
 
 class Summary(NamedTuple):
-    """What a scan wrote, and how long it took.
+    """The file that a scan wrote, and how long it took.
 
     Attributes
     ----------

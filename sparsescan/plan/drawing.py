@@ -82,8 +82,8 @@ def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
     Notes
     -----
     Figure 10 of BPPSA (MLSys 2020), for any chain; FLOP are twice the multiply-adds of one sample.
-    What runs at once stands at the same step. The critical path is what takes longest if there are
-    as many workers as runs: of each level, the run with the most FLOP.
+    Operations that run at once stand at the same step. The critical path is what takes longest if
+    there are as many workers as runs: of each level, the run with the most FLOP.
 
     Examples
     --------

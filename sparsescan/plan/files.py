@@ -1,7 +1,7 @@
 """Plans on disk: an ``.npz`` file, never pickle.
 
-What follows from patterns and schedule, such as the patterns of the products, is not stored: a plan
-that is loaded has its symbolic phase done again. Version 1 of the format:
+Whatever follows from patterns and schedule, such as the patterns of the products, is not stored: a
+plan that is loaded has its symbolic phase done again. Version 1 of the format:
 
 ===============  =================================================================================
 ``version``      int, 1

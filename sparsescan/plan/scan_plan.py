@@ -42,7 +42,7 @@ Gradients = list[NDArray[Any]] | NDArray[Any]
 
 
 class _Ready(NamedTuple):
-    """What runs input of one kind."""
+    """The schedule, with its program, that runs input of one kind."""
 
     spec: PlanSpec
     program: Program | None
@@ -110,7 +110,7 @@ class ScanPlan(Frozen):
         )
         if patterns and program is None:
             program = Program(patterns, spec.schedule, dense=spec.dense)
-        # What the plan was made with, what runs other kinds of input, and what ran last.
+        # For the input that the plan was made for, for other kinds, and for the latest.
         self._first = self._latest = _Ready(spec, program)
         self._others: dict[Kind, _Ready] = {}
         self._linear: Program | None = None
@@ -211,7 +211,7 @@ class ScanPlan(Frozen):
         jacobians : sequence, CSRChain, ImplicitChain, PeriodicChain or ndarray
             Jacobians of the plan's patterns; or only their values, in the order of the patterns: a
             sequence of arrays ``(nnz,)`` or ``(batch, nnz)``, or one array ``(n, nnz)`` or
-            ``(n, batch, nnz)``. Of a pattern that is not dense, an array always holds values.
+            ``(n, batch, nnz)``. For a pattern that is not dense, an array always holds values.
         local_grads : sequence or ndarray, optional
             A term that is added to each returned gradient, ``local_grads[0]`` to `grad` (see
             :func:`sparsescan.exclusive_scan`, double-counted gradient).

@@ -85,7 +85,7 @@ def minimise(
     of ``n`` nodes that makes ``O(n k²)`` for chains and trees, ``O(n k³)`` for series-parallel
     graphs, and ``O(n k^(w + 1))`` if no node has over ``w`` neighbours when it is eliminated.
 
-    The total is the least up to the rounding of sums. Of equally cheap assignments, the one is
+    The total is the least up to the rounding of sums. Among equally cheap assignments, the one is
     returned in which each node, in reverse order of elimination, takes its lowest choice that the
     nodes before it leave optimal. Where the rule above ties, the highest number goes first: in a
     chain numbered from end to end with ``k`` choices everywhere, node 0 decides before node 1, ….

@@ -124,8 +124,8 @@ def choose(
     more : sequence of Schedule, optional
         Schedules to look at besides those of all kinds.
     measure : callable, optional
-        Nanoseconds that scans by some candidates take. Those that are predicted to be the fastest
-        are then measured.
+        Nanoseconds that scans by some candidates take. Schedules that are predicted to be the
+        fastest are then measured.
 
     Returns
     -------
@@ -222,10 +222,10 @@ class Search:
     ----------
     linear : Candidate
         The linear scan.
-    found : list of Candidate
+    candidates : list of Candidate
         All that fit, the linear scan first.
     given_up : list of Alternative
-        What does not, or takes longer than the linear scan for certain.
+        Schedules that do not fit, or take longer than the linear scan for certain.
     program : Program
         The program of the fastest one.
     """

@@ -79,7 +79,7 @@ class Pattern(Frozen):
     nnz : int
         Stored entries, explicit zeros included.
     kind : {"diagonal", "dense", "general"}
-        What the kernels make of it. Diagonal: square, entry ``(i, i)`` in every row and no other.
+        How the kernels treat it. Diagonal: square, entry ``(i, i)`` in every row and no other.
         Dense: every entry. A 1×1 pattern with its one entry is diagonal.
 
     Raises

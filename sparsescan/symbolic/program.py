@@ -194,7 +194,7 @@ class Program:
                     if readers[out] == 1 and first < reader[out] < last and free:
                         slots[out - self.n] = min(free)
                         free.remove(min(free))
-                    # What is read is read for the last time.
+                    # Each operand is read for the last time.
                     read = [node - self.n for node in (left, right) if node >= self.n]
                     free.update(int(slots[node]) for node in read if slots[node] >= 0)
         return slots

@@ -438,9 +438,9 @@ def read_schedule(schedule: Any, n: int) -> Schedule | None:
     if named is None:
         raise InputError(f"schedule is {short(schedule)}; expected {_NAMES}")
     plain, numbered, number = named.groups()
-    made: Schedule
-    made = getattr(Schedule, plain)(n) if plain else getattr(Schedule, numbered)(n, int(number))
-    return made
+    arguments = () if plain else (int(number),)
+    schedule_by_name: Schedule = getattr(Schedule, plain or numbered)(n, *arguments)
+    return schedule_by_name
 
 
 def check_count(name: str, value: int, least: int) -> int:

@@ -42,8 +42,8 @@ def tree(schedule: Schedule, width: int) -> str:
     they are Jacobians, or lists of more than four, or products whose operands have the same shapes.
     Only the first and the last of more than four Jacobians in a row are written: ``1 … 99``, or
     ``(2 … 99)`` for their product. If all that does not fit into `width`, then neither are the
-    inner ones of three or more neighbours of the same shape: ``(1 2) … (997 998)``. What still does
-    not fit is cut off after a whole word, and an ellipsis added.
+    inner ones of three or more neighbours of the same shape: ``(1 2) … (997 998)``. Text that still
+    does not fit is cut off after a whole word, and an ellipsis added.
 
     Examples
     --------

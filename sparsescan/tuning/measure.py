@@ -40,8 +40,8 @@ def measure(
     values = made_up(patterns, dtype, batch, xp)
     grad = xp.ones((batch, patterns[0].shape[1]), dtype)
     plans = [
-        ScanPlan(PlanSpec(patterns, made.schedule, device=device, dense=made.dense))
-        for made in candidates
+        ScanPlan(PlanSpec(patterns, each.schedule, device=device, dense=each.dense))
+        for each in candidates
     ]
     samples: list[list[float]] = [[] for _ in plans]
     deadline = 0.0

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Case(NamedTuple):
-    """What a call is given, and the dense matrices that its steps apply."""
+    """The arguments of a call, and the dense matrices that its steps apply."""
 
     matrices: Any
     options: dict[str, Any]

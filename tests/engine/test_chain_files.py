@@ -143,7 +143,7 @@ def periodic_chains(draw):
 
 
 def steps_of(jacobians):
-    """What a part of a chain is compared by: pattern and values of each step."""
+    """Pattern and values of each step, by which parts of chains are compared."""
     if isinstance(jacobians, PeriodicChain):
         for k in range(len(jacobians)):
             step, turn = divmod(k, len(jacobians.patterns))

@@ -26,7 +26,7 @@ CALLS = """
 
 
 def run(folder: Path) -> tuple[str, int]:
-    """What a fresh interpreter prints, and how many of the files in the folder it has written."""
+    """The output of a fresh interpreter, and how many of the files in the folder it has written."""
     before = {path: path.stat().st_mtime_ns for path in files(folder)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(CALLS)],

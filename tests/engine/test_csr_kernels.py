@@ -35,7 +35,7 @@ def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
-# What whole scans are compiled for here, which takes long; kernels by themselves meet all four.
+# Whole scans are compiled for these only, which takes long; kernels by themselves for all four.
 scanned = pytest.mark.parametrize(
     ("dtype", "index_dtype"),
     [(np.float32, np.int32), (np.float32, np.int64), (np.float64, np.int32)],
@@ -104,7 +104,7 @@ def test_the_product_is_scipys(seed, batch, dtype, index_dtype):
 @scanned
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_sample_is_plain_floating_point(batch, dtype, index_dtype):
-    """The same sum, to the last bit, whatever the batch and the processor."""
+    """The sum is equal, to the last bit, whatever the batch and the processor."""
     rng = np.random.default_rng(batch or 0)
     jacobian = of_any_length(rng, dtype)
     x = vectors(rng, batch, jacobian.shape[1], dtype)
@@ -113,7 +113,7 @@ def test_every_sample_is_plain_floating_point(batch, dtype, index_dtype):
 
 @given(seed=SEEDS, batch=st.sampled_from(BATCHES))
 def test_values_that_are_not_finite_are_scipys(seed, batch, dtype):
-    """Zero times infinity too; and no sample meets those of another."""
+    """Zero times infinity too; and no sample changes another."""
     rng = np.random.default_rng(seed)
     jacobian = of_any_length(rng, dtype)
     x = vectors(rng, batch, jacobian.shape[1], dtype)

@@ -369,7 +369,7 @@ def test_what_is_no_chain(jacobians, message):
 
 
 class OnDevice:
-    """What says of itself that its memory is a GPU's, as CuPy's and PyTorch's arrays do."""
+    """An object that says that its memory is a GPU's, as CuPy's and PyTorch's arrays do."""
 
     shape, dtype, ndim = (3,), np.dtype(float), 1
 
@@ -457,7 +457,7 @@ INDEX_DTYPES = ("i4", "i8", "u4", "u8", "i2", "f8", ">i4", "O", "?")
 
 
 def survive(matrix: sp.csr_array, schedules: tuple[str, ...] = ("linear", "blelloch")) -> bool:
-    """Scan with such a matrix; whether it was accepted. What is accepted must be right."""
+    """Scan with such a matrix; whether it was accepted. If it was, the result must be right."""
     rows, cols = matrix.shape
     jacobians = [matrix, np.ones((2, rows)), np.ones((2, 2)), np.ones((cols, 2)), matrix]
     accepted = set()
@@ -506,7 +506,7 @@ def test_malformed_csr_never_passes_for_a_plans_pattern(matrix):
 
 @pytest.mark.slow
 def test_malformed_csr_with_bounds_checked(tmp_path):
-    """The same in an interpreter whose kernels raise where they read or write out of bounds."""
+    """The check in an interpreter whose kernels raise where they read or write out of bounds."""
     done = subprocess.run(
         [sys.executable, __file__],
         env={
@@ -865,7 +865,7 @@ def test_sparse_tensors_of_pytorch_are_not_on_a_device(form):
         ("jacobians[1]", np.ones(3), [csr(), tensor]),
     ]:
         assert refused(grad, jacobians).startswith(f"InputTypeError: {name} {says}")
-    # What the message says is right.
+    # The message is right.
     tensor = tensor.to_sparse_csr()
     parts = tensor.values(), tensor.col_indices(), tensor.crow_indices()
     matrix = sp.csr_array(tuple(part.numpy() for part in parts), shape=tensor.shape)

@@ -1,4 +1,4 @@
-"""What a plan and a run of it take, beside Jacobians and gradients, is what the plan says."""
+"""A plan and a run of it take the memory that the plan says, beside Jacobians and gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Case:
     def peak(self) -> tuple[int, ScanPlan]:
         """Bytes that making a plan and running it once take at most, beside the gradients.
 
-        Those that kernels allocate for themselves are not seen.
+        Memory that kernels allocate for themselves is not seen.
         """
         gc.collect()
         tracemalloc.start()

@@ -373,7 +373,7 @@ def test_products_beyond_the_work_allowed_are_not_worked_out(monkeypatch):
 
 
 def test_what_is_given_up_leaves_the_work_to_others():
-    """Of the products asked for, all those are made that the work allowed suffices for."""
+    """All products are made that the work allowed suffices for."""
     rng = np.random.default_rng(9)
     small, large = random_pattern(rng, "sparse", 10, 10), random_pattern(rng, "sparse", 10, 1000)
     products = Products(2 * multiply_adds(small, small))

@@ -1,4 +1,4 @@
-"""What a plan says about itself, and what it insists on."""
+"""A plan says what it is, and insists on the input that it is for."""
 
 import re
 

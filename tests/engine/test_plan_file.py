@@ -117,7 +117,7 @@ def test_every_schedule_comes_back(tmp_path: Path, n: int) -> None:
 @pytest.mark.parametrize("dtype", [None, "float32", np.float64])
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_options_come_back(tmp_path: Path, batch: Any, dtype: Any, device: Any) -> None:
-    """Those of a plan for a device too, where there is none."""
+    """Plans for a device too, where there is none."""
     schedule = Schedule.chunked(5, 2)
     plan = sparsescan.plan(
         [Pattern.dense((2, 2))] * 5, schedule=schedule, batch=batch, dtype=dtype, device=device

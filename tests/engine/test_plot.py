@@ -94,7 +94,7 @@ def assert_shows(axes: Any, masks: list[np.ndarray], schedule: Schedule) -> None
     found, critical = operations_of(axes)
     assert Counter(found) == Counter(itertools.chain.from_iterable(runs))
     for level in levels:
-        # Of runs with as many FLOP, any may be marked.
+        # Any of the runs with as many FLOP may be marked.
         marked = [operation for operation in critical if operation.step >= level[0][0].step]
         longest = [run for run in level if flop(run) == max(map(flop, level))]
         assert any(marked[: len(run)] == run for run in longest)

@@ -47,7 +47,7 @@ def scan(chain: Chain, schedule: Any = "auto") -> Any:
 
 
 def scan_with(plan: sparsescan.ScanPlan, chain: Chain, jacobians: Any = None) -> Any:
-    """The same with a plan, for these Jacobians or for the chain's own."""
+    """Scan with a plan, for these Jacobians or for the chain's own."""
     call = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
     jacobians = chain.jacobians if jacobians is None else jacobians
     return call(chain.grad, jacobians, local_grads=chain.local_grads)
@@ -263,7 +263,7 @@ def test_a_batch_of_none():
 
 
 def layouts(array: np.ndarray, folder: Any) -> dict[str, np.ndarray]:
-    """The same numbers as a caller may hold them."""
+    """Equal numbers, as a caller may hold them."""
     frozen = array.copy()
     frozen.setflags(write=False)
     mapped = np.memmap(folder / "values", array.dtype, "w+", shape=array.shape)
@@ -373,7 +373,7 @@ def test_the_callers_arrays_stay_as_they_are(data):
 
 
 def peak(work: Any) -> tuple[Any, int]:
-    """What a call returns, and the most bytes it held beyond what it returned."""
+    """The result of a call, and the most bytes it held beyond that."""
     gc.collect()
     tracemalloc.start()
     try:

@@ -346,7 +346,7 @@ def test_equal_levels_are_equal_schedules():
 
 
 def test_runs_are_not_levels():
-    """The same operations are another schedule if other ones may run side by side."""
+    """Equal operations are another schedule if other ones may run side by side."""
     ops = [(0, 1, 2), (0, 2, 3)]
     together = Schedule.from_levels(3, [("a", [ops])])
     apart = Schedule.from_levels(3, [("a", [ops[:1]]), ("a", [ops[1:]])])

@@ -1,4 +1,4 @@
-"""What is followed is what was checked, whatever happens to the caller's arrays and objects."""
+"""Kernels follow what was checked, whatever happens to the caller's arrays and objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits whatever the number of threads; plans shared by threads and by forked children."""
+"""Equal bits whatever the number of threads; plans shared by threads and by forked children."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ CSR_SHA = """
 
 @pytest.mark.slow
 def test_processors_without_wide_vectors_give_the_same_bits(tmp_path):
-    """Of CSR matrices times vectors, where sums of eight samples take several smaller vectors."""
+    """For products of CSR matrices, where sums of eight samples take several smaller vectors."""
     _, here = run_python(CSR_SHA, tmp_path).split()
     environment = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     assert run_python(CSR_SHA, tmp_path, **environment).split() == ["generic", here]

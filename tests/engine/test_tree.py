@@ -26,7 +26,7 @@ def products_of(schedule: Schedule) -> set[Interval]:
 
 
 def read(text: str) -> tuple[list[Interval], set[Interval]]:
-    """What stands outside of all parentheses, and the products: the grammar of the docstring."""
+    """The text outside of all parentheses, and the products: the grammar of the docstring."""
     tokens = iter(re.findall(r"[()…]|\d+", text))
     made: set[Interval] = set()
 

@@ -30,7 +30,7 @@ from sparsescan.parallel.rows import RowSweep
 
 pytestmark = pytest.mark.ranks(6)
 
-# Of six, of four and two, of three and three.
+# Communicators of six ranks, of four and two, of three and three.
 COMMS = [WORLD, WORLD.Split(int(RANK >= 4), RANK), WORLD.Split(int(RANK >= 3), RANK)]
 
 
@@ -59,7 +59,7 @@ def rows_of(step: Any, rows: slice) -> Any:
 def part_of(
     chain: Chain, grid: Grid, rank: int, cuts: list[int], shares: list[np.ndarray]
 ) -> tuple[Chain, slice, list[slice]]:
-    """What a rank brings, which gradients it gets, and its entries of each of the chain's."""
+    """A rank's steps, the gradients it gets, and its entries of each of the chain's."""
     position, row = grid.position(rank), grid.row(rank)
     steps = slice(cuts[position], cuts[position + 1])
     got = slice(steps.start, steps.stop + (chain.inclusive and position == grid.chain - 1))
@@ -225,7 +225,7 @@ def test_layers() -> None:
 
 
 def test_memory() -> None:
-    """What a plan over ranks says is what is predicted without; and falls as ranks are added."""
+    """A plan over ranks says what is predicted without; and it falls as ranks are added."""
     width, n = 30, 8
     size = width * width
     pattern = patterns_of([stencil(width, np.random.default_rng(0))])[0]
@@ -250,7 +250,7 @@ def test_memory() -> None:
 # Faults
 # ---------------------------------------------------------------------------------------------
 
-# Of four unknowns, two of which each of two ranks holds; three parts of the chain.
+# Four unknowns, two of which each of two ranks holds; three parts of the chain.
 GRID = Grid(3, 1, 2)
 D = 4
 STEPS = np.random.default_rng(1).standard_normal((5, 2, D))

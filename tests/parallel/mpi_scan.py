@@ -253,7 +253,7 @@ def test_what_is_not_finite(seeds: Callable[..., range]) -> None:
 
 
 def test_shapes() -> None:
-    """What comes back for a rank with one rectangular step, or none."""
+    """Results for a rank with one rectangular step, or none."""
     d, last = 3, WORLD.size - 1
     sizes = [d + rank for rank in range(WORLD.size + 1)]
     rank = WORLD.rank

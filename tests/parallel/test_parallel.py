@@ -164,7 +164,7 @@ class Elements:
         return made
 
     def leaves(self, rng: np.random.Generator, grad: np.ndarray) -> np.ndarray | None:
-        """What comes out for a gradient, combined in any order; None if somebody gave up."""
+        """The result for a gradient, combined in any order; None if somebody gave up."""
         vector = self.message(0, 0)
         vector.vector(grad.shape[-1])[:] = grad
         vector.describe(0, 0, State.VECTOR)
@@ -218,7 +218,7 @@ def test_maps_combine_in_any_order(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", ["dense", "csr", "diagonal"])
 @pytest.mark.parametrize("form", MAP_FORMS)
 def test_maps_far_out_of_range(kind: str, form: str) -> None:
-    """Of 60 steps: 1e±300 in float32, in columns that grow apart, while gradients stay inside."""
+    """With 60 steps: 1e±300 in float32, in columns that grow apart, while gradients stay inside."""
     rng = np.random.default_rng(0)
     down, up = (positive_steps(kind, np.full(60, 10.0**s), 5, seed=2) for s in (-5, 5))
     if kind == "diagonal":

@@ -117,7 +117,7 @@ LAYOUTS = ["list", "csr_chain", "dense_stack", "periodic 1", "periodic 2", "peri
 
 
 def assert_same_file(found: Path, expected: Path, n: int) -> None:
-    """The same members, headers and all, and the same values but for rounding."""
+    """Equal members, headers and all, and equal values but for rounding."""
     with zipfile.ZipFile(found) as one, zipfile.ZipFile(expected) as other:
         members, wanted = one.infolist(), other.infolist()
         for a, b in zip(members, wanted, strict=True):
@@ -229,7 +229,7 @@ def test_a_chain_is_run_in_every_way(launch: Launch) -> None:
 
 @pytest.mark.slow
 def test_a_rank_takes_memory_for_its_part(tmp_path: Path) -> None:
-    """Of 8 MB of Jacobians, and as much of gradients, no rank has more than its share."""
+    """No rank has more than its share of 8 MB of Jacobians, and as much of gradients."""
     n, size = 64, 1 << 14
     pattern, ranks = Pattern.diagonal(size), 4
     data = np.ones((n, size))

@@ -1,4 +1,4 @@
-"""What operations cost: counts against a plain count, constants on disk, and their measurement."""
+"""Costs of operations: counts against a plain count, constants on disk, and their measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scans are predicted to take on a GPU: by hand for simple ones, and in the right order."""
+"""Predicted times of scans on a GPU: by hand for simple ones, and in the right order."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_any_schedule_takes_some_time_and_more_samples_no_less(data: Any) -> Non
 
 
 def test_chunks_of_small_steps_take_four_launches() -> None:
-    """Of few chains every step waits for the one before; of many the device is the limit."""
+    """With few chains every step waits for the one before; with many the device is the limit."""
     n, size, chunks = 100, 6, 5
     a, b, c = BUILT_IN.product_step["float32"]
     vector = BUILT_IN.vector_step["float32"][0] * size + BUILT_IN.vector_step["float32"][1]
@@ -194,7 +194,7 @@ def test_one_chunk_is_swept_without_products() -> None:
 
 
 def test_the_estimates_are_those_from_the_instructions_of_the_kernels() -> None:
-    """Of H = 20 and 16 samples: 0.42 to 0.55 ms for 30,000 steps; 30 µs and launches for 1,000."""
+    """H = 20 and 16 samples: 0.42 to 0.55 ms for 30,000 steps; 30 µs and launches for 1,000."""
     step = Pattern.dense((20, 20))
     assert 0.42e6 < predicted([step] * 30_000, Schedule.chunked(30_000, 198), 16) < 0.55e6
     launches = 4 * BUILT_IN.launch
@@ -276,7 +276,7 @@ def test_shares_add_up_to_a_level_for_all_blocks(pattern: Pattern, batch: int) -
 
 @pytest.mark.slow
 def test_constants_are_found_from_times_that_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU that takes exactly what is predicted, up to twice what is built in."""
+    """A GPU that takes exactly what is predicted, up to twice what is built in."""
     fake_cupy.install(monkeypatch)
     rng = np.random.default_rng()
 

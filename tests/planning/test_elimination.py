@@ -84,7 +84,7 @@ def cost_of(nodes, edges, choices):
 
 
 def all_costs(nodes, edges):
-    """What every assignment costs, an axis for each node."""
+    """The cost of every assignment, an axis for each node."""
     return cost_of(nodes, edges, np.ix_(*(range(len(cost)) for cost in nodes)))
 
 
@@ -181,7 +181,7 @@ def test_integers_and_booleans_are_costs():
 def planted(rng, ends, sizes):
     """A graph whose one optimal assignment is known, and costs nothing, though no cost shows it.
 
-    Away from the assignment every node costs more. What an edge costs is then moved about: part of
+    Away from the assignment every node costs more. The cost of an edge is then moved about: part of
     it to the nodes at its ends.
     """
     best = [int(rng.integers(k)) for k in sizes]

@@ -49,7 +49,7 @@ def any_schedule(rng: np.random.Generator, n: int) -> Schedule:
 
 
 def sparse_products(program: Program) -> list[tuple[int, int]]:
-    """Those that could also be stored densely."""
+    """The products that could also be stored densely."""
     none = np.empty((0, 3), np.int64)
     ops = np.concatenate([none, *[level.ops for level in program.schedule.levels]])
     made = ops[ops[:, 0] > 0, ::2].tolist()
@@ -254,7 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("dtype", "decades"), [("f4", 25), ("f8", 250)])
 def test_a_column_without_entries_says_nothing_about_the_range(dtype: str, decades: int) -> None:
-    """What it multiplies is large, but does not count: the rest of the product is not lost."""
+    """Its operands are large, but does not count: the rest of the product is not lost."""
     step = sp.csr_array(np.array([[0, 0], [0, 10.0**-decades]], dtype))
     chain = [sp.csr_array(np.array([[1, 0], [1, 1]], dtype)), step, step, step]
     grad = np.array([10.0**decades, 0], dtype)

@@ -1,4 +1,4 @@
-"""What the planner chooses is a schedule, never dearer than the linear scan, and seldom beaten."""
+"""The planner chooses a schedule that is never dearer than the linear scan, and seldom beaten."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_few_schedules_that_were_not_given_up_beat_the_choice(small_grains: None
         given_up = {each.schedule for each in choice.alternatives if each.nanoseconds is None}
         others = [each for each in every_schedule(n) if repr(each) not in given_up]
         best = min(with_best_forms(patterns, schedule, model) for schedule in others)
-        # What was looked at: the planner keeps the linear scan unless they take much less.
+        # These were looked at: the planner keeps the linear scan unless they take much less.
         times = (each.nanoseconds for each in choice.alternatives)
         cases.append((min((each for each in times if each is not None), default=time), best))
     within, worst = shares(cases)
@@ -321,7 +321,7 @@ def test_the_same_plan_in_every_process(tmp_path: Path) -> None:
 
 
 def least_named(error: MemoryLimitError) -> int:
-    """What the message says that the smallest plan needs."""
+    """The memory that the smallest plan needs, according to the message."""
     found = re.search(r"the least, Schedule.linear\(\d+\), .*?([\d,]+) (B|bytes\))$", str(error))
     assert found, str(error)
     return int(found[1].replace(",", ""))

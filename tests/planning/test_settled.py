@@ -1,4 +1,4 @@
-"""What a plan chooses for the input that runs is never predicted to take longer than linear."""
+"""A plan never chooses for its input a schedule that is predicted to take longer than linear."""
 
 from __future__ import annotations
 

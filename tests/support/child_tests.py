@@ -136,7 +136,7 @@ def marks_of(nodes: list[ast.expr]) -> list[pytest.Mark]:
 
 
 class FailedInChildError(Exception):
-    """What the child said of the cases that failed."""
+    """A test failed in the child, which said this of its cases."""
 
 
 class ChildTest(pytest.Item):
@@ -175,7 +175,7 @@ class Child:
     def __init__(self, path: Path, variant: Variant) -> None:
         self.path, self.variant = path, variant
         self._was_run = False
-        # What the child said that ran a function.
+        # The output of the child that ran a function.
         self._outputs: dict[str, str] = {}
         # Reports of each rank by the child's ids, and the ids of tests that ended on it.
         size = variant.ranks or 1

@@ -210,7 +210,7 @@ class Call:
     run : callable
         Makes the call.
     text : str
-        What it is, for whoever repeats it.
+        The call in words, for whoever repeats it.
     check : callable
         Raises unless a result is right.
     allowed : tuple of type
@@ -418,7 +418,7 @@ def told(arguments: dict[str, Any]) -> str:
 
 
 def in_words(value: Any, depth: int = 3) -> str:
-    """What a value is."""
+    """A value in words."""
     try:
         if isinstance(value, np.ndarray):
             text = f"<{type(value).__name__} {value.dtype} {value.shape} {value.strides}>"
@@ -526,7 +526,7 @@ def container(rng: np.random.Generator) -> Call:
         chain = make(**arguments)
         repr(chain)
         if rng.random() < 0.2:
-            # What was checked is not what is there now.
+            # Shapes are no longer those that were checked.
             change_shapes(chain)
         jacobians = [chain] if isinstance(chain, (BatchedCSR, ImplicitStep)) else chain
         cols = chain.patterns[0].shape[1] if name == "PeriodicChain" else chain.shape[1]
@@ -678,7 +678,7 @@ def scan_of_a_schedule(rng: np.random.Generator) -> Call:
 
 
 def predicted(rng: np.random.Generator) -> Call:
-    """What a plan predicts."""
+    """Predictions of a plan."""
     workers = odd(rng)
     plan = sparsescan.plan([Pattern.diagonal(2)] * int(rng.integers(0, 5)))
     return Call(lambda: plan.predict(workers), f"{plan}.predict({in_words(workers)})")
@@ -716,7 +716,7 @@ def file_call(rng: np.random.Generator) -> Call:
 
         return Call(run, f"save_chain({told(arguments)})", check)
     if kind == 1:
-        # Of no file that exists, and nothing that could become one.
+        # A path where no file is, and none could be.
         strange = odd(rng)
         if isinstance(strange, (str, bytes)):
             strange = [b"\0", "\0", folder / "no" / "file", folder, "x" * 5000][rng.integers(5)]
@@ -840,7 +840,7 @@ def layer_made(rng: np.random.Generator) -> Call:
         if sizes[0] * sizes[1] < 10_000:
             (check_cell if name in CELLS else check_layer)(rng, layer)
         elif max(sizes) > 2**33:
-            # What is not made before somebody asks for it.
+            # It is not made before somebody asks for it.
             for attribute in ("pattern", "params"):
                 with contextlib.suppress(SparseScanError):
                     getattr(layer, attribute)
@@ -855,7 +855,7 @@ def check_layer(rng: np.random.Generator, layer: Any) -> None:
     x = rng.standard_normal(layer.input_shape)
     if mask is not None and mask.shape != layer.input_shape:
         return  # for a batch
-    # What is pooled, or bends, does so at least this far from it.
+    # No entry is near zero, where activations bend.
     x = np.where(np.abs(x) < 0.01, 0.5, x)
     jacobian = layer.jacobian(x)
     assert jacobian.shape == (x.size, int(np.prod(layer.output_shape)))
@@ -866,7 +866,7 @@ def check_layer(rng: np.random.Generator, layer: Any) -> None:
 
 
 def check_cell(rng: np.random.Generator, cell: Any) -> None:
-    """The same of a recurrent cell."""
+    """Check a recurrent cell."""
     repr(cell)
     x, h = rng.standard_normal(cell.input_size), rng.standard_normal(cell.state_size)
     found = cell.jacobian(x, h).toarray()

@@ -75,7 +75,7 @@ class Changing(list):
 
 
 class OfArray:
-    """What NumPy reads as an array."""
+    """An object that NumPy reads as an array."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -85,7 +85,7 @@ class OfArray:
 
 
 class Hostile:
-    """What raises whatever is asked of it."""
+    """An object that raises whatever is asked of it."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("hostile")
@@ -232,7 +232,7 @@ def odd_tensor(rng: np.random.Generator) -> Any:
 
 
 def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any:
-    """What one of some functions makes; anything at all, if it cannot."""
+    """The result of one of some functions; anything at all, if it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -242,7 +242,7 @@ def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any
 
 
 def unaligned(values: np.ndarray) -> np.ndarray:
-    """The same at an address that is no multiple of the item size."""
+    """A copy at an address that is no multiple of the item size."""
     room = np.zeros(values.nbytes + 1, np.uint8)
     made = room[1:].view(values.dtype).reshape(values.shape)
     made[...] = values
@@ -372,7 +372,7 @@ def as_objects(items: Sequence[Any]) -> np.ndarray:
 
 
 def other(rng: np.random.Generator, given: Any) -> Any:
-    """What takes the place of an argument."""
+    """A value that takes the place of an argument."""
     if rng.random() < 0.35:
         return odd(rng)
     if isinstance(given, list):

@@ -29,7 +29,7 @@ def cupy_or_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def jacobians_on(cupy: Any, jacobians: Any) -> Any:
-    """The same Jacobians with their values, and the index arrays of CSR matrices, on the device."""
+    """Jacobians with their values, and the index arrays of CSR matrices, on the device."""
     if isinstance(jacobians, np.ndarray):
         # As a view of what is stored, so that reversed stacks stay reversed.
         return cupy.asarray(jacobians)

@@ -1,4 +1,4 @@
-"""What a scan must give, by a loop that shares no code with the package; and random chains.
+"""The right result of a scan, by a loop that shares no code with the package; and random chains.
 
 The oracle is back-propagation, one matrix-vector product after the other, in float64, with SciPy
 for CSR and NumPy for dense Jacobians. Beside each gradient stands how far any order of

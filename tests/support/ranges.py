@@ -34,7 +34,7 @@ def positive_steps(kind: str, radii: np.ndarray, size: int, dtype=F4, seed: int 
 
 
 def as_dense(chain: CSRChain) -> np.ndarray:
-    """The same chain as a dense array, with its zeros in place."""
+    """The chain as a dense array, with its zeros in place."""
     dense = np.zeros((*chain.data.shape[:-1], *chain.shape), chain.dtype)
     rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
     dense[..., rows, chain.indices] = chain.data
@@ -64,7 +64,7 @@ def two_blocks(n: int, up: float, down: float, size: int = 3) -> CSRChain:
 
 
 def shuffled(chain: CSRChain) -> CSRChain:
-    """The same steps with rows and columns permuted: blocks that no pattern shows at once."""
+    """The steps with rows and columns permuted: blocks that no pattern shows at once."""
     order = np.random.default_rng(3).permutation(chain.shape[0])
     where = np.zeros(chain.shape, bool)
     rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))

@@ -1,4 +1,4 @@
-"""What tests on several ranks share: random chains in parts, and errors that all ranks raise."""
+"""Helpers of tests on several ranks: random chains in parts, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
 
 
 def samples_of(array: Any, some: slice, batch: int | None) -> Any:
-    """The same of some samples."""
+    """The part for some samples."""
     if isinstance(array, BatchedCSR):
         return BatchedCSR.from_pattern(array.data[some], array.pattern)
     has_axis = batch is not None and isinstance(array, np.ndarray) and array.ndim == 3
@@ -87,7 +87,7 @@ def samples_of(array: Any, some: slice, batch: int | None) -> Any:
 
 
 def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
-    """What this rank brings, and which gradients of its samples it gets."""
+    """The steps of this rank, and which gradients of its samples it gets."""
     position = grid.position(WORLD.rank)
     steps = slice(cuts[position], cuts[position + 1])
     last = position == grid.chain - 1
@@ -110,7 +110,7 @@ def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
 
 
 def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
-    """What this rank should get."""
+    """The gradients that this rank should get."""
     some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
     whole = WORLD.bcast(chain.oracle() if WORLD.rank == 0 else None)
     pick = [

@@ -1,4 +1,4 @@
-"""What is left out unless all tests are asked for."""
+"""Cases that are left out unless all tests are asked for."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Its threads are threads of Python, which it starts anew for each block and watches in a busy loop;
 here one runs at a time, and they are kept. Shared memory is full of garbage at first, as on a
-device, not of zeros. What overflows gives no warning, as on a device.
+device, not of zeros. Overflow gives no warning, as on a device.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class Wire:
-    """What this rank has sent: the library counts every message, those of collectives too."""
+    """Messages that this rank has sent, counted by the library: those of collectives too."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps", encoding="ascii") as file:

@@ -262,7 +262,7 @@ def read_constants(
     """Return constants from a file, read again only if it has changed; None if they cannot be.
 
     Attributes are numbers, but for the name, and for `tables`, with a table of this shape for each
-    dtype. Those in `positive` are not zero.
+    dtype. Attributes in `positive` are not zero.
     """
     try:
         about = path.stat()
