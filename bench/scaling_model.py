@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsescan import Pattern
 from sparsescan.parallel import Forecast, Grid, Network, load_network
-from sparsescan.parallel.forecast import _setting, forecasts
+from sparsescan.parallel.forecast import forecasts, setting_of_equal_parts
 from sparsescan.planning.costs.cpu import Model, load_cpu
 from sparsescan.planning.search import model_for
 from sparsescan.symbolic.pattern import of_mask
@@ -70,7 +70,7 @@ def predict(
 ) -> list[dict[str, Forecast]]:
     """On each network by vectors, and by products if they could pay; ranks share the chain."""
     model: Model = model_for(None, np.dtype(np.float64), 1)
-    setting = _setting(patterns, Grid(ranks), model, networks[0], {})
+    setting = setting_of_equal_parts(patterns, Grid(ranks), model, networks[0], {})
     ways_by_schedule = []
     for network in networks:
         ways = forecasts(setting._replace(network=network))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,21 @@ def room_of(module: tuple[str, ...]) -> str:
     return module[0] if module else "__init__"
 
 
-def imports(path: Path) -> Iterator[tuple[int, tuple[str, ...], str]]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse((ROOT / path).read_text())))
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, tuple[str, ...], str]]:
     """Line, module and name of every import of the package, inside functions and for types too."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, tuple[str, ...], str]]:
     package = path.parent.parts
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first, *rest = alias.name.split(".")
@@ -129,7 +141,7 @@ def test_private_attributes_stay_in_their_room() -> None:
     used: list[tuple[str, str, str]] = []
     for path in FILES:
         room = room_of(path.with_suffix("").parts)
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 defined[room].add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -34,7 +34,15 @@ from .maps import (
 from .network import Network, load_network
 from .part import FORMS, Part, PartCost
 
-__all__ = ["CLOSE", "OPEN", "Forecast", "best_grid", "forecasts", "predict"]
+__all__ = [
+    "CLOSE",
+    "OPEN",
+    "Forecast",
+    "best_grid",
+    "forecasts",
+    "predict",
+    "setting_of_equal_parts",
+]
 
 # Words of the two agreements of a scan.
 OPEN, CLOSE = 8, 2
@@ -380,7 +388,7 @@ def _predict(
     known: dict[Any, Any],
 ) -> Forecast:
     model = model_for(None, dtype, -(-batch // grid.batch))
-    ways = forecasts(_setting_of_equal_parts(patterns, grid, model, network, known))
+    ways = forecasts(setting_of_equal_parts(patterns, grid, model, network, known))
     return min(ways, key=lambda forecast: forecast.nanoseconds)
 
 
@@ -437,14 +445,14 @@ def _divisors(number: int, most: int) -> list[int]:
     return [k for k in range(1, max(min(number, most), 1) + 1) if number % k == 0]
 
 
-def _setting_of_equal_parts(
+def setting_of_equal_parts(
     patterns: Sequence[Pattern],
     grid: Grid,
     model: Model,
     network: Network,
     known: dict[Any, Any],
 ) -> Setting:
-    """Plan equal parts, once where several have the same patterns."""
+    """Return the setting of equal parts, each planned once where several have the same patterns."""
     if not patterns:
         raise InputError("patterns is empty; expected at least one")
     terms = Terms(model.dtype, model.batch, model.batch > 1, True)

@@ -30,7 +30,7 @@ from sparsescan.parallel import Grid, Network, best_grid, predict
 from sparsescan.parallel.allreduce import allreduce_messages, allreduce_rounds
 from sparsescan.parallel.communicator import Fault
 from sparsescan.parallel.exchange import ALGORITHMS, Merge, exscan_messages, rounds
-from sparsescan.parallel.forecast import _setting, forecasts
+from sparsescan.parallel.forecast import forecasts, setting_of_equal_parts
 from sparsescan.parallel.halo import Halo, reach_of, take_rows
 from sparsescan.parallel.maps import Capacity, Merger, Message, Ranges, State, Terms
 from sparsescan.parallel.part import FORMS as MAP_FORMS
@@ -442,7 +442,7 @@ def test_ranks_that_share_cores() -> None:
     """Four on a core: products keep all of them busy at once, vectors one after the other."""
     patterns = [Pattern.dense((8, 8))] * 4096
     model = CpuModel(load_cpu(), F8, 1, 1)
-    setting = _setting(patterns, Grid(4), model, FREE, {})
+    setting = setting_of_equal_parts(patterns, Grid(4), model, FREE, {})
     for alone, crowded in zip(
         forecasts(setting, limited=False),
         forecasts(setting._replace(load=4.0), limited=False),
