@@ -270,11 +270,11 @@ def measure_overhead(calls: int) -> Results:
     engine = GRU(3, 4).training_step()
     array = x.numpy()
     with torch.no_grad():
-        found = {
+        result = {
             "module": _each(partial(net, x), calls),
             "training step": _each(partial(engine.forward, array), calls),
         }
-    return {"seconds": found}
+    return {"seconds": result}
 
 
 def _each(call: Call, times: int) -> float:

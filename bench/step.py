@@ -243,12 +243,12 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
 
 def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     """How far ours are from each peer's; AssertionError if rounding does not explain it."""
-    found, kept, differences = calls[OURS](), race.kept(), {}
+    result, kept, differences = calls[OURS](), race.kept(), {}
     bound = race.case.bound
     for peer in (PYTORCH, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
             theirs = np.asarray(theirs) * kept.get(name, 1)
-            apart = float(np.abs(found[name] - theirs).max() / np.abs(theirs).max())
+            apart = float(np.abs(result[name] - theirs).max() / np.abs(theirs).max())
             differences[f"{name}, {peer}"] = apart
             if not apart < bound:
                 raise AssertionError(f"{name}, {peer}: the relative difference is {apart:.1e}")

@@ -15,11 +15,11 @@ JAX_IS_THERE = pytest.importorskip("jax", reason="jax is not installed")
 def test_recurrences_give_the_same_gradients(is_diagonal: bool) -> None:
     case = doors.Recurrence(9, 3, 2, is_diagonal, {})
     (ours,) = case.ours().values()
-    found = ours()
+    result = ours()
     peers = [next(iter(case.jax(associative).values()))()[1] for associative in (False, True)]
     peers += [next(iter(case.doubling().values()))()] if is_diagonal else []
     for peer in peers:
-        for one, other in zip(found, peer, strict=True):
+        for one, other in zip(result, peer, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 

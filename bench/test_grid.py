@@ -32,12 +32,12 @@ def test_a_run_writes_what_it_measured(
     printed = capsys.readouterr().out
     assert "RNN 20, T=10, B=16" in printed
     (path,) = tmp_path.glob("grid-*.json")
-    found = json.loads(path.read_text())
-    chain = found["chains"]["RNN 20, T=10, B=1"]
+    content = json.loads(path.read_text())
+    chain = content["chains"]["RNN 20, T=10, B=1"]
     assert chain["auto is"] == "Schedule.linear(10)"
     assert set(chain["samples_seconds"]) == set(chain["predicted_seconds"])
     assert all(len(samples) == 2 for samples in chain["samples_seconds"].values())
-    assert 0 <= found["pairs_in_order"][0] <= found["pairs_in_order"][1]
+    assert 0 <= content["pairs_in_order"][0] <= content["pairs_in_order"][1]
 
 
 def test_the_best_is_chosen_by_other_turns_than_it_is_measured_by() -> None:
@@ -46,8 +46,8 @@ def test_the_best_is_chosen_by_other_turns_than_it_is_measured_by() -> None:
         "Schedule.linear(3)": [2.0, 2.0, 2.0, 2.0],
         "lucky": [0.5, 4.0, 0.5, 4.0],
     }
-    found = grid.ratios(samples)
-    assert (found["auto/linear"], found["auto/best"], found["best"]) == (0.5, 0.25, "lucky")
+    ratios = grid.ratios(samples)
+    assert (ratios["auto/linear"], ratios["auto/best"], ratios["best"]) == (0.5, 0.25, "lucky")
 
 
 def test_pairs_are_counted_if_they_differ_clearly() -> None:
@@ -62,12 +62,12 @@ def test_pairs_are_counted_if_they_differ_clearly() -> None:
 def test_large_products_are_not_tried() -> None:
     large = [Pattern.dense((1001, 1000)), Pattern.dense((1000, 1001))] * 4
     assert Schedule.blelloch(8) not in grid.schedules(large, 1)
-    found = grid.schedules([Pattern.diagonal(4)] * 20, 1)
-    assert found[0] == Schedule.linear(20)
-    assert len(set(found)) == len(found) >= 7
+    several = grid.schedules([Pattern.diagonal(4)] * 20, 1)
+    assert several[0] == Schedule.linear(20)
+    assert len(set(several)) == len(several) >= 7
 
 
 def test_trees_for_many_threads_are_tried() -> None:
     permutation = of_mask(np.roll(np.eye(1024, dtype=bool), 1, axis=1))
-    found = grid.schedules([permutation] * 200, 1)
-    assert len(found) > 7
+    several = grid.schedules([permutation] * 200, 1)
+    assert len(several) > 7

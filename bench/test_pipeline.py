@@ -71,7 +71,7 @@ def test_the_network_is_the_one_that_is_built_in() -> None:
 
 def test_without_a_pipeline_it_is_sgd_of_pytorch() -> None:
     images, settings = pipeline.load_digits(), Settings(6, 1, 6)
-    found = pipeline.train((), images, settings, 3, (3, 0))
+    result = pipeline.train((), images, settings, 3, (3, 0))
     alone = pipeline.train(GROUPS, images, settings, 3, (0, 3))
     module = pipeline.network(3)
     optimiser = torch.optim.SGD(module.parameters(), lr=pipeline.RATE, momentum=pipeline.MOMENTUM)
@@ -85,7 +85,7 @@ def test_without_a_pipeline_it_is_sgd_of_pytorch() -> None:
             y = module(torch.from_numpy(images.test))
             labels = torch.from_numpy(images.test_labels)
             losses.append(torch.nn.functional.cross_entropy(y, labels).item())
-    np.testing.assert_allclose(found["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(result["loss"], losses, rtol=1e-5)
     np.testing.assert_allclose(alone["loss"], losses, rtol=1e-5)
 
 
@@ -94,19 +94,19 @@ def test_stages_that_do_something_else_stop_the_run(monkeypatch: pytest.MonkeyPa
     forward = TorchStage.forward
 
     def stashing(self: TorchStage, x: Any) -> Any:
-        found = forward(self, x)
+        result = forward(self, x)
         self.__dict__.setdefault("stash", []).append([p.clone() for p in self.module.parameters()])
-        return found
+        return result
 
     def backward(self: TorchStage, activations: Any, grad: Any) -> Any:
         parameters, old = list(self.module.parameters()), self.__dict__["stash"].pop(0)
         now = [p.clone() for p in parameters]
         for p, before in zip(parameters, old, strict=True):
             p.data.copy_(before)
-        found = real(self, activations, grad)
+        result = real(self, activations, grad)
         for p, new in zip(parameters, now, strict=True):
             p.data.copy_(new)
-        return found
+        return result
 
     real = TorchStage.backward
     monkeypatch.setattr(TorchStage, "forward", stashing)

@@ -88,10 +88,10 @@ def test_scan_writes_the_gradients_of_a_list(capsys, listed, tmp_path, schedule,
     assert main(["scan", str(listed), "-o", str(output), *options]) == 0
     scan = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
     expected = scan(*sparsescan.load_chain(listed))
-    with np.load(output) as found:
-        assert list(found) == [f"gradient_{k}" for k in range(4 + inclusive)]
+    with np.load(output) as stored:
+        assert list(stored) == [f"gradient_{k}" for k in range(4 + inclusive)]
         for k, gradient in enumerate(expected):
-            np.testing.assert_allclose(found[f"gradient_{k}"], gradient, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(stored[f"gradient_{k}"], gradient, rtol=1e-12, atol=1e-12)
     out = capsys.readouterr().out
     assert out.startswith(f"{output}: {4 + inclusive} gradients of float64, in ")
     assert out.count("\n") == 1
@@ -101,10 +101,10 @@ def test_scan_writes_the_gradients_of_a_stack(capsys, stacked, tmp_path):
     output = tmp_path / "out.npz"
     assert main(["scan", str(stacked), "-o", str(output)]) == 0
     expected = sparsescan.exclusive_scan(*sparsescan.load_chain(stacked))
-    with np.load(output) as found:
-        assert list(found) == ["gradients"]
-        assert found["gradients"].dtype == np.float32
-        assert np.array_equal(found["gradients"], expected)
+    with np.load(output) as stored:
+        assert list(stored) == ["gradients"]
+        assert stored["gradients"].dtype == np.float32
+        assert np.array_equal(stored["gradients"], expected)
     assert "9 gradients of float32" in capsys.readouterr().out
 
 

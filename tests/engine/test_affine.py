@@ -116,14 +116,14 @@ def apply(matrices: Array, x: Array) -> Array:
     return product
 
 
-def close(found: Array, exact: Array, magnitude: Array, case: Case) -> None:
+def close(result: Array, exact: Array, magnitude: Array, case: Case) -> None:
     terms = 2 * len(case.applied) * (case.applied.shape[-1] + 4)
     if case.options.get("schedule") not in (None, "auto", "linear"):
         terms *= 4
     eps, tiny = np.finfo(case.dtype).eps, np.finfo(case.dtype).tiny
-    assert found.shape == exact.shape
-    assert found.dtype == case.dtype
-    assert (np.abs(found - exact) <= eps * terms * magnitude + tiny).all()
+    assert result.shape == exact.shape
+    assert result.dtype == case.dtype
+    assert (np.abs(result - exact) <= eps * terms * magnitude + tiny).all()
 
 
 @given(cases(), st.integers(0, 2**32))
@@ -137,11 +137,11 @@ def test_states_and_gradients(case: Case, seed: int) -> None:
         magnitudes.append(apply(np.abs(matrix), magnitudes[-1]) + np.abs(offset))
     y, size_of = np.array(states), np.array(magnitudes)
     squeeze = (lambda a: a[:, 0]) if case.batch is None else (lambda a: a)
-    found = affine_scan(case.matrices, case.offsets, case.initial, **case.options)
-    close(found, squeeze(y[1:]), squeeze(size_of[1:]), case)
+    result = affine_scan(case.matrices, case.offsets, case.initial, **case.options)
+    close(result, squeeze(y[1:]), squeeze(size_of[1:]), case)
 
     loss = np.random.default_rng(seed).standard_normal((steps, samples, size)).astype(case.dtype)
-    grads = affine_scan_vjp(case.matrices, case.initial, found, squeeze(loss), **case.options)
+    grads = affine_scan_vjp(case.matrices, case.initial, result, squeeze(loss), **case.options)
     g, size_of_g = np.zeros((samples, size)), np.zeros((samples, size))
     in_offsets, sizes = np.zeros((2, steps, samples, size))
     in_matrices, sizes_of_matrices = np.zeros((2, steps, samples, size, size))
@@ -187,8 +187,8 @@ def test_the_same_bits_by_any_number_of_threads(
         y = affine_scan(a, b, pattern=pattern)
         results.append([y, *affine_scan_vjp(a, None, y, b, pattern=pattern)])
     for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert found.tobytes() == expected.tobytes()
+        for result, expected in zip(other, results[0], strict=True):
+            assert result.tobytes() == expected.tobytes()
 
 
 def test_a_sample_that_is_not_finite_leaves_the_others_alone() -> None:
@@ -197,11 +197,11 @@ def test_a_sample_that_is_not_finite_leaves_the_others_alone() -> None:
     clean = affine_scan(a, b)
     b[0, 5] = np.nan
     b[3, 7] = np.inf
-    found = affine_scan(a, b)
+    result = affine_scan(a, b)
     others = [k for k in range(11) if k not in (5, 7)]
-    assert found[:, others].tobytes() == clean[:, others].tobytes()
-    assert np.isnan(found[0, 5]).all()
-    assert not np.isfinite(found[3, 7]).any()
+    assert result[:, others].tobytes() == clean[:, others].tobytes()
+    assert np.isnan(result[0, 5]).all()
+    assert not np.isfinite(result[3, 7]).any()
 
 
 @pytest.mark.parametrize("form", ["rows", "columns", "transposed", "backwards", "one"])
@@ -248,8 +248,8 @@ def test_large_states_of_few_samples_run_by_a_plan() -> None:
     named = affine_scan(a, b, schedule=schedule)
     np.testing.assert_allclose(named, y, rtol=1e-11, atol=1e-11)
     same = affine_scan_vjp(a, None, y, b, schedule=schedule)
-    for found, exact in zip(same, grads, strict=True):
-        np.testing.assert_allclose(found, exact, rtol=1e-11, atol=1e-11)
+    for result, exact in zip(same, grads, strict=True):
+        np.testing.assert_allclose(result, exact, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(

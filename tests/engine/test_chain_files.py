@@ -84,28 +84,28 @@ def chains(draw):
     return grad, steps
 
 
-def assert_same_array(found, expected):
-    assert type(found) is np.ndarray
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+def assert_same_array(result, expected):
+    assert type(result) is np.ndarray
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    assert result.tobytes() == expected.tobytes()
 
 
-def assert_same(found, expected):
+def assert_same(result, expected):
     if isinstance(expected, list):
-        assert type(found) is list
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
+        assert type(result) is list
+        assert len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
             assert_same(one, other)
     elif isinstance(expected, np.ndarray):
-        assert_same_array(found, expected)
+        assert_same_array(result, expected)
     else:
         kept = isinstance(expected, (BatchedCSR, CSRChain))
-        assert type(found) is (type(expected) if kept else sp.csr_array)
-        assert found.shape == expected.shape
-        assert_same_array(found.data, expected.data)
-        assert np.array_equal(found.indices, expected.indices)
-        assert np.array_equal(found.indptr, expected.indptr)
+        assert type(result) is (type(expected) if kept else sp.csr_array)
+        assert result.shape == expected.shape
+        assert_same_array(result.data, expected.data)
+        assert np.array_equal(result.indices, expected.indices)
+        assert np.array_equal(result.indptr, expected.indptr)
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def steps_of(jacobians):
 
 def saved_as(path, how):
     """Write a file again: compressed, big-endian, or in Fortran's order."""
-    with np.load(path) as found:
-        arrays = dict(found)
+    with np.load(path) as stored:
+        arrays = dict(stored)
     if how == "big-endian":
         arrays = {key: a.astype(a.dtype.newbyteorder(">")) for key, a in arrays.items()}
     if how == "Fortran":
@@ -242,8 +242,8 @@ def test_what_comes_back_can_be_scanned(tmp_path):
     jacobians = [sp.csr_array(rng.standard_normal((4, 4)) * (k % 2 or np.eye(4))) for k in range(9)]
     grad = rng.standard_normal((3, 4))
     save_chain(tmp_path / "c", grad, jacobians)
-    found = sparsescan.inclusive_scan(*load_chain(tmp_path / "c"))
-    for one, other in zip(found, sparsescan.inclusive_scan(grad, jacobians), strict=True):
+    result = sparsescan.inclusive_scan(*load_chain(tmp_path / "c"))
+    for one, other in zip(result, sparsescan.inclusive_scan(grad, jacobians), strict=True):
         assert_same_array(one, other)
 
 
@@ -256,9 +256,9 @@ def test_a_reversed_view_keeps_its_order(tmp_path):
 def test_unsorted_rows_and_duplicates_come_back_canonical(tmp_path):
     raw = sp.csr_array((np.array([1.0, 2.0, 4.0]), [1, 0, 1], [0, 3, 3]), shape=(2, 2))
     save_chain(tmp_path / "c", np.ones(2), [raw])
-    found = load_chain(tmp_path / "c")[1][0]
-    assert found.has_canonical_format
-    assert found.toarray().tolist() == [[2, 5], [0, 0]]
+    loaded = load_chain(tmp_path / "c")[1][0]
+    assert loaded.has_canonical_format
+    assert loaded.toarray().tolist() == [[2, 5], [0, 0]]
     assert raw.data.tolist() == [1, 2, 4]
 
 
@@ -276,10 +276,10 @@ def test_equal_patterns_are_stored_once_and_fast(tmp_path):
     jacobians = [step * k for k in range(10_000)]
     start = time.perf_counter()
     save_chain(tmp_path / "c", np.ones(16), jacobians)
-    found = load_chain(tmp_path / "c")[1]
+    loaded = load_chain(tmp_path / "c")[1]
     seconds = time.perf_counter() - start
-    assert found[9_999].toarray().tolist() == (step * 9_999).toarray().tolist()
-    assert np.shares_memory(found[0].indices, found[9_999].indices)
+    assert loaded[9_999].toarray().tolist() == (step * 9_999).toarray().tolist()
+    assert np.shares_memory(loaded[0].indices, loaded[9_999].indices)
     # The values, three integers for each step, and little else.
     assert (tmp_path / "c").stat().st_size < 10_000 * (step.nnz * 8 + 3 * 8) + 10_000
     assert seconds < 3  # measured: 0.3
@@ -320,11 +320,11 @@ def saved(folder):
         "csr_chain": CSRChain(np.ones((6, mask.nnz)), mask.indices, mask.indptr, (4, 4)),
         "dense_stack": rng.standard_normal((6, 2, 4, 4)),
     }
-    found = {}
+    result = {}
     for layout, jacobians in chains.items():
         save_chain(folder / layout, rng.standard_normal((2, 4)), jacobians)
-        found[layout] = (folder / layout).read_bytes()
-    return found
+        result[layout] = (folder / layout).read_bytes()
+    return result
 
 
 def read_part(path):
@@ -414,8 +414,8 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
     folder, saved, layout, data
 ):
     """Checksums are right here: only the reader's own checks stand between file and kernels."""
-    with np.load(io.BytesIO(saved[layout])) as found:
-        arrays = dict(found)
+    with np.load(io.BytesIO(saved[layout])) as stored:
+        arrays = dict(stored)
     integers = [key for key, array in arrays.items() if array.dtype.kind == "i"]
     key = data.draw(st.sampled_from(integers))
     array = arrays[key].reshape(-1).copy()

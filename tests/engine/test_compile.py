@@ -65,10 +65,10 @@ DAMAGES: list[Callable[[bytes], bytes]] = [
 @pytest.mark.slow
 def test_a_damaged_cache_is_compiled_anew(tmp_path):
     printed, written = run(tmp_path)
-    found = files(tmp_path)
-    assert written == len(found) > 4
+    paths = files(tmp_path)
+    assert written == len(paths) > 4
     assert run(tmp_path) == (printed, 0)
-    for k, path in enumerate(found):
+    for k, path in enumerate(paths):
         path.write_bytes(DAMAGES[k % len(DAMAGES)](path.read_bytes()))
     again, written = run(tmp_path)
     assert again == printed

@@ -123,10 +123,10 @@ def test_values_that_are_not_finite_are_scipys(seed, batch, dtype):
         array[where] = rng.choice([np.inf, -np.inf, np.nan], where.sum())
     with np.errstate(all="ignore"):
         expected = (jacobian @ x.T).T
-    found = product(jacobian, x)
-    assert np.array_equal(np.isnan(found), np.isnan(expected))
-    infinite = np.isinf(found) | np.isinf(expected)
-    assert np.array_equal(found[infinite], expected[infinite])
+    result = product(jacobian, x)
+    assert np.array_equal(np.isnan(result), np.isnan(expected))
+    infinite = np.isinf(result) | np.isinf(expected)
+    assert np.array_equal(result[infinite], expected[infinite])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_patterns_with_one_entry_in_a_row_are_known_beforehand(index_dtype):
     program = Program(patterns, Schedule.blelloch(6))
     leaves, own = np.zeros((6, 2), np.int64), np.zeros(6, bool)
     workspace = Workspace(program, leaves, np.dtype(float), 1, own, local=False, threads=1)
-    found = workspace._nodes(program)[:, Node.SINGLE]
-    assert found[:6].tolist() == [1, 0, 0, 0, 1, 1]
-    for pattern, single in zip(program.patterns, found, strict=True):
+    singles = workspace._nodes(program)[:, Node.SINGLE]
+    assert singles[:6].tolist() == [1, 0, 0, 0, 1, 1]
+    for pattern, single in zip(program.patterns, singles, strict=True):
         assert single == (pattern.kind == "general" and (np.diff(pattern.indptr) == 1).all())

@@ -220,8 +220,8 @@ def test_shuffled_entries_make_no_difference(random):
     order = np.lexsort((rng.random(matrix.nnz), np.repeat(np.arange(rows), np.diff(matrix.indptr))))
     odd.indices, odd.data = matrix.indices[order], matrix.data[order]
     grad = rng.standard_normal(cols)
-    expected, found = (sparsescan.inclusive_scan(grad, [m]) for m in (matrix, odd))
-    assert same_bits(expected, found)
+    expected, result = (sparsescan.inclusive_scan(grad, [m]) for m in (matrix, odd))
+    assert same_bits(expected, result)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -869,8 +869,8 @@ def test_sparse_tensors_of_pytorch_are_not_on_a_device(form):
     tensor = tensor.to_sparse_csr()
     parts = tensor.values(), tensor.col_indices(), tensor.crow_indices()
     matrix = sp.csr_array(tuple(part.numpy() for part in parts), shape=tensor.shape)
-    found = sparsescan.inclusive_scan(np.arange(3.0), [matrix])
-    assert np.array_equal(found, [np.arange(3.0)] * 2)
+    result = sparsescan.inclusive_scan(np.arange(3.0), [matrix])
+    assert np.array_equal(result, [np.arange(3.0)] * 2)
 
 
 @pytest.mark.parametrize("size", [-1, 2.5, 2**70])

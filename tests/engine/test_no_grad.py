@@ -20,25 +20,25 @@ def test_none_is_zeros_in_every_form(chain: Chain) -> None:
     assume(local is not None and any(each is not None for each in local))
     zeros = np.zeros(chain.grad.shape, np.float32)  # of the dtype that decides nothing
     scan = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
-    found = scan(None, chain.jacobians, local_grads=local)
-    assert same_bits(found, scan(zeros, chain.jacobians, local_grads=local))
-    if len(found):
-        dtype = found[0].dtype
+    result = scan(None, chain.jacobians, local_grads=local)
+    assert same_bits(result, scan(zeros, chain.jacobians, local_grads=local))
+    if len(result):
+        dtype = result[0].dtype
         expected = sequential(zeros, chain.jacobians, local, inclusive=chain.inclusive, dtype=dtype)
-        assert_within(found, expected, dtype)
+        assert_within(result, expected, dtype)
     plan = sparsescan.plan(patterns_of(chain.jacobians))
     scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
-    assert same_bits(scan(None, values_only(chain.jacobians), local_grads=local), found)
+    assert same_bits(scan(None, values_only(chain.jacobians), local_grads=local), result)
 
 
 @given(cases())
 def test_none_is_zeros_where_patterns_take_turns(case: Case) -> None:
     assume(case.local is not None and any(each is not None for each in case.local))
     scan = sparsescan.inclusive_scan if case.inclusive else sparsescan.exclusive_scan
-    found = scan(None, case.chain, local_grads=case.local)
+    result = scan(None, case.chain, local_grads=case.local)
     case.grad = np.zeros(case.grad.shape, np.float32)
-    assert same_bits(found, case.scans()[0])
-    assert same_bits(case.in_turns(found), list(case.scans()[1]))
+    assert same_bits(result, case.scans()[0])
+    assert same_bits(case.in_turns(result), list(case.scans()[1]))
 
 
 def test_the_doubled_gradient_that_none_avoids() -> None:

@@ -340,10 +340,10 @@ def test_entries_of_a_larger_product_are_estimated(seed):
     made = ones(a) @ ones(b)
     made.sum_duplicates()
     lengths = np.diff(made.indptr)
-    found = product_nnz(a, b)
-    assert found == product_nnz(a, b)
+    estimate = product_nnz(a, b)
+    assert estimate == product_nnz(a, b)
     error = 6 * rows * lengths.std() / 64**0.5
-    assert abs(found - made.nnz) <= error + 0.02 * made.nnz
+    assert abs(estimate - made.nnz) <= error + 0.02 * made.nnz
 
 
 def test_an_estimate_takes_no_memory_that_grows_with_the_product():

@@ -99,12 +99,12 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases(), data=st.data())
 def test_it_is_the_same_chain_as_a_list(case: Case, data: Any) -> None:
     schedule = data.draw(schedules(len(case.listed)))
-    found, listed = case.scans(schedule=schedule)
-    assert same_bits(case.in_turns(found), listed)
+    result, listed = case.scans(schedule=schedule)
+    assert same_bits(case.in_turns(result), listed)
     local = case.local_listed
     dtype = listed[0].dtype
     expected = sequential(case.grad, case.listed, local, inclusive=case.inclusive, dtype=dtype)
-    assert_within(case.in_turns(found), expected, dtype)
+    assert_within(case.in_turns(result), expected, dtype)
 
 
 @given(case=cases(), data=st.data())
@@ -113,8 +113,8 @@ def test_a_plan_runs_again(case: Case, data: Any) -> None:
     run = plan.inclusive_scan if case.inclusive else plan.exclusive_scan
     listed = run(case.grad, case.listed, local_grads=case.local_listed)
     for _ in range(2):
-        found = run(case.grad, case.chain, local_grads=case.local)
-        assert same_bits(case.in_turns(found), listed)
+        result = run(case.grad, case.chain, local_grads=case.local)
+        assert same_bits(case.in_turns(result), listed)
     again = run(case.grad, case.listed, local_grads=case.local_listed)
     assert same_bits(again, listed)
 

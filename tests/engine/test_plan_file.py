@@ -42,16 +42,16 @@ from sparsescan.plan.spec import Kind, PlanSpec
 from sparsescan.planning.search import Alternative
 
 
-def assert_same(found: ScanPlan, expected: ScanPlan) -> None:
-    assert str(found) == str(expected)
-    assert found.schedule == expected.schedule
-    assert found.schedule.chunks == expected.schedule.chunks
-    assert found.patterns == expected.patterns
+def assert_same(result: ScanPlan, expected: ScanPlan) -> None:
+    assert str(result) == str(expected)
+    assert result.schedule == expected.schedule
+    assert result.schedule.chunks == expected.schedule.chunks
+    assert result.patterns == expected.patterns
     for name in (
         *("n", "reason", "batch", "dtype", "device", "memory_limit", "reverse", "workspace_bytes"),
         *("dense", "alternatives"),
     ):
-        assert getattr(found, name) == getattr(expected, name), name
+        assert getattr(result, name) == getattr(expected, name), name
 
 
 @st.composite
@@ -107,10 +107,10 @@ def test_every_schedule_comes_back(tmp_path: Path, n: int) -> None:
         assert_same(loaded, plan)
         assert repr(loaded.schedule) == repr(schedule)
         levels = zip(loaded.schedule.levels, schedule.levels, strict=True)
-        for found, level in levels:
-            assert found.name == level.name
-            assert found.ops.tolist() == level.ops.tolist()
-            assert found.runs.tolist() == level.runs.tolist()
+        for actual, level in levels:
+            assert actual.name == level.name
+            assert actual.ops.tolist() == level.ops.tolist()
+            assert actual.runs.tolist() == level.runs.tolist()
 
 
 @pytest.mark.parametrize("batch", [None, 7])
@@ -252,7 +252,7 @@ def saved(folder: Path) -> dict[str, bytes]:
         "chunked": Schedule.chunked(7, 3),
         "levels": Schedule.from_levels(7, random_levels(rng, 7)),
     }
-    found = {}
+    result = {}
     for name, schedule in schedules.items():
         plan = ScanPlan(
             PlanSpec(
@@ -273,8 +273,8 @@ def saved(folder: Path) -> dict[str, bytes]:
             )
         )
         plan.save(folder / name)
-        found[name] = (folder / name).read_bytes()
-    return found
+        result[name] = (folder / name).read_bytes()
+    return result
 
 
 def arrays_of(contents: bytes) -> dict[str, np.ndarray]:
@@ -386,9 +386,9 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_plan(
     rng = np.random.default_rng(0)
     steps = [rng.standard_normal((2, p.nnz)).astype("f4") for p in plan.patterns]
     grad = rng.standard_normal((2, plan.patterns[0].shape[1])).astype("f4")
-    found = plan.inclusive_scan(grad, steps)
+    result = plan.inclusive_scan(grad, steps)
     linear = sparsescan.plan(plan.patterns, schedule="linear").inclusive_scan(grad, steps)
-    for one, other in zip(found, linear, strict=True):
+    for one, other in zip(result, linear, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 

@@ -56,9 +56,11 @@ def operations_of(axes: Any) -> tuple[list[Operation], list[Operation]]:
         if kind == "critical path":
             continue
         x, y = line.get_data()
-        found = list(map(Operation, np.rint(x).astype(int).tolist(), [kind] * len(x), y.tolist()))
-        everything += found
-        critical += found if mark else []
+        operations = list(
+            map(Operation, np.rint(x).astype(int).tolist(), [kind] * len(x), y.tolist())
+        )
+        everything += operations
+        critical += operations if mark else []
     return everything, sorted(critical)
 
 
@@ -91,8 +93,8 @@ def flop(run: list[Operation]) -> int:
 def assert_shows(axes: Any, masks: list[np.ndarray], schedule: Schedule) -> None:
     levels = counted(masks, schedule)
     runs = [run for level in levels for run in level]
-    found, critical = operations_of(axes)
-    assert Counter(found) == Counter(itertools.chain.from_iterable(runs))
+    result, critical = operations_of(axes)
+    assert Counter(result) == Counter(itertools.chain.from_iterable(runs))
     for level in levels:
         # Any of the runs with as many FLOP may be marked.
         marked = [operation for operation in critical if operation.step >= level[0][0].step]

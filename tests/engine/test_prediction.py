@@ -40,8 +40,8 @@ def test_work_of_scans(n: int) -> None:
     """Equation 7: Θ(n) operations, whoever does them; twice those of the linear scan at most."""
     for schedule in every_schedule(n):
         made = plan(n, schedule)
-        found = {made.predict(workers).operations for workers in (1, 2, n, 2 * n)}
-        assert found == {schedule.operations}
+        counts = {made.predict(workers).operations for workers in (1, 2, n, 2 * n)}
+        assert counts == {schedule.operations}
         assert n - 1 <= schedule.operations <= 2 * n
 
 
@@ -49,26 +49,26 @@ def test_work_of_scans(n: int) -> None:
 def test_bounds_of_any_schedule(n: int, workers: int) -> None:
     for schedule in every_schedule(n):
         made = plan(n, schedule)
-        found, alone = made.predict(workers), made.predict(1)
+        result, alone = made.predict(workers), made.predict(1)
         assert alone.steps == alone.operations == schedule.operations
         assert alone.critical_multiply_adds == alone.multiply_adds
         unbounded = made.predict(10**6)
         assert unbounded.steps == schedule.depth
-        assert unbounded.steps <= found.steps <= alone.steps
+        assert unbounded.steps <= result.steps <= alone.steps
         # Nobody works on more than one thing at a time, and no greedy order is twice the best.
-        assert found.steps >= math.ceil(found.operations / workers)
+        assert result.steps >= math.ceil(result.operations / workers)
         best = max(unbounded.critical_multiply_adds, alone.multiply_adds / workers)
-        assert found.critical_multiply_adds >= best
+        assert result.critical_multiply_adds >= best
         together = unbounded.critical_multiply_adds + alone.multiply_adds / workers
-        assert found.critical_multiply_adds <= together
+        assert result.critical_multiply_adds <= together
 
 
 def test_multiply_adds_are_those_of_the_matrices() -> None:
     """Up-sweep of four 3×3 steps: one vector, one product; then two vectors one after the other."""
-    found = plan(4, Schedule.blelloch(4)).predict(2)
-    assert found.multiply_adds == 27 + 3 * 9
-    assert found.critical_multiply_adds == 27 + 9 + 9
-    assert (found.steps, found.operations) == (3, 4)
+    result = plan(4, Schedule.blelloch(4)).predict(2)
+    assert result.multiply_adds == 27 + 3 * 9
+    assert result.critical_multiply_adds == 27 + 9 + 9
+    assert (result.steps, result.operations) == (3, 4)
 
 
 def test_workers_that_cannot_be() -> None:
@@ -85,14 +85,14 @@ def test_a_plan_as_a_dictionary() -> None:
     made = sparsescan.plan(
         [Pattern.dense((3, 3))] * 4, schedule="blelloch", batch=2, dtype=np.float32
     )
-    found = json.loads(json.dumps(made.to_dict()))
-    assert found["n"] == 4
-    assert found["schedule"] == "Schedule.blelloch(4)"
-    assert (found["batch"], found["dtype"], found["device"]) == (2, "float32", None)
-    assert found["workspace_bytes"] == made.workspace_bytes
-    assert [level["name"] for level in found["levels"]] == [
+    saved = json.loads(json.dumps(made.to_dict()))
+    assert saved["n"] == 4
+    assert saved["schedule"] == "Schedule.blelloch(4)"
+    assert (saved["batch"], saved["dtype"], saved["device"]) == (2, "float32", None)
+    assert saved["workspace_bytes"] == made.workspace_bytes
+    assert [level["name"] for level in saved["levels"]] == [
         level.name for level in made.schedule.levels
     ]
-    assert sum(level["multiply_adds"] for level in found["levels"]) == made.predict(1).multiply_adds
-    assert found["patterns"] == [{"count": 4, "shape": [3, 3], "nnz": 9, "kind": "dense"}]
+    assert sum(level["multiply_adds"] for level in saved["levels"]) == made.predict(1).multiply_adds
+    assert saved["patterns"] == [{"count": 4, "shape": [3, 3], "nnz": 9, "kind": "dense"}]
     assert sparsescan.plan([]).to_dict()["levels"] == []

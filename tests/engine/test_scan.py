@@ -329,11 +329,11 @@ def test_any_layout_gives_the_same_bits(layout, dtype, tmp_path):
     for schedule in every_schedule(n):
         for plain, other in pairs:
             expected = sparsescan.exclusive_scan(grad, plain, local_grads=local, schedule=schedule)
-            found = sparsescan.exclusive_scan(
+            result = sparsescan.exclusive_scan(
                 odd_grad, other, local_grads=odd_local, schedule=schedule
             )
-            assert same_bits(expected, found)
-            assert found[0].dtype.isnative
+            assert same_bits(expected, result)
+            assert result[0].dtype.isnative
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -347,8 +347,8 @@ def test_any_layout_of_a_csr_array_gives_the_same_bits(layout, tmp_path):
     grad = rng.standard_normal(6)
     for schedule in every_schedule(7):
         expected = sparsescan.exclusive_scan(grad, [matrix] * 7, schedule=schedule)
-        found = sparsescan.exclusive_scan(grad, [odd] * 7, schedule=schedule)
-        assert same_bits(expected, found)
+        result = sparsescan.exclusive_scan(grad, [odd] * 7, schedule=schedule)
+        assert same_bits(expected, result)
 
 
 def arrays_of(chain: Chain) -> list[np.ndarray]:

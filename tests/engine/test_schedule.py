@@ -274,10 +274,10 @@ def test_every_schedule_can_be_made_from_its_levels(family):
         for schedule in members(family, n):
             made = Schedule.from_levels(n, schedule.levels)
             assert (made.n, made.depth, made.chunks) == (n, schedule.depth, None)
-            for found, level in zip(made.levels, schedule.levels, strict=True):
-                assert found.name == level.name
-                assert np.array_equal(found.ops, level.ops)
-                assert np.array_equal(found.runs, level.runs)
+            for actual, level in zip(made.levels, schedule.levels, strict=True):
+                assert actual.name == level.name
+                assert np.array_equal(actual.ops, level.ops)
+                assert np.array_equal(actual.runs, level.runs)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40))
@@ -486,8 +486,8 @@ def test_a_name_is_the_schedule_that_its_method_makes(n: int, count: int, inclus
         plan = sparsescan.plan([Pattern.dense((2, 2))] * n, schedule=name)
         assert plan.schedule == schedule
         assert plan.reason == "asked for"
-        found, expected = (scan([1.0, 2.0], values, schedule=how) for how in (name, schedule))
-        np.testing.assert_array_equal(found, expected)
+        result, expected = (scan([1.0, 2.0], values, schedule=how) for how in (name, schedule))
+        np.testing.assert_array_equal(result, expected)
 
 
 ACCEPTED = r"expected 'auto', 'linear', 'blelloch', 'truncated:K' \(K .*\) or 'chunked:C' \(C .*\)"

@@ -136,8 +136,8 @@ def test_a_clean_call_after_poisoned_ones_is_right():
                 Pattern(indptr, indices, (4000, 4000))
     matrix = sp.csr_array((np.ones(4000), kept, indptr), shape=(4000, 4000))
     grad = np.random.default_rng(1).standard_normal(4000)
-    found = sparsescan.inclusive_scan(grad, [matrix])
-    np.testing.assert_allclose(found[1], matrix @ grad)
+    result = sparsescan.inclusive_scan(grad, [matrix])
+    np.testing.assert_allclose(result[1], matrix @ grad)
 
 
 def test_attributes_that_a_thread_replaces():
@@ -159,12 +159,12 @@ def test_attributes_that_a_thread_replaces():
         end = time.perf_counter() + SECONDS
         while time.perf_counter() < end:
             try:
-                found = plan.inclusive_scan(grad, [matrix] * 3)
+                result = plan.inclusive_scan(grad, [matrix] * 3)
             except SparseScanError:
                 counts[0] += 1
             else:
                 counts[1] += 1
-                np.testing.assert_allclose(found, expected)
+                np.testing.assert_allclose(result, expected)
     assert min(counts) > 0
 
 

@@ -108,8 +108,8 @@ def test_a_text_fits_and_shows_nothing_but_products(schedule: Schedule, width: i
         return
     assert "…" in text
     # Parentheses around numbers alone can be read wherever they stand.
-    for found in re.findall(r"\([\d …]+\)", text):
-        assert read(found)[1] <= products_of(schedule)
+    for text_of_product in re.findall(r"\([\d …]+\)", text):
+        assert read(text_of_product)[1] <= products_of(schedule)
     if text.count("(") > text.count(")"):
         assert text.endswith("…")
 

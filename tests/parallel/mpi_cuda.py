@@ -60,14 +60,14 @@ def check(cupy: Any, seed: int) -> None:
         plan = parallel.plan(WORLD, patterns, device="cuda", **options)
         assert plan.device == "cuda"
         sent = TRAFFIC.get("send", Traffic()).calls
-        found = getattr(plan, name)(
+        result = getattr(plan, name)(
             grad_there, jacobians_on(cupy, values_only(mine.jacobians)), local_grads=local_there
         )
         if plan.schedule == "products" and n:
             assert TRAFFIC.get("send", Traffic()).calls == sent, "fell back to vectors"
-        if isinstance(found, list):
-            assert all(isinstance(array, cupy.ndarray) for array in found) or not len(there)
-        host = [array.get() if isinstance(array, cupy.ndarray) else array for array in found]
+        if isinstance(result, list):
+            assert all(isinstance(array, cupy.ndarray) for array in result) or not len(there)
+        host = [array.get() if isinstance(array, cupy.ndarray) else array for array in result]
         try:
             assert_within(host, expected, chain.dtype)
         except AssertionError as error:

@@ -122,15 +122,15 @@ def check(seed: int, comm: MPI.Intracomm) -> None:
     grad = mine.grad if grid.position(comm.rank) == 0 else None
     name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
     about = f"seed {seed}, {grid}, cuts {cuts}, shares {shares}"
-    found = getattr(parallel, name)(
+    result = getattr(parallel, name)(
         comm, grad, mine.jacobians, local_grads=mine.local_grads, grid=grid
     )
     try:
-        assert_within(found, expected, chain.dtype)
+        assert_within(result, expected, chain.dtype)
     except AssertionError as error:
         raise AssertionError(about) from error
     if isinstance(mine.jacobians, np.ndarray) and len({a.shape for a in expected.exact}) == 1:
-        assert isinstance(found, np.ndarray), about
+        assert isinstance(result, np.ndarray), about
     if seed % 3:
         return
     patterns = (
@@ -141,7 +141,7 @@ def check(seed: int, comm: MPI.Intracomm) -> None:
     plan = parallel.plan(comm, patterns, grid=grid)
     for _ in range(2):
         again = getattr(plan, name)(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
-        assert same_bits(again, found), about
+        assert same_bits(again, result), about
 
 
 # ---------------------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def test_stencils() -> None:
         first = grad[some, own] if plan.position == 0 else None
         traffic = Communicator.of(WORLD).traffic
         before = vars(traffic["exchange"]).copy() if "exchange" in traffic else None
-        found = plan.inclusive_scan(first, values)
-        expected = whole[steps.start : steps.start + len(found), some, own]
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        result = plan.inclusive_scan(first, values)
+        expected = whole[steps.start : steps.start + len(result), some, own]
+        np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-12)
         if width % grid.rows == 0 and before is not None:
             now = traffic["exchange"]
             messages, sent = now.messages - before["messages"], now.bytes - before["bytes"]
@@ -216,12 +216,12 @@ def test_layers() -> None:
             held = grid.steps(RANK, len(steps))
             mine = [step[grid.entries(RANK, step.shape[0])] for step in steps[held]]
             first = grad[..., grid.entries(RANK, 10)] if grid.position(RANK) == 0 else None
-            found = parallel.inclusive_scan(WORLD, first, mine, grid=grid)
+            result = parallel.inclusive_scan(WORLD, first, mine, grid=grid)
             own = [
                 [array[..., grid.entries(RANK, array.shape[-1])] for array in arrays[held.start :]]
                 for arrays in (expected.exact, expected.bounds)
             ]
-            assert_within(found, Gradients(*(arrays[: len(found)] for arrays in own)), np.float32)
+            assert_within(result, Gradients(*(arrays[: len(result)] for arrays in own)), np.float32)
 
 
 def test_memory() -> None:
@@ -266,8 +266,8 @@ def test_no_steps() -> None:
     plan = parallel.plan(WORLD, [], grid=grid)
     for size in (2 * SIZE, 2 * SIZE + 1, 2 * SIZE, SIZE):
         whole = np.arange(float(size))
-        (found,) = plan.inclusive_scan(whole[grid.entries(RANK, size)], [])
-        assert np.array_equal(found, whole[grid.entries(RANK, size)])
+        (result,) = plan.inclusive_scan(whole[grid.entries(RANK, size)], [])
+        assert np.array_equal(result, whole[grid.entries(RANK, size)])
 
 
 def test_faults() -> None:
@@ -333,5 +333,5 @@ def test_faults() -> None:
         expected = sparsescan.exclusive_scan(np.ones(D), steps, schedule="linear")
         own = GRID.entries(RANK, D)
         held = GRID.steps(RANK, 15)
-        found = plan.exclusive_scan(grad, steps[held, own])
-        np.testing.assert_allclose(found, expected[held, own])
+        result = plan.exclusive_scan(grad, steps[held, own])
+        np.testing.assert_allclose(result, expected[held, own])

@@ -66,11 +66,11 @@ def check(seed: int) -> None:
     name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
     for schedule in ("vectors", "products"):
         options = {"grid": grid, "schedule": schedule}
-        found = getattr(parallel, name)(
+        result = getattr(parallel, name)(
             WORLD, grad, mine.jacobians, local_grads=mine.local_grads, **options
         )
         try:
-            assert_within(found, expected, chain.dtype)
+            assert_within(result, expected, chain.dtype)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {options}, cuts {cuts}") from error
         if seed % 3 == 0:
@@ -78,7 +78,7 @@ def check(seed: int) -> None:
             scan = getattr(plan, name)
             for _ in range(2):
                 again = scan(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
-                assert same_bits(again, found), (seed, options)
+                assert same_bits(again, result), (seed, options)
 
 
 def test_implicit_steps(seeds: Callable[..., range]) -> None:
@@ -104,7 +104,7 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
         own = slice(mine.start, mine.stop + last)
         expected = sequential(grad, jacobians, local, inclusive=True)
         for schedule in ("vectors", "products"):
-            found = parallel.inclusive_scan(
+            result = parallel.inclusive_scan(
                 WORLD,
                 grad if WORLD.rank == 0 else None,
                 part,
@@ -112,7 +112,7 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
                 schedule=schedule,
             )
             np.testing.assert_allclose(
-                np.array(found).reshape(-1, *grad.shape),
+                np.array(result).reshape(-1, *grad.shape),
                 np.array(expected.exact[own]).reshape(-1, *grad.shape),
                 rtol=1e-12,
             )
@@ -120,7 +120,7 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
             again = plan.inclusive_scan(
                 grad if WORLD.rank == 0 else None, part, local_grads=local[own]
             )
-            assert same_bits(list(again), list(found))
+            assert same_bits(list(again), list(result))
     if WORLD.size > 1:
         with pytest.raises((InputError, RankError), match="implicit step, but grid is"):
             parallel.plan(WORLD, [pattern] * 3, grid=(1, 1, WORLD.size))
@@ -146,9 +146,9 @@ def by_products(grad: np.ndarray, chain: CSRChain, **options: Any) -> Any:
     mine = equal_parts(len(chain))
     part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
     first = grad if WORLD.rank == 0 else None
-    found = parallel.exclusive_scan(WORLD, first, part, schedule="products", **options)
+    result = parallel.exclusive_scan(WORLD, first, part, schedule="products", **options)
     assert ("send" not in traffic) or traffic["send"].calls == before, "fell back to vectors"
-    return found
+    return result
 
 
 def test_range() -> None:
@@ -170,14 +170,14 @@ def test_range() -> None:
         expected = sequential(grad, chain, dtype=chain.dtype) if WORLD.rank == 0 else None
         expected = WORLD.bcast(expected)
         mine = equal_parts(len(chain))
-        found = by_products(grad, chain)
-        assert np.isfinite(found).all()
+        result = by_products(grad, chain)
+        assert np.isfinite(result).all()
         own = Gradients(expected.exact[mine], expected.bounds[mine])
-        assert_within(found, own, chain.dtype)
+        assert_within(result, own, chain.dtype)
         # With local gradients, and for samples that are 1e8 apart.
         scale = np.array([1, 1e-8], chain.dtype)[:, None]
-        found = by_products(grad * scale, chain, local_grads=[None] * len(own.exact))
-        assert_within(found[:, 0], own, chain.dtype)
+        result = by_products(grad * scale, chain, local_grads=[None] * len(own.exact))
+        assert_within(result[:, 0], own, chain.dtype)
 
 
 def test_huge_and_tiny_steps() -> None:
@@ -193,10 +193,10 @@ def test_huge_and_tiny_steps() -> None:
         expected = sequential(grad, chain, local, dtype=F4)
         part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
         first = grad if WORLD.rank == 0 else None
-        found = parallel.exclusive_scan(
+        result = parallel.exclusive_scan(
             WORLD, first, part, local_grads=local[mine], schedule="products"
         )
-        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F4)
+        assert_within(result, Gradients(expected.exact[mine], expected.bounds[mine]), F4)
 
 
 @needs_longer
@@ -216,14 +216,14 @@ def check_steps_of_every_size(seed: int) -> None:
     data = steps if isinstance(steps, np.ndarray) else steps.data
     mine = equal_parts(n)
     part = data[mine] if data is steps else CSRChain.from_pattern(data[mine], steps.pattern)
-    found = parallel.exclusive_scan(
+    result = parallel.exclusive_scan(
         WORLD,
         grad if WORLD.rank == 0 else None,
         part,
         local_grads=None if local is None else local[mine],
         schedule="products",
     )
-    assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), grad.dtype)
+    assert_within(result, Gradients(expected.exact[mine], expected.bounds[mine]), grad.dtype)
 
 
 def test_what_is_not_finite(seeds: Callable[..., range]) -> None:
@@ -245,11 +245,11 @@ def test_what_is_not_finite(seeds: Callable[..., range]) -> None:
             mine = equal_parts(n)
             expected = sparsescan.inclusive_scan(grad, chain, schedule="linear")
             part = CSRChain.from_pattern(chain.data[mine], chain.pattern)
-            found = parallel.inclusive_scan(
+            result = parallel.inclusive_scan(
                 WORLD, grad if WORLD.rank == 0 else None, part, schedule="products"
             )
-            own = expected[mine.start : mine.start + len(found)]
-            np.testing.assert_allclose(found, own, rtol=1e-9, atol=1e-9)
+            own = expected[mine.start : mine.start + len(result)]
+            np.testing.assert_allclose(result, own, rtol=1e-9, atol=1e-9)
 
 
 def test_shapes() -> None:
@@ -259,17 +259,17 @@ def test_shapes() -> None:
     rank = WORLD.rank
     step = np.ones((1, sizes[rank + 1], sizes[rank]))
     grad = np.ones(d) if rank == 0 else None
-    found = parallel.exclusive_scan(WORLD, grad, step)
-    assert isinstance(found, np.ndarray)
-    assert found.shape == (1, sizes[rank])
+    result = parallel.exclusive_scan(WORLD, grad, step)
+    assert isinstance(result, np.ndarray)
+    assert result.shape == (1, sizes[rank])
     for held in {0, last, WORLD.size // 2}:
         steps = [np.eye(d)] * 4 if rank == held else []
-        found = parallel.inclusive_scan(WORLD, grad, steps)
-        assert len(found) == len(steps) + (rank == last)
+        result = parallel.inclusive_scan(WORLD, grad, steps)
+        assert len(result) == len(steps) + (rank == last)
     empty = np.ones((0, 5, d, d))
     first = np.ones((5, d)) if rank == 0 else None
-    found = parallel.exclusive_scan(WORLD, first, empty)
-    assert found.shape == (0, 5, d)
+    result = parallel.exclusive_scan(WORLD, first, empty)
+    assert result.shape == (0, 5, d)
     nobody = np.ones((0, d)) if rank == 0 else None
     assert parallel.exclusive_scan(WORLD, nobody, np.ones((2, 0, d, d))).shape == (2, 0, d)
 
@@ -293,10 +293,10 @@ def test_without_a_gradient_local_gradients_are_all(schedule: str) -> None:
     expected = sequential(np.zeros((2, 3)), jacobians, list(local))
     own = Gradients(expected.exact[mine], expected.bounds[mine])
     options = {"local_grads": local[mine]}
-    found = parallel.exclusive_scan(WORLD, None, jacobians[mine], schedule=schedule, **options)
-    assert_within(found, own, F8)
+    result = parallel.exclusive_scan(WORLD, None, jacobians[mine], schedule=schedule, **options)
+    assert_within(result, own, F8)
     plan = parallel.plan(WORLD, jacobians[mine], schedule=schedule)
-    assert same_bits(plan.exclusive_scan(None, jacobians[mine], **options), found)
+    assert same_bits(plan.exclusive_scan(None, jacobians[mine], **options), result)
     with pytest.raises(sparsescan.InputError, match="rank 0: grad is None, and local_grads has no"):
         plan.exclusive_scan(None, jacobians[mine])
 
@@ -319,11 +319,11 @@ def test_parts_in_the_order_of_time(schedule: str, inclusive: bool) -> None:
     turned = np.flip(own, 0)
     for given in (np.flip(steps, 0), [*reversed(steps)]):
         options = {"local_grads": turned, "reverse": True}
-        found = scan(WORLD, grad, given, schedule=schedule, **options)
-        assert same_bits([*found], [*reversed(forward)])
+        result = scan(WORLD, grad, given, schedule=schedule, **options)
+        assert same_bits([*result], [*reversed(forward)])
         plan = parallel.plan(WORLD, given, schedule=schedule, reverse=True)
         again = getattr(plan, name)(grad, given, local_grads=turned)
-        assert same_bits([*again], [*found])
+        assert same_bits([*again], [*result])
         bad: list[Any] = [None] * len(own)
         if WORLD.rank == 0:
             bad[-1] = np.ones((2, 4))
@@ -342,7 +342,7 @@ def test_ranks_choose_together_for_what_runs() -> None:
     for batch, dtype in 2 * [(16, F4), (1, F8), (64, F8), (16, F8), (64, F4)]:
         steps = part.astype(dtype)
         grad = np.ones((batch, 6), dtype) if WORLD.rank == 0 else None
-        found = plan.exclusive_scan(grad, steps)
+        result = plan.exclusive_scan(grad, steps)
         told = parallel.plan(WORLD, part, batch=batch, dtype=dtype)
         assert (plan.schedule, plan.reason) == (told.schedule, told.reason)
         assert plan.forecast.nanoseconds == told.forecast.nanoseconds
@@ -350,8 +350,8 @@ def test_ranks_choose_together_for_what_runs() -> None:
         assert len(set(WORLD.allgather(str(plan.forecast)))) == 1
         by_vectors = parallel.plan(WORLD, part, batch=batch, dtype=dtype, schedule="vectors")
         assert plan.forecast.nanoseconds <= by_vectors.forecast.nanoseconds
-        assert same_bits(found, told.exclusive_scan(grad, steps))
-        assert same_bits(found, before.setdefault((batch, dtype), found))
+        assert same_bits(result, told.exclusive_scan(grad, steps))
+        assert same_bits(result, before.setdefault((batch, dtype), result))
 
 
 def test_groups_with_batches_of_their_own() -> None:
@@ -365,10 +365,10 @@ def test_groups_with_batches_of_their_own() -> None:
     for batch in (1, 5, 2):
         own = batch + group
         grad = np.ones((own, 3)) if position == 0 else None
-        found = plan.exclusive_scan(grad, part)
+        result = plan.exclusive_scan(grad, part)
         expected = sequential(np.ones((own, 3)), jacobians)
         mine = grid.steps(WORLD.rank, n)
-        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
+        assert_within(result, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
 
 
 @pytest.mark.ranks(slow=(4, 6))
@@ -383,7 +383,7 @@ def test_a_plan_for_all_after_groups_chose_alone(schedule: str) -> None:
     plan.exclusive_scan(np.ones((own, size)) if position == 0 else None, part)
     for batch in (own, 3, 4):
         again = parallel.plan(WORLD, part, grid=grid, schedule=schedule, batch=batch)
-        found = again.exclusive_scan(np.ones((batch, size)) if position == 0 else None, part)
+        result = again.exclusive_scan(np.ones((batch, size)) if position == 0 else None, part)
         expected = sequential(np.ones((batch, size)), np.full((16, size, size), 0.1))
         mine = grid.steps(WORLD.rank, 16)
-        assert_within(found, Gradients(expected.exact[mine], expected.bounds[mine]), F8)
+        assert_within(result, Gradients(expected.exact[mine], expected.bounds[mine]), F8)

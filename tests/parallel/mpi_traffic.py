@@ -49,8 +49,8 @@ def check(wire: Wire, plan: parallel.ParallelPlan, scan: Callable[[], object]) -
 
 def grids(size: int) -> list[Grid]:
     """All of so many ranks."""
-    found = product(range(1, size + 1), repeat=3)
-    return [grid for axes in found if (grid := Grid(*axes)).size == size]
+    sizes = product(range(1, size + 1), repeat=3)
+    return [grid for axes in sizes if (grid := Grid(*axes)).size == size]
 
 
 @pytest.fixture(scope="module")

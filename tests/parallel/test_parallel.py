@@ -168,15 +168,15 @@ class Elements:
         vector = self.message(0, 0)
         vector.vector(grad.shape[-1])[:] = grad
         vector.describe(0, 0, State.VECTOR)
-        found = [vector, *self.messages]
-        while len(found) > 1:
-            k = int(rng.integers(len(found) - 1))
-            found[k : k + 2] = [self.merge(found[k], found[k + 1])]
-        if found[0].state == State.BAD:
+        result = [vector, *self.messages]
+        while len(result) > 1:
+            k = int(rng.integers(len(result) - 1))
+            result[k : k + 2] = [self.merge(result[k], result[k + 1])]
+        if result[0].state == State.BAD:
             return None
-        assert found[0].state == State.VECTOR
+        assert result[0].state == State.VECTOR
         size = self.ranges(len(self.messages) - 1, len(self.messages)).shape[0]
-        return found[0].vector(size).reshape(*self.terms.shape, size)
+        return result[0].vector(size).reshape(*self.terms.shape, size)
 
 
 @given(st.data())
@@ -210,9 +210,9 @@ def test_maps_combine_in_any_order(data: st.DataObject) -> None:
     made = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
     last = None if local is None else [*local, None]
     expected = sequential(grad, steps, last, inclusive=True, dtype=dtype)
-    found = made.leaves(rng, grad)
-    assert found is not None
-    assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+    result = made.leaves(rng, grad)
+    assert result is not None
+    assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr", "diagonal"])
@@ -230,18 +230,18 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         grad = np.full(5, 1e-3, F4)
         made = Elements(chain, None, None, F4, form)
         expected = sequential(grad, mixed, inclusive=True, dtype=F4)
-        found = made.leaves(rng, grad)
-        assert found is not None
-        assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+        result = made.leaves(rng, grad)
+        assert result is not None
+        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
     # Three parts, each with products of 1e±60 a block.
     blocks = steps(two_blocks(60, 10, 0.1))
     made = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
     grad = np.repeat([1e-30, 1e30], 3).astype(F4)
     expected = sequential(grad, blocks, inclusive=True, dtype=F4)
     for _ in range(4):
-        found = made.leaves(rng, grad)
-        assert found is not None
-        assert (np.abs(found - expected.exact[-1]) <= expected.bounds[-1]).all()
+        result = made.leaves(rng, grad)
+        assert result is not None
+        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
     whole = made.merge(made.merge(made.messages[0], made.messages[1]), made.messages[2])
     assert abs(whole.exponents(6)[0, :-1]).max() > 100
 
@@ -288,11 +288,11 @@ def test_patterns_of_ranges_do_not_depend_on_how_they_are_split() -> None:
                 pattern = parts[stop - 1]
                 one[np.repeat(np.arange(len(one)), np.diff(pattern.indptr)), pattern.indices] = True
                 whole = one @ whole
-                found = ranges(start, stop)
-                assert found is not None
-                entries = np.repeat(np.arange(found.shape[0]), np.diff(found.indptr))
-                made = np.zeros(found.shape, bool)
-                made[entries, found.indices] = True
+                block = ranges(start, stop)
+                assert block is not None
+                entries = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr))
+                made = np.zeros(block.shape, bool)
+                made[entries, block.indices] = True
                 assert (made == whole).all()
     assert Ranges([None, parts[0], None])(0, 3) is parts[0]
 
@@ -397,10 +397,10 @@ def test_steps_run_one_by_one_have_the_same_bits(batch: int | None, size: int) -
         chain, fault = Chain(4), Fault()
         chain.read(values, patterns)
         request = Sweep(chain, local_grads, Messages(halos, terms), terms, 5, 4, stacked=False)
-        found = rows.sweep(y, request, fault)
+        result = rows.sweep(y, request, fault)
         assert fault.error is None
-        assert same_bits(found[0], expected)
-        assert same_bits(found[1:], expected[-1:])
+        assert same_bits(result[0], expected)
+        assert same_bits(result[1:], expected[-1:])
 
 
 DEAR = Network("dear", latency=1e6, inverse_bandwidth=1.0, exchange=1.0, call=0.0)

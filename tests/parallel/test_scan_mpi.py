@@ -51,8 +51,8 @@ def run_all(size: int, folder: Path, commands: Commands) -> mpi_launch.Ended:
 def assert_codes(ended: mpi_launch.Ended, folder: Path, size: int, expected: list[int]) -> None:
     """All ranks gave these exit codes."""
     assert ended.code == 0, ended.output
-    found = json.loads((folder / "ended.json").read_text())
-    codes = [[code for code, _ in ranks] for ranks in found]
+    content = json.loads((folder / "ended.json").read_text())
+    codes = [[code for code, _ in ranks] for ranks in content]
     assert codes == [[code] * size for code in expected], ended.output
 
 
@@ -116,9 +116,9 @@ def random_chain(
 LAYOUTS = ["list", "csr_chain", "dense_stack", "periodic 1", "periodic 2", "periodic 3"]
 
 
-def assert_same_file(found: Path, expected: Path, n: int) -> None:
+def assert_same_file(result: Path, expected: Path, n: int) -> None:
     """Equal members, headers and all, and equal values but for rounding."""
-    with zipfile.ZipFile(found) as one, zipfile.ZipFile(expected) as other:
+    with zipfile.ZipFile(result) as one, zipfile.ZipFile(expected) as other:
         members, wanted = one.infolist(), other.infolist()
         for a, b in zip(members, wanted, strict=True):
             assert (a.filename, a.file_size, a.compress_type) == (
@@ -126,7 +126,7 @@ def assert_same_file(found: Path, expected: Path, n: int) -> None:
             )  # fmt: skip
             assert one.read(a)[:64] == other.read(b)[:64]
         assert one.testzip() is None
-    with np.load(found) as one, np.load(expected) as other:
+    with np.load(result) as one, np.load(expected) as other:
         assert list(one) == list(other)
         for key in one:
             assert one[key].dtype == other[key].dtype
@@ -246,8 +246,8 @@ def test_a_rank_takes_memory_for_its_part(tmp_path: Path) -> None:
         commands.append(command(["scan", file, "-o", tmp_path / "out.npz", *options], "peak"))
     ended = run_all(ranks, tmp_path, commands)
     assert_codes(ended, tmp_path, ranks, [0] * len(chains))
-    found = json.loads((tmp_path / "ended.json").read_text())
-    peaks = [peak for ranks_of_one in found for _, peak in ranks_of_one]
+    content = json.loads((tmp_path / "ended.json").read_text())
+    peaks = [peak for ranks_of_one in content for _, peak in ranks_of_one]
     # Jacobians and gradients, and a few vectors.
     assert max(peaks) < 2 * data.nbytes / ranks + 12 * data[0].nbytes
 
@@ -297,8 +297,8 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
     for (_, words), line in zip([*wrong, *others], lines, strict=True):
         for word in words:
             assert word in line
-    with np.load(out) as found:
-        assert found["gradients"].shape == (30, 3)
+    with np.load(out) as stored:
+        assert stored["gradients"].shape == (30, 3)
     kept = tmp_path / "cache" / "sparsescan" / "network.json"
     assert f"kept in {kept}" in ended.output
     assert json.loads(kept.read_text())["latency"] > 0
@@ -356,5 +356,5 @@ def test_without_mpiexec_there_is_one_rank(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith(" s on 1 rank, by vectors\n")
-    with np.load(out) as found:
-        assert found["gradients"].shape == (30, 3)
+    with np.load(out) as stored:
+        assert stored["gradients"].shape == (30, 3)

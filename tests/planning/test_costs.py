@@ -43,7 +43,7 @@ def test_counts_of_any_schedule(data: Any) -> None:
     schedule = Schedule.linear(n) if schedule == "auto" else schedule
     batched = np.array([data.draw(st.booleans()) for _ in range(n)])
     program = Program(patterns, schedule)
-    found = Operations.of(program, 4, batch, batched)
+    operations = Operations.of(program, 4, batch, batched)
 
     nodes = {(k + 1, k + 2): (patterns[k], bool(batched[k])) for k in range(n)}
     expected: Counter[tuple[str, tuple[float, ...]]] = Counter()
@@ -75,8 +75,8 @@ def test_counts_of_any_schedule(data: Any) -> None:
                 )
             expected[name, tuple(map(float, counts))] += 1
     # The last operation is that of an inclusive scan.
-    names = [FAMILIES[family] for family in found.family[:-1]]
-    rows = [tuple(row) for row in found.counts[:-1].tolist()]
+    names = [FAMILIES[family] for family in operations.family[:-1]]
+    rows = [tuple(row) for row in operations.counts[:-1].tolist()]
     assert Counter(zip(names, rows, strict=True)) == expected
 
 
@@ -130,20 +130,20 @@ def test_constants_on_disk(tmp_path: Path) -> None:
     built_in = load_cpu(tmp_path / "none.json")
     path = save_cpu(built_in, tmp_path / "folder" / "machine.json")
     assert load_cpu(path) == built_in
-    found = json.loads(path.read_text())
-    families = found["families"]
+    content = json.loads(path.read_text())
+    families = content["families"]
     for damaged in (
         "",
         "[]",
         "{",
-        json.dumps(found | {"run": -1}),
-        json.dumps(found | {"run": "fast"}),
-        json.dumps(found | {"more": 1}),
-        json.dumps(found | {"bandwidth": 0}),
-        json.dumps(found | {"meet": float("nan")}),
-        json.dumps(found | {"families": families | {"float32": families["float32"][1:]}}),
-        json.dumps(found | {"families": {"float32": families["float32"]}}),
-        json.dumps({key: value for key, value in found.items() if key != "wake"}),
+        json.dumps(content | {"run": -1}),
+        json.dumps(content | {"run": "fast"}),
+        json.dumps(content | {"more": 1}),
+        json.dumps(content | {"bandwidth": 0}),
+        json.dumps(content | {"meet": float("nan")}),
+        json.dumps(content | {"families": families | {"float32": families["float32"][1:]}}),
+        json.dumps(content | {"families": {"float32": families["float32"]}}),
+        json.dumps({key: value for key, value in content.items() if key != "wake"}),
     ):
         path.write_text(damaged)
         assert load_cpu(path) == built_in
@@ -176,6 +176,6 @@ def test_a_plan_prints_predicted_times() -> None:
     text = str(plan)
     assert "time\n" in text
     assert "predicted: " in text
-    found = plan.to_dict()
-    assert found["run_nanoseconds"] > 0
-    assert all(level["nanoseconds"] > 0 for level in found["levels"])
+    content = plan.to_dict()
+    assert content["run_nanoseconds"] > 0
+    assert all(level["nanoseconds"] > 0 for level in content["levels"])

@@ -86,9 +86,9 @@ def test_one_block_does_one_small_step_after_the_other(
         # A block each; as many again have to wait.
         samples = int(BUILT_IN.blocks)
         for batch, times in ((samples, 1), (8 * samples, 8)):
-            found = predicted([pattern] * n, Schedule.linear(n), batch, dtype)
+            result = predicted([pattern] * n, Schedule.linear(n), batch, dtype)
             expected = BUILT_IN.launch + times * (n - 1) * step
-            assert found == pytest.approx(expected, rel=1e-3)
+            assert result == pytest.approx(expected, rel=1e-3)
 
 
 def test_blocks_share_the_rows_of_large_steps_launch_by_launch() -> None:
@@ -139,10 +139,10 @@ def test_values_that_no_cache_holds_come_from_memory() -> None:
     gpu = replace(BUILT_IN, blocks=1e9)
     moved = (n - 1) * 3 * size * 4
     for cache in (moved - 1, moved):
-        found = predicted(
+        result = predicted(
             [Pattern.diagonal(size)] * n, Schedule.linear(n), gpu=replace(gpu, cache=cache)
         )
-        assert (found >= moved / gpu.bandwidth) == (cache < moved)
+        assert (result >= moved / gpu.bandwidth) == (cache < moved)
 
 
 @given(st.data())
@@ -222,8 +222,8 @@ def test_huge_sparse_steps_are_scanned_linearly(batch: int) -> None:
     n = 50
     chain = [stencil(256)] * n
     linear = predicted(chain, Schedule.linear(n), batch)
-    found = [predicted(chain, Schedule.truncated(n, k), batch) for k in (1, 2)]
-    assert linear < found[0] < found[1]
+    times = [predicted(chain, Schedule.truncated(n, k), batch) for k in (1, 2)]
+    assert linear < times[0] < times[1]
     small = [stencil(32)] * n
     assert predicted(small, Schedule.linear(n), 16) < predicted(small, Schedule.blelloch(n), 16)
 
@@ -299,17 +299,17 @@ def test_constants_are_found_from_times_that_follow_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(calibrate_device, "_time", time)
     monkeypatch.setattr(calibrate_device, "_matmul", matmul)
     monkeypatch.setattr(calibrate_device, "_bandwidth", lambda: known.bandwidth)
-    found = calibrate_device.calibrate_device()
+    actual = calibrate_device.calibrate_device()
     for name in (*tables, *numbers, "plain", "bandwidth"):
         if name != "families":
             expected = getattr(known, name)
             values = expected.items() if isinstance(expected, dict) else [("", expected)]
             for dtype, value in values:
-                result = getattr(found, name)
+                result = getattr(actual, name)
                 result = result[dtype] if dtype else result
                 assert result == pytest.approx(value, rel=1e-4), name
     for dtype, rows in known.families.items():
-        for family, expected, result in zip(FAMILIES, rows, found.families[dtype], strict=True):
+        for family, expected, result in zip(FAMILIES, rows, actual.families[dtype], strict=True):
             if family == "diagonal·x":
                 # It has as many multiply-adds as entries.
                 expected = [expected[0] + expected[1], 0, expected[2]]
@@ -326,21 +326,21 @@ def test_constants_are_found_from_times_that_follow_them(monkeypatch: pytest.Mon
 def test_constants_on_disk(tmp_path: Path) -> None:
     path = save_gpu(replace(BUILT_IN, name="mine"), tmp_path / "folder" / "gpu.json")
     assert load_gpu(path) == replace(BUILT_IN, name="mine")
-    found = json.loads(path.read_text())
+    content = json.loads(path.read_text())
     for damaged in (
         "",
         "[]",
         "{",
-        json.dumps(found | {"launch": -1}),
-        json.dumps(found | {"launch": "2500"}),
-        json.dumps(found | {"more": 1}),
-        json.dumps(found | {"blocks": 0}),
-        json.dumps(found | {"bandwidth": 0}),
-        json.dumps(found | {"cache": float("nan")}),
-        json.dumps(found | {"matmul": {"float32": 1}}),
-        json.dumps(found | {"vector_step": found["product_step"]}),
-        json.dumps(found | {"families": {"float32": [], "float64": []}}),
-        json.dumps({key: value for key, value in found.items() if key != "plain"}),
+        json.dumps(content | {"launch": -1}),
+        json.dumps(content | {"launch": "2500"}),
+        json.dumps(content | {"more": 1}),
+        json.dumps(content | {"blocks": 0}),
+        json.dumps(content | {"bandwidth": 0}),
+        json.dumps(content | {"cache": float("nan")}),
+        json.dumps(content | {"matmul": {"float32": 1}}),
+        json.dumps(content | {"vector_step": content["product_step"]}),
+        json.dumps(content | {"families": {"float32": [], "float64": []}}),
+        json.dumps({key: value for key, value in content.items() if key != "plain"}),
     ):
         path.write_text(damaged)
         assert load_gpu(path) == BUILT_IN

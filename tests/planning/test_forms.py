@@ -99,15 +99,15 @@ def test_no_other_forms_take_less(seed: int) -> None:
 
 def test_the_choice_is_not_always_the_same() -> None:
     """So that the test above tests something: often some are stored densely, and others not."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for seed in range(100):
         patterns, schedule, model = draw_case(seed)
         sparse = set(sparse_products(Program(patterns, schedule)))
         chosen = choose_forms(Program(patterns, schedule), model)
         assert chosen <= sparse
-        found["none" if not chosen else "all" if chosen == sparse else "some"] += len(sparse) > 1
-    assert found["none"] >= 10
-    assert found["some"] >= 10
+        result["none" if not chosen else "all" if chosen == sparse else "some"] += len(sparse) > 1
+    assert result["none"] >= 10
+    assert result["some"] >= 10
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,12 +210,12 @@ def test_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad: float, data: 
     place.flat[rng.integers(place.size)] = bad
     for _ in range(3):
         result = scan(random_plan(rng, patterns_of(chain.jacobians)), chain)
-        for found, exact in zip(result, reference(chain), strict=True):
+        for actual, exact in zip(result, reference(chain), strict=True):
             finite = np.isfinite(exact)
-            np.testing.assert_array_equal(np.isfinite(found), finite)
-            np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
-            np.testing.assert_array_equal(found[np.isinf(exact)], exact[np.isinf(exact)])
-            np.testing.assert_allclose(found[finite], exact[finite], rtol=1e-2, atol=1e-2)
+            np.testing.assert_array_equal(np.isfinite(actual), finite)
+            np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
+            np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
+            np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
 
 
 def test_any_number_of_threads_gives_the_same_bits(with_threads: Any) -> None:

@@ -208,15 +208,15 @@ def pruned_vgg(sizes: list[int], side: int) -> list[Pattern]:
 @pytest.fixture
 def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Multiply-adds of all products whose patterns are worked out, but for those by diagonals."""
-    found: list[int] = []
+    result: list[int] = []
 
     def counting(a: Pattern, b: Pattern) -> Pattern:
         if "diagonal" not in (a.kind, b.kind):
-            found.append(multiply_adds(a, b))
+            result.append(multiply_adds(a, b))
         return product(a, b)
 
     monkeypatch.setattr(sparsescan.symbolic.pattern, "product", counting)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -322,9 +322,9 @@ def test_the_same_plan_in_every_process(tmp_path: Path) -> None:
 
 def least_named(error: MemoryLimitError) -> int:
     """The memory that the smallest plan needs, according to the message."""
-    found = re.search(r"the least, Schedule.linear\(\d+\), .*?([\d,]+) (B|bytes\))$", str(error))
-    assert found, str(error)
-    return int(found[1].replace(",", ""))
+    match = re.search(r"the least, Schedule.linear\(\d+\), .*?([\d,]+) (B|bytes\))$", str(error))
+    assert match, str(error)
+    return int(match[1].replace(",", ""))
 
 
 @given(SEEDS)
@@ -465,16 +465,16 @@ def test_a_plan_that_is_really_measured(monkeypatch: pytest.MonkeyPatch, n: int)
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
     """The models of all choices made, of which none is remembered at first."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def counting(patterns: Any, model: Any, **options: Any) -> Choice:
-        found.append(model)
+        result.append(model)
         return choose(patterns, model, **options)
 
     as_if(64)
     monkeypatch.setattr(importlib.import_module("sparsescan.plan.choose"), "choose", counting)
     monkeypatch.setattr(api, "_choices", {})
-    return found
+    return result
 
 
 def steps_in_any_form(form: str) -> Any:

@@ -117,8 +117,8 @@ def test_on_recurrent_cells(
         chain = {"explicit": linearized.values()[::-1], "factors": chain.factors()}.get(form, chain)
         grads = plan.exclusive_scan(states[-1], chain)
         linear = sparsescan.plan(patterns, schedule="linear").exclusive_scan(states[-1], chain)
-        for found, expected in zip(grads, linear, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        for result, expected in zip(grads, linear, strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
         shown = None if batch == 1 else differs
         assert_no_slower(plan, BUILT_IN, threads, shown, (batch, dtype))
 
@@ -151,15 +151,15 @@ def test_a_tree_for_one_sample_does_not_run_sixteen(as_if: Any) -> None:
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch, small_grains: None, as_if: Any) -> list[Any]:
     """The batch and the dtype of all choices that are made, on 64 threads."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def counting(patterns: Any, model: Any, **options: Any) -> Choice:
-        found.append((model.batch, model.dtype))
+        result.append((model.batch, model.dtype))
         return choose(patterns, model, **options)
 
     as_if(64)
     monkeypatch.setattr(chooser, "choose", counting)
-    return found
+    return result
 
 
 def test_each_kind_is_chosen_for_once(choices: list[Any]) -> None:

@@ -111,12 +111,12 @@ def sequential(
 def assert_within(result: Any, expected: Gradients, dtype: Any) -> None:
     """Every gradient of a scan has the oracle's shape and is within its bound."""
     assert len(result) == len(expected.exact)
-    for k, (found, exact, bound) in enumerate(
+    for k, (actual, exact, bound) in enumerate(
         zip(result, expected.exact, expected.bounds, strict=True)
     ):
-        assert found.dtype == dtype
-        assert found.shape == exact.shape, f"gradient {k}"
-        error = np.abs(found.astype(exact.dtype) - exact)
+        assert actual.dtype == dtype
+        assert actual.shape == exact.shape, f"gradient {k}"
+        error = np.abs(actual.astype(exact.dtype) - exact)
         assert (error <= bound).all(), f"gradient {k}: off by {error}, allowed {bound}"
 
 

@@ -211,12 +211,12 @@ def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
     call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
     for schedule in every_schedule(len(chain.jacobians)):
         result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
-        for found, exact in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
-            np.testing.assert_array_equal(found[np.isinf(exact)], exact[np.isinf(exact)])
+        for actual, exact in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
+            np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
             finite = np.isfinite(exact)
-            np.testing.assert_array_equal(np.isfinite(found), finite)
-            np.testing.assert_allclose(found[finite], exact[finite], rtol=1e-2, atol=1e-2)
+            np.testing.assert_array_equal(np.isfinite(actual), finite)
+            np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
 
 
 def check_what_is_not_finite_stays_where_no_entry_leads_on(form, bad):

@@ -54,12 +54,12 @@ def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
             )
             for k in range(n)
         ]
-        found = [step.dtype for step in jacobians]
+        dtypes_of_steps = [step.dtype for step in jacobians]
     else:
         size = int(rng.integers(1, 8))
         sizes, dtype = [size] * (n + 1), rng.choice(dtypes)
         leading = (n,) if batch is None or rng.random() < 0.3 else (n, batch)
-        found = [np.dtype(dtype)] * (n > 0)
+        dtypes_of_steps = [np.dtype(dtype)] * (n > 0)
         if whole == "CSRChain":
             indices, indptr = indices_of(mask(rng, str(rng.choice(STRUCTURES)), size, size))
             data = values(rng, (*leading, len(indices)), dtype)
@@ -74,8 +74,8 @@ def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
             values(rng, (*leading, size), rng.choice(dtypes)) if rng.random() < 0.6 else None
             for size in sizes[: n + inclusive]
         ]
-        found += [array.dtype for array in local if array is not None]
-    return Chain(grad, jacobians, local, np.result_type(grad, *found), inclusive, batch)
+        dtypes_of_steps += [array.dtype for array in local if array is not None]
+    return Chain(grad, jacobians, local, np.result_type(grad, *dtypes_of_steps), inclusive, batch)
 
 
 def samples_of(array: Any, some: slice, batch: int | None) -> Any:

@@ -85,17 +85,17 @@ def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
         return measure(ways, *arguments)
 
     chain_run.measure_in_turns = checked_measure
-    found = run_chain(comm, path, batch, machine)
+    result = run_chain(comm, path, batch, machine)
     chain_run.measure_in_turns = measure
     names = ["scan by vectors"]
     names += ["scan by products"] * (comm.size > 1)
     names += ["scan, samples only"] * (batch >= comm.size > 1)
-    assert sorted(one.prediction.strategy for one in found.measured) == sorted(names)
-    for one in found.measured:
+    assert sorted(one.prediction.strategy for one in result.measured) == sorted(names)
+    for one in result.measured:
         assert one.bytes == one.prediction.bytes, (path, one)
         assert min(one.nanoseconds, one.prediction.total) > 0
-    assert "only its scan is run" in found.reasons["batch"]
-    return found
+    assert "only its scan is run" in result.reasons["batch"]
+    return result
 
 
 def check_way(way: Any, path: str) -> None:
@@ -107,9 +107,9 @@ def check_way(way: Any, path: str) -> None:
     if period > 1:
         # Arrays of them, which take turns.
         expected = [expected[k % period][k // period] for k in range(n)]
-    found, expected = way.step(), expected[grid.steps(WORLD.rank, n)]
+    result, expected = way.step(), expected[grid.steps(WORLD.rank, n)]
     some = grid.samples(WORLD.rank, len(grad)) if grad.ndim == 2 else slice(None)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         # Each step rounds sums of up to five positive products.
         bound = 2 * 6 * (n + 1) * np.finfo(one.dtype).eps
         np.testing.assert_allclose(one, other[some], rtol=bound, atol=0)

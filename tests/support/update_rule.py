@@ -120,13 +120,13 @@ def backward(op: Operator, params: Params, kept: list[Array], delta: Array) -> t
     total = {name: np.zeros_like(value) for name, value in params.items()}
     for t in reversed(range(x.shape[1])):
         _, u, v, passed = step(op, params, x[:, t], kept[1 + t], delta)
-        found = {
+        result = {
             "weight_ih": u.T @ x[:, t],
             "weight_hh": v.T @ kept[1 + t],
             "bias_ih": u.sum(axis=0),
             "bias_hh": v.sum(axis=0),
         }
-        total = {name: total[name] + found[name] for name in total}
+        total = {name: total[name] + result[name] for name in total}
         delta = passed + v @ params["weight_hh"]
     return delta, total
 

@@ -42,9 +42,9 @@ class Wire:
 
     def read(self) -> np.ndarray:
         """Messages and bytes so far, to all ranks."""
-        found = []
+        result = []
         for handle in self._handles:
             to = (ctypes.c_size_t * WORLD.size)()
             self._call("pvar_read", self._session, handle, to)
-            found.append(sum(to))
-        return np.array(found)
+            result.append(sum(to))
+        return np.array(result)
