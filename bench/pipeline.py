@@ -25,11 +25,12 @@ from tqdm import tqdm
 
 from sparsescan.jacobians import from_torch
 from sparsescan.strategies.pipeline_run import Simulation
-from sparsescan.strategies.pipeline_schedule import Placement, draw
+from sparsescan.strategies.pipeline_schedule import Placement
 from sparsescan.strategies.stage import Stage
 
 from .experiment import Drawing, Experiment, Options, Piece, Results
 from .lenet5 import NETWORKS, SIDE, Images, lenet5, load_digits
+from .space_time import draw
 
 Array = NDArray[Any]
 

@@ -93,8 +93,8 @@ def _described(one: Comparison) -> Results:
 
 
 def _plain(prediction: Prediction) -> Results:
-    """Describe a prediction as JSON can hold it."""
-    return asdict(prediction) | {"total": prediction.total}
+    """Describe a prediction as JSON can hold it, without its layers."""
+    return {name: value for name, value in prediction.to_dict().items() if name != "layers"}
 
 
 def _measure(ranks: int, networks: tuple[str, ...]) -> Results:
@@ -207,6 +207,9 @@ def _beside(pieces: list[Results]) -> Drawing:
         both = []
         for run in piece["runs"]:
             for one in run["measured"]:
+                if one["strategy"] not in styles():
+                    # Batch parallelism by a scan, which earlier runs have beside it.
+                    continue
                 x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
                 style = styles()[one["strategy"]] | {"fillstyle": _FILLS[run["network"]], "ls": ""}
                 (line,) = axes.plot(x, y, ms=8, **style)

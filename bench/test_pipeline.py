@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from sparsescan.strategies.architectures import build
+from sparsescan.strategies.pipeline_schedule import Placement
 
 from . import lenet5, pipeline
 from .experiment import Options, run
 from .pipeline import CHECK, GROUPS, PLAIN, Settings, TorchStage
+from .space_time import draw
 
 QUICK = Options(quick=True, device="cpu")
 
@@ -113,3 +115,18 @@ def test_stages_that_do_something_else_stop_the_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(TorchStage, "backward", backward)
     with pytest.raises(AssertionError, match="PyTorch's stages are wrong: losses are up to"):
         pipeline.check(pipeline.load_digits(), 20)
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    placement = Placement(4, (1, 2))
+    figure = draw(placement, 7)
+    figure.savefig(tmp_path / "picture.png")
+    apart, together = figure.axes
+    assert [label.get_text() for label in together.get_yticklabels()] == [
+        *("FS1", "FS2", "FS3, BKS1", "BKS2", "BKS3")
+    ]
+    # Every minibatch has six passes; as many cycles have time for two and a bit of them one by one.
+    assert len(together.texts) == 6 * 7
+    assert [text.get_text() for text in apart.texts[:6]] == ["0", "1", "2", "0", "1", "0"]
+    said = [text.get_text() for text in together.texts if text.get_position()[1] == 0]
+    assert said == ["0", *(f"{m}$_{{−{min(m, 4)}}}$" for m in range(1, 7))]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,6 +32,11 @@ __all__ = ["main"]
 _SCHEDULES = "auto, linear, blelloch, truncated:K (K up-sweep levels) or chunked:C (C chunks)"
 _DEMO_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 _MPI_SCHEDULES = ("auto", "vectors", "products")
+# Those of sparsescan.strategies.architectures, which is imported when it is used.
+_NETWORKS = (
+    *("lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N", "inception-v3"),
+    *("rnn:T", "gru:T"),
+)
 _SCAN = """\
 Compute the gradients of a chain that sparsescan.save_chain has written, and write
 them to another .npz file. If the chain is stacked (a CSRChain or one dense array),
@@ -70,8 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         arguments.command(arguments)
+        sys.stdout.flush()
     except (SparseScanError, ImportError, MemoryError) as error:
         return _complain(str(error), argv)
+    except BrokenPipeError:
+        # Whoever reads has enough; what is left is not written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         return _complain(f"{name}{error.strerror or error}; give a path that works", argv)
@@ -164,8 +176,8 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument(
         "network",
         metavar="NETWORK",
-        help="lenet5, alexnet, vgg11, vgg16, resnet-N (N = 6n + 2, such as 110), inception-v3, "
-        "rnn:T or gru:T, or a file FILE.npz that sparsescan.save_chain has written",
+        help=f"{', '.join(_NETWORKS)}, where N is 6n + 2, such as 110, and T a number of steps; or "
+        "a file FILE.npz that sparsescan.save_chain has written",
     )
     parser.add_argument("--workers", type=int, required=True, metavar="P", help="how many")
     parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
@@ -173,6 +185,20 @@ def _add_strategies(commands: Any) -> None:
         "--machine",
         metavar="FILE.json",
         help="a worker and its network; by default those that --run has measured, or else a GPU's",
+    )
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        metavar="NAME",
+        help="show this one, by the name in the table; may be given several times",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="gradients of parameters are summed while a backward pass goes on",
+    )
+    parser.add_argument(
+        "--json", metavar="OUT.json", help="JSON file for the plans, layer by layer"
     )
     parser.add_argument("--plot", metavar="OUT.png", help="PNG file for the time of a step over P")
     parser.add_argument(
@@ -311,16 +337,22 @@ def _strategies(arguments: argparse.Namespace) -> None:
     workers = check_count("--workers", arguments.workers, 1)
     batch = check_count("--batch", arguments.batch, 1)
     if arguments.run:
-        if arguments.plot is not None:
-            raise InputError(
-                "--plot draws predictions, and --run measures; expected one of them without the "
-                "other"
-            )
+        for option, does in {"plot": "draws", "json": "writes", "strategy": "chooses"}.items():
+            if getattr(arguments, option):
+                raise InputError(
+                    f"--{option} {does} predictions, and --run measures; expected one of them "
+                    "without the other"
+                )
         _mpi_commands.run_strategies(arguments)
         return
     from ..strategies import build, compare, from_chain, load_machine, plot_comparison
+    from ..strategies.compare import named
+    from ..strategies.machine import worker_file
 
     _check_plot(arguments.plot)
+    if arguments.json is not None:
+        _check_output(arguments.json)
+    chosen = named(arguments.strategy)
     if name.endswith(".npz"):
         _, jacobians = load_chain(name)
         patterns = plan(jacobians, schedule="linear").patterns
@@ -328,12 +360,20 @@ def _strategies(arguments: argparse.Namespace) -> None:
     else:
         network = build(name)
     machine = load_machine(arguments.machine)
-    compared = compare(network, machine, workers, batch)
+    machine = replace(machine, overlap=machine.overlap or arguments.overlap)
+    compared = compare(network, machine, workers, batch, chosen)
     if arguments.plot is not None:
-        plot_comparison(network, machine, workers, batch, arguments.plot)
+        plot_comparison(network, machine, workers, batch, arguments.plot, chosen)
+    if arguments.json is not None:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(compared.to_dict(), file, indent=1)
     print(compared)
+    if arguments.machine is None and worker_file().exists():
+        print(f"for the machine that --run has measured and kept: {worker_file()}")
     if arguments.plot is not None:
         print(f"time of a step over the number of workers: {arguments.plot}")
+    if arguments.json is not None:
+        print(f"the plans, layer by layer: {arguments.json}")
 
 
 def _check_plot(path: str | None) -> None:

@@ -17,8 +17,8 @@ from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
 from .pipeline import MicroBatches, Pipeline
 from .recurrent import Recurrent
-from .scan import Scan, ScanSamples
-from .strategy import Prediction, Strategy, Training
+from .scan import Scan
+from .strategy import LayerPlan, Prediction, Strategy, Training
 
 __all__ = [
     "BatchParallel",
@@ -27,6 +27,7 @@ __all__ = [
     "Graph",
     "Integrated",
     "Layer",
+    "LayerPlan",
     "Machine",
     "MicroBatches",
     "ModelParallel",
@@ -36,7 +37,6 @@ __all__ = [
     "Recurrent",
     "Run",
     "Scan",
-    "ScanSamples",
     "Strategy",
     "Training",
     "build",

@@ -41,6 +41,7 @@ __all__ = [
     "from_chain",
     "from_sequential",
     "output_size",
+    "pair",
     "sequential",
 ]
 
@@ -163,7 +164,7 @@ class Builder:
     ) -> int:
         """Add a convolution with a bias, or with a batch normalisation and a ReLU in one layer."""
         x, shape = self._read(x)
-        sizes = _pair(kernel), _pair(stride), _pair(padding)
+        sizes = pair(kernel), pair(stride), pair(padding)
         weights = channels * (shape[0] // groups) * math.prod(sizes[0])
         out = channels, *output_size(shape, *sizes)
         return self.add(
@@ -193,7 +194,7 @@ class Builder:
     ) -> int:
         """Add a pooling, by maxima or means."""
         x, shape = self._read(x)
-        sizes = _pair(kernel), _pair(kernel if stride is None else stride), _pair(padding)
+        sizes = pair(kernel), pair(kernel if stride is None else stride), pair(padding)
         out = shape[0], *output_size(shape, *sizes)
         nnz = shape[0] * _meetings(shape, *sizes)
         name = self.name_of("pool")
@@ -250,7 +251,8 @@ class Builder:
         return f"{start}{self._named[start]}"
 
 
-def _pair(sizes: int | Sequence[int]) -> Pair:
+def pair(sizes: int | Sequence[int]) -> Pair:
+    """Return sizes along height and width."""
     y, x = (sizes, sizes) if isinstance(sizes, int) else sizes
     return y, x
 
@@ -373,6 +375,11 @@ def _blocks(name: str) -> int:
     """Return the blocks of each width of ``resnet-N``; 0 if the name is another."""
     match = re.fullmatch("resnet-([1-9][0-9]*)", name)
     layers = int(match[1]) if match else 0
+    if layers in (50, 152):
+        raise InputError(
+            f"network is {name!r}, of which the better known is for ImageNet and is not built in; "
+            f"expected one of {', '.join(NAMES)}, such as resnet-56"
+        )
     return layers // 6 if layers % 6 == 2 else 0
 
 
@@ -476,7 +483,7 @@ def _module(builder: Builder, name: str, branches: Sequence[_Branch]) -> None:
 def _normal(builder: Builder, conv: _Conv, x: int) -> int:
     """Add a convolution; without a stride, one that keeps height and width."""
     channels, kernel, *stride = conv
-    y, z = _pair(kernel)
+    y, z = pair(kernel)
     if stride:
         return builder.conv(channels, kernel, stride[0], norm=True, x=x)
     return builder.conv(channels, kernel, padding=(y // 2, z // 2), norm=True, x=x)
@@ -663,14 +670,14 @@ def _layer(op: Operator, name: str, x: int) -> Layer:
     nnz, shape = op.nnz, op.output_shape
     if isinstance(op, Conv2d):
         taps = math.prod(op.weight.shape) * math.prod(shape[:-3]) * math.prod(shape[-2:])
-        sizes = _pair(op.kernel_size), _pair(op.stride), _pair(op.padding)
+        sizes = pair(op.kernel_size), pair(op.stride), pair(op.padding)
         return Layer(name, kind, (x,), shape, weights, taps, nnz, *sizes, groups=op.groups)
     if isinstance(op, (MaxPool2d, AvgPool2d)):
-        sizes = _pair(op.kernel_size), _pair(op.stride), _pair(op.padding)
+        sizes = pair(op.kernel_size), pair(op.stride), pair(op.padding)
         return Layer(name, kind, (x,), shape, weights, 0, nnz, *sizes)
     if isinstance(op, AdaptiveAvgPool2d):
         pairs = zip(op.input_shape[-2:], shape[-2:], strict=True)
-        size = _pair([-(-n // m) for n, m in pairs])
+        size = pair([-(-n // m) for n, m in pairs])
         return Layer(name, kind, (x,), shape, weights, 0, nnz, size, size)
     dense = nnz if isinstance(op, Linear) else 0
     return Layer(name, kind, (x,), shape, weights, dense, nnz)

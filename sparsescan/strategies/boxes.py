@@ -24,7 +24,6 @@ __all__ = [
     "bounds",
     "cut",
     "intersection",
-    "overlap",
     "parts",
     "shape_of",
     "volume",
@@ -47,12 +46,6 @@ def parts(length: int, count: int) -> list[Range]:
     return [bounds(length, part, count) for part in range(count)]
 
 
-def overlap(a: Range, b: Range) -> Range:
-    """Return the range that two ranges share; it may be empty."""
-    low, high = max(a[0], b[0]), min(a[1], b[1])
-    return low, max(low, high)
-
-
 def blocks(shape: Sequence[int], degrees: Sequence[int], ranks: int) -> list[Box]:
     """Cut a shape into so many blocks along every axis; ranks that are left over get empty ones."""
     boxes: list[Box] = [
@@ -64,7 +57,9 @@ def blocks(shape: Sequence[int], degrees: Sequence[int], ranks: int) -> list[Box
 
 def intersection(a: Box, b: Box) -> Box:
     """Return the box that two boxes share, of volume 0 if there is none."""
-    return tuple(overlap(*ranges) for ranges in zip(a, b, strict=True))
+    lows = [max(i, k) for (i, _), (k, _) in zip(a, b, strict=True)]
+    highs = [min(j, m) for (_, j), (_, m) in zip(a, b, strict=True)]
+    return tuple((low, max(low, high)) for low, high in zip(lows, highs, strict=True))
 
 
 def volume(box: Box) -> int:

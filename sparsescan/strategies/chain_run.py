@@ -27,11 +27,12 @@ from ..symbolic.pattern import Pattern
 from .architectures import from_chain
 from .compare import Run, measure_here, measure_in_turns, strategies
 from .machine import Machine
-from .scan import Scan, ScanSamples
+from .scan import Scan
 from .strategy import Prediction
 
 __all__ = ["run_chain"]
 
+_SAMPLES = "scan, samples only"
 _UNTRAINED = "a chain has no layers to train: only its scan is run"
 
 
@@ -142,9 +143,9 @@ def _ways(comm: Any, path: Path, loaded: Loaded, reasons: dict[str, str]) -> Ite
     if samples >= size > 1:
         grid = Grid(1, size)
         whole = load_part(Communicator.of(comm), grid, path, inclusive=False)
-        yield _Way(comm, ScanSamples.name, grid, "vectors", whole)
+        yield _Way(comm, _SAMPLES, grid, "vectors", whole)
     elif size > 1:
-        reasons[ScanSamples.name] = f"{samples} samples are too few for {size} ranks"
+        reasons[_SAMPLES] = f"{samples} samples are too few for {size} ranks"
 
 
 def _samples_of(part: Any, some: slice) -> Any:

@@ -1,98 +1,85 @@
-"""Collectives made of messages, so that what each rank sends is known to the byte.
+"""Sums over ranks, made of messages so that what each rank sends is known to the byte.
 
-An all-gather is Bruck's: ⌈log₂ P⌉ messages a rank, and every block but one is sent by each. A
-reduce-scatter is the reverse, and an all-reduce is one and then the other (Thakur,
-Rabenseifner and Gropp, 2005, sections 4.1 and 4.4). So an all-gather of ``n`` numbers takes
-``α⌈log P⌉ + β n (P - 1)/P``, and an all-reduce twice that, for any ``P``.
+A reduce-scatter and an all-gather: each rank receives, and sends, all but its own piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel.communicator import Communicator
-from .boxes import parts
+from .boxes import bounds, parts
 
-__all__ = ["all_gather", "all_reduce", "descend", "gather_words", "lengths", "reduce_words"]
+__all__ = ["Sums", "descend", "sum_words"]
 
 Array = NDArray[Any]
 
 
-def lengths(length: int, count: int) -> NDArray[np.int64]:
-    """Return the lengths of `count` parts of almost equal length."""
-    return np.array([stop - start for start, stop in parts(length, count)], np.int64)
+def sum_words(length: Any, place: Any, copies: Any) -> Any:
+    """Count the numbers that one of some ranks sends where these sum an array; or many such."""
+    start, stop = bounds(length, place, copies)
+    return length + (stop - start) * (copies - 2)
 
 
-def _rounds(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the distance of the messages of each round, and the blocks in each of them."""
-    far = 1
-    while far < size:
-        yield far, min(far, size - far)
-        far *= 2
+class Sums:
+    """Sums of arrays over the ranks that have them, of all arrays in two exchanges.
 
+    Every rank sums a piece of each array in the order of ranks and gives it to the others, so that
+    all have the same bits.
 
-def gather_words(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the numbers each rank sends in an all-gather of blocks of these sizes (last axis)."""
-    twice = np.concatenate([sizes, sizes], axis=-1)
-    sums = np.concatenate([np.zeros_like(twice[..., :1]), twice.cumsum(axis=-1)], axis=-1)
-    size = sizes.shape[-1]
-    sent = np.zeros_like(sizes)
-    for _, count in _rounds(size):
-        sent += sums[..., count : count + size] - sums[..., :size]
-    return sent
+    Parameters
+    ----------
+    communicator : Communicator
+        The ranks.
+    arrays : sequence of tuple
+        Of each array that this rank has, the length and the ranks that have it, in order.
+    """
 
+    def __init__(
+        self, communicator: Communicator, arrays: Iterable[tuple[int, Sequence[int]]]
+    ) -> None:
+        self._communicator, start = communicator, 0
+        # By rank, where the pieces lie that it sums for this one, and those summed here for it.
+        theirs: dict[int, list[Array]] = {}
+        own: dict[int, list[Array]] = {}
+        for size, ranks in arrays:
+            pieces = [start + np.arange(*piece) for piece in parts(size, len(ranks))]
+            for rank, piece in zip(ranks, pieces, strict=True):
+                theirs.setdefault(rank, []).append(piece)
+                own.setdefault(rank, []).append(pieces[ranks.index(communicator.rank)])
+            start += size
+        self._theirs = {rank: np.concatenate(theirs[rank]) for rank in sorted(theirs)}
+        self._own = {rank: np.concatenate(own[rank]) for rank in sorted(own)}
 
-def reduce_words(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the numbers each rank sends in an all-reduce of an array with parts of these sizes."""
-    sent: NDArray[np.int64] = sizes.sum(axis=-1, keepdims=True) - sizes + gather_words(sizes)
-    return sent
+    def total(self, flat: Array) -> Array:
+        """Return the sums of all arrays, which lie one behind the other; collective."""
+        total = np.zeros_like(flat)
+        given = {rank: flat[where] for rank, where in self._theirs.items()}
+        for rank, part in self._exchanged(given, self._own).items():
+            total[self._own[rank]] += part
+        given = {rank: total[where] for rank, where in self._own.items()}
+        for rank, part in self._exchanged(given, self._theirs).items():
+            total[self._theirs[rank]] = part
+        return total
 
-
-def all_gather(communicator: Communicator, block: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the blocks of all ranks, one axis each; `sizes` are their lengths."""
-    rank, size = communicator.rank, communicator.size
-    blocks = [np.empty(length, block.dtype) for length in sizes]
-    blocks[rank] = np.ascontiguousarray(block).reshape(-1)
-    for far, count in _rounds(size):
-        there, back = (rank - far) % size, (rank + far) % size
-        sent = [blocks[(rank + k) % size] for k in range(count)]
-        arrived = [blocks[(back + k) % size] for k in range(count)]
-        _swap(communicator, there, np.concatenate(sent), back, arrived)
-    return blocks
-
-
-def all_reduce(communicator: Communicator, array: Array) -> Array:
-    """Return the sum of the arrays of all ranks, in one axis, with the same bits on all ranks."""
-    rank, size = communicator.rank, communicator.size
-    if size == 1:
-        return array
-    blocks = [array[a:b].copy() for a, b in parts(len(array), size)]
-    for far, count in reversed(list(_rounds(size))):
-        there, back = (rank + far) % size, (rank - far) % size
-        sent = [blocks[(there + k) % size] for k in range(count)]
-        arrived = [np.empty_like(blocks[(rank + k) % size]) for k in range(count)]
-        _swap(communicator, there, np.concatenate(sent), back, arrived)
-        for k, block in enumerate(arrived):
-            blocks[(rank + k) % size] += block
-    return np.concatenate(all_gather(communicator, blocks[rank], [len(b) for b in blocks]))
-
-
-def _swap(
-    communicator: Communicator, there: int, outgoing: Array, back: int, blocks: list[Array]
-) -> None:
-    """Send an array to one rank, and fill blocks with what another one sends."""
-    incoming = np.empty(sum(map(len, blocks)), outgoing.dtype)
-    sends = [(there, outgoing)] if len(outgoing) else []
-    receives = [(back, incoming)] if len(incoming) else []
-    communicator.exchange(sends, receives)
-    start = 0
-    for block in blocks:
-        block[:] = incoming[start : start + len(block)]
-        start += len(block)
+    def _exchanged(
+        self, parts: Mapping[int, Array], places: Mapping[int, Array]
+    ) -> dict[int, Array]:
+        """Give each rank its part, and return what each gives, which is as long as its place."""
+        here = self._communicator.rank
+        found = {
+            rank: parts[rank] if rank == here else np.empty(len(place), parts[rank].dtype)
+            for rank, place in places.items()
+        }
+        self._communicator.exchange(
+            [(rank, part) for rank, part in parts.items() if rank != here and len(part)],
+            [(rank, part) for rank, part in found.items() if rank != here and len(part)],
+        )
+        return found
 
 
 def descend(

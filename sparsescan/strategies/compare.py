@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, InputTypeError
+from ..errors import InputError
 from ..formatting import align, format_bytes, format_time
 from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
 from ..symbolic.schedule import check_count
 from .architectures import sequential
+from .configurations import Configuration
 from .deepa import PerLayer
 from .graph import Graph
 from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
 from .pipeline import MicroBatches, Pipeline
-from .recurrent import Recurrent, Trainable, graph_of
-from .scan import Scan, ScanSamples
+from .recurrent import Recurrent, Trainable, as_graph, graph_of
+from .scan import Scan
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "draw_over_workers",
     "measure_here",
     "measure_in_turns",
+    "named",
     "plain_ticks",
     "plot_comparison",
     "run",
@@ -48,6 +51,8 @@ __all__ = [
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
 _WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
 _RATE = 0.01
+# Most columns of a line that is printed.
+_COLUMNS = 80
 # Ratio of times above which the order of two strategies counts.
 _DIFFER = 1.15
 # Parts whose columns come first in a table; others follow.
@@ -62,52 +67,40 @@ _STYLES = (
     ("#999999", "v"),
     ("#56b4e9", "P"),
     ("#d55e00", "*"),
-    ("#000000", "d"),
 )
 
 
-class Single(Strategy):
+class Single(PerLayer):
     """One worker, with which strategies are compared."""
 
     name = "one worker"
 
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
-        """Predict a step layer by layer, forward and backward."""
-        layers = range(len(network.layers))
-        numbers = 2 * (network.weights + batch * network.activations)
-        return Prediction(
-            self.name,
-            "",
-            {
-                "forward": sum(machine.forward(network, k, batch) for k in layers),
-                "backward": sum(machine.backward(network, k, batch) for k in layers),
-            },
-            0,
-            machine.itemsize * numbers,
-        )
-
-    def start(
-        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
-    ) -> Training:
-        """Train on one rank."""
-        if comm.size > 1:
-            raise InputError(f"comm has {comm.size} ranks; expected one")
-        return BatchParallel().start(comm, network, batch, learning_rate=learning_rate)
+    def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
+        """Return nothing: there is no choice."""
+        return ""
 
 
-def strategies(machine: Machine | None = None) -> list[Strategy]:
-    """Return all strategies; `machine` is the one for which they choose when they are started."""
+def strategies() -> list[Strategy]:
+    """Return all strategies."""
     return [
         BatchParallel(),
-        ModelParallel(machine=machine),
-        DomainParallel(machine=machine),
-        Integrated(machine=machine),
-        PerLayer(machine=machine),
+        ModelParallel(),
+        DomainParallel(),
+        Integrated(),
+        PerLayer(),
         MicroBatches(),
         Pipeline(),
-        Scan(machine=machine),
-        ScanSamples(machine=machine),
+        Scan(),
     ]
+
+
+def named(names: Sequence[str] | None) -> list[Strategy]:
+    """Return the strategies of these names, by default all."""
+    every = {strategy.name: strategy for strategy in strategies()}
+    for name in names or ():
+        if name not in every:
+            raise InputError(f"strategy is {name!r}; expected one of {'; '.join(every)}")
+    return [every[name] for name in every if not names or name in names]
 
 
 @dataclass(frozen=True)
@@ -142,29 +135,41 @@ class Comparison:
         """Tell whether a worker has the memory."""
         return int(prediction.memory) <= self.machine.memory
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the predictions and their plans, layer by layer, as JSON can hold them."""
+        machine = asdict(replace(self.machine, times=None))
+        del machine["times"]
+        return {
+            "network": self.network.name,
+            "machine": machine,
+            "workers": self.workers,
+            "batch": self.batch,
+            "single": self.single.to_dict(),
+            "predictions": [one.to_dict() for one in self.predictions],
+            "reasons": self.reasons,
+        }
+
     def __str__(self) -> str:
         every = [self.single, *self.predictions]
         taken = {part for one in every for part, value in one.nanoseconds.items() if value > 0}
         known = dict.fromkeys([*_PARTS, *(part for one in every for part in one.nanoseconds)])
         parts = [part for part in known if part in taken]
-        rows = [["strategy", "step", *parts, "sent", "memory", "gradients"]]
+        rows = [["strategy", "step", "sent", "memory", "gradients", *parts]]
         for one in every:
             times = [one.nanoseconds.get(part, 0) for part in parts]
             share = f"{one.stale:.0%}" if one.stale >= 0.005 else "<1%"
             stale = f"{share} stale" if one.stale else "exact"
             memory = format_bytes(one.memory) + (" !" if not self.fits(one) else "")
             cells = [format_time(value) if value else "–" for value in times]
-            step = [one.strategy, format_time(one.total)]
-            rows.append([*step, *cells, format_bytes(one.bytes), memory, stale])
-        lines = [
+            step = [one.strategy, format_time(one.total), format_bytes(one.bytes)]
+            rows.append([*step, memory, stale, *cells])
+        said = [] if all(map(self.fits, every)) else ["! more memory than a worker has"]
+        said += [f"{one.strategy}: {_shortened(one.how)}" for one in self.predictions]
+        head = (
             f"{self.network.name}, {self.workers} workers, {self.batch} samples a step; a worker "
-            f"has {format_bytes(self.machine.memory)} ({self.machine.name})",
-            *(line[2:] for line in align(rows)),
-        ]
-        if not all(map(self.fits, every)):
-            lines.append("  ! more memory than a worker has")
-        lines += [f"  {one.strategy}: {_shortened(one.how)}" for one in self.predictions]
-        return "\n".join(lines + _without(self.reasons))
+            f"has {format_bytes(self.machine.memory)} ({self.machine.name})"
+        )
+        return _page(head, rows, [*said, *_without(self.reasons)])
 
 
 def _without(reasons: Mapping[str, str]) -> list[str]:
@@ -172,7 +177,24 @@ def _without(reasons: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    return [f"  without {'; '.join(those)}: {reason}" for reason, those in names.items()]
+    return [f"without {'; '.join(those)}: {reason}" for reason, those in names.items()]
+
+
+def _page(head: str, rows: Sequence[Sequence[str]], said: Sequence[str]) -> str:
+    """Return a table of lines that a terminal shows; columns that are too many come below."""
+    first, *columns = zip(*rows, strict=True)
+    blocks = [[first]]
+    for column in columns:
+        widths = [2 + max(map(len, one)) for one in (*blocks[-1], column)]
+        if sum(widths) > _COLUMNS:
+            blocks.append([first])
+        blocks[-1].append(column)
+    lines = [head]
+    for block in blocks:
+        lines += [line[2:] for line in align(list(zip(*block, strict=True)))]
+    for line in said:
+        lines += textwrap.wrap(line, _COLUMNS, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def _shortened(text: str, most: int = 100) -> str:
@@ -180,7 +202,7 @@ def _shortened(text: str, most: int = 100) -> str:
 
 
 def compare(
-    network: Graph,
+    network: Graph | Trainable,
     machine: Machine,
     workers: int,
     batch: int,
@@ -190,7 +212,7 @@ def compare(
 
     Parameters
     ----------
-    network : Graph
+    network : Graph, Sequential or Recurrent
         The network.
     machine : Machine
         A worker, and the network between workers.
@@ -209,7 +231,7 @@ def compare(
     Raises
     ------
     InputError, InputTypeError
-        If there is no worker, or no sample, or `network` is no graph.
+        If there is no worker, or no sample, or `network` is no network.
 
     Examples
     --------
@@ -220,11 +242,7 @@ def compare(
     True
     """
     workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-    if not isinstance(network, Graph):
-        raise InputTypeError(
-            f"network is a {type(network).__name__}; expected a Graph, such as build('lenet5') or "
-            "from_sequential(…)"
-        )
+    graph = as_graph(network)
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
         try:
@@ -233,11 +251,16 @@ def compare(
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
     single = Single().predict(network, machine, 1, batch)
-    return Comparison(network, machine, workers, batch, single, predictions, reasons)
+    return Comparison(graph, machine, workers, batch, single, predictions, reasons)
 
 
 def plot_comparison(
-    network: Graph, machine: Machine, workers: int, batch: int, path: str | os.PathLike[str]
+    network: Graph,
+    machine: Machine,
+    workers: int,
+    batch: int,
+    path: str | os.PathLike[str],
+    chosen: Sequence[Strategy] | None = None,
 ) -> None:
     """Draw the predicted time of a step over the number of workers.
 
@@ -249,6 +272,8 @@ def plot_comparison(
         The most; powers of two up to them are drawn.
     path : str or path-like
         The PNG file to write, under exactly this name.
+    chosen : sequence of Strategy, optional
+        As for :func:`compare`.
 
     Raises
     ------
@@ -261,7 +286,7 @@ def plot_comparison(
     from matplotlib.figure import Figure
 
     counts = sorted({1 << k for k in range(workers.bit_length())} | {workers})
-    every = [compare(network, machine, count, batch) for count in counts]
+    every = [compare(network, machine, count, batch, chosen) for count in counts]
     points: dict[str, list[tuple[int, float, bool]]] = {}
     for one in every:
         for prediction in one.predictions:
@@ -420,7 +445,7 @@ def _check_memory(graph: Graph, machine: Machine, workers: int, batch: int) -> N
     """Raise unless there is room for the Jacobians of all strategies, which take turns."""
     every = strategies()
     # With other strategies, each worker has only its part of the layers.
-    whole = sum(isinstance(one, (BatchParallel, PerLayer, ScanSamples)) for one in every)
+    whole = sum(isinstance(one, (BatchParallel, PerLayer)) for one in every)
     values = sum(layer.values(batch) for layer in graph.layers) * machine.itemsize
     held = int(values) + sum(layer.index_bytes for layer in graph.layers)
     needed = held * whole + held * (len(every) - whole) // workers
@@ -477,17 +502,17 @@ class Run:
             sent = format_bytes(one.bytes), format_bytes(one.prediction.bytes)
             rows.append([one.prediction.strategy, *times, *sent])
         predictions = [one.prediction for one in self.measured]
-        return "\n".join(
-            [
-                f"{self.network.name}, {self.workers} rank{'s' * (self.workers > 1)}, {self.batch} "
-                "samples a step, measured",
-                *(line[2:] for line in align(rows)),
-                f"  the order of {right} of the {pairs} pairs that differ by more than "
-                f"{_DIFFER - 1:.0%} is as predicted",
-                *(f"  {one.strategy}: {_shortened(one.how)}" for one in predictions),
-                *_without(self.reasons),
-            ]
+        head = (
+            f"{self.network.name}, {self.workers} rank{'s' * (self.workers > 1)}, {self.batch} "
+            "samples a step, measured"
         )
+        said = [
+            f"steps are predicted for this worker: {self.machine.name}",
+            f"the order of {right} of the {pairs} pairs that differ by more than "
+            f"{_DIFFER - 1:.0%} is as predicted",
+            *(f"{one.strategy}: {_shortened(one.how)}" for one in predictions),
+        ]
+        return _page(head, rows, [*said, *_without(self.reasons)])
 
 
 def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
@@ -521,30 +546,20 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     labels = rng.integers(graph.layers[-1].size, size=batch)
     started: list[tuple[Prediction, Training]] = []
     reasons = {}
-    for strategy in strategies(machine):
+    for strategy in strategies():
         try:
-            configured = _configured(strategy, network, graph, machine, comm.size, batch)
-            prediction = configured.predict(graph, machine, comm.size, batch)
+            prediction = strategy.predict(network, machine, comm.size, batch)
             if prediction.memory > machine.memory:
                 reasons[strategy.name] = f"a rank needs {format_bytes(prediction.memory)}"
                 continue
             # An error of the arguments is raised on all ranks.
-            training = configured.start(comm, network, batch, learning_rate=_RATE)
+            training = strategy.start(comm, network, batch, learning_rate=_RATE, machine=machine)
         except InputError as error:
             reasons[strategy.name] = str(error)
             continue
         started.append((prediction, training))
     measured = measure_in_turns(started, x, labels)
     return Run(graph, machine, comm.size, batch, measured, reasons)
-
-
-def _configured(
-    strategy: Strategy, network: Trainable, graph: Graph, machine: Machine, workers: int, batch: int
-) -> Strategy:
-    """Return the strategy with the choices that are predicted to be best for this machine."""
-    if isinstance(strategy, (Pipeline, MicroBatches)):
-        return strategy.chosen(graph, machine, workers, batch)
-    return strategy.of(network) if isinstance(strategy, Integrated) else strategy
 
 
 def measure_in_turns(

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from .boxes import Box, bounds
 from .graph import Graph, Layer
 
 __all__ = [
+    "MANY",
     "Configuration",
     "Configurations",
     "Moves",
@@ -37,11 +38,11 @@ Limits = tuple[int, int, int, int]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Beyond so many workers, images are cut into parts that are as square as can be, and only so many
+#: Beyond so many workers, images are cut by rows or as square as can be, and only so many
 # workers are looked at to find the busiest.
-_MANY = 16
-# Along an axis, among all configurations; tables grow with its square.
-_MOST_PARTS = 512
+MANY = 16
+# Along an axis, among all configurations.
+_MOST_PARTS = 4096
 
 
 def image_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -54,7 +55,13 @@ def limits(layer: Layer, batch: int) -> Limits:
     channels, height, width = image_of(layer.shape)
     if layer.kind == "input":
         return 1, 1, 1, 1
-    if layer.kind in ("norm", "softmax", "cell") or _moves_elements(layer):
+    if layer.kind == "cell":
+        # A state that is more than the hidden units is not cut.
+        return batch, channels if layer.nnz == channels**2 else 1, 1, 1
+    if layer.kind == "norm" and layer.nnz == layer.size:
+        # Each channel of an image is shifted and scaled by itself, with parameters of all.
+        return batch, 1, height, width
+    if layer.kind in ("norm", "softmax") or _moves_elements(layer):
         return batch, 1, 1, 1
     return batch, channels, height, width
 
@@ -98,7 +105,9 @@ def reach(
     if axis == 1 and layer.kind == "flatten" and not _moves_elements(layer):
         area = math.prod(image_of(source.shape)[1:])
         return start // area, -(-stop // area)
-    if layer.kind in ("linear", "flatten", "norm", "softmax", "cell"):
+    if layer.kind in ("linear", "flatten", "softmax", "cell"):
+        return whole
+    if layer.kind == "norm" and (layer.nnz != layer.size or layer.shape != source.shape):
         return whole
     return start - first, stop - first
 
@@ -119,37 +128,85 @@ def box_needed(layer: Layer, source: Layer, block: Box) -> Box:
     )
 
 
-class Axis(NamedTuple):
+class Axis:
     """Overlaps of the parts of an axis with the ranges of it that are needed.
+
+    Parameters
+    ----------
+    configurations : Configurations
+        Configurations of the workers, which number parts and ranges by codes.
+    size : int
+        Length of the axis.
+    start, stop : ndarray of int64, shape (codes,)
+        Bounds of every range that is needed, which may reach beyond the axis.
 
     Attributes
     ----------
     size : int
-        Length of the axis.
-    parts, ranges : tuple of ndarray, shape (codes,)
-        Bounds of every part, and of every range inside the axis.
-    sent : ndarray, shape (codes, divisors)
-        Sum of the overlaps of a part with all ranges of so many parts.
-    messages : tuple of ndarray, shape (divisors, divisors)
-        Most ranges that overlap with a part, and most parts that overlap with a range.
+        As given.
+    length : ndarray of float64, shape (codes,)
+        Length of every range inside the axis.
     """
 
-    size: int
-    parts: tuple[Integers, Integers]
-    ranges: tuple[Integers, Integers]
-    sent: Floats
-    messages: tuple[Floats, Floats]
-
-    @property
-    def length(self) -> Floats:
-        """Length of every range."""
-        return (self.ranges[1] - self.ranges[0]).clip(0).astype(np.float64)
+    def __init__(
+        self, configurations: Configurations, size: int, start: Integers, stop: Integers
+    ) -> None:
+        self._of, self._known, self.size = configurations, dict[Any, Any](), size
+        self._parts = configurations.bounds(size)
+        self._ranges = np.clip(start, 0, size), np.clip(stop, 0, size)
+        self.length: Floats = (self._ranges[1] - self._ranges[0]).clip(0).astype(np.float64)
 
     def shared(self, a: Integers, b: Integers) -> Floats:
         """Return the length of the overlaps of parts and ranges, by code."""
-        (i, j), (k, m) = self.parts, self.ranges
+        (i, j), (k, m) = self._parts, self._ranges
         lengths: Floats = np.maximum(np.minimum(j[a], m[b]) - np.maximum(i[a], k[b]), 0.0)
         return lengths
+
+    def sent(self, codes: Integers, divisors: Integers) -> Floats:
+        """Return sums of the overlaps of parts, by code, with all ranges of some divisors.
+
+        The shape is ``(*codes.shape, len(divisors))``.
+        """
+        rows, row = np.unique(codes, return_inverse=True)
+        columns, column = np.unique(divisors, return_inverse=True)
+        key = rows.tobytes(), columns.tobytes()
+        if key not in self._known:
+            parts = self._parts[0][rows], self._parts[1][rows]
+            ends = [self._of.of_divisor(k, self._ranges) for k in columns]
+            lengths = [_overlaps(parts, ranges)[0] for ranges in ends]
+            self._known[key] = np.stack(lengths, axis=-1).astype(np.float64)
+        table: Floats = self._known[key][row.reshape(codes.shape)].take(column, axis=-1)
+        return table
+
+    def messages(self, a: Integers, b: Integers) -> Floats:
+        """Return the most ranges that overlap with a part, and parts with a range.
+
+        Parameters
+        ----------
+        a, b : ndarray of int64
+            Numbers of the divisors, of parts and of ranges.
+
+        Returns
+        -------
+        ndarray of float64, shape (2, len(a), len(b))
+        """
+        (rows, row), (columns, column) = (np.unique(x, return_inverse=True) for x in (a, b))
+        table = np.array([[self._most(k, m) for m in columns.tolist()] for k in rows.tolist()])
+        most: Floats = table[row][:, column].transpose(2, 0, 1)
+        return most
+
+    def _most(self, a: int, b: int) -> tuple[float, float]:
+        """Return :meth:`messages` of one divisor each."""
+        if (a, b) not in self._known:
+            parts, ranges = (
+                self._of.of_divisor(a, self._parts),
+                self._of.of_divisor(b, self._ranges),
+            )
+            some = _overlaps(_some(parts), ranges), _overlaps(_some(ranges), parts)
+            ways = some[0][1], some[1][1]
+            self._known[a, b] = float(ways[0].max()), float(ways[1].max())
+        found: tuple[float, float] = self._known[a, b]
+        return found
 
 
 class Configurations:
@@ -161,8 +218,8 @@ class Configurations:
         Number of workers.
     given : sequence of tuple of int, optional
         The configurations; by default those whose number of blocks is a divisor of the workers,
-        with at most 512 parts along an axis; of more than 16 workers, those in which the parts of
-        an image are as square as can be.
+        with at most 4,096 parts along an axis; of more than 16 workers, those in which the parts of
+        an image are rows, or as square as can be.
 
     Attributes
     ----------
@@ -191,17 +248,26 @@ class Configurations:
         self.all: Integers = self._every() if given is None else np.array(given)
 
     def _every(self) -> Integers:
-        d = self.divisors
-        grid: Integers = np.stack(np.meshgrid(d, d, d, d, indexing="ij"), axis=-1).reshape(-1, 4)
-        grid = grid[self.workers % grid.prod(axis=1) == 0]
-        if self.workers > _MANY:
-            area, width = grid[:, 2] * grid[:, 3], grid[:, 3]
-            best = {
-                a: min((w for w in d.tolist() if a % w == 0), key=lambda w: abs(a / w - w))
-                for a in set(area.tolist())
-            }
-            grid = grid[width == [min(best[a], a // best[a]) for a in area.tolist()]]
-        return grid
+        parts, workers = self.divisors.tolist(), self.workers
+        cuts = {area: self._cuts(area) for area in parts}
+        every = [
+            (n, c, h, w)
+            for n in parts
+            for c in parts
+            if workers % (n * c) == 0
+            for area in parts
+            if workers // (n * c) % area == 0
+            for h, w in cuts[area]
+        ]
+        return np.array(sorted(every))
+
+    def _cuts(self, area: int) -> list[tuple[int, int]]:
+        """Return the rows and columns into which images are cut, in so many parts."""
+        ways = [(area // w, w) for w in self.divisors.tolist() if area % w == 0]
+        if self.workers <= MANY:
+            return ways
+        h, w = min(ways, key=lambda way: abs(way[0] - way[1]))
+        return sorted({(area, 1), (max(h, w), min(h, w))})
 
     @property
     def codes(self) -> int:
@@ -217,26 +283,13 @@ class Configurations:
         """Return the overlaps of the parts of an axis with ranges that are needed, by code."""
         key = size, start.tobytes(), stop.tobytes()
         if key not in self._known:
-            parts = self.bounds(size)
-            ranges = np.clip(start, 0, size), np.clip(stop, 0, size)
-            every = np.arange(self.codes)
-            axis = Axis(size, parts, ranges, np.empty(0), (np.empty(0), np.empty(0)))
-            shared = axis.shared(every[:, None], every)
-            met = (shared > 0).astype(np.float64)
-            sent = self.sums(shared)
-            messages = self.maxima(self.sums(met)), self.maxima(self.sums(met.T)).T
-            self._known[key] = axis._replace(sent=sent, messages=messages)
+            self._known[key] = Axis(self, size, start, stop)
         return self._known[key]
 
-    def sums(self, table: Floats) -> Floats:
-        """Return sums over the codes on the last axis, for every divisor."""
-        sums: Floats = np.add.reduceat(table[..., :-1], self._starts, axis=-1)
-        return sums
-
-    def maxima(self, table: Floats) -> Floats:
-        """Return maxima over the codes on the first axis, for every divisor."""
-        maxima: Floats = np.maximum.reduceat(table[:-1], self._starts, axis=0)
-        return maxima
+    def of_divisor(self, k: int, bounds: tuple[Integers, Integers]) -> tuple[Integers, Integers]:
+        """Return the bounds, of those by code, that belong to divisor number `k`."""
+        own = slice(self._starts[k], self._starts[k] + self.divisors[k])
+        return bounds[0][own], bounds[1][own]
 
     def divisors_of(self, chosen: Integers) -> Integers:
         """Return numbers of the divisors along each axis, shape ``(len(chosen), 4)``."""
@@ -252,6 +305,17 @@ class Configurations:
 
     def codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         """Return codes of each worker's parts, ``(len(chosen), len(workers), 4)``."""
+        if workers is self.looked_at:
+            codes: Integers = self._codes[chosen]
+            return codes
+        return self._codes_of(chosen, workers)
+
+    @cached_property
+    def _codes(self) -> Integers:
+        """Codes of the workers that are looked at, in all configurations."""
+        return self._codes_of(np.arange(len(self.all)), self.looked_at)
+
+    def _codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         starts = self._starts[self.divisors_of(chosen)]
         codes: Integers = starts[:, None] + self.places(chosen, workers)
         idle = workers >= self.all[chosen].prod(axis=1)[:, None]
@@ -267,9 +331,41 @@ class Configurations:
     @cached_property
     def looked_at(self) -> Integers:
         """Workers of which one is assumed to be the busiest."""
-        if self.workers <= _MANY:
+        if self.workers <= MANY:
             return np.arange(self.workers)
-        return np.unique(np.linspace(0, self.workers - 1, _MANY).round().astype(np.int64))
+        return _spread(self.workers)
+
+
+def _some(bounds: tuple[Integers, Integers]) -> tuple[Integers, Integers]:
+    """Return some ranges of many."""
+    if len(bounds[0]) <= MANY:
+        return bounds
+    chosen = _spread(len(bounds[0]))
+    return bounds[0][chosen], bounds[1][chosen]
+
+
+def _spread(count: int) -> Integers:
+    """Return :data:`MANY` numbers below a larger count, as far apart as can be."""
+    return np.unique(np.linspace(0, count - 1, MANY).round().astype(np.int64))
+
+
+def _overlaps(
+    ranges: tuple[Integers, Integers], others: tuple[Integers, Integers]
+) -> tuple[Integers, Integers]:
+    """Return, for each range, the length of its overlaps with others, and their number.
+
+    Neither the starts nor the stops of the others decrease.
+    """
+    (i, j), (starts, stops) = ranges, others
+    before, behind = (np.append(0, np.cumsum(ends)) for ends in (starts, stops))
+    # Those that overlap, then those of them that begin before the range, or end in it.
+    first = stops.searchsorted(i, "right")
+    last = np.maximum(starts.searchsorted(j, "left"), first)
+    begun = starts.searchsorted(i, "right").clip(first, last)
+    ended = stops.searchsorted(j, "right").clip(first, last)
+    upper = behind[ended] - behind[first] + (last - ended) * j
+    lower = before[last] - before[begun] + (begun - first) * i
+    return upper - lower, last - first
 
 
 class Moves:
@@ -336,23 +432,17 @@ class Moves:
             axis.shared(first[..., k], second[..., k]) for k, axis in enumerate(self.axes)
         )
         sent = _product(
-            axis.sent[first[:, :, 0, k]].take(divisors[:, k], axis=-1)
-            for k, axis in enumerate(self.axes)
+            axis.sent(first[:, :, 0, k], divisors[:, k]) for k, axis in enumerate(self.axes)
         )
         return sent - kept, self.needed(b, workers).T - kept
 
     def messages(self, a: Integers, b: Integers) -> Floats:
         """Return the most blocks that overlap with one, its own included, (len(a), len(b))."""
-        of = self._of
-        first, second = of.divisors_of(a)[:, None], of.divisors_of(b)
-        sends, receives = (
-            _product(
-                table[first[..., k], second[:, k]]
-                for k, table in enumerate(axis.messages[way] for axis in self.axes)
-            )
-            for way in (0, 1)
+        first, second = self._of.divisors_of(a), self._of.divisors_of(b)
+        ways = _product(
+            axis.messages(first[:, k], second[:, k]) for k, axis in enumerate(self.axes)
         )
-        most: Floats = np.maximum(sends, receives)
+        most: Floats = ways.max(axis=0)
         return most
 
 

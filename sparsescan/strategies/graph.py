@@ -144,11 +144,6 @@ class Graph:
         """Entries of all outputs for one sample."""
         return sum(layer.size for layer in self.layers)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every layer reads just the one before it."""
-        return all(layer.inputs == (k - 1,) for k, layer in enumerate(self.layers) if k > 0)
-
     @cached_property
     def trained(self) -> tuple[bool, ...]:
         """Whether gradients of the output of each layer lead to parameters."""

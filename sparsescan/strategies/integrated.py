@@ -1,56 +1,35 @@
-"""Integrated model, batch and domain parallelism (Gholami et al., SPAA 2018)."""
+"""Integrated model, batch and domain parallelism (Gholami et al., SPAA 2018).
+
+On a grid of ``P_r × P_c`` workers a layer is cut along samples, its channels or its rows: these are
+configurations of a layer, and cost and run as all of them do.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import Counter
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from itertools import groupby
+
+import numpy as np
 
 from ..errors import InputError
 from ..symbolic.schedule import check_count
-from .equations import Volume, all_gather, all_reduce, halo
-from .graph import MIXING, Graph
-from .integrated_run import IntegratedTraining, whole_layers
-from .machine import Machine
-from .recurrent import Trainable, graph_of
-from .sharding import STATES, Sharding, live, units
-from .strategy import Prediction, Strategy, Training
+from .configurations import Configuration, Configurations, Limits, allowed
+from .deepa import Divided, LayerCosts, NetworkCosts
+from .graph import MIXING, Graph, Layer
 
-__all__ = ["BatchParallel", "DomainParallel", "GridCosts", "Integrated", "ModelParallel", "Rules"]
+__all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
 
-_STATES = {"batch": "samples", "model": "channels", "domain": "rows"}
-_PARTS = ("forward", "backward", "activations", "weights", "halo", "loss")
-_ROWWISE = ("conv", "pool", "norm", "elementwise", "add", "concat")
+_MODES = "batch", "model", "domain"
 
 
-class Rules(NamedTuple):
-    """States that layers may have.
-
-    Attributes
-    ----------
-    allowed : collection of str
-        States that may be chosen, some of :data:`~.sharding.STATES`.
-    together : collection of int
-        Layers that are whole, or shared by samples only.
-    rows_first : bool
-        Whether no layer that can be shared by rows is shared by samples.
-    """
-
-    allowed: Collection[str]
-    together: Collection[int] = ()
-    rows_first: bool = False
-
-
-class Integrated(Strategy):
+class Integrated(Divided):
     """The best ``P_r × P_c`` grid, with every layer by batch, by model or by domain.
 
     A column of ``P_r`` workers shares ``B/P_c`` samples. In a layer by model each worker has some
     output channels, and ``1/P_r`` of the weights; by domain some rows of the images, and all
-    weights; by batch some of the samples. Dynamic programming over layers finds the fastest choice
-    for every grid. Between layers that are shared differently equation 6 is paid, which the paper's
-    equation 9 leaves out.
+    weights; by batch some of the samples. Between layers that are shared differently equation 6 is
+    paid, which the paper's equation 9 leaves out.
 
     Parameters
     ----------
@@ -58,8 +37,6 @@ class Integrated(Strategy):
         ``(P_r, P_c)``; by default the best.
     modes : collection of {"batch", "model", "domain"}
         Ways to share a layer that may be chosen.
-    machine : Machine
-        The machine for which :meth:`start` chooses.
 
     Raises
     ------
@@ -79,87 +56,47 @@ class Integrated(Strategy):
     """
 
     name = "integrated"
-    _together: Collection[int] = ()
-    _rows_first = False
 
     def __init__(
-        self,
-        grid: tuple[int, int] | None = None,
-        modes: Collection[str] = ("batch", "model", "domain"),
-        machine: Machine | None = None,
+        self, grid: tuple[int, int] | None = None, modes: Collection[str] = _MODES
     ) -> None:
-        if not modes or not set(modes) <= set(_STATES):
-            raise InputError(f"modes is {modes!r}; expected some of {tuple(_STATES)}")
+        if not modes or not set(modes) <= set(_MODES):
+            raise InputError(f"modes is {modes!r}; expected some of {_MODES}")
         if grid is not None:
             grid = check_count("grid[0]", grid[0], 1), check_count("grid[1]", grid[1], 1)
         self.grid, self.modes = grid, tuple(modes)
-        self.machine = Machine() if machine is None else machine
-
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
-        """Predict a step by the fastest sharding."""
-        sharding, costs = self.choose(network, machine, workers, batch)
-        times = costs.times(sharding.states)
-        if any(layer.kind == "concat" for layer in network.layers):
-            # An estimate: shares of the channels of layers that are joined are no shares of the
-            # whole, which would have to be redistributed.
-            sent = math.ceil(costs.words(sharding.states) * machine.itemsize)
-        else:
-            sent = int(sharding.sent(network, batch, machine.itemsize).max())
-        how = sharding.describe(network)
-        return Prediction(self.name, how, times, sent, costs.memory(sharding.states))
-
-    def start(
-        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
-    ) -> Training:
-        """Train a network over ranks, by the sharding that is best for :attr:`machine`."""
-        graph = graph_of(network)
-        sharding, _ = self.of(network).choose(graph, self.machine, comm.size, batch)
-        return IntegratedTraining(comm, network, graph, sharding, batch, learning_rate)
-
-    def of(self, network: Trainable) -> Integrated:
-        """Return this strategy for the operators of a network.
-
-        Some of them can be shared by samples only, which a graph does not always tell; so
-        :meth:`predict` then predicts the step that :meth:`start` runs.
-        """
-        strategy = copy.copy(self)
-        strategy._together = whole_layers(network, graph_of(network))
-        return strategy
 
     def choose(
-        self, graph: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[Sharding, GridCosts]:
-        """Return the fastest sharding, and the costs on its grid.
-
-        Raises
-        ------
-        InputError
-            If there is none.
-        """
-        workers = check_count("workers", workers, 1)
-        batch = check_count("batch", batch, 1)
-        best: tuple[float, Sharding, GridCosts] | None = None
-        reasons: list[str] = []
+        self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
+    ) -> list[Configuration]:
+        """Return the best grid's configurations, or raise an `InputError` if there are none."""
+        found: list[tuple[float, list[Configuration]]] = []
+        reason = ""
         for rows, columns in self._grids(workers):
             if columns > batch:
-                reasons.append(
-                    f"a batch of {batch} cannot be shared by {columns} columns of workers"
+                reason = f"a batch of {batch} cannot be shared by {columns} columns of workers"
+                continue
+            ways = self._ways(rows, columns)
+            choices = [
+                self._possible(layer, np.array([*ways.values()]), [*ways], most)
+                for layer, most in zip(graph.layers, bounds, strict=True)
+            ]
+            empty = [k for k, choice in enumerate(choices) if not len(choice)]
+            if empty:
+                layer = graph.layers[empty[0]]
+                reason = (
+                    f"{layer.name} of shape {layer.shape} cannot be shared by {rows} rows "
+                    f"of workers, with a batch of {batch} in {columns} columns"
                 )
                 continue
-            # With one row there is nothing but batch parallelism.
-            allowed = {_STATES[mode] for mode in self.modes if rows > 1} | {"whole"}
-            rules = Rules(allowed, self._together, self._rows_first)
-            costs = GridCosts(graph, machine, (rows, columns), batch, rules)
-            total, states = costs.best()
-            if math.isinf(total):
-                reasons.append(costs.reason)
-            elif best is None or total < best[0]:
-                best = total, Sharding(rows, columns, states), costs
-        if best is None:
+            model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
+            chosen, total = model.cheapest(choices)
+            found.append((total, chosen))
+        if not found:
             raise InputError(
-                f"{self.name} cannot use {workers} workers for {graph.name!r}: {reasons[-1]}"
+                f"{self.name} cannot use {workers} workers for {graph.name!r}: {reason}"
             )
-        return best[1:]
+        return min(found)[1]
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         if self.grid is None:
@@ -169,6 +106,48 @@ class Integrated(Strategy):
                 f"grid is {self.grid[0]} × {self.grid[1]}; expected {workers} workers in all"
             )
         return [self.grid]
+
+    def _ways(self, rows: int, columns: int) -> dict[str, Configuration]:
+        """Return the configurations on a grid; with one row there is but batch parallelism."""
+        ways: dict[str, Configuration] = {
+            "input": (1, 1, 1, 1),
+            "batch": (rows * columns, 1, 1, 1),
+            "model": (columns, rows, 1, 1),
+            "domain": (columns, 1, rows, 1),
+            "first row": (columns, 1, 1, 1),
+        }
+        chosen = {"input", "first row", *(self.modes if rows > 1 else ())}
+        return {way: one for way, one in ways.items() if way in chosen}
+
+    def _possible(
+        self, layer: Layer, configurations: np.ndarray, ways: list[str], most: Limits
+    ) -> np.ndarray:
+        """Return the numbers of ways in which a layer can be shared."""
+        if layer.kind == "input":
+            return np.array([0])
+        can = allowed(layer, most, configurations)
+        can[0] = False
+        if layer.kind in MIXING and len(ways) > 2:
+            # Other rows would have nothing to do.
+            can[ways.index("first row")] = False
+        return np.flatnonzero(can)
+
+    def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
+        """Describe the grid, and the layers with weights, in a few words."""
+        pairs = [pair for pair in zip(graph.layers, chosen, strict=True) if pair[0].kind in MIXING]
+        shared = [one for _, one in pairs if one[1] * one[2] > 1]
+        rows, columns = (shared[0][1] * shared[0][2], shared[0][0]) if shared else (1, 0)
+        columns = columns or max((one[0] for _, one in pairs), default=1)
+        words = []
+        for mode, group in groupby(pairs, lambda pair: _mode(pair[1])):
+            names = [layer.name for layer, _ in group]
+            ends = names[0] if len(names) == 1 else f"{names[0]}–{names[-1]}"
+            words.append(f"{mode} in {ends}")
+        return ", ".join([f"{rows} × {columns}", *words])
+
+
+def _mode(one: Configuration) -> str:
+    return "model" if one[1] > 1 else "domain" if one[2] > 1 else "batch"
 
 
 class BatchParallel(Integrated):
@@ -188,8 +167,8 @@ class ModelParallel(Integrated):
 
     name = "model"
 
-    def __init__(self, machine: Machine | None = None) -> None:
-        super().__init__(modes=("model",), machine=machine)
+    def __init__(self) -> None:
+        super().__init__(modes=("model",))
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
@@ -202,255 +181,28 @@ class DomainParallel(Integrated):
     """
 
     name = "domain"
-    _rows_first = True
 
-    def __init__(self, machine: Machine | None = None) -> None:
-        super().__init__(modes=("domain", "batch"), machine=machine)
+    def __init__(self) -> None:
+        super().__init__(modes=("domain", "batch"))
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
 
+    def _possible(
+        self, layer: Layer, configurations: np.ndarray, ways: list[str], most: Limits
+    ) -> np.ndarray:
+        found = super()._possible(layer, configurations, ways, most)
+        by_rows = [k for k in found if ways[k] == "domain"]
+        return np.array(by_rows) if by_rows else found
+
     def choose(
-        self, graph: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[Sharding, GridCosts]:
-        """Return the fastest sharding, if there are images of so many rows, and its costs."""
-        sharding, costs = super().choose(graph, machine, workers, batch)
-        if workers > 1 and "rows" not in sharding.states:
+        self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
+    ) -> list[Configuration]:
+        """Return the configurations, if there are images of so many rows."""
+        chosen = super().choose(graph, costs, workers, batch, bounds)
+        if workers > 1 and all(one[2] == 1 for one in chosen):
             raise InputError(
                 f"domain cannot use {workers} workers for {graph.name!r}: no layer has images of "
                 "so many rows"
             )
-        return sharding, costs
-
-
-class GridCosts:
-    """Time, words and memory of every layer on one grid, in each state, and between states.
-
-    Layers are taken in their order, and all activations that are read later are in one state; where
-    that changes, all of them are redistributed; for a chain this is no restriction. An activation
-    that several layers read by model is gathered once, for the first that multiplies it by weights.
-    Cells share parameters, so they are in one state.
-
-    Parameters
-    ----------
-    graph : Graph
-        The network.
-    machine : Machine
-        A worker.
-    grid : tuple of two ints
-        ``P_r`` and ``P_c``.
-    batch : int
-        Samples.
-    rules : Rules
-        States that layers may have.
-    """
-
-    def __init__(
-        self, graph: Graph, machine: Machine, grid: tuple[int, int], batch: int, rules: Rules
-    ) -> None:
-        self._graph, self._machine, self._batch, self._rules = graph, machine, batch, rules
-        self._rows, self._columns = grid
-        self._samples = batch / self._columns
-        self._trained, self._units = graph.trained, units(graph)
-        # For each layer, the first one that multiplies its output by weights.
-        self._first = [0] * len(graph.layers)
-        for k, layer in enumerate(graph.layers):
-            for i in layer.inputs:
-                if layer.kind in MIXING and not self._first[i]:
-                    self._first[i] = k
-        # For each layer, the first of those just before it that cost the same in every state.
-        count = len(graph.layers)
-        self._alike = graph.alike if graph.is_chain else tuple(range(count))
-        self._live = live(graph)
-        #: Why there is no way, where :meth:`best` returns an infinite time.
-        self.reason = ""
-
-    def best(self) -> tuple[float, tuple[str, ...]]:
-        """Return the least time, infinite if there is no way, and the state of every layer."""
-        cells = any(layer.kind == "cell" for layer in self._graph.layers)
-        ways = [self._best(state) for state in (STATES if cells else STATES[:1])]
-        return min(ways, key=lambda way: way[0])
-
-    def _best(self, cells: str) -> tuple[float, tuple[str, ...]]:
-        """Return the best with all cells in one state."""
-        totals: dict[str, float] = {"whole": 0.0}
-        # For each layer, the state before it by its own.
-        paths: list[dict[str, str]] = []
-        for k, layer in enumerate(self._graph.layers[1:], 1):
-            if self._alike[k] == k:
-                steps = self._steps(k, cells)
-            reached: dict[str, float] = {}
-            path: dict[str, str] = {}
-            for state, (own, moved) in steps.items():
-                total, before = min(
-                    (total + moved[before], before) for before, total in totals.items()
-                )
-                reached[state], path[state] = total + own, before
-            if not reached:
-                self.reason = (
-                    f"{layer.name} of shape {layer.shape} cannot be shared by {self._rows} rows "
-                    f"of workers, with a batch of {self._batch} in {self._columns} columns"
-                )
-                return math.inf, ()
-            totals = reached
-            paths.append(path)
-        ends = {state: total + self._time(self._end(state)) for state, total in totals.items()}
-        state = min(ends, key=lambda state: ends[state])
-        states = [state]
-        for path in reversed(paths):
-            states.append(path[states[-1]])
-        return ends[state], tuple(reversed(states))
-
-    def _steps(self, k: int, cells: str) -> dict[str, tuple[float, dict[str, float]]]:
-        """Return the time of layer `k` in each state, and that of moves from each state before."""
-        steps = {}
-        for state in STATES if self._graph.layers[k].kind != "cell" else (cells,):
-            if self.possible(k, state):
-                own = sum(self._time(v) for v in self._layer(k, state).values())
-                own += sum(self._compute(k, state))
-                moved = {before: self._time(self._moved(k, before, state)) for before in STATES}
-                steps[state] = own, moved
-        return steps
-
-    def times(self, states: tuple[str, ...]) -> dict[str, float]:
-        """Return nanoseconds by part."""
-        times = dict.fromkeys(_PARTS, 0.0)
-        for (k, _, state), count in self._counts(states).items():
-            forward, backward = self._compute(k, state)
-            times["forward"] += count * forward
-            times["backward"] += count * backward
-        for part, volume in self.volumes(states).items():
-            times[part] += self._time(volume)
-        samples = self._samples / self._rows if states[-1] == "samples" else self._samples
-        times["loss"] += self._machine.loss(samples)
-        return times
-
-    def words(self, states: tuple[str, ...]) -> float:
-        """Count the numbers that a worker sends."""
-        return sum(volume.words for volume in self.volumes(states).values())
-
-    def memory(self, states: tuple[str, ...]) -> int:
-        """Count bytes of a worker: weights, gradients, activations, also those gathered."""
-        numbers = 0.0
-        for k, (layer, state) in enumerate(zip(self._graph.layers, states, strict=True)):
-            mine = state == "channels" and layer.kind in MIXING
-            numbers += 2 * layer.weights / (self._rows if mine else 1)
-            share = 1 if state == "whole" and k > 0 else self._rows
-            numbers += self._samples * layer.size / share
-            if mine:
-                numbers += sum(self._samples * self._graph.layers[i].size for i in layer.inputs)
-        return math.ceil(numbers) * self._machine.itemsize
-
-    def volumes(self, states: tuple[str, ...]) -> dict[str, Volume]:
-        """Return the volume that a worker sends, by part."""
-        volumes = {part: Volume() for part in _PARTS[2:]}
-        for (k, before, state), count in self._counts(states).items():
-            for part, volume in self._layer(k, state).items():
-                volumes[part] += volume * count
-            volumes["activations"] += self._moved(k, before, state) * count
-        volumes["activations"] += self._end(states[-1])
-        volumes["loss"] = all_reduce(self._rows * self._columns, 1)
-        return volumes
-
-    def _counts(self, states: tuple[str, ...]) -> Counter[tuple[int, str, str]]:
-        """Count layers that are alike, and in the same state behind the same state."""
-        return Counter(zip(self._alike[1:], states[:-1], states[1:], strict=True))
-
-    def _time(self, volume: Volume) -> float:
-        return volume.time(self._machine.network, self._machine.itemsize)
-
-    def _gather(self, k: int) -> Volume:
-        """Return the volume of equation 6 for the output of layer `k`."""
-        return all_gather(self._rows, self._samples * self._graph.layers[k].size)
-
-    def possible(self, k: int, state: str) -> bool:
-        """Tell whether a layer can be in a state, with a part for each worker."""
-        layer = self._graph.layers[k]
-        if state not in self._rules.allowed:
-            return False
-        if state == "samples":
-            enough = self._batch >= self._rows * self._columns
-            return enough and not (self._rules.rows_first and self.possible(k, "rows"))
-        if state == "whole":
-            # With weights it would be computed as often as there are rows.
-            return layer.kind not in MIXING or self._rows == 1
-        if k in self._rules.together:
-            return False
-        if state == "channels":
-            kept = layer.kind in (*MIXING, *_ROWWISE, "flatten") and layer.kind != "norm"
-            # The Jacobian of a cell whose state is more than its hidden units is not dense.
-            dense = layer.kind != "cell" or layer.nnz == layer.size**2
-            return kept and dense and self._units[k] >= self._rows
-        read = [self._graph.layers[i] for i in layer.inputs]
-        if layer.kind == "norm" and (layer.nnz, layer.shape) != (layer.size, read[0].shape):
-            # It mixes the elements of a sample.
-            return False
-        shapes = [layer.shape, *(self._graph.layers[i].shape for i in self._live[k])]
-        return layer.kind in _ROWWISE and all(
-            len(shape) == 3 and shape[1] >= self._rows for shape in shapes
-        )
-
-    def _compute(self, k: int, state: str) -> tuple[float, float]:
-        """Return nanoseconds forward and backward."""
-        samples, share = self._samples / self._rows, 1.0
-        if state == "whole":
-            samples = self._samples
-        elif state == "channels" and self._graph.layers[k].kind in MIXING:
-            samples, share = self._samples, 1 / self._rows
-        machine, graph = self._machine, self._graph
-        # Every layer is a chain of its own.
-        chain = machine.chain(graph, k, share)
-        return (
-            machine.forward(graph, k, samples, share),
-            chain + machine.backward(graph, k, samples, share) + machine.update(graph, k, share),
-        )
-
-    def _layer(self, k: int, state: str) -> dict[str, Volume]:
-        """Return the terms of equation 9 for weights and halos."""
-        layer, volumes = self._graph.layers[k], {}
-        if layer.weights and state in ("samples", "rows"):
-            volumes["weights"] = all_reduce(self._rows * self._columns, layer.weights)
-        elif layer.weights:
-            share = self._rows if state == "channels" else 1
-            volumes["weights"] = all_reduce(self._columns, layer.weights / share)
-        windowed = layer.kind == "conv" or layer.kernel[0] > layer.stride[0]
-        if state == "rows" and self._rows > 1 and layer.kind in ("conv", "pool") and windowed:
-            channels, _, width = self._graph.input_shape(k)
-            volume = halo(channels * width, layer.kernel[0], self._samples)
-            if self._trained[layer.inputs[0]]:
-                row = layer.shape[0] * layer.shape[2]
-                volume += halo(row, layer.kernel[1], self._samples)
-            volumes["halo"] = volume
-        return volumes
-
-    def _moved(self, k: int, before: str, state: str) -> Volume:
-        """Return the volume of all-gathers and all-reduces before layer `k`."""
-        volume, layer = Volume(), self._graph.layers[k]
-        by_model = state == "channels" and layer.kind in MIXING
-        if before == state and not by_model:
-            return volume
-        for i in self._live[k]:
-            if by_model and i in layer.inputs:
-                if before != state or self._first[i] == k:
-                    volume += self._converted(i, before, "whole")
-                    # The sum of gradients, those from later layers included.
-                    volume += self._gather(i) * (2 * self._trained[i])
-            elif before != state:
-                volume += self._converted(i, before, state)
-        return volume
-
-    def _converted(self, k: int, before: str, state: str) -> Volume:
-        """Return the volume of a gather where it is not whole, and of its gradient's."""
-        volume = Volume()
-        if before == state:
-            return volume
-        if before != "whole":
-            volume += self._gather(k)
-        if state != "whole" and self._trained[k]:
-            volume += self._gather(k)
-        return volume
-
-    def _end(self, state: str) -> Volume:
-        """Return the volume of the last gather, since the loss needs whole samples."""
-        whole = state in ("whole", "samples")
-        return Volume() if whole else self._gather(len(self._graph.layers) - 1)
+        return chosen

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -53,6 +53,11 @@ class Machine:
         α and β.
     itemsize : int
         Bytes of a number.
+    state : int
+        Numbers that the optimiser keeps for each parameter: 0 of SGD, 1 with momentum, 2 of Adam.
+    overlap : bool
+        Whether gradients of parameters are summed while a backward pass goes on, as in DeePa
+        (section 5) and in Figure 8 of integrated parallelism.
     times : Times, optional
         Measured times of the layers of a network, which replace the model's; they are not saved.
         Without them, updates, the loss and agreements of ranks in every step take no time.
@@ -65,6 +70,8 @@ class Machine:
     memory: int = 16 << 30
     network: Network = field(default=BUILT_IN)
     itemsize: int = 4
+    state: int = 0
+    overlap: bool = False
     times: Times | None = field(default=None, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
@@ -83,7 +90,7 @@ class Machine:
         """
         layer = graph.layers[k]
         if (known := self._measured("forward", graph, k, samples, share)) is not None:
-            one_of_many = share == 1 and layer.kind == "cell"
+            one_of_many = layer.kind == "cell" and share == 1
             return self._of_many(("forward",), graph, k, samples) if one_of_many else known
         if layer.kind in ("input", "flatten"):
             return 0.0
@@ -91,7 +98,7 @@ class Machine:
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
-        if share == 1 and graph.layers[k].kind == "cell":
+        if graph.layers[k].kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
         if (known := self._measured("params", graph, k, samples, share)) is not None:
             both = self.values(graph, k, samples, share) + self.product(graph, k, samples, share)
@@ -175,7 +182,7 @@ class Machine:
         All steps of a whole cell are one chain.
         """
         layer = graph.layers[k]
-        if share == 1 and layer.kind == "cell":
+        if layer.kind == "cell" and share == 1:
             return self.sweep * (layer.shares is None)
         return self.sweep * any(graph.trained[i] for i in layer.inputs)
 
@@ -186,6 +193,37 @@ class Machine:
         """
         contention = 1.0 if self.times is None else self.times.contention
         return max(max(work) / contention, sum(work) / workers)
+
+    def exchange(self, blocks: Any, nbytes: Any) -> Any:
+        """Return nanoseconds in which `blocks` workers give each other parts of what they have.
+
+        ``α⌈log₂ blocks⌉ + β·nbytes``, with the bytes of the busiest. So all-gathers take what
+        equation 6 of integrated parallelism says, and a halo one message for each neighbour.
+        """
+        rounds = np.ceil(np.log2(np.maximum(blocks, 1)))
+        return self.network.latency * rounds + self.network.inverse_bandwidth * nbytes
+
+    def all_reduce(self, sums: Iterable[tuple[int, float]]) -> float:
+        """Return nanoseconds of sums over so many workers of so many numbers, in one message.
+
+        Two exchanges, equation 4 of integrated parallelism.
+        """
+        some = [(workers, numbers) for workers, numbers in sums if numbers]
+        most = max((workers for workers, _ in some), default=1)
+        words = sum(numbers * (workers - 1) / workers for workers, numbers in some)
+        return float(2 * self.exchange(most, words * self.itemsize))
+
+    def needed(self, weights: int, activations: int, others: int = 0) -> int:
+        """Count bytes of parameters, activations, the gradients of both, and other numbers."""
+        return self.itemsize * ((2 + self.state) * weights + 2 * activations + others)
+
+    def hidden(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return nanoseconds of a step by part, without the sums that a backward pass hides."""
+        times = dict(parts)
+        if self.overlap and "weights" in times:
+            hiding = times.get("backward", 0.0) + times.get("parameters", 0.0)
+            times["weights"] = max(times["weights"] - hiding, 0.0)
+        return times
 
     def collective(self, name: str, workers: int) -> float:
         """Return nanoseconds of a "maximum", "broadcast" or "gather" of a few bytes."""
@@ -206,7 +244,8 @@ class Machine:
         read = sum(graph.layers[i].size for i in layer.inputs)
         entries = samples * (read + share * layer.size) + share * layer.weights
         arithmetic = samples * share * layer.multiply_adds / self.multiply_adds
-        return max(arithmetic, entries * self.itemsize / self.bandwidth)
+        nanoseconds: float = np.maximum(arithmetic, entries * self.itemsize / self.bandwidth)
+        return nanoseconds
 
 
 def worker_file() -> Path:
@@ -313,28 +352,29 @@ def _machine_of(content: Any) -> Machine:
     network = given.pop("network", asdict(BUILT_IN))
     if not isinstance(network, dict):
         raise TypeError(f"network is {network!r:.40}")
-    network = asdict(BUILT_IN) | {"name": "given"} | network
-    whole = {"memory": int, "itemsize": int}
-    _check("", given, Machine, whole)
-    _check("network.", network, Network, {})
-    given = {name: whole.get(name, float)(v) if name != "name" else v for name, v in given.items()}
-    return Machine(**given, network=Network(**network))
+    network = {"name": "given"} | network
+    known = {each.name: type(each.default) for each in fields(Machine) if each.default is not None}
+    whole = {name: _number(name, value, known) for name, value in given.items()}
+    values = asdict(BUILT_IN)
+    kinds = {name: type(value) for name, value in values.items()}
+    values |= {name: _number(f"network.{name}", v, kinds) for name, v in network.items()}
+    return Machine(**whole, network=Network(**values))
 
 
-def _check(
-    prefix: str, given: Mapping[str, Any], kind: type[Any], whole: Mapping[str, Any]
-) -> None:
-    """Check names and numbers, which are positive, or for a network at least 0."""
-    known = {each.name for each in fields(kind)} - {"network", "times"}
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{prefix}{name} is not known")
-        if name == "name":
-            if not isinstance(value, str):
-                raise TypeError(f"{prefix}name is {value!r}")
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{prefix}{name} is {value!r}")
-        least = 0 if prefix or name == "overhead" else math.ulp(0.0)
-        if not (math.isfinite(value) and value >= least) or (name in whole and value < 1):
-            raise ValueError(f"{prefix}{name} is {value}")
+def _number(path: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
+    """Check a value; numbers are positive, or at least 0 where that means that there is none."""
+    *network, name = path.split(".")
+    kind = kinds.get(name)
+    if kind is None:
+        raise ValueError(f"{path} is not known")
+    if kind in (str, bool):
+        if not isinstance(value, kind):
+            raise TypeError(f"{path} is {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{path} is {value!r}")
+    zero = network or name in ("overhead", "state")
+    least = 0 if zero else 1 if kind is int else math.ulp(0.0)
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{path} is {value}")
+    return kind(value)

@@ -19,7 +19,7 @@ from ..jacobians import Conv2d, Linear, Operator, Sequential
 from ..parallel.communicator import Communicator
 from ..parallel.exchange import observe
 from .architectures import from_sequential
-from .collectives import all_reduce
+from .collectives import Sums
 from .recurrent import Recurrent, Step, Trainable, operators
 from .stage import RecurrentStage, Stage
 from .strategy import cross_entropy
@@ -65,13 +65,13 @@ def measure_exchanges(communicator: Communicator) -> tuple[float, float]:
     layer, x = Conv2d(4, 4, 3, input_shape=(4, 32, 32), rng=0), np.ones((4, 4, 32, 32), np.float32)
 
     def steps(count: int) -> float:
-        data = np.zeros(count, np.float32)
+        data, sums = np.zeros(count, np.float32), Sums(communicator, [(count, range(size))])
 
         def several() -> None:
             for _ in range(_STEPS):
                 layer.forward(x)
                 if count:
-                    all_reduce(communicator, data)
+                    sums.total(data)
 
         return _together(communicator, several) / _STEPS
 

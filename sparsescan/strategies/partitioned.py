@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..jacobians import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Operator
+from ..errors import InputError
+from ..jacobians import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Operator,
+)
 from ..jacobians.activations import Elementwise
 from ..parallel.communicator import Communicator
-from .boxes import Box, Redistribution, blocks, cut, parts, shape_of, volume
-from .collectives import descend
+from .architectures import output_size, pair
+from .boxes import Box, Range, Redistribution, blocks, cut, shape_of, volume
+from .collectives import Sums, descend
 from .configurations import Configuration, Limits, box_needed, image_of, limits
 from .graph import Graph, Layer
 from .recurrent import Step
-from .stage import LocalLayer, LocalSum, RecurrentStage, Stage, copies
-from .strategy import Training, check_samples, cross_entropy
+from .stage import RecurrentStage, Stage, copies
+from .strategy import Job, Training, check_samples, cross_entropy
 
 __all__ = ["Division", "Partitioned", "limits_of"]
 
@@ -27,10 +39,19 @@ Array = NDArray[Any]
 
 def limits_of(op: Operator | None, layer: Layer, batch: int) -> Limits:
     """Return the most parts of a layer along each axis, if this operator computes them."""
-    if op is None:
+    if getattr(op, "training", False):
+        raise InputError(
+            f"{layer.name} is {op!r} in training, which couples samples; expected layers that "
+            "treat each sample alone"
+        )
+    if op is None or _is_norm(op):
         return limits(layer, batch)
+    if isinstance(op, Step):
+        return (
+            limits(layer, batch) if op.cell.state_size == op.cell.hidden_size else (batch, 1, 1, 1)
+        )
     channels, height, width = image_of(layer.shape)
-    if isinstance(op, Elementwise) or _slides(op):
+    if _is_pointwise(op) or _slides(op):
         return batch, channels, height, width
     if _is_flat(op):
         return batch, channels, 1, 1
@@ -41,12 +62,23 @@ def _slides(op: Operator) -> bool:
     """Tell whether its windows slide over images, and depend on nothing but their entries."""
     if len(op.input_shape) != 3 or getattr(op, "dilation", (1, 1)) != (1, 1):
         return False
-    return isinstance(op, (Conv2d, MaxPool2d)) or (isinstance(op, AvgPool2d) and _is_plain(op))
+    if isinstance(op, AvgPool2d) and any(op.padding) and not op.count_include_pad:
+        return False
+    if not isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)):
+        return False
+    # The padding "same" may be unequal on both sides, and windows may reach beyond it.
+    size = output_size(op.input_shape, pair(op.kernel_size), pair(op.stride), pair(op.padding))
+    return op.output_shape[1:] == size
 
 
-def _is_plain(op: AvgPool2d) -> bool:
-    """Tell whether all windows are inside the image."""
-    return not (any(op.padding) or op.ceil_mode)
+def _is_pointwise(op: Operator) -> bool:
+    """Tell whether each entry is computed from the one in its place."""
+    return isinstance(op, Elementwise) or (isinstance(op, Dropout) and op.mask is None)
+
+
+def _is_norm(op: Operator) -> bool:
+    """Tell whether it shifts and scales the channels of an image."""
+    return isinstance(op, BatchNorm2d) and len(op.input_shape) == 3
 
 
 def _is_flat(op: Operator) -> bool:
@@ -60,7 +92,7 @@ def _needed(op: Operator | None, layer: Layer, source: Layer, block: Box) -> Box
     """Return the box of its input that an operator, or a sum, reads for a block."""
     if op is None or not volume(block):
         return block
-    if isinstance(op, Elementwise) or _slides(op) or _is_flat(op):
+    if _is_pointwise(op) or _slides(op) or _is_flat(op) or _is_norm(op):
         return box_needed(layer, source, block)
     return (block[0], *((0, size) for size in image_of(source.shape)))
 
@@ -86,49 +118,75 @@ class Division(NamedTuple):
     input_shape: tuple[int, ...]
 
 
-class _Block(LocalLayer):
+class _Local:
+    """A sum of layers, as one rank computes it; of one layer, that layer."""
+
+    def __init__(self, params: dict[str, Array] | None = None) -> None:
+        self.params = {} if params is None else params
+
+    def forward(self, *xs: Array) -> Array:
+        """Return the sum."""
+        return reduce(np.add, xs)
+
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        """Return the gradient of each term, which is not to be written to, and of parameters."""
+        return grad, {}
+
+
+class _Block(_Local):
     """A block of the output of a layer; `op` computes it from the box `needed`.
 
     The block begins with channel `first` of the output of `op`.
     """
 
     def __init__(self, op: Operator, needed: Box, block: Box, first: int, deep: bool) -> None:
-        shape = shape_of(needed)[1:] if deep else None
-        super().__init__(Stage([op], deep, copied=False), shape)
-        self._op_shape, self._size = op.input_shape, shape_of(block)
+        self._op, self._deep, self._stage = op, deep, Stage([op], deep, copied=False)
+        super().__init__(self._stage.parameters[0])
+        self._needed, self._size = shape_of(needed)[1:], shape_of(block)
         self._cut = slice(first, first + self._size[1])
+
+    def read(self, x: Array) -> None:
+        """Take the inputs of these samples, if it is a step of a cell."""
+        if isinstance(self._op, Step):
+            self._op.read(x)
 
     def forward(self, *xs: Array) -> Array:
         (x,) = xs
-        y = super().forward(x.reshape(len(x), *self._op_shape))
+        self._activations = self._stage.forward(x.reshape(len(x), *self._op.input_shape))
+        y = self._activations[-1]
         block: Array = y.reshape(len(y), -1, *self._size[2:])[:, self._cut]
         return block
 
     def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
-        y = self.activations[-1]
+        y = self._activations[-1]
         if y.size != grad.size:
             shape = len(y), y[0].size // math.prod(self._size[2:]), *self._size[2:]
             whole = np.zeros(shape, y.dtype)
             whole[:, self._cut] = grad
             grad = whole
-        grads = super().backward(grad)
-        self.activations = []
-        return grads
+        below, (grads, *_) = self._stage.backward(self._activations, grad)
+        self._activations = []
+        return below.reshape(-1, *self._needed) if self._deep else grad, grads
 
 
-class _Cells(LocalLayer):
+class _Cells(_Local):
     """All steps of a recurrent network, for the samples of a block."""
 
     def __init__(self, steps: Sequence[Operator], block: Box) -> None:
-        super().__init__(RecurrentStage(steps), None)
+        self._stage = RecurrentStage(steps)
+        super().__init__(self._stage.parameters[0])
         self._samples, self._size = slice(*block[0]), shape_of(block)
 
     def forward(self, *xs: Array) -> Array:
-        last: Array = super().forward(xs[0][self._samples]).reshape(self._size)
+        self._activations = self._stage.forward(xs[0][self._samples])
+        last: Array = self._activations[-1].reshape(self._size)
         return last
 
+    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
+        return grad, self._stage.backward(self._activations, grad)[1][0]
 
-class _Idle(LocalSum):
+
+class _Idle(_Local):
     """A block without entries, on a rank that is left over."""
 
     def __init__(self, block: Box) -> None:
@@ -156,40 +214,9 @@ def _restricted(op: Operator, needed: Box, block: Box) -> Operator:
         return op.restrict(op.input_shape, slice(*block[1]))
     if _slides(op):
         return op.restrict(size, padding=0)
-    if isinstance(op, Elementwise) or _is_flat(op):
+    if _is_pointwise(op) or _is_flat(op) or _is_norm(op):
         return op.restrict(size)
     return op
-
-
-class _Replicas:
-    """Copies of the parameters of a layer on some ranks, whose gradients are summed.
-
-    Every rank sums a piece of them in the order of ranks and gives it to the others, so that all
-    copies stay equal to the last bit.
-    """
-
-    def __init__(self, communicator: Communicator, layer: Layer, owned: Sequence[Box]) -> None:
-        self._communicator = communicator
-        channels = image_of(layer.shape)[0]
-        sizes = [
-            layer.weights * (box[1][1] - box[1][0]) // channels if volume(box) else 0
-            for box in owned
-        ]
-        pieces: list[Box] = [((0, 0),)] * len(sizes)
-        wholes = list(pieces)
-        start = 0
-        for channel in sorted({box[1][0] for box, size in zip(owned, sizes, strict=True) if size}):
-            ranks = [r for r, box in enumerate(owned) if box[1][0] == channel and sizes[r]]
-            size = sizes[ranks[0]]
-            for rank, (i, j) in zip(ranks, parts(size, len(ranks)), strict=True):
-                pieces[rank], wholes[rank] = ((start + i, start + j),), ((start, start + size),)
-            start += size
-        self._moves = Redistribution(pieces, wholes)
-
-    def total(self, flat: Array) -> Array:
-        """Return the sum of gradients over copies; collective."""
-        piece = self._moves.backward(self._communicator, flat, flat.dtype)
-        return self._moves.forward(self._communicator, piece, flat.dtype)
 
 
 class _Edge:
@@ -218,45 +245,52 @@ class _Edge:
         return self._moves.backward(communicator, grad, dtype)
 
 
+def _copies(
+    layer: Layer, owned: Sequence[Box], communicator: Communicator
+) -> tuple[int, list[int]]:
+    """Return how many parameters of a layer this rank has, and all ranks that have them."""
+    mine = owned[communicator.rank]
+    if not volume(mine):
+        return 0, []
+    size = layer.weights * shape_of(mine)[1] // image_of(layer.shape)[0]
+    return size, [rank for rank, box in enumerate(owned) if volume(box) and box[1] == mine[1]]
+
+
 class Partitioned(Training):
     """Training in which every layer is divided between the ranks in a way of its own.
 
     Parameters
     ----------
-    communicator : Communicator
-        The ranks.
+    job : Job
+        What is trained.
     division : Division
-        The network, and how they divide it.
-    batch : int
-        Samples of a step.
-    learning_rate : float
-        Learning rate of SGD.
+        How ranks divide it.
     """
 
-    def __init__(
-        self, communicator: Communicator, division: Division, batch: int, learning_rate: float
-    ) -> None:
-        graph, ops = division.graph, division.ops
-        self.communicator, self._learning_rate = communicator, learning_rate
+    def __init__(self, job: Job, division: Division) -> None:
+        graph, ops, batch = division.graph, division.ops, job.batch
+        self.communicator, self._learning_rate = job.communicator, job.rate
+        communicator = job.communicator
         self._layers, self._shape = graph.layers, (batch, *division.input_shape)
         owned = [
             blocks((batch, *image_of(layer.shape)), one, communicator.size)
             for layer, one in zip(graph.layers, division.configurations, strict=True)
         ]
         self._blocks = [boxes[communicator.rank] for boxes in owned]
-        # The last step of a cell stands for all of them, and reads sequences.
         self._steps = [k for k, op in enumerate(ops) if isinstance(op, Step)]
-        before = set(self._steps[:-1])
+        # If whole states are computed, the last step of a cell stands for all of them.
+        self._at_once = bool(self._steps) and division.configurations[1][1] == 1
+        before = set(self._steps[:-1]) if self._at_once else set()
         self._order = [k for k in range(1, len(ops)) if k not in before]
+        apart = {k for k in self._order if not (self._at_once and k in self._steps)}
         self._edges = [
-            [] if isinstance(op, Step) else [_edge(graph, op, owned, j, k) for j in layer.inputs]
+            [_edge(graph, op, owned, j, k) for j in layer.inputs] if k in apart else []
             for k, (op, layer) in enumerate(zip(ops, graph.layers, strict=True))
         ]
-        self._replicas = {
-            k: _Replicas(communicator, layer, owned[k])
-            for k, layer in enumerate(graph.layers)
-            if layer.weights
-        }
+        self._weighted = [k for k, layer in enumerate(graph.layers) if layer.weights]
+        self._sums = Sums(
+            communicator, [_copies(graph.layers[k], owned[k], communicator) for k in self._weighted]
+        )
         self._parts = self._local_layers(ops)
         own = [k for k, op in enumerate(ops) if op is not None]
         self._trained = [k for k in own if graph.layers[k].shares is None]
@@ -264,24 +298,34 @@ class Partitioned(Training):
             np.float32, *(param for op in ops if op is not None for param in op.params.values())
         )
 
-    def _local_layers(self, ops: Sequence[Operator | None]) -> list[LocalSum]:
+    def _local_layers(self, ops: Sequence[Operator | None]) -> list[_Local]:
         """Return this rank's block of every layer, with parameters of its own."""
         rank = self.communicator.rank
-        local = [LocalSum() if volume(block) else _Idle(block) for block in self._blocks]
-        own = {
-            k: (op, self._edges[k][0].needed[rank], self._blocks[k])
-            for k, op in enumerate(ops)
-            if op is not None and not isinstance(op, Step) and volume(self._blocks[k])
-        }
-        restricted = copies([_restricted(*three) for three in own.values()])
-        for (k, (op, needed, block)), part in zip(own.items(), restricted, strict=True):
+        local = [_Local() if volume(block) else _Idle(block) for block in self._blocks]
+        units = slice(*self._blocks[1][1])
+        cells = [ops[k].cell for k in self._steps[:1]]  # type: ignore[union-attr]
+        if volume(self._blocks[1]) and not self._at_once:
+            cells = [cell.restrict(units) for cell in cells]
+        own: dict[int, tuple[Operator, Box, int]] = {}
+        for k, op in enumerate(ops):
+            if op is None or not volume(self._blocks[k]) or not self._edges[k]:
+                continue
+            needed = self._edges[k][0].needed[rank]
+            if isinstance(op, Step):
+                # All steps have the same part of the cell.
+                own[k] = Step(cells[0], op.t), needed, 0
+            else:
+                first = _first(op, needed, self._blocks[k])
+                own[k] = _restricted(op, needed, self._blocks[k]), needed, first
+        mine = copies([part for part, _, _ in own.values()])
+        for (k, (_, needed, first)), part in zip(own.items(), mine, strict=True):
             deep = self._edges[k][0].source > 0
-            local[k] = _Block(part, needed, block, _first(op, needed, block), deep)
-        if self._steps and volume(self._blocks[self._steps[0]]):
+            local[k] = _Block(part, needed, self._blocks[k], first, deep)
+        if self._at_once and volume(self._blocks[1]):
             steps = [op for op in ops if isinstance(op, Step)]
-            cells = _Cells(steps, self._blocks[self._steps[0]])
+            whole = _Cells(steps, self._blocks[1])
             for k in self._steps:
-                local[k] = cells
+                local[k] = whole
         return local
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
@@ -301,16 +345,25 @@ class Partitioned(Training):
             grad = flat.reshape(y.shape)
         losses = self.communicator.gather(loss)
         grads = self._backward(grad, dtype)
-        for k, replicas in self._replicas.items():
-            params = self._parts[k].params
-            descend([params], [grads[k]], self._learning_rate, replicas.total)
+        own = [k for k in self._weighted if grads[k]]
+        descend(
+            [self._parts[k].params for k in own],
+            [grads[k] for k in own],
+            self._learning_rate,
+            lambda flat: self._sums.total(flat.astype(dtype, copy=False)),
+        )
         return math.fsum(losses)
 
     def _forward(self, x: Array) -> Array:
         """Return the block that this rank has of the last output."""
         outputs = {0: x.reshape(len(x), *image_of(x.shape[1:]))}
+        if self._steps and not self._at_once:
+            # Their first state.
+            outputs[0] = np.zeros((len(x), *image_of(self._layers[0].shape)), x.dtype)
         for k in self._order:
-            edges = self._edges[k]
+            edges, part = self._edges[k], self._parts[k]
+            if edges and isinstance(part, _Block):
+                part.read(x[slice(*self._blocks[k][0])])
             boxes = [edge.forward(self.communicator, outputs, x.dtype) for edge in edges]
             outputs[k] = self._parts[k].forward(*boxes or [x])
         return outputs[self._order[-1]]
@@ -335,7 +388,7 @@ class Partitioned(Training):
     def parameters(self) -> list[dict[str, Array]]:
         """Return parameters of every layer, whole, on all ranks; those of a cell once."""
         mine = [
-            (self._blocks[k][1][0], self._parts[k].params) if volume(self._blocks[k]) else None
+            (self._blocks[k][1], self._parts[k].params) if volume(self._blocks[k]) else None
             for k in self._trained
         ]
         ranks = self.communicator.gather(mine)
@@ -353,10 +406,18 @@ def _edge(
     return _Edge(source, owned[source], needed, -np.inf if isinstance(op, MaxPool2d) else 0.0)
 
 
-def _joined(shares: Sequence[tuple[int, dict[str, Array]]]) -> dict[str, Array]:
+def _joined(shares: Sequence[tuple[Range, dict[str, Array]]]) -> dict[str, Array]:
     """Join parameters over channels, each from the first rank that has them."""
     first = dict(reversed(shares))
     return {
-        name: np.concatenate([first[channel][name] for channel in sorted(first)])
+        name: _gate_by_gate([(first[channels][name], channels) for channels in sorted(first)])
         for name in shares[0][1]
     }
+
+
+def _gate_by_gate(blocks: Sequence[tuple[Array, Range]]) -> Array:
+    """Join a parameter with the same number of rows for every channel, such as one for a gate."""
+    if len(blocks) == 1:
+        return blocks[0][0]
+    rows = [param.reshape(-1, stop - start, *param.shape[1:]) for param, (start, stop) in blocks]
+    return np.concatenate(rows, axis=1).reshape(-1, *blocks[0][0].shape[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..parallel.communicator import Communicator
 from .graph import Graph, blocks
 from .machine import Machine
 from .pipeline_ranks import MicroBatchTraining, PipelineTraining
 from .pipeline_schedule import Placement
-from .recurrent import Trainable, graph_of
-from .strategy import Prediction, Strategy, Training
+from .recurrent import Trainable, as_graph, graph_of
+from .strategy import Job, LayerPlan, Prediction, Strategy, Training
 
 __all__ = ["MicroBatches", "Pipeline", "balance"]
 
@@ -33,7 +31,9 @@ class _Stages(Strategy):
     def __init__(self, registers: Sequence[int] | None = None) -> None:
         self._given = None if registers is None else tuple(registers)
 
-    def placement(self, network: Graph, machine: Machine, workers: int, batch: int) -> Placement:
+    def placement(
+        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
+    ) -> Placement:
         """Place the registers: by dynamic programming, if they are not given.
 
         They are where one output is all that later layers read, and not between layers that share
@@ -49,24 +49,9 @@ class _Stages(Strategy):
         InputError
             If there are more workers than stages, or registers where none can be.
         """
-        forward, backward, messages = _times(network, machine, batch)
-        return self._place(network, forward + backward, messages, workers)
-
-    def start(
-        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
-    ) -> Training:
-        """Train over the ranks, a stage on each; see :meth:`.Strategy.start`.
-
-        Registers that are not given balance the nonzeros of Jacobians; :meth:`chosen` has those of
-        :meth:`predict`.
-        """
-        graph = graph_of(network)
-        workers = Communicator.of(comm).size
-        layers = self._place(graph, _work(graph), np.zeros(len(graph.layers)), workers)
-        # A block is one operator.
-        ends = _ends(graph)
-        placement = Placement(len(network.ops), tuple(map(ends.index, layers.registers)))
-        return self._train(comm, network, placement, batch, learning_rate)
+        graph = as_graph(network)
+        forward, backward, messages = _times(graph, machine, batch)
+        return self._place(graph, forward + backward, messages, workers)
 
     def _place(self, network: Graph, work: _Costs, messages: _Costs, workers: int) -> Placement:
         """Return the registers that are given, checked, or those that balance the stages."""
@@ -89,11 +74,6 @@ class _Stages(Strategy):
             )
         return Placement(layers, tuple(int(places[k]) for k in chosen))
 
-    @abstractmethod
-    def _train(
-        self, comm: Any, network: Trainable, placement: Placement, batch: int, rate: float
-    ) -> Training: ...
-
 
 class Pipeline(_Stages):
     """Pipelined back-propagation with stale weights: no bubbles, and not exact.
@@ -105,8 +85,7 @@ class Pipeline(_Stages):
     ----------
     registers : sequence of int, optional
         The pipeline placement vector: layers of the graph behind which there are pipeline
-        registers, one less than workers. By default the slowest stage is as fast as can be, in
-        training by the nonzeros of its Jacobians.
+        registers, one less than workers. By default the slowest stage is as fast as can be.
     iterations : int, optional
         Number of minibatches that are pipelined. Those that follow are run one at a time (hybrid
         training). By default all are pipelined.
@@ -135,19 +114,25 @@ class Pipeline(_Stages):
         super().__init__(registers)
         self._iterations = iterations
 
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+    def predict(
+        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
+    ) -> Prediction:
         """Predict a step of a full pipeline."""
+        network = as_graph(network)
         placement = self.placement(network, machine, workers, batch)
         weights = [layer.weights for layer in network.layers[1:]]
         forward, backward, messages = _times(network, machine, batch)
         parts = placement.parts
         work = [float((forward + backward)[part].sum()) + machine.sweep for part in parts]
+        # Stages that wait leave their cores to others.
+        cycle = machine.shared(work, workers) / max(work) if max(work) else 1.0
         # A step takes as long as the slowest stage.
-        slowest = max(range(workers), key=lambda k: work[k] + _beside(messages, parts[k]))
-        part, cycle = parts[slowest], machine.shared(work, workers) / work[slowest]
+        slowest = max(range(workers), key=lambda k: cycle * work[k] + _beside(messages, parts[k]))
+        part = parts[slowest]
         memory = [
-            2 * sum(weights[part]) + batch * (2 + degree) * _kept(network, part)
+            machine.needed(sum(weights[part]), batch * kept, batch * degree * kept)
             for part, degree in zip(parts, placement.degrees, strict=True)
+            for kept in [_kept(network, part)]
         ]
         return Prediction(
             self.name,
@@ -159,19 +144,14 @@ class Pipeline(_Stages):
                 "loss": _agreeing(machine, workers),
             },
             _sent(network, machine, placement, batch),
-            machine.itemsize * max(memory),
+            max(memory),
             placement.stale(weights),
+            _layers(network, machine, placement, batch),
         )
 
-    def chosen(self, network: Graph, machine: Machine, workers: int, batch: int) -> Pipeline:
-        """Return the pipeline whose step :meth:`predict` predicts, with its registers."""
-        placement = self.placement(network, machine, workers, batch)
-        return Pipeline(placement.registers, self._iterations)
-
-    def _train(
-        self, comm: Any, network: Trainable, placement: Placement, batch: int, rate: float
-    ) -> Training:
-        return PipelineTraining(comm, network, placement, batch, rate, self._iterations)
+    def _train(self, job: Job) -> Training:
+        placement = self.placement(job.network, job.machine, job.communicator.size, job.batch)
+        return PipelineTraining(job, _of_operators(placement, job.network), self._iterations)
 
 
 class MicroBatches(_Stages):
@@ -186,8 +166,7 @@ class MicroBatches(_Stages):
     registers : sequence of int, optional
         As for :class:`Pipeline`.
     count : int, optional
-        Number of micro-batches, a divisor of the batch. By default the fastest; in training, the
-        largest up to four times the workers.
+        Number of micro-batches, a divisor of the batch. By default the fastest.
 
     Notes
     -----
@@ -200,24 +179,27 @@ class MicroBatches(_Stages):
         super().__init__(registers)
         self._count = count
 
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+    def predict(
+        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
+    ) -> Prediction:
         """Predict a step, with the bubble as "idle"."""
-        return self._best(network, machine, workers, batch)[1]
+        return self._best(as_graph(network), machine, workers, batch)[2]
 
-    def chosen(self, network: Graph, machine: Machine, workers: int, batch: int) -> MicroBatches:
-        """Return the pipeline whose step :meth:`predict` predicts, with registers and count."""
-        return self._best(network, machine, workers, batch)[0]
+    def _train(self, job: Job) -> Training:
+        graph, workers = graph_of(job.network), job.communicator.size
+        placement, count, _ = self._best(graph, job.machine, workers, job.batch)
+        return MicroBatchTraining(job, _of_operators(placement, job.network), count)
 
     def _best(
         self, network: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[MicroBatches, Prediction]:
+    ) -> tuple[Placement, int, Prediction]:
         counts = _divisors(batch) if self._count is None else [_check_count(self._count, batch)]
         ways = []
         for count in counts:
             placement = self.placement(network, machine, workers, batch // count)
             prediction = self._predict(network, machine, placement, batch, count)
-            ways.append((MicroBatches(placement.registers, count), prediction))
-        return min(ways, key=lambda way: way[1].total)
+            ways.append((placement, count, prediction))
+        return min(ways, key=lambda way: way[2].total)
 
     def _predict(
         self, network: Graph, machine: Machine, placement: Placement, batch: int, count: int
@@ -243,9 +225,11 @@ class MicroBatches(_Stages):
         parameters = [layer.weights for layer in network.layers[1:]]
         # A stage keeps all inputs, and activations and gradients of one micro-batch.
         memory = [
-            2 * sum(parameters[part])
-            + (batch - samples) * network.layers[part.start].size
-            + samples * 2 * _kept(network, part)
+            machine.needed(
+                sum(parameters[part]),
+                samples * _kept(network, part),
+                (batch - samples) * network.layers[part.start].size,
+            )
             for part in parts
         ]
         return Prediction(
@@ -259,15 +243,9 @@ class MicroBatches(_Stages):
                 "idle": float(total - alone * work[slowest] - 2 * count * both[slowest]),
             },
             _sent(network, machine, placement, batch),
-            machine.itemsize * max(memory),
+            max(memory),
+            layers=_layers(network, machine, placement, batch),
         )
-
-    def _train(
-        self, comm: Any, network: Trainable, placement: Placement, batch: int, rate: float
-    ) -> Training:
-        most = 4 * len(placement.parts)
-        count = self._count or max(d for d in _divisors(batch) if d <= most)
-        return MicroBatchTraining(comm, network, placement, batch, rate, _check_count(count, batch))
 
 
 def balance(costs: _Costs, stages: int) -> tuple[int, ...] | None:
@@ -385,20 +363,32 @@ def _beside(messages: _Costs, part: slice) -> float:
     return float(messages[part.start] + messages[part.stop])
 
 
-def _work(network: Graph) -> _Costs:
-    """Count the nonzeros of each layer's passes: forward, backward, and for its parameters."""
-    return np.array(
-        [
-            (2 + (layer.weights > 0 or layer.shares is not None)) * layer.nnz
-            for layer in network.layers[1:]
-        ],
-        float,
-    )
-
-
 def _kept(network: Graph, part: slice) -> int:
     """Count entries, for one sample, of the input of a stage and of the outputs of its layers."""
     return sum(layer.size for layer in network.layers[part.start : part.stop + 1])
+
+
+def _layers(
+    network: Graph, machine: Machine, placement: Placement, batch: int
+) -> tuple[LayerPlan, ...]:
+    """Return what each layer sends, and what it needs for one minibatch."""
+    plans, last = [], len(placement.parts) - 1
+    for stage, part in enumerate(placement.parts):
+        for k in range(part.start + 1, part.stop + 1):
+            layer = network.layers[k]
+            size = layer.size * (k == part.stop and stage < last)
+            size += network.layers[part.start].size * (k == part.start + 1 and stage > 0)
+            sent = batch * machine.itemsize * size
+            memory = machine.needed(layer.weights, batch * layer.size)
+            stages = range(stage, stage + 1)
+            plans.append(LayerPlan(layer.name, (1, 1, 1, 1), stages, sent, memory))
+    return tuple(plans)
+
+
+def _of_operators(placement: Placement, network: Trainable) -> Placement:
+    """Return registers between operators from those between layers: a block is one operator."""
+    ends = _ends(graph_of(network))
+    return Placement(len(network.ops), tuple(map(ends.index, placement.registers)))
 
 
 def _sent(network: Graph, machine: Machine, placement: Placement, batch: int) -> int:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..parallel.communicator import Communicator, Fault
+from ..parallel.communicator import Fault
 from .pipeline_run import Batch, Pipelined, Worker
 from .pipeline_schedule import Placement
-from .recurrent import Trainable
 from .stage import Gradients, stage_of
-from .strategy import Training, check_samples, cross_entropy
+from .strategy import Job, Training, check_samples, cross_entropy
 
 __all__ = ["MicroBatchTraining", "PipelineTraining"]
 
@@ -26,8 +25,8 @@ Messages = list[tuple[int, Array]]
 class _Rank:
     """The stage of this rank, and the messages that it sends and receives."""
 
-    def __init__(self, comm: Any, network: Trainable, placement: Placement, samples: int) -> None:
-        self.communicator = Communicator.of(comm)
+    def __init__(self, job: Job, placement: Placement, samples: int) -> None:
+        self.communicator, network = job.communicator, job.network
         part = placement.parts[self.communicator.rank]
         fault = Fault()
         with fault:
@@ -88,8 +87,8 @@ class _RankTraining(Training):
 
     _rank: _Rank
 
-    def _start(self, comm: Any, network: Trainable, placement: Placement, samples: int) -> None:
-        self._rank = _Rank(comm, network, placement, samples)
+    def _start(self, job: Job, placement: Placement, samples: int) -> None:
+        self._rank = _Rank(job, placement, samples)
         self.communicator = self._rank.communicator
 
     def parameters(self) -> Gradients:
@@ -103,27 +102,19 @@ class PipelineTraining(Pipelined, _RankTraining):
 
     Parameters
     ----------
-    comm, network, batch, learning_rate
-        As for :meth:`.Strategy.start`, with a rank for each stage.
+    job : Job
+        What is trained, with a rank for each stage.
     placement : Placement
         Registers in ``network.ops``; all steps of a recurrent network are in one stage.
-    iterations : int, optional
+    iterations : int or None
         As for a :class:`~.pipeline_run.Simulation`.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        network: Trainable,
-        placement: Placement,
-        batch: int,
-        learning_rate: float,
-        iterations: int | None = None,
-    ) -> None:
+    def __init__(self, job: Job, placement: Placement, iterations: int | None) -> None:
         super().__init__(len(placement.registers), iterations)
-        self._start(comm, network, placement, batch)
-        self._batch = batch
-        self._worker = Worker(self._rank.stage, self._rank.last, batch, learning_rate)
+        self._start(job, placement, job.batch)
+        self._batch = job.batch
+        self._worker = Worker(self._rank.stage, self._rank.last, job.batch, job.rate)
         self._labels: deque[NDArray[np.int64]] = deque()
         # Activations and gradients that the neighbours have sent in the last cycle.
         self._x: Array | None = None
@@ -203,23 +194,15 @@ class MicroBatchTraining(_RankTraining):
 
     Parameters
     ----------
-    comm, network, placement, batch, learning_rate
+    job, placement
         As for a :class:`PipelineTraining`.
     count : int
         Number of micro-batches.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        network: Trainable,
-        placement: Placement,
-        batch: int,
-        learning_rate: float,
-        count: int,
-    ) -> None:
-        self._start(comm, network, placement, batch // count)
-        self._batch, self._learning_rate, self._count = batch, learning_rate, count
+    def __init__(self, job: Job, placement: Placement, count: int) -> None:
+        self._start(job, placement, job.batch // count)
+        self._batch, self._learning_rate, self._count = job.batch, job.rate, count
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Run one training step; return the mean loss of the minibatch before it."""

@@ -17,7 +17,7 @@ from ..symbolic.schedule import check_count
 from .architectures import Builder, append, build, from_sequential
 from .graph import Graph, Layer
 
-__all__ = ["Recurrent", "Step", "Trainable", "graph_of", "operators"]
+__all__ = ["Recurrent", "Step", "Trainable", "as_graph", "graph_of", "operators"]
 
 Array = NDArray[Any]
 
@@ -170,6 +170,18 @@ def graph_of(network: Trainable, name: str = "network") -> Graph:
                 "expected layers with parameters of their own"
             )
     return from_sequential(network, name)
+
+
+def as_graph(network: Graph | Trainable) -> Graph:
+    """Return a graph itself, or that of a network that is trained."""
+    if isinstance(network, Graph):
+        return network
+    if not isinstance(network, (Sequential, Recurrent)):
+        raise InputTypeError(
+            f"network is a {type(network).__name__}; expected a Graph, such as build('lenet5'), a "
+            "Sequential or a Recurrent"
+        )
+    return graph_of(network)
 
 
 def operators(network: Trainable, graph: Graph) -> list[Operator | None]:

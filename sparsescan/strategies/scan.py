@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,30 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..parallel.api import plan
-from ..parallel.communicator import Communicator, Fault
+from ..parallel.communicator import Fault
 from ..parallel.exchange import exscan_messages
 from ..parallel.forecast import CLOSE, OPEN
 from ..parallel.grid import Grid, check_grid
 from ..parallel.maps import Capacity, Terms, vector_words
 from ..symbolic.schedule import check_count
-from . import equations
-from .collectives import all_reduce, descend, lengths, reduce_words
+from .collectives import Sums, descend, sum_words
 from .graph import Graph, blocks
 from .machine import Machine
-from .recurrent import Trainable, graph_of
+from .recurrent import Trainable, as_graph, graph_of
 from .stage import Gradients, stage_of
-from .strategy import Prediction, Strategy, Training, check_samples, cross_entropy
+from .strategy import (
+    Job,
+    LayerPlan,
+    Prediction,
+    Strategy,
+    Training,
+    check_samples,
+    cross_entropy,
+)
 
-__all__ = ["Scan", "ScanSamples", "ScanTraining", "parts_of"]
+__all__ = ["Scan", "ScanTraining", "parts_of"]
 
 Array = NDArray[Any]
-
-_LOSS_BYTES = 8
 
 
 class Scan(Strategy):
@@ -50,8 +54,6 @@ class Scan(Strategy):
     schedule : {"vectors", "products"}, optional
         How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way that is
         predicted to take less.
-    machine : Machine, optional
-        The machine for which :meth:`start` chooses.
 
     Notes
     -----
@@ -68,17 +70,17 @@ class Scan(Strategy):
         self,
         grid: tuple[int, int] | None = None,
         schedule: str | None = None,
-        machine: Machine | None = None,
     ) -> None:
         self.grid = None if grid is None else Grid(*grid)
         if schedule not in (None, "vectors", "products"):
             raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
         self.schedule = schedule
-        self.machine = Machine() if machine is None else machine
 
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+    def predict(
+        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
+    ) -> Prediction:
         """Predict a step by the best grid; if none fits, by the one that needs least memory."""
-        return replace(self._best(network, machine, workers, batch)[2], strategy=self.name)
+        return self._best(as_graph(network), machine, workers, batch)[2]
 
     def _best(
         self, network: Graph, machine: Machine, workers: int, batch: int
@@ -86,7 +88,7 @@ class Scan(Strategy):
         workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
         most = _most_parts(network)
         ways: list[tuple[Grid, str, Prediction]] = []
-        for grid in self._grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
+        for grid in _grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
             if grid.chain > most or grid.batch > batch:
                 continue
             division = _Division(network, machine, grid, batch)
@@ -104,33 +106,16 @@ class Scan(Strategy):
             return min(ways, key=lambda one: one[2].memory)
         return min(fitting, key=lambda one: one[2].total)
 
-    @staticmethod
-    def _grids(workers: int) -> list[Grid]:
-        least = min(workers, 2)
-        chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
-        return [Grid(chain, workers // chain) for chain in chains]
-
-    def start(
-        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
-    ) -> Training:
-        """Train over the ranks; see :meth:`Strategy.start`."""
-        size = Communicator.of(comm).size
-        grid, schedule, _ = self._best(graph_of(network), self.machine, size, batch)
-        return ScanTraining(comm, network, grid, schedule, batch, learning_rate)
+    def _train(self, job: Job) -> Training:
+        graph, workers = graph_of(job.network), job.communicator.size
+        grid, schedule, _ = self._best(graph, job.machine, workers, job.batch)
+        return ScanTraining(job, grid, schedule)
 
 
-class ScanSamples(Scan):
-    """The scan of the whole chain on every worker, each with some of the samples; exact.
-
-    It differs from batch parallelism by Jacobians and a scan in place of a backward pass, and from
-    :class:`Scan` in that no parts of the chain work at once.
-    """
-
-    name = "scan, samples only"
-
-    @staticmethod
-    def _grids(workers: int) -> list[Grid]:
-        return [Grid(1, workers)]
+def _grids(workers: int) -> list[Grid]:
+    least = min(workers, 2)
+    chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
+    return [Grid(chain, workers // chain) for chain in chains]
 
 
 def parts_of(network: Graph, count: int) -> list[range]:
@@ -192,28 +177,41 @@ class _Division:
         measured = machine.times is not None
         waiting += 2 * machine.collective("maximum", grid.size) if measured else agreed
         reduced = [self._summed(part) for part in self._parts]
-        held = [self._held(part) for part in self._parts]
-        if by_products:
-            # Elements that are given and returned, and those of the library and the operator.
-            held = [nbytes + 4 * self._message(self._samples) for nbytes in held]
+        # By products there are elements given and returned, those of the library and the operator.
+        elements = 4 * self._message(self._samples) if by_products else 0
+        held = [self._held(part) + elements for part in self._parts]
+        times = {
+            "forward": sum(self._one(self._each("forward", part)) for part in self._parts),
+            "activations": sum(
+                network.message(self._samples * size * machine.itemsize) for size in self._sizes
+            ),
+            "Jacobians": self._all([self._each("values", part) for part in self._parts]),
+            "scan": working + waiting,
+            "parameters": self._all([self._param_grads(part) for part in self._parts]),
+            "weights": max(map(self._updating, reduced, self._parts)),
+            "loss": machine.loss(self._samples) + machine.collective("gather", grid.size),
+        }
         return Prediction(
             strategy=Scan.name,
             how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
-            nanoseconds={
-                "forward": sum(self._one(self._each("forward", part)) for part in self._parts),
-                "activations": sum(
-                    network.message(self._samples * size * machine.itemsize) for size in self._sizes
-                ),
-                "Jacobians": self._all([self._each("values", part) for part in self._parts]),
-                "scan": working + waiting,
-                "parameters": self._all([self._param_grads(part) for part in self._parts]),
-                "weights": max(map(self._updating, reduced, self._parts)),
-                "loss": machine.loss(self._samples)
-                + equations.all_reduce(grid.size, 1).time(network, _LOSS_BYTES),
-            },
+            nanoseconds=machine.hidden(times),
             bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
             memory=max(held),
+            layers=tuple(self._plans()),
         )
+
+    def _plans(self) -> Iterator[LayerPlan]:
+        """Yield what workers have of each layer, from the first on; parts alone send."""
+        grid, machine = self._grid, self._machine
+        one = (grid.batch, 1, 1, 1)
+        for position, part in reversed(list(enumerate(self._parts))):
+            for k in part:
+                layer, needed = self._layers[k], self._held([k])
+                sent = 0
+                if k == part[-1] and position > 0:
+                    sent = self._samples * layer.size * machine.itemsize
+                devices = range(position, grid.size, grid.chain)
+                yield LayerPlan(layer.name, one, devices, sent, needed)
 
     def _time(self, multiply_adds: float, nbytes: float) -> float:
         machine = self._machine
@@ -242,12 +240,7 @@ class _Division:
     def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
         """Return nanoseconds of sums of parameter gradients, and of updates."""
         machine = self._machine
-        reducing = [
-            equations.all_reduce(ranks, count).time(machine.network, machine.itemsize)
-            for ranks, count in sums
-            if count
-        ]
-        return sum(reducing) + sum(machine.update(self._graph, k) for k in part)
+        return machine.all_reduce(sums) + sum(machine.update(self._graph, k) for k in part)
 
     @cached_property
     def _sweeps(self) -> list[float]:
@@ -311,13 +304,14 @@ class _Division:
 
     def _held(self, part: Sequence[int]) -> int:
         """Count bytes of Jacobians and their indices, activations, parameters, and gradients."""
-        layers, itemsize = [self._layers[k] for k in part], self._machine.itemsize
-        numbers = sum(int(layer.values(self._samples)) for layer in layers)
-        numbers += 2 * self._samples * sum(layer.size for layer in layers)
-        numbers += 2 * sum(count for _, count in self._summed(part))
+        layers = [self._layers[k] for k in part]
+        values = sum(int(layer.values(self._samples)) for layer in layers)
+        entering = self._layers[part[0] - 1].size
+        outputs = self._samples * (entering + sum(layer.size for layer in layers))
+        weights = sum(count for _, count in self._summed(part))
         # Layers that share parameters share the pattern, too.
-        own = [layer for layer in layers if layer.shares is None]
-        return itemsize * numbers + sum(layer.index_bytes for layer in own)
+        indices = sum(layer.index_bytes for layer in layers if layer.shares is None)
+        return self._machine.needed(weights, outputs, values) + indices
 
     def _sent(self, rank: int, by_products: bool, reduced: list[list[tuple[int, int]]]) -> int:
         """Count the bytes of data that a rank sends in a step, without small agreements."""
@@ -333,14 +327,8 @@ class _Division:
         elif position < last:
             total += 8 * vector_words(self._sizes[position], self._terms(samples))
         (groups, own), (size, everywhere) = reduced[position]
-        total += machine.itemsize * _sum_sent(own, groups, grid.group(rank))
-        total += machine.itemsize * _sum_sent(everywhere, size, rank)
-        return total + _LOSS_BYTES * _sum_sent(1, size, rank)
-
-
-def _sum_sent(count: int, size: int, rank: int) -> int:
-    """Count the numbers that a rank sends where `size` ranks sum `count` of them."""
-    return int(reduce_words(lengths(count, size))[rank])
+        words = sum_words(own, grid.group(rank), groups) + sum_words(everywhere, rank, size)
+        return total + machine.itemsize * int(words)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -353,26 +341,18 @@ class ScanTraining(Training):
 
     Parameters
     ----------
-    comm, network, batch, learning_rate
-        As for :meth:`.Strategy.start`.
+    job : Job
+        What is trained.
     grid : Grid
         Parts of the chain, and groups of samples.
     schedule : {"vectors", "products"}
         How parts are combined.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        network: Trainable,
-        grid: Grid,
-        schedule: str,
-        batch: int,
-        learning_rate: float,
-    ) -> None:
-        self.communicator, fault = Communicator.of(comm), Fault()
-        rank = self.communicator.rank
-        self._grid, self._batch, self._rate = grid, batch, learning_rate
+    def __init__(self, job: Job, grid: Grid, schedule: str) -> None:
+        self.communicator, fault = job.communicator, Fault()
+        rank, network = self.communicator.rank, job.network
+        self._grid, self._batch, self._rate = grid, job.batch, job.rate
         self._position = grid.position(rank)
         # Positions of the scan are numbered from the end of the chain on.
         span = parts_of(graph_of(network), grid.chain)[grid.chain - 1 - self._position]
@@ -386,12 +366,14 @@ class ScanTraining(Training):
             {param.dtype for op in network.ops[:end] for param in op.params.values()}
             for end in (span.start, span.stop)
         )
-        # The ranks that hold the same part.
-        self._group = self.communicator.split(
-            self._position, grid.group(rank), ("samples", grid.chain, grid.batch)
-        )
-        sizes = grid.chain, grid.batch
-        self.plan = plan(comm, self._stage.patterns, grid=sizes, schedule=schedule)
+        sizes = [sum(p.size for p in layer.values()) for layer in self._stage.parameters]
+        own = [r for r in range(grid.size) if grid.position(r) == self._position]
+        shared = self._stage.shared
+        # Some parameters are those of all parts.
+        everywhere = sum(sizes[:shared]), range(grid.size)
+        self._sums = Sums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
+        sizes_of_grid = grid.chain, grid.batch
+        self.plan = plan(job.comm, self._stage.patterns, grid=sizes_of_grid, schedule=schedule)
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Run one training step; see :meth:`.Training.step`."""
@@ -418,10 +400,8 @@ class ScanTraining(Training):
         gradients = self.plan.exclusive_scan(grad, values)
         with world.ending("a training step"):
             grads = stage.param_grads(activations, gradients, following)
-            everywhere, here = slice(stage.shared), slice(stage.shared, None)
-            for ranks, some in ((world, everywhere), (self._group, here)):
-                descend(stage.parameters[some], grads[some], self._rate, partial(all_reduce, ranks))
-            return float(all_reduce(world, np.array([loss]))[0])
+            descend(stage.parameters, grads, self._rate, self._sums.total)
+            return math.fsum(world.gather(loss))
 
     def parameters(self) -> list[dict[str, Array]]:
         """Return parameters of every layer, whole, on all ranks."""

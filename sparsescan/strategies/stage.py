@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..jacobians import Operator, Sequential
 from .collectives import descend
 from .recurrent import Step
 
-__all__ = ["LocalLayer", "LocalSum", "RecurrentStage", "Stage", "copies", "stage_of"]
+__all__ = ["RecurrentStage", "Stage", "copies", "stage_of"]
 
 Array = Any
 Gradients = list[dict[str, Array]]
@@ -217,50 +217,3 @@ class RecurrentStage:
 def stage_of(ops: Sequence[Operator], deep: bool = True) -> Stage | RecurrentStage:
     """Return the stage of some layers of a network, with parameters of its own."""
     return RecurrentStage(ops) if isinstance(ops[0], Step) else Stage(ops, deep)
-
-
-class LocalSum:
-    """A sum of layers, as one rank computes it; of one layer, that layer."""
-
-    def __init__(self) -> None:
-        self.params: dict[str, Array] = {}
-
-    def forward(self, *xs: Array) -> Array:
-        """Return the sum."""
-        return reduce(np.add, xs)
-
-    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
-        """Return the gradient of each term, which is not to be written to, and no others."""
-        return grad, {}
-
-
-class LocalLayer(LocalSum):
-    """A layer, or all steps of a cell, as one rank computes it from the input that it needs.
-
-    Parameters
-    ----------
-    stage : Stage or RecurrentStage
-        The layer.
-    shape : tuple of int or None
-        Shape of a sample of the input; None if its gradient is not needed.
-    """
-
-    def __init__(self, stage: Stage | RecurrentStage, shape: tuple[int, ...] | None) -> None:
-        self.stage, self.shape = stage, shape
-        self.params = stage.parameters[0]
-        self.activations: list[Array] = []
-
-    @classmethod
-    def of(cls, op: Operator, deep: bool, *, copied: bool = True) -> LocalLayer:
-        """Return one layer whose input is in one piece."""
-        return LocalLayer(Stage([op], deep, copied=copied), op.input_shape if deep else None)
-
-    def forward(self, *xs: Array) -> Array:
-        """Return the output."""
-        self.activations = self.stage.forward(xs[0])
-        return self.activations[-1]
-
-    def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
-        """Return gradients of the input, if they are needed, and of the parameters."""
-        below, (grads, *_) = self.stage.backward(self.activations, grad)
-        return grad if self.shape is None else below.reshape(-1, *self.shape), grads

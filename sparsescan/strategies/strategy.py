@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,44 @@ from numpy.typing import NDArray
 from ..arrays.arrays import check_array
 from ..errors import InputError, InputTypeError
 from ..parallel.communicator import Communicator
+from ..symbolic.schedule import check_count
 from .graph import Graph
-from .machine import Machine
+from .machine import Machine, load_machine
 from .recurrent import Trainable
 
-__all__ = ["Prediction", "Strategy", "Training", "check_samples", "cross_entropy"]
+__all__ = [
+    "Job",
+    "LayerPlan",
+    "Prediction",
+    "Strategy",
+    "Training",
+    "check_samples",
+    "cross_entropy",
+]
 
 Array = NDArray[Any]
+
+
+class LayerPlan(NamedTuple):
+    """A layer as a plan has it.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the graph.
+    configuration : tuple of int
+        Parts along samples, channels, height and width.
+    devices : range
+        Numbers of the workers that compute it.
+    bytes, memory : int
+        Bytes that its busiest worker sends in a step, and that its fullest worker needs.
+    """
+
+    name: str
+    configuration: tuple[int, int, int, int]
+    devices: range
+    bytes: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -37,12 +68,14 @@ class Prediction:
     bytes : int
         Bytes that the busiest worker sends in a step.
     memory : int
-        Bytes that the fullest worker needs: for parameters and their gradients, activations, also
-        those gathered, and Jacobians if it scans over them. Memory that only the layers here need,
-        such as for indices of Jacobians, is left out.
+        Bytes that the fullest worker needs: for parameters, activations, also those it gathers, the
+        gradients of both, what the optimiser keeps, and Jacobians if it scans over them. Memory
+        that only the layers here need, such as for indices of Jacobians, is left out.
     stale : float
         Share of the weights that are used after they have been updated elsewhere; 0 if gradients
         are exact.
+    layers : tuple of LayerPlan
+        The plan, layer by layer.
     """
 
     strategy: str
@@ -51,6 +84,7 @@ class Prediction:
     bytes: int
     memory: int
     stale: float = 0.0
+    layers: tuple[LayerPlan, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         # JSON and exact comparisons need numbers of Python.
@@ -64,6 +98,20 @@ class Prediction:
     def total(self) -> float:
         """Nanoseconds of the step."""
         return sum(self.nanoseconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the prediction and its plan as JSON can hold them."""
+        layers = [
+            {
+                "name": one.name,
+                "configuration": list(one.configuration),
+                "devices": list(one.devices),
+                "bytes": one.bytes,
+                "memory": one.memory,
+            }
+            for one in self.layers
+        ]
+        return vars(self) | {"total": self.total, "layers": layers}
 
 
 class Training(ABC):
@@ -125,13 +173,16 @@ class Strategy(ABC):
     exact: bool = True
 
     @abstractmethod
-    def predict(self, network: Graph, machine: Machine, workers: int, batch: int) -> Prediction:
+    def predict(
+        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
+    ) -> Prediction:
         """Predict a step with the best configuration of this strategy.
 
         Parameters
         ----------
-        network : Graph
-            The network.
+        network : Graph, Sequential or Recurrent
+            The network. Operators may be cut in fewer ways than a graph tells; with them the
+            prediction is that of what :meth:`start` runs.
         machine : Machine
             A worker, and the network between workers.
         workers : int
@@ -145,11 +196,16 @@ class Strategy(ABC):
             If the strategy cannot use so many workers for it; the text says why.
         """
 
-    @abstractmethod
     def start(
-        self, comm: Any, network: Trainable, batch: int, *, learning_rate: float = 0.1
+        self,
+        comm: Any,
+        network: Trainable,
+        batch: int,
+        *,
+        learning_rate: float = 0.1,
+        machine: Machine | None = None,
     ) -> Training:
-        """Train a network over the ranks of a communicator; collective.
+        """Train a network over the ranks of a communicator, as is predicted; collective.
 
         Parameters
         ----------
@@ -162,7 +218,33 @@ class Strategy(ABC):
             Samples of a step.
         learning_rate : float
             Learning rate of SGD.
+        machine : Machine, optional
+            The machine for which the plan is made; by default that of
+            :func:`~sparsescan.strategies.load_machine` on the first rank.
         """
+        communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
+        found = communicator.together(lambda: load_machine() if machine is None else machine)
+        agreed: Machine = communicator.broadcast(found, 0)
+        return self._train(Job(comm, network, batch, learning_rate, agreed))
+
+    @abstractmethod
+    def _train(self, job: Job) -> Training:
+        """Return the training of a job by the plan that is predicted for its machine."""
+
+
+class Job(NamedTuple):
+    """A network that ranks train, as :meth:`Strategy.start` describes it."""
+
+    comm: Any
+    network: Trainable
+    batch: int
+    rate: float
+    machine: Machine
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+        return Communicator.of(self.comm)
 
 
 def check_samples(

@@ -16,7 +16,9 @@ from sparsescan import InputError
 from sparsescan.jacobians import (
     AdaptiveAvgPool2d,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Flatten,
     GRUCell,
     LayerNorm,
@@ -31,16 +33,22 @@ from sparsescan.jacobians import (
     Tanh,
 )
 from sparsescan.parallel.communicator import Communicator
-from sparsescan.strategies import Machine
+from sparsescan.strategies import (
+    BatchParallel,
+    DomainParallel,
+    Integrated,
+    Machine,
+    ModelParallel,
+)
 from sparsescan.strategies.architectures import Builder, sequential
 from sparsescan.strategies.boxes import Box, Redistribution, blocks, cut, volume
 from sparsescan.strategies.configurations import Configurations, allowed
-from sparsescan.strategies.deepa import LayerCosts, PerLayer, footprint, optimise, with_loss
+from sparsescan.strategies.deepa import Divided, PerLayer, footprint, with_loss
 from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.partitioned import Division, Partitioned, limits_of
 from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
-from sparsescan.strategies.strategy import Training, cross_entropy
+from sparsescan.strategies.strategy import Job, Training, cross_entropy
 
 pytestmark = pytest.mark.ranks(2, slow=(3, 4))
 
@@ -386,17 +394,13 @@ def check_network(
         expected = by_complex_steps(lambda given, x: of_network(network, given, x), params, batches)
     machine = Machine(itemsize=batches[0][0].itemsize)
     for choice in choices:
-        strategy = PerLayer(choice, machine=machine)
-        training = strategy.start(WORLD, network, batch, learning_rate=RATE)
-        moved = None
-        if exact:
-            chosen = choice(graph, WORLD.size, batch) if callable(choice) else choice
-            if chosen is None:
-                chosen = optimise(graph, LayerCosts(machine), WORLD.size, batch)[0]
-            moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
-            predicted = strategy.predict(graph_of(network), machine, WORLD.size, batch)
-            assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
-        check(training, params, batches, expected, rtol, moved)
+        strategy = choice if isinstance(choice, Divided) else PerLayer(choice)
+        training = strategy.start(WORLD, network, batch, learning_rate=RATE, machine=machine)
+        predicted = strategy.predict(network, machine, WORLD.size, batch)
+        chosen = [(1, 1, 1, 1), *(layer.configuration for layer in predicted.layers)]
+        moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]
+        assert predicted.bytes == max(WORLD.allgather(moved)) * machine.itemsize
+        check(training, params, batches, expected, rtol, moved if exact else None)
 
 
 def check_sums(rng: np.random.Generator) -> None:
@@ -408,7 +412,7 @@ def check_sums(rng: np.random.Generator) -> None:
     batches = random_data(rng, shape, 3, batch, np.float64)
     expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
     division = Division(graph, ops, chosen, shape)  # type: ignore[arg-type]
-    training = Partitioned(Communicator.of(WORLD), division, batch, RATE)
+    training = Partitioned(Job(WORLD, None, batch, RATE, Machine()), division)  # type: ignore[arg-type]
     moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
     check(training, given, batches, expected, 1e4 * EPS, moved)
 
@@ -503,6 +507,60 @@ def test_recurrent_and_residual_networks(seeds: Callable[..., range], make: Any)
 def test_graphs_with_sums(seeds: Callable[..., range]) -> None:
     for seed in seeds(1, 3, 25):
         check_sums(np.random.default_rng([WORLD.size, seed]))
+
+
+def images(rng: np.random.Generator) -> Sequential:
+    """Layers of all kinds that can be cut by rows, and some that cannot."""
+    norm = BatchNorm2d(8, input_shape=(8, 9, 8), dtype=np.float64)
+    for name, low in (("running_mean", -1), ("running_var", 0.5), ("weight", 0.5), ("bias", -1)):
+        setattr(norm, name, rng.uniform(low, 2, 8))
+    double = {"dtype": np.float64, "rng": rng}
+    return Sequential(
+        [
+            Conv2d(2, 8, (3, 1), padding=(1, 0), input_shape=(2, 9, 8), **double),
+            norm,
+            Tanh(input_shape=(8, 9, 8)),
+            AvgPool2d(3, 2, 1, input_shape=(8, 9, 8)),
+            Dropout(0.5, input_shape=(8, 5, 4)),
+            Conv2d(8, 4, 3, padding=1, input_shape=(8, 5, 4), **double),
+            MaxPool2d(3, 1, 1, input_shape=(4, 5, 4)),
+            Flatten(input_shape=(4, 5, 4)),
+            LayerNorm(80, dtype=np.float64),
+            Linear(80, 8, **double),
+            ReLU(input_shape=(8,)),
+            Linear(8, 5, **double),
+        ]
+    )
+
+
+def cells(rng: np.random.Generator) -> Recurrent:
+    cell = GRUCell(3, 4, dtype=np.float64, rng=rng)
+    return Recurrent(cell, Linear(4, 4, dtype=np.float64, rng=rng), 3)
+
+
+ROWS = [rows for rows in range(1, WORLD.size + 1) if WORLD.size % rows == 0]
+GRIDS = [
+    Integrated((rows, WORLD.size // rows), modes)
+    for rows in ROWS
+    for modes in (("model",), ("domain", "model"), ("batch", "model"))
+]
+
+
+@pytest.mark.parametrize("strategy", [BatchParallel(), ModelParallel(), DomainParallel(), *GRIDS])
+def test_integrated_parallelism(strategy: Any, rng: np.random.Generator) -> None:
+    """What is predicted is done, on any grid."""
+    by_rows = isinstance(strategy, DomainParallel) and WORLD.size > 1
+    for network in [images(rng)] if by_rows else [images(rng), cells(rng)]:
+        batches = data(rng, network, 2 * WORLD.size, np.float64)
+        check_network(network, [strategy], batches, 1e5 * EPS)
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="there are not fewer samples than ranks")
+def test_fewer_samples_than_ranks(rng: np.random.Generator) -> None:
+    network = images(rng)
+    check_network(network, [Integrated()], data(rng, network, 1, np.float64), 1e5 * EPS)
+    with pytest.raises(InputError, match="cannot be shared"):
+        BatchParallel().start(WORLD, network, 1)
 
 
 def test_lenet5(rng: np.random.Generator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from sparsescan.jacobians import (
     Sequential,
     Tanh,
 )
-from sparsescan.parallel import Communicator
+from sparsescan.parallel import Communicator, Network
 from sparsescan.strategies import Machine, Strategy
 from sparsescan.strategies.pipeline import MicroBatches, Pipeline
 from sparsescan.strategies.pipeline_run import Simulation
@@ -176,16 +177,22 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_what_is_chosen_can_be_run(rng: np.random.Generator) -> None:
-    """With the registers that are predicted, of a network with a block; without any, too."""
-    net, machine = images(rng, np.float32), Machine()
-    for strategy in (Pipeline(), MicroBatches()):
-        chosen = strategy.chosen(graph_of(net), machine, WORLD.size, BATCH)
+def test_what_is_predicted_is_run(rng: np.random.Generator) -> None:
+    """With the registers of the machine that is given, of a network with a block."""
+    net = images(rng, np.float32)
+    for strategy, latency in itertools.product((Pipeline(), MicroBatches()), (0.0, 1e9)):
+        # If messages are dear, few micro-batches and small activations between stages are chosen.
+        machine = Machine(network=Network("", latency, 1.0, 0.0, 0.0))
         before = sent()
-        chosen.start(WORLD, net, BATCH).step(*data(net, rng, np.float32))
-        if isinstance(chosen, MicroBatches):
-            assert_sent(chosen, net, before, 1, np.float32, np.float32)
-        assert strategy.start(WORLD, net, BATCH).parameters()
+        training: Any = strategy.start(WORLD, net, BATCH, machine=machine)
+        training.step(*data(net, rng, np.float32))
+        predicted = strategy.predict(net, machine, WORLD.size, BATCH)
+        parts = Counter(plan.devices[0] for plan in predicted.layers)
+        assert parts[WORLD.rank] == len(graph_of(training._rank.stage.network).layers) - 1
+        if isinstance(strategy, MicroBatches):
+            busiest = WORLD.allreduce(sent() - before, MPI.MAX)
+            assert busiest == predicted.bytes
+            assert predicted.how.startswith(f"{training._count} micro-batches")
 
 
 def test_what_cannot_be(rng: np.random.Generator) -> None:

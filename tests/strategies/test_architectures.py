@@ -80,6 +80,14 @@ def test_resnet_has_so_many_layers_with_weights(layers):
     assert sum(layer.weights > 0 for layer in build(f"resnet-{layers}").layers) == layers
 
 
+@pytest.mark.parametrize("layers", [50, 152])
+def test_networks_for_imagenet_are_not_confused_with_those_of_cifar(layers):
+    """He et al. (2016) have two networks of as many layers; those of Table 1 are not built in."""
+    for make in (build, sequential):
+        with pytest.raises(InputError, match=rf"'resnet-{layers}', .* ImageNet.* expected one of"):
+            make(f"resnet-{layers}")
+
+
 def test_inception_is_the_graph_of_the_paper():
     """Convolutions, pools, joins and one linear layer: 120 nodes (DeePa, section 4)."""
     graph = build("inception-v3")
@@ -113,7 +121,7 @@ def test_layers_of_the_deepa_paper():
 def test_cells_share_weights(kind, cell):
     graph = build(f"{kind}:7")
     first, *rest, last = graph.layers[1:]
-    assert graph.is_chain
+    assert all(layer.inputs == (k,) for k, layer in enumerate(graph.layers[1:]))
     assert len(rest) == 6
     assert first.weights == sum(math.prod(array.shape) for array in cell.params.values())
     assert {(layer.weights, layer.shares) for layer in rest} == {(0, 1)}

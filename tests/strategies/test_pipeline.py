@@ -19,7 +19,7 @@ from sparsescan.strategies import Graph, Layer, Machine
 from sparsescan.strategies.architectures import build, from_sequential
 from sparsescan.strategies.pipeline import MicroBatches, Pipeline, balance
 from sparsescan.strategies.pipeline_run import Simulation
-from sparsescan.strategies.pipeline_schedule import Placement, draw
+from sparsescan.strategies.pipeline_schedule import Placement
 from sparsescan.strategies.recurrent import Recurrent
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 from sparsescan.strategies.strategy import cross_entropy
@@ -200,22 +200,6 @@ def test_staleness_is_what_the_diagram_says(count: int, minibatches: int) -> Non
             missing = sum(backward[j] >= forward[m] for j in range(m))
             assert missing == min(m, placement.degrees[i - 1])
             assert placement.degrees[i - 1] == 2 * (count - i + 1)
-
-
-def test_the_picture(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    placement = Placement(4, (1, 2))
-    figure = draw(placement, 7)
-    figure.savefig(tmp_path / "picture.png")
-    apart, together = figure.axes
-    assert [label.get_text() for label in together.get_yticklabels()] == [
-        *("FS1", "FS2", "FS3, BKS1", "BKS2", "BKS3")
-    ]
-    # Every minibatch has six passes; as many cycles have time for two and a bit of them one by one.
-    assert len(together.texts) == 6 * 7
-    assert [text.get_text() for text in apart.texts[:6]] == ["0", "1", "2", "0", "1", "0"]
-    said = [text.get_text() for text in together.texts if text.get_position()[1] == 0]
-    assert said == ["0", *(f"{m}$_{{−{min(m, 4)}}}$" for m in range(1, 7))]
 
 
 def test_shares_of_stale_weights_of_lenet5() -> None:
@@ -472,9 +456,6 @@ def test_more_workers_are_no_slower(network: str) -> None:
     times = [Pipeline().predict(graph, machine, workers, 64).total for workers in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
     assert times[0] / times[2] < 4
-    for strategy in (Pipeline(), MicroBatches()):
-        predicted = strategy.predict(graph, machine, 4, 64)
-        assert strategy.chosen(graph, machine, 4, 64).predict(graph, machine, 4, 64) == predicted
 
 
 def test_steps_that_share_their_weights_stay_together() -> None:
