@@ -24,8 +24,8 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsescan.jacobians import from_torch
-from sparsescan.strategies.pipeline_run import Simulation
-from sparsescan.strategies.pipeline_schedule import Placement
+from sparsescan.strategies.pipeline.schedule import Placement
+from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.stage import Stage
 
 from .experiment import Drawing, Experiment, Options, Piece, Results

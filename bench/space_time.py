@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sparsescan.strategies.pipeline_schedule import Placement
+from sparsescan.strategies.pipeline.schedule import Placement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparsescan.strategies.architectures import build
-from sparsescan.strategies.pipeline_schedule import Placement
+from sparsescan.strategies.pipeline.schedule import Placement
 
 from . import lenet5, pipeline
 from .experiment import Options, run

@@ -183,8 +183,9 @@ def _add_strategies(commands: Any) -> None:
     parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples of a step")
     parser.add_argument(
         "--machine",
-        metavar="FILE.json",
-        help="a worker and its network; by default those that --run has measured, or else a GPU's",
+        metavar="MACHINE",
+        help="a worker and its networks: p100, v100, a100 or h100, or a JSON file; by default "
+        "those that --run has measured, or else a GPU's",
     )
     parser.add_argument(
         "--strategy",

@@ -11,13 +11,13 @@ Every strategy also trains: `start` makes a :class:`Training` over the ranks of 
 
 from .architectures import build, from_chain, from_sequential, sequential
 from .compare import Comparison, Run, compare, measure_here, plot_comparison, run
-from .deepa import PerLayer
 from .graph import Graph, Layer
-from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, load_machine, measure_machine, save_machine
-from .pipeline import MicroBatches, Pipeline
+from .per_layer.predict import PerLayer
+from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent
-from .scan import Scan
+from .scan.predict import Scan
 from .strategy import LayerPlan, Prediction, Strategy, Training
 
 __all__ = [

@@ -27,7 +27,7 @@ from ..symbolic.pattern import Pattern
 from .architectures import from_chain
 from .compare import Run, measure_here, measure_in_turns, strategies
 from .machine import Machine
-from .scan import Scan
+from .scan.predict import Scan
 from .strategy import Prediction
 
 __all__ = ["run_chain"]

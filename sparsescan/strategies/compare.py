@@ -20,15 +20,15 @@ from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
 from ..symbolic.schedule import check_count
 from .architectures import sequential
-from .configurations import Configuration
-from .deepa import PerLayer
 from .graph import Graph
-from .integrated import BatchParallel, DomainParallel, Integrated, ModelParallel
+from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
-from .pipeline import MicroBatches, Pipeline
+from .per_layer.configurations import Configuration
+from .per_layer.predict import PerLayer
+from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent, Trainable, as_graph, graph_of
-from .scan import Scan
+from .scan.predict import Scan
 from .strategy import Prediction, Strategy, Training
 
 __all__ = [

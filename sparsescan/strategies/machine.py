@@ -20,6 +20,7 @@ from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
 from ..planning.costs.cpu import machine_file
 from .graph import Graph, Layer
+from .presets import PRESETS
 from .times import Times
 
 __all__ = ["Machine", "load_machine", "measure_machine", "save_machine", "worker_file"]
@@ -50,7 +51,7 @@ class Machine:
     memory : int
         Bytes of memory of a worker.
     network : Network
-        α and β.
+        α and β between workers, or between nodes if there are some.
     itemsize : int
         Bytes of a number.
     state : int
@@ -58,6 +59,10 @@ class Machine:
     overlap : bool
         Whether gradients of parameters are summed while a backward pass goes on, as in DeePa
         (section 5) and in Figure 8 of integrated parallelism.
+    within : Network, optional
+        α and β between workers of one node.
+    node : int
+        Workers of a node, which are numbered one after the other; 1 without `within`.
     times : Times, optional
         Measured times of the layers of a network, which replace the model's; they are not saved.
         Without them, updates, the loss and agreements of ranks in every step take no time.
@@ -72,6 +77,8 @@ class Machine:
     itemsize: int = 4
     state: int = 0
     overlap: bool = False
+    within: Network | None = None
+    node: int = 1
     times: Times | None = field(default=None, compare=False, repr=False)
 
     def forward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
@@ -194,24 +201,54 @@ class Machine:
         contention = 1.0 if self.times is None else self.times.contention
         return max(max(work) / contention, sum(work) / workers)
 
-    def exchange(self, blocks: Any, nbytes: Any) -> Any:
+    def among(self, workers: int) -> Machine:
+        """Return a machine whose network connects so many workers: that within a node, if it can.
+
+        Between nodes the machine itself, of which :meth:`exchange` and :meth:`all_reduce` use both
+        networks, and whatever else is sent the one between nodes.
+        """
+        if self.within is None or workers > self.node:
+            return self
+        return replace(self, network=self.within, within=None, node=1)
+
+    def exchange(self, blocks: Any, nbytes: Any, near: Any = 0) -> Any:
         """Return nanoseconds in which `blocks` workers give each other parts of what they have.
 
         ``α⌈log₂ blocks⌉ + β·nbytes``, with the bytes of the busiest. So all-gathers take what
-        equation 6 of integrated parallelism says, and a halo one message for each neighbour.
+        equation 6 of integrated parallelism says, and a halo one message for each neighbour. `near`
+        are bytes within a node, and α is that of nodes if there are others.
         """
         rounds = np.ceil(np.log2(np.maximum(blocks, 1)))
-        return self.network.latency * rounds + self.network.inverse_bandwidth * nbytes
+        inner = self.within or self.network
+        alpha = np.where(np.asarray(nbytes) > 0, self.network.latency, inner.latency)
+        beta = self.network.inverse_bandwidth
+        return alpha * rounds + beta * nbytes + inner.inverse_bandwidth * near
 
-    def all_reduce(self, sums: Iterable[tuple[int, float]]) -> float:
-        """Return nanoseconds of sums over so many workers of so many numbers, in one message.
+    def summing(self, nbytes: Any, copies: Any, near: Any) -> Any:
+        """Return nanoseconds of the bytes of a sum over copies, so many of them in each node.
 
-        Two exchanges, equation 4 of integrated parallelism.
+        Nodes sum first, and then those of all nodes that have equal pieces: equation 4 of
+        integrated parallelism on both levels, without its latency, which is :meth:`rounds`.
         """
-        some = [(workers, numbers) for workers, numbers in sums if numbers]
-        most = max((workers for workers, _ in some), default=1)
-        words = sum(numbers * (workers - 1) / workers for workers, numbers in some)
-        return float(2 * self.exchange(most, words * self.itemsize))
+        near = np.clip(near, 1, copies)
+        inner = self.within or self.network
+        here = inner.inverse_bandwidth * (near - 1) / near
+        nodes = np.maximum(copies / near, 1)
+        between = self.network.inverse_bandwidth * (nodes - 1) / nodes / near
+        return 2 * nbytes * (here + between)
+
+    def rounds(self, copies: int) -> float:
+        """Return the latency of a sum over so many copies, of which there are many in a node."""
+        near = min(copies, self.node)
+        here = (self.within or self.network).latency * (near - 1).bit_length()
+        return 2.0 * (here + self.network.latency * (-(-copies // near) - 1).bit_length())
+
+    def all_reduce(self, sums: Iterable[tuple[int, int, float]]) -> float:
+        """Return nanoseconds of sums in one message: copies, those in a node, and numbers."""
+        some = [one for one in sums if one[2]]
+        most = max((copies for copies, *_ in some), default=1)
+        each = (self.summing(n * self.itemsize, copies, near) for copies, near, n in some)
+        return float(self.rounds(most) + math.fsum(each))
 
     def needed(self, weights: int, activations: int, others: int = 0) -> int:
         """Count bytes of parameters, activations, the gradients of both, and other numbers."""
@@ -259,7 +296,8 @@ def load_machine(path: _Path | None = None) -> Machine:
     Parameters
     ----------
     path : str or path-like, optional
-        The file; by default that of the worker that was measured, if there is one.
+        The file, or the name of one of :data:`~sparsescan.strategies.presets.PRESETS`; by default
+        the file of the worker that was measured, if there is one.
 
     Returns
     -------
@@ -276,13 +314,15 @@ def load_machine(path: _Path | None = None) -> Machine:
         path = worker_file()
         if not path.exists():
             return Machine(network=load_network())
+    if path in PRESETS:
+        return _machine_of({"name": path} | PRESETS[str(path)].machine)
     try:
         return _machine_of(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         known = ", ".join(sorted({each.name for each in fields(Machine)} - {"times"}))
         raise InputError(
-            f"{path}: {error}; expected a JSON object with some of {known}; network is one with "
-            "latency and inverse_bandwidth"
+            f"{path}: {error}; expected a JSON object with some of {known}; network and within "
+            "are such objects with latency and inverse_bandwidth"
         ) from None
 
 
@@ -349,16 +389,24 @@ def _machine_of(content: Any) -> Machine:
     if not isinstance(content, dict):
         raise TypeError(f"it is {content!r:.40}")
     given: dict[str, Any] = {"name": "given"} | content
-    network = given.pop("network", asdict(BUILT_IN))
-    if not isinstance(network, dict):
-        raise TypeError(f"network is {network!r:.40}")
-    network = {"name": "given"} | network
+    network = _network_of("network", given.pop("network", {}))
+    within = given.pop("within", None)
     known = {each.name: type(each.default) for each in fields(Machine) if each.default is not None}
     whole = {name: _number(name, value, known) for name, value in given.items()}
+    if within is None and whole.get("node", 1) > 1:
+        raise ValueError(f"node is {whole['node']} without within, the network of its workers")
+    inner = None if within is None else _network_of("within", within)
+    return Machine(**whole, network=network, within=inner)
+
+
+def _network_of(path: str, content: Any) -> Network:
+    """Return the network of a JSON object; what it leaves out is built in."""
+    if not isinstance(content, dict):
+        raise TypeError(f"{path} is {content!r:.40}")
     values = asdict(BUILT_IN)
     kinds = {name: type(value) for name, value in values.items()}
-    values |= {name: _number(f"network.{name}", v, kinds) for name, v in network.items()}
-    return Machine(**whole, network=Network(**values))
+    given = {"name": "given"} | content if content else {}
+    return Network(**values | {n: _number(f"{path}.{n}", v, kinds) for n, v in given.items()})
 
 
 def _number(path: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:

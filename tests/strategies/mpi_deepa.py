@@ -42,10 +42,11 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.architectures import Builder, sequential
 from sparsescan.strategies.boxes import Box, Redistribution, blocks, cut, volume
-from sparsescan.strategies.configurations import Configurations, allowed
-from sparsescan.strategies.deepa import Divided, PerLayer, footprint, with_loss
 from sparsescan.strategies.graph import Graph
-from sparsescan.strategies.partitioned import Division, Partitioned, limits_of
+from sparsescan.strategies.per_layer.configurations import Configurations, allowed
+from sparsescan.strategies.per_layer.costs import with_loss
+from sparsescan.strategies.per_layer.predict import Divided, PerLayer, footprint
+from sparsescan.strategies.per_layer.train import Division, Partitioned, limits_of
 from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
 from sparsescan.strategies.strategy import Job, Training, cross_entropy

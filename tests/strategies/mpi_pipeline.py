@@ -28,8 +28,8 @@ from sparsescan.jacobians import (
 )
 from sparsescan.parallel import Communicator, Network
 from sparsescan.strategies import Machine, Strategy
-from sparsescan.strategies.pipeline import MicroBatches, Pipeline
-from sparsescan.strategies.pipeline_run import Simulation
+from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
+from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.recurrent import Recurrent, Trainable, graph_of
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 

@@ -30,7 +30,7 @@ from sparsescan.planning.elimination import minimise
 from sparsescan.strategies import Graph, Layer, Machine
 from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.boxes import Redistribution, blocks, intersection, volume
-from sparsescan.strategies.configurations import (
+from sparsescan.strategies.per_layer.configurations import (
     Configurations,
     Moves,
     allowed,
@@ -39,7 +39,8 @@ from sparsescan.strategies.configurations import (
     limits,
     reach,
 )
-from sparsescan.strategies.deepa import LayerCosts, PerLayer, footprint, optimise, with_loss
+from sparsescan.strategies.per_layer.costs import LayerCosts, optimise, with_loss
+from sparsescan.strategies.per_layer.predict import PerLayer, footprint
 
 SEEDS = st.integers(0, 2**32 - 1)
 BATCH, GPUS = 512, 16
@@ -126,6 +127,13 @@ def test_tables_count_what_boxes_have_in_common(seed, workers, batch):
             assert [found.received(r) for r in everyone] == received[x, :, y].tolist()
             assert [volume(box) for box in boxes] == needed[y].tolist()
             meets = np.array([[volume(intersection(p, q)) > 0 for q in boxes] for p in owned])
+            common = np.array([[volume(intersection(p, q)) for q in boxes] for p in owned])
+            for node in (1, 2, 3, 8):
+                there = everyone // node
+                mates = (there[:, None] == there) & ~np.eye(workers, dtype=bool)
+                near = moves.entries_within(a, b, everyone, node)
+                assert (near[0][x, :, y] == (common * mates).sum(axis=1)).all()
+                assert (near[1][x, :, y] == (common * mates).sum(axis=0)).all()
             assert messages[x, y] == max(meets.sum(axis=0).max(), meets.sum(axis=1).max())
 
 

@@ -35,13 +35,14 @@ from sparsescan.parallel import Network
 from sparsescan.strategies import Graph, Layer, Machine, Recurrent
 from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.collectives import sum_words
-from sparsescan.strategies.deepa import PerLayer, footprint, with_loss
-from sparsescan.strategies.integrated import (
+from sparsescan.strategies.integrated.predict import (
     BatchParallel,
     DomainParallel,
     Integrated,
     ModelParallel,
 )
+from sparsescan.strategies.per_layer.costs import with_loss
+from sparsescan.strategies.per_layer.predict import PerLayer, footprint
 from sparsescan.strategies.recurrent import Step, graph_of
 
 # Table 1 of the paper: 2 µs and 6 GB/s.

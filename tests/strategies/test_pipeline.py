@@ -17,9 +17,10 @@ from sparsescan.jacobians import GRUCell, Linear, Operator, Residual, RNNCell, S
 from sparsescan.parallel import Network
 from sparsescan.strategies import Graph, Layer, Machine
 from sparsescan.strategies.architectures import build, from_sequential
-from sparsescan.strategies.pipeline import MicroBatches, Pipeline, balance
-from sparsescan.strategies.pipeline_run import Simulation
-from sparsescan.strategies.pipeline_schedule import Placement
+from sparsescan.strategies.pipeline.costs import balance
+from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
+from sparsescan.strategies.pipeline.schedule import Placement
+from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.recurrent import Recurrent
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 from sparsescan.strategies.strategy import cross_entropy
@@ -452,8 +453,10 @@ def test_a_prediction_by_hand() -> None:
 
 @pytest.mark.parametrize("network", ["lenet5", "alexnet", "resnet-110", "inception-v3"])
 def test_more_workers_are_no_slower(network: str) -> None:
+    """But for the loss, on which more of them agree."""
     graph, machine = build(network), Machine()
-    times = [Pipeline().predict(graph, machine, workers, 64).total for workers in (1, 2, 4, 8)]
+    found = [Pipeline().predict(graph, machine, workers, 64) for workers in (1, 2, 4, 8)]
+    times = [one.total - one.nanoseconds["loss"] for one in found]
     assert times == sorted(times, reverse=True)
     assert times[0] / times[2] < 4
 

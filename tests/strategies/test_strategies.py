@@ -46,9 +46,10 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
-from sparsescan.strategies.partitioned import limits_of
+from sparsescan.strategies.per_layer.train import limits_of
+from sparsescan.strategies.presets import PRESETS
 from sparsescan.strategies.recurrent import graph_of
-from sparsescan.strategies.scan import parts_of
+from sparsescan.strategies.scan.costs import parts_of
 from sparsescan.strategies.times import Times
 
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
@@ -471,6 +472,48 @@ def test_machines_come_back_from_files(
     assert load_machine(save_machine(machine, path)) == machine
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_loaded_by_name(name: str, tmp_path: Any) -> None:
+    machine = load_machine(name)
+    assert (machine.name, machine.node) == (name, 4 if name == "p100" else 8)
+    within = machine.within
+    assert within is not None
+    assert within.latency < machine.network.latency
+    assert within.inverse_bandwidth < machine.network.inverse_bandwidth
+    assert PRESETS[name].source
+    assert load_machine(save_machine(machine, tmp_path / "machine.json")) == machine
+
+
+def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:
+    """And a node more is priced by both."""
+    graph, slow = build("alexnet"), Network("slow", 1e12, 1e6, 1e6, 0.0)
+    machine = load_machine("v100")
+    cut, alone = replace(machine, network=slow), replace(machine, within=None, node=1)
+    assert machine.within is not None
+    fast = replace(alone, network=machine.within)
+    for workers in (1, 4, 8):
+        inside = compare(graph, cut, workers, 64)
+        assert inside.predictions == compare(graph, fast, workers, 64).predictions
+    for row in (BatchParallel(), DomainParallel(), Scan((2, 8))):
+        both = row.predict(graph, machine, 16, 64)
+        ends = [row.predict(graph, one, 16, 64).total for one in (fast, alone)]
+        assert ends[0] < both.total < ends[1]
+        assert both.bytes == row.predict(graph, alone, 16, 64).bytes
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.floats(1, 1e9))
+def test_a_sum_over_nodes_is_that_of_each_and_that_of_their_pieces(
+    nodes: int, node: int, nbytes: float
+) -> None:
+    """A reduce-scatter in each node, an all-reduce of a piece between nodes, an all-gather."""
+    inner, outer = Network("", 3.0, 0.5, 0.0, 0.0), Network("", 50.0, 7.0, 0.0, 0.0)
+    machine = Machine(network=outer, within=inner, node=4)
+    steps = 2 * nbytes * (node - 1) / node * 0.5
+    steps += 2 * nbytes / node * (nodes - 1) / nodes * 7.0
+    assert machine.summing(nbytes, nodes * node, node) == pytest.approx(steps)
+    assert machine.rounds(4 * nodes) == 2 * (3.0 * 2 + 50.0 * (nodes - 1).bit_length())
+
+
 def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"memory": 5, "network": {"latency": 7}}))
@@ -493,6 +536,8 @@ def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
         ('{"memory": 0.5}', "memory is 0.5"),
         ('{"name": 1}', "name is 1"),
         ('{"network": 3}', "network is 3"),
+        ('{"within": 3, "node": 4}', "within is 3"),
+        ('{"node": 4}', "node is 4 without within"),
         ('{"network": {"latency": NaN}}', "network.latency is nan"),
         ('{"network": {"name": "n", "speed": 1}}', "network.speed is not known"),
     ],

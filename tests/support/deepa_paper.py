@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sparsescan.strategies import Graph, Layer, Machine
-from sparsescan.strategies.configurations import Configuration, Configurations, Moves, edges_of
-from sparsescan.strategies.deepa import LayerCosts
+from sparsescan.strategies.per_layer.configurations import (
+    Configuration,
+    Configurations,
+    Moves,
+    edges_of,
+)
+from sparsescan.strategies.per_layer.costs import LayerCosts
 
 
 class MeasuredCosts(LayerCosts):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import InputError
-from ..jacobians import (
+from ...errors import InputError
+from ...jacobians import (
     AvgPool2d,
     BatchNorm2d,
     Conv2d,
@@ -21,16 +21,16 @@ from ..jacobians import (
     MaxPool2d,
     Operator,
 )
-from ..jacobians.activations import Elementwise
-from ..parallel.communicator import Communicator
-from .architectures import output_size, pair
-from .boxes import Box, Range, Redistribution, blocks, cut, shape_of, volume
-from .collectives import Sums, descend
+from ...jacobians.activations import Elementwise
+from ...parallel.communicator import Communicator
+from ..architectures import output_size, pair
+from ..boxes import Box, Range, Redistribution, blocks, cut, shape_of, volume
+from ..collectives import Sums, descend
+from ..graph import Graph, Layer
+from ..recurrent import Step
+from ..stage import RecurrentStage, Stage, copies
+from ..strategy import Job, Training, check_samples, cross_entropy
 from .configurations import Configuration, Limits, box_needed, image_of, limits
-from .graph import Graph, Layer
-from .recurrent import Step
-from .stage import RecurrentStage, Stage, copies
-from .strategy import Job, Training, check_samples, cross_entropy
 
 __all__ = ["Division", "Partitioned", "limits_of"]
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InputError
+from ...errors import InputError
 
 __all__ = ["Placement"]
 

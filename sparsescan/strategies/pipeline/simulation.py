@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .stage import Gradients
-from .strategy import cross_entropy
+from ..stage import Gradients
+from ..strategy import cross_entropy
 
 __all__ = ["Pipelined", "Simulation", "Worker"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .boxes import Box, bounds
-from .graph import Graph, Layer
+from ..boxes import Box, bounds
+from ..graph import Graph, Layer
 
 __all__ = [
     "MANY",
@@ -425,16 +425,33 @@ class Moves:
         -------
         sent, received : ndarray, shape (len(a), len(workers), len(b))
         """
-        first = self._of.codes_of(a, workers)[:, :, None]
-        second = self._of.codes_of(b, workers).swapaxes(0, 1)
-        divisors = self._of.divisors_of(b)
-        kept = _product(
-            axis.shared(first[..., k], second[..., k]) for k, axis in enumerate(self.axes)
-        )
+        first, second = self._of.codes_of(a, workers), self._of.codes_of(b, workers)
+        divisors, kept = self._of.divisors_of(b), self._overlaps(first, second)
         sent = _product(
-            axis.sent(first[:, :, 0, k], divisors[:, k]) for k, axis in enumerate(self.axes)
+            axis.sent(first[..., k], divisors[:, k]) for k, axis in enumerate(self.axes)
         )
         return sent - kept, self.needed(b, workers).T - kept
+
+    def entries_within(
+        self, a: Integers, b: Integers, workers: Integers, node: int
+    ) -> tuple[Floats, Floats]:
+        """Count entries of :meth:`entries` that workers send to, and receive from, their node."""
+        sent = received = np.zeros((len(a), len(workers), len(b)))
+        own = [self._of.codes_of(x, workers) for x in (a, b)]
+        for place in range(node if node > 1 else 0):
+            mates = workers // node * node + place
+            others = (mates != workers) & (mates < self._of.workers)
+            theirs = [self._of.codes_of(x, np.where(others, mates, workers)) for x in (a, b)]
+            sent = sent + self._overlaps(own[0], theirs[1]) * others[:, None]
+            received = received + self._overlaps(theirs[0], own[1]) * others[:, None]
+        return sent, received
+
+    def _overlaps(self, first: Integers, second: Integers) -> Floats:
+        """Return the volumes of overlaps of blocks with boxes, by codes, of the same workers."""
+        return _product(
+            axis.shared(first[:, :, None, k], second.swapaxes(0, 1)[..., k])
+            for k, axis in enumerate(self.axes)
+        )
 
     def messages(self, a: Integers, b: Integers) -> Floats:
         """Return the most blocks that overlap with one, its own included, (len(a), len(b))."""

@@ -1,4 +1,4 @@
-"""Scan: parts of the chain of layers on workers, their gradients by a scan over the Jacobians."""
+"""Costs of a step in which parts of a chain are on workers, and the scan combines them."""
 
 from __future__ import annotations
 
@@ -6,116 +6,25 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..errors import InputError
-from ..parallel.api import plan
-from ..parallel.communicator import Fault
-from ..parallel.exchange import exscan_messages
-from ..parallel.forecast import CLOSE, OPEN
-from ..parallel.grid import Grid, check_grid
-from ..parallel.maps import Capacity, Terms, vector_words
-from ..symbolic.schedule import check_count
-from .collectives import Sums, descend, sum_words
-from .graph import Graph, blocks
-from .machine import Machine
-from .recurrent import Trainable, as_graph, graph_of
-from .stage import Gradients, stage_of
-from .strategy import (
-    Job,
+from ...parallel.exchange import exscan_messages
+from ...parallel.forecast import CLOSE, OPEN
+from ...parallel.grid import Grid
+from ...parallel.maps import Capacity, Terms, vector_words
+from ..collectives import sum_words
+from ..graph import Graph, blocks
+from ..machine import Machine
+from ..strategy import (
     LayerPlan,
     Prediction,
-    Strategy,
-    Training,
-    check_samples,
-    cross_entropy,
 )
 
-__all__ = ["Scan", "ScanTraining", "parts_of"]
+__all__ = ["NAME", "Division", "most_parts", "parts_of"]
 
-Array = NDArray[Any]
-
-
-class Scan(Strategy):
-    """The parts of a chain on workers, and the scan over its Jacobians; exact.
-
-    The forward pass goes from part to part; then all workers write the Jacobians of their parts at
-    once, the scan gives every part its gradients, and all compute those of their parameters at
-    once. With fewer parts than workers, groups of workers share the samples.
-
-    Parameters
-    ----------
-    grid : tuple of int, optional
-        Parts of the chain, and groups of samples; by default the grid that is predicted to take
-        least, with at least two parts where there are two workers: one is batch parallelism.
-    schedule : {"vectors", "products"}, optional
-        How parts are combined, see :func:`sparsescan.parallel.plan`; by default the way that is
-        predicted to take less.
-
-    Notes
-    -----
-    BPPSA (Wang, Bai and Pekhimenko, MLSys 2020): with `n` layers and `p` workers
-    ``Θ(n/p + log p)`` steps by products (equation 6), and ``Θ(max(n/p, 1))`` Jacobians a worker
-    (section 3.6). A prediction takes products of Jacobians to be dense, and exclusive scans of MPI
-    to be logarithmic, unless it was seen how they are made. A part is swept by one call, however
-    many steps it has.
-    """
-
-    name = "scan"
-
-    def __init__(
-        self,
-        grid: tuple[int, int] | None = None,
-        schedule: str | None = None,
-    ) -> None:
-        self.grid = None if grid is None else Grid(*grid)
-        if schedule not in (None, "vectors", "products"):
-            raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
-        self.schedule = schedule
-
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step by the best grid; if none fits, by the one that needs least memory."""
-        return self._best(as_graph(network), machine, workers, batch)[2]
-
-    def _best(
-        self, network: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[Grid, str, Prediction]:
-        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-        most = _most_parts(network)
-        ways: list[tuple[Grid, str, Prediction]] = []
-        for grid in _grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
-            if grid.chain > most or grid.batch > batch:
-                continue
-            division = _Division(network, machine, grid, batch)
-            for schedule in ("vectors", "products"):
-                wanted = self.schedule in (None, schedule)
-                if wanted and (schedule == "vectors" or grid.chain > 1):
-                    ways.append((grid, schedule, division.prediction(schedule)))
-        if not ways:
-            raise InputError(
-                f"{network.name} can be cut into {most} parts at most, and {batch} samples into "
-                f"{batch} groups: no such grid of {workers} workers"
-            )
-        fitting = [one for one in ways if one[2].memory <= machine.memory]
-        if not fitting:
-            return min(ways, key=lambda one: one[2].memory)
-        return min(fitting, key=lambda one: one[2].total)
-
-    def _train(self, job: Job) -> Training:
-        graph, workers = graph_of(job.network), job.communicator.size
-        grid, schedule, _ = self._best(graph, job.machine, workers, job.batch)
-        return ScanTraining(job, grid, schedule)
-
-
-def _grids(workers: int) -> list[Grid]:
-    least = min(workers, 2)
-    chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
-    return [Grid(chain, workers // chain) for chain in chains]
+#: Name of the strategy.
+NAME = "scan"
 
 
 def parts_of(network: Graph, count: int) -> list[range]:
@@ -137,17 +46,13 @@ def parts_of(network: Graph, count: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise([*bounds, len(units)])]
 
 
-def _most_parts(network: Graph) -> int:
+def most_parts(network: Graph) -> int:
+    """Return how many parts a chain can be cut into."""
     cells = sum(layer.kind == "cell" for layer in network.layers)
     return cells or len(blocks(network))
 
 
-# ---------------------------------------------------------------------------------------------
-# Prediction
-# ---------------------------------------------------------------------------------------------
-
-
-class _Division:
+class Division:
     """Costs of a step by one grid.
 
     Parts are numbered as the positions of the scan: from the end of the chain on.
@@ -192,7 +97,7 @@ class _Division:
             "loss": machine.loss(self._samples) + machine.collective("gather", grid.size),
         }
         return Prediction(
-            strategy=Scan.name,
+            strategy=NAME,
             how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
             nanoseconds=machine.hidden(times),
             bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
@@ -239,8 +144,11 @@ class _Division:
 
     def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
         """Return nanoseconds of sums of parameter gradients, and of updates."""
-        machine = self._machine
-        return machine.all_reduce(sums) + sum(machine.update(self._graph, k) for k in part)
+        machine, (groups, mine), (size, everywhere) = self._machine, *sums
+        # Ranks of a part are as far apart as there are parts.
+        near = machine.node // self._grid.chain
+        both = [(groups, near, mine), (size, machine.node, everywhere)]
+        return machine.all_reduce(both) + sum(machine.update(self._graph, k) for k in part)
 
     @cached_property
     def _sweeps(self) -> list[float]:
@@ -329,85 +237,3 @@ class _Division:
         (groups, own), (size, everywhere) = reduced[position]
         words = sum_words(own, grid.group(rank), groups) + sum_words(everywhere, rank, size)
         return total + machine.itemsize * int(words)
-
-
-# ---------------------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------------------
-
-
-class ScanTraining(Training):
-    """A part of a network on every rank, for a group of samples.
-
-    Parameters
-    ----------
-    job : Job
-        What is trained.
-    grid : Grid
-        Parts of the chain, and groups of samples.
-    schedule : {"vectors", "products"}
-        How parts are combined.
-    """
-
-    def __init__(self, job: Job, grid: Grid, schedule: str) -> None:
-        self.communicator, fault = job.communicator, Fault()
-        rank, network = self.communicator.rank, job.network
-        self._grid, self._batch, self._rate = grid, job.batch, job.rate
-        self._position = grid.position(rank)
-        # Positions of the scan are numbered from the end of the chain on.
-        span = parts_of(graph_of(network), grid.chain)[grid.chain - 1 - self._position]
-        with fault:
-            self._stage = stage_of(network.ops[span.start : span.stop])
-        self.communicator.agree(fault.error)
-        self._shape, self._classes = network.input_shape, math.prod(network.output_shape)
-        self._entering = network.ops[span.start].input_shape
-        # Activations between parts have the dtypes of the input and of all parameters so far.
-        self._before, self._behind = (
-            {param.dtype for op in network.ops[:end] for param in op.params.values()}
-            for end in (span.start, span.stop)
-        )
-        sizes = [sum(p.size for p in layer.values()) for layer in self._stage.parameters]
-        own = [r for r in range(grid.size) if grid.position(r) == self._position]
-        shared = self._stage.shared
-        # Some parameters are those of all parts.
-        everywhere = sum(sizes[:shared]), range(grid.size)
-        self._sums = Sums(self.communicator, [everywhere, (sum(sizes[shared:]), own)])
-        sizes_of_grid = grid.chain, grid.batch
-        self.plan = plan(job.comm, self._stage.patterns, grid=sizes_of_grid, schedule=schedule)
-
-    def step(self, x: Array, labels: NDArray[np.int64]) -> float:
-        """Run one training step; see :meth:`.Training.step`."""
-        x, labels = check_samples(x, labels, (self._batch, *self._shape), self._classes)
-        stage, world, rank = self._stage, self.communicator, self.communicator.rank
-        samples = self._grid.samples(rank, self._batch)
-        x, labels = x[samples], labels[samples]
-        loss, grad = 0.0, None
-        following: Gradients = []
-        with world.ending("a training step"):
-            entering = None
-            if self._position < self._grid.chain - 1:
-                dtype = np.result_type(x, *self._before)
-                entering = np.empty((len(x), *self._entering), dtype)
-                world.receive(entering, rank + 1)
-            activations = stage.forward(x, entering)
-            if self._position > 0:
-                dtype = np.result_type(x, *self._behind)
-                world.send(np.ascontiguousarray(activations[-1], dtype), rank - 1)
-            else:
-                loss, grad = cross_entropy(activations[-1], labels, self._batch)
-                grad, following = stage.leaving(activations, grad)
-            values = stage.values(activations)
-        gradients = self.plan.exclusive_scan(grad, values)
-        with world.ending("a training step"):
-            grads = stage.param_grads(activations, gradients, following)
-            descend(stage.parameters, grads, self._rate, self._sums.total)
-            return math.fsum(world.gather(loss))
-
-    def parameters(self) -> list[dict[str, Array]]:
-        """Return parameters of every layer, whole, on all ranks."""
-        every = self.communicator.gather(self._stage.parameters)
-        # Those of the first group, from the start of the chain on.
-        held = every[: self._grid.chain][::-1]
-        shared = self._stage.shared
-        whole: list[dict[str, Array]] = held[0][:shared]
-        return whole + [params for part in held for params in part[shared:]]

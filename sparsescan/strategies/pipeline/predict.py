@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
-from .graph import Graph, blocks
-from .machine import Machine
-from .pipeline_ranks import MicroBatchTraining, PipelineTraining
-from .pipeline_schedule import Placement
-from .recurrent import Trainable, as_graph, graph_of
-from .strategy import Job, LayerPlan, Prediction, Strategy, Training
+from ...errors import InputError
+from ..graph import Graph
+from ..machine import Machine
+from ..recurrent import Trainable, as_graph, graph_of
+from ..strategy import Job, Prediction, Strategy, Training
+from .costs import (
+    agreeing,
+    balance,
+    beside,
+    block_ends,
+    checked,
+    inside_of,
+    kept_entries,
+    layer_plans,
+    sent,
+    stage_costs,
+    times_of,
+    why_together,
+)
+from .schedule import Placement
+from .train import MicroBatchTraining, PipelineTraining
 
-__all__ = ["MicroBatches", "Pipeline", "balance"]
+__all__ = ["MicroBatches", "Pipeline"]
 
 _Costs = NDArray[np.float64]
 
@@ -49,15 +61,15 @@ class _Stages(Strategy):
         InputError
             If there are more workers than stages, or registers where none can be.
         """
-        graph = as_graph(network)
-        forward, backward, messages = _times(graph, machine, batch)
+        graph, machine = as_graph(network), machine.among(workers)
+        forward, backward, messages = times_of(graph, machine, batch)
         return self._place(graph, forward + backward, messages, workers)
 
     def _place(self, network: Graph, work: _Costs, messages: _Costs, workers: int) -> Placement:
         """Return the registers that are given, checked, or those that balance the stages."""
-        layers, inside = len(network.layers) - 1, _inside(network)
+        layers, inside = len(network.layers) - 1, inside_of(network)
         if self._given is not None:
-            return _checked(Placement(layers, self._given), workers, inside)
+            return checked(Placement(layers, self._given), workers, inside)
         places = np.flatnonzero(~np.logical_or.reduce([*inside.values()]))
         if len(places) > _PLACES:
             raise InputError(
@@ -65,12 +77,12 @@ class _Stages(Strategy):
                 "most, or registers that are given"
             )
         ends = np.concatenate([[0], np.cumsum(work)])[places]
-        chosen = balance(_costs(ends, messages[places]), workers)
+        chosen = balance(stage_costs(ends, messages[places]), workers)
         if chosen is None:
             raise InputError(
                 f"workers is {workers}; expected no more than the stages that {network.name} can "
                 f"be cut into, which are {len(places) - 1}"
-                + (_why(inside, slice(None)) if workers <= layers else "")
+                + (why_together(inside, slice(None)) if workers <= layers else "")
             )
         return Placement(layers, tuple(int(places[k]) for k in chosen))
 
@@ -118,21 +130,21 @@ class Pipeline(_Stages):
         self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
     ) -> Prediction:
         """Predict a step of a full pipeline."""
-        network = as_graph(network)
+        network, machine = as_graph(network), machine.among(workers)
         placement = self.placement(network, machine, workers, batch)
         weights = [layer.weights for layer in network.layers[1:]]
-        forward, backward, messages = _times(network, machine, batch)
+        forward, backward, messages = times_of(network, machine, batch)
         parts = placement.parts
         work = [float((forward + backward)[part].sum()) + machine.sweep for part in parts]
         # Stages that wait leave their cores to others.
         cycle = machine.shared(work, workers) / max(work) if max(work) else 1.0
         # A step takes as long as the slowest stage.
-        slowest = max(range(workers), key=lambda k: cycle * work[k] + _beside(messages, parts[k]))
+        slowest = max(range(workers), key=lambda k: cycle * work[k] + beside(messages, parts[k]))
         part = parts[slowest]
         memory = [
             machine.needed(sum(weights[part]), batch * kept, batch * degree * kept)
             for part, degree in zip(parts, placement.degrees, strict=True)
-            for kept in [_kept(network, part)]
+            for kept in [kept_entries(network, part)]
         ]
         return Prediction(
             self.name,
@@ -140,13 +152,13 @@ class Pipeline(_Stages):
             {
                 "forward": cycle * float(forward[part].sum()),
                 "backward": cycle * (float(backward[part].sum()) + machine.sweep),
-                "activations": _beside(messages, part),
-                "loss": _agreeing(machine, workers),
+                "activations": beside(messages, part),
+                "loss": agreeing(machine, workers),
             },
-            _sent(network, machine, placement, batch),
+            sent(network, machine, placement, batch),
             max(memory),
             placement.stale(weights),
-            _layers(network, machine, placement, batch),
+            layer_plans(network, machine, placement, batch),
         )
 
     def _train(self, job: Job) -> Training:
@@ -193,6 +205,7 @@ class MicroBatches(_Stages):
     def _best(
         self, network: Graph, machine: Machine, workers: int, batch: int
     ) -> tuple[Placement, int, Prediction]:
+        machine = machine.among(workers)
         counts = _divisors(batch) if self._count is None else [_check_count(self._count, batch)]
         ways = []
         for count in counts:
@@ -205,11 +218,11 @@ class MicroBatches(_Stages):
         self, network: Graph, machine: Machine, placement: Placement, batch: int, count: int
     ) -> Prediction:
         samples, workers = batch // count, len(placement.parts)
-        forward, backward, messages = _times(network, machine, samples)
+        forward, backward, messages = times_of(network, machine, samples)
         parts = placement.parts
         ahead = np.array([forward[part].sum() for part in parts])
         back = np.array([backward[part].sum() for part in parts]) + machine.sweep
-        both = np.array([_beside(messages, part) for part in parts])
+        both = np.array([beside(messages, part) for part in parts])
         # The last stage runs forward once, just before it runs backward.
         first, second = ahead.copy(), ahead + back
         first[-1] = 0
@@ -227,7 +240,7 @@ class MicroBatches(_Stages):
         memory = [
             machine.needed(
                 sum(parameters[part]),
-                samples * _kept(network, part),
+                samples * kept_entries(network, part),
                 (batch - samples) * network.layers[part.start].size,
             )
             for part in parts
@@ -239,162 +252,19 @@ class MicroBatches(_Stages):
                 "forward": alone * count * float(ahead[slowest]),
                 "backward": alone * count * float(first[slowest] + back[slowest]),
                 "activations": count * 2 * float(both[slowest]),
-                "loss": _agreeing(machine, workers),
+                "loss": agreeing(machine, workers),
                 "idle": float(total - alone * work[slowest] - 2 * count * both[slowest]),
             },
-            _sent(network, machine, placement, batch),
+            sent(network, machine, placement, batch),
             max(memory),
-            layers=_layers(network, machine, placement, batch),
+            layers=layer_plans(network, machine, placement, batch),
         )
-
-
-def balance(costs: _Costs, stages: int) -> tuple[int, ...] | None:
-    """Cut a chain into stages of which the most expensive is as cheap as can be.
-
-    Parameters
-    ----------
-    costs : ndarray of float64, shape (n + 1, n + 1)
-        Cost of a stage of layers ``a`` to ``b - 1``, for ``a < b``; inf where there can be none.
-    stages : int
-        Number of stages.
-
-    Returns
-    -------
-    tuple of int or None
-        First layer of each stage but the first; None if there is no way.
-
-    Examples
-    --------
-    >>> sizes = np.array([3, 1, 1, 1, 3.0])
-    >>> ends = np.concatenate([[0], np.cumsum(sizes)])
-    >>> balance(np.where(ends > ends[:, None], ends - ends[:, None], np.inf), 3)
-    (1, 4)
-    """
-    n = len(costs) - 1
-    best = costs[0]
-    choices = []
-    for _ in range(stages - 1):
-        # Cost of the slowest stage up to b, if the last of them begins at a.
-        slowest = np.maximum(best[:, None], costs)
-        choices.append(slowest.argmin(axis=0))
-        best = slowest.min(axis=0)
-    if not np.isfinite(best[n]):
-        return None
-    cuts = [n]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
-    return tuple(reversed(cuts[1:]))
-
-
-# -- Costs of a stage -----------------------------------------------------------------------------
-
-
-def _times(network: Graph, machine: Machine, samples: int) -> tuple[_Costs, _Costs, _Costs]:
-    """Return nanoseconds of each layer forward and backward, and of a message behind each."""
-    numbers, same = np.unique(network.alike[1:], return_inverse=True)
-    forward = np.array([machine.forward(network, k, samples) for k in numbers.tolist()])[same]
-    backward = np.array(
-        [
-            machine.backward(network, k, samples) + machine.update(network, k)
-            for k in numbers.tolist()
-        ]
-    )[same]
-    forward[-1] += machine.loss(samples)
-    sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
-    messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
-    messages[[0, -1]] = 0
-    return forward, backward, messages
-
-
-def _ends(network: Graph) -> list[int]:
-    """Return the last layer of each block, from the input on."""
-    return [0, *(block.stop - 1 for block in blocks(network))]
-
-
-def _inside(network: Graph) -> dict[str, NDArray[np.bool_]]:
-    """Return, by the reason, whether there can be no register behind each layer."""
-    shared, block = np.zeros(len(network.layers), bool), np.ones(len(network.layers), bool)
-    last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
-    for first, k in last.items():
-        shared[first:k] = True
-    block[_ends(network)] = False
-    return {"layers that share their weights": shared, "layers of a block": block}
-
-
-def _why(inside: dict[str, NDArray[np.bool_]], where: Any) -> str:
-    """Say which layers stay together there."""
-    names = " and ".join(which for which, layers in inside.items() if layers[where].any())
-    return f": {names} stay together" if names else ""
-
-
-def _checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bool_]]) -> Placement:
-    """Check that there is a stage for each worker, and no register inside a block."""
-    registers = placement.registers
-    if len(placement.parts) != workers:
-        raise InputError(
-            f"registers is {registers}; expected {workers - 1} of them for {workers} workers"
-        )
-    wrong = [p for p in registers if any(layers[p] for layers in inside.values())]
-    if wrong:
-        raise InputError(
-            f"registers is {registers}; expected none after layer {wrong[0]}"
-            + _why(inside, wrong[0])
-        )
-    return placement
-
-
-def _costs(ends: _Costs, messages: _Costs) -> _Costs:
-    """Return costs of every possible stage: its layers, and its messages on both sides.
-
-    `ends` are sums over all layers before each place where a stage can begin or end, `messages` the
-    costs of a message there.
-    """
-    costs = ends - ends[:, None] + messages + messages[:, None]
-    return np.where(np.arange(len(ends)) > np.arange(len(ends))[:, None], costs, np.inf)
-
-
-def _agreeing(machine: Machine, workers: int) -> float:
-    """Return nanoseconds in which workers agree that nothing is wrong, and on the loss."""
-    return machine.collective("maximum", workers) + machine.collective("broadcast", workers)
-
-
-def _beside(messages: _Costs, part: slice) -> float:
-    """Return nanoseconds of the messages on both sides of a stage."""
-    return float(messages[part.start] + messages[part.stop])
-
-
-def _kept(network: Graph, part: slice) -> int:
-    """Count entries, for one sample, of the input of a stage and of the outputs of its layers."""
-    return sum(layer.size for layer in network.layers[part.start : part.stop + 1])
-
-
-def _layers(
-    network: Graph, machine: Machine, placement: Placement, batch: int
-) -> tuple[LayerPlan, ...]:
-    """Return what each layer sends, and what it needs for one minibatch."""
-    plans, last = [], len(placement.parts) - 1
-    for stage, part in enumerate(placement.parts):
-        for k in range(part.start + 1, part.stop + 1):
-            layer = network.layers[k]
-            size = layer.size * (k == part.stop and stage < last)
-            size += network.layers[part.start].size * (k == part.start + 1 and stage > 0)
-            sent = batch * machine.itemsize * size
-            memory = machine.needed(layer.weights, batch * layer.size)
-            stages = range(stage, stage + 1)
-            plans.append(LayerPlan(layer.name, (1, 1, 1, 1), stages, sent, memory))
-    return tuple(plans)
 
 
 def _of_operators(placement: Placement, network: Trainable) -> Placement:
     """Return registers between operators from those between layers: a block is one operator."""
-    ends = _ends(graph_of(network))
+    ends = block_ends(graph_of(network))
     return Placement(len(network.ops), tuple(map(ends.index, placement.registers)))
-
-
-def _sent(network: Graph, machine: Machine, placement: Placement, batch: int) -> int:
-    """Count bytes that the busiest worker sends: activations forward, gradients backward."""
-    cuts = [0, *(network.layers[p].size for p in placement.registers), 0]
-    return machine.itemsize * batch * max(a + b for a, b in itertools.pairwise(cuts))
 
 
 def _how(placement: Placement) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..parallel.communicator import Fault
-from .pipeline_run import Batch, Pipelined, Worker
-from .pipeline_schedule import Placement
-from .stage import Gradients, stage_of
-from .strategy import Job, Training, check_samples, cross_entropy
+from ...parallel.communicator import Fault
+from ..stage import Gradients, stage_of
+from ..strategy import Job, Training, check_samples, cross_entropy
+from .schedule import Placement
+from .simulation import Batch, Pipelined, Worker
 
 __all__ = ["MicroBatchTraining", "PipelineTraining"]
 

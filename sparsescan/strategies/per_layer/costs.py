@@ -9,20 +9,15 @@ integrated parallelism are such plans, with fewer configurations to choose from.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
-from ..jacobians import Operator
-from ..parallel.communicator import Fault
-from ..planning.elimination import minimise
-from ..symbolic.schedule import check_count
-from .collectives import sum_words
+from ...planning.elimination import minimise
+from ..graph import MIXING, Graph, Layer
+from ..machine import Machine
 from .configurations import (
     MANY,
     Configuration,
@@ -31,32 +26,16 @@ from .configurations import (
     Moves,
     allowed,
     edges_of,
-    image_of,
     limits,
 )
-from .graph import MIXING, Graph, Layer
-from .machine import Machine
-from .partitioned import Division, Partitioned, limits_of
-from .recurrent import Trainable, as_graph, operators
-from .strategy import Job, LayerPlan, Prediction, Strategy, Training
 
-__all__ = [
-    "Divided",
-    "LayerCosts",
-    "NetworkCosts",
-    "PerLayer",
-    "footprint",
-    "optimise",
-    "with_loss",
-]
+__all__ = ["Chosen", "LayerCosts", "NetworkCosts", "moves_of", "optimise", "with_loss"]
 
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]
 
 # Relative error of sums that are compared with each other.
 _ROUNDING = 1e-9
-# Most groups of layers in a description.
-_WORDS = 4
 # Configurations of a layer among which the best are searched: the cheapest, if there are more.
 _MOST = 100
 # Most searches for the step in which the backward pass hides as much as can be.
@@ -116,21 +95,29 @@ class LayerCosts:
 
         All layers are summed in one message, whose latency is :meth:`fused`.
         """
-        copies = configurations.prod(axis=1) // configurations[:, 1]
-        numbers = 2 * layer.weights / configurations[:, 1] * (copies - 1) / copies
-        times: Times = self.machine.network.inverse_bandwidth * self.machine.itemsize * numbers
+        n, c, h, w = configurations.T
+        # Images are cut between neighbours, then channels, then samples.
+        node, area = self.machine.node, h * w
+        near = np.minimum(area, node) * np.clip(node // (c * area), 1, n)
+        nbytes = self.machine.itemsize * layer.weights / c
+        times: Times = self.machine.summing(nbytes, n * area, near)
         return times
 
     def fused(self, copies: int) -> float:
         """Return the latency of the sum of all gradients, of which there are so many copies."""
-        return float(2 * self.machine.exchange(copies, 0))
+        return self.machine.rounds(copies)
 
     def transfer(self, moves: Moves, of: Configurations, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, forward and backward, for any two of some configurations."""
-        sent, received = moves.entries(a, b, of.looked_at)
-        busiest = np.maximum(sent, received).max(axis=1)
-        times = 2 * self.machine.exchange(moves.messages(a, b), busiest * self.machine.itemsize)
-        return np.where(busiest > 0, times, 0.0)
+        ways = moves.entries(a, b, of.looked_at)
+        inside = moves.entries_within(a, b, of.looked_at, self.machine.node)
+        size = self.machine.itemsize
+        near = size * np.maximum(*inside)
+        far = size * np.maximum(*(way - here for way, here in zip(ways, inside, strict=True)))
+        messages = moves.messages(a, b)[:, None]
+        times: Times = np.where(near + far > 0, self.machine.exchange(messages, far, near), 0.0)
+        busiest: Times = 2 * times.max(axis=1)
+        return busiest
 
     def least_transfer(self, moves: Moves, of: Configurations, b: Chosen) -> Times:
         """Return the least time of an edge in each configuration of its layer.
@@ -139,7 +126,8 @@ class LayerCosts:
         """
         needed = moves.needed(b, of.looked_at).sum(axis=-1) - moves.size
         nbytes = needed.clip(0) / len(of.looked_at) * self.machine.itemsize
-        times: Times = 2 * self.machine.network.inverse_bandwidth * nbytes
+        networks = self.machine.within or self.machine.network, self.machine.network
+        times: Times = 2 * min(one.inverse_bandwidth for one in networks) * nbytes
         return times
 
 
@@ -199,7 +187,7 @@ class NetworkCosts:
 
     def __init__(self, graph: Graph, costs: LayerCosts, of: Configurations, batch: int) -> None:
         self.graph, self.costs, self.of, self.batch = graph, costs, of, batch
-        self.edges = [e for e in _edges(graph, of, batch) if graph.layers[e[0]].kind != "input"]
+        self.edges = [e for e in moves_of(graph, of, batch) if graph.layers[e[0]].kind != "input"]
         self._copies = of.all.prod(axis=1) // of.all[:, 1]
         self._known: dict[Any, Any] = {}
 
@@ -414,7 +402,7 @@ class NetworkCosts:
         return parts
 
 
-def _edges(graph: Graph, of: Configurations, batch: int) -> list[tuple[int, int, Moves]]:
+def moves_of(graph: Graph, of: Configurations, batch: int) -> list[tuple[int, int, Moves]]:
     """Return edges and their moves, one object for those that are alike."""
     known: dict[Any, Moves] = {}
     edges = []
@@ -426,203 +414,3 @@ def _edges(graph: Graph, of: Configurations, batch: int) -> list[tuple[int, int,
             known[alike] = Moves(of, layer, source, batch, first)
         edges.append((j, k, known[alike]))
     return edges
-
-
-class Divided(Strategy):
-    """Every layer divided between workers by a configuration; exact."""
-
-    costs: Callable[[Machine], LayerCosts] = LayerCosts
-
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step with the configurations that cost least; see :meth:`Strategy.predict`."""
-        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-        graph, _, bounds = _layers(network, batch)
-        costs = self.costs(machine)
-        chosen = self.choose(graph, costs, workers, batch, bounds)
-        of, numbers = _numbered(workers, chosen)
-        times = NetworkCosts(graph, costs, of, batch).times(numbers)
-        sent, kept = np.zeros((2, workers), np.int64)
-        layers = []
-        for k, (moved, weights, activations) in _footprints(graph, chosen, workers, batch):
-            needed = machine.needed(weights, activations)
-            sent, kept = sent + moved * machine.itemsize, kept + needed
-            layer, one = graph.layers[k], chosen[k]
-            peaks = int(moved.max()) * machine.itemsize, int(np.max(needed))
-            layers.append(LayerPlan(layer.name, one, range(math.prod(one)), *peaks))
-        how = self.describe(graph, chosen)
-        return Prediction(self.name, how, times, sent.max(), kept.max(), layers=tuple(layers))
-
-    def _train(self, job: Job) -> Training:
-        graph, ops, bounds = _layers(job.network, job.batch)
-        workers, costs = job.communicator.size, self.costs(job.machine)
-        chosen = self.choose(graph, costs, workers, job.batch, bounds)
-        division, fault = Division(graph, ops, chosen, job.network.input_shape), Fault()
-        with fault:
-            training = Partitioned(job, division)
-        job.communicator.agree(fault.error)
-        return training
-
-    @abstractmethod
-    def choose(
-        self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
-    ) -> list[Configuration]:
-        """Return the configuration of each layer of :func:`with_loss`'s graph.
-
-        Parameters
-        ----------
-        graph, costs, workers, batch, bounds
-            As for :func:`optimise`.
-        """
-
-    def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
-        """Describe the configurations of layers with parameters, joining those that are equal."""
-        groups: list[str] = []
-        pairs = zip(graph.layers, chosen, strict=True)
-        names = [_name(one) for layer, one in pairs if layer.weights]
-        for name, group in groupby(names):
-            count = len(list(group))
-            groups.append(name if count == 1 else f"{count}x {name}")
-        if len(groups) > _WORDS:
-            groups[2:-1] = ["…"]
-        return ", ".join(groups)
-
-
-class PerLayer(Divided):
-    """A configuration for every layer, along samples, channels, height and width.
-
-    Parameters
-    ----------
-    configurations : sequence of tuple of int, or callable, optional
-        Parts along each axis for every layer of :func:`with_loss`'s graph; or a function of the
-        graph, workers and batch that returns them. By default the cheapest.
-    costs : callable, optional
-        From a machine to the costs of layers and transfers, by default :class:`LayerCosts`.
-
-    Notes
-    -----
-    DeePa (Jia, Lin, Qi and Aiken, 2018). All workers have the samples of a step. All steps of a
-    cell have one configuration.
-    """
-
-    name = "per layer"
-
-    def __init__(
-        self,
-        configurations: Sequence[Configuration]
-        | Callable[[Graph, int, int], list[Configuration]]
-        | None = None,
-        costs: Callable[[Machine], LayerCosts] = LayerCosts,
-    ) -> None:
-        self.configurations, self.costs = configurations, costs
-
-    def choose(
-        self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
-    ) -> list[Configuration]:
-        """Return the configurations that cost least, or those given if they can be."""
-        given = self.configurations
-        if given is None:
-            return optimise(graph, costs, workers, batch, bounds)[0]
-        chosen = list(given(graph, workers, batch) if callable(given) else given)
-        if len(chosen) != len(graph.layers):
-            raise InputError(
-                f"configurations has {len(chosen)} entries; expected {len(graph.layers)}, one for "
-                "each layer, the input and the loss included"
-            )
-        for layer, most, one in zip(graph.layers, bounds, chosen, strict=True):
-            if workers % math.prod(one) or not allowed(layer, most, np.array([one]))[0]:
-                raise InputError(
-                    f"layer {layer.name} has the configuration {one}; expected parts of which "
-                    f"{workers} is a multiple, at most {most}"
-                )
-            if layer.shares is not None and one != chosen[layer.shares]:
-                raise InputError(
-                    f"layer {layer.name} has the configuration {one}; expected "
-                    f"{chosen[layer.shares]}, that of {graph.layers[layer.shares].name}, whose "
-                    "parameters it uses"
-                )
-        return chosen
-
-
-def _layers(
-    network: Graph | Trainable, batch: int
-) -> tuple[Graph, list[Operator | None], list[Limits]]:
-    """Return a graph with its loss, operators if there are such, and the most parts of layers."""
-    plain = as_graph(network)
-    graph = with_loss(plain)
-    if isinstance(network, Graph):
-        return graph, [], [limits(layer, batch) for layer in graph.layers]
-    ops = operators(network, plain)
-    ops += [None] * (len(graph.layers) - len(ops))
-    bounds = [limits_of(op, layer, batch) for op, layer in zip(ops, graph.layers, strict=True)]
-    return graph, ops, bounds
-
-
-def footprint(
-    graph: Graph, chosen: Sequence[Configuration], workers: int, batch: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the entries that every worker sends in a step, and its parameters and activations."""
-    every = _footprints(graph, chosen, workers, batch)
-    moved, weights, activations = np.sum([found for _, found in every], axis=0)
-    return moved, weights + activations
-
-
-def _footprints(
-    graph: Graph, chosen: Sequence[Configuration], workers: int, batch: int
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield, for each layer, what every worker sends, and its parameters and activations.
-
-    Activations are its block of the output, and what it needs of inputs that others have.
-    """
-    of, numbers = _numbered(workers, chosen)
-    everyone, known = np.arange(workers), dict[Any, NDArray[np.int64]]()
-    edges: list[list[tuple[int, Moves]]] = [[] for _ in graph.layers]
-    for j, k, moves in _edges(graph, of, batch):
-        edges[k].append((j, moves))
-    for k, layer in enumerate(graph.layers[1:], 1):
-        key: Any = layer.shape, layer.weights, layer.kind == "softmax", int(numbers[k][0])
-        if key not in known:
-            known[key] = _own(of, layer, numbers[k], batch)
-        total = known[key].copy()
-        for j, moves in edges[k]:
-            deep = graph.layers[j].kind != "input"
-            key = id(moves), deep, int(numbers[j][0]), int(numbers[k][0])
-            if key not in known:
-                sent, received = moves.entries(numbers[j], numbers[k], everyone)
-                moved, needed = (sent + received)[0, :, 0], received[0, :, 0]
-                if not deep:
-                    # All workers have the samples, and read what they need.
-                    moved, needed = 0 * moved, moves.needed(numbers[k], everyone)[0]
-                # Every entry that is received comes back as a gradient.
-                found = np.stack([moved, 0 * moved, needed])
-                known[key] = found.round().astype(np.int64)
-            total += known[key]
-        yield k, total
-
-
-def _own(of: Configurations, layer: Layer, number: Chosen, batch: int) -> NDArray[np.int64]:
-    """Count the entries that every worker sends of parameters, and keeps of them and outputs."""
-    everyone, image = np.arange(of.workers), image_of(layer.shape)
-    lengths = of.lengths((batch, *image), number, everyone)[0]
-    n, _, h, w = of.all[number[0]].tolist()
-    weights = layer.weights * lengths[:, 1] // image[0] * (lengths[:, 0] > 0)
-    # Gradients are summed in as many pieces as there are copies.
-    places, copies = of.places(number, everyone)[0], n * h * w
-    place = (places[:, 0] * h + places[:, 2]) * w + places[:, 3]
-    moved = sum_words(weights, place, copies)
-    # Of the loss nothing is kept.
-    outputs = lengths.prod(axis=-1) * (layer.kind != "softmax")
-    return np.stack([moved, weights, outputs])
-
-
-def _numbered(workers: int, chosen: Sequence[Configuration]) -> tuple[Configurations, list[Chosen]]:
-    """Return the different configurations, and for each layer the number of its own."""
-    different = list(dict.fromkeys(chosen))
-    number = {one: np.array([k]) for k, one in enumerate(different)}
-    return Configurations(workers, different), [number[one] for one in chosen]
-
-
-def _name(configuration: Configuration) -> str:
-    parts = zip("nchw", configuration, strict=True)
-    return " ".join(f"{axis}={d}" for axis, d in parts if d > 1) or "one worker"

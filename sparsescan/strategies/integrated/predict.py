@@ -12,11 +12,12 @@ from itertools import groupby
 
 import numpy as np
 
-from ..errors import InputError
-from ..symbolic.schedule import check_count
-from .configurations import Configuration, Configurations, Limits, allowed
-from .deepa import Divided, LayerCosts, NetworkCosts
-from .graph import MIXING, Graph, Layer
+from ...errors import InputError
+from ...symbolic.schedule import check_count
+from ..graph import MIXING, Graph, Layer
+from ..per_layer.configurations import Configuration, Configurations, Limits, allowed
+from ..per_layer.costs import LayerCosts, NetworkCosts
+from ..per_layer.predict import Divided
 
 __all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
 
@@ -45,8 +46,7 @@ class Integrated(Divided):
 
     Examples
     --------
-    >>> from sparsescan.strategies import Graph, Layer, Machine
-    >>> from sparsescan.strategies.integrated import Integrated
+    >>> from sparsescan.strategies import Graph, Integrated, Layer, Machine
     >>> graph = Graph("wide", [
     ...     Layer("x", "input", (), (4096,)),
     ...     Layer("fc", "linear", (0,), (4096,), 4096**2, 4096**2, 4096**2),

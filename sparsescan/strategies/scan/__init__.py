@@ -1,0 +1,1 @@
+"""The scan over parts of the chain (Wang, Bai and Pekhimenko, BPPSA, MLSys 2020)."""
