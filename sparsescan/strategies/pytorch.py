@@ -1,0 +1,315 @@
+"""Networks of PyTorch as graphs, and plans as PyTorch takes them; imports PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.fx.passes.shape_prop import ShapeProp
+
+from ..errors import InputError, InputTypeError
+from .architectures import Builder
+from .graph import Graph, Layer
+from .strategy import Prediction
+
+__all__ = ["TorchPlan", "from_torch", "to_torch"]
+
+# Samples with which shapes are found.
+_BATCH = 2
+_ACTIVATIONS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.ELU, nn.Tanh, nn.Sigmoid),
+    *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Dropout, nn.Dropout2d),
+    nn.Identity,
+)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
+_ELEMENTWISE = (
+    *("relu", "relu_", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "dropout"),
+    *("hardswish", "hardtanh", "relu6", "contiguous"),
+)
+_SHAPES = "flatten", "view", "reshape"
+
+
+def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "network") -> Graph:
+    """Return the graph of a network of PyTorch, which `torch.fx` traces.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A network with one input and one output, such as a Sequential or one with residual blocks:
+        convolutions, poolings, linear layers, normalisations, activations, sums and
+        concatenations of channels.
+    input_shape : sequence of int
+        Shape of one sample.
+    name : str
+        Name of the graph.
+
+    Returns
+    -------
+    Graph
+        Its layers have the names of the modules, or those of `torch.fx` for calls of functions.
+
+    Raises
+    ------
+    InputTypeError
+        If `module` is not a Module.
+    InputError
+        If it cannot be traced, or a layer is none of these.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from sparsescan.strategies.pytorch import from_torch
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    >>> graph = from_torch(net, (3, 8, 8))
+    >>> graph, [layer.kind for layer in graph.layers[1:]]
+    (Graph('network', 5 layers, 3114 weights), ['conv', 'elementwise', 'flatten', 'linear'])
+    """
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(
+            f"module is a {type(module).__name__}; expected a torch.nn.Module, whose graph is to "
+            "be found"
+        )
+    training = module.training
+    try:
+        traced = fx.symbolic_trace(module.eval())
+        ShapeProp(traced).propagate(torch.zeros(_BATCH, *input_shape))
+    except Exception as error:
+        # Whatever the module itself raises.
+        raise InputError(
+            f"module is {type(module).__name__}, which torch.fx cannot trace for input_shape "
+            f"{tuple(input_shape)}: {error}"
+        ) from error
+    finally:
+        module.train(training)
+    return _Reader(traced, name, tuple(input_shape)).graph()
+
+
+class _Reader:
+    """Adds the layers of a traced module to a builder."""
+
+    def __init__(self, traced: fx.GraphModule, name: str, shape: tuple[int, ...]) -> None:
+        self._modules, self._numbers = dict(traced.named_modules()), dict[fx.Node, int]()
+        self._builder, self._names = Builder(name, shape), set[str]()
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                self._numbers[node] = 0
+            elif node.op != "output":
+                self._numbers[node] = self._add(node)
+
+    def graph(self) -> Graph:
+        """Return the graph."""
+        return self._builder.graph()
+
+    def _add(self, node: fx.Node) -> int:
+        name = str(node.target) if node.op == "call_module" else node.name
+        if name in self._names:
+            raise InputError(
+                f"module calls {name} twice; expected layers with parameters of their own"
+            )
+        self._names.add(name)
+        inputs = [self._numbers[one] for one in node.all_input_nodes]
+        if node.op == "call_module":
+            number = self._module(node, self._modules[name], inputs)
+        else:
+            number = self._call(node, inputs)
+        layer = self._builder.layers[number]
+        shape = tuple(node.meta["tensor_meta"].shape)[1:]
+        if number != self._builder.last or layer.shape != shape:
+            raise self._wrong(node)
+        self._builder.layers[number] = replace(layer, name=name)
+        return number
+
+    def _module(self, node: fx.Node, module: nn.Module, inputs: list[int]) -> int:
+        builder, x = self._builder, inputs[0]
+        if isinstance(module, nn.Conv2d):
+            if set(_pair(module.dilation)) != {1} or isinstance(module.padding, str):
+                raise self._wrong(node)
+            sizes = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+            number = builder.conv(module.out_channels, *sizes, groups=module.groups, x=x)
+        elif isinstance(module, nn.Linear):
+            if len(builder.layers[x].shape) != 1:
+                raise self._wrong(node)
+            number = builder.linear(module.out_features, x=x)
+        elif isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
+            windows = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+            number = builder.pool(*windows, x=x)
+        elif isinstance(module, nn.AdaptiveAvgPool2d):
+            number = self._means(node, x)
+        elif isinstance(module, nn.Flatten):
+            number = self._flat(x)
+        elif isinstance(module, _ACTIVATIONS):
+            number = builder.elementwise(x=x)
+        elif isinstance(module, _NORMS):
+            number = self._norm(module, x)
+        else:
+            raise self._wrong(node)
+        weights = sum(p.numel() for p in module.parameters())
+        builder.layers[number] = replace(builder.layers[number], weights=weights)
+        return number
+
+    def _call(self, node: fx.Node, inputs: list[int]) -> int:
+        called = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if called in ("add", "add_", "iadd") and len(inputs) == 2:
+            return self._builder.sum(*inputs)
+        if node.target is torch.cat and _axis(node, 1, 0) == 1:
+            return self._builder.concat(*inputs)
+        if called in _ELEMENTWISE and len(inputs) == 1:
+            return self._builder.elementwise(x=inputs[0])
+        if called in _SHAPES and len(inputs) == 1:
+            return self._flat(inputs[0])
+        if called == "adaptive_avg_pool2d":
+            return self._means(node, inputs[0])
+        raise self._wrong(node)
+
+    def _means(self, node: fx.Node, x: int) -> int:
+        """Add means over windows, of the sizes that the output has."""
+        shape, out = self._builder.layers[x].shape, tuple(node.meta["tensor_meta"].shape)[2:]
+        if any(n % m for n, m in zip(shape[1:], out, strict=True)):
+            raise self._wrong(node)
+        height, width = (n // m for n, m in zip(shape[1:], out, strict=True))
+        return self._builder.pool((height, width), x=x)
+
+    def _flat(self, x: int) -> int:
+        builder, layer = self._builder, self._builder.layers[x]
+        kind = "flatten" if len(layer.shape) > 1 else "elementwise"
+        flat = Layer(builder.name_of(kind), kind, (x,), (layer.size,), nnz=layer.size)
+        return builder.add(flat)
+
+    def _norm(self, module: nn.Module, x: int) -> int:
+        """Add a normalisation, by numbers that are fixed, or that depend on the whole sample."""
+        builder, layer = self._builder, self._builder.layers[x]
+        fixed = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+        nnz = layer.size if fixed else layer.size**2
+        return builder.add(Layer(builder.name_of("norm"), "norm", (x,), layer.shape, nnz=nnz))
+
+    def _wrong(self, node: fx.Node) -> InputError:
+        what = self._modules.get(str(node.target), node.target)
+        return InputError(
+            f"module has {node.name}, which is {what}; expected convolutions without dilation, "
+            "poolings, linear layers of vectors, normalisations, activations, sums, or "
+            "concatenations of channels"
+        )
+
+
+def _pair(sizes: Any) -> tuple[int, int]:
+    height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
+    return height, width
+
+
+def _axis(node: fx.Node, place: int, default: int) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """A plan as PyTorch takes it.
+
+    Attributes
+    ----------
+    mesh : dict of str to int
+        Names and sizes of the axes of a device mesh: `init_device_mesh` takes
+        ``tuple(mesh.values())`` and ``mesh_dim_names=tuple(mesh)``. Samples are shared along
+        "samples", by DistributedDataParallel or FSDP; "stages" are those of a pipeline.
+    parallelize : dict of str to ParallelStyle
+        For ``parallelize_module(model, mesh["channels"], parallelize)``.
+    split_points : dict of str to SplitPoint
+        For ``torch.distributed.pipelining.pipeline(…, split_spec=split_points)``.
+    left : dict of str to str
+        Layers with parameters that PyTorch cannot divide as planned, or with which it cannot begin
+        a stage, and what is done instead.
+    """
+
+    mesh: dict[str, int]
+    parallelize: dict[str, Any]
+    split_points: dict[str, SplitPoint]
+    left: dict[str, str]
+
+
+def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPlan:
+    """Return a plan for a network of PyTorch as PyTorch takes it.
+
+    Linear layers that are cut along channels become entries of ``parallelize_module`` on an axis
+    of the mesh; a pipeline's registers become split points. The rest is shared along samples.
+
+    Parameters
+    ----------
+    prediction : Prediction
+        A prediction for :func:`from_torch`'s graph of this module.
+    module : torch.nn.Module
+        The network.
+    workers : int
+        Number of workers, as predicted.
+
+    Returns
+    -------
+    TorchPlan
+
+    Raises
+    ------
+    InputError
+        If the plan is not of this module, or is that of a scan, which PyTorch does not have.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from sparsescan.strategies import Integrated, Machine
+    >>> from sparsescan.strategies.pytorch import from_torch, to_torch
+    >>> net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    >>> predicted = Integrated((2, 4), ("model",)).predict(
+    ...     from_torch(net, (64,)), Machine(), workers=8, batch=64
+    ... )
+    >>> to_torch(predicted, net, 8).mesh
+    {'samples': 4, 'channels': 2}
+    """
+    modules = dict(module.named_modules())
+    calls = [layer for layer in prediction.layers if layer.name in modules]
+    if prediction.strategy == "scan" or not calls:
+        why = "scans, which PyTorch does not have" if calls else "has no layers of module"
+        raise InputError(
+            f"prediction is {prediction.strategy!r}, which {why}; expected one for the graph of "
+            "module by another strategy"
+        )
+    if prediction.strategy.startswith("pipeline"):
+        return _stages(prediction, modules, workers)
+    linear = [one.name for one in calls if isinstance(modules[one.name], nn.Linear)]
+    channels = max((one.configuration[1] for one in calls if one.name in linear), default=1)
+    mesh = {"samples": workers // channels}
+    if channels > 1:
+        mesh["channels"] = channels
+    entries: dict[str, Any] = {}
+    left: dict[str, str] = {}
+    for one in calls:
+        # What has no parameters is computed where its input is.
+        if not any(True for _ in modules[one.name].parameters()):
+            continue
+        n, c, h, w = one.configuration
+        if one.name in linear and c == channels > 1:
+            entries[one.name] = ColwiseParallel(
+                input_layouts=Replicate(), output_layouts=Replicate()
+            )
+        elif c * h * w > 1 or n > mesh["samples"]:
+            rest = " and computed by all along channels" if channels > 1 else ""
+            left[one.name] = f"planned as {one.configuration}, cut along samples only{rest}"
+    return TorchPlan(mesh, entries, {}, left)
+
+
+def _stages(prediction: Prediction, modules: dict[str, nn.Module], workers: int) -> TorchPlan:
+    points: dict[str, SplitPoint] = {}
+    left: dict[str, str] = {}
+    layers = prediction.layers
+    for k in range(1, len(layers)):
+        if layers[k].devices == layers[k - 1].devices:
+            continue
+        # PyTorch cuts at modules only.
+        name = next((one.name for one in layers[k:] if one.name in modules), None)
+        if name is not None:
+            points[name] = SplitPoint.BEGINNING
+        if name != layers[k].name:
+            left[layers[k].name] = f"its stage begins with {name or 'nothing'}, the next module"
+    return TorchPlan({"stages": workers}, {}, points, left)
