@@ -55,7 +55,7 @@ def _rows_one_by_one(m: Any, x: Any, y: Any, times: int) -> None:
 def _eight_at_once(indptr: Any, indices: Any, m: Any, x: Any, y: Any, times: int) -> None:
     rows = len(indptr) - 1
     for _ in range(times):
-        csr_matvec(0, rows, indptr, indices, m, x, y, rows, _SAMPLES)
+        csr_matvec(0, rows, indptr, indices, m, x, y, rows, _SAMPLES, None)
 
 
 @numba.njit(fastmath={"contract"})

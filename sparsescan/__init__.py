@@ -29,6 +29,7 @@ from .errors import (
 )
 from .plan.scan_plan import ScanPlan
 from .symbolic.implicit import ImplicitPattern
+from .symbolic.indexed import IndexedPattern
 from .symbolic.pattern import Pattern
 from .symbolic.schedule import Schedule
 
@@ -44,6 +45,7 @@ __all__ = [
     "ImplicitChain",
     "ImplicitPattern",
     "ImplicitStep",
+    "IndexedPattern",
     "InputError",
     "InputTypeError",
     "MemoryLimitError",

@@ -29,6 +29,7 @@ from ..arrays.arrays import (
 from ..errors import InputError, InputTypeError, PatternMismatchError
 from ..kernels.addresses import address_of, note_if_equal, note_values
 from ..symbolic.implicit import ImplicitPattern, Step
+from ..symbolic.indexed import IndexedPattern
 from ..symbolic.pattern import Pattern, check_shape
 from .containers import (
     BatchedCSR,
@@ -36,7 +37,8 @@ from .containers import (
     PeriodicChain,
     canonical_order,
 )
-from .implicit import Factor, ImplicitChain, ImplicitStep
+from .implicit import Factor, ImplicitChain, ImplicitStep, Weights
+from .weights import gathered, spread
 
 __all__ = [
     "Chain",
@@ -105,6 +107,8 @@ class Chain:
         for those that came in stacks.
     period : int
         In how many arrays they came, that take turns: 1 for one array of all; 0 for a sequence.
+    merged : dict of int to IndexedPattern
+        Jacobians of whose rows :meth:`convert` has written those that differ.
     """
 
     def __init__(
@@ -123,6 +127,11 @@ class Chain:
         self.values: list[Any] = [None] * n
         self._stacks: list[Any] = []
         self._mixed = False
+        # Jacobians that came as weights, and room for their values.
+        self._indexed: dict[int, IndexedPattern] = {}
+        self._weights: dict[int, Any] = {}
+        self._rooms: dict[int, Any] = {}
+        self.merged: dict[int, IndexedPattern] = {}
         # Patterns of Jacobians that came as a sequence.
         self._patterns: Sequence[Pattern] = ()
         # Patterns that have been found to be these in turn.
@@ -164,7 +173,7 @@ class Chain:
         if self.reverse and self._starts is None:
             jacobians = _in_reverse(jacobians)
         self.batch = self.device = self.stack = None
-        self._stacks, self._patterns = [], ()
+        self._stacks, self._patterns, self._indexed, self.merged = [], (), {}, {}
         if isinstance(jacobians, PeriodicChain):
             patterns_read = self._read_periodic(jacobians, patterns)
         elif self.period:
@@ -175,15 +184,27 @@ class Chain:
             return patterns
         return check_chain(patterns_read, self.reverse, self.name)
 
-    def convert(self, dtype: np.dtype[Any]) -> None:
-        """Make every value of `dtype`: a copy of those that are not."""
-        if self.dtype == dtype and not self._mixed:
-            return
-        if self._stacks:
-            self._take_stacks([_converted("jacobians", stack, dtype) for stack in self._stacks])
-            return
-        for k, array in enumerate(self._read_again()):
-            self._take(k, _converted(self.name(k), array, dtype))
+    def convert(self, dtype: np.dtype[Any], multiplied: NDArray[np.bool_] | None = None) -> None:
+        """Make every value of `dtype`, and write values that came as weights.
+
+        `multiplied` says which Jacobians are operands of products; None is all. Of others only the
+        rows that differ are written.
+        """
+        if self.dtype != dtype or self._mixed:
+            if self._stacks:
+                self._take_stacks([_converted("jacobians", stack, dtype) for stack in self._stacks])
+                return
+            for k, array in enumerate(self._read_again()):
+                if k not in self._indexed:
+                    self._take(k, _converted(self.name(k), array, dtype))
+        self.merged = {}
+        for k, index in self._indexed.items():
+            weights = _converted(self.name(k), self._weights[k], dtype)
+            write = spread
+            if index.pattern.kind == "general" and multiplied is not None and not multiplied[k]:
+                write, self.merged[k] = gathered, index
+            self._rooms[k] = write(index, weights, self._rooms.get(k))
+            self._take(k, self._rooms[k])
 
     def upload(self) -> None:
         """Copy the values from host memory to the current device: one transfer."""
@@ -196,6 +217,8 @@ class Chain:
         for k, array in enumerate(values):
             self.device = device_of(array)
             self._take(k, array)
+            if k in self._indexed:
+                self._weights[k] = array
 
     def array(self, k: int) -> Any:
         """Return the values of the `k`-th Jacobian, ``(nnz,)`` or ``(batch, nnz)``."""
@@ -212,6 +235,7 @@ class Chain:
 
     def release(self) -> None:
         """Forget the caller's arrays."""
+        self._weights = {}
         if self._stacks:
             self._stacks = []
             return
@@ -353,6 +377,8 @@ class Chain:
                 known[pattern.shape, pattern.nnz] = pattern
                 patterns_read.append(pattern)
             dtypes.add(values.dtype)
+            if isinstance(jacobian, Weights):
+                self._indexed[k], self._weights[k] = jacobian.index, values
             if values.ndim == 2:
                 self._check_batch(k, values.shape[0])
             self._take(k, values)
@@ -419,7 +445,8 @@ class Chain:
             # An array that came many times is uploaded once.
             place = _arrays.address_of(values), values.shape, values.strides, values.dtype
             values = views.setdefault(place, values)
-            if values.shape not in ((pattern.nnz,), (self.batch, pattern.nnz)):
+            whole = (pattern.nnz,), (self.batch, pattern.nnz)
+            if values.shape not in whole and k not in self._indexed:
                 raise InputError(
                     f"{self.name(k)} has values of shape {values.shape} now; expected (·, "
                     f"{pattern.nnz}), as it had"
@@ -867,7 +894,7 @@ def split(name: str, jacobian: Any, expected: Pattern | None) -> tuple[Pattern, 
     """Return pattern and values, shape ``(nnz,)`` or ``(batch, nnz)``, of one Jacobian."""
     if type(jacobian) is np.ndarray:
         return _split_dense(name, jacobian, 0, expected)
-    if isinstance(jacobian, _ONE_STEP):
+    if isinstance(jacobian, (*_ONE_STEP, Weights)):
         pattern, values = jacobian.pattern, jacobian.read()
     elif _is_sparse(jacobian) and jacobian.format == "csr":
         pattern, values = _split_csr(name, jacobian)

@@ -9,19 +9,53 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..arrays.arrays import check_array
+from ..arrays.arrays import check_array, read_array
 from ..arrays.frozen import Frozen
 from ..errors import InputError, InputTypeError, short
 from ..symbolic.implicit import ImplicitPattern
+from ..symbolic.indexed import IndexedPattern
+from ..symbolic.pattern import Pattern
 from .containers import PeriodicChain, SharedPattern, entries_of
+from .weights import spread
 
-__all__ = ["Factor", "ImplicitChain", "ImplicitStep"]
+__all__ = ["Factor", "ImplicitChain", "ImplicitStep", "Weights"]
 
 
 class Factor(SharedPattern):
     """Values of one factor of a step, for all samples or for each."""
 
     _forms: ClassVar = {1: "(nnz,)", 2: "(batch, nnz)"}
+
+
+class Weights:
+    """Weights of one factor of a step, for all samples, and the index that reads them.
+
+    Parameters
+    ----------
+    data : ndarray, shape (size,)
+        The weights.
+    index : IndexedPattern
+        Where each of them is.
+    """
+
+    def __init__(self, data: Any, index: IndexedPattern) -> None:
+        self.data, self.index = data, index
+        self.read()
+
+    @property
+    def pattern(self) -> Pattern:
+        """Return the pattern of the factor."""
+        return self.index.pattern
+
+    def read(self) -> Any:
+        """Return the weights for a scan: an array whose form nobody else can change."""
+        weights = read_array("values", self.data)
+        if weights.shape != (self.index.size,):
+            raise InputError(
+                f"values has weights of shape {weights.shape}; expected ({self.index.size},) for "
+                f"{self.index}"
+            )
+        return weights
 
 
 class ImplicitStep(Frozen):
@@ -32,7 +66,8 @@ class ImplicitStep(Frozen):
     Parameters
     ----------
     values : sequence of array_like of float32 or float64
-        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``.
+        The values of each factor: ``(nnz,)`` if all samples share them, else ``(batch, nnz)``; of
+        one with an index its weights, ``(size,)``.
     pattern : ImplicitPattern
         The patterns of the factors.
 
@@ -81,9 +116,13 @@ class ImplicitStep(Frozen):
                 "factor"
             )
         batch: int | None = None
-        self._factors: list[Factor] = []
+        self._factors: list[Factor | Weights] = []
         for j, (given, factor) in enumerate(zip(arrays, pattern.factors, strict=True)):
             array = check_array(f"values[{j}]", given)
+            index = pattern.indexed[j]
+            if index is not None:
+                self._factors.append(_weights(j, array, index))
+                continue
             if array.ndim not in (1, 2) or array.shape[-1] != factor.nnz:
                 raise InputError(
                     f"values[{j}] has shape {array.shape}; expected (nnz,) or (batch, nnz) with "
@@ -106,7 +145,7 @@ class ImplicitStep(Frozen):
         return [factor.data for factor in self._factors]
 
     @property
-    def factors(self) -> list[Factor]:
+    def factors(self) -> list[Factor | Weights]:
         """Return the factors, the one that is applied first first."""
         return list(self._factors)
 
@@ -123,7 +162,8 @@ class ImplicitChain(Frozen):
     values : sequence of array_like of float32 or float64
         For each factor its values, from the LAST step to the first (in the order of time for scans
         with ``reverse=True``): ``(n, nnz)``, ``(n, batch, nnz)``, or ``(nnz,)`` if all steps and
-        samples share them. At least one says how many steps there are.
+        samples share them; of one with an index its weights, ``(size,)``. At least one says how
+        many steps there are.
     pattern : ImplicitPattern
         The patterns of a step, whose Jacobian is square, so that the steps chain.
 
@@ -174,7 +214,16 @@ class ImplicitChain(Frozen):
                 f"pattern is of Jacobians of shape {pattern.shape}; expected square ones, so that "
                 "the steps chain"
             )
-        self._periodic = PeriodicChain(values, pattern.factors)
+        self._weights: dict[int, Weights] = {}  # of the factors that have an index
+        listed: Any = values
+        if any(pattern.indexed):
+            listed = list(islice(entries_of("values", values), len(pattern.factors) + 1))
+            for j, (given, index) in enumerate(zip(listed, pattern.indexed, strict=False)):
+                if index is not None:
+                    array = check_array(f"values[{j}]", given)
+                    self._weights[j] = _weights(j, array, index)
+                    listed[j] = spread(index, array)
+        self._periodic = PeriodicChain(listed, pattern.factors)
         for j, array in enumerate(self._periodic.values):
             if array.ndim == 3:
                 _check_shared(j, array.shape, pattern)
@@ -183,13 +232,21 @@ class ImplicitChain(Frozen):
     @property
     def values(self) -> list[Any]:
         """Return the arrays that were passed, one for each factor."""
-        return self._periodic.values
+        values = self._periodic.values
+        for j, weights in self._weights.items():
+            values[j] = weights.data
+        return values
 
     def factors(self, reverse: bool = False) -> PeriodicChain:
         """Return the chain of the factors of all steps; of a chain in the order of time, turned."""
-        if not reverse:
+        if not (reverse or self._weights):
             return self._periodic
-        values = [array if array.ndim == 1 else array[::-1] for array in self._periodic.read()]
+        values = self._periodic.read()
+        for j, weights in self._weights.items():
+            # The caller may have changed them since.
+            values[j] = spread(weights.index, weights.read())
+        if reverse:
+            values = [array if array.ndim == 1 else array[::-1] for array in values]
         return PeriodicChain(values, self.pattern.factors)
 
     @property
@@ -216,3 +273,11 @@ def _check_shared(j: int, shape: tuple[int, ...], pattern: ImplicitPattern) -> N
             f"values[{j}] has shape {shape}; expected no batch axis, since the pattern says that "
             "samples share this factor"
         )
+
+
+def _weights(j: int, array: Any, index: IndexedPattern) -> Weights:
+    if array.shape != (index.size,):
+        raise InputError(
+            f"values[{j}] has shape {array.shape}; expected ({index.size},), the weights of {index}"
+        )
+    return Weights(array, index)

@@ -169,6 +169,8 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
         tables += [Op.WIDTH * n, Plan.WIDTH, Plan.WIDTH]
         sizes += [8 * table for table in tables]
         sizes += [8 * Unit.WIDTH * units for units in _unit_counts(program)]
+        # Values that come as weights, and the index that reads them.
+        sizes += [index.nnz * (itemsize + 8) for _, index in program.indexed]
     return sum(-(-size // _UNIT) * _UNIT for size in sizes)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..kernels.cpu.tables import (
     Store,
     Tables,
 )
+from ..symbolic.indexed import IndexedPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from .solves import Given, Solves, solves_bytes
@@ -125,6 +127,7 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
         exponents += threads * int(cols[read].max() + rows[read].max()) * 6
     copied = [p for p in patterns if p.kind == "general" and p.index_dtype != program.index_dtype]
     indices = program.index_bytes + sum(8 * (p.nnz + p.shape[0] + 1) for p in copied)
+    values += program.gathered
     tables = table_bytes(program.n, program.products)
     if threads > 1:
         # Stages of products whose rows are shared: three for each sample.
@@ -159,6 +162,8 @@ class Workspace:
         Whether there will be local gradients.
     threads : int
         Threads that may take part.
+    merged : mapping of int to IndexedPattern, optional
+        Jacobians whose values are those of the rows that differ.
     """
 
     def __init__(
@@ -170,6 +175,7 @@ class Workspace:
         batched: NDArray[np.bool_],
         local: bool,
         threads: int,
+        merged: Mapping[int, IndexedPattern] = MappingProxyType({}),
     ) -> None:
         n = program.n
         self._n, self._batch, self._local = n, batch, local
@@ -185,6 +191,10 @@ class Workspace:
 
         nodes = self._nodes(program)
         nodes[:, Node.BATCHED] = node_batched
+        for k, index in merged.items():
+            starts = index.starts.astype(program.index_dtype, copy=False)
+            self._kept.append(starts)
+            nodes[k, Node.STARTS], nodes[k, Node.SINGLE] = starts.ctypes.data, 0
         self._run = np.zeros(Run.WIDTH, np.int64)
         # Samples are not interleaved for Jacobians with one entry in every row.
         single = nodes[:n, Node.SINGLE] != 0

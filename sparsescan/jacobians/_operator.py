@@ -13,13 +13,16 @@ import numpy as np
 
 from ..arrays.arrays import check_array, check_memory, namespace, output, read_array
 from ..chains.containers import BatchedCSR, as_csr
+from ..chains.implicit import ImplicitStep
 from ..errors import Allocating, InputError
+from ..symbolic.implicit import ImplicitPattern, Step
+from ..symbolic.indexed import indexed
 from ..symbolic.pattern import Pattern, block_diagonal, index_dtype
 from ._checks import Shape, batched, check_sizes
 from ._fixed import Fixed
 from ._sharing import even_slices, map_shared, quiet
 
-__all__ = ["Operator", "as_matrix"]
+__all__ = ["Operator", "as_matrix", "repeated_rows"]
 
 # Nanoseconds of work below which another thread takes longer to wake than it saves.
 _GRAIN = 200_000
@@ -98,6 +101,14 @@ class Operator(Fixed, ABC):
         input, `out` is ``(1, nnz)``.
         """
 
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        """Return the factors that a scan applies in place of the Jacobian; None if none save."""
+        return None
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        """Return the values of these factors, for ``(*lead, *input_shape)`` of a checked input."""
+        raise NotImplementedError
+
     # -- Public ---------------------------------------------------------------------------------
 
     @cached_property
@@ -122,6 +133,22 @@ class Operator(Fixed, ABC):
         """
         self._check_memory()
         return block_diagonal(self._core_pattern(), self._blocks)
+
+    @cached_property
+    @Allocating("the patterns of the factors")
+    def implicit_pattern(self) -> Step:
+        """Patterns of the factors of the transposed Jacobian, as an implicit step applies them.
+
+        It is :attr:`pattern`, for explicit steps, where factors save nothing. A convolution has one
+        factor, whose weights are read through an index. Those of a normalisation, and of a softmax,
+        are a diagonal and the few sums that couple elements.
+
+        Raises
+        ------
+        MemoryLimitError
+            If they would take more memory than there is.
+        """
+        return self._implicit_pattern() or self.pattern
 
     @property
     def params(self) -> dict[str, Array]:
@@ -243,6 +270,45 @@ class Operator(Fixed, ABC):
             As :meth:`values`.
         """
         return as_matrix(self.values(x, y), self.pattern)
+
+    @Allocating("the values")
+    @quiet
+    def implicit(self, x: Array = None, y: Array = None) -> Any:
+        """Return the transposed Jacobian as a step of :attr:`implicit_pattern`.
+
+        Parameters
+        ----------
+        x, y
+            As for :meth:`values`.
+
+        Returns
+        -------
+        ImplicitStep, csr_array or BatchedCSR
+            An ImplicitStep if the pattern is an ImplicitPattern; else what :meth:`jacobian`
+            returns. Weights are not copied: a scan reads what they are then.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`values`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> from sparsescan.jacobians import Conv2d
+        >>> conv = Conv2d(3, 64, 3, padding=1, input_shape=(3, 32, 32), rng=0)
+        >>> step = conv.implicit()
+        >>> step.values[0].size, conv.nnz
+        (1728, 1696512)
+        >>> grad = np.ones((64 * 32 * 32), np.float32)
+        >>> sparsescan.inclusive_scan(grad, [step])[1].shape
+        (3072,)
+        """
+        pattern = self.implicit_pattern
+        if not isinstance(pattern, ImplicitPattern):
+            return self.jacobian(x, y)
+        x, y, _ = self._read_pair(x, y)
+        return ImplicitStep(self._implicit_values(x, y), pattern)
 
     @Allocating("the gradients of the parameters")
     @quiet
@@ -375,3 +441,16 @@ def as_matrix(values: Array, pattern: Pattern) -> Any:
     if values.ndim == 2:
         return BatchedCSR.from_pattern(values, pattern)
     return as_csr(values, pattern)
+
+
+def repeated_rows(op: Any, starts: Any, sources: Any) -> ImplicitPattern | None:
+    """Return the one factor of a layer whose rows repeat; None if no two are equal.
+
+    In the pattern of a block, row `i` has the weights ``sources[starts[i]], sources[starts[i] + 1],
+    …``.
+    """
+    pattern = op.pattern
+    if pattern.kind != "general" or len(sources) >= pattern.nnz:
+        return None
+    starts = np.tile(starts, op._blocks)
+    return ImplicitPattern([indexed(pattern, starts, sources, op.weight.size)])

@@ -73,12 +73,20 @@ class Stencil:
         The channels.
     y, x : Connections
         The outputs that the places of both spatial axes reach.
+    places : ndarray of int
+        Where each weight is in the caller's array, flat, in the order
+        ``(input channel, output channel, *kernel)``.
     mask : ndarray of bool, or None
-        Which weights are kept, flat, in the order ``(input channel, output channel, *kernel)``.
+        Which weights are kept, in the same order.
     """
 
     def __init__(
-        self, channels: Channels, y: Connections, x: Connections, mask: NDArray[np.bool_] | None
+        self,
+        channels: Channels,
+        y: Connections,
+        x: Connections,
+        places: NDArray[Any],
+        mask: NDArray[np.bool_] | None,
     ) -> None:
         self._channels, self._y, self._x = channels, _classes(y), _classes(x)
         y_classes, x_classes = len(self._y.ptr) - 1, len(self._x.ptr) - 1
@@ -86,12 +94,13 @@ class Stencil:
         sizes = channels.inputs, channels.reached, *channels.kernel
         ptr = np.zeros(channels.inputs * y_classes * x_classes + 1, np.int64)
         count_templates(sizes, self._y, self._x, kept, ptr)
-        self._templates = Templates(
-            ptr,
-            np.empty(ptr[-1], index_dtype(channels.shape, 0)),
-            np.empty(ptr[-1], index_dtype((0, 0), math.prod(sizes))),
+        dtype = index_dtype((0, 0), math.prod(sizes))
+        templates = Templates(
+            ptr, np.empty(ptr[-1], index_dtype(channels.shape, 0)), np.empty(ptr[-1], dtype)
         )
-        fill_templates(sizes, channels.size_out, self._y, self._x, kept, self._templates)
+        fill_templates(sizes, channels.size_out, self._y, self._x, kept, templates)
+        # From the caller's weights, of which a pruned layer reads few.
+        self._templates = templates._replace(sources=places[templates.sources].astype(dtype))
         rows = np.diff(ptr).reshape(channels.inputs, y_classes, x_classes)
         uses = np.outer(np.bincount(self._y.of), np.bincount(self._x.of))
         self._nnz = int((rows * uses).sum())
@@ -108,8 +117,20 @@ class Stencil:
         fill_pattern(place, width, self._y, self._x, self._templates, indptr, indices)
         return trusted(indptr, indices, shape)
 
+    @property
+    def sources(self) -> NDArray[Any]:
+        """Place in the flattened weight of the entries of all templates."""
+        return self._templates.sources
+
+    def starts(self) -> NDArray[np.int64]:
+        """Return where the template of each row starts among these."""
+        of = np.arange(self._channels.inputs)[:, None, None] * (len(self._y.ptr) - 1)
+        of = (of + self._y.of[:, None]) * (len(self._x.ptr) - 1) + self._x.of
+        starts: NDArray[np.int64] = self._templates.ptr[of.reshape(-1)]
+        return starts
+
     def fill(self, xp: Any, weight: Array, out: Array) -> None:
-        """Write the values of the matrix; the weight is flat, in the order of the mask."""
+        """Write the values of the matrix; the weight is flat."""
         if xp is np:
             values = np.empty(len(self._templates.sources), out.dtype)
             gather(weight, self._templates.sources, values)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import special
+from ..arrays.arrays import namespace, special
 from ..errors import InputError, short
+from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, index_dtype, trusted
 from ..symbolic.schedule import check_choice
 from ._checks import check_dim, check_number
+from ._coupled import Coupled
 from ._kernels import values as kernels
 from ._operator import Operator
 
@@ -498,6 +501,21 @@ class Softmax(Operator):
         # Columns (j, p) of row (i, p), the same for every i.
         columns = np.arange(size, dtype=dtype).reshape(length, after).T.reshape(-1)
         return trusted(indptr, np.tile(columns, length)[:nnz], (size, size))
+
+    @cached_property
+    def _coupled(self) -> Coupled:
+        return Coupled(np.tile(np.arange(self._after), self._length), 1, self._blocks)
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        # One sum of each group, and two factors.
+        return None if self._length <= 4 else self._coupled.pattern
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        lead = x.shape[: x.ndim - len(self.input_shape)]
+        xp, x = namespace(x), x.reshape(-1, *self._core)
+        y = self._forward(xp, x) if y is None else y
+        y = y.reshape(len(x), -1).astype(x.dtype, copy=False)
+        return self._coupled.values(lead, y, [y], [-y], x.dtype)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         # PyTorch, too, makes NaN of a row with ∞ and of one that is all -∞.

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, short
+from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count, check_flag
 from ._checks import Shape, check_sizes
-from ._operator import Operator
+from ._operator import Operator, repeated_rows
 from ._parameters import InitialWeight, Weighted
 from ._stencil import Channels, Stencil
 from ._windows import Connections, Window, check_output_size, slide
@@ -119,7 +120,13 @@ class _Convolution(Weighted, Operator):
         return self._stencil.pattern()
 
     def _fill(self, xp: Any, x: Array, y: Array, out: Array) -> None:
-        self._stencil.fill(xp, self._by_input(self.read_parameter("weight")), out[0])
+        self._stencil.fill(xp, self.read_parameter("weight").reshape(-1), out[0])
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        return repeated_rows(self, self._stencil.starts(), self._stencil.sources)
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        return [self.read_parameter("weight").reshape(-1)]
 
     @cached_property
     def _windows(self) -> tuple[Window, Window]:
@@ -147,8 +154,10 @@ class _Convolution(Weighted, Operator):
             (y.kernel, x.kernel),
         )
         mask = None if self._mask is None else self._by_input(self._mask.on(np))
+        shape = self._shapes["weight"]
+        places = self._by_input(np.arange(math.prod(shape)).reshape(shape))
         y_connections, x_connections = self._connections
-        return Stencil(channels, y_connections, x_connections, mask)
+        return Stencil(channels, y_connections, x_connections, places, mask)
 
     def _by_input(self, weight: Array) -> Array:
         """Return a weight as ``(in_channels, out_channels / groups, height, width)``, flat."""

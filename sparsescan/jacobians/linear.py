@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.arrays import Constant
 from ..errors import InputError
+from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
 from ._kernels.stencil import transpose
-from ._operator import Operator
+from ._operator import Operator, repeated_rows
 from ._parameters import InitialWeight, Weighted
 
 __all__ = ["Linear"]
@@ -130,9 +131,17 @@ class Linear(Weighted, Operator):
         else:
             out[0] = self.weight.reshape(-1)[self._sources.on(xp)]
 
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        if self._blocks == 1:
+            return None
+        return repeated_rows(self, self._core_pattern().indptr[:-1], self._sources.on(np))
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        return [self.read_parameter("weight").reshape(-1)]
+
     @cached_property
     def _sources(self) -> Constant:
-        """Place in the flattened weight of every entry of a masked pattern."""
+        """Place in the flattened weight of every entry of the pattern."""
         pattern = self._core_pattern()
         return Constant(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ from numpy.typing import DTypeLike
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
+from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, index_dtype, trusted
 from ..symbolic.schedule import check_count, check_flag
 from ._checks import check_number, check_sizes
+from ._coupled import Coupled
 from ._operator import Operator
 from ._parameters import Initial, Parameter, Parametrised
 from ._sharing import quiet
@@ -130,6 +132,22 @@ class LayerNorm(Parametrised, Operator):
         slope = _times(inverse, self.weight)
         size = math.prod(self._core)
         _fill_blocks(xp, normal.reshape(-1, 1, 1, size), slope.reshape(len(x), 1, -1), out)
+
+    @cached_property
+    def _coupled(self) -> Coupled:
+        return Coupled(np.zeros(math.prod(self._core), np.int64), 2, self._blocks)
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        # Two sums of each group, and two factors.
+        if self._core_nnz() <= 6 * math.prod(self._core):
+            return None
+        return self._coupled.pattern
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        rows = x.reshape(-1, *self._core)
+        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
+        slope = _times(inverse, self.weight)
+        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, normal[0].size)
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         grads = {"weight": (grad_y * self._normalise(xp, x)[0]).sum(axis=0)}
@@ -375,6 +393,25 @@ class BatchNorm2d(Parametrised, Operator):
         slope = _times(inverse.reshape(-1, channels), self.weight)
         _fill_blocks(xp, normal, slope[..., None], out)
 
+    @cached_property
+    def _coupled(self) -> Coupled:
+        batch, channels, height, width = self._core
+        group_of = np.tile(np.repeat(np.arange(channels), height * width), batch)
+        return Coupled(group_of, 2, self._blocks)
+
+    def _implicit_pattern(self) -> ImplicitPattern | None:
+        # Two sums of each channel, and two factors.
+        if not self.training or self._count <= 6:
+            return None
+        return self._coupled.pattern
+
+    def _implicit_values(self, x: Array, y: Array) -> list[Array]:
+        rows = x.reshape(-1, *self._core)
+        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
+        weight = None if self.weight is None else self.weight[:, None, None]
+        slope = _times(inverse, weight)
+        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, self._count)
+
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - 3)
         normal = self._normalise(xp, x)[0]
@@ -430,6 +467,20 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
     places = xp.arange(n * s)
     # Indexed axes come first.
     out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
+
+
+def _coupled_values(op: Any, x: Array, normal: Array, slope: Array, count: int) -> list[Array]:
+    """Return the factors of ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)``, with `count` for ``m``.
+
+    `normal` is ``x̂``, shape ``(·, n)``, and `slope` can be broadcast to ``(·, *core)``.
+    """
+    xp, lead = namespace(normal), x.shape[: x.ndim - len(op.input_shape)]
+    dtype = np.result_type(x.dtype, *(param.dtype for param in op.params.values()))
+    slope = xp.broadcast_to(slope, (len(normal), *op._core)).reshape(normal.shape)
+    rows = slope, slope * normal
+    columns = -1 / count, normal / -count
+    values: list[Array] = op._coupled.values(lead, slope, rows, columns, dtype)
+    return values
 
 
 def _ones_and_zeros(dtype: DTypeLike) -> Initial:

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from .. import api
 from ..arrays.arrays import Constant, check_array, check_memory, namespace, output
 from ..chains.containers import BatchedCSR
+from ..chains.implicit import ImplicitStep
 from ..errors import InputError, InputTypeError
 from ..plan.scan_plan import ScanPlan
+from ..symbolic.implicit import ImplicitPattern, Step
+from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, multiply_adds, rows_of, trusted
 from ._fixed import Fixed
 from ._network_step import NetworkStep, Part
@@ -100,6 +103,20 @@ class Sequential(Fixed):
         entries = sum({id(op): op.nnz for op in self.layers if op.nnz > sum(op.shape)}.values())
         check_memory(f"the patterns of {self!r}", entries * np.dtype(np.int32).itemsize)
         return [step.pattern for step in reversed(self._steps)]
+
+    @cached_property
+    def implicit_patterns(self) -> list[Step]:
+        """Pattern of every step as :meth:`implicit` returns it, from the LAST to the first.
+
+        Steps are explicit where factors save nothing, such as those that carry the input of a
+        residual block along, or add it.
+
+        Raises
+        ------
+        MemoryLimitError
+            If they would take more memory than there is.
+        """
+        return [step.implicit_pattern for step in reversed(self._steps)]
 
     def plan(self, **options: Any) -> ScanPlan:
         """Plan the scans of the chain; `options` are those of :func:`sparsescan.plan`."""
@@ -236,6 +253,54 @@ class Sequential(Fixed):
         return [
             as_matrix(values, pattern)
             for values, pattern in zip(self.values(activations), self.patterns, strict=True)
+        ]
+
+    def implicit(
+        self, activations: Sequence[Array]
+    ) -> list[ImplicitStep | sp.csr_array | BatchedCSR]:
+        """Return the chain with an implicit step wherever one saves memory.
+
+        A scan gives the gradients that it gives for :meth:`jacobians`, one for each step, and
+        :meth:`param_grads` takes them. Convolutions are their weights and a table of where each is;
+        normalisations and softmaxes are a diagonal and the sums that couple elements.
+
+        Parameters
+        ----------
+        activations : list of ndarray
+            The result of :meth:`activations`.
+
+        Returns
+        -------
+        list of ImplicitStep, csr_array or BatchedCSR
+            From the LAST step to the first, of :attr:`implicit_patterns`. Weights are not copied,
+            unless they are in a residual block: a scan reads what they are then.
+
+        Raises
+        ------
+        InputError, InputTypeError, DeviceError, MemoryLimitError
+            As :meth:`Operator.implicit`.
+
+        Examples
+        --------
+        >>> import numpy as np, sparsescan
+        >>> from sparsescan.jacobians import Conv2d, LayerNorm, Sequential
+        >>> net = Sequential([
+        ...     Conv2d(1, 4, 3, input_shape=(1, 8, 8), rng=0),
+        ...     LayerNorm((4, 6, 6)),
+        ... ])
+        >>> plan = sparsescan.plan(net.implicit_patterns, batch=16, dtype=np.float32)  # once
+        >>> saved = plan.to_dict()["implicit"]
+        >>> saved["bytes"] < saved["explicit_bytes"] / 10
+        True
+        >>> xs = net.activations(np.random.default_rng(0).random((16, 1, 8, 8), np.float32))
+        >>> grads = plan.exclusive_scan(np.ones((16, 144), np.float32), net.implicit(xs))
+        >>> [g["weight"].shape for g in net.param_grads(xs, grads)]
+        [(4, 1, 3, 3), (4, 6, 6)]
+        """
+        xs = _listed("activations", activations, len(self._steps) + 1)
+        return [
+            step.implicit(x, y)
+            for step, x, y in zip(reversed(self._steps), xs[-2::-1], xs[:0:-1], strict=True)
         ]
 
     def param_grads(
@@ -507,6 +572,15 @@ class _Step(ABC):
     def values(self, x: Array, y: Array, out: Array) -> Array:
         """Return the values in the order of the pattern."""
 
+    @property
+    def implicit_pattern(self) -> Step:
+        """Patterns of its factors, or that of the explicit step."""
+        return self.pattern
+
+    def implicit(self, x: Array, y: Array) -> Any:
+        """Return the step of :attr:`implicit_pattern`."""
+        return as_matrix(self.values(x, y, None), self.pattern)
+
 
 class _LayerStep(_Step):
     """A layer, and `carried` entries that pass by."""
@@ -517,16 +591,38 @@ class _LayerStep(_Step):
 
     @cached_property
     def pattern(self) -> Pattern:
-        own = self.op.pattern
+        return _carrying(self.op.pattern, self._carried)
+
+    @cached_property
+    def implicit_pattern(self) -> Step:
+        step, carried = self.op.implicit_pattern, self._carried
+        if carried == 0 or not isinstance(step, ImplicitPattern):
+            return step if carried == 0 else self.pattern
+        factors: list[Pattern | IndexedPattern] = []
+        for factor, index in zip(step.factors, step.indexed, strict=True):
+            whole = _carrying(factor, carried)
+            if index is None:
+                factors.append(whole)
+                continue
+            # One more weight, which is 1, is where the rest of the state passes by.
+            starts = np.concatenate([index.starts, np.full(carried, index.distinct)])
+            sources = np.concatenate([index.sources, [index.size]])
+            factors.append(indexed(whole, starts, sources, index.size + 1))
+        return ImplicitPattern(factors)
+
+    def implicit(self, x: Array, y: Array) -> Any:
+        pattern = self.implicit_pattern
+        if not isinstance(pattern, ImplicitPattern):
+            return super().implicit(x, y)
+        step = self.op.implicit(x, y)
         if self._carried == 0:
-            return own
-        shape = own.shape[0] + self._carried, own.shape[1] + self._carried
-        more = np.arange(1, self._carried + 1)
-        return trusted(
-            np.concatenate([own.indptr, own.nnz + more]),
-            np.concatenate([own.indices, own.shape[1] - 1 + more]),
-            shape,
-        )
+            return step
+        values = []
+        for array, index in zip(step.values, pattern.indexed, strict=True):
+            xp, more = namespace(array), 1 if index is not None else self._carried
+            ones = xp.ones((*array.shape[:-1], more), array.dtype)
+            values.append(xp.concatenate([array, ones], axis=-1))
+        return ImplicitStep(values, pattern)
 
     def forward(self, x: Array, skipped: list[Array]) -> Array:
         return self.op.forward(x)
@@ -550,6 +646,19 @@ class _LayerStep(_Step):
                 f"{self.op!r}"
             )
         return self.op.param_grads(x, grad[..., :size])
+
+
+def _carrying(own: Pattern, carried: int) -> Pattern:
+    """Return a pattern with so many entries more, behind the others on a diagonal."""
+    if carried == 0:
+        return own
+    shape = own.shape[0] + carried, own.shape[1] + carried
+    more = np.arange(1, carried + 1)
+    return trusted(
+        np.concatenate([own.indptr, own.nnz + more]),
+        np.concatenate([own.indices, own.shape[1] - 1 + more]),
+        shape,
+    )
 
 
 class _Ones(_Step):

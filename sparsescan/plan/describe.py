@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from ..formatting import align, format_bytes, format_count, format_time
 from ..planning.costs.cpu import Cost, level_costs
 from ..planning.search import Alternative
 from ..symbolic.factorisation import factorisation_of
-from ..symbolic.implicit import ImplicitPattern, Step, explicit
+from ..symbolic.implicit import ImplicitPattern, Step, count, factor_starts, factors_of, indexed_of
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
@@ -35,7 +37,7 @@ def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> s
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
     if program is None:
         return "\n".join(lines)
-    if (saving := _saving(spec)) is not None:
+    if (saving := _saving(spec, program)) is not None:
         lines.append(_saved(spec, saving))
     if program.solved:
         lines.append(
@@ -86,10 +88,10 @@ def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> di
         "dense": sorted([start, stop] for start, stop in spec.dense),
         "alternatives": [asdict(alternative) for alternative in spec.alternatives],
         "patterns": [
-            {"count": count} | _pattern_dict(pattern)
-            for pattern, count in Counter(spec.patterns).items()
+            {"count": times} | _pattern_dict(pattern)
+            for pattern, times in Counter(spec.patterns).items()
         ],
-        "implicit": _saving(spec),
+        "implicit": None if program is None else _saving(spec, program),
         "run_nanoseconds": run,
         "levels": [
             asdict(cost) | {"nanoseconds": time} for cost, time in zip(costs, times, strict=True)
@@ -112,7 +114,7 @@ def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
 def _patterns(patterns: Sequence[Step]) -> list[str]:
     counts = Counter(patterns)
     lines = [
-        f"    {count:,} × {_pattern_text(pattern)}" for pattern, count in counts.most_common(_MOST)
+        f"    {times:,} × {_pattern_text(pattern)}" for pattern, times in counts.most_common(_MOST)
     ]
     if len(counts) > _MOST:
         lines.append(f"    and {len(counts) - _MOST:,} more patterns")
@@ -123,10 +125,10 @@ def _pattern_text(pattern: Step) -> str:
     rows, cols = pattern.shape
     if isinstance(pattern, ImplicitPattern):
         factors = [
-            f"{_pattern_text(factor)}{', shared by all samples' * shared}"
-            f"{_solve_text(factor) if solved else ''}"
-            for factor, shared, solved in zip(
-                pattern.factors, pattern.shared, pattern.solved, strict=True
+            f"{_pattern_text(factor)}{'' if index is None else f', {index.size:,} weights'}"
+            f"{', shared by all samples' * shared}{_solve_text(factor) if solved else ''}"
+            for factor, shared, solved, index in zip(
+                pattern.factors, pattern.shared, pattern.solved, pattern.indexed, strict=True
             )
         ]
         return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
@@ -146,9 +148,13 @@ def _pattern_dict(pattern: Step) -> dict[str, Any]:
         return described | {"kind": pattern.kind}
     factors = [
         _pattern_dict(factor)
-        | {"shared": shared, "solved": _solve_dict(factor) if solved else None}
-        for factor, shared, solved in zip(
-            pattern.factors, pattern.shared, pattern.solved, strict=True
+        | {
+            "shared": shared,
+            "solved": _solve_dict(factor) if solved else None,
+            "weights": None if index is None else index.size,
+        }
+        for factor, shared, solved, index in zip(
+            pattern.factors, pattern.shared, pattern.solved, pattern.indexed, strict=True
         )
     ]
     return described | {"kind": "implicit", "factors": factors}
@@ -159,34 +165,47 @@ def _solve_dict(pattern: Pattern) -> dict[str, Any]:
     return {"factors": form.method, "entries": form.entries, "multiply_adds": form.multiply_adds}
 
 
-def _saving(spec: PlanSpec) -> dict[str, Any] | None:
+def _saving(spec: PlanSpec, program: Program) -> dict[str, Any] | None:
     """Return bytes of values, and times of a linear scan, as steps are and if all were explicit.
 
-    None if no step is implicit.
+    None if no step is implicit. Those that come as weights, which are there in any case, count with
+    the values that a run writes of them.
     """
-    steps = spec.patterns
-    count = sum(isinstance(step, ImplicitPattern) for step in steps)
-    if count == 0:
+    steps, kind = spec.patterns, spec.kind
+    implicit = sum(isinstance(step, ImplicitPattern) for step in steps)
+    if implicit == 0:
         return None
-    kind, written = spec.kind, list(map(explicit, steps))
+    starts = factor_starts(steps)
+    differs = np.full(int(starts[-1]), kind.batch > 1)
+    if kind.differs is not None:
+        differs = np.frombuffer(kind.differs, np.bool_)
+    written = list(map(count, steps))
+    any_differs = np.logical_or.reduceat(differs, starts[:-1])
+    widths = np.where(any_differs, kind.batch, 1).tolist()
+    explicit = sum(each.nnz * width for each, width in zip(written, widths, strict=True))
+    as_explicit = kind._replace(differs=None if any_differs.all() else any_differs.tobytes())
     return {
-        "steps": count,
-        "bytes": kind.dtype.itemsize * _stored(steps, kind.batch),
-        "explicit_bytes": kind.dtype.itemsize * kind.batch * sum(each.nnz for each in written),
+        "steps": implicit,
+        "bytes": kind.dtype.itemsize * _stored(steps, kind, differs.tolist(), program),
+        "explicit_bytes": kind.dtype.itemsize * explicit,
         "linear_nanoseconds": _linear_time(steps, kind),
-        "explicit_linear_nanoseconds": _linear_time(written, kind._replace(differs=None)),
+        "explicit_linear_nanoseconds": _linear_time(written, as_explicit),
     }
 
 
-def _stored(steps: Sequence[Step], batch: int) -> int:
-    """Return the values of all steps; those that samples share count once for equal steps."""
-    total = 0
-    for step, count in Counter(steps).items():
-        if isinstance(step, ImplicitPattern):
-            for factor, shared in zip(step.factors, step.shared, strict=True):
-                total += factor.nnz * (1 if shared else batch * count)
-        else:
-            total += step.nnz * batch * count
+def _stored(steps: Sequence[Step], kind: Kind, differs: Sequence[bool], program: Program) -> int:
+    """Return the values of all steps; implicit ones that are equal share what samples share."""
+    total, k, known = 0, 0, set[Any]()
+    for step in steps:
+        for j, (factor, index) in enumerate(zip(factors_of(step), indexed_of(step), strict=True)):
+            if index is not None:
+                total += factor.nnz if kind.on_device else program.gathered_of(k, index)
+            elif differs[k] or isinstance(step, Pattern):
+                total += factor.nnz * (kind.batch if differs[k] else 1)
+            elif (step, j) not in known:
+                known.add((step, j))
+                total += factor.nnz
+            k += 1
     return total
 
 

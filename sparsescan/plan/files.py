@@ -11,6 +11,11 @@ plan that is loaded has its symbolic phase done again. Version 1 of the format:
 ``factors``      int (n,): the number of factors of each step; only if some are implicit
 ``shared``       int: for each of ``steps`` 1 if all samples share it, and 2 more if it is the
                  inverse of a matrix; beside ``factors``
+``indexed``      int: for each of ``steps`` the number of its index from 1 on, or 0; beside
+                 ``factors``, and the next ones beside it, only if some have one
+``weights``      int (i, 2): of each index the number of weights and the length of its sources
+``row_starts``   int: of each index where each row starts in its sources, one after the other
+``sources``      int: of each index the weights of the rows that differ, one after the other
 ``schedule``     string: how the schedule prints
 ``level_names``  strings (l,): the name of each level
 ``level_runs``   int (l,): the number of its runs
@@ -62,10 +67,12 @@ from ..symbolic.implicit import (
     Step,
     factor_starts,
     factors_of,
+    indexed_of,
     refine,
     shared_of,
     solved_of,
 )
+from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import Level, Schedule, check_count
 from .spec import Kind, PlanSpec
@@ -116,6 +123,7 @@ def save_spec(path: Path, spec: PlanSpec) -> None:
             for shared, solved in zip(shared_of(step), solved_of(step), strict=True)
         ]
         arrays["shared"] = np.array(flags, np.uint8)
+        arrays |= _pack_indices([each for step in spec.patterns for each in indexed_of(step)])
     write_arrays(path, arrays | {"digest": np.array(_digest(arrays))})
 
 
@@ -149,6 +157,20 @@ def _pack_options(spec: PlanSpec) -> dict[str, NDArray[Any]]:
         _PREFIX + name: np.array(value, np.int64 if _OPTIONS[name] is int else np.str_)
         for name, value in options.items()
         if value is not None
+    }
+
+
+def _pack_indices(indices: Sequence[IndexedPattern | None]) -> dict[str, NDArray[Any]]:
+    unique = list(dict.fromkeys(index for index in indices if index is not None))
+    if not unique:
+        return {}
+    number = {index: k + 1 for k, index in enumerate(unique)}
+    numbers = [0 if index is None else number[index] for index in indices]
+    return {
+        "indexed": np.array(numbers, np.min_scalar_type(len(unique))),
+        "weights": np.array([(index.size, index.distinct) for index in unique], np.int64),
+        "row_starts": np.concatenate([index.starts for index in unique]),
+        "sources": np.concatenate([index.sources for index in unique]),
     }
 
 
@@ -210,17 +232,43 @@ def _unpack_steps(arrays: Arrays, factors: Sequence[Pattern]) -> Sequence[Step]:
     check_used("shared", len(shared), len(factors))
     if not {0, 1, 2, 3}.issuperset(shared):
         raise InputError(f"shared has {max(shared)}; expected 0 to 3")
+    given = _unpack_indices(arrays, factors) if "indexed" in arrays else factors
     patterns: list[Step] = []
     start = 0
     for count in counts:
-        flags = shared[start : start + count]
-        if flags == [0]:
-            patterns.append(factors[start])
+        flags, step = shared[start : start + count], given[start : start + count]
+        if flags == [0] and isinstance(step[0], Pattern):
+            patterns.append(step[0])
         else:
             positions = ([k for k, flag in enumerate(flags) if flag & bit] for bit in (1, 2))
-            patterns.append(ImplicitPattern(factors[start : start + count], *positions))
+            patterns.append(ImplicitPattern(step, *positions))
         start += count
     return patterns
+
+
+def _unpack_indices(
+    arrays: Arrays, factors: Sequence[Pattern]
+) -> Sequence[Pattern | IndexedPattern]:
+    """Return the factors, those that have an index with it."""
+    numbers, sizes = arrays.integers("indexed").tolist(), arrays.integers("weights", 2).tolist()
+    check_used("indexed", len(numbers), len(factors))
+    of: dict[int, Pattern] = {}
+    for number, factor in zip(numbers, factors, strict=True):
+        if number:
+            check_index("indexed", number - 1, len(sizes))
+            if of.setdefault(number, factor) is not factor:
+                raise InputError(f"indexed has {number} for different patterns; expected one")
+    check_used("weights", len(sizes), len(of))
+    row_ends = np.cumsum([0, *(of[k + 1].shape[0] for k in range(len(sizes)))])
+    source_ends = _sum_up("weights", [count for _, count in sizes], len(arrays.integers("sources")))
+    row_starts = arrays.integers("row_starts")
+    check_used("row_starts", len(row_starts), int(row_ends[-1]))
+    made = {}
+    for k, (size, _) in enumerate(sizes):
+        starts = row_starts[row_ends[k] : row_ends[k + 1]]
+        sources = arrays["sources"][source_ends[k] : source_ends[k + 1]]
+        made[k + 1] = indexed(of[k + 1], starts, sources, check_count("weights", size, 0))
+    return [made.get(number, factor) for number, factor in zip(numbers, factors, strict=True)]
 
 
 def _unpack_kind(arrays: Arrays, options: dict[str, Any], n: int) -> Kind:
@@ -324,7 +372,10 @@ def _unpack_levels(arrays: Arrays) -> list[Level]:
 
 def _ends(arrays: Arrays, key: str, total: int) -> NDArray[np.int64]:
     """Return where parts of the lengths under a key end, from 0 to `total`."""
-    lengths = arrays.integers(key).tolist()
+    return _sum_up(key, arrays.integers(key).tolist(), total)
+
+
+def _sum_up(key: str, lengths: list[int], total: int) -> NDArray[np.int64]:
     if min(lengths, default=0) < 0 or sum(lengths) != total:
         raise InputError(f"{key} adds up to {sum(lengths)}; expected lengths of {total} in all")
     return np.cumsum([0, *lengths], dtype=np.int64)

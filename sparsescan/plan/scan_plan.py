@@ -458,10 +458,10 @@ class ScanPlan(Frozen):
         out = xp.empty(batch * size, dtype)
         local.add_first(first, out[: first.size].reshape(first.shape))
         if self.n and count > 1 and batch > 0:
-            chain.convert(dtype)
             differs = chain.differs() if batch > 1 else None
             program = self.settle(Kind(batch, dtype, xp is not np, differs))
             assert program is not None  # since there are Jacobians
+            chain.convert(dtype, program.multiplied if xp is np else None)
             local.convert(dtype)
             if xp is not np:
                 workspace = slot.on_device(program, dtype, batch, local)
@@ -577,12 +577,12 @@ class Slot:
         self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
     ) -> Workspace:
         """Return a workspace on the CPU for this program and this kind of input."""
-        threads = thread_count()
+        threads, merged = thread_count(), self.chain.merged
         batched, key = self._batched()
         workspace: Workspace = self._kept(
-            (program, dtype, batch, key, local.given, threads),
+            (program, dtype, batch, key, local.given, threads, tuple(merged)),
             lambda: Workspace(
-                program, self.chain.leaves, dtype, batch, batched, local.given, threads
+                program, self.chain.leaves, dtype, batch, batched, local.given, threads, merged
             ),
         )
         local.fill(workspace.local_grads)

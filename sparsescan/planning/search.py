@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..execution.threads import thread_count
 from ..execution.workspace import table_bytes
-from ..symbolic.implicit import Step, explicit, solved_of
+from ..symbolic.implicit import Step, planned, solved_of
 from ..symbolic.pattern import (
     Kind,
     Pattern,
@@ -135,7 +135,7 @@ def choose(
     if any(any(solved_of(step)) for step in dict.fromkeys(steps)):
         schedule = Schedule.linear(len(steps))
         return Choice(schedule, frozenset(), _SOLVED, ())
-    if not steps or not (measure or more or pays(list(map(explicit, steps)), model)):
+    if not steps or not (measure or more or pays(list(map(planned, steps)), model)):
         return Choice(Schedule.linear(len(steps)), frozenset(), _NOTHING_PAYS, ())
     search = Search(steps, model, fits, nbytes)
     search.run(more)
@@ -239,7 +239,7 @@ class Search:
     ) -> None:
         self._steps = steps
         # Trees are looked for as if all steps were explicit, and judged by what they take.
-        self._patterns = list(map(explicit, steps))
+        self._patterns = list(map(planned, steps))
         self._model = model
         self._fits = fits
         self.linear, self.program = self._candidate(Schedule.linear(len(steps)), Products())

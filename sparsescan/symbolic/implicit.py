@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from ..arrays.frozen import Frozen
 from ..errors import InputError, InputTypeError, short
-from .pattern import Pattern, product
+from .indexed import IndexedPattern
+from .pattern import Pattern, counted, multiply_adds, product, product_nnz
 from .schedule import Level, Schedule, schedule_of
 
 __all__ = [
     "ImplicitPattern",
     "Step",
+    "count",
     "explicit",
     "factor_starts",
     "factors_of",
+    "indexed_of",
+    "planned",
     "refine",
     "shared_of",
     "solved_of",
@@ -36,7 +40,8 @@ class ImplicitPattern(Frozen):
 
     A step ``J = F_k ⋯ F_2 F_1`` is an implicit one: ``F_1`` meets the gradient first. It pays where
     the factors have fewer entries than their product, or where all steps and samples share one, as
-    a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights.
+    a recurrent cell's ``J_t = Wᵀ D_t`` shares the weights. One with an :class:`IndexedPattern` may
+    be the only one.
 
     Where a factor is solved, `factors` has the pattern of its inverse: implicit time stepping
     ``M_t y_t = N_t y_{t-1} + b_t`` has the step ``J_t = N_tᵀ M_t⁻ᵀ``, of ``[Mᵀ, Nᵀ]`` with
@@ -44,11 +49,12 @@ class ImplicitPattern(Frozen):
 
     Parameters
     ----------
-    factors : sequence of Pattern
+    factors : sequence of Pattern or IndexedPattern
         The patterns ``F_1, …, F_k``, as a chain would apply them: at least two, or one that is
-        solved.
+        solved or has an index.
     shared : sequence of int, optional
-        Positions of the factors whose values all samples share: the planner counts them once.
+        Positions of the factors whose values all samples share: the planner counts them once. Those
+        with an index always are.
     solved : sequence of int, optional
         Positions of the factors that are inverses of matrices of these patterns, which are square:
         a scan solves with the matrix, on the CPU.
@@ -57,6 +63,8 @@ class ImplicitPattern(Frozen):
     ----------
     factors : tuple of Pattern
         The patterns of the factors.
+    indexed : tuple of IndexedPattern or None
+        For each factor its index, if it has one.
     shared : tuple of bool
         Which of them all samples share.
     solved : tuple of bool
@@ -69,8 +77,8 @@ class ImplicitPattern(Frozen):
     Raises
     ------
     InputError
-        If there are fewer than two factors and none is solved, they do not chain, one that is
-        solved is not square, or `shared` or `solved` names another one.
+        If there are fewer than two factors and none is solved or has an index, they do not chain,
+        one that is solved is not square, or `shared` or `solved` names another one.
     InputTypeError
         If one is no Pattern.
 
@@ -88,9 +96,20 @@ class ImplicitPattern(Frozen):
     Pattern((20, 20), nnz=400, dense)
     """
 
-    __slots__ = ("__weakref__", "_jacobian", "factors", "key", "nnz", "shape", "shared", "solved")
+    __slots__ = (
+        "__weakref__",
+        "_jacobian",
+        "factors",
+        "indexed",
+        "key",
+        "nnz",
+        "shape",
+        "shared",
+        "solved",
+    )
 
     factors: tuple[Pattern, ...]
+    indexed: tuple[IndexedPattern | None, ...]
     shared: tuple[bool, ...]
     solved: tuple[bool, ...]
     shape: tuple[int, int]
@@ -99,20 +118,30 @@ class ImplicitPattern(Frozen):
     _jacobian: Pattern | None
 
     def __init__(
-        self, factors: Iterable[Pattern], shared: Iterable[int] = (), solved: Iterable[int] = ()
+        self,
+        factors: Iterable[Pattern | IndexedPattern],
+        shared: Iterable[int] = (),
+        solved: Iterable[int] = (),
     ) -> None:
-        listed = _listed("factors", factors)
+        given = _listed("factors", factors)
         flags = {
-            name: _flags(name, positions, len(listed))
+            name: _flags(name, positions, len(given))
             for name, positions in (("shared", shared), ("solved", solved))
         }
-        for k, factor in enumerate(listed):
-            if not isinstance(factor, Pattern):
-                raise InputTypeError(f"factors[{k}] is {short(factor)}; expected a Pattern")
-        if len(listed) < 2 and not any(flags["solved"]):
+        for k, factor in enumerate(given):
+            if not isinstance(factor, (Pattern, IndexedPattern)):
+                raise InputTypeError(
+                    f"factors[{k}] is {short(factor)}; expected a Pattern or an IndexedPattern"
+                )
+        indexed = tuple(each if isinstance(each, IndexedPattern) else None for each in given)
+        listed = [each.pattern if isinstance(each, IndexedPattern) else each for each in given]
+        flags["shared"] = tuple(
+            flag or index is not None for flag, index in zip(flags["shared"], indexed, strict=True)
+        )
+        if len(listed) < 2 and not any(flags["solved"]) and indexed in ((), (None,)):
             raise InputError(
                 f"factors has {len(listed)} patterns; expected at least two, since a step of one "
-                "that is not solved is an explicit one"
+                "that is not solved and has no index is an explicit one"
             )
         for k, (first, second) in enumerate(pairwise(listed)):
             if second.shape[1] != first.shape[0]:
@@ -129,10 +158,11 @@ class ImplicitPattern(Frozen):
         self._set(
             **flags,
             factors=tuple(listed),
+            indexed=indexed,
             shape=(listed[-1].shape[0], listed[0].shape[1]),
             nnz=sum(factor.nnz for factor in listed),
         )
-        self._set(key=(self.shared, self.solved, *(factor.key for factor in listed)))
+        self._set(key=(self.shared, self.solved, *(factor.key for factor in given)))
         self._jacobian = None
 
     @property
@@ -155,17 +185,26 @@ class ImplicitPattern(Frozen):
 
     def __repr__(self) -> str:
         factors = (
-            f"{factor.shape} {factor.kind}{' and shared' * shared}{' and solved' * solved}"
-            for factor, shared, solved in zip(self.factors, self.shared, self.solved, strict=True)
+            f"{factor.shape} {factor.kind}"
+            f"{' and shared' * shared if index is None else f' of {index.size} weights'}"
+            f"{' and solved' * solved}"
+            for factor, shared, solved, index in zip(
+                self.factors, self.shared, self.solved, self.indexed, strict=True
+            )
         )
         return f"ImplicitPattern({self.shape}; {', '.join(factors)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         positions = (np.flatnonzero(flags).tolist() for flags in (self.shared, self.solved))
-        return ImplicitPattern, (self.factors, *positions)
+        given = [index or factor for factor, index in zip(self.factors, self.indexed, strict=True)]
+        return ImplicitPattern, (given, *positions)
 
 
 Step: TypeAlias = Pattern | ImplicitPattern
+
+# Multiply-adds of sparse factors above which the pattern of their product is not worked out for
+# predictions alone.
+_EXACT = 10_000_000
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -201,9 +240,48 @@ def solved_of(step: Step) -> tuple[bool, ...]:
     return step.solved if isinstance(step, ImplicitPattern) else (False,)
 
 
+def indexed_of(step: Step) -> tuple[IndexedPattern | None, ...]:
+    """Return the index of each of these, where it has one."""
+    return step.indexed if isinstance(step, ImplicitPattern) else (None,)
+
+
 def explicit(step: Step) -> Pattern:
     """Return the pattern of the Jacobian of a step."""
     return step.jacobian if isinstance(step, ImplicitPattern) else step
+
+
+def planned(step: Step) -> Pattern:
+    """Return the pattern of the Jacobian of a step, or a full one if it takes long to work out."""
+    return explicit(step) if _is_small(step) else Pattern.dense(step.shape)
+
+
+def count(step: Step) -> Pattern:
+    """Return a pattern with about as many entries as the Jacobian of a step: only to be counted."""
+    if _is_small(step):
+        return explicit(step)
+    whole, *later = factors_of(step)
+    for factor in later:
+        if not _is_quick(factor, whole):
+            return counted(step.shape, product_nnz(factor, whole))
+        whole = product(factor, whole)
+    return whole
+
+
+def _is_small(step: Step) -> bool:
+    """Return whether the pattern of the Jacobian of a step is known, or soon worked out."""
+    if isinstance(step, Pattern) or step._jacobian is not None or any(step.solved):
+        return True
+    whole, *later = step.factors
+    for factor in later:
+        if not _is_quick(factor, whole):
+            return False
+        whole = product(factor, whole)
+    step._jacobian = whole
+    return True
+
+
+def _is_quick(a: Pattern, b: Pattern) -> bool:
+    return not a.kind == b.kind == "general" or multiply_adds(a, b) <= _EXACT
 
 
 def factor_starts(steps: Sequence[Step | None]) -> NDArray[np.int64]:

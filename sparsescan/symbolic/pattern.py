@@ -24,6 +24,7 @@ __all__ = [
     "Products",
     "TooLargeError",
     "block_diagonal",
+    "counted",
     "multiply_adds",
     "of_mask",
     "product",
@@ -154,6 +155,7 @@ class Pattern(Frozen):
 
     def _arrays(self) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
         if self._indptr is None or self._indices is None:
+            assert self.kind != "general", "its entries were only counted"
             rows, cols = self.shape
             dtype = self.index_dtype
             what = f"the index arrays of {self}"
@@ -352,6 +354,11 @@ def trusted(indptr: NDArray[Any], indices: NDArray[Any], shape: tuple[int, int])
     dtype = index_dtype(shape, len(indices))
     indptr, indices = (array.astype(dtype, copy=False) for array in (indptr, indices))
     return _intern(indptr, indices, shape)
+
+
+def counted(shape: tuple[int, int], nnz: int) -> Pattern:
+    """Return a pattern of so many entries that are nowhere: only to be counted."""
+    return _new("general", shape, nnz, ("counted", shape, nnz))
 
 
 def of_mask(mask: NDArray[np.bool_]) -> Pattern:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..kernels.cpu.tables import SLOTS, Op
 from .factorisation import Factorisation, factorisation_of
-from .implicit import Step, factor_starts, factors_of, refine, solved_of
+from .implicit import Step, factor_starts, factors_of, indexed_of, refine, solved_of
+from .indexed import IndexedPattern
 from .pattern import Pattern, Products, multiply_adds
 from .schedule import Schedule
 
@@ -60,6 +61,10 @@ class Program:
         The dtype of index arrays of a run: int64 if any pattern needs it.
     offsets : ndarray of int64, shape (n + 2,)
         Where each gradient starts, and the last one ends, for one sample.
+    indexed : list of tuple
+        Jacobians that come as weights, and their index.
+    multiplied : ndarray of bool, shape (n,)
+        Which Jacobians are operands of products, or are solved with.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Program:
             raise InputError(f"schedule is for {schedule.n} Jacobians; expected {len(steps)}")
         patterns = [factor for step in steps for factor in factors_of(step)]
         self.n = n = len(patterns)
+        indices = [index for step in steps for index in indexed_of(step)]
+        self.indexed = [(k, index) for k, index in enumerate(indices) if index is not None]
         self.schedule = schedule = refine(schedule, factor_starts(steps))
         self.patterns: list[Pattern] = list(patterns)
         self.levels: list[tuple[str, NDArray[np.int64]]] = []
@@ -128,6 +135,10 @@ class Program:
         for k, factorisation in self.solved.items():
             # Nothing is multiplied, so the `k`-th operation is by the `k`-th Jacobian.
             self.work[k] = factorisation.multiply_adds + factorisation.solve_multiply_adds
+        self.multiplied = np.zeros(n, bool)
+        read = self.ops[self.ops[:, Op.VECTOR] == 0][:, [Op.LEFT, Op.RIGHT]]
+        self.multiplied[read[read < n]] = True
+        self.multiplied[list(self.solved)] = True
         new = {p for p in exact[n:] if p.kind == "general"}.difference(patterns)
         self.index_bytes = sum(p.index_dtype.itemsize * (p.nnz + p.shape[0] + 1) for p in new)
         self.slots = self._scratch_slots()
@@ -155,8 +166,19 @@ class Program:
         program.ops, program.work, program.offsets = ops, work, offsets
         program.slots = np.full(len(patterns) - n, -1, np.int64)
         program.index_bytes = 0
+        program.indexed, program.multiplied = [], np.ones(n, bool)
         program.index_dtype = _widest_index(program.patterns)
         return program
+
+    @property
+    def gathered(self) -> int:
+        """Numbers that a run on the CPU writes of Jacobians that come as weights."""
+        return sum(self.gathered_of(k, index) for k, index in self.indexed)
+
+    def gathered_of(self, k: int, index: IndexedPattern) -> int:
+        """Return how many of one: rows with equal weights once, unless a product reads it."""
+        is_merged = index.pattern.kind == "general" and not self.multiplied[k]
+        return index.distinct if is_merged else index.nnz
 
     @property
     def products(self) -> int:

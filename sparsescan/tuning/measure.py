@@ -63,17 +63,20 @@ def made_up(steps: Sequence[Step], dtype: np.dtype[Any], batch: int, xp: Any = n
     """Return values of each step and sample, whose rows sum to about one: nothing grows."""
     rng = np.random.default_rng(0)
 
-    def draw(pattern: Pattern, *samples: int) -> Any:
+    def draw(pattern: Pattern, *shape: int) -> Any:
         per_row = max(pattern.nnz / max(pattern.shape[0], 1), 1)
-        drawn = rng.random((*samples, pattern.nnz), np.float32)
+        drawn = rng.random(shape, np.float32)
         return xp.asarray(((drawn + 0.5) / per_row).astype(dtype))
 
     values: list[Any] = []
     for step in steps:
         if isinstance(step, ImplicitPattern):
-            factors = zip(step.factors, step.shared, strict=True)
-            drawn = [draw(factor, *[batch] * (not shared)) for factor, shared in factors]
+            factors = zip(step.factors, step.shared, step.indexed, strict=True)
+            drawn = [
+                draw(factor, *[batch] * (not shared), factor.nnz if index is None else index.size)
+                for factor, shared, index in factors
+            ]
             values.append(ImplicitStep(drawn, step))
         else:
-            values.append(draw(step, batch))
+            values.append(draw(step, batch, step.nnz))
     return values

@@ -159,7 +159,7 @@ def test_a_block_of_rows_has_the_same_bits_and_touches_no_others(seed, dtype, in
         expected[:, first:last] = rounded_as_written(jacobian, x[:count])[:, first:last]
         read, _ = guarded(read, np.nan, dtype)
         y, around = guarded(np.full(count * rows, 7), 7, dtype)
-        csr_matvec(first, last, *pattern, m, read, y, rows, count)
+        csr_matvec(first, last, *pattern, m, read, y, rows, count, None)
         assert same_bits([y.reshape(count, rows)], [expected])
         y[:] = 7
         assert (around == 7).all()

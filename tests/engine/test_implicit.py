@@ -30,6 +30,7 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
+    IndexedPattern,
     InputError,
     InputTypeError,
     Pattern,
@@ -154,6 +155,25 @@ class Case:
         )
 
 
+def with_index(rng: np.random.Generator, pattern: Pattern) -> IndexedPattern:
+    """Few weights in many places; some rows have the weights of another one."""
+    index = rng.integers(0, size := int(rng.integers(1, 9)), pattern.nnz)
+    if rng.random() < 0.7:
+        within = np.arange(pattern.nnz) - np.repeat(pattern.indptr[:-1], np.diff(pattern.indptr))
+        index = within % size
+    return IndexedPattern(pattern, index, size)
+
+
+def matrix(values: np.ndarray, pattern: Pattern, index: IndexedPattern | None = None) -> Any:
+    if index is not None:
+        values = values[index.index]
+    return on_pattern(values, pattern)
+
+
+def size_of(factor: Pattern, index: IndexedPattern | None) -> int:
+    return factor.nnz if index is None else index.size
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -170,9 +190,12 @@ def cases(draw: st.DrawFn) -> Case:
         return of_mask(mask(rng, rng.choice(STRUCTURES), rows, cols))
 
     def implicit(rows: int, cols: int) -> ImplicitPattern:
-        count = int(rng.integers(2, 4))
+        count = int(rng.integers(2 if is_stack else 1, 4))
         sizes = [cols, *rng.integers(1, 8, count - 1).tolist(), rows]
-        factors = [pattern_of(b, a) for a, b in itertools.pairwise(sizes)]
+        factors: list[Any] = [pattern_of(b, a) for a, b in itertools.pairwise(sizes)]
+        for k in range(is_stack, count):
+            if count == 1 or rng.random() < 0.4:
+                factors[k] = with_index(rng, factors[k])
         return ImplicitPattern(factors, np.flatnonzero(rng.random(count) < 0.4).tolist())
 
     size = int(rng.integers(1, 6))
@@ -183,13 +206,16 @@ def cases(draw: st.DrawFn) -> Case:
         forms = [() if flag or rng.random() < 0.2 else (n, *lead) for flag in pattern.shared]
         forms[0] = (n, *(() if pattern.shared[0] else lead))
         arrays = [
-            values(*form, factor.nnz) for form, factor in zip(forms, pattern.factors, strict=True)
+            values(*form, size_of(factor, index))
+            for form, factor, index in zip(forms, pattern.factors, pattern.indexed, strict=True)
         ]
         chain: Any = ImplicitChain(arrays, pattern)
         for step in range(n):
             listed += [
-                on_pattern(array[step] if array.ndim > 1 else array, factor)
-                for array, factor in zip(arrays, pattern.factors, strict=True)
+                matrix(array[step] if array.ndim > 1 else array, factor, index)
+                for array, factor, index in zip(
+                    arrays, pattern.factors, pattern.indexed, strict=True
+                )
             ]
             starts.append(len(listed))
         sizes = [size] * (n + 1)
@@ -207,11 +233,13 @@ def cases(draw: st.DrawFn) -> Case:
             else:
                 pattern = implicit(rows, cols)
                 arrays = [
-                    values(*(() if flag or rng.random() < 0.2 else lead), factor.nnz)
-                    for flag, factor in zip(pattern.shared, pattern.factors, strict=True)
+                    values(*(() if flag or rng.random() < 0.2 else lead), size_of(factor, index))
+                    for flag, factor, index in zip(
+                        pattern.shared, pattern.factors, pattern.indexed, strict=True
+                    )
                 ]
                 chain.append(ImplicitStep(arrays, pattern))
-                listed += map(on_pattern, arrays, pattern.factors)
+                listed += map(matrix, arrays, pattern.factors, pattern.indexed)
             starts.append(len(listed))
     inclusive = draw(st.booleans())
     grad = rng.standard_normal((*lead, size)).astype(rng.choice(dtypes))

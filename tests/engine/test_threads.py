@@ -160,7 +160,7 @@ CSR_SHA = """
         m, x = rng.standard_normal(len(indices)).astype(dtype), rng.standard_normal((50, 8))
         for read in (x[:, 0].astype(dtype), x.astype(dtype)):
             y = np.zeros(8 * 41, dtype)
-            csr_matvec(0, 41, indptr, indices, m, read, y, 41, 8)
+            csr_matvec(0, 41, indptr, indices, m, read, y, 41, 8, None)
             sha.update(y.tobytes())
     print(config.CPU_NAME, sha.hexdigest())
 """

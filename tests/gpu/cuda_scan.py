@@ -34,6 +34,7 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
+    IndexedPattern,
     InputError,
     InputTypeError,
     MemoryLimitError,
@@ -177,12 +178,16 @@ def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -
 
 
 @pytest.mark.parametrize("schedule", ["linear", "blelloch", "chunked:3"])
-@pytest.mark.parametrize("batch", [None, 3])
-def test_implicit_steps(cupy: Any, schedule: str, batch: int | None) -> None:
+@pytest.mark.parametrize(("batch", "size"), [(None, 25), (3, 25), *slow((None, 4)), (3, 4)])
+def test_implicit_steps(cupy: Any, schedule: str, batch: int | None, size: int) -> None:
+    """The second factor has so many weights, which are read through an index if they are few."""
     rng = np.random.default_rng(batch or 0)
     lead = () if batch is None else (batch,)
-    pattern = ImplicitPattern([Pattern.diagonal(5), Pattern.dense((5, 5))], shared=[1])
-    values = [rng.standard_normal((9, *lead, 5)), rng.standard_normal(25)]
+    second: Any = Pattern.dense((5, 5))
+    if size < 25:
+        second = IndexedPattern(second, rng.integers(0, size, 25), size)
+    pattern = ImplicitPattern([Pattern.diagonal(5), second], shared=[1])
+    values = [rng.standard_normal((9, *lead, 5)), rng.standard_normal(size)]
     grad, local = rng.standard_normal((*lead, 5)), rng.standard_normal((10, *lead, 5))
     chain = ImplicitChain(values, pattern)
     expected = sparsescan.inclusive_scan(grad, chain, local_grads=local, schedule="linear")

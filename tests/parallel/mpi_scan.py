@@ -27,6 +27,7 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
+    IndexedPattern,
     InputError,
     Pattern,
     SolveStep,
@@ -87,8 +88,14 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
         rng = np.random.default_rng(seed)
         n, batch, size = int(rng.integers(1, 20)), [None, 3][rng.integers(2)], 4
         lead = () if batch is None else (batch,)
-        pattern = ImplicitPattern([Pattern.dense((6, size)), Pattern.dense((size, 6))], shared=[1])
+        second: Any = Pattern.dense((size, 6))
         before, after = rng.random((n, *lead, 24)), rng.random(24) / 8
+        weights = after
+        if seed % 4 > 1:
+            # Five weights, some of them at many places.
+            second, weights = IndexedPattern(second, index := rng.integers(0, 5, 24), 5), after[:5]
+            after = weights[index]
+        pattern = ImplicitPattern([Pattern.dense((6, size)), second], shared=[1])
         jacobians = after.reshape(size, 6) @ before.reshape(n, *lead, 6, size)
         grad, local = rng.random((*lead, size)), rng.random((n + 1, *lead, size))
         mine = equal_parts(n)
@@ -96,11 +103,11 @@ def test_implicit_steps(seeds: Callable[..., range]) -> None:
         part: Any = []
         if seed % 2:
             part = [
-                jacobians[k] if k % 3 == 0 else ImplicitStep([before[k], after], pattern)
+                jacobians[k] if k % 3 == 0 else ImplicitStep([before[k], weights], pattern)
                 for k in range(n)[mine]
             ]
         elif mine.stop > mine.start:
-            part = ImplicitChain([before[mine], after], pattern)
+            part = ImplicitChain([before[mine], weights], pattern)
         own = slice(mine.start, mine.stop + last)
         expected = sequential(grad, jacobians, local, inclusive=True)
         for schedule in ("vectors", "products"):

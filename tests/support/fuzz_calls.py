@@ -41,6 +41,7 @@ from sparsescan import (
     ImplicitChain,
     ImplicitPattern,
     ImplicitStep,
+    IndexedPattern,
     Pattern,
     PeriodicChain,
     Schedule,
@@ -497,7 +498,7 @@ def container(rng: np.random.Generator) -> Call:
     where = oracles.mask(rng, "sparse", size, size)
     indices, indptr = oracles.indices_of(where)
     index = {"indices": indices, "indptr": indptr, "shape": (size, size)}
-    kind = rng.integers(7)
+    kind = rng.integers(8)
     if kind == 0:
         name, arguments = "BatchedCSR", {"data": rng.standard_normal((batch, len(indices)))} | index
     elif kind == 1:
@@ -511,6 +512,14 @@ def container(rng: np.random.Generator) -> Call:
         patterns = [made, Pattern.diagonal(size)]
         values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
         name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
+    elif kind == 7:
+        arguments = {
+            "pattern": Pattern(indptr, indices, (size, size)),
+            "index": rng.integers(0, 3, len(indices)),
+            "size": 3,
+        }
+        spoil(rng, arguments)
+        return indexed_step(arguments)
     else:
         factors = [Pattern(indptr, indices, (size, size)), Pattern.diagonal(size)]
         values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
@@ -588,6 +597,26 @@ def solve_step(rng: np.random.Generator) -> Call:
 
     text = f"SolveStep({told(arguments)}), {told(options)}"
     return Call(run, text, check)
+
+
+def indexed_step(arguments: dict[str, Any]) -> Call:
+    """A step of weights that are read through an index."""
+
+    def run() -> Any:
+        index = IndexedPattern(**arguments)
+        repr(index)
+        weights = np.arange(1.0, min(index.size, 10) + 1)
+        grad = np.ones(index.shape[1])
+        step = ImplicitStep([weights], ImplicitPattern([index]))
+        return index, weights, grad, sparsescan.inclusive_scan(grad, [step])
+
+    def check(found: Any) -> None:
+        index, weights, grad, result = found
+        values = weights[np.asarray(arguments["index"]).astype(int)]
+        parts = values, index.pattern.indices, index.pattern.indptr
+        check_scan(result, grad, [sp.csr_array(parts, shape=index.shape)], None, True)
+
+    return Call(run, f"IndexedPattern({told(arguments)})", check)
 
 
 def change_shapes(chain: Any) -> None:

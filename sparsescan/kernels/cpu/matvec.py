@@ -16,6 +16,7 @@ from .nodes import (
     indptr_of,
     local_of,
     row_bounds,
+    starts_of,
     values_of,
 )
 from .scaling import all_finite, exponent_of, ldexp
@@ -55,31 +56,42 @@ def dense_matvec(first, last, cols, m, x, y):
 
 
 @njit
-def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples):
+def _ahead(starts, i, p):
+    """Return how far the values of row `i` are behind entry `p`, modulo 2^64; 0 without starts."""
+    if starts is None:
+        return np.uint64(0)
+    return np.uint64(starts[i]) - p
+
+
+@njit
+def csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, starts):
     """Make rows of ``y = M x``, or of ``y[l] = M x[:, l]`` for up to eight samples.
 
     One function, so that a sample has the same bits in both. Four sums, since an addition waits for
     the one before; they are zero, and change nothing, in rows of fewer than four entries.
+
+    `starts` is None, or says for each row where its values start in `m`.
     """
     one, two, three, four = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     p = np.uint64(indptr[first])
     for i in range(np.uint64(first), np.uint64(last)):
         stop = np.uint64(indptr[i + one])
+        d = _ahead(starts, i, p)
         t0 = t1 = t2 = t3 = zero(x)
         while p + four <= stop:
-            t0 = add_term(t0, m, p, x, np.uint64(indices[p]))
-            t1 = add_term(t1, m, p + one, x, np.uint64(indices[p + one]))
-            t2 = add_term(t2, m, p + two, x, np.uint64(indices[p + two]))
-            t3 = add_term(t3, m, p + three, x, np.uint64(indices[p + three]))
+            t0 = add_term(t0, m, p + d, x, np.uint64(indices[p]))
+            t1 = add_term(t1, m, p + one + d, x, np.uint64(indices[p + one]))
+            t2 = add_term(t2, m, p + two + d, x, np.uint64(indices[p + two]))
+            t3 = add_term(t3, m, p + three + d, x, np.uint64(indices[p + three]))
             p += four
         total = plus(plus(t0, t1), plus(t2, t3))
         # Three more at most: a loop is slower, which the compiler unrolls as if they were many.
         if p < stop:
-            total = add_term(total, m, p, x, np.uint64(indices[p]))
+            total = add_term(total, m, p + d, x, np.uint64(indices[p]))
             if p + one < stop:
-                total = add_term(total, m, p + one, x, np.uint64(indices[p + one]))
+                total = add_term(total, m, p + one + d, x, np.uint64(indices[p + one]))
                 if p + two < stop:
-                    total = add_term(total, m, p + two, x, np.uint64(indices[p + two]))
+                    total = add_term(total, m, p + two + d, x, np.uint64(indices[p + two]))
         store(y, i, total, np.uint64(rows), np.uint64(samples))
         p = stop
 
@@ -144,8 +156,18 @@ def matvec(t, node, first, last, m, x, y):
     elif node[Node.SINGLE]:
         single_matvec(first, last, indices_of(t, node), m, x, y)
     else:
-        indptr, indices = indptr_of(t, node), indices_of(t, node)
-        csr_matvec(first, last, indptr, indices, m, x, y, node[Node.ROWS], ONE)
+        _sparse_matvec(t, node, first, last, m, x, y, node[Node.ROWS], ONE)
+
+
+@njit(inline="always")
+def _sparse_matvec(t, node, first, last, m, x, y, rows, samples):
+    """Make rows as :func:`csr_matvec` does."""
+    indptr, indices = indptr_of(t, node), indices_of(t, node)
+    if node[Node.STARTS]:
+        starts = starts_of(t, node)
+        csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, starts)
+    else:
+        csr_matvec(first, last, indptr, indices, m, x, y, rows, samples, None)
 
 
 @njit
@@ -217,8 +239,7 @@ def apply_jacobian(t, node, first, last, first_sample, last_sample, left, out, t
             if dense:
                 dense_matvec_of_eight(first, last, cols, m, interleaved, y, rows, samples)
             else:
-                indptr, indices = indptr_of(t, node), indices_of(t, node)
-                csr_matvec(first, last, indptr, indices, m, interleaved, y, rows, samples)
+                _sparse_matvec(t, node, first, last, m, interleaved, y, rows, samples)
     elif (
         node[Node.KIND] == Kind.DIAGONAL
         and last - first == node[Node.ROWS]

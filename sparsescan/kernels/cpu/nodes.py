@@ -22,6 +22,7 @@ __all__ = [
     "op_at",
     "own_exponents_of",
     "row_bounds",
+    "starts_of",
     "values_of",
 ]
 
@@ -63,6 +64,12 @@ def indptr_of(t, node):
 def indices_of(t, node):
     """Return the column indices of a node that is neither dense nor diagonal."""
     return array_at(node[Node.INDICES], node[Node.NNZ], t.indices)
+
+
+@njit(inline="always")
+def starts_of(t, node):
+    """Return where the values of each row start, of a node whose equal rows share them."""
+    return array_at(node[Node.STARTS], node[Node.ROWS], t.indices)
 
 
 @njit

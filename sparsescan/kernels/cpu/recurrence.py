@@ -130,7 +130,7 @@ def sweep(s, first, last):
             elif s.kind == Kind.DENSE:
                 dense_matvec(ZERO, s.size, s.size, m, x, y)
             else:
-                csr_matvec(ZERO, s.size, s.indptr, s.indices, m, x, y, s.size, 1)
+                csr_matvec(ZERO, s.size, s.indptr, s.indices, m, x, y, s.size, 1, None)
             if s.offsets.at:
                 add_rows(ZERO, s.size, y, _vector(s, s.offsets, t, b, s.size))
 
@@ -186,7 +186,7 @@ def _sweep_eight(s, first, count, room):
         elif s.kind == Kind.DENSE:
             dense_matvec_of_eight(ZERO, rows, rows, m, x, y, rows, count)
         else:
-            csr_matvec(ZERO, rows, s.indptr, s.indices, m, x, y, rows, count)
+            csr_matvec(ZERO, rows, s.indptr, s.indices, m, x, y, rows, count, None)
         if s.offsets.at:
             for b in range(count):
                 own = _vector(s, s.states, t, first + b, rows)

@@ -92,7 +92,10 @@ class _Node(NamedTuple):
     # places in those arrays
     EXPONENTS: int = 10
     LOCAL: int = 11
-    WIDTH: int = 12
+    # address, where rows with equal values have them in one place: of where the values of each row
+    # start; else 0
+    STARTS: int = 12
+    WIDTH: int = 13
 
 
 Node = _Node()

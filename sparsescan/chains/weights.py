@@ -1,0 +1,46 @@
+"""Values of Jacobians that came as weights."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays.arrays import Constant, beside, check_memory, namespace
+from ..kernels import weights as kernels
+from ..symbolic.indexed import IndexedPattern
+
+__all__ = ["gathered", "spread"]
+
+# Indices of all entries, with their copies on devices, for as long as there are the patterns.
+_indices: weakref.WeakKeyDictionary[IndexedPattern, Constant] = weakref.WeakKeyDictionary()
+
+
+def gathered(index: IndexedPattern, weights: NDArray[Any], room: Any = None) -> NDArray[Any]:
+    """Return the values of the rows that differ, in `room` if it is an array that suits them."""
+    out = _room(index.distinct, weights.dtype, room, index)
+    kernels.gather(weights, index.sources, out)
+    return out
+
+
+def spread(index: IndexedPattern, weights: Any, room: Any = None) -> Any:
+    """Return the values of all entries, in `room` if it is an array that suits them."""
+    if type(weights) is not np.ndarray:
+        with beside(weights):
+            xp = namespace(weights)
+            if index not in _indices:
+                _indices[index] = Constant(index.index)
+            return xp.take(weights, _indices[index].on(xp))
+    room = _room(index.nnz, weights.dtype, room, index)
+    kernels.repeat_rows(index.pattern.indptr, index.starts, gathered(index, weights), room)
+    return room
+
+
+def _room(size: int, dtype: np.dtype[Any], room: Any, index: IndexedPattern) -> NDArray[Any]:
+    if type(room) is np.ndarray and (room.shape, room.dtype) == ((size,), dtype):
+        kept: NDArray[Any] = room
+        return kept
+    check_memory(f"the values of {index}", size * dtype.itemsize)
+    return np.empty(size, dtype)

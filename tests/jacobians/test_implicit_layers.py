@@ -1,0 +1,502 @@
+"""Layers as implicit steps, against PyTorch's autograd and their explicit Jacobians in float64."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import fake_cupy
+import numpy as np
+import pytest
+import torch
+from autodiff import randomise
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import OPERATORS
+from test_network_step import Block, close, masked, random_mask, run_torch
+from torch import nn
+
+import sparsescan
+from sparsescan import (
+    ImplicitPattern,
+    ImplicitStep,
+    IndexedPattern,
+    InputError,
+    MemoryLimitError,
+    Pattern,
+    ScanPlan,
+    Schedule,
+)
+from sparsescan.jacobians import (
+    BatchNorm2d,
+    Conv2d,
+    ConvTranspose2d,
+    Flatten,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Sequential,
+    Softmax,
+    Tanh,
+    from_torch,
+)
+
+F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def a_schedule(rng: np.random.Generator, n: int) -> Schedule:
+    return [
+        Schedule.linear(n),
+        Schedule.blelloch(n),
+        Schedule.truncated(n, 1),
+        Schedule.chunked(n, int(rng.integers(1, n + 1))),
+    ][rng.integers(4)]
+
+
+def gradients(net: Sequential, x: np.ndarray, grad: np.ndarray, plan: ScanPlan) -> Any:
+    """The output, and the gradients in the input and in the parameters, by implicit steps."""
+    xs = net.activations(x)
+    lead = x.shape[: x.ndim - len(net.input_shape)]
+    grads = plan.inclusive_scan(grad.reshape(*lead, -1), net.implicit(xs))
+    assert len(grads) == len(net) + 1
+    return xs[-1], grads[-1].reshape(x.shape), net.param_grads(xs, grads)
+
+
+def check_params(found: Any, expected: dict[str, np.ndarray], what: Any, scale: float = 1) -> None:
+    """Compare the gradients of all layers with those that PyTorch calls by their modules."""
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in expected.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = array
+    layers = [layer for layer in found if layer]
+    for layer, (module, arrays) in zip(layers, modules.items(), strict=True):
+        assert layer.keys() == arrays.keys()
+        for name, array in arrays.items():
+            close(layer[name], array, (module, name, what), scale)
+
+
+def check(module: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Generator) -> None:
+    """As PyTorch's, by any schedule, and again with other weights and input."""
+    module = module.double()
+    for param in module.parameters():
+        param.data /= param[0].numel() ** 0.5
+    net = Sequential(from_torch(module, input_shape))
+    schedule = a_schedule(rng, len(net))
+    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule, batch=batch)
+    for _ in range(2):
+        x, grad = (
+            rng.standard_normal((batch, *shape)) for shape in (input_shape, net.output_shape)
+        )
+        expected = run_torch(module, x, grad)
+        y, input_grad, params = gradients(net, x, grad, plan)
+        close(y, expected[0], what="output")
+        close(input_grad, expected[1], what=schedule)
+        check_params(params, expected[2], schedule)
+        with torch.no_grad():
+            for param in module.parameters():
+                param *= 1.5
+
+
+# ---------------------------------------------------------------------------------------------
+# As PyTorch's autograd
+# ---------------------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+def test_any_convolution(seed: int) -> None:
+    """Any strides, dilations, groups, paddings and masks, with empty rows and whole channels."""
+    rng = np.random.default_rng(seed)
+    groups = int(rng.choice([1, 2]))
+    channels, after = (groups * int(n) for n in rng.integers(1, 4, 2))
+    sizes = tuple(int(n) for n in rng.integers(3, 9, 2))
+    kernel, stride, dilation = (tuple(int(n) for n in rng.integers(1, 3, 2)) for _ in range(3))
+    padding = tuple(int(n) for n in rng.integers(0, 3, 2))
+    kind = nn.ConvTranspose2d if rng.random() < 0.3 else nn.Conv2d
+    module = kind(channels, after, kernel, stride, padding, dilation=dilation, groups=groups)
+    if min(module(torch.zeros(1, channels, *(s + 9 for s in sizes))).shape) < 1:
+        return
+    try:
+        module(torch.zeros(1, channels, *sizes))
+    except RuntimeError:  # no place of the output is left
+        return
+    layers = [masked(module, rng), nn.Tanh()]
+    check(nn.Sequential(*layers), (channels, *sizes), int(rng.integers(1, 20)), rng)
+
+
+@given(SEEDS)
+def test_any_network(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    channels, size = int(rng.integers(1, 4)), int(rng.integers(4, 9))
+    shape, layers = (channels, size, size), list[nn.Module]()
+    for _ in range(int(rng.integers(1, 3))):
+        width = int(rng.integers(1, 7))
+        layers.append(masked(nn.Conv2d(channels, width, 3, padding=1), rng))
+        layers += [
+            [nn.ReLU()],
+            [nn.Tanh(), nn.LayerNorm((size, size))],
+            [nn.BatchNorm2d(width).eval(), nn.ReLU()],
+            [nn.Softmax(1)],
+        ][rng.integers(4)]
+        if size >= 4 and rng.random() < 0.7:
+            layers.append([nn.MaxPool2d(2), nn.AvgPool2d(2)][rng.integers(2)])
+            size //= 2
+        channels = width
+    layers += [nn.Flatten(), masked(nn.Linear(channels * size * size, 9), rng)]
+    if rng.random() < 0.5:
+        layers += [nn.LayerNorm(9), nn.Softmax(-1)]
+    check(nn.Sequential(*layers), shape, int(rng.integers(1, 20)), rng)
+
+
+def test_layers_on_the_last_axes_repeat_their_weights() -> None:
+    rng = np.random.default_rng(0)
+    module = nn.Sequential(masked(nn.Linear(6, 5), rng), nn.LayerNorm(5), nn.Linear(5, 7))
+    check(nn.Sequential(*module, nn.Softmax(2)), (3, 4, 6), 5, rng)
+    steps = Sequential(from_torch(module, (3, 4, 6))).implicit_patterns
+    assert isinstance(steps[0], ImplicitPattern)
+    assert steps[0].indexed[0].distinct == 5 * 7
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:1", "chunked:3"])
+def test_residual_networks_in_training(schedule: str) -> None:
+    """Batch normalisation couples the samples, and shortcuts carry arrays along."""
+    rng, batch = np.random.default_rng(0), 4
+    body = nn.Sequential(
+        masked(nn.Conv2d(2, 3, 3, 2, 1), rng), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)
+    ).double()
+    shortcut = nn.Sequential(masked(nn.Conv2d(2, 3, 1, 2), rng)).double()
+    randomise(body[1], rng)
+    module = nn.Sequential(nn.BatchNorm2d(2).double(), Block(body, shortcut), nn.Tanh())
+    shape = (batch, 2, 6, 6)
+    ours = Sequential(
+        [
+            *from_torch(module[:1], shape),
+            Residual(*from_torch(body, shape), shortcut=from_torch(shortcut, shape)),
+            Tanh(input_shape=(batch, 3, 3, 3)),
+        ]
+    )
+    x, grad = rng.standard_normal(shape), rng.standard_normal(ours.output_shape)
+    expected = run_torch(module, x, grad)
+    plan = sparsescan.plan(ours.implicit_patterns, schedule=schedule)
+    y, input_grad, params = gradients(ours, x, grad, plan)
+    close(y, expected[0])
+    close(input_grad, expected[1])
+    scale = max(np.abs(array).max() for array in expected[2].values())
+    check_params(params, expected[2], schedule, scale * batch)
+
+
+# ---------------------------------------------------------------------------------------------
+# As the explicit chain
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_layer(name: str) -> None:
+    rng = np.random.default_rng(0)
+    op = OPERATORS[name](F8)
+    x = rng.standard_normal(op.input_shape if "training" in name else (3, *op.input_shape))
+    lead = x.shape[: x.ndim - len(op.input_shape)]
+    grad = rng.standard_normal((*lead, op.shape[1]))
+    expected = sparsescan.inclusive_scan(grad, [op.jacobian(x)])[1]
+    for step in (op.implicit(x), op.implicit(x, op.forward(x))):
+        if isinstance(op.implicit_pattern, ImplicitPattern):
+            assert isinstance(step, ImplicitStep)
+            assert step.pattern is op.implicit_pattern
+            assert step.pattern.jacobian is op.pattern
+        for schedule in ("linear", "blelloch"):
+            found = sparsescan.inclusive_scan(grad, [step], schedule=schedule)[1]
+            close(found, expected)
+
+
+def a_net(dtype: Any, keep: float = 0.4) -> Sequential:
+    rng = np.random.default_rng(0)
+    first = rng.random((6, 2, 3, 3)) < keep
+    return Sequential(
+        [
+            Conv2d(
+                2, 6, 3, padding=1, input_shape=(2, 8, 8), weight_mask=first, dtype=dtype, rng=0
+            ),
+            ReLU(input_shape=(6, 8, 8)),
+            MaxPool2d(2, input_shape=(6, 8, 8)),
+            Residual(
+                Conv2d(6, 6, 3, padding=1, input_shape=(6, 4, 4), dtype=dtype, rng=1),
+                LayerNorm((4, 4), input_shape=(6, 4, 4), dtype=dtype),
+            ),
+            ConvTranspose2d(6, 2, 2, stride=2, input_shape=(6, 4, 4), dtype=dtype, rng=2),
+            Flatten(input_shape=(2, 8, 8)),
+            Linear(128, 12, dtype=dtype, rng=3),
+            Softmax(1, input_shape=(12,)),
+        ]
+    )
+
+
+def drawn(net: Sequential, dtype: Any, batch: int = 5) -> tuple[list[Any], np.ndarray]:
+    rng = np.random.default_rng(1)
+    xs = net.activations(rng.standard_normal((batch, *net.input_shape)).astype(dtype))
+    return xs, rng.standard_normal((batch, *net.output_shape)).astype(dtype)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "truncated:2", "chunked:3"])
+def test_local_gradients_are_added(schedule: str) -> None:
+    net = a_net(F8)
+    (xs, grad), rng = drawn(net, F8), np.random.default_rng(2)
+    local = [
+        rng.standard_normal((5, pattern.shape[1])) if k % 2 else None
+        for k, pattern in enumerate(net.patterns)
+    ]
+    expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), local_grads=local)
+    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
+    for found in (
+        plan.exclusive_scan(grad, net.implicit(xs), local_grads=local),
+        sparsescan.exclusive_scan(grad, net.implicit(xs), local_grads=local, schedule=schedule),
+    ):
+        for each, array in zip(found, expected, strict=True):
+            close(each, array)
+
+
+@given(SEEDS)
+def test_float32_is_no_farther_off_than_explicit_steps(seed: int) -> None:
+    """Than ten of their roundings, by the largest gradient, when they are all but exact."""
+    rng = np.random.default_rng(seed)
+    keep = rng.random()
+    small, net = a_net(F4, keep), a_net(F8, keep)
+    for narrow, wide in zip(small.layers, net.layers, strict=True):
+        for name, param in narrow.params.items():
+            setattr(wide, name, param.astype(F8))
+    (given, grad), eps = drawn(small, F4), float(np.finfo(F4).eps)
+    xs = [x.astype(F8) for x in given]
+    exact = sparsescan.exclusive_scan(grad.astype(F8), net.jacobians(xs), schedule="linear")
+    schedule = a_schedule(rng, len(net))
+    explicit, implicit = (
+        sparsescan.exclusive_scan(grad, steps, schedule=schedule)
+        for steps in (small.jacobians(given), small.implicit(given))
+    )
+    for one, other, array in zip(explicit, implicit, exact, strict=True):
+        assert other.dtype == F4
+        scale = np.abs(array).max()
+        errors = [np.abs(found - array).max() for found in (one, other)]
+        assert errors[1] <= 2 * errors[0] + 10 * eps * scale
+
+
+@given(SEEDS)
+def test_convolutions_have_the_bits_of_explicit_ones(seed: int) -> None:
+    """Whether rows with equal weights are kept once, or all are written for a product."""
+    rng = np.random.default_rng(seed)
+    keep, dtype = rng.choice([0.1, 0.5, 1.0]), rng.choice(["f4", "f8"])
+    layers: list[Any] = []
+    for k, (a, b) in enumerate(((2, 5), (5, 4), (4, 3))):
+        kept = rng.random((b, a, 3, 3)) < keep
+        layers.append(
+            Conv2d(a, b, 3, padding=1, input_shape=(a, 6, 6), weight_mask=kept, dtype=dtype, rng=k)
+        )
+        layers.append(ReLU(input_shape=(b, 6, 6)))
+    net, batch = Sequential(layers), int(rng.choice([1, 2, 3, 8, 19]))
+    xs, grad = drawn(net, dtype, batch)
+    schedule = a_schedule(rng, len(net))
+    expected = net.plan(schedule=schedule).inclusive_scan(grad.reshape(batch, -1), net.values(xs))
+    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
+    for _ in range(2):
+        found = plan.inclusive_scan(grad.reshape(batch, -1), net.implicit(xs))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["linear", "blelloch"])
+def test_bits_do_not_depend_on_threads(schedule: str, threads: int, with_threads: Any) -> None:
+    net = a_net(F8)
+    (xs, grad), plan = drawn(net, F8, 20), sparsescan.plan(net.implicit_patterns, schedule=schedule)
+    with_threads(3)
+    expected = plan.exclusive_scan(grad, net.implicit(xs))
+    with_threads(threads)
+    for found, array in zip(plan.exclusive_scan(grad, net.implicit(xs)), expected, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
+def test_a_value_that_is_not_finite_is_decided_by_the_linear_scan() -> None:
+    """By the plan that multiplies matrices, too, for which whole convolutions are written."""
+    net = a_net(F8)
+    xs, grad = drawn(net, F8)
+    grad[0, 3] = np.inf
+    expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), schedule="linear")
+    for schedule in ("linear", "blelloch", "chunked:3"):
+        found = sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
+        for one, other in zip(found[4:], expected[4:], strict=True):
+            np.testing.assert_array_equal(np.isfinite(one[0]), np.isfinite(other[0]))
+            close(one[1:], other[1:])
+
+
+def test_weights_and_input_are_not_changed() -> None:
+    net = a_net(F8)
+    xs, grad = drawn(net, F8)
+    params = [array for op in net.layers for array in op.params.values()]
+    kept = copy.deepcopy((xs, grad, params))
+    for array in (*xs, grad, *params):
+        array.setflags(write=False)
+    for schedule in ("linear", "blelloch"):
+        sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
+    for before, after in zip((*kept[0], *kept[2]), (*xs, *params), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_weights_are_read_when_a_scan_runs() -> None:
+    conv = Conv2d(1, 2, 3, input_shape=(1, 6, 6), dtype=F8, rng=0)
+    step, grad = conv.implicit(), np.ones(32)
+    before = sparsescan.inclusive_scan(grad, [step])[1]
+    conv.weight *= 2
+    np.testing.assert_array_equal(sparsescan.inclusive_scan(grad, [step])[1], 2 * before)
+
+
+def test_layers_of_cupy_give_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    net = a_net(F8)
+    xs, _ = drawn(net, F8)
+    expected = [step.values for step in net.implicit(xs) if isinstance(step, ImplicitStep)]
+    for op in net.layers:
+        for name, param in op.params.items():
+            setattr(op, name, cupy.asarray(param))
+    steps = net.implicit([cupy.asarray(x) for x in xs])
+    found = [step.values for step in steps if isinstance(step, ImplicitStep)]
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            close(mine.get(), theirs)
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_is_saved() -> None:
+    """The convolution's rows once in place of at every place; the normalisation's sums."""
+    conv = Conv2d(4, 8, 3, padding=1, input_shape=(4, 16, 16), rng=0)
+    net = Sequential([conv, LayerNorm((16, 16), input_shape=(8, 16, 16))])
+    plan = sparsescan.plan(net.implicit_patterns, batch=16, dtype=F4)
+    told = plan.to_dict()["implicit"]
+    # Along an axis the first place has two taps, the last one too, and all others three.
+    index = net.implicit_patterns[1].indexed[0]
+    assert index.distinct == 4 * 8 * (2 + 3 + 2) ** 2
+    assert told["bytes"] == 4 * (index.distinct + 16 * 6 * 8 * 256)
+    assert told["explicit_bytes"] == 4 * (conv.nnz + 16 * 8 * 256 * 256)
+    assert told["steps"] == 2
+    assert told["linear_nanoseconds"] < told["explicit_linear_nanoseconds"]
+    assert "implicit: 2 of 2; values take" in str(plan)
+    assert "288 weights, shared by all samples" in str(plan)
+
+
+def test_what_a_product_reads_is_written_whole() -> None:
+    conv = Conv2d(2, 2, 3, padding=1, input_shape=(2, 8, 8), rng=0)
+    patterns = [conv.implicit_pattern] * 8
+    linear, tree = (
+        sparsescan.plan(patterns, schedule=schedule, dtype=F8)
+        for schedule in ("linear", "blelloch")
+    )
+    index = conv.implicit_pattern.indexed[0]
+    assert linear.to_dict()["implicit"]["bytes"] == 8 * 8 * index.distinct
+    assert tree.to_dict()["implicit"]["bytes"] > 8 * 8 * index.distinct
+    least = linear.workspace_bytes
+    with pytest.raises(MemoryLimitError):
+        sparsescan.plan(patterns, schedule="linear", dtype=F8, memory_limit=least - 1)
+    limited = sparsescan.plan(patterns, dtype=F8, memory_limit=least)
+    assert limited.workspace_bytes <= least
+
+
+def test_a_normalised_batch_is_planned_without_its_jacobian() -> None:
+    """Which has 2^30 entries."""
+    norm = BatchNorm2d(64, input_shape=(16, 64, 16, 16), training=True)
+    conv = Conv2d(64, 4, 1, input_shape=(16, 64, 16, 16), rng=0)
+    net = Sequential([norm, conv])
+    plan = sparsescan.plan(net.implicit_patterns, dtype=F4)
+    told = plan.to_dict()["implicit"]
+    assert told["explicit_bytes"] == 4 * (norm.nnz + conv.nnz)
+    assert told["bytes"] < told["explicit_bytes"] / 500
+
+
+@pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch"])
+def test_plans_are_saved_and_loaded(schedule: str, tmp_path: Path) -> None:
+    net = a_net(F8)
+    xs, grad = drawn(net, F8)
+    plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
+    expected = plan.exclusive_scan(grad, net.implicit(xs))
+    plan.save(tmp_path / "plan.npz")
+    loaded = ScanPlan.load(tmp_path / "plan.npz")
+    assert loaded.patterns == plan.patterns
+    assert str(loaded) == str(plan)
+    for found, array in zip(loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
+def test_steps_stay_explicit_where_factors_save_nothing() -> None:
+    rng = np.random.default_rng(0)
+    for op in (
+        Linear(4, 3, rng=0),
+        Linear(40, 30, weight_mask=random_mask(rng, (30, 40)), rng=0),
+        Conv2d(4, 4, 3, padding=1, input_shape=(4, 2, 2), rng=0),  # all places are at the border
+        LayerNorm(6),
+        Softmax(1, input_shape=(4,)),
+        ReLU(input_shape=(5,)),
+        Residual(Linear(4, 4, rng=0)),
+    ):
+        assert op.implicit_pattern is op.pattern
+    for more in (LayerNorm(7), Softmax(1, input_shape=(5,)), Linear(4, 3, input_shape=(2, 4))):
+        assert isinstance(more.implicit_pattern, ImplicitPattern)
+
+
+# ---------------------------------------------------------------------------------------------
+# Indices
+# ---------------------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+def test_an_index_is_that_of_every_entry(seed: int) -> None:
+    """However rows with equal weights are merged."""
+    rng = np.random.default_rng(seed)
+    rows, cols, size = (int(n) for n in rng.integers(1, 9, 3))
+    where = rng.random((rows, cols)) < rng.random()
+    pattern = Pattern(
+        np.concatenate([[0], np.cumsum(where.sum(axis=1))]), np.nonzero(where)[1], (rows, cols)
+    )
+    index = rng.integers(0, size, pattern.nnz)
+    if rng.random() < 0.5 and pattern.nnz:
+        index = np.nonzero(where)[1] % size
+    made = IndexedPattern(pattern, index, size)
+    np.testing.assert_array_equal(made.index, index)
+    used = np.split(index, pattern.indptr[1:-1])
+    assert made.distinct == sum(map(len, {tuple(row) for row in map(np.ndarray.tolist, used)}))
+    for other in (copy.deepcopy(made), IndexedPattern(pattern, index.astype(np.uint8), size)):
+        assert other == made
+        assert hash(other) == hash(made)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: IndexedPattern(3, [0], 1), "pattern is 3; expected a Pattern"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0], 1), "index has 1 entries; expected 2"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, 1], 1), "index has 1; expected weights"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, -1], 1), "index has -1; expected"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0.5, 1], 2), "dtype float64; expected int"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [[0, 1]], 2), "expected one dimension"),
+        (lambda: IndexedPattern(Pattern.dense((1, 2)), [0, 1], -2), "size is -2; expected at"),
+        (
+            lambda: ImplicitStep(
+                [np.ones(3)],
+                ImplicitPattern([IndexedPattern(Pattern.dense((1, 2)), [0, 1], 2)]),
+            ),
+            r"values\[0\] has shape \(3,\); expected \(2,\), the weights of IndexedPattern",
+        ),
+        (
+            lambda: ImplicitStep(
+                [np.ones((4, 2))],
+                ImplicitPattern([IndexedPattern(Pattern.dense((1, 2)), [0, 1], 2)]),
+            ),
+            r"values\[0\] has shape \(4, 2\); expected \(2,\)",
+        ),
+    ],
+)
+def test_bad_indices_are_refused(make: Any, words: str) -> None:
+    with pytest.raises((InputError, TypeError), match=words):
+        make()
