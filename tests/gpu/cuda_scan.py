@@ -13,7 +13,7 @@ import ranges
 import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_device import SIMULATED, chain_on, cupy_or_stand_in, jacobians_on, to_host
+from on_device import IN_PYTHON, SIMULATED, chain_on, cupy_or_stand_in, jacobians_on, to_host
 from oracles import (
     Chain,
     assert_within,
@@ -261,7 +261,7 @@ def test_runs_that_begin_with_steps_that_samples_share(
     monkeypatch: pytest.MonkeyPatch, cupy: Any
 ) -> None:
     """Each sample's block makes what it reads, whichever block comes first."""
-    if SIMULATED:
+    if IN_PYTHON:
         import simulator
 
         simulator.reverse_blocks(monkeypatch)

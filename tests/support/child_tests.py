@@ -1,4 +1,7 @@
-"""Run ``mpi_*.py`` on the ranks of mpiexec and ``cuda_*.py`` in Numba's simulator, test by test.
+"""Run ``mpi_*.py`` on the ranks of mpiexec and ``cuda_*.py`` without a GPU, test by test.
+
+The latter run in Numba's simulator; and those of :data:`AS_PTX` once more, as slow tests, with
+their kernels as compiled (:mod:`ptx`), but no more examples than by default.
 
 Both take processes of their own. The parent reads the names and marks of their tests from the
 source, starts each file once (on each number of ranks), and passes the reports of the child's tests
@@ -39,6 +42,8 @@ __all__ = [
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
+# Files whose tests run with compiled kernels as well: those that scan.
+AS_PTX = ("cuda_scan.py", "cuda_chunks.py", "cuda_interop.py", "cuda_parallel.py")
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
 
@@ -76,6 +81,7 @@ class Variant(NamedTuple):
 
     ranks: int | None = None  # without mpiexec
     simulator: bool = False
+    ptx: bool = False
     doubling: bool = False
     monitored: bool = False
 
@@ -102,12 +108,14 @@ class ChildFile(pytest.File):
             for variant, slow in self._variants(ranks, others):
                 child = children.setdefault(variant, Child(self.path, variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
+                name += "[PTX]" * variant.ptx
                 test = ChildTest.from_parent(self, name=name, child=child, line=node.lineno)
                 for mark in others:
                     test.add_marker(mark.name)
                 for name, marked in (
                     ("mpi", variant.ranks is not None),
                     ("cudasim", variant.simulator),
+                    ("ptx", variant.ptx),
                     ("slow", slow),
                 ):
                     if marked:
@@ -120,6 +128,8 @@ class ChildFile(pytest.File):
         """Yield how a test is run, and whether that is slow."""
         if self.path.match("cuda_*.py"):
             yield Variant(simulator=True), False
+            if self.path.name in AS_PTX:
+                yield Variant(ptx=True), True
         simulator = any(mark.name == "cudasim" for mark in others)
         for mark in ranks:
             options = dict(mark.kwargs)
@@ -232,11 +242,15 @@ class Child:
 
     def _run(self, config: pytest.Config, functions: list[str]) -> bool:
         """Start the child, read what it reports, and return False if it was stopped."""
-        patience = PATIENCE_EXPLORING if config.getoption("--explore") else PATIENCE
+        patient = config.getoption("--explore") or self.variant.ptx
+        patience = PATIENCE_EXPLORING if patient else PATIENCE
         path = self.path.relative_to(config.rootpath)
         with tempfile.TemporaryDirectory() as name, open(f"{name}/output", "w+") as output:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
             every = config.getoption("--all") or config.getoption("-m")
+            if self.variant.ptx:
+                # All tests, but few examples, as each may have kernels of its own.
+                every, arguments = False, [*arguments, "-m", "slow or not slow"]
             arguments += ["--explore"] * config.getoption("--explore") + ["--all"] * bool(every)
             arguments += ["--capture=tee-sys", "-o", "addopts="]
             arguments += ["-o", f"faulthandler_timeout={patience - 10}"]
@@ -266,6 +280,7 @@ class Child:
 
     def _start(self, arguments: list[str], folder: Path, output: Any) -> subprocess.Popen[str]:
         env = {"NUMBA_ENABLE_CUDASIM": "1"} if self.variant.simulator else {}
+        env |= {"SPARSESCAN_PTX": "1"} if self.variant.ptx else {}
         command = [sys.executable, *arguments]
         if self.variant.ranks is not None:
             command = mpi_launch.command(self.variant.ranks, *arguments)
@@ -343,6 +358,7 @@ def reason_to_skip(item: pytest.Item) -> str | None:
     """Return what a test needs that is not installed."""
     if item.get_closest_marker("mpi") and not mpi_launch.IS_INSTALLED:
         return "mpi4py or mpiexec is not installed (the mpi extra)"
-    if item.get_closest_marker("cudasim") and importlib.util.find_spec("numba_cuda") is None:
+    on_device = item.get_closest_marker("cudasim") or item.get_closest_marker("ptx")
+    if on_device and importlib.util.find_spec("numba_cuda") is None:
         return "numba-cuda is not installed (the test extra installs it on Linux)"
     return None

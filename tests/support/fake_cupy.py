@@ -56,6 +56,9 @@ MULTIPROCESSORS = 4
 UNIT = 512
 
 
+_keys = itertools.count()
+
+
 class State:
     """What a test can ask about the devices, or set."""
 
@@ -67,8 +70,22 @@ class State:
         self.free = [1 << 34] * DEVICES  # bytes that a new array may have
         self.used = [0] * DEVICES  # bytes of all arrays, in units
         self.peak = [0] * DEVICES  # the most that there were; to be set back
+        self._memory: dict[int, tuple[int, int, int]] = {}  # device, address and bytes of arrays
         self.captures: dict[int, list[Callable[[], None]]] = {}  # by the handle of the stream
         self.current = _Current()
+
+    def remember(self, array: np.ndarray, device: int) -> None:
+        """Let kernels on a device touch an array as long as it is there."""
+        first, last = np.lib.array_utils.byte_bounds(array)
+        if last > first:
+            key, memory = next(_keys), self._memory
+            memory[key] = device, first, last - first
+            weakref.finalize(array, memory.pop, key, None)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """First address and bytes of all arrays on the current device."""
+        here = self.current.device
+        return [(at, size) for device, at, size in self._memory.copy().values() if device == here]
 
     def wait(self, stream: int) -> None:
         if stream in self.captures:
@@ -301,7 +318,9 @@ def _new(array: np.ndarray) -> None:
     def give_back() -> None:
         used[device] -= taken
 
-    weakref.finalize(array if array.base is None else array.base, give_back)
+    base = array if array.base is None else array.base
+    weakref.finalize(base, give_back)
+    state.remember(base, device)
 
 
 class Memory:
@@ -675,7 +694,9 @@ def _at(
 
     if 0 in shape:
         return ndarray._of(np.empty(shape, dtype), device)
-    return ndarray._of(np.asarray(Buffer()), device)
+    array = np.asarray(Buffer())
+    state.remember(array, device)
+    return ndarray._of(array, device)
 
 
 def _key(key: Any) -> tuple[Any, ...]:

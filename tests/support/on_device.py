@@ -1,7 +1,12 @@
-"""Chains on a CUDA device: of CuPy where there is a GPU, of its stand-in in Numba's simulator."""
+"""Chains on a CUDA device: of CuPy where there is a GPU; else of its stand-in.
+
+Kernels then run in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), or as PTX on the CPU
+(``SPARSESCAN_PTX=1``).
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -12,19 +17,26 @@ from oracles import Chain
 
 from sparsescan import BatchedCSR, CSRChain
 
-__all__ = ["SIMULATED", "cupy_or_stand_in", "jacobians_on", "to_host"]
+__all__ = ["IN_PTX", "IN_PYTHON", "SIMULATED", "cupy_or_stand_in", "jacobians_on", "to_host"]
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
+IN_PYTHON, IN_PTX = bool(config.ENABLE_CUDASIM), "SPARSESCAN_PTX" in os.environ
+SIMULATED = IN_PYTHON or IN_PTX
 
 
 def cupy_or_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """CuPy; in the simulator its stand-in, until the test ends."""
+    """CuPy; where there is no GPU its stand-in, until the test ends."""
     if not SIMULATED:
         return pytest.importorskip("cupy")
     import fake_cupy
-    import simulator
 
-    simulator.install()
+    if IN_PTX:
+        import ptx.stand_in
+
+        ptx.stand_in.install(monkeypatch)
+    else:
+        import simulator
+
+        simulator.install()
     return fake_cupy.install(monkeypatch)
 
 

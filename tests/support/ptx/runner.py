@@ -1,0 +1,327 @@
+"""Compile kernels of Numba to PTX and to host code, and launch them on memory that is given."""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba.cuda.dispatcher
+import numpy as np
+from numba import cuda, int64, void
+
+from .machine import (
+    CELL,
+    FAULTS,
+    GUARD,
+    HEADS,
+    HELPERS,
+    PENDING_ROOM,
+    Fault,
+    Slot,
+    Space,
+    Wait,
+    run_blocks,
+)
+from .parse import Kernel, parse
+from .translate import Site, Translation, translate
+
+__all__ = ["FaultError", "Program", "Together", "Traffic", "compile_kernel", "compile_ptx"]
+
+# Jumps back that all threads of a launch may make.
+PATIENCE = 1 << 40
+# Releases by atomic operations, and accesses of a warp between barriers, that there is room for.
+RELEASES, TRACE = 1 << 16, 1 << 18
+CAPABILITY = (9, 0)
+
+
+class FaultError(Exception):
+    """A launch that stopped: why, in which kernel, at which line of its PTX, and which thread."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass
+class Together:
+    """How the threads of a warp use memory together, if that has been traced.
+
+    The first access of a thread at some place of the program, since the last barrier, is made
+    together with the first of the others, the second with the second, and so on.
+    """
+
+    # Accesses of warps to global memory, and sectors of 32 bytes that they take; to shared memory,
+    # times that its banks are busy, and how many of them are because of conflicts.
+    requests: int = 0
+    sectors: int = 0
+    shared_requests: int = 0
+    turns: int = 0
+    conflicts: int = 0
+
+    def add(self, sites: list[Site], trace: Any) -> None:
+        """Count the accesses of a trace: step, thread, site, address."""
+        if not len(trace):
+            return
+        step, thread, site, address = trace.T
+        # The how-manieth of its thread at its site, in this step.
+        order = np.lexsort((site, thread, step))
+        _, counts = _runs(step[order], thread[order], site[order])
+        nth = np.empty(len(trace), np.int64)
+        nth[order] = np.arange(len(trace)) - np.repeat(np.cumsum(counts) - counts, counts)
+        request = np.lexsort((thread, nth, site, thread // 32, step))
+        first, counts = _runs(*(x[request] for x in (step, thread // 32, site, nth)))
+        number = np.empty(len(trace), np.int64)
+        number[request] = np.repeat(np.arange(len(counts)), counts)
+        shared = np.array([one.space == Space.SHARED for one in sites])
+        width = np.array([one.width for one in sites])[site]
+        far = ~shared[site]
+        self.requests += int((~shared[site[request[first]]]).sum())
+        self.shared_requests += int(shared[site[request[first]]].sum())
+        self.sectors += len(np.unique(np.stack([number[far], address[far] // 32]), axis=1).T)
+        near = np.flatnonzero(shared[site])
+        # 16 bytes for each of 32 threads take four turns, of eight threads each.
+        turn = number[near] * 4 + thread[near] % 32 // (32 // (width[near] // 4))
+        words = np.repeat(address[near] // 4, width[near] // 4)
+        words += _count_up(width[near] // 4)
+        turn = np.repeat(turn, width[near] // 4)
+        turn, words = np.unique(np.stack([turn, words]), axis=1)
+        bank = np.lexsort((words % 32, turn))
+        first, busy = _runs(turn[bank], words[bank] % 32)
+        owner = turn[bank][first]
+        starts, _ = _runs(owner)
+        most = np.maximum.reduceat(busy, starts) if len(starts) else busy
+        self.turns += int(most.sum())
+        self.conflicts += int(most.sum()) - len(most)
+
+
+def _runs(*columns: Any) -> tuple[Any, Any]:
+    """Return where runs of equal rows begin, and how long they are."""
+    size = len(columns[0])
+    changed = np.zeros(size, bool)
+    changed[:1] = True
+    for column in columns:
+        changed[1:] |= column[1:] != column[:-1]
+    first = np.flatnonzero(changed)
+    return first, np.diff(np.append(first, size))
+
+
+def _count_up(counts: Any) -> Any:
+    """Return 0, 1, … for each count, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass
+class Traffic:
+    """What a launch did: instructions of all threads, by opcode; barriers that threads waited at;
+    bytes that threads asked for, ``"global"`` and ``"shared"``; and how warps got them.
+    """
+
+    instructions: dict[str, int]
+    barriers: int
+    bytes: dict[str, int]
+    together: Together
+
+
+class Program:
+    """A kernel as host code."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name = text, name
+        self.kernel: Kernel = parse(text)
+        self._made: Translation = translate(self.kernel, GUARD)
+        self._engine, self._function = _to_host(self._made.ir)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Return what the numbers of sites mean."""
+        return self._made.sites
+
+    def launch(
+        self,
+        blocks: int,
+        threads: int,
+        arguments: Iterable[int],
+        allocations: Iterable[tuple[int, int]],
+        *,
+        races: bool = True,
+        traffic: bool = False,
+        seed: int | None = None,
+    ) -> Traffic:
+        """Run all blocks, and return what they did; sectors and conflicts only with `traffic`.
+
+        Parameters
+        ----------
+        blocks, threads : int
+            Blocks, and threads of each.
+        arguments : iterable of int
+            Parameters of the kernel.
+        allocations : iterable of (int, int)
+            First address and bytes of all memory that threads may touch.
+        races : bool
+            Whether to look for races, which takes eight times as much memory again.
+        traffic : bool
+            Whether to count what the threads of a warp do together.
+        seed : int, optional
+            Of the order of threads and blocks.
+        """
+        made = self._made
+        arguments = np.array([int(argument) for argument in arguments], np.int64)
+        if len(arguments) != len(self.kernel.parameters):
+            raise TypeError(f"{self.name} takes {len(self.kernel.parameters)} arguments")
+        if not 0 < threads <= 1024:
+            raise ValueError(f"{threads} threads of a block")
+        seed = random.SystemRandom().getrandbits(31) if seed is None else seed
+        order = np.random.default_rng(seed).permutation(blocks)
+        spans = sorted(_merged(allocations))
+        starts = np.array([first for first, _ in spans], np.int64)
+        stops = starts + np.array([size for _, size in spans], np.int64)
+        words = ((stops + 3 - starts // 4 * 4) // 4) if races else np.zeros_like(starts)
+        bases = np.cumsum(words) - words
+        shadow = np.zeros((int(words.sum()) + 1, CELL), np.int64)
+        cells = shadow.ctypes.data + bases * 8 * CELL
+        shared = np.zeros(made.shared_size // 8 + 1, np.int64)
+        shared_cells = np.zeros((2 * len(shared) + 2, CELL), np.int64)
+        counts = np.zeros(len(made.opcodes), np.int64)
+        sites = len(made.sites)
+        trace = np.zeros((TRACE if traffic else 1, 4), np.int64)
+        frames = np.zeros((threads, made.frame), np.int64)
+        releases = np.zeros((RELEASES if races else 1, 5), np.int64)
+        kept = {
+            Slot.PARAMETERS: arguments,
+            Slot.COUNTS: counts,
+            Slot.SHARED: shared,
+            Slot.SHARED_CELLS: shared_cells,
+            Slot.STARTS: starts,
+            Slot.STOPS: stops,
+            Slot.CELLS: cells,
+            Slot.RELEASES: releases,
+            Slot.HEADS: np.zeros(HEADS, np.int64),
+            Slot.ACQUIRED: np.zeros((blocks, 5), np.int64),
+            Slot.PENDING: np.zeros(PENDING_ROOM * blocks, np.int64),
+            Slot.LATEST: np.full(sites + 1, -1),
+        }
+        m = np.zeros(Slot.WIDTH, np.int64)
+        for slot, array in kept.items():
+            m[slot] = array.ctypes.data
+        m[: len(HELPERS)] = [helper.address for helper in HELPERS]
+        m[Slot.THREADS], m[Slot.BLOCKS], m[Slot.PATIENCE] = threads, blocks, PATIENCE
+        m[Slot.RANDOM] = 2 * seed + 1 << 20
+        m[Slot.SHARED_SIZE], m[Slot.ALLOCATIONS] = made.shared_size, len(starts)
+        m[Slot.RACES], m[Slot.RELEASE_ROOM] = races, RELEASES
+        m[Slot.TRACE], m[Slot.TRACE_ROOM] = (trace.ctypes.data if traffic else 0), TRACE
+        waits = np.array(made.waits, np.int64).reshape(-1, Wait.WIDTH)
+        gaps = np.array(made.gaps, np.int64)
+        tables = frames, waits, shared, shared_cells, gaps, made.garbage
+        together = Together()
+        # A trace has room for that of a block.
+        for some in order[:, None] if traffic else [order]:
+            run_blocks(m, self._function, some, *tables)
+            if m[Slot.FAULT]:
+                raise self._fault(m, seed)
+            together.add(made.sites, trace[: m[Slot.TRACED]])
+            m[Slot.TRACED] = 0
+        return self._traffic(counts, together)
+
+    def _fault(self, m: Any, seed: int) -> FaultError:
+        kind, site, other = int(m[Slot.FAULT]), int(m[Slot.SITE]), int(m[Slot.OTHER])
+        waiting = kind in (Fault.LEFT, Fault.DIVERGENT)
+        line = self._made.waits[site][Wait.LINE] if waiting else self._made.sites[site].line
+        what = FAULTS[kind]
+        if kind in (Fault.MISALIGNED, Fault.OUTSIDE):
+            what += f", {int(m[Slot.ADDRESS]):#x}"
+        elif kind in (Fault.RACE, Fault.RACE_OF_BLOCKS):
+            block, thread = (other >> 20) - 1, other & 0xFFFFF
+            what += f" at {int(m[Slot.ADDRESS]):#x}, with thread {thread} of block {block}"
+        elif kind == Fault.OVERFLOW:
+            first = self._made.sites[other - 1].line
+            what += f" in line {first}: {self.kernel.text[first - 1].strip()}"
+        who = f"thread {int(m[Slot.THREAD])} of block {int(m[Slot.BLOCK])}"
+        text = self.kernel.text[line - 1].strip()
+        message = f"{self.name}, line {line}, {who}: {what}\n  {text}\n  (seed {seed})"
+        return FaultError(what if kind == Fault.NONE else FAULTS[kind], message)
+
+    def _traffic(self, counts: Any, together: Together) -> Traffic:
+        instructions: dict[str, int] = {}
+        for count, opcodes in zip(counts.tolist(), self._made.opcodes, strict=True):
+            for opcode, times in opcodes.items():
+                instructions[opcode] = instructions.get(opcode, 0) + count * times
+        size = {"global": 0, "shared": 0}
+        for opcode, times in instructions.items():
+            parts = opcode.split(".")
+            if parts[0] in ("ld", "st", "atom", "red") and "param" not in parts:
+                width = int(parts[-1][1:]) // 8 * {"v2": 2, "v4": 4}.get(parts[-2], 1)
+                size["shared" if "shared" in parts else "global"] += times * width
+        barriers = sum(times for op, times in instructions.items() if op.startswith("bar."))
+        return Traffic(instructions, barriers, size, together)
+
+
+def _merged(allocations: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return allocations without those that lie inside of others."""
+    merged: list[tuple[int, int]] = []
+    for first, size in sorted(set(allocations)):
+        if merged and first < sum(merged[-1]):
+            start = merged[-1][0]
+            merged[-1] = start, max(sum(merged[-1]), first + size) - start
+        elif size:
+            merged.append((first, size))
+    return merged
+
+
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
+
+
+def _to_host(text: str) -> tuple[Any, int]:
+    """Compile LLVM IR, and return what keeps the code, and where it begins.
+
+    Registers become values, and nothing is optimised beyond that: a kernel of 15,000 lines then
+    takes 2 seconds, not 15, and runs most of its time in the helpers anyway.
+    """
+    module = llvm.parse_assembly(text)
+    module.verify()
+    features = llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=0, jit=True
+    )
+    passes = llvm.create_new_function_pass_manager()
+    passes.add_sroa_pass()
+    options = llvm.create_pipeline_tuning_options()
+    passes.run(module.get_function("kernel"), llvm.create_pass_builder(machine, options))
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine, engine.get_function_address("kernel")
+
+
+_programs: dict[Any, Program] = {}
+_compiling = threading.RLock()
+
+
+def compile_ptx(function: Callable[..., Any], signature: Any, capability: Any = CAPABILITY) -> str:
+    """Return the PTX that Numba makes of a Python function."""
+    # Functions that a kernel calls are compiled for the current device, which there is none.
+    device = types.SimpleNamespace(compute_capability=capability)
+    before = numba.cuda.dispatcher.get_current_device
+    numba.cuda.dispatcher.get_current_device = lambda: device
+    try:
+        text, _ = cuda.compile(
+            function, signature, cc=capability, device=False, abi="numba", output="ptx"
+        )
+    finally:
+        numba.cuda.dispatcher.get_current_device = before
+    return str(text)
+
+
+def compile_kernel(kernel: Any, count: int, capability: Any = CAPABILITY) -> Program:
+    """Return a kernel of `count` int64 as host code, compiled once in a process."""
+    key = kernel, count, capability
+    with _compiling:
+        if key not in _programs:
+            text = compile_ptx(kernel.py_func, void(*[int64] * count), capability)
+            _programs[key] = Program(text, kernel.py_func.__name__)
+        return _programs[key]

@@ -1,0 +1,49 @@
+"""Launches of `sparsescan` as compiled PTX, on the memory of the stand-in for CuPy."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import fake_cupy
+import pytest
+
+import sparsescan.kernels
+from sparsescan.arrays import cuda as _door
+from sparsescan.kernels.cuda import device as _device
+
+from .runner import compile_kernel
+
+__all__ = ["install"]
+
+# Bytes of memory from which on races are not looked for, as that takes eight times as much again.
+_RACES = 1 << 26
+
+
+def _launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
+    """Run a kernel where `sparsescan` would start it."""
+    if blocks > 0:
+        memory = fake_cupy.state.memory()
+        races = sum(size for _, size in memory) <= _RACES
+        program = compile_kernel(kernel, len(arguments))
+        program.launch(int(blocks), int(threads), arguments, memory, races=races)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch so until the test ends; there is no device that Numba could make the current one."""
+    for module in pkgutil.walk_packages(sparsescan.kernels.__path__, "sparsescan.kernels."):
+        if "cuda" in module.name:
+            importlib.import_module(module.name)
+    replaced = {"launch": (_device.launch, _launch), "current": (_door.current, _no_device)}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sparsescan"):
+            for attribute, (before, after) in replaced.items():
+                if getattr(module, attribute, None) is before:
+                    monkeypatch.setattr(module, attribute, after)
+
+
+def _no_device(device: int) -> Any:
+    return nullcontext()
