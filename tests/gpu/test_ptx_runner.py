@@ -304,6 +304,33 @@ def test_a_warp_waits_for_its_own_threads_only() -> None:
 
 
 @cuda.jit
+def rounds(y, n, waits):
+    """All read the sum of what came before, and then one of them adds to it."""
+    total = cuda.shared.array(1, int64)
+    i = int64(cuda.threadIdx.x)
+    if i == 0:
+        total[0] = 0
+    cuda.syncwarp()
+    found = int64(0)
+    for k in range(n):
+        found += total[0]
+        cuda.syncwarp()
+        if i == (7 * k) % 32:
+            total[0] += k
+        if waits:
+            cuda.syncwarp()
+    store(y, i, found, I8)
+
+
+def test_a_warp_reads_and_one_of_it_writes() -> None:
+    y = np.zeros(32, np.int64)
+    run(rounds, 1, 32, y, 9, 1)
+    assert set(y) == {sum(sum(range(k)) for k in range(9))}
+    stops(rounds, "a race between threads of a block", 1, 32, y, 9, 0)
+    stops(rounds, "a race between threads of a block", 1, 64, np.zeros(64, np.int64), 9, 1)
+
+
+@cuda.jit
 def different_barriers(y, n):
     i = int64(cuda.threadIdx.x)
     if i < n:

@@ -172,9 +172,10 @@ WINDOW = 1 << 60
 GUARD = 16
 
 # A cell: who wrote, (block + 1) << 20 | thread; when, epoch << 24 | epoch of the warp << 4 | how;
-# and who read, when.
+# and who read, when, and whether others of the warp or of the block did.
 CELL = 4
-_CHANGED, _ATOMIC, _SEVERAL, _OUTSIDE = 1, 2, 4, 8
+_CHANGED, _ATOMIC, _OUTSIDE = 1, 2, 8
+_WARPS, _SEVERAL = 2, 4
 _HOW = 15
 HEADS = 1 << 12
 # Blocks that one block may be ready to acquire, for each that there is.
@@ -293,12 +294,15 @@ def _touch(m: Any, site: int, address: int, cell: int, kind: int) -> int:
     if kind == 0:
         if how & (_CHANGED | _ATOMIC) and _conflict(m, site, address, c[0], c[1]):
             return 0
-        several = 0
+        others = 0
         if c[2] >> 20 == m[Slot.BLOCK] + 1 and c[3] >> 24 == m[Slot.EPOCH]:
-            several = c[3] & _SEVERAL
-            if _in_block(m, c[2], c[3]):
-                several = _SEVERAL
-        c[2], c[3] = me, now | several
+            others = c[3] & _WARPS
+            if (c[2] & 0xFFFFF) // 32 != m[Slot.THREAD] // 32:
+                others = _WARPS
+            elif c[3] >> 4 == now >> 4:
+                others |= c[3] & _SEVERAL
+                others |= _SEVERAL if c[2] != me else 0
+        c[2], c[3] = me, now | others
         return 1
     if kind == 3:
         if c[0] == 0 or not (how & _CHANGED and c[0] >> 20 == m[Slot.BLOCK] + 1):
@@ -306,7 +310,9 @@ def _touch(m: Any, site: int, address: int, cell: int, kind: int) -> int:
         return 1
     if not (kind == 2 and how & _ATOMIC) and _conflict(m, site, address, c[0], c[1]):
         return 0
-    if c[3] & _SEVERAL and c[2] >> 20 == m[Slot.BLOCK] + 1 and c[3] >> 24 == m[Slot.EPOCH]:
+    if c[2] >> 20 == m[Slot.BLOCK] + 1 and (
+        (c[3] & _WARPS and c[3] >> 24 == m[Slot.EPOCH]) or (c[3] & _SEVERAL and c[3] >> 4 == now >> 4)
+    ):
         return _stop(m, Fault.RACE, site, address, c[2])
     if _conflict(m, site, address, c[2], c[3]):
         return 0
