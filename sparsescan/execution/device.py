@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -317,7 +318,8 @@ class DeviceWorkspace:
         local: str | None,
     ) -> None:
         self._cupy = cupy = load_cupy()
-        # The streams that the memory was made on, and when no run uses it any more.
+        # The device and the streams that the memory was made on, and when no run uses it any more.
+        self._device = cupy.cuda.Device()
         self._homes = [cupy.cuda.get_current_stream()]
         self._done = cupy.cuda.Event(disable_timing=True)
         self._done.record(self._homes[0])
@@ -336,11 +338,14 @@ class DeviceWorkspace:
         self._graphs: list[Any] = [None, None]
 
     def __del__(self) -> None:
-        # CuPy gives freed memory to others on the stream it was made on. When a process ends
-        # CuPy may be gone already, and so is whatever would have to wait.
-        with suppress(Exception):
+        # CuPy gives freed memory to others on the stream it was made on; a null stream is that of
+        # the current device, which may be another one here. A stream that captures a graph cannot
+        # wait for what is not in it. When a process ends CuPy may be gone already, and so is
+        # whatever would have to wait.
+        with suppress(Exception), self._device:
             for home in {id(home): home for home in self._homes}.values():
-                home.wait_event(self._done)
+                if not home.is_capturing():
+                    home.wait_event(self._done)
 
     @property
     def run_table(self) -> int:
@@ -355,20 +360,34 @@ class DeviceWorkspace:
 
     def room(self, what: str, size: int, dtype: Any, *, zeros: bool = False) -> Any:
         """Keep and return a new array of `size` values, or raise an error if there is no room."""
-        needed = size * np.dtype(dtype).itemsize
-        free = self._cupy.cuda.Device().mem_info[0]
-        free += self._cupy.get_default_memory_pool().free_bytes()
+        array = self._allocated(size, dtype, zeros)
+        if array is None:
+            # Arrays in cycles of references keep theirs until those are collected.
+            gc.collect()
+            array = self._allocated(size, dtype, zeros)
+        if array is None:
+            needed = size * np.dtype(dtype).itemsize
+            free = self._cupy.cuda.Device().mem_info[0]
+            free += self._cupy.get_default_memory_pool().free_bytes()
+            raise MemoryLimitError(
+                f"{what} would take {format_bytes(needed)}; "
+                f"the device has {format_bytes(free)} left"
+            )
+        self._kept.append(array)
+        return array
+
+    def _allocated(self, size: int, dtype: Any, zeros: bool) -> Any:
+        """Return a new array, or None if there is no room."""
         make = self._cupy.zeros if zeros else self._cupy.empty
         try:
-            if needed <= free:
-                array = make(size, dtype)
-                self._kept.append(array)
-                return array
+            return make(size, dtype)
         except self._cupy.cuda.memory.OutOfMemoryError:
-            pass  # what is free is in pieces
-        raise MemoryLimitError(
-            f"{what} would take {format_bytes(needed)}; the device has {format_bytes(free)} left"
-        )
+            return None
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            # From the runtime itself, where CuPy has no memory pool (`set_allocator(None)`).
+            if "cudaErrorMemoryAllocation" not in str(error):
+                raise
+            return None
 
     def product(self, k: int) -> Parts | None:
         """Return the `k`-th product after a run, as :meth:`~.workspace.Workspace.product`.
@@ -445,10 +464,15 @@ class DeviceWorkspace:
         """Return ``out = left @ right`` by cuBLAS, of arrays that are known when a chain is."""
         # A graph would keep the addresses of this chain.
         self._may_capture = False
+        # The workspace keeps the action: a reference back would keep its memory from being freed.
+        workspace = weakref.proxy(self)
 
         def action(stream: int) -> None:
-            assert self._chain is not None
-            self._cupy.matmul(left(self._chain), right(self._chain), out=out)
+            chain = workspace._chain
+            a, b = left(chain), right(chain)
+            # CuPy 13 writes to arrays of the product's own shape only.
+            target = out if max(a.ndim, b.ndim) > 2 else out[0]
+            workspace._cupy.matmul(a, b, out=target)
 
         return action
 
@@ -476,7 +500,8 @@ class _Launches:
         self._program = program
         self._dtype = dtype
         self._batch = batch
-        self._workspace = workspace
+        # The workspace keeps the launches: a reference back would keep its memory from being freed.
+        self._workspace: DeviceWorkspace = weakref.proxy(workspace)
         self._processors = _processors(load_cupy())
         self._run = workspace.run_table
         n = program.n

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import extremes
@@ -44,7 +46,7 @@ from sparsescan import (
     Schedule,
     SolveStep,
 )
-from sparsescan.execution.device import DeviceWorkspace
+from sparsescan.execution.device import BLAS_SIZE, DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.plan.spec import PlanSpec
@@ -640,6 +642,91 @@ def test_memory_that_the_device_does_not_have(cupy: Any, launches: Any, schedule
     with pytest.raises(MemoryLimitError, match=words):
         plan.exclusive_scan(grad, steps)
     assert not launches
+
+
+@pytest.mark.parametrize("schedule", ["blelloch", Schedule.chunked(8, 3)], ids=repr)
+def test_a_workspace_is_in_no_cycle(cupy: Any, schedule: Any) -> None:
+    """Its memory is free at once, without a collection of cycles; cuBLAS multiplies, too."""
+    steps = cupy.asarray(np.ones((8, BLAS_SIZE, BLAS_SIZE)))
+    plan = sparsescan.plan(steps, schedule=schedule)
+    plan.exclusive_scan(cupy.asarray(np.ones(BLAS_SIZE)), steps)
+    shape = plan._latest.program, np.dtype(np.float64), 1, np.zeros(8, bool), True, None
+    workspace = DeviceWorkspace(*shape)
+    workspace._actions[0] = workspace._launches.actions(False)
+    alive = weakref.ref(workspace)
+    gc.disable()
+    try:
+        del workspace
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@simulated
+@pytest.mark.parametrize("pooled", [True, False])
+def test_memory_that_garbage_holds_is_collected(cupy: Any, pooled: bool) -> None:
+    """CuPy without a pool, as by ``cupy.cuda.set_allocator(None)``, raises another error."""
+    import fake_cupy
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.array, self.cycle = cupy.empty(1 << 20, np.float64), self
+
+    steps, grad = cupy.asarray(np.ones((8, 20, 20))), cupy.asarray(np.ones(20))
+    plan = sparsescan.plan(steps, schedule="blelloch")
+    state = fake_cupy.state
+    state.pooled = pooled
+    gc.disable()
+    try:
+        Cycle()
+        state.room[0] = state.used[0] + 3000
+        plan.exclusive_scan(grad, steps)
+    finally:
+        gc.enable()
+    state.room[0] = state.used[0] + 3000
+    with pytest.raises(MemoryLimitError, match=r"would take .*; the device has "):
+        sparsescan.plan(steps, schedule="blelloch").exclusive_scan(grad, steps)
+
+
+@simulated
+def test_memory_is_given_back_on_its_device(cupy: Any) -> None:
+    """Streams wait for the last run; a null stream is that of the current device."""
+    import fake_cupy
+
+    with cupy.cuda.Device(1):
+        steps, grad = cupy.asarray(np.ones((8, 3, 3))), cupy.asarray(np.ones(3))
+    plan = sparsescan.plan([Pattern.dense((3, 3))] * 8, schedule="blelloch")
+    plan.exclusive_scan(grad, steps)
+    gc.collect()
+    fake_cupy.state.waited.clear()
+    del plan
+    gc.collect()
+    assert set(fake_cupy.state.waited) == {(1, 0)}
+
+
+@simulated
+def test_a_plan_that_goes_does_not_spoil_a_capture(cupy: Any) -> None:
+    steps, grad = cupy.asarray(np.ones((8, 3, 3))), cupy.asarray(np.ones(3))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    plan = sparsescan.plan([Pattern.dense((3, 3))] * 8, schedule="blelloch")
+    with stream:
+        plan.exclusive_scan(grad, steps)
+        stream.begin_capture()
+        del plan
+        gc.collect()
+        stream.end_capture()
+
+
+def test_two_large_steps_that_samples_share(cupy: Any) -> None:
+    """What cuBLAS multiplies has one sample, and gives none."""
+    rng = np.random.default_rng(8)
+    size = BLAS_SIZE + 1
+    steps = [rng.standard_normal((size, size)) / size for _ in range(6)]
+    grad = rng.standard_normal((3, size))
+    result = sparsescan.exclusive_scan(
+        cupy.asarray(grad), [cupy.asarray(step) for step in steps], schedule="blelloch"
+    )
+    assert_within(to_host(result), sequential(grad, steps), np.float64)
 
 
 def test_without_a_gradient_local_gradients_say_where(cupy: Any) -> None:

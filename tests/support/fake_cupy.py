@@ -68,6 +68,10 @@ class State:
     def reset(self) -> None:
         self.waits = 0  # how often the host has waited for a device
         self.free = [1 << 34] * DEVICES  # bytes that a new array may have
+        self.room = [1 << 40] * DEVICES  # bytes that all arrays may have
+        self.pooled = True  # whether memory comes from a pool, whose errors are its own
+        self.spoilt: set[int] = set()  # streams that did during a capture what none may do
+        self.waited: list[tuple[int, int]] = []  # device and stream of each wait for an event
         self.used = [0] * DEVICES  # bytes of all arrays, in units
         self.peak = [0] * DEVICES  # the most that there were; to be set back
         self._memory: dict[int, tuple[int, int, int]] = {}  # device, address and bytes of arrays
@@ -201,6 +205,10 @@ class _Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
+        if self.is_capturing():
+            state.spoilt.add(self.ptr)
+            raise CUDARuntimeError("cudaErrorStreamCaptureIsolation: an event of no capture")
+        state.waited.append((state.current.device, self.ptr))
 
     def begin_capture(self, mode: int | None = None) -> None:
         if self.ptr in (0, 1):
@@ -210,6 +218,9 @@ class _Stream:
         state.captures[self.ptr] = []
 
     def end_capture(self) -> Graph:
+        if self.ptr in state.spoilt:
+            state.captures.pop(self.ptr)
+            raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
         return Graph(state.captures.pop(self.ptr))
 
     def is_capturing(self) -> bool:
@@ -309,9 +320,11 @@ def _new(array: np.ndarray) -> None:
     if _current_stream().ptr in state.captures:
         raise AssertionError("a new array while the stream captures")
     device, used, peak = state.current.device, state.used, state.peak
-    if array.nbytes > state.free[device]:
-        raise OutOfMemoryError(f"Out of memory allocating {array.nbytes:,} bytes")
     taken = -(-array.nbytes // UNIT) * UNIT
+    if array.nbytes > state.free[device] or used[device] + taken > state.room[device]:
+        if not state.pooled:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        raise OutOfMemoryError(f"Out of memory allocating {array.nbytes:,} bytes")
     used[device] += taken
     peak[device] = max(peak[device], used[device])
 
@@ -976,7 +989,6 @@ _FUNCTIONS = {
     "expand_dims": "a* axis",
     "flip": "a* axis",
     "full_like": "a* fill_value* dtype",
-    "matmul": "x1* x2* out*",
     "max": "a* axis out* keepdims",
     "mean": "a* axis dtype out* keepdims",
     "min": "a* axis out* keepdims",
@@ -1009,6 +1021,15 @@ _CREATION = {
     "zeros": "shape dtype",
 }
 _SAME = "bool_ float32 float64 inf int32 int64 intp nan newaxis pi result_type"
+
+
+def _matmul(x1: np.ndarray, x2: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """CuPy 13 takes no `out` of another shape than that of the product."""
+    if out is not None:
+        shape = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+        if out.shape != (*shape, x1.shape[-2], x2.shape[-1]):
+            raise ValueError("Output array has an invalid size")
+    return np.matmul(x1, x2, out)
 
 
 def _einsum(subscripts: str, *operands: ndarray) -> ndarray:
@@ -1072,6 +1093,7 @@ cupy: Any = _module(
     empty_like=_function(_empty_like, "prototype* dtype"),
     get_default_memory_pool=_Pool,
     einsum=_einsum,
+    matmul=_function(_matmul, "x1* x2* out*"),
     **{
         name: _Ufunc(getattr(np, name), n) for n, names in _UFUNCS.items() for name in names.split()
     },

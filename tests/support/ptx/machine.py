@@ -311,7 +311,8 @@ def _touch(m: Any, site: int, address: int, cell: int, kind: int) -> int:
     if not (kind == 2 and how & _ATOMIC) and _conflict(m, site, address, c[0], c[1]):
         return 0
     if c[2] >> 20 == m[Slot.BLOCK] + 1 and (
-        (c[3] & _WARPS and c[3] >> 24 == m[Slot.EPOCH]) or (c[3] & _SEVERAL and c[3] >> 4 == now >> 4)
+        (c[3] & _WARPS and c[3] >> 24 == m[Slot.EPOCH])
+        or (c[3] & _SEVERAL and c[3] >> 4 == now >> 4)
     ):
         return _stop(m, Fault.RACE, site, address, c[2])
     if _conflict(m, site, address, c[2], c[3]):
