@@ -56,6 +56,8 @@ MULTIPROCESSORS = 4
 UNIT = 512
 
 
+# Device, address and bytes of all arrays: some are kept from one test to the next.
+_spans: dict[int, tuple[int, int, int]] = {}
 _keys = itertools.count()
 
 
@@ -74,7 +76,6 @@ class State:
         self.waited: list[tuple[int, int]] = []  # device and stream of each wait for an event
         self.used = [0] * DEVICES  # bytes of all arrays, in units
         self.peak = [0] * DEVICES  # the most that there were; to be set back
-        self._memory: dict[int, tuple[int, int, int]] = {}  # device, address and bytes of arrays
         self.captures: dict[int, list[Callable[[], None]]] = {}  # by the handle of the stream
         self.current = _Current()
 
@@ -82,14 +83,14 @@ class State:
         """Let kernels on a device touch an array as long as it is there."""
         first, last = np.lib.array_utils.byte_bounds(array)
         if last > first:
-            key, memory = next(_keys), self._memory
-            memory[key] = device, first, last - first
-            weakref.finalize(array, memory.pop, key, None)
+            key = next(_keys)
+            _spans[key] = device, first, last - first
+            weakref.finalize(array, _spans.pop, key, None)
 
     def memory(self) -> list[tuple[int, int]]:
         """First address and bytes of all arrays on the current device."""
         here = self.current.device
-        return [(at, size) for device, at, size in self._memory.copy().values() if device == here]
+        return [(at, size) for device, at, size in _spans.copy().values() if device == here]
 
     def wait(self, stream: int) -> None:
         if stream in self.captures:

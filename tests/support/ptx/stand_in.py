@@ -38,11 +38,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         if "cuda" in module.name:
             importlib.import_module(module.name)
     replaced = {"launch": (_device.launch, _launch), "current": (_door.current, _no_device)}
-    for name, module in list(sys.modules.items()):
-        if name.startswith("sparsescan"):
-            for attribute, (before, after) in replaced.items():
-                if getattr(module, attribute, None) is before:
-                    monkeypatch.setattr(module, attribute, after)
+    for module in list(sys.modules.values()):
+        for attribute, (before, after) in replaced.items():
+            if vars(module).get(attribute) is before:
+                monkeypatch.setattr(module, attribute, after)
 
 
 def _no_device(device: int) -> Any:

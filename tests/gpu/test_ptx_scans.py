@@ -1,0 +1,102 @@
+"""Scans with ``device="cuda"`` by kernels as compiled; those of `cuda_scan.py` run so, too."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the test extra installs numba-cuda on Linux only"
+)
+pytest.importorskip("numba_cuda")
+
+import fake_cupy  # noqa: E402
+import ptx.stand_in  # noqa: E402
+from oracles import assert_within, sequential  # noqa: E402
+
+import sparsescan  # noqa: E402
+from sparsescan import Schedule  # noqa: E402
+from sparsescan.kernels.cuda.checks import is_safe  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    ptx.stand_in.install(monkeypatch)
+    return fake_cupy.install(monkeypatch)
+
+
+@pytest.fixture
+def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return fake_cupy.watch(monkeypatch)
+
+
+def dense_chain(
+    steps: int, batch: int, size: int, dtype: Any
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Steps that neither grow nor decay much."""
+    rng = np.random.default_rng(size)
+    jacobians = rng.standard_normal((steps, batch, size, size)) / np.sqrt(size)
+    return rng.standard_normal((batch, size)).astype(dtype), jacobians.astype(dtype)
+
+
+def test_index_arrays_are_checked(cupy: Any) -> None:
+    """By as many blocks as a large matrix has."""
+    rng = np.random.default_rng(0)
+    matrix = sp.random_array((3000, 500), density=0.02, rng=rng, format="csr")
+    indptr, indices = (array.astype(np.int32) for array in (matrix.indptr, matrix.indices))
+    assert is_safe(cupy.asarray(indptr), cupy.asarray(indices), 500)
+    for array, place, value in (
+        (indices, 29_999, 500),
+        (indices, 4_000, -1),
+        (indptr, 1_700, 40_000),
+        (indptr, 0, 1),
+    ):
+        before, array[place] = array[place], value
+        assert not is_safe(cupy.asarray(indptr), cupy.asarray(indices), 500)
+        array[place] = before
+
+
+def test_one_chunk_of_small_steps(launches: list[Any]) -> None:
+    grad, steps = dense_chain(9, 70, 3, np.float32)
+    schedule = Schedule.chunked(9, 1)
+    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    assert {launch.kernel for launch in launches} == {"sweep", "repair"}
+    assert_within(found, sequential(grad, steps, dtype=np.float32), np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "dtype", "batch"), [(20, np.float32, 16), (20, np.float64, 5), (37, np.float32, 3)]
+)
+def test_chunks_of_a_long_recurrence(
+    launches: list[Any], size: int, dtype: Any, batch: int
+) -> None:
+    grad, steps = dense_chain(600, batch, size, dtype)
+    schedule = Schedule.chunked(600, 25)
+    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    assert {launch.kernel for launch in launches} == {"multiply", "carry", "sweep", "repair"}
+    assert_within(found, sequential(grad, steps, dtype=dtype), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "chunked"])
+def test_large_sparse_steps(launches: list[Any], schedule: str) -> None:
+    """Several tiles, blocks that share the rows of a product, and rows longer than a tile."""
+    rng = np.random.default_rng(4)
+    sizes = [700, 2500, 900, 4100, 300, 800]
+    steps = [
+        sp.random_array((rows, cols), density=0.02, rng=rng, format="csr", dtype=np.float32)
+        for cols, rows in itertools.pairwise(sizes)
+    ]
+    steps[2] = sp.vstack([steps[2][:-1], sp.csr_array(np.ones((1, 900), np.float32))]).tocsr()
+    grad = rng.standard_normal((2, sizes[0])).astype(np.float32)
+    tree = Schedule.chunked(5, 2) if schedule == "chunked" else schedule
+    found = sparsescan.inclusive_scan(grad, steps, schedule=tree, device="cuda")
+    assert max(launch.blocks for launch in launches) > 2
+    assert {launch.threads for launch in launches} <= {32, 64, 128, 256}
+    assert_within(found, sequential(grad, steps, inclusive=True, dtype=np.float32), np.float32)
