@@ -538,10 +538,11 @@ def test_threads_share_a_plan(cupy: Any) -> None:
             own = np.random.default_rng(seed)
             for _ in range(3):
                 steps, grad = own.standard_normal((5, 2, 2)), own.standard_normal(2)
-                stream = cupy.cuda.Stream(non_blocking=True)
-                result = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(steps), stream=stream)
-                stream.synchronize()
-                assert_within(to_host(result), sequential(grad, steps), np.float64)
+                # All on one stream: another would not wait for the uploads.
+                with cupy.cuda.Stream(non_blocking=True) as stream:
+                    there = cupy.asarray(grad), cupy.asarray(steps)
+                    result = to_host(plan.exclusive_scan(*there, stream=stream))
+                assert_within(result, sequential(grad, steps), np.float64)
         except BaseException as error:
             failures.append(error)
 

@@ -304,6 +304,25 @@ def test_a_warp_waits_for_its_own_threads_only() -> None:
 
 
 @cuda.jit
+def votes_wait(y, waits):
+    """All vote, and then read what their neighbours wrote."""
+    shared = cuda.shared.array(32, int64)
+    i = int64(cuda.threadIdx.x)
+    shared[i] = i
+    holds = cuda.any_sync(0xFFFFFFFF, i == 5)
+    if waits:
+        cuda.syncwarp()
+    store(y, i, shared[(i + 1) % 32] + int64(holds), I8)
+
+
+def test_a_vote_orders_no_memory() -> None:
+    y = np.zeros(32, np.int64)
+    run(votes_wait, 1, 32, y, 1)
+    np.testing.assert_array_equal(y, (np.arange(32) + 1) % 32 + 1)
+    stops(votes_wait, "a race between threads of a block", 1, 32, y, 0)
+
+
+@cuda.jit
 def rounds(y, n, waits):
     """All read the sum of what came before, and then one of them adds to it."""
     total = cuda.shared.array(1, int64)

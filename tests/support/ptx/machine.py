@@ -550,7 +550,10 @@ def _shuffle(m: Any, order: Any) -> None:
 
 @njit(cache=True)
 def _released(m: Any, states: Any, votes: Any, waits: Any, first: int, last: int, warp: int) -> int:
-    """Let threads go on that all wait at one barrier of this kind: 1, 0 if they do not, -1."""
+    """Let threads go on that all wait at one barrier of this kind.
+
+    Return 1, or 2 if they voted; 0 if none waits at such a barrier, and -1 if not all do.
+    """
     here = 0
     for t in range(first, last):
         if states[t] > 0 and waits[states[t] - 1, Wait.WARP] == warp:
@@ -574,7 +577,7 @@ def _released(m: Any, states: Any, votes: Any, waits: Any, first: int, last: int
             votes[t] = result
     for t in range(first, last):
         states[t] = _READY
-    return 1
+    return 2 if kind else 1
 
 
 @njit(cache=True)
@@ -639,8 +642,9 @@ def _run_block(
             went = _released(m, states, votes, waits, warp * 32, last, 1)
             if went < 0:
                 return
-            warp_epochs[warp] += went
             released += went
+            # A vote waits for the warp, but orders no memory.
+            warp_epochs[warp] += went == 1
         if released == 0:
             went = _released(m, states, votes, waits, 0, threads, 0)
             if went <= 0:

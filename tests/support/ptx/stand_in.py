@@ -17,19 +17,24 @@ from sparsescan.kernels.cuda import device as _device
 
 from .runner import compile_kernel
 
-__all__ = ["install"]
+__all__ = ["install", "launch"]
 
 # Bytes of memory from which on races are not looked for, as that takes eight times as much again.
 _RACES = 1 << 26
 
 
+def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
+    """Run all blocks of a kernel."""
+    memory = fake_cupy.state.memory()
+    races = sum(size for _, size in memory) <= _RACES
+    program = compile_kernel(kernel, len(arguments))
+    program.launch(blocks, threads, arguments, memory, races=races)
+
+
 def _launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
     """Run a kernel where `sparsescan` would start it."""
     if blocks > 0:
-        memory = fake_cupy.state.memory()
-        races = sum(size for _, size in memory) <= _RACES
-        program = compile_kernel(kernel, len(arguments))
-        program.launch(int(blocks), int(threads), arguments, memory, races=races)
+        launch(kernel, int(blocks), int(threads), *arguments)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
