@@ -136,11 +136,6 @@ class Program:
         self._made: Translation = translate(self.kernel, GUARD)
         self._engine, self._function = _to_host(self._made.ir)
 
-    @property
-    def sites(self) -> list[Site]:
-        """Return what the numbers of sites mean."""
-        return self._made.sites
-
     def launch(
         self,
         blocks: int,
@@ -243,7 +238,7 @@ class Program:
         who = f"thread {int(m[Slot.THREAD])} of block {int(m[Slot.BLOCK])}"
         text = self.kernel.text[line - 1].strip()
         message = f"{self.name}, line {line}, {who}: {what}\n  {text}\n  (seed {seed})"
-        return FaultError(what if kind == Fault.NONE else FAULTS[kind], message)
+        return FaultError(FAULTS[kind], message)
 
     def _traffic(self, counts: Any, together: Together) -> Traffic:
         instructions: dict[str, int] = {}

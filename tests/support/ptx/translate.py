@@ -347,7 +347,6 @@ class _Translator:
         resumes = [("R0", entry, "")]
         list(frame_words(entry))
         garbage = 2 * len(slots)
-        # Where a thread may read what it has not written.
         for number, block in enumerate(kernel.blocks):
             self._lines.append(f"{self._names[block.label]}:")
             self._count_block(number)
@@ -700,13 +699,8 @@ class _Translator:
 
     def _wide_product(self, kind: str, a: str, b: str) -> str:
         bits, how = _bits(kind), "sext" if kind[0] == "s" else "zext"
-        wide = [
-            self._let(f"{how} i{bits} {self._constant_of(x, bits)} to i{2 * bits}") for x in (a, b)
-        ]
+        wide = [self._let(f"{how} i{bits} {self._read(x, kind)} to i{2 * bits}") for x in (a, b)]
         return self._let(f"mul i{2 * bits} {wide[0]}, {wide[1]}")
-
-    def _constant_of(self, operand: str, bits: int) -> str:
-        return self._read(operand, f"b{bits}")
 
     def _do_mad(self, one: Instruction) -> None:
         kind, (target, a, b, c) = one.parts[-1], one.operands
