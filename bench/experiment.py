@@ -31,6 +31,7 @@ NAMES = (
     "rnn",
     "gru",
     "vgg11",
+    "retrain",
     "lenet5",
     "table1",
     "scaling",

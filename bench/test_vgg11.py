@@ -50,7 +50,7 @@ from .vgg11_timing import (
 
 QUICK = Options(quick=True, device="cpu")
 TINY = vgg11.Settings(narrow=16, epochs=1, retrained=1, rate=2e-3, batch=32)
-CACHES = vgg11.trained, vgg11._images, vgg11._chain, vgg11._nodes, device_of
+CACHES = vgg11.trained, vgg11.images_of, vgg11._chain, vgg11._nodes, device_of
 
 
 def images(count: int, seed: int = 0) -> Images:

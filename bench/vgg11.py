@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -101,25 +102,40 @@ def fit(
     net: nn.Sequential, images: Images, epochs: int, rate: float, batch: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
     """Train by Adam; the loss on the way, and the accuracy on test images, of every epoch."""
-    x, test = (rgb(array).to(device) for array in (images.train, images.test))
-    y, wanted = (
-        torch.from_numpy(labels).to(device) for labels in (images.train_labels, images.test_labels)
-    )
+    x, y = rgb(images.train).to(device), torch.from_numpy(images.train_labels).to(device)
     optimiser = torch.optim.Adam(net.parameters(), lr=rate)
     curves: dict[str, list[float]] = {"train loss": [], "test accuracy": []}
     for _ in tqdm(range(epochs), unit=" epochs", desc="training", leave=False):
-        total = 0.0
-        for chosen in torch.randperm(len(x)).split(batch):
-            optimiser.zero_grad()
-            loss = nn.functional.cross_entropy(net(x[chosen]), y[chosen])
-            loss.backward()
-            optimiser.step()
-            total += loss.item() * len(chosen)
-        curves["train loss"].append(total / len(x))
-        with torch.no_grad():
-            kinds = torch.cat([net(part).argmax(1) for part in test.split(500)])
-        curves["test accuracy"].append(float((kinds == wanted).float().mean()))
+        batches = torch.randperm(len(x)).split(batch)
+        curves["train loss"].append(train_epoch(net, optimiser, x, y, batches))
+        curves["test accuracy"].append(accuracy(net, images, device))
     return curves
+
+
+def train_epoch(
+    net: nn.Sequential,
+    optimiser: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    batches: Sequence[torch.Tensor],
+) -> float:
+    """Learn from some batches, given by the numbers of their samples; the mean loss."""
+    total = 0.0
+    for chosen in batches:
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(net(x[chosen]), y[chosen])
+        loss.backward()
+        optimiser.step()
+        total += loss.item() * len(chosen)
+    return total / len(x)
+
+
+def accuracy(net: nn.Sequential, images: Images, device: str = "cpu") -> float:
+    """The share of the test images that a network recognises."""
+    wanted = torch.from_numpy(images.test_labels).to(device)
+    with torch.no_grad():
+        kinds = torch.cat([net(part).argmax(1) for part in rgb(images.test).to(device).split(500)])
+    return float((kinds == wanted).float().mean())
 
 
 @cache
@@ -128,9 +144,11 @@ def trained(options: Options) -> tuple[nn.Sequential, dict[str, Any]]:
 
     It is kept in a temporary file, so that a run that goes on where it was cut off has it at once.
     """
-    settings, images = _settings(options), _images(options.data)
+    settings, images = settings_of(options), images_of(options.data)
     torch.set_num_threads(THREADS)
-    code = [inspect.getsource(step) for step in (network, prune_convolutions, rgb, fit)]
+    code = [
+        inspect.getsource(step) for step in (network, prune_convolutions, rgb, fit, train_epoch)
+    ]
     of = settings, PRUNED, VGG11_WIDTHS, options.device, images.name, images.train.shape
     key = repr((code, of, torch.__version__))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
@@ -152,12 +170,12 @@ def trained(options: Options) -> tuple[nn.Sequential, dict[str, Any]]:
     return net, curves
 
 
-def _settings(options: Options) -> Settings:
-    return _QUICK if options.quick else _FULL[_images(options.data).name]
+def settings_of(options: Options) -> Settings:
+    return _QUICK if options.quick else _FULL[images_of(options.data).name]
 
 
 @cache
-def _images(folder: Path | None) -> Images:
+def images_of(folder: Path | None) -> Images:
     return load_images(folder)
 
 
@@ -256,7 +274,7 @@ def _rounds(options: Options) -> int:
 def _chain(options: Options, batch: int) -> vgg11_timing.Chain:
     """The Jacobians at the first test images."""
     net, _ = trained(options)
-    images = _images(options.data)
+    images = images_of(options.data)
     labels = torch.from_numpy(images.test_labels[:batch])
     return vgg11_timing.Chain(net, rgb(images.test[:batch]), labels, device_of(options.device))
 
@@ -268,7 +286,7 @@ def _nodes(options: Options) -> vgg11_timing.Nodes:
 
 
 def _about(options: Options) -> dict[str, Any]:
-    settings, images = _settings(options), _images(options.data)
+    settings, images = settings_of(options), images_of(options.data)
     convs = [
         layer.out_channels for layer in network(settings.narrow)[0] if isinstance(layer, nn.Conv2d)
     ]
