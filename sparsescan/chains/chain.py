@@ -811,7 +811,7 @@ class LocalGrads:
     def array(self, k: int) -> Any:
         """Return what is added to the `k`-th gradient; None if nothing is."""
         if not self._stacks:
-            return self._list[k] if self._list else None
+            return self._list[k] if k < len(self._list) else None
         step, turn = divmod(k, len(self._stacks))
         stack = self._stacks[turn]
         return None if stack is None else stack[step]

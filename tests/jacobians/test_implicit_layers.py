@@ -95,7 +95,8 @@ def check(module: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.
         y, input_grad, params = gradients(net, x, grad, plan)
         close(y, expected[0], what="output")
         close(input_grad, expected[1], what=schedule)
-        check_params(params, expected[2], schedule)
+        # Normalisations of what hardly varies multiply rounding by up to 300, which others follow.
+        check_params(params, expected[2], schedule, scale=100)
         with torch.no_grad():
             for param in module.parameters():
                 param *= 1.5
