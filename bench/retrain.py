@@ -32,8 +32,9 @@ _KEY = "training on"
 
 def train_on(net: nn.Sequential, images: Images, settings: vgg11.Settings) -> dict[str, Results]:
     """Train a pruned network and its twin; seconds, losses and accuracies of every epoch."""
+    test = vgg11.rgb(images.test), torch.from_numpy(images.test_labels)
     # It also leaves pruned weights without a graph, as copies need them.
-    start = vgg11.accuracy(net, images)
+    start = vgg11.accuracy(net, *test)
     nets = {PYTORCH: net, OURS: copy.deepcopy(net)}
     converted = convert(nets[OURS])
     if not converted.replaced:
@@ -56,7 +57,7 @@ def train_on(net: nn.Sequential, images: Images, settings: vgg11.Settings) -> di
             loss = vgg11.train_epoch(nets[name], optimisers[name], x, y, batches)
             curves[name]["seconds"].append(time.perf_counter() - began)
             curves[name]["train loss"].append(loss)
-            curves[name]["test accuracy"].append(vgg11.accuracy(nets[name], images))
+            curves[name]["test accuracy"].append(vgg11.accuracy(nets[name], *test))
     return curves
 
 

@@ -102,13 +102,16 @@ def fit(
     net: nn.Sequential, images: Images, epochs: int, rate: float, batch: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
     """Train by Adam; the loss on the way, and the accuracy on test images, of every epoch."""
-    x, y = rgb(images.train).to(device), torch.from_numpy(images.train_labels).to(device)
+    x, test = (rgb(array).to(device) for array in (images.train, images.test))
+    y, wanted = (
+        torch.from_numpy(labels).to(device) for labels in (images.train_labels, images.test_labels)
+    )
     optimiser = torch.optim.Adam(net.parameters(), lr=rate)
     curves: dict[str, list[float]] = {"train loss": [], "test accuracy": []}
     for _ in tqdm(range(epochs), unit=" epochs", desc="training", leave=False):
         batches = torch.randperm(len(x)).split(batch)
         curves["train loss"].append(train_epoch(net, optimiser, x, y, batches))
-        curves["test accuracy"].append(accuracy(net, images, device))
+        curves["test accuracy"].append(accuracy(net, test, wanted))
     return curves
 
 
@@ -130,11 +133,10 @@ def train_epoch(
     return total / len(x)
 
 
-def accuracy(net: nn.Sequential, images: Images, device: str = "cpu") -> float:
-    """The share of the test images that a network recognises."""
-    wanted = torch.from_numpy(images.test_labels).to(device)
+def accuracy(net: nn.Sequential, x: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The share of some images that a network recognises."""
     with torch.no_grad():
-        kinds = torch.cat([net(part).argmax(1) for part in rgb(images.test).to(device).split(500)])
+        kinds = torch.cat([net(part).argmax(1) for part in x.split(500)])
     return float((kinds == wanted).float().mean())
 
 

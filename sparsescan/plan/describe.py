@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..formatting import align, format_bytes, format_count, format_time
-from ..planning.costs.cpu import Cost, level_costs
+from ..planning.costs.cpu import Cost, level_costs, run_time
 from ..planning.search import Alternative
 from ..symbolic.factorisation import factorisation_of
 from ..symbolic.implicit import ImplicitPattern, Step, count, factor_starts, factors_of, indexed_of
@@ -210,8 +210,7 @@ def _stored(steps: Sequence[Step], kind: Kind, differs: Sequence[bool], program:
 
 
 def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
-    run, levels = kind.model().level_times(Program(steps, Schedule.linear(len(steps))))
-    return run + sum(levels)
+    return run_time(kind.model(), Program(steps, Schedule.linear(len(steps))))
 
 
 def _saved(spec: PlanSpec, saving: dict[str, Any]) -> str:
