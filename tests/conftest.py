@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import child_tests
 import pytest
 from child_tests import pytest_collect_file  # noqa: F401
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 import sparsescan.execution.stages
 from sparsescan.execution import threads
@@ -71,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+class Scheduling(LoadFileScheduling):
+    """A worker runs whole files, and one worker all tests that children run."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return child_tests.scope_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -121,6 +121,7 @@ def test_it_says_where_nothing_is_gained() -> None:
     assert "Nothing is gained beside the loop" in text
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_training(tmp_path: Path) -> None:
     runs = [
         photo.run(hidden=3, batches=4, batch=4, seed=seed, output=tmp_path / "c").races

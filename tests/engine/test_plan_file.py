@@ -25,6 +25,7 @@ from oracles import (
     schedules,
     values_only,
 )
+from sampling import slow
 from trees import random_levels
 
 import sparsescan
@@ -212,7 +213,7 @@ def test_patterns_are_stored_once(tmp_path: Path) -> None:
     assert (tmp_path / "p").stat().st_size < 4 * (pattern.nnz + 301) + 1000 * (1 + 3 * 2) + 10_000
 
 
-@pytest.mark.parametrize("kind", ["linear", "blelloch", "levels"])
+@pytest.mark.parametrize("kind", ["linear", "blelloch", *slow("levels")])
 def test_a_long_plan_is_saved_and_loaded_fast(tmp_path: Path, kind: str) -> None:
     n = 30_000
     tree = Schedule.from_levels(n, Schedule.truncated(n, 3).levels)
@@ -436,7 +437,7 @@ def test_each_key_is_needed(tmp_path: Path, saved: dict[str, bytes], key: str) -
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("dtype", [object, np.complex128, np.float64, bool, "S3"])
+@pytest.mark.parametrize("dtype", [object, np.float64, *slow(np.complex128, bool, "S3")])
 def test_each_key_has_its_dtype(
     tmp_path: Path, saved: dict[str, bytes], key: str, dtype: Any
 ) -> None:

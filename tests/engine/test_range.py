@@ -66,7 +66,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", long_schedules(), ids=repr)
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *slow("csr", "diagonal")])
 @pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.5, 0.9, 0.99, 1.0, 1.1, 2.0, 10.0)])
 def test_any_spectral_radius(kind, radius):
     """10,000 steps, or as many as the linear scan stays finite for: finite, and accurate."""
@@ -128,7 +128,7 @@ def test_signs_and_cancellation_over_a_long_chain(schedule):
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["csr", "dense with zeros"])
-@pytest.mark.parametrize("zero", [0.0, 1e-30])
+@pytest.mark.parametrize("zero", [0.0, *slow(1e-30)])
 def test_a_block_that_explodes_out_of_sight(dense, zero):
     """The exploding block gets no gradient, or next to none: only the products see it."""
     n = 2000
@@ -142,7 +142,7 @@ def test_a_block_that_explodes_out_of_sight(dense, zero):
         assert_within(result, expected, F4)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "csr", "dense"])
+@pytest.mark.parametrize("form", ["diagonal", *slow("csr"), "dense"])
 def test_rows_that_grow_apart(form):
     """Rows of a diagonal chain, each growing at a pace of its own: no shared exponent fits."""
     n, factors = 3000, np.array([1.02, 1 / 1.02, 1.0, 1.2, 0.1, 1.002, 0.998])

@@ -29,6 +29,7 @@ from fresh_python import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import mask, same_bits
+from sampling import slow
 from scipy.sparse.linalg import spsolve
 
 import sparsescan
@@ -258,7 +259,7 @@ def test_chains_in_a_few_arrays(seed: int, reverse: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 40, 130])
+@pytest.mark.parametrize("size", [1, 2, 3, *slow(4, 9), 40, 130])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_method_solves(structure: str, size: int, dtype: Any) -> None:
     rng = np.random.default_rng(size)
@@ -786,7 +787,7 @@ def test_copies_are_equal() -> None:
 
 
 @pytest.mark.parametrize("structure", ["tridiagonal", "banded", "full"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [4, *slow(1)])
 def test_memory_is_what_the_plan_says(structure: str, batch: int) -> None:
     """LAPACK's, which NumPy allocates. Nothing is made for gradients but what is returned."""
     rng = np.random.default_rng(12)
@@ -844,6 +845,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say")
 def test_superlu_takes_what_is_said(tmp_path: Path) -> None:
     for line in run_python(MEMORY, tmp_path).splitlines():

@@ -92,6 +92,7 @@ def test_lenet5(schedule: str) -> None:
     check_gradients(lenet5(), (3, 32, 32), images(4, 3, 32, 32), schedule)
 
 
+@pytest.mark.slow
 def test_vgg11() -> None:
     net = check_gradients(vgg11(), (3, 32, 32), images(2, 3, 32, 32))
     assert len(net) == 23

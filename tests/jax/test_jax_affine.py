@@ -92,7 +92,7 @@ def test_what_numpy_has(seed: int) -> None:
             np.testing.assert_allclose(found[name], whole, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4, 5)])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 4, 5)])
 def test_jit_and_second_derivatives(seed: int) -> None:
     case = Case(seed, most=4)
 
@@ -107,7 +107,7 @@ def test_jit_and_second_derivatives(seed: int) -> None:
     close(found, expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *slow(*range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 def test_vmap(seed: int) -> None:
     """Of some of the arguments, once and twice, with gradients of each map."""
     case = Case(seed, most=4)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling import slow
 
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.jacobians import GRU, LSTM, RNN
@@ -67,11 +68,13 @@ def close(found: Any, expected: Any) -> None:
 
 
 CASES = [
-    (RNN, {}, True),
-    (GRU, {"num_layers": 2}, True),
     (LSTM, {"bidirectional": True}, True),
     (GRU, {}, False),
-    (LSTM, {"num_layers": 2, "bidirectional": True}, False),
+    *slow(
+        (RNN, {}, True),
+        (GRU, {"num_layers": 2}, True),
+        (LSTM, {"num_layers": 2, "bidirectional": True}, False),
+    ),
 ]
 
 
@@ -127,6 +130,7 @@ def test_vmap_over_parameters() -> None:
     close(gradient(recurrent), gradient(loop))
 
 
+@pytest.mark.slow
 def test_training_reaches_what_the_loop_reaches() -> None:
     rng = np.random.default_rng(6)
     net = GRU(2, 8, rng=rng, dtype=np.float64)

@@ -28,10 +28,13 @@ from sparsescan.execution.threads import usable_cores
 from sparsescan.parallel import Communicator, Grid, RankError
 from sparsescan.parallel.rows import RowSweep
 
-pytestmark = pytest.mark.ranks(6)
+pytestmark = pytest.mark.ranks(4, slow=(6,))
 
-# Communicators of six ranks, of four and two, of three and three.
-COMMS = [WORLD, WORLD.Split(int(RANK >= 4), RANK), WORLD.Split(int(RANK >= 3), RANK)]
+# Communicators of all ranks, of two thirds and one, of both halves.
+COMMS = {
+    f"{first} and {SIZE - first}": WORLD.Split(int(first <= RANK), RANK)
+    for first in (SIZE, 2 * SIZE // 3, SIZE // 2)
+}
 
 
 def grids(size: int) -> list[Grid]:
@@ -84,7 +87,7 @@ def part_of(
     return Chain(grad, jacobians, local, chain.dtype, chain.inclusive, chain.batch), got, own
 
 
-@pytest.mark.parametrize("comm", COMMS, ids=["6", "4 and 2", "3 and 3"])
+@pytest.mark.parametrize("comm", COMMS.values(), ids=COMMS)
 def test_random_chains(seeds: Callable[..., range], comm: MPI.Intracomm) -> None:
     for seed in seeds(2, 12, 100):
         check(seed, comm)
@@ -250,7 +253,7 @@ def test_memory() -> None:
 # Faults
 # ---------------------------------------------------------------------------------------------
 
-# Four unknowns, two of which each of two ranks holds; three parts of the chain.
+# Six ranks hold four unknowns, two on each of two ranks, and three parts of the chain.
 GRID = Grid(3, 1, 2)
 D = 4
 STEPS = np.random.default_rng(1).standard_normal((5, 2, D))
@@ -270,6 +273,7 @@ def test_no_steps() -> None:
         assert np.array_equal(result, whole[grid.entries(RANK, size)])
 
 
+@pytest.mark.ranks(slow=(6,))
 def test_faults() -> None:
     last = SIZE - 1
     grad = np.ones(2) if GRID.position(RANK) == 0 else None

@@ -365,7 +365,7 @@ def test_without_a_gpu_the_constants_are_those_built_in(monkeypatch: pytest.Monk
     assert load_gpu() == BUILT_IN
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(20))
 @given(device_memory.seeds, st.integers(1, 5))
 def test_a_program_takes_no_more_memory_than_was_said(seed: int, batch: int) -> None:
     """As in tests/gpu/cuda_costs.py, with the blocks of real devices."""

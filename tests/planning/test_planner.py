@@ -272,6 +272,7 @@ def test_500_different_steps_are_planned_in_a_second() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_choice_every_time(small_grains: None) -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)

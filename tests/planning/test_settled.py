@@ -219,6 +219,7 @@ def test_a_schedule_that_was_asked_for_stays(choices: list[Any], schedule: str) 
     assert choices == []
 
 
+@pytest.mark.slow
 def test_threads_run_their_own_kinds(choices: list[Any]) -> None:
     expected = {kind: run(sparsescan.plan(orders(20)), *kind) for kind in KINDS}
     for _ in range(5):

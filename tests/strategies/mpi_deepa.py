@@ -51,7 +51,7 @@ from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
 from sparsescan.strategies.strategy import Job, Training, cross_entropy
 
-pytestmark = pytest.mark.ranks(2, slow=(3, 4))
+pytestmark = pytest.mark.ranks(2, slow=(3, 4), doubling=True)
 
 WORLD = MPI.COMM_WORLD
 RATE = 0.5

@@ -103,7 +103,7 @@ def needed_of(layer, source, box, first):
     return intersection(tuple((int(i), int(j)) for i, j in ends), whole)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(16))
 @given(SEEDS, st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 9))
 def test_tables_count_what_boxes_have_in_common(seed, workers, batch):
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from integrated_paper import (
     log,
     products,
 )
-from sampling import examples
+from sampling import examples, slow
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -149,7 +149,9 @@ def test_a_halo_has_two_neighbours(rows: int) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["alexnet", "vgg11", "inception-v3", "resnet-110", "gru:20"])
+@pytest.mark.parametrize(
+    "name", ["alexnet", "gru:20", *slow("vgg11", "inception-v3", "resnet-110")]
+)
 def test_the_best_grid_is_no_worse_than_any(name: str) -> None:
     graph = build(name)
     best = Integrated().predict(graph, Machine(), 16, 64)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import pipeline
@@ -68,7 +69,7 @@ def test_the_graph_of_lenet5_is_the_one_that_is_built_in() -> None:
     assert [layer.name for layer in found.layers[1:]] == [str(k) for k in range(12)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_work_and_parameters_are_those_that_pytorch_counts(data: st.DataObject) -> None:
     channels, size, kernel, stride, padding = (

@@ -4,9 +4,11 @@ The latter run in Numba's simulator; and those of :data:`AS_PTX` once more, as s
 their kernels as compiled (:mod:`ptx`), but no more examples than by default.
 
 Both take processes of their own. The parent reads the names and marks of their tests from the
-source, starts each file once (on each number of ranks), and passes the reports of the child's tests
-on as its own, so that each has its name, its outcome and its traceback; the cases of one test are
-reported as one. If a test ends the child, the tests behind it are run by another child.
+source, starts one child for all tests that are run in one way (on so many ranks, in the simulator),
+whatever their files, and passes the reports of the child's tests on as its own, so that each has
+its name, its outcome and its traceback; the cases of one test are reported as one. If a test ends
+the child, the tests behind it are run by another child. With pytest-xdist all these tests belong to
+one worker (:func:`scope_of`).
 
 Marks of the tests in ``mpi_*.py``, or ``pytestmark`` for a whole file:
 
@@ -38,6 +40,7 @@ __all__ = [
     "ChildFile",
     "Reporter",
     "pytest_collect_file",
+    "scope_of",
 ]
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
@@ -69,6 +72,12 @@ def is_run_in_a_child(path: Path, parent: pytest.Collector) -> bool:
     return not (is_cuda and parent.session.isinitpath(path) and cuda_is_here())
 
 
+def scope_of(nodeid: str) -> str:
+    """Return the tests among which one is that a worker of pytest-xdist runs together."""
+    file = nodeid.partition("::")[0]
+    return "children" if Path(file).name.startswith(("mpi_", "cuda_")) else file
+
+
 def cuda_is_here() -> bool:
     """Return whether there is a GPU, or the simulator has been asked for."""
     from numba import cuda
@@ -86,8 +95,12 @@ class Variant(NamedTuple):
     monitored: bool = False
 
 
+# The children of a session: one for each way in which tests are run.
+CHILDREN = pytest.StashKey["dict[Variant, Child]"]()
+
+
 class ChildFile(pytest.File):
-    """A file whose tests are run by children, one for each variant."""
+    """A file whose tests are run by children."""
 
     def collect(self) -> Iterator[ChildTest]:
         tree = ast.parse(self.path.read_text())
@@ -97,7 +110,7 @@ class ChildFile(pytest.File):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
             for mark in marks_of(getattr(node.value, "elts", [node.value]))
         ]
-        children: dict[Variant, Child] = {}
+        children = self.session.stash.setdefault(CHILDREN, {})
         for node in tree.body:
             if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
                 continue
@@ -106,7 +119,7 @@ class ChildFile(pytest.File):
             others = [mark for mark in own + shared if mark.name != "ranks"]
             ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
             for variant, slow in self._variants(ranks, others):
-                child = children.setdefault(variant, Child(self.path, variant))
+                child = children.setdefault(variant, Child(variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
                 name += "[PTX]" * variant.ptx
                 test = ChildTest.from_parent(self, name=name, child=child, line=node.lineno)
@@ -155,7 +168,8 @@ class ChildTest(pytest.Item):
     def __init__(self, *, child: Child, line: int, **options: Any) -> None:
         super().__init__(**options)
         self.child, self._line = child, line
-        self.function_name = self.name.partition("[")[0]
+        path = self.path.relative_to(self.config.rootpath).as_posix()
+        self.function = f"{path}::{self.name.partition('[')[0]}"
 
     def runtest(self) -> None:
         """Fail, be skipped or pass as all cases did that the child ran."""
@@ -180,10 +194,10 @@ class ChildTest(pytest.Item):
 
 
 class Child:
-    """A file of tests, and what has been heard of those that were run."""
+    """How tests are run, and what has been heard of those that were; each is a file::function."""
 
-    def __init__(self, path: Path, variant: Variant) -> None:
-        self.path, self.variant = path, variant
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
         self._was_run = False
         # The output of the child that ran a function.
         self._outputs: dict[str, str] = {}
@@ -200,11 +214,11 @@ class Child:
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
-            self._run_all(test.config, [item.function_name for item in tests])
+            self._run_all(test.config, [item.function for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
-        cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_name]
+        cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function]
         if not cases:
-            return [f"it was not run:\n{self._outputs[test.function_name]}"], ""
+            return [f"it was not run:\n{self._outputs[test.function]}"], ""
         reasons = [
             report.longrepr[2]
             for nodeid in cases
@@ -244,9 +258,9 @@ class Child:
         """Start the child, read what it reports, and return False if it was stopped."""
         patient = config.getoption("--explore") or self.variant.ptx
         patience = PATIENCE_EXPLORING if patient else PATIENCE
-        path = self.path.relative_to(config.rootpath)
         with tempfile.TemporaryDirectory() as name, open(f"{name}/output", "w+") as output:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
+            arguments += [f"--rootdir={config.rootpath}"]
             every = config.getoption("--all") or config.getoption("-m")
             if self.variant.ptx:
                 # All tests, but few examples, as each may have kernels of its own.
@@ -254,7 +268,7 @@ class Child:
             arguments += ["--explore"] * config.getoption("--explore") + ["--all"] * bool(every)
             arguments += ["--capture=tee-sys", "-o", "addopts="]
             arguments += ["-o", f"faulthandler_timeout={patience - 10}"]
-            arguments += [f"{path}::{function}" for function in functions]
+            arguments += functions
             start = time.monotonic()
             process = self._start(arguments, config.rootpath, output)
             heard = 0
@@ -312,7 +326,7 @@ class Child:
 
 
 def function_of(nodeid: str) -> str:
-    return nodeid.rpartition("::")[2].partition("[")[0]
+    return nodeid.partition("[")[0]
 
 
 # ---------------------------------------------------------------------------------------------

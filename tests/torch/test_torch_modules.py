@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import slow
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
@@ -106,6 +107,7 @@ def test_any_arguments(seed: int) -> None:
     agree(theirs, ours, x, hx, seed)
 
 
+@pytest.mark.slow
 def test_gradcheck() -> None:
     for kind in KINDS:
         net = getattr(sparsescan.torch, kind)(2, 3, 2, bidirectional=True, dtype=torch.float64)
@@ -115,7 +117,7 @@ def test_gradcheck() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["GRU", *slow("RNN", "LSTM")])
 def test_opcheck(kind: str) -> None:
     net = getattr(sparsescan.torch, kind)(2, 3)
     params = list(net.parameters())
@@ -325,7 +327,7 @@ class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, if other tests use it
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", *slow("spawn")])
 def test_workers_of_a_data_loader(context: str) -> None:
     net, x = sparsescan.torch.GRU(3, 5), torch.randn(4, 30, 2, 3)
     data = Encoded(net, x)
