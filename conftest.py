@@ -1,15 +1,22 @@
-"""In how many processes tests run, whichever folders are asked for, and how their threads wait."""
+"""In how many processes tests run, whichever folders are asked for, and what these share."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let threads of PyTorch sleep between its loops, not spin on the cores of other processes."""
+    """Let threads of PyTorch sleep between its loops, not spin on the cores of other processes.
+
+    Bytecode is kept, as kernels are, even where Python is told not to: some 40 processes import the
+    same modules, and each would compile them anew.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not config.getoption("benchmark_only"):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_within, every_schedule, same_bits, sequential
+from sampling import examples
 
 import sparsescan
 from sparsescan import BatchedCSR, Pattern, Schedule
@@ -142,6 +143,7 @@ def guarded(values: Any, poison: float, dtype: Any) -> tuple[np.ndarray, np.ndar
     return inside, around
 
 
+@settings(max_examples=examples(24))
 @given(seed=SEEDS)
 def test_a_block_of_rows_has_the_same_bits_and_touches_no_others(seed, dtype, index_dtype):
     """For one sample, and for one to eight that are interleaved beside lanes of NaN."""

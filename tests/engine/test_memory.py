@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles import every_schedule, random_patterns
-from sampling import slow
+from sampling import examples, slow
 from trees import random_levels
 
 import sparsescan
@@ -89,7 +89,7 @@ def threads(request: Any, with_threads: Any) -> int:
 
 
 def test_short_chains_of_small_steps(threads: int) -> None:
-    for seed in range(40):
+    for seed in range(examples(60)):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 40))
         case = Case(rng, random_patterns(rng, n, 1, 30), any_schedule(rng, n))

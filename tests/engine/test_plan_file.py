@@ -25,7 +25,7 @@ from oracles import (
     schedules,
     values_only,
 )
-from sampling import slow
+from sampling import examples, slow
 from trees import random_levels
 
 import sparsescan
@@ -345,7 +345,7 @@ def test_a_flipped_byte_anywhere_changes_nothing_or_is_refused(
     contents = saved["blelloch"]
     expected = ScanPlan.load(folder / "blelloch")
     path = folder / "flipped"
-    for place in range(0, len(contents), 7):
+    for place in range(0, len(contents), 420 // examples(60)):
         damaged = bytearray(contents)
         damaged[place] ^= 0x11
         path.write_bytes(damaged)

@@ -73,6 +73,7 @@ def test_a_program_takes_no_more_memory_than_was_said(cupy: Any, seed: int, batc
     check_memory(cupy, random_plan(seed, 20, 12), batch)
 
 
+@pytest.mark.slow
 def test_a_device_is_calibrated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def test_results_and_gradients(kind: Any, options: dict[str, Any], batched: bool
     close(jax.jit(both(recurrent))(*given), expected)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_taken_twice_and_late() -> None:
     rng = np.random.default_rng(4)
     net = GRU(2, 3, rng=rng, dtype=np.float64)
@@ -117,6 +118,7 @@ def test_a_gradient_that_is_taken_twice_and_late() -> None:
         close(backs[k](above), expected(x[k], above))
 
 
+@pytest.mark.slow
 def test_vmap_over_parameters() -> None:
     rng = np.random.default_rng(5)
     net = GRU(2, 3, rng=rng, dtype=np.float64)

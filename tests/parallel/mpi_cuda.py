@@ -19,7 +19,7 @@ from ranks import expected_of, grids, part_of, random_chain
 from sparsescan import DeviceError, parallel
 from sparsescan.parallel import Traffic, planning
 
-pytestmark = [pytest.mark.ranks(3, slow=(4,)), pytest.mark.cudasim]
+pytestmark = [pytest.mark.ranks(slow=(3, 4)), pytest.mark.cudasim]
 
 WORLD = MPI.COMM_WORLD
 TRAFFIC = parallel.Communicator.of(WORLD).traffic

@@ -19,7 +19,7 @@ from sparsescan.symbolic.pattern import of_mask
 WORLD = MPI.COMM_WORLD
 IS_OPEN_MPI = MPI.Get_library_version().startswith("Open MPI")
 pytestmark = [
-    pytest.mark.ranks(2, slow=(4,), monitored=True),
+    pytest.mark.ranks(slow=(2, 4), monitored=True),
     pytest.mark.ranks(slow=(6,), doubling=True, monitored=True),
     pytest.mark.skipif(not IS_OPEN_MPI, reason="only Open MPI counts its messages"),
 ]
