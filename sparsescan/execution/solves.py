@@ -1,9 +1,8 @@
-"""Numeric factorisations: steps that solve with a matrix in place of multiplying by one."""
+"""Numeric factorisations of sparse matrices, by SuperLU: steps that solve with one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..errors import SingularMatrixError
 from ..symbolic.factorisation import Factorisation
 from .threads import share
 
-__all__ = ["Given", "Solves", "factorise", "is_long", "solves_bytes"]
+__all__ = ["Given", "Solves", "factorise", "is_long", "singular", "solves_bytes"]
 
 Array: TypeAlias = NDArray[Any]
 # What returns ``A⁻¹ x`` for the rows `x` of an array, as an array with a column for each.
@@ -45,7 +44,8 @@ class Given(NamedTuple):
 
 
 def solves_bytes(matrices: Iterable[Factorisation], itemsize: int, batch: int, threads: int) -> int:
-    """Return bytes that factors take, at most, as if all matrices differed."""
+    """Return bytes that factors of SuperLU take, at most, as if all matrices differed."""
+    matrices = [form for form in matrices if not form.is_compiled]
     each = [
         form.nbytes(itemsize) + (itemsize * form.places.size) * 3 + itemsize * form.size
         for form in matrices
@@ -63,7 +63,7 @@ def _capacity(threads: int) -> int:
 
 def is_long(form: Factorisation) -> bool:
     """Return whether a factorisation is worth a thread of its own, and lets other threads run."""
-    return form.method == "sparse" and form.multiply_adds + 400 * form.size > _LONG
+    return not form.is_compiled and form.multiply_adds + 400 * form.size > _LONG
 
 
 class _Factors:
@@ -89,7 +89,7 @@ class _Factors:
 
 
 class Solves:
-    """The steps of a program that solve with a matrix, and factors that are kept from run to run.
+    """The steps of a program that SuperLU solves with, and factors that are kept from run to run.
 
     Nothing that the caller may change is read twice: the values of a matrix are copied, and the
     copy is compared with those whose factors are there, or factorised.
@@ -107,9 +107,9 @@ class Solves:
     def __init__(
         self, forms: dict[int, Factorisation], leaves: NDArray[np.int64], batch: int, threads: int
     ) -> None:
-        self._forms, self._leaves = forms, leaves
-        self._batch, self._threads = batch, threads
-        self._nodes = list(forms)
+        self._forms = {k: form for k, form in forms.items() if not form.is_compiled}
+        self._leaves, self._batch, self._threads = leaves, batch, threads
+        self._nodes = list(self._forms)
         self._position = {k: i for i, k in enumerate(self._nodes)}
         # The least recently used first.
         self._kept: list[_Factors] = []
@@ -137,11 +137,7 @@ class Solves:
             self._kept.append(factors)
         for sample, solver in enumerate(factors.solvers):
             if solver is None:
-                which = f" in sample {sample}" * (len(factors.solvers) > 1)
-                raise SingularMatrixError(
-                    f"{given.name(k)} is singular{which}: its factorisation has a pivot of zero; "
-                    "expected a regular matrix to solve with"
-                )
+                raise singular(given.name(k), sample if len(factors.solvers) > 1 else None)
             if len(factors.solvers) == 1:
                 y.T[...] = solver(x)
             else:
@@ -199,6 +195,15 @@ class Solves:
             raise
 
 
+def singular(name: str, sample: int | None) -> SingularMatrixError:
+    """Return the error for a matrix that is singular, of one sample or of all."""
+    which = "" if sample is None else f" in sample {sample}"
+    return SingularMatrixError(
+        f"{name} is singular{which}: its factorisation has a pivot of zero; "
+        "expected a regular matrix to solve with"
+    )
+
+
 def factorise(form: Factorisation, values: Array) -> Solver | None:
     """Return what solves with a matrix of these values; None if it is singular.
 
@@ -209,14 +214,8 @@ def factorise(form: Factorisation, values: Array) -> Solver | None:
     values : ndarray, shape (nnz,)
         Its values.
     """
-    if form.size == 0:
-        return lambda x: x.T
     if not np.isfinite(values).all():
         return lambda x: np.full(x.shape[::-1], np.nan, x.dtype)
-    return _sparse(form, values) if form.method == "sparse" else _by_lapack(form, values)
-
-
-def _sparse(form: Factorisation, values: Array) -> Solver | None:
     # Few programs solve.
     from scipy.sparse.linalg import splu
 
@@ -228,31 +227,3 @@ def _sparse(form: Factorisation, values: Array) -> Solver | None:
     except RuntimeError:
         return None
     return lambda x: factors.solve(x.take(form.order, axis=1).T, "T")
-
-
-def _by_lapack(form: Factorisation, values: Array) -> Solver | None:
-    matrix = np.zeros(form.storage, values.dtype, order="F")
-    matrix.reshape(-1, order="F")[form.places] = values
-    routines = _routines(form.method, values.dtype.char)
-    if form.method == "tridiagonal":
-        below, middle, above = matrix.T
-        *factors, info = routines[0](below[:-1], middle, above[:-1], 1, 1, 1)
-        return None if info else lambda x: routines[1](*factors, x.T)[0]
-    if form.method == "banded":
-        lower, upper = form.lower, form.upper
-        factored, pivots, info = routines[0](matrix, lower, upper, overwrite_ab=1)
-        return None if info else lambda x: routines[1](factored, lower, upper, x.T, pivots)[0]
-    factored, pivots, info = routines[0](matrix, overwrite_a=1)
-    return None if info else lambda x: routines[1](factored, pivots, x.T)[0]
-
-
-@lru_cache(maxsize=8)
-def _routines(method: str, char: str) -> list[Callable[..., Any]]:
-    """Return LAPACK's routines that factorise, and that solve, for a dtype."""
-    from scipy.linalg.lapack import get_lapack_funcs
-
-    prefix = {"tridiagonal": "gt", "banded": "gb", "dense": "ge"}[method]
-    routines: list[Callable[..., Any]] = get_lapack_funcs(
-        (f"{prefix}trf", f"{prefix}trs"), dtype=np.dtype(char)
-    )
-    return routines

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Literal, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.cpu.tables import LANES, Op, Stage, Work
 from ..symbolic.program import Program
+from .sweeps import sweep_nanoseconds
 
-__all__ = ["ROW_GRAIN", "RUN_GRAIN", "STAGE_BYTES", "Stages"]
+__all__ = ["ROW_GRAIN", "RUN_GRAIN", "STAGE_BYTES", "Piece", "Stages"]
 
 # Bytes of the tables of a stage, at most.
 STAGE_BYTES = 128
@@ -27,6 +31,29 @@ ROW_GRAIN = 10_000
 _BLOCK_BYTES = 32_768
 
 
+class Piece(NamedTuple):
+    """Some operations of a program that solves with Jacobians, in the order of the scan.
+
+    Attributes
+    ----------
+    kind : {"stages", "sweep", "solve"}
+        Whether threads share a few stages; compiled code runs operations one after the other; or
+        SuperLU solves, for one operation.
+    first, last : int
+        Number of the first operation, and of the last plus one.
+    stages : tuple of int
+        Number of the first stage, and of the last plus one.
+    nanoseconds : float
+        About what they take one thread.
+    """
+
+    kind: Literal["stages", "sweep", "solve"]
+    first: int
+    last: int
+    stages: tuple[int, int]
+    nanoseconds: float
+
+
 class Stages:
     """How the levels of a program are cut into units for some threads.
 
@@ -34,9 +61,8 @@ class Stages:
 
     Attributes
     ----------
-    solves : list of tuple
-        For each Jacobian that is solved with, which no stage does, its number, after how many
-        stages, and the nanoseconds that those since the one before take one thread.
+    pieces : list of Piece
+        How a program runs that solves with some Jacobians; empty for others.
     """
 
     def __init__(
@@ -58,7 +84,7 @@ class Stages:
         self._units: list[int] = []
         self._runs: list[NDArray[np.int64]] = []
         self._run_count = 0
-        self.solves: list[tuple[int, int, float]] = []
+        self.pieces: list[Piece] = []
         # Bytes that each operation reads for every sample.
         nnz = np.array([pattern.nnz for pattern in program.patterns], np.int64)
         self._bytes = (nnz * np.where(widths > 1, widths, 0) * itemsize)[ops[:, Op.RIGHT]]
@@ -76,10 +102,10 @@ class Stages:
         if self.nanoseconds < RUN_GRAIN:
             threads = 1
         last = len(ops) - 1
-        for _, runs in [*program.levels, ("", np.array([[last, last + 1]], np.int64))]:
-            if program.solved:
-                self._around_solves(runs, cost, threads)
-            else:
+        if program.solved:
+            self._around_solves(cost, widths, batch, threads)
+        else:
+            for _, runs in [*program.levels, ("", np.array([[last, last + 1]], np.int64))]:
                 self._level(runs, cost, threads)
         self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
@@ -87,17 +113,38 @@ class Stages:
         self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
 
     def _around_solves(
-        self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int
+        self, cost: NDArray[np.float64], widths: NDArray[np.int64], batch: int, threads: int
     ) -> None:
-        """Add the stages of what lies between the solves of a level, which has one run."""
-        ((start, last),) = runs.tolist()
-        for op in range(start, last + 1):
-            if op == last or op in self._program.solved:
-                if op > start:
-                    self._level(np.array([[start, op]], np.int64), cost, threads)
-                if op < last:
-                    self.solves.append((op, len(self._rows), float(cost[start:op].sum())))
-                start = op + 1
+        """Cut a program into pieces, which has one level and no products.
+
+        Threads are woken for long stretches of Jacobians only. Where stages run the last operation,
+        which only an inclusive scan has, they run no other.
+        """
+        solved, last = self._program.solved, len(cost) - 1
+        time = cost.copy()
+        for k, form in solved.items():
+            time[k] = sweep_nanoseconds(form, int(widths[k]), batch)
+
+        def kind(k: int) -> tuple[str, int]:
+            form = solved.get(k)
+            if form is None:
+                return "stages", k == last
+            return ("sweep", 0) if form.is_compiled else ("solve", k)
+
+        for (name, _), group in itertools.groupby(range(len(cost)), kind):
+            ops = list(group)
+            first, stop, total = ops[0], ops[-1] + 1, float(time[ops].sum())
+            stages = len(self._rows)
+            if name == "solve":
+                self.pieces.append(Piece("solve", first, stop, (0, 0), total))
+            elif name == "stages" and total > RUN_GRAIN and threads > 1:
+                self._level(np.array([[first, stop]], np.int64), cost, threads)
+                self.pieces.append(Piece("stages", first, stop, (stages, len(self._rows)), total))
+            else:
+                if self.pieces and self.pieces[-1].kind == "sweep":
+                    before = self.pieces.pop()
+                    first, total = before.first, before.nanoseconds + total
+                self.pieces.append(Piece("sweep", first, stop, (0, 0), total))
 
     def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
         first, last = int(runs[0, 0]), int(runs[-1, 1])

@@ -29,8 +29,9 @@ from ..kernels.cpu.tables import (
 from ..symbolic.indexed import IndexedPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.program import Program
-from .solves import Given, Solves, solves_bytes
-from .stages import RUN_GRAIN, STAGE_BYTES, Stages
+from .solves import Given, Solves, singular, solves_bytes
+from .stages import STAGE_BYTES, Stages
+from .sweeps import Sweeps, sweep_bytes
 from .threads import work
 
 __all__ = ["KINDS", "Parts", "Workspace", "places", "table_bytes", "workspace_bytes"]
@@ -135,6 +136,7 @@ def workspace_bytes(program: Program, dtype: np.dtype[Any], batch: int, threads:
     if program.solved:
         tables += STAGE_BYTES * program.n
         tables += solves_bytes(program.solved.values(), dtype.itemsize, batch, threads)
+        tables += sweep_bytes(program.solved.values(), dtype.itemsize, batch)
     return dtype.itemsize * values + 4 * exponents + indices + tables
 
 
@@ -185,7 +187,8 @@ class Workspace:
         widths = np.where(node_batched, batch, 1)
         self._stages = Stages(program, batch, widths, threads, dtype.itemsize)
         self._solves = Solves(program.solved, leaves, batch, threads)
-        self.threads = min(threads, self._stages.widest)
+        self._sweeps = Sweeps(program.solved, len(program.ops), dtype, batch, batched, threads)
+        self.threads = max(min(threads, self._stages.widest), self._sweeps.threads)
         self.local_grads = np.zeros(n + 1, np.int64)
         self._kernel = run.run if program.products else run.run_vectors
 
@@ -290,7 +293,7 @@ class Workspace:
 
         `given` is what a program reads that solves with some Jacobians.
         """
-        if given is not None and self._stages.solves:
+        if given is not None and self._stages.pieces:
             self._run_around_solves(out, inclusive, given)
             return True
         run = self._run
@@ -305,26 +308,41 @@ class Workspace:
         return bool(run[Run.STATUS] == FINISHED)
 
     def _run_around_solves(self, out: NDArray[Any], inclusive: bool, given: Given) -> None:
-        """Fill `out`, stretch by stretch; nothing is multiplied, so there is nothing to decide."""
-        last, starts = self._n - 1, (self._arrays[Run.OFFSETS] * self._batch).tolist()
-        solves, done = self._stages.solves, 0
+        """Fill `out`, piece by piece; nothing is multiplied, so there is nothing to decide."""
+        last = self._n - (not inclusive)
+        self._sweeps.begin()
         self._solves.begin(inclusive, self._n)
+        for piece in self._stages.pieces:
+            if piece.first >= last:
+                break
+            if piece.kind == "stages":
+                self.run_stages(out, *piece.stages, self.threads, piece.nanoseconds)
+            elif piece.kind == "sweep":
+                self._sweep(out, piece.first, min(piece.last, last), piece.nanoseconds, given)
+            else:
+                self._solve(out, piece.first, given)
+
+    def _sweep(
+        self, out: NDArray[Any], first: int, last: int, nanoseconds: float, given: Given
+    ) -> None:
+        """Make the gradients behind Jacobians `first` to ``last - 1`` in compiled code."""
+        run = self._run
+        run[: Run.BATCH] = 0
+        run[Run.OUT] = address_of(out)
+        failed = self._sweeps.run(self._tables, first, last, nanoseconds)
+        if failed is not None:
+            k, sample = failed
+            is_one_of_many = self._batch > 1 and self._arrays[Run.LEAVES][k, 1] != 0
+            raise singular(given.name(k), sample if is_one_of_many else None)
+
+    def _solve(self, out: NDArray[Any], k: int, given: Given) -> None:
+        """Make the gradient behind the `k`-th Jacobian, with which SuperLU solves."""
+        offsets = self._arrays[Run.OFFSETS][k : k + 3] * self._batch
+        start, middle, stop = offsets.tolist()
+        shape = self._batch, -1
+        x, y = out[start:middle].reshape(shape), out[middle:stop].reshape(shape)
         with np.errstate(over="ignore", invalid="ignore"):
-            for k, stage, nanoseconds in solves:
-                if stage > done:
-                    # Other threads are not woken for a few steps.
-                    threads = self.threads if nanoseconds > RUN_GRAIN else 1
-                    self.run_stages(out, done, stage, threads, nanoseconds)
-                    done = stage
-                if k < last or inclusive:
-                    x, y = (
-                        out[starts[j] : starts[j + 1]].reshape(self._batch, -1) for j in (k, k + 1)
-                    )
-                    self._solves.solve(k, x, y, given)
-        # The last stage is the one more step of an inclusive scan, unless that is a solve.
-        stages = len(self._stages.stages) - (not inclusive and solves[-1][0] != last)
-        if stages > done:
-            self.run_stages(out, done, stages, self.threads, self._stages.nanoseconds)
+            self._solves.solve(k, x, y, given)
 
     def run_stages(
         self, out: NDArray[Any], first: int, last: int, threads: int, nanoseconds: float

@@ -28,7 +28,7 @@ class Factorisation:
     Attributes
     ----------
     method : {"tridiagonal", "banded", "dense", "sparse"}
-        LAPACK's ``gttrf``, ``gbtrf`` or ``getrf``, or SuperLU.
+        As LAPACK's ``gttrf``, ``gbtrf`` or ``getrf`` does, or by SuperLU.
     size : int
         Rows and columns.
     lower, upper : int
@@ -39,7 +39,7 @@ class Factorisation:
     multiply_adds : int
         Those of a factorisation, with as many exchanges.
     places : ndarray of int64, shape (nnz,)
-        Where each value goes: into the storage of LAPACK's routine; or for SuperLU which value
+        Where each value goes: among the entries, as LAPACK stores them; or for SuperLU which value
         comes next.
     order : ndarray of int64, shape (size,)
         The row of the matrix that is eliminated first, second, …; empty but for sparse ones.
@@ -59,18 +59,14 @@ class Factorisation:
     indices: NDArray[np.int32]
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether kernels solve with such matrices; SuperLU solves with others."""
+        return self.method != "sparse"
+
+    @property
     def solve_multiply_adds(self) -> int:
         """Multiply-adds of one solve."""
         return self.entries
-
-    @property
-    def storage(self) -> tuple[int, ...]:
-        """The shape of what LAPACK's routine is passed, in Fortran's order."""
-        if self.method == "tridiagonal":
-            return (self.size, 3)
-        if self.method == "banded":
-            return (2 * self.lower + self.upper + 1, self.size)
-        return (self.size, self.size)
 
     @property
     def table_bytes(self) -> int:
@@ -124,8 +120,7 @@ def _analyse(pattern: Pattern) -> Factorisation:
             return sparse
     if n * n <= band:
         return _for_lapack(pattern, "dense", lower, upper)
-    # LAPACK's tridiagonal routine takes three rows or more.
-    thin = max(lower, upper) == 1 and n > 2
+    thin = max(lower, upper) == 1
     return _for_lapack(pattern, "tridiagonal" if thin else "banded", lower, upper)
 
 

@@ -265,15 +265,11 @@ def test_every_method_solves(structure: str, size: int, dtype: Any) -> None:
     rng = np.random.default_rng(size)
     found = where(rng, structure, size)
     matrix = regular(rng, found, dtype)
-    form = factorisation_of(of_mask(found))
-    solver = solves.factorise(form, matrix[found])
-    assert solver is not None
+    step = SolveStep(packed(matrix, found, "sparse"))
     for samples in (1, 5):
         x = rng.standard_normal((samples, size)).astype(dtype)
-        before = x.copy()
-        y = solver(x).T
+        y = sparsescan.inclusive_scan(x, [step])[1]
         assert y.dtype == dtype
-        assert (x == before).all()
         exact, error = Step(None, [(matrix, True)])(
             x.astype(float), np.zeros(x.shape), np.finfo(dtype).eps
         )

@@ -62,14 +62,13 @@ FAMILIES = (
 )
 _SHARED, _SHARED_DENSE, _BY_DIAGONAL, _OF_DIAGONAL, _PRODUCTS = 3, 4, 5, 6, 7
 # Nanoseconds of factorising a matrix, and of solving for a sample, by the method: of a call, for a
-# row, and for a multiply-add; then those of a matrix, and of a step, beside. Not calibrated.
+# row, and for a multiply-add; and of a step beside. Not calibrated.
 _SOLVING = {
-    "tridiagonal": ((13_000, 0, 5.2), (1600, 0, 3.5)),
-    "banded": ((10_000, 65, 0.2), (1600, 23, 0.2)),
-    "dense": ((7000, 370, 0.1), (1700, 10, 0.08)),
-    "sparse": ((20_000, 430, 1.2), (9000, 17, 1.2)),
+    "tridiagonal": ((400, 11, 0), (100, 9, 0), 1500),
+    "banded": ((1000, 41, 0.5), (200, 31, 0.23), 1500),
+    "dense": ((600, 230, 0.11), (500, 20, 0.12), 1500),
+    "sparse": ((40_000, 430, 1.2), (9000, 17, 1.2), 15_000),
 }
-_MATRIX, _SOLVE = 20_000, 15_000
 # Nanoseconds that a step, and an entry, hardly ever exceed in a linear scan.
 _STEP, _ENTRY = 100, 2
 
@@ -455,11 +454,11 @@ class CpuModel:
             if first <= k < last:
                 differs = self.batch > 1 and (self.differs is None or self.differs[k])
                 matrices, calls = (self.batch, self.batch) if differs else (1, 1)
-                (call, row, macs), (solve, entry, term) = _SOLVING[form.method]
+                (call, row, macs), (solve, entry, term), step = _SOLVING[form.method]
                 threads = self.threads if is_long(form) else 1
-                factorising = _MATRIX + call + row * form.size + macs * form.multiply_adds
+                factorising = call + row * form.size + macs * form.multiply_adds
                 solving = entry * form.size + term * form.solve_multiply_adds
-                total += matrices * factorising / threads + _SOLVE
+                total += matrices * factorising / threads + step
                 total += calls * solve + self.batch * solving
         return total
 
