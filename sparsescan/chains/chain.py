@@ -66,7 +66,7 @@ _CHAINS = (CSRChain, PeriodicChain, ImplicitChain)
 _ONE_STEP = (BatchedCSR, Factor)
 _END = object()
 # Bytes of all tables and objects of a scan for a step, at least.
-_STEP_BYTES = 256
+_STEP_BYTES = 384
 _ORDER = "order them from the last layer to the first, each transposed"
 _ORDER_OF_TIME = "order them from the first layer to the last (reverse=True), each transposed"
 

@@ -62,7 +62,8 @@ class SolveStep(ImplicitStep):
     other that is named raises :class:`InputError`. Scans run on the CPU.
 
     A pattern is analysed once, in :func:`plan`: tridiagonal, banded and dense matrices, and small
-    ones, are factorised by LAPACK, all others by SuperLU, whose order of columns is chosen there.
+    ones, are factorised as LAPACK does, in one compiled call for all steps that follow each other,
+    with the Jacobians between them; all others by SuperLU, whose order of columns is chosen there.
     A run copies the values of each matrix and factorises the copy, unless it has a factorisation of
     the same values: steps that have one array, or equal values, one after the other or in turns of
     a few, are factorised once, and in later runs of a plan not at all.

@@ -333,16 +333,20 @@ class Sequential(Fixed):
             raise InputTypeError(
                 f"gradients is a {type(gradients).__name__}; expected what a scan returned"
             )
-        if len(gradients) not in (count, count + 1):
+        try:
+            length, listed = len(gradients), list(itertools.islice(gradients, count))
+        except Exception as error:  # a caller's own class may raise any
+            raise InputTypeError(f"gradients cannot be read: {error}") from None
+        if length not in (count, count + 1) or len(listed) != count:
             raise InputError(
-                f"gradients has {len(gradients)} entries; expected {count}, as the exclusive scan "
+                f"gradients has {length} entries; expected {count}, as the exclusive scan "
                 f"returns, or {count + 1}"
             )
         return [
-            step.param_grads(
-                x, check_array(f"gradients[{count - 1 - k}]", gradients[count - 1 - k])
+            step.param_grads(x, check_array(f"gradients[{count - 1 - k}]", grad))
+            for k, (step, x, grad) in enumerate(
+                zip(self._steps, xs[:-1], reversed(listed), strict=True)
             )
-            for k, (step, x) in enumerate(zip(self._steps, xs[:-1], strict=True))
             if isinstance(step, _LayerStep)
         ]
 

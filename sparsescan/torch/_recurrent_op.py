@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,10 @@ class Shape(NamedTuple):
             for back in range(self.directions)
             for kind in kinds
         )
+
+
+# Those of a network that has been called; `torch.compile` does not trace a cache.
+_names_of = lru_cache(maxsize=256)(Shape.names)
 
 
 def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
@@ -162,7 +166,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = Shape.of(x, about[:5])
     steps = _steps_of(shape, x.dtype, masks)
-    step, output, last = _run(steps, x, state, lengths, params, shape.names())
+    step, output, last = _run(steps, x, state, lengths, params, _names_of(shape))
     token = torch.zeros(1)
     if about[5]:
         address = token.data_ptr()
@@ -189,13 +193,13 @@ def _backward(
     if found is None:
         # Another backward pass has used it, or another tensor stands for it.
         steps = _steps_of(shape, x.dtype, masks)
-        step, _, _ = _run(steps, x, state, lengths, params, shape.names())
+        step, _, _ = _run(steps, x, state, lengths, params, _names_of(shape))
     else:
         steps, step = found
     above = (None if grad is None else grad.numpy() for grad in (grad_output, grad_state))
     with pytorchs_threads():
         grads = step.backward(*above, needs_input_grad=about[5])
-    arrays = [grads.state, *map(grads.params.get, shape.names())]
+    arrays = [grads.state, *map(grads.params.get, _names_of(shape))]
     if grads.input is not None:
         arrays.append(grads.input)
     steps.give_back(step)

@@ -85,7 +85,9 @@ def affine_scan(
                 f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all tensors"
             )
         if tensor.device.type != "cpu":
-            raise DeviceError(f"{name} is on {tensor.device}; expected a tensor on the CPU")
+            raise DeviceError(
+                f"{name} is on {tensor.device}; expected a tensor on the CPU ({name}.cpu())"
+            )
     indptr, indices = None, None
     if pattern is not None and not isinstance(pattern, Pattern):
         raise InputTypeError(f"pattern is {short(pattern)}; expected a Pattern")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from sampling import examples, slow
 from trees import random_levels
 
 import sparsescan
-from sparsescan import Pattern, ScanPlan, Schedule
+from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
+from sparsescan.arrays import arrays
 from sparsescan.symbolic.pattern import of_mask
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -153,3 +155,17 @@ def test_planning_keeps_to_the_limit_too(as_if: Any, share: float) -> None:
     tracemalloc.stop()
     assert plan.workspace_bytes <= limit
     assert peak <= limit
+
+
+def test_more_steps_than_memory_holds_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast array of them takes no memory itself."""
+    steps = np.broadcast_to(np.eye(1), (1 << 26, 1, 1))
+    monkeypatch.setattr(arrays, "_memory_left", lambda: 20 << 30)
+    for call in (
+        lambda: sparsescan.plan(steps),
+        lambda: sparsescan.exclusive_scan(np.ones(1), steps),
+    ):
+        start = time.process_time()
+        with pytest.raises(MemoryLimitError, match="a chain of 67108864 steps would take 24 GiB"):
+            call()
+        assert time.process_time() - start < 0.5

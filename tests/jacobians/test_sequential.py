@@ -37,6 +37,13 @@ SCHEDULES = ["linear", "blelloch"]
 seeds = st.integers(0, 2**32 - 1)
 
 
+class _Negative(list[Any]):
+    """A sequence of negative length."""
+
+    def __len__(self) -> int:
+        return -1
+
+
 class TorchResidual(nn.Module):
     """What a residual block is in PyTorch."""
 
@@ -543,6 +550,11 @@ def test_an_operator_may_stand_twice() -> None:
             lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], []),
             InputError,
             "gradients has 0 entries; expected 1",
+        ),
+        (
+            lambda: Sequential([Linear(2, 3)]).param_grads([np.ones(2), np.ones(3)], _Negative()),
+            InputTypeError,
+            "gradients cannot be read: .*should return >= 0",
         ),
         (
             lambda: Sequential([Linear(2, 3)]).values([np.ones(2), np.ones(3)], out=[]),
