@@ -1,9 +1,10 @@
 """``bench/gpu.sh OUTDIR``: all that needs a GPU, in one run.
 
-Every part is a process of its own, so that one that fails leaves the others alone. First the tests,
-compute-sanitizer and repeated runs, all at once; then the benchmarks, one after the other, with the
-device to themselves. Writes one JSON file, the plots and a log, prints a table, and returns 1 if a
-part failed or could not be run.
+Every part is a process of its own, so that one that fails leaves the others alone. First, in 20
+seconds, whether kernels can be compiled, launched and captured at all; if not, this ends. Then the
+tests, compute-sanitizer and repeated runs, all at once; then the benchmarks, one after the other,
+with the device to themselves. Writes one JSON file, the plots and a log, prints a table, and
+returns 1 if a part failed or could not be run.
 """
 
 from __future__ import annotations
@@ -32,19 +33,27 @@ from typing import Any
 from . import machine, plots
 from .gpu_chains import repeat, sanitize
 from .gpu_measure import measure
+from .gpu_preflight import preflight, versions
 from .gpu_races import RACES
 from .gpu_table import table, wanted
 from .peers import MissingPeerError
 from .plots import sweep
 
 _ROOT = Path(__file__).parent.parent
-# Seconds: for the checks, which run at once; for each benchmark; and for all of it.
-CHECKS = 170
+# Seconds: to see whether a kernel runs at all; for the checks, which run at once; for each
+# benchmark; and for all of it.
+PREFLIGHT = 20
+CHECKS = 200
 LIMITS = {"rnn": 160, "jax": 70, "sparse": 60, "launches": 30}
-TOTAL = 480
+TOTAL = 540
+# Processes for the tests of a file, where one is not enough: these compile 147 kernels, in 210 s.
+WORKERS = {"cuda_chunks": 4}
 _FOUND = 77  # what compute-sanitizer exits with if it found something
 _ENVIRONMENT = {
+    "CUPY_TF32": "0",
     "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0",
+    # Whatever a library asks for: nobody uses TF32.
+    "NVIDIA_TF32_OVERRIDE": "0",
     "PYTHONUNBUFFERED": "1",
     "SPARSESCAN_ALL_TESTS": "1",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -65,11 +74,17 @@ def main(arguments: list[str] | None = None) -> int:
     run_parser.add_argument("folder", type=Path, metavar="OUTDIR")
     commands.add_parser("sanitize", help="a few scans, to be run by compute-sanitizer")
     part_parser = commands.add_parser("part", help="one part, into a file")
-    part_parser.add_argument("name", choices=["repeat", *RACES])
+    part_parser.add_argument("name", choices=["preflight", "repeat", *RACES])
     part_parser.add_argument("file", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "run":
         return run(options.folder)
+    if options.command == "part" and options.name == "preflight":
+        about = machine.describe_gpu()
+        print(versions(about))
+        summary = preflight()
+        machine.save(options.file, {"gpu": about, "ok": True, "summary": summary})
+        return 0
     from .gpu_device import Cuda
 
     if options.command == "sanitize":
@@ -127,11 +142,12 @@ def run_tests(test: Path, folder: Path, seconds: float) -> Report:
     """One file of tests by pytest, on the device."""
     results = folder / f"{test.stem}.xml"
     # A version of some library may deprecate something: no reason to fail here.
-    options = ["-q", "-p", "no:cacheprovider", "-W", "default", f"--junitxml={results}"]
+    options = ["-v", "-p", "no:cacheprovider", "-W", "default", f"--junitxml={results}"]
+    options += ["-n", str(WORKERS.get(test.stem, 0)), "--dist", "load"]
     log = folder / f"{test.stem}.log"
     code, output = _process(["-m", "pytest", *options, str(test)], log, seconds)
     if not results.exists():
-        return {"ok": False, "summary": _ending(code, seconds, output)}
+        return _outcomes(output) | {"ok": False, "summary": _ending(code, seconds, output)}
     bad, skipped, passed = [], Counter[str](), 0
     for case in ElementTree.parse(results).getroot().iter("testcase"):
         outcomes = {outcome.tag: outcome.get("message", "") for outcome in case}
@@ -147,6 +163,25 @@ def run_tests(test: Path, folder: Path, seconds: float) -> Report:
         summary += f" ({skipped.most_common(1)[0][0]})"
     ok = code == 0 and passed > 0
     return {"ok": ok, "summary": summary, "failed": bad, "skipped": dict(skipped)}
+
+
+# A line for each test: with its outcome behind its name, or before it where there are workers.
+_LINE = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|SKIPPED|ERROR) (\S+::.*?)"
+    r"|(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR).*?) *$",
+    re.MULTILINE,
+)
+
+
+def _outcomes(output: str) -> Report:
+    """What tests have said that were stopped before they could write their results."""
+    ends: dict[str, list[str]] = {}
+    for before, after_it, before_it, after in _LINE.findall(output):
+        ends.setdefault(before or after, []).append((after_it or before_it).rpartition("::")[2])
+    return {
+        "passed": len(ends.get("PASSED", [])),
+        "failed": ends.get("FAILED", []) + ends.get("ERROR", []),
+    }
 
 
 def run_sanitizer(tool: str, folder: Path, seconds: float) -> Report:
@@ -188,6 +223,28 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=path)
 
 
+def find_toolkit() -> Path | None:
+    """The CUDA toolkit whose NVVM Numba is to use; None if a wheel has it, or there is none.
+
+    Numba looks in ``CUDA_HOME``, for which some machines name no toolkit, or one without NVVM.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if any(Path(root).glob("*/nvvm/libdevice/*.bc")):
+            return None
+    compiler = shutil.which("nvcc")
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    named += [str(Path(compiler).resolve().parents[1])] if compiler else []
+    places = [*map(Path, filter(None, named)), *_installed_toolkits()]
+    return next((place for place in places if any(place.glob("nvvm/libdevice/*.bc"))), None)
+
+
+def _installed_toolkits() -> list[Path]:
+    """Where toolkits are usually installed, the newest first behind the one that is chosen."""
+    folders = Path("/usr/local")
+    return [folders / "cuda", *sorted(folders.glob("cuda-*"), reverse=True)]
+
+
 def run_part(name: str, folder: Path, seconds: float) -> Report:
     """One of the parts of this module."""
     file, log = folder / f"{name}.json", folder / f"{name}.log"
@@ -205,6 +262,8 @@ def _process(
     """Run Python; its exit status, None if it was stopped after so many seconds; its output."""
     environment = os.environ | _ENVIRONMENT
     environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    if (toolkit := find_toolkit()) is not None:
+        environment["CUDA_HOME"] = str(toolkit)
     command = [*before, sys.executable, *arguments]
     with log.open("w") as output:
         print("$", *command, flush=True, file=output)
@@ -261,9 +320,13 @@ def run(folder: Path) -> int:
                     text = output.read_text(errors="replace")
                     print(f"===== {what}\n{text}", file=log, flush=True)
 
+        start("preflight", partial(run_part, "preflight", scratch), PREFLIGHT)
+        if not reports["preflight"]["ok"]:
+            return _finish(_write(folder, commit, reports), reports)
         with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
             checks = _checks(scratch)
-            started = [pool.submit(start, what, job, CHECKS) for what, job in checks.items()]
+            until = time.monotonic() - began + CHECKS
+            started = [pool.submit(start, what, job, until) for what, job in checks.items()]
             for check in started:
                 check.result()
         path = _write(folder, commit, reports)
@@ -277,8 +340,9 @@ def run(folder: Path) -> int:
 
 
 def _checks(scratch: Path) -> dict[str, Callable[[float], Report]]:
-    """The parts that can run at once, as nothing of them is timed."""
-    tests = [*sorted((_ROOT / "tests" / "gpu").glob("cuda_*.py"))]
+    """The parts that can run at once, as nothing of them is timed; the longest ones first."""
+    tests = [*(_ROOT / "tests" / "gpu").glob("cuda_*.py")]
+    tests.sort(key=lambda test: (-WORKERS.get(test.stem, 0), test))
     tests.append(_ROOT / "tests" / "jacobians" / "test_device.py")
     return {
         **{str(test.relative_to(_ROOT)): partial(run_tests, test, scratch) for test in tests},

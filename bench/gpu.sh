@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs an NVIDIA GPU: tests, compute-sanitizer, repeated runs, benchmarks. In under nine minutes.
+# All that needs an NVIDIA GPU: tests, compute-sanitizer, repeated runs, benchmarks. In under ten minutes.
 #   bench/gpu.sh OUTDIR     PYTHON=… names the interpreter, COMMIT=… the commit of a copy without git
 set -euo pipefail
 [ $# = 1 ] || { echo "usage: [PYTHON=python3] [COMMIT=…] $0 OUTDIR" >&2; exit 2; }

@@ -197,6 +197,24 @@ class Cuda:
             samples.append(waited if clock == "host" else between)
         return samples
 
+    def waits_inside(self, call: Call) -> bool:
+        """Whether a call waits for the device before it returns.
+
+        Its work then cannot be queued up behind a kernel that waits, and its device time has what
+        Python and the launches cost.
+        """
+        call()
+        self.synchronize()
+        behind = self.xp.cuda.Event()
+        self._wait((1,), (1,), (np.uint64(_LONGEST_WAIT * 1e9),))
+        behind.record()
+        begin = time.perf_counter()
+        call()
+        # A call that takes as long by itself tells nothing, and is not hidden behind it either.
+        waited: bool = behind.done or time.perf_counter() - begin > _LONGEST_WAIT
+        self.synchronize()
+        return waited
+
     def _empty_cache(self) -> None:
         size = self._large.size // 4
         blocks = self._processors * 8

@@ -41,6 +41,8 @@ class Race(Work):
     size: int
     # Floors beside that of the work, ``(bytes, flops)``: of one way to do it.
     floors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # What is to be known of a contender, by its name: work that it does beside what is asked for.
+    notes: Mapping[str, str] = field(default_factory=dict)
     # Which clocks are read; see :meth:`~bench.gpu_device.Cuda.samples`.
     clocks: tuple[str, ...] = ("call", "device")
 
@@ -53,6 +55,7 @@ def measure(
     A peer that fails, other than by not being there, goes into `broken` and is not tried again.
     """
     calls, variants, skipped = _start(race, gpu, broken)
+    waiting = [name for name, call in calls.items() if gpu.waits_inside(call)]
     samples = _take_turns(race, gpu, calls, rounds)
     medians = {
         mode: {name: median(chain(*taken)) for name, taken in turns.items()}
@@ -68,6 +71,8 @@ def measure(
         "ratios": [_ratio(ratio, medians, skipped) for ratio in race.ratios],
         "floors": {name: _floor(*work, medians, ceilings) for name, work in floors.items()},
         "variants": variants,
+        "waits_inside": waiting,
+        "notes": dict(race.notes),
         "skipped": {name: reason for name, reason in skipped.items() if name in race.contenders},
         "samples_seconds": samples,
     }

@@ -84,7 +84,7 @@ def is_on_device(array: Any) -> bool:
 
 
 def on_device(array: Any, name: str = "an array") -> Any:
-    """Return a CuPy array in the memory of another library's array on a CUDA device.
+    """Return a CuPy array in the memory of another library's array on any CUDA device.
 
     If that library says on which stream it works, this waits for it.
     """
@@ -99,9 +99,18 @@ def on_device(array: Any, name: str = "an array") -> Any:
             f"{name} is a {kind} on a CUDA device, but CuPy cannot be imported: {_INSTALL}"
         ) from None
     try:
-        return cupy.asarray(array)
+        # CuPy copies what lies on another device than the current one.
+        with _device_under(cupy, array.__cuda_array_interface__["data"][0]):
+            return cupy.asarray(array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputTypeError(f"{name} is a {kind} that CuPy cannot read: {error}") from None
+
+
+def _device_under(cupy: Any, address: int) -> AbstractContextManager[Any]:
+    """Return the device on which an address lies, as a context; an empty one for no address."""
+    number = cupy.cuda.runtime.pointerGetAttributes(address).device if address else -1
+    device: AbstractContextManager[Any] = cupy.cuda.Device(number) if number >= 0 else nullcontext()
+    return device
 
 
 def device_of(array: Any) -> int | None:
@@ -191,6 +200,11 @@ def load_cupy() -> Any:
         raise DeviceError(f"no CUDA device can be used: {error}") from None
     if count == 0:
         raise DeviceError("no CUDA device can be used: the driver has none")
+    if os.environ.get("CUPY_ENABLE_UMP", "0") not in ("", "0"):
+        raise DeviceError(
+            "CUPY_ENABLE_UMP is set, which lets CuPy use memory of the host in place of copies on "
+            "the device; expected it unset, since a scan changes what it has sent"
+        )
     try:
         from . import cuda  # noqa: F401
     except ImportError as error:
@@ -225,18 +239,28 @@ class Constant:
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._host = array
-        self._device: dict[int | None, Any] | None = None
+        # By device: the copy, the stream that it is made on, and when it is there.
+        self._device: dict[int, tuple[Any, Any, Any]] | None = None
 
     def on(self, xp: Any) -> Any:
-        """Return the array as one of `xp`, on the current device."""
+        """Return the array as one of `xp`, on the current device, for the current stream."""
         if xp is np:
             return self._host
         if self._device is None:
             self._device = {}
-        number = xp.cuda.Device().id if hasattr(xp, "cuda") else None
+        number, stream = xp.cuda.Device().id, xp.cuda.get_current_stream()
         if number not in self._device:
-            self._device[number] = xp.asarray(self._host)
-        return self._device[number]
+            ready = xp.cuda.Event(disable_timing=True)
+            self._device[number] = xp.asarray(self._host), stream, ready
+            ready.record(stream)
+        copy, home, ready = self._device[number]
+        # A stream that captures a graph can neither wait for what is not in it, nor ask for it.
+        if ready is not None and stream != home and not stream.is_capturing():
+            if ready.done:
+                self._device[number] = copy, home, None
+            else:
+                stream.wait_event(ready)
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, maybe in another process, makes its own where it needs one.

@@ -465,7 +465,13 @@ def as_csr(values: Any, pattern: Pattern) -> Any:
     csr = getattr(sparse(xp), "csr_array", None) or sparse(xp).csr_matrix
     with beside(values):
         indices, indptr = (array.on(xp) for array in _index_arrays[pattern])
-        return csr((values, indices, indptr), shape=pattern.shape)
+        if xp is np:
+            return csr((values, indices, indptr), shape=pattern.shape)
+        # CuPy's constructor waits for the device, which no capture allows, to read the last row's
+        # end from arrays; an empty matrix takes them as they are.
+        matrix = csr(pattern.shape)
+        matrix.data, matrix.indices, matrix.indptr = values, indices, indptr
+        return matrix
 
 
 class CanonicalOrder:

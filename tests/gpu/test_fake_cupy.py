@@ -28,7 +28,12 @@ def test_arrays_remember_their_device(cupy: Any) -> None:
     for view in (y[::-1], y.T, y.reshape(3, 2), y.ravel(), y.view(), y.astype(float, copy=False)):
         assert view.device.id == 1
     assert y.copy().device.id == 0
-    assert cupy.asarray(y) is y
+    assert cupy.asarray(x) is x
+    # What lies on another device than the current one is copied there.
+    assert cupy.asarray(y).device.id == 0
+    assert cupy.asarray(Tensor(np.ones(3), 1)).device.id == 0
+    assert cupy.cuda.runtime.pointerGetAttributes(y[1:].data.ptr).device == 1
+    assert cupy.cuda.runtime.pointerGetAttributes(np.ones(3).ctypes.data).device < 0
     with pytest.raises(RuntimeError, match="invalid device"):
         cupy.cuda.Device(fake_cupy.DEVICES)
 
@@ -72,9 +77,9 @@ def test_addresses(cupy: Any) -> None:
     assert x.get().tolist() == [[0, 1, 2], [7, 7, 7]]
     host = np.arange(3.0)
     tensor = Tensor(host[::-1], 1)
-    there = cupy.asarray(tensor)
-    assert (there.device.id, there.strides) == (1, (-8,))
     with cupy.cuda.Device(1):
+        there = cupy.asarray(tensor)
+        assert (there.device.id, there.strides) == (1, (-8,))
         there[0] = 9
     assert host.tolist() == [0, 1, 9]
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -107,8 +112,28 @@ def test_what_waits_is_counted(cupy: Any) -> None:
             cupy.cuda.runtime.deviceSynchronize,
         ]
     ):
+        event.record(stream)
+        assert not event.done
         wait()
         assert state.waits == k + 1
+        assert event.done
+
+
+def test_matrices_of_arrays_wait_for_the_device(cupy: Any) -> None:
+    from cupyx.scipy.sparse import csr_matrix
+
+    data, indices, indptr = (cupy.asarray(np.array(a)) for a in ([1.0, 2], [0, 1], [0, 1, 2]))
+    empty = csr_matrix((2, 2))
+    empty.data, empty.indices, empty.indptr = data, indices, indptr
+    assert state.waits == 0
+    full = csr_matrix((data, indices, indptr), shape=(2, 2))
+    assert state.waits == 1
+    assert (full.get() != empty.get()).nnz == 0
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="waits while capturing"):
+            csr_matrix((data, indices, indptr), shape=(2, 2))
+        stream.end_capture()
 
 
 def test_set_refuses_what_cupy_refuses(cupy: Any) -> None:

@@ -70,6 +70,18 @@ def test_one_chunk_of_small_steps(launches: list[Any]) -> None:
     assert_within(found, sequential(grad, steps, dtype=np.float32), np.float32)
 
 
+def test_arrays_of_another_device(cupy: Any, launches: list[Any]) -> None:
+    """Tensors of a library that has a current device of its own: work goes where they are."""
+    grad, steps = dense_chain(9, 70, 3, np.float32)
+    there = [fake_cupy.Tensor(array, 1) for array in (grad, steps)]
+    assert cupy.cuda.Device().id == 0
+    found = sparsescan.exclusive_scan(*there, schedule=Schedule.chunked(9, 1))
+    assert {launch.device for launch in launches} == {1}
+    assert {gradient.device.id for gradient in found} == {1}
+    found = [gradient.get() for gradient in found]
+    assert_within(found, sequential(grad, steps, dtype=np.float32), np.float32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtype", "batch"), [(20, np.float32, 16), (20, np.float64, 5)])
 def test_chunks_of_a_long_recurrence(

@@ -263,14 +263,20 @@ class Event:
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
         self.timing = not disable_timing
+        self._waits = -1
 
     @property
     def done(self) -> bool:
-        return True
+        """Whether the host has waited for a device since."""
+        stream = _current_stream()
+        if stream.is_capturing():
+            state.spoilt.add(stream.ptr)
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: asks for an event")
+        return state.waits > self._waits
 
     def record(self, stream: _Stream | None = None) -> None:
         assert stream is None or isinstance(stream, _Stream)
-        self.at = time.perf_counter()
+        self.at, self._waits = time.perf_counter(), state.waits
 
     def synchronize(self) -> None:
         state.wait(-1)
@@ -832,7 +838,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _asarray(a: Any, dtype: Any = None) -> ndarray:
-    """A copy from the host; or what is on a device already."""
+    """A copy from the host or from another device; or what is on the current one already."""
     if not isinstance(a, ndarray) and hasattr(a, "__cuda_array_interface__"):
         about = a.__cuda_array_interface__
         kind, strides = np.dtype(about["typestr"]), about.get("strides")
@@ -842,6 +848,7 @@ def _asarray(a: Any, dtype: Any = None) -> ndarray:
             state.wait(about["stream"])
         a = _at(about["data"][0], tuple(about["shape"]), kind, strides, a, device)
     if isinstance(a, ndarray):
+        a = a if a._device == state.current.device else a.copy()
         return a if dtype is None else a.astype(dtype, copy=False)
     return _wrap(np.array(a, dtype))
 
@@ -897,6 +904,9 @@ class _csr:  # noqa: N801
     format = "csr"
 
     def __init__(self, arg1: Any, shape: Any = None) -> None:
+        if not sp.issparse(arg1) and len(arg1) == 3:
+            # Since CuPy 14.2: the last row's end is compared with the number of entries.
+            state.wait(_current_stream().ptr)
         if sp.issparse(arg1):
             shape = arg1.shape
             arg1 = [cupy.asarray(array) for array in (arg1.data, arg1.indices, arg1.indptr)]
@@ -947,6 +957,7 @@ class Tensor:
         self._array = array
         self._device = device
         self._requires_grad = requires_grad
+        state.remember(array, device)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -1033,6 +1044,12 @@ def _matmul(x1: np.ndarray, x2: np.ndarray, out: np.ndarray | None = None) -> np
     return np.matmul(x1, x2, out)
 
 
+def _pointer_attributes(ptr: int) -> types.SimpleNamespace:
+    """The device that an address lies on; less than 0 for one of the host."""
+    devices = [device for device, at, size in _spans.copy().values() if at <= ptr < at + size]
+    return types.SimpleNamespace(device=devices[-1] if devices else -2, devicePointer=ptr)
+
+
 def _einsum(subscripts: str, *operands: ndarray) -> ndarray:
     """CuPy's has no ``out``."""
     return _wrap(np.einsum(subscripts, *(_array("an operand", operand) for operand in operands)))
@@ -1056,6 +1073,7 @@ _runtime = _module(
     getDevice=lambda: state.current.device,
     getDeviceCount=lambda: DEVICES,
     memGetInfo=lambda: Device().mem_info,
+    pointerGetAttributes=_pointer_attributes,
     setDevice=lambda device: Device(device).use() and None,
     streamSynchronize=lambda ptr: state.wait(ptr),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -144,12 +145,17 @@ else:
 
     _configuring = threading.Lock()
 
+    @lru_cache(maxsize=128)
+    def _stream(handle: int) -> Any:
+        """Return one object for each stream: Numba keeps launches by it, of which each costs."""
+        return cuda.external_stream(handle) if handle else 0
+
     def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
         """Return the kernel with its launch, without the warning that a grid is small."""
         with _configuring:
             warns = _settings.CUDA_LOW_OCCUPANCY_WARNINGS
             _settings.CUDA_LOW_OCCUPANCY_WARNINGS = 0
             try:
-                return kernel[blocks, threads, cuda.external_stream(stream) if stream else 0]
+                return kernel[blocks, threads, _stream(stream)]
             finally:
                 _settings.CUDA_LOW_OCCUPANCY_WARNINGS = warns
