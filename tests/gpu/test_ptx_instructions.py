@@ -501,7 +501,7 @@ def test_compare_and_swap() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["sin.approx.f32 {out}, {a0}", "add.rz.f32 {out}, {a0}, {a0}", "ld.local.f32 {out}, [%rd1]"],
+    ["sin.approx.f32 {out}, {a0}", "add.rz.f32 {out}, {a0}, {a0}", "ld.const.f32 {out}, [%rd1]"],
 )
 def test_what_has_no_model_is_refused(text: str) -> None:
     with pytest.raises(PtxError, match=r"line \d+: no model of"):

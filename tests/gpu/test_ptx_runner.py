@@ -506,7 +506,7 @@ def test_sectors_and_bank_conflicts(by: int, ways: int) -> None:
     traffic = run(strided, 1, 32, x, y, by, traffic=True)
     np.testing.assert_array_equal(y, x[::1][np.arange(32) * by])
     together = traffic.together
-    assert traffic.bytes == {"global": 2 * 128, "shared": 2 * 128}
+    assert traffic.bytes == {"global": 2 * 128, "shared": 2 * 128, "local": 0}
     assert traffic.barriers == 32
     assert traffic.instructions["bar.sync"] == 32
     assert together.requests == together.shared_requests == 2

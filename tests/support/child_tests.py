@@ -140,9 +140,11 @@ class ChildFile(pytest.File):
     ) -> Iterator[tuple[Variant, bool]]:
         """Yield how a test is run, and whether that is slow."""
         if self.path.match("cuda_*.py"):
-            yield Variant(simulator=True), False
-            if self.path.name in AS_PTX:
-                yield Variant(ptx=True), True
+            asked = "SPARSESCAN_PTX" in os.environ
+            if not asked:
+                yield Variant(simulator=True), False
+            if asked or self.path.name in AS_PTX:
+                yield Variant(ptx=True), not asked
         simulator = any(mark.name == "cudasim" for mark in others)
         for mark in ranks:
             options = dict(mark.kwargs)

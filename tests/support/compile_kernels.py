@@ -1,6 +1,7 @@
 """Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
 
-``python compile_kernels.py PTXAS FOLDER MAJOR MINOR …``, for some compute capabilities.
+``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
+Numba compiles with the suffix ``a``, for that very one.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         yield f"check {index}", check_kernel(index), 6
 
 
-def main(ptxas: str, folder: Path, capabilities: list[tuple[int, int]]) -> None:
+def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
+    oldest = 7, 5
     # Functions that a kernel calls are compiled for the current device, which there is none.
-    device = python.SimpleNamespace(compute_capability=capabilities[0])
+    device = python.SimpleNamespace(compute_capability=oldest)
     numba.cuda.dispatcher.get_current_device = lambda: device
     # Numba makes the same of a kernel for all of them, which takes longer than all that follows.
     made: list[tuple[Any, dict[str, Any]]] = []
@@ -56,21 +58,19 @@ def main(ptxas: str, folder: Path, capabilities: list[tuple[int, int]]) -> None:
     nvvm.compile_ir = lambda ir, **options: made.append((ir, options)) or b""
     for name, kernel, count in cases():
         signature = void(*[int64] * count)
-        cuda.compile(
-            kernel.py_func, signature, cc=capabilities[0], device=False, abi="numba", output="ptx"
-        )
+        cuda.compile(kernel.py_func, signature, cc=oldest, device=False, abi="numba", output="ptx")
         ((ir, options),) = made
         made.clear()
-        for major, minor in capabilities:
-            ptx = compile_ir(ir, **options | {"arch": f"compute_{major}{minor}"})
+        for capability in capabilities:
+            digits = capability.replace(".", "")
+            ptx = compile_ir(ir, **options | {"arch": f"compute_{digits}"})
             path = folder / "kernel.ptx"
             path.write_bytes(ptx.strip(b"\0"))
-            architecture = f"-arch=sm_{major}{minor}"
+            architecture = f"-arch=sm_{digits}"
             command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            print(f"KERNEL {name} for {major}.{minor}:", done.stderr.replace("\n", " "))
+            print(f"KERNEL {name} for {capability}:", done.stderr.replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":
-    numbers = list(map(int, sys.argv[3:]))
-    main(sys.argv[1], Path(sys.argv[2]), list(zip(numbers[::2], numbers[1::2], strict=True)))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

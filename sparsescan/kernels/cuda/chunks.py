@@ -441,10 +441,14 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                         read_vector(left, r * vector, pool, rows_at + r * groups * pitch + k)
                     for n in range(cols):
                         read_vector(right, n * vector, pool, columns_at + n * pitch + k)
-                    for n in range(cols):
+                    # NVVM for 10.0 and 12.0 does not unroll this one as range(), upon which it
+                    # keeps the tile in memory.
+                    n = 0
+                    while n < cols:
                         for v in range(vector):
                             for r in range(_ROWS):
                                 tile[n * _ROWS + r] += left[r * vector + v] * right[n * vector + v]
+                        n += 1
                     k += vector
                 for r in range(_ROWS):
                     tile[local_column * _ROWS + r] += added[r]

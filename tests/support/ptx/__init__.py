@@ -21,7 +21,7 @@ sectors and the bank conflicts of warps.
 
 Nothing here tells how long a launch takes, nor what another order of memory than that of a CPU
 would show, beyond the races that are looked for. Instructions that no kernel has are refused:
-calls, local memory, shuffles, accesses to fewer than four bytes, roundings but to the nearest.
+calls, shuffles, accesses to fewer than four bytes, roundings but to the nearest.
 """
 
 from .parse import PtxError

@@ -31,6 +31,7 @@ __all__ = [
     "GUARD",
     "HEADS",
     "HELPERS",
+    "LOCAL_WINDOW",
     "PENDING_ROOM",
     "WINDOW",
     "Fault",
@@ -107,7 +108,13 @@ class _Slot(NamedTuple):
     STEP: int = 43
     # The state of the random numbers, not 0.
     RANDOM: int = 44
-    WIDTH: int = 45
+    # Memory that each thread has: address of that of the first, bytes of each.
+    LOCAL: int = 45
+    LOCAL_SIZE: int = 46
+    # The mutation that is made, or 0; address of how often each makes a difference where it stands.
+    MUTANT: int = 47
+    DIFFERENT: int = 48
+    WIDTH: int = 49
 
 
 Slot = _Slot()
@@ -117,6 +124,7 @@ class _Space(NamedTuple):
     GLOBAL: int = 0
     SHARED: int = 1
     GENERIC: int = 2
+    LOCAL: int = 3
 
 
 Space = _Space()
@@ -166,8 +174,8 @@ class _Wait(NamedTuple):
 
 Wait = _Wait()
 
-# Where shared memory begins among generic addresses.
-WINDOW = 1 << 60
+# Where shared memory begins among generic addresses, and that of a thread.
+WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
 # Bytes between shared arrays, which no address may lie in.
 GUARD = 16
 
@@ -323,8 +331,10 @@ def _touch(m: Any, site: int, address: int, cell: int, kind: int) -> int:
 
 @njit
 def _place(m: Any, site: int, space: int, address: int, width: int) -> tuple[int, int]:
-    """Return where an access goes in host memory, 0 if nowhere, and its first cell."""
-    if space == Space.GENERIC and address >= WINDOW:
+    """Return where an access goes in host memory, 0 if nowhere; and its first cell, 0 if none."""
+    if space == Space.GENERIC and address >= LOCAL_WINDOW:
+        space, address = Space.LOCAL, address - LOCAL_WINDOW
+    elif space == Space.GENERIC and address >= WINDOW:
         space, address = Space.SHARED, address - WINDOW
     if address & (width - 1):
         return _stop(m, Fault.MISALIGNED, site, address, 0), 0
@@ -334,6 +344,11 @@ def _place(m: Any, site: int, space: int, address: int, width: int) -> tuple[int
         place, cell = m[Slot.SHARED] + address, m[Slot.SHARED_CELLS] + (address >> 2) * 8 * CELL
         if _at(cell)[3] & _OUTSIDE:
             return _stop(m, Fault.OUTSIDE, site, address, 0), 0
+    elif space == Space.LOCAL:
+        if address < 0 or address + width > m[Slot.LOCAL_SIZE]:
+            return _stop(m, Fault.OUTSIDE, site, address, 0), 0
+        # Nobody else has it.
+        return m[Slot.LOCAL] + m[Slot.THREAD] * m[Slot.LOCAL_SIZE] + address, 0
     else:
         k = _find(m, site, address, width)
         if k < 0:
@@ -356,7 +371,7 @@ def _place(m: Any, site: int, space: int, address: int, width: int) -> tuple[int
 @njit
 def _load(m: Any, site: int, space: int, address: int, width: int) -> int:
     place, cell = _place(m, site, space, address, width)
-    if place and m[Slot.RACES]:
+    if place and cell and m[Slot.RACES]:
         for k in range(width >> 2):
             if not _touch(m, site, address, cell + k * 8 * CELL, 0):
                 return 0
@@ -372,12 +387,12 @@ def _store(m: Any, site: int, space: int, address: int, width: int, low: int, hi
     for k in range(width >> 2):
         word = low if k < 2 else high
         half = np.int32((word >> (32 * (k & 1))) & 0xFFFFFFFF)
-        if m[Slot.RACES]:
+        if cell and m[Slot.RACES]:
             kind = 3 if target[k] == half else 1
             if not _touch(m, site, address, cell + k * 8 * CELL, kind):
                 return 0
         target[k] = half
-    if space != Space.SHARED:
+    if place == address:
         _at(m[Slot.WROTE])[m[Slot.THREAD]] = 1
     return 1
 
@@ -417,7 +432,7 @@ def _atomic(
     place, cell = _place(m, site, space, address, width)
     if place == 0:
         return 0
-    if m[Slot.RACES]:
+    if cell and m[Slot.RACES]:
         for k in range(width >> 2):
             if not _touch(m, site, address, cell + k * 8 * CELL, 2):
                 return 0
@@ -603,6 +618,7 @@ def _run_block(
     frames: Any,
     waits: Any,
     shared: Any,
+    local: Any,
     cells: Any,
     gaps: Any,
     garbage: int,
@@ -610,6 +626,8 @@ def _run_block(
     threads = m[Slot.THREADS]
     for k in range(len(shared)):
         shared[k] = _random(m)
+    for k in range(len(local)):
+        local[k] = _random(m)
     if m[Slot.RACES]:
         cells[:] = 0
     for k in range(len(gaps)):
@@ -661,6 +679,7 @@ def run_blocks(
     frames: Any,
     waits: Any,
     shared: Any,
+    local: Any,
     cells: Any,
     gaps: Any,
     garbage: int,
@@ -668,6 +687,6 @@ def run_blocks(
     """Run blocks one after the other, until one stops."""
     for n in range(len(blocks)):
         m[Slot.BLOCK], m[Slot.TURN] = blocks[n], n + 1
-        _run_block(m, function, frames, waits, shared, cells, gaps, garbage)
+        _run_block(m, function, frames, waits, shared, local, cells, gaps, garbage)
         if m[Slot.FAULT]:
             return

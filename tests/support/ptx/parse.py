@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Block", "Instruction", "Kernel", "PtxError", "SharedArray", "parse"]
+__all__ = ["Array", "Block", "Instruction", "Kernel", "PtxError", "parse"]
 
 
 class PtxError(Exception):
@@ -40,8 +40,8 @@ class Block:
     successors: list[str] = field(default_factory=list)
 
 
-class SharedArray(NamedTuple):
-    """An array that the threads of a block share."""
+class Array(NamedTuple):
+    """An array that the threads of a block share, or that each thread has."""
 
     name: str
     size: int
@@ -54,7 +54,8 @@ class Kernel:
 
     name: str
     parameters: dict[str, int]
-    shared: list[SharedArray]
+    shared: list[Array]
+    local: list[Array]
     registers: dict[str, str]
     blocks: list[Block]
     text: list[str]
@@ -64,7 +65,7 @@ class Kernel:
         return [one for block in self.blocks for one in block.instructions]
 
 
-_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
+_ARRAY = re.compile(r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%\w+?)<(\d+)>")
 _TEMPORARY = re.compile(r"\.reg\s+\.(\w+)\s+(%\w+)")
 _PARAMETER = re.compile(r"\.param\s+\.[usbf](\d+)\s+([\w$]+)")
@@ -81,7 +82,7 @@ def parse(text: str) -> Kernel:
     """Read the one kernel of a module."""
     lines = text.splitlines()
     name, parameters = "", {}
-    shared: list[SharedArray] = []
+    arrays: dict[str, list[Array]] = {"shared": [], "local": []}
     registers: dict[str, str] = {}
     blocks = [Block("$entry")]
     inside = False
@@ -90,8 +91,8 @@ def parse(text: str) -> Kernel:
         line = raw.split("//")[0].strip().rstrip(";").strip()
         for short, own in scope.items():
             line = re.sub(rf"{short}\b", own, line)
-        if match := _SHARED.search(line):
-            shared.append(SharedArray(match[2], int(match[3]), int(match[1])))
+        if match := _ARRAY.search(line):
+            arrays[match[1]].append(Array(match[3], int(match[4]), int(match[2])))
         elif ".entry" in line:
             if name:
                 raise PtxError("a module with two kernels")
@@ -119,7 +120,7 @@ def parse(text: str) -> Kernel:
             blocks[-1].instructions.append(instruction)
         else:
             raise PtxError(f"line {number}: {line}")
-    kernel = Kernel(name, parameters, shared, registers, blocks, lines)
+    kernel = Kernel(name, parameters, **arrays, registers=registers, blocks=blocks, text=lines)
     _connect(kernel)
     return kernel
 

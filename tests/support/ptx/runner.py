@@ -118,7 +118,7 @@ def _count_up(counts: Any) -> Any:
 @dataclass
 class Traffic:
     """What a launch did: instructions of all threads, by opcode; barriers that threads waited at;
-    bytes that threads asked for, ``"global"`` and ``"shared"``; and how warps got them.
+    bytes that threads asked for, ``"global"``, ``"shared"`` and ``"local"``; how warps got them.
     """
 
     instructions: dict[str, int]
@@ -130,11 +130,15 @@ class Traffic:
 class Program:
     """A kernel as host code."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, *, mutable: bool = False) -> None:
         self.text, self.name = text, name
         self.kernel: Kernel = parse(text)
-        self._made: Translation = translate(self.kernel, GUARD)
+        self._made: Translation = translate(self.kernel, GUARD, mutable=mutable)
         self._engine, self._function = _to_host(self._made.ir)
+        # What a launch may change, if the program is a `mutable` one; and of the latest launch, how
+        # often each would make a difference, and how often threads jumped back.
+        self.mutations = self._made.mutations
+        self.different, self.jumps = np.zeros(len(self.mutations), np.int64), 0
 
     def launch(
         self,
@@ -146,6 +150,8 @@ class Program:
         races: bool = True,
         traffic: bool = False,
         seed: int | None = None,
+        mutation: int = 0,
+        patience: int = PATIENCE,
     ) -> Traffic:
         """Run all blocks, and return what they did; sectors and conflicts only with `traffic`.
 
@@ -163,6 +169,10 @@ class Program:
             Whether to count what the threads of a warp do together.
         seed : int, optional
             Of the order of threads and blocks.
+        mutation : int
+            The number of a mutation, from 1 on; 0 for none.
+        patience : int
+            Jumps back that all threads may make.
         """
         made = self._made
         arguments = np.array([int(argument) for argument in arguments], np.int64)
@@ -180,6 +190,7 @@ class Program:
         shadow = np.zeros((int(words.sum()) + 1, CELL), np.int64)
         cells = shadow.ctypes.data + bases * 8 * CELL
         shared = np.zeros(made.shared_size // 8 + 1, np.int64)
+        local = np.zeros(threads * made.local_size // 8 + 1, np.int64)
         shared_cells = np.zeros((2 * len(shared) + 2, CELL), np.int64)
         counts = np.zeros(len(made.opcodes), np.int64)
         sites = len(made.sites)
@@ -190,6 +201,7 @@ class Program:
             Slot.PARAMETERS: arguments,
             Slot.COUNTS: counts,
             Slot.SHARED: shared,
+            Slot.LOCAL: local,
             Slot.SHARED_CELLS: shared_cells,
             Slot.STARTS: starts,
             Slot.STOPS: stops,
@@ -199,23 +211,28 @@ class Program:
             Slot.ACQUIRED: np.zeros((blocks, 5), np.int64),
             Slot.PENDING: np.zeros(PENDING_ROOM * blocks, np.int64),
             Slot.LATEST: np.full(sites + 1, -1),
+            Slot.DIFFERENT: self.different,
         }
+        self.different[:] = 0
         m = np.zeros(Slot.WIDTH, np.int64)
         for slot, array in kept.items():
             m[slot] = array.ctypes.data
         m[: len(HELPERS)] = [helper.address for helper in HELPERS]
-        m[Slot.THREADS], m[Slot.BLOCKS], m[Slot.PATIENCE] = threads, blocks, PATIENCE
+        m[Slot.THREADS], m[Slot.BLOCKS], m[Slot.PATIENCE] = threads, blocks, patience
+        m[Slot.MUTANT] = mutation
         m[Slot.RANDOM] = 2 * seed + 1 << 20
-        m[Slot.SHARED_SIZE], m[Slot.ALLOCATIONS] = made.shared_size, len(starts)
+        m[Slot.SHARED_SIZE], m[Slot.LOCAL_SIZE] = made.shared_size, made.local_size
+        m[Slot.ALLOCATIONS] = len(starts)
         m[Slot.RACES], m[Slot.RELEASE_ROOM] = races, RELEASES
         m[Slot.TRACE], m[Slot.TRACE_ROOM] = (trace.ctypes.data if traffic else 0), TRACE
         waits = np.array(made.waits, np.int64).reshape(-1, Wait.WIDTH)
         gaps = np.array(made.gaps, np.int64)
-        tables = frames, waits, shared, shared_cells, gaps, made.garbage
+        tables = frames, waits, shared, local, shared_cells, gaps, made.garbage
         together = Together()
         # A trace has room for that of a block.
         for some in order[:, None] if traffic else [order]:
             run_blocks(m, self._function, some, *tables)
+            self.jumps = patience - int(m[Slot.PATIENCE])
             if m[Slot.FAULT]:
                 raise self._fault(m, seed)
             together.add(made.sites, trace[: m[Slot.TRACED]])
@@ -245,12 +262,13 @@ class Program:
         for count, opcodes in zip(counts.tolist(), self._made.opcodes, strict=True):
             for opcode, times in opcodes.items():
                 instructions[opcode] = instructions.get(opcode, 0) + count * times
-        size = {"global": 0, "shared": 0}
+        size = {"global": 0, "shared": 0, "local": 0}
         for opcode, times in instructions.items():
             parts = opcode.split(".")
             if parts[0] in ("ld", "st", "atom", "red") and "param" not in parts:
                 width = int(parts[-1][1:]) // 8 * {"v2": 2, "v4": 4}.get(parts[-2], 1)
-                size["shared" if "shared" in parts else "global"] += times * width
+                (space,) = {"shared", "local"} & set(parts) or {"global"}
+                size[space] += times * width
         barriers = sum(times for op, times in instructions.items() if op.startswith("bar."))
         return Traffic(instructions, barriers, size, together)
 

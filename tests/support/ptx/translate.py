@@ -16,10 +16,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .machine import WINDOW, Fault, Slot, Space
+from .machine import LOCAL_WINDOW, WINDOW, Fault, Slot, Space
 from .parse import Block, Instruction, Kernel, PtxError
 
-__all__ = ["ATOMICS", "Site", "Translation", "translate"]
+__all__ = ["ATOMICS", "Mutation", "Site", "Translation", "translate"]
 
 ATOMICS = ("add", "max", "min", "exch", "cas", "and", "or", "xor")
 _SPECIAL = {
@@ -52,6 +52,13 @@ class Site(NamedTuple):
     opcode: str
 
 
+class Mutation(NamedTuple):
+    """A small change of a program: a barrier or a fence that is left out, or a bound off by one."""
+
+    line: int
+    kind: str  # "barrier", "fence" or "bound"
+
+
 class Translation(NamedTuple):
     """A kernel as LLVM IR, and what its numbers mean."""
 
@@ -64,11 +71,16 @@ class Translation(NamedTuple):
     shared: dict[str, int]
     shared_size: int
     gaps: list[int]  # words of shared memory that are in no array
+    local_size: int  # bytes of a thread
+    mutations: list[Mutation]  # that a launch may make, by number from 1 on
 
 
-def translate(kernel: Kernel, gap: int) -> Translation:
-    """Translate a kernel; `gap` bytes lie between its shared arrays."""
-    return _Translator(kernel, gap).translate()
+def translate(kernel: Kernel, gap: int, *, mutable: bool = False) -> Translation:
+    """Translate a kernel; `gap` bytes lie between its shared arrays.
+
+    Launches of a `mutable` one may leave out a barrier or a fence, or take ``<`` for ``≤``.
+    """
+    return _Translator(kernel, gap, mutable).translate()
 
 
 def _llvm(kind: str) -> str:
@@ -83,8 +95,9 @@ def _bits(kind: str) -> int:
 
 
 class _Translator:
-    def __init__(self, kernel: Kernel, gap: int) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Kernel, gap: int, mutable: bool) -> None:
+        self._kernel, self._mutable = kernel, mutable
+        self._mutations: list[Mutation] = []
         self._lines: list[str] = []
         self._count = 0
         self._sites: list[Site] = []
@@ -101,6 +114,11 @@ class _Translator:
             self._gaps += range(-(-at // 4), (at + gap) // 4)
             at = (at + gap) // 4 * 4
         self._shared_size = at
+        self._local: dict[str, int] = {}
+        self._local_size = 0
+        for array in kernel.local:
+            start = -(-self._local_size // array.alignment) * array.alignment
+            self._local[array.name], self._local_size = start, start + array.size
         self._tracked = self._address_registers()
         self._names = {block.label: f"L{k}" for k, block in enumerate(kernel.blocks)}
         self._position = {block.label: k for k, block in enumerate(kernel.blocks)}
@@ -237,6 +255,16 @@ class _Translator:
         self._emit("ret i64 -1")
         self._lines.append(f"{on}:")
 
+    def _mutant(self, one: Instruction, kind: str, differs: str = "true") -> str:
+        """Return whether a launch makes this mutation; count where it makes a difference, if so."""
+        counts = self._let(f"inttoptr i64 {self._get_slot(Slot.DIFFERENT)} to ptr")
+        place = self._let(f"getelementptr i64, ptr {counts}, i64 {len(self._mutations)}")
+        more = self._let(f"zext i1 {differs} to i64")
+        more = self._let(f"add i64 {self._let(f'load i64, ptr {place}')}, {more}")
+        self._emit(f"store i64 {more}, ptr {place}")
+        self._mutations.append(Mutation(one.line, kind))
+        return self._let(f"icmp eq i64 {self._get_slot(Slot.MUTANT)}, {len(self._mutations)}")
+
     def _helper(self, slot: int, *arguments: str) -> str:
         """Call a helper of the machine, and stop where it returns 0."""
         function = self._let(f"inttoptr i64 {self._get_slot(slot)} to ptr")
@@ -282,8 +310,8 @@ class _Translator:
         if operand == "%laneid":
             lane = self._let(f"and i64 {self._get_slot(Slot.THREAD)}, 31")
             return self._convert(lane, "b64", kind)
-        if operand in self._shared:
-            return str(self._shared[operand])
+        if operand in self._shared or operand in self._local:
+            return str((self._shared | self._local)[operand])
         if operand.startswith("0f"):
             (single,) = struct.unpack(">f", bytes.fromhex(operand[2:]))
             (bits,) = struct.unpack(">Q", struct.pack(">d", single))
@@ -397,6 +425,8 @@ class _Translator:
             self._shared,
             self._shared_size,
             self._gaps,
+            self._local_size,
+            self._mutations,
         )
 
     def _load_register(self, name: str, at: int, flag: int, *, garbage: bool) -> None:
@@ -490,6 +520,10 @@ class _Translator:
             raise PtxError(f"line {one.line}: not all threads: {one.opcode} {operands}")
         self._waits.append((warp, vote, one.line))
         label, after = f"R{len(resumes)}", block.successors[-1]
+        if self._mutable and not vote:
+            left_out, wait = self._mutant(one, "barrier"), self._label()
+            self._emit(f"br i1 {left_out}, label %{self._names[after]}, label %{wait}")
+            self._lines.append(f"{wait}:")
         if vote:
             value = self._let(f"zext i1 {self._read(source, 'pred')} to i64")
             self._set_slot(Slot.VOTE, value)
@@ -518,10 +552,10 @@ class _Translator:
     # -- Memory ----------------------------------------------------------------------------------
 
     def _space(self, one: Instruction) -> int:
-        if "local" in one.parts or "const" in one.parts:
+        if "const" in one.parts:
             raise PtxError(f"line {one.line}: no model of {one.opcode}")
-        if "shared" in one.parts:
-            return Space.SHARED
+        if "shared" in one.parts or "local" in one.parts:
+            return Space.SHARED if "shared" in one.parts else Space.LOCAL
         return Space.GLOBAL if "global" in one.parts else Space.GENERIC
 
     def _do_ld(self, one: Instruction) -> None:
@@ -597,16 +631,26 @@ class _Translator:
         return size
 
     def _do_membar(self, one: Instruction) -> None:
-        if one.parts[1] in ("gl", "sys") or "gpu" in one.parts:
+        if not (one.parts[1] in ("gl", "sys") or "gpu" in one.parts):
+            return
+        if not self._mutable:
             self._helper(Slot.FENCE)
+            return
+        left_out, do, on = self._mutant(one, "fence"), self._label(), self._label()
+        self._emit(f"br i1 {left_out}, label %{on}, label %{do}")
+        self._lines.append(f"{do}:")
+        self._helper(Slot.FENCE)
+        self._emit(f"br label %{on}")
+        self._lines.append(f"{on}:")
 
     _do_fence = _do_membar
 
     def _do_cvta(self, one: Instruction) -> None:
         value = self._read(one.operands[1], "b64")
-        if "shared" in one.parts:
+        if "shared" in one.parts or "local" in one.parts:
             sign = "sub" if "to" in one.parts else "add"
-            value = self._let(f"{sign} i64 {value}, {WINDOW}")
+            window = WINDOW if "shared" in one.parts else LOCAL_WINDOW
+            value = self._let(f"{sign} i64 {value}, {window}")
         self._write(one.operands[0], value, "b64", self._overflow(one.operands[1]))
 
     # -- Integers and floats ---------------------------------------------------------------------
@@ -853,6 +897,10 @@ class _Translator:
             if name in ("lt", "le", "gt", "ge"):
                 name = sign + name
             value = self._let(f"icmp {name} {_llvm(kind)} {a}, {b}")
+            if self._mutable and name[0] in "su":
+                equal = self._let(f"icmp eq {_llvm(kind)} {a}, {b}")
+                changed = self._let(f"and i1 {self._mutant(one, 'bound', equal)}, {equal}")
+                value = self._let(f"xor i1 {value}, {changed}")
         self._write(one.operands[0], value, "pred")
 
     def _do_selp(self, one: Instruction) -> None:
