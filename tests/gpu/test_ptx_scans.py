@@ -18,7 +18,6 @@ pytest.importorskip("numba_cuda")
 import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
 from oracles import assert_within, sequential  # noqa: E402
-from ptx.mutants import Mutants  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Schedule  # noqa: E402
@@ -111,39 +110,3 @@ def test_large_sparse_steps(launches: list[Any], schedule: str) -> None:
     assert max(launch.blocks for launch in launches) > 2
     assert {launch.threads for launch in launches} <= {32, 64, 128, 256}
     assert_within(found, sequential(grad, steps, inclusive=True, dtype=np.float32), np.float32)
-
-
-# Barriers that nothing needs, by kernel, and why they are there.
-NOT_NEEDED = {
-    # The first: a thread sets what it alone changes later, or what is read behind the next one. It
-    # is executed once.
-    "carry": 1,
-}
-
-
-@pytest.mark.slow
-def test_no_chunk_kernel_does_without_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in turn is left out: a launch stops, or gives other bits."""
-    mutants = Mutants(monkeypatch)
-    rng = np.random.default_rng(0)
-    size, steps, batch = 5, 23, 13
-    schedule = Schedule.chunked(steps, 4)
-    for scale in (1.0, 1e9, 1e-9, np.inf):
-        grad, jacobians = dense_chain(steps, batch, size, np.float32)
-        local = list(rng.standard_normal((steps, batch, size)).astype(np.float32))
-        if np.isfinite(scale):
-            # Large and small steps in turn: columns leave the band, gradients do not.
-            jacobians[::2] *= np.float32(scale)
-            jacobians[1::2] /= np.float32(scale)
-        else:
-            jacobians[5, 0, 0, 0] = scale
-        # One gradient stays zero: `carry` then looks for terms that got lost.
-        jacobians[:, 1, 2] = 0
-        for added in (local, None):
-            sparsescan.exclusive_scan(
-                grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
-            )
-    assert set(mutants.counts) == {"multiply", "carry", "sweep", "repair"}
-    assert min(mutants.counts.values()) > 2
-    left = {name: len(lines) for name, lines in mutants.lines().items()}
-    assert left == NOT_NEEDED, mutants.lines()

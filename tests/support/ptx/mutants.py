@@ -1,80 +1,148 @@
-"""Kernels without one of their barriers or fences, which a launch must tell from the right ones."""
+"""Kernels with a small fault, which a launch must tell from the right ones.
+
+A mutation leaves out one barrier (of a block or a warp, without a vote) or one fence, or takes
+``<`` for ``≤`` in one comparison of integers, which shifts a bound by one.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import fake_cupy
+import numpy as np
 import pytest
 
 from . import stand_in
 from .runner import FaultError, Program, compile_kernel
+from .translate import Mutation
 
-__all__ = ["Mutants"]
+__all__ = ["KINDS", "Mutants", "Tried"]
 
-_WAITS = ("bar.sync", "bar.warp.sync", "membar.gl")
+KINDS = ("barrier", "fence", "bound")
+# Launches in which a mutation may make a difference, after which it is given up.
+_TRIES = 20
 
 
-def _without_waits(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line of each barrier and fence, and the text without it."""
-    lines = text.splitlines()
-    for k, line in enumerate(lines):
-        if line.strip().startswith(_WAITS):
-            yield k + 1, "\n".join([*lines[:k], "", *lines[k + 1 :]])
+@dataclass
+class Tried:
+    """The mutations of a kernel, by number from 1 on, and what became of each."""
+
+    program: Program
+    left: dict[int, int] = field(init=False)  # launches that did not tell it from the right one
+    told: dict[int, str] = field(default_factory=dict)  # by what: a fault, or other bits
+
+    def __post_init__(self) -> None:
+        self.left = dict.fromkeys(range(1, len(self.program.mutations) + 1), 0)
+
+    def mutation(self, number: int) -> Mutation:
+        return self.program.mutations[number - 1]
+
+    def undetected(self, kind: str) -> list[int]:
+        """Return mutations that made a difference where they stand, but never to a result."""
+        return [k for k, tries in self.left.items() if tries and self.mutation(k).kind == kind]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return, by kind, how many mutations there are, and what became of them."""
+        found = {}
+        for kind in KINDS:
+            every = range(1, len(self.program.mutations) + 1)
+            numbers = [k for k in every if self.mutation(k).kind == kind]
+            found[kind] = {
+                "mutants": len(numbers),
+                "detected": sum(k in self.told for k in numbers),
+                "min or max": sum(self.is_choice(k) for k in self.undetected(kind)),
+                "no difference": sum(self.left.get(k) == 0 for k in numbers),
+            }
+        return found
+
+    def is_choice(self, number: int) -> bool:
+        """Return whether a comparison only chooses between the two numbers that it compares.
+
+        Where they are equal both choices are.
+        """
+        line = self.mutation(number).line
+        instructions = self.program.kernel.instructions()
+        (one,) = (x for x in instructions if x.line == line)
+        if one.parts[0] != "setp":
+            return False
+        target, *compared = one.operands
+        users = [x for x in instructions if _reads(x, target)]
+        return bool(users) and all(
+            x.parts[0] == "selp" and set(x.operands[1:3]) == set(compared) for x in users
+        )
+
+    def lines(self, kind: str) -> list[str]:
+        """Return a few lines around each mutation that was not detected."""
+        text = self.program.text.splitlines()
+        return [
+            f"{self.mutation(k)}:\n" + "\n".join(text[self.mutation(k).line - 9 :][:17])
+            for k in self.undetected(kind)
+            if not self.is_choice(k)
+        ]
+
+
+def _reads(one: Any, register: str) -> bool:
+    """Return whether an instruction reads a predicate."""
+    given = [*one.operands[1:], one.guard.lstrip("@")]
+    return any(operand.lstrip("!") == register for operand in given)
 
 
 class Mutants:
-    """Launches that are repeated for every mutant of their kernel which no launch has told yet.
+    """Launches that are repeated with every mutation that no launch has told yet.
 
-    A mutant is told by a fault, or by other bits in memory than those of the kernel itself.
+    It is told by a fault, or by other bits in memory than those of the kernel itself. Only those
+    are tried that make a difference where they stand: a barrier that is reached, a comparison of
+    two equal numbers.
 
     Attributes
     ----------
-    left : dict of str to dict of int to Program
-        By the name of the kernel and the line of the barrier: those that are not told.
-    counts : dict of str to int
-        How many mutants there were of each kernel.
+    kernels : dict of str to Tried
+        By the name of the kernel.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: dict[str, dict[int, Program]] = {}
-        self.counts: dict[str, int] = {}
+        self.kernels: dict[str, Tried] = {}
         monkeypatch.setattr(stand_in, "launch", self._launch)
 
     def _launch(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        program, memory = compile_kernel(kernel, len(arguments)), fake_cupy.state.memory()
+        tried = self._tried(kernel, len(arguments))
+        program, memory = tried.program, fake_cupy.state.memory()
         before = [ctypes.string_at(*span) for span in memory]
         program.launch(blocks, threads, arguments, memory)
         after = [ctypes.string_at(*span) for span in memory]
-        if program.name not in self.left:
-            mutants = {
-                line: Program(text, program.name) for line, text in _without_waits(program.text)
-            }
-            self.left[program.name], self.counts[program.name] = mutants, len(mutants)
-        left = self.left[program.name]
-        for line, mutant in list(left.items()):
+        different, patience = program.different.copy(), 4 * program.jumps + 100_000
+        for number in self._to_try(tried, different):
             _restore(memory, before)
             try:
-                mutant.launch(blocks, threads, arguments, memory)
-            except FaultError:
-                del left[line]
-                continue
-            if [ctypes.string_at(*span) for span in memory] != after:
-                del left[line]
+                program.launch(
+                    blocks, threads, arguments, memory, mutation=number, patience=patience
+                )
+            except FaultError as fault:
+                tried.told[number] = fault.kind
+            else:
+                if [ctypes.string_at(*span) for span in memory] != after:
+                    tried.told[number] = "other bits"
+            if number in tried.told:
+                del tried.left[number]
+            else:
+                tried.left[number] += 1
         _restore(memory, after)
 
-    def lines(self) -> dict[str, list[str]]:
-        """Return what is left: a few lines of each kernel around the barrier."""
-        return {
-            name: [
-                f"line {line}:\n" + "\n".join(mutant.text.splitlines()[line - 9 : line + 8])
-                for line, mutant in left.items()
-            ]
-            for name, left in self.left.items()
-            if left
-        }
+    def _tried(self, kernel: Any, count: int) -> Tried:
+        """Return the mutations of a kernel; of the first of a name, whose others are left alone."""
+        right = compile_kernel(kernel, count)
+        if right.name not in self.kernels:
+            self.kernels[right.name] = Tried(Program(right.text, right.name, mutable=True))
+        known = self.kernels[right.name]
+        return known if known.program.text == right.text else Tried(right)
+
+    def _to_try(self, tried: Tried, different: np.ndarray[Any, Any]) -> Iterator[int]:
+        for number, tries in list(tried.left.items()):
+            if different[number - 1] and tries < _TRIES:
+                yield number
 
 
 def _restore(memory: list[tuple[int, int]], contents: list[bytes]) -> None:

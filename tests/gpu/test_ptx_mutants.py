@@ -1,0 +1,109 @@
+"""Each barrier and fence of every kernel is left out, each bound shifted: which launches tell."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the test extra installs numba-cuda on Linux only"
+)
+pytest.importorskip("numba_cuda")
+
+from numba import cuda, int64, void  # noqa: E402
+from ptx import FaultError, Program, compile_ptx  # noqa: E402
+from ptx.mutants import Tried  # noqa: E402
+from ptx.mutation_run import KERNELS, TABLE, run, table_of  # noqa: E402
+
+from sparsescan.kernels.cuda.device import load, store  # noqa: E402
+
+I8 = np.int64(0)
+
+
+@cuda.jit
+def reversed_below(x, y, n):
+    """The first `n` numbers in reverse, and the larger of each and 5."""
+    shared = cuda.shared.array(64, int64)
+    i = int64(cuda.threadIdx.x)
+    if i < n:
+        shared[i] = load(x, i, I8)
+    cuda.syncthreads()
+    cuda.threadfence()
+    if i < n:
+        store(y, i, max(shared[n - 1 - i], int64(5)), I8)
+
+
+def launch(program: Program, n: int, mutation: int) -> list[int]:
+    x, y = np.arange(64), np.full(64, -1)
+    places = [x.ctypes.data, y.ctypes.data, n]
+    memory = [(array.ctypes.data, array.nbytes) for array in (x, y)]
+    program.launch(1, 64, places, memory, mutation=mutation)
+    return y.tolist()
+
+
+def test_a_launch_makes_one_mutation() -> None:
+    text = compile_ptx(reversed_below.py_func, void(*[int64] * 3))
+    program = Program(text, "reversed_below", mutable=True)
+    kinds = [mutation.kind for mutation in program.mutations]
+    assert sorted(set(kinds)) == ["barrier", "bound", "fence"]
+    right = [max(k, 5) for k in range(39, -1, -1)] + [-1] * 24
+    assert launch(program, 40, 0) == right
+    reached = program.different.copy()
+    for number, kind in enumerate(kinds, 1):
+        if kind == "barrier":
+            with pytest.raises(FaultError, match="a race between threads"):
+                launch(program, 40, number)
+        elif kind == "fence" or not reached[number - 1]:
+            assert launch(program, 40, number) == right
+    told = [
+        number
+        for number, kind in enumerate(kinds, 1)
+        if kind == "bound" and reached[number - 1] and is_told(program, number, right)
+    ]
+    assert told
+
+
+def is_told(program: Program, number: int, right: list[int]) -> bool:
+    try:
+        return launch(program, 40, number) != right
+    except FaultError:
+        return True
+
+
+def test_a_choice_between_two_numbers_is_no_bound() -> None:
+    head = """
+.visible .entry k(
+    .param .u64 k_param_0
+)
+{
+    .reg .pred %p<3>;
+    .reg .b64 %rd<9>;
+    ld.param.u64 %rd1, [k_param_0];
+    mov.u64 %rd2, 5;
+    setp.lt.s64 %p1, %rd1, %rd2;
+"""
+    chosen = Tried(Program(head + "selp.b64 %rd3, %rd2, %rd1, %p1;\nret;\n}\n", "k", mutable=True))
+    other = Tried(Program(head + "selp.b64 %rd3, 1, %rd1, %p1;\nret;\n}\n", "k", mutable=True))
+    branch = Tried(
+        Program(head + "@%p1 bra $L;\nmov.u64 %rd3, 1;\n$L:\nret;\n}\n", "k", mutable=True)
+    )
+    assert [tried.is_choice(1) for tried in (chosen, other, branch)] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_what_launches_tell_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other versions of Numba or NVVM there may be other instructions: then by shares."""
+    found, table = table_of(run(monkeypatch)), json.loads(TABLE.read_text())
+    assert list(table) == list(KERNELS)
+    for name in KERNELS:
+        for kind, said in table[name].items():
+            now = found[name][kind]
+            if now["mutants"] == said["mutants"]:
+                # The order of threads is another one in each run.
+                assert now["detected"] >= said["detected"] - 1, (name, kind, now)
+            elif said["mutants"]:
+                share = said["detected"] / said["mutants"]
+                assert now["detected"] >= 0.8 * share * now["mutants"], (name, kind, now)
