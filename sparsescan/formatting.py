@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
-__all__ = ["align", "exact_bytes", "format_bytes", "format_count", "format_time"]
+__all__ = ["COLUMNS", "align", "exact_bytes", "format_bytes", "format_count", "format_time", "wrap"]
+
+# Most columns of a line that is printed.
+COLUMNS = 80
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: its first column to the left, all others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def align(rows: Sequence[Sequence[str]], indent: str = "    ") -> list[str]:
+    """Return the lines of a table: its first column to the left, all others to the right.
+
+    Columns that are too many for a line come below, behind the first one once more.
+    """
+    first, *columns = zip(*rows, strict=True)
+    blocks = [[first]]
+    room = COLUMNS - len(indent) + 2
+    for column in columns:
+        if sum(2 + max(map(len, each)) for each in (*blocks[-1], column)) > room:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return [line for block in blocks for line in _aligned(block, indent)]
+
+
+def _aligned(columns: Sequence[Sequence[str]], indent: str) -> list[str]:
+    widths = [max(map(len, column)) for column in columns]
     return [
-        "    "
+        indent
         + "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
+            cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for row in zip(*columns, strict=True)
     ]
+
+
+def wrap(text: str, indent: str) -> list[str]:
+    """Return the lines of a paragraph; all but the first are indented further."""
+    further = f"{indent}  "
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def format_count(number: int) -> str:

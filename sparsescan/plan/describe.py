@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formatting import align, format_bytes, format_count, format_time
+from ..formatting import COLUMNS, align, format_bytes, format_count, format_time, wrap
 from ..planning.costs.cpu import Cost, level_costs, run_time
 from ..planning.search import Alternative
 from ..symbolic.factorisation import factorisation_of
@@ -22,48 +22,53 @@ from .spec import Kind, PlanSpec
 
 __all__ = ["describe", "to_dict"]
 
-# Patterns, and schedules that were looked at, that are spelled out.
+# Kinds of Jacobians, and schedules that were looked at, that are spelled out.
 _MOST = 8
-# Characters of the tree.
-_WIDTH = 90
+_INDENT, _TREE = "  ", "tree: "
 
 
 def describe(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> str:
     """Return the text of ``print(plan)``: what runs, what it costs, and why."""
     kind = spec.kind
-    lines = [f"ScanPlan({len(spec.patterns)} Jacobians, {spec.schedule})", f"  why: {spec.reason}"]
+    head = wrap(f"ScanPlan({len(spec.patterns)} Jacobians, {spec.schedule})", "")
+    lines = _said([f"why: {spec.reason}"])
     if spec.reverse:
-        lines.append("  input and gradients are in the order of time (reverse)")
+        lines += _said(["input and gradients are in the order of time (reverse)"])
     lines += ["  Jacobians, from the last layer to the first:", *_patterns(spec.patterns)]
     if program is None:
-        return "\n".join(lines)
+        return "\n".join(head + lines)
+    said = []
     if (saving := _saving(spec, program)) is not None:
-        lines.append(_saved(spec, saving))
+        said.append(_saved(spec, saving))
     if program.solved:
-        lines.append(
-            f"  solves: {len(program.solved):,}; times and memory are as if no two matrices were "
+        said.append(
+            f"solves: {len(program.solved):,}; times and memory are as if no two matrices were "
             "equal, whose factors are made once"
         )
-    lines.append(f"  tree: {tree(spec.schedule, _WIDTH)}")
+    said.append(f"{_TREE}{tree(spec.schedule, COLUMNS - len(_INDENT + _TREE))}")
     if spec.dense:
-        lines.append(f"  stored densely: {len(spec.dense):,} products whose patterns are sparse")
+        said.append(f"stored densely, though sparse: {len(spec.dense):,} of the products")
     costs = level_costs(program, kind.dtype.itemsize)
     model = kind.model()
     run, times = model.level_times(program)
     batch = f"a batch of {kind.batch}" if spec.batch or kind.batch > 1 else "one sample"
-    lines.append(f"  levels, counts for one sample of {kind.dtype}, times for {batch}:")
-    lines += _table(costs, times)
-    lines.append(
-        f"  predicted: {format_time(run + sum(times))} for {batch} on {model.where}, of which "
-        f"{format_time(run)} are spent once a run"
-    )
-    lines.append(
-        f"  memory: at most {format_bytes(workspace_bytes)} beside Jacobians and gradients, for "
-        f"{batch} of {kind.dtype}"
+    said.append(f"levels, counts for one sample of {kind.dtype}, times for {batch}:")
+    lines += [*_said(said), *_table(costs, times)]
+    lines += _said(
+        [
+            f"predicted: {format_time(run + sum(times))} for {batch} on {model.where}, of which "
+            f"{format_time(run)} are spent once a run",
+            f"memory: at most {format_bytes(workspace_bytes)} beside Jacobians and gradients, for "
+            f"{batch} of {kind.dtype}",
+        ]
     )
     if spec.alternatives:
         lines += ["  looked at, when this was planned:", *_alternatives(spec.alternatives)]
-    return "\n".join(lines)
+    return "\n".join(head + lines)
+
+
+def _said(sentences: Sequence[str]) -> list[str]:
+    return [line for sentence in sentences for line in wrap(sentence, _INDENT)]
 
 
 def to_dict(spec: PlanSpec, program: Program | None, workspace_bytes: int) -> dict[str, Any]:
@@ -112,34 +117,65 @@ def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
 
 
 def _patterns(patterns: Sequence[Step]) -> list[str]:
-    counts = Counter(patterns)
-    lines = [
-        f"    {times:,} × {_pattern_text(pattern)}" for pattern, times in counts.most_common(_MOST)
-    ]
-    if len(counts) > _MOST:
-        lines.append(f"    and {len(counts) - _MOST:,} more patterns")
+    """Return a line for all Jacobians of one shape and kind; the most frequent come first."""
+    kinds: dict[Any, Counter[Step]] = {}
+    for pattern, times in Counter(patterns).items():
+        kinds.setdefault(_kind_of(pattern), Counter())[pattern] = times
+    ordered = sorted(kinds.values(), key=lambda alike: -alike.total())
+    lines = []
+    for alike in ordered[:_MOST]:
+        differ = f"; {len(alike):,} patterns" if len(alike) > 1 else ""
+        lines += wrap(f"{alike.total():,} × {_pattern_text(list(alike))}{differ}", "    ")
+    if len(ordered) > _MOST:
+        rest = sum(alike.total() for alike in ordered[_MOST:])
+        lines.append(f"    and {rest:,} of {len(ordered) - _MOST:,} other shapes or kinds")
     return lines or ["    none"]
 
 
-def _pattern_text(pattern: Step) -> str:
-    rows, cols = pattern.shape
-    if isinstance(pattern, ImplicitPattern):
-        factors = [
-            f"{_pattern_text(factor)}{'' if index is None else f', {index.size:,} weights'}"
-            f"{', shared by all samples' * shared}{_solve_text(factor) if solved else ''}"
-            for factor, shared, solved, index in zip(
-                pattern.factors, pattern.shared, pattern.solved, pattern.indexed, strict=True
-            )
-        ]
-        return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
-    size = rows * cols
-    density = f"{pattern.nnz / size:.3g}" if size else "0"
-    return f"{rows:,}×{cols:,} {pattern.kind}, nnz {pattern.nnz:,} ({density} dense)"
+def _kind_of(pattern: Step) -> tuple[Any, ...]:
+    """Return the shape of a step, and what its factors are."""
+    if isinstance(pattern, Pattern):
+        return pattern.shape, pattern.kind
+    weights = tuple(index is not None for index in pattern.indexed)
+    kinds = tuple(map(_kind_of, pattern.factors))
+    return pattern.shape, kinds, pattern.shared, pattern.solved, weights
 
 
-def _solve_text(pattern: Pattern) -> str:
-    form = factorisation_of(pattern)
-    return f", solved with ({form.method} factors, {form.entries:,} entries)"
+def _pattern_text(alike: Sequence[Step]) -> str:
+    """Describe patterns of one shape and kind."""
+    rows, cols = alike[0].shape
+    implicit = [each for each in alike if isinstance(each, ImplicitPattern)]
+    explicit = [each for each in alike if isinstance(each, Pattern)]
+    if explicit:
+        size = rows * cols
+        nnz = _span([each.nnz for each in explicit], ",")
+        density = _span([each.nnz / size if size else 0.0 for each in explicit], ".3g")
+        return f"{rows:,}×{cols:,} {explicit[0].kind}, nnz {nnz} ({density} dense)"
+    factors = []
+    for j, (shared, solved) in enumerate(zip(implicit[0].shared, implicit[0].solved, strict=True)):
+        text = _pattern_text([each.factors[j] for each in implicit])
+        sizes = [index.size for each in implicit if (index := each.indexed[j]) is not None]
+        if sizes:
+            text += f", {_span(sizes, ',')} weights"
+        if shared:
+            text += ", shared by all samples"
+        if solved:
+            text += _solve_text([each.factors[j] for each in implicit])
+        factors.append(text)
+    return f"{rows:,}×{cols:,} implicit: {'; then '.join(factors)}"
+
+
+def _span(numbers: Sequence[float], form: str) -> str:
+    """Return a number that all are, or the least and the largest."""
+    ends = [f"{end:{form}}" for end in (min(numbers), max(numbers))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _solve_text(patterns: Sequence[Pattern]) -> str:
+    forms = list(map(factorisation_of, patterns))
+    methods = " or ".join(dict.fromkeys(form.method for form in forms))
+    entries = _span([form.entries for form in forms], ",")
+    return f", solved with ({methods} factors, {entries} entries)"
 
 
 def _pattern_dict(pattern: Step) -> dict[str, Any]:
@@ -216,7 +252,7 @@ def _linear_time(steps: Sequence[Step], kind: Kind) -> float:
 def _saved(spec: PlanSpec, saving: dict[str, Any]) -> str:
     """Return the line about implicit steps."""
     return (
-        f"  implicit: {saving['steps']:,} of {len(spec.patterns):,}; values take "
+        f"implicit: {saving['steps']:,} of {len(spec.patterns):,}; values take "
         f"{format_bytes(saving['bytes'])} where explicit ones take "
         f"{format_bytes(saving['explicit_bytes'])}, a linear scan "
         f"{format_time(saving['linear_nanoseconds'])} where it takes "
@@ -246,7 +282,7 @@ def _table(costs: Sequence[Cost], times: Sequence[float]) -> list[str]:
             ]
         )
     total = [
-        "all, and the critical path",
+        "all",
         f"{sum(cost.operations - cost.products for cost in costs):,}",
         f"{sum(cost.products for cost in costs):,}",
         f"{sum(cost.depth for cost in costs):,}",

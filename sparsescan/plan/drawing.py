@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..kernels.cpu.tables import Op
+from ..symbolic.pattern import Products, TooLargeError
 from ..symbolic.program import Program
 from ..symbolic.schedule import Schedule
 from .scan_plan import ScanPlan
@@ -25,6 +27,8 @@ __all__ = ["check_packages", "plot_plan"]
 
 _WIDTH, _HEIGHT = 7, 5.5  # of a panel, in inches
 _CHARACTER = 0.085  # of a level's name, in inches
+# Multiply-adds, and bytes of index arrays, that products for a picture alone may take.
+_MOST_WORK, _MOST_BYTES = 1e8, 1 << 28
 # Colours that everybody can tell apart (Okabe and Ito, 2008).
 _KINDS: dict[str, dict[str, Any]] = {
     "matrix-vector": {"color": "#d55e00", "marker": "o"},
@@ -61,7 +65,7 @@ class _Points:
 
 
 def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
-    """Draw the FLOP of every operation of a plan, step by step, beside those of the linear scan.
+    """Draw the FLOP of every operation of a plan, step by step, beside those of another scan.
 
     Parameters
     ----------
@@ -82,7 +86,9 @@ def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
     Notes
     -----
     Figure 10 of BPPSA (MLSys 2020), for any chain; FLOP are twice the multiply-adds of one sample.
-    Operations that run at once stand at the same step. The critical path is what takes longest if
+    Beside the plan stands the linear scan; beside a linear scan stands the Blelloch scan, or, where
+    its products are too large to be worked out for a picture, one that multiplies neighbours once;
+    solves are not multiplied. Operations that run at once stand at the same step. The critical path is what takes longest if
     there are as many workers as runs: of each level, the run with the most FLOP.
 
     Examples
@@ -102,9 +108,7 @@ def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
             f"plan is for a chain of length {plan.n}, whose exclusive scan multiplies nothing; "
             "expected at least 2 Jacobians"
         )
-    programs = [program]
-    if plan.schedule != Schedule.linear(plan.n):
-        programs.append(Program(plan.patterns, Schedule.linear(plan.n)))
+    programs = [program, *_beside(plan, program)]
     figure = Figure(figsize=(_WIDTH * len(programs), _HEIGHT), layout="constrained")
     panels = figure.subplots(1, len(programs), sharey=True, squeeze=False)[0]
     every = [_points(program) for program in programs]
@@ -130,6 +134,20 @@ def check_packages(purpose: str, extra: str, packages: dict[str, str]) -> None:
         raise ImportError(
             f"{purpose} needs {', '.join(missing)}; install with: pip install 'sparsescan[{extra}]'"
         )
+
+
+def _beside(plan: ScanPlan, program: Program) -> list[Program]:
+    """Return what a plan is compared with; nothing where there is no other schedule."""
+    linear = Schedule.linear(plan.n)
+    if plan.schedule != linear:
+        return [Program(plan.patterns, linear)]
+    if program.solved or plan.n == 2:
+        return []
+    for schedule in (Schedule.blelloch(plan.n), Schedule.truncated(plan.n, 1)):
+        with suppress(TooLargeError):
+            products = Products(_MOST_WORK, _MOST_BYTES)
+            return [Program(plan.patterns, schedule, products=products)]
+    return []
 
 
 def _points(program: Program) -> _Points:

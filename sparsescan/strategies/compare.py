@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..formatting import align, format_bytes, format_time
+from ..formatting import align, format_bytes, format_time, wrap
 from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
@@ -51,8 +50,6 @@ __all__ = [
 # Steps before a measurement, its seconds, fewest and most steps, and steps of a turn.
 _WARM, _SECONDS, _LEAST, _MOST, _IN_A_ROW = 2, 1.0, 5, 50, 3
 _RATE = 0.01
-# Most columns of a line that is printed.
-_COLUMNS = 80
 # Ratio of times above which the order of two strategies counts.
 _DIFFER = 1.15
 # Parts whose columns come first in a table; others follow.
@@ -182,18 +179,9 @@ def _without(reasons: Mapping[str, str]) -> list[str]:
 
 def _page(head: str, rows: Sequence[Sequence[str]], said: Sequence[str]) -> str:
     """Return a table of lines that a terminal shows; columns that are too many come below."""
-    first, *columns = zip(*rows, strict=True)
-    blocks = [[first]]
-    for column in columns:
-        widths = [2 + max(map(len, one)) for one in (*blocks[-1], column)]
-        if sum(widths) > _COLUMNS:
-            blocks.append([first])
-        blocks[-1].append(column)
-    lines = [head]
-    for block in blocks:
-        lines += [line[2:] for line in align(list(zip(*block, strict=True)))]
+    lines = [head, *align(rows, "  ")]
     for line in said:
-        lines += textwrap.wrap(line, _COLUMNS, initial_indent="  ", subsequent_indent="    ")
+        lines += wrap(line, "  ")
     return "\n".join(lines)
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from oracles import every_schedule, mask
 from sampling import examples, slow
 
-from sparsescan import InputError, Pattern, ScanPlan, Schedule
+from sparsescan import ImplicitPattern, InputError, Pattern, ScanPlan, Schedule
+from sparsescan.plan import drawing
 from sparsescan.plan.drawing import plot_plan
 from sparsescan.plan.spec import PlanSpec
 from sparsescan.symbolic.pattern import of_mask
@@ -115,10 +116,31 @@ def test_every_operation_is_shown(seed: int, n: int) -> None:
         plan = planned([of_mask(where) for where in masks], schedule)
         figure = drawn(plan)
         assert_shows(figure.axes[0], masks, schedule)
-        if schedule == Schedule.linear(n):
-            assert len(figure.axes) == 1
-        else:
-            assert_shows(figure.axes[1], masks, Schedule.linear(n))
+        other = Schedule.blelloch(n) if schedule == Schedule.linear(n) else Schedule.linear(n)
+        assert len(figure.axes) == 1 + (n > 2 or schedule != Schedule.linear(n))
+        for axes in figure.axes[1:]:
+            assert_shows(axes, masks, other)
+
+
+def test_beside_a_linear_scan_stands_one_whose_products_are_small_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each limit in turn: of all products, of those of one level, and of none."""
+    rng = np.random.default_rng(0)
+    masks = [rng.random((8, 8)) < 0.4 for _ in range(16)]
+    plan = planned(list(map(of_mask, masks)), Schedule.linear(16))
+    (neighbours, *_) = counted(masks, Schedule.truncated(16, 1))
+    products = [run[0] for run in neighbours if run[0].kind == "matrix-matrix"]
+    names = []
+    for work in (1e8, flop(products) // 2, 0):
+        monkeypatch.setattr(drawing, "_MOST_WORK", work)
+        names.append([axes.get_title().partition("\n")[0] for axes in drawn(plan).axes[1:]])
+    assert names == [["Schedule.blelloch(16)"], ["Schedule.truncated(16, 1)"], []]
+
+
+def test_nothing_stands_beside_solves() -> None:
+    step = ImplicitPattern([Pattern.diagonal(3)], solved=[0])
+    assert len(drawn(planned([step] * 5, Schedule.linear(5))).axes) == 1
 
 
 def dense(n: int, size: int = 3) -> list[Pattern]:
