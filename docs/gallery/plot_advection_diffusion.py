@@ -6,7 +6,8 @@ Smoke rises from unknown places, wind carries it, and a few sensors measure it o
 gradient of the misfit in all sources at once takes one solve back in time, the adjoint: a scan over
 the transposed matrices of the time steps. The wind turns, so no two steps have the same matrix.
 
-The steps are explicit first, a chain of sparse matrices, and then Crank–Nicolson, a chain of solves.
+The steps are explicit first, a chain of sparse matrices, and then those of Crank and Nicolson, a
+chain of solves.
 """
 
 import matplotlib.pyplot as plt

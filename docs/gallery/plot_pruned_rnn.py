@@ -24,8 +24,8 @@ torch.manual_seed(0)
 # %%
 # Digits, four pixels at a time
 # -----------------------------
-# A GRU reads scikit-learn's handwritten digits, of 64 pixels, in 16 steps, and says at the end which
-# digit it has read.
+# A GRU reads scikit-learn's handwritten digits, of 64 pixels, in 16 steps, and says at the end
+# which digit it has read.
 
 digits = load_digits()
 pixels = torch.from_numpy(digits.data / 8 - 1).float()

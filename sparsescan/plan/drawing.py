@@ -88,8 +88,9 @@ def plot_plan(plan: ScanPlan, path: str | os.PathLike[str]) -> None:
     Figure 10 of BPPSA (MLSys 2020), for any chain; FLOP are twice the multiply-adds of one sample.
     Beside the plan stands the linear scan; beside a linear scan stands the Blelloch scan, or, where
     its products are too large to be worked out for a picture, one that multiplies neighbours once;
-    solves are not multiplied. Operations that run at once stand at the same step. The critical path is what takes longest if
-    there are as many workers as runs: of each level, the run with the most FLOP.
+    solves are not multiplied. Operations that run at once stand at the same step. The critical path
+    is what takes longest if there are as many workers as runs: of each level, the run with the most
+    FLOP.
 
     Examples
     --------
