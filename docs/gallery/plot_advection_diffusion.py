@@ -174,7 +174,7 @@ def recover(function):
         loss, grad = function(q)
         return loss + 0.5 * PENALTY * q @ q, grad + PENALTY * q
 
-    found = minimize(
+    result = minimize(
         objective,
         np.zeros(N * N),
         jac=True,
@@ -183,7 +183,7 @@ def recover(function):
         callback=lambda q: losses.append(function(q)[0]),
         options={"maxiter": 25},
     )
-    return found.x.reshape(N, N), losses
+    return result.x.reshape(N, N), losses
 
 
 recovered, losses = {}, {}
