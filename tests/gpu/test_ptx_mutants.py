@@ -22,6 +22,28 @@ from sparsescan.kernels.cuda.device import load, store  # noqa: E402
 
 I8 = np.int64(0)
 
+# Barriers and fences that launches do without, one by one, and why.
+NOT_NEEDED = {
+    "carry": ["the first: a thread sets what it alone changes later, or is read behind the next"],
+    "vectors": [
+        "the last of matvec: threads add up in places of their own, and read those of others "
+        "before the next barrier that all pass"
+    ],
+    "level": [
+        "the last of matvec, in gradients: as in vectors",
+        "the last of matvec, in local gradients of a product: as in vectors",
+        "multiply_sparse, before a group of entries: the one behind the row before does as well",
+        "multiply_sparse, behind a row: the one before the next group does as well",
+        "product, behind the exponents: where they are read again, others are between",
+        "product, before its local gradients: those before it order what matvec uses",
+        "behind an operation: most operations end with one",
+        "product, the fence of all threads: thread 0 has another behind the barrier",
+        "product, the fence of thread 0 before it counts: that of all threads does as well",
+    ],
+}
+# Those that launches here do without, for no reason that is known.
+UNEXPLAINED = {"level": ["product, the fence of thread 0 behind its count of the parts"]}
+
 
 @cuda.jit
 def reversed_below(x, y, n):
@@ -99,6 +121,9 @@ def test_what_launches_tell_is_what_the_table_says(monkeypatch: pytest.MonkeyPat
     found, table = table_of(run(monkeypatch)), json.loads(TABLE.read_text())
     assert list(table) == list(KERNELS)
     for name in KERNELS:
+        waits = [found[name][kind] for kind in ("barrier", "fence")]
+        undetected = sum(w["mutants"] - w["detected"] - w["no difference"] for w in waits)
+        assert undetected <= len(NOT_NEEDED.get(name, []) + UNEXPLAINED.get(name, [])), name
         for kind, said in table[name].items():
             now = found[name][kind]
             if now["mutants"] == said["mutants"]:

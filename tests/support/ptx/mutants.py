@@ -22,7 +22,7 @@ from .translate import Mutation
 __all__ = ["KINDS", "Mutants", "Tried"]
 
 KINDS = ("barrier", "fence", "bound")
-# Launches in which a mutation may make a difference, after which it is given up.
+# Launches in which a shifted bound may make a difference, after which it is given up.
 _TRIES = 20
 
 
@@ -141,7 +141,8 @@ class Mutants:
 
     def _to_try(self, tried: Tried, different: np.ndarray[Any, Any]) -> Iterator[int]:
         for number, tries in list(tried.left.items()):
-            if different[number - 1] and tries < _TRIES:
+            bound = tried.mutation(number).kind == "bound"
+            if different[number - 1] and (tries < _TRIES or not bound):
                 yield number
 
 
