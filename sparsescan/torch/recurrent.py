@@ -95,7 +95,8 @@ class _Recurrent(nn.RNNBase):
         weights, flags = self._weights(), (bool(self.bias), bool(self.bidirectional))
         shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
         names = shape.names()
-        masks = [self._buffers.get(f"{name}_mask") for name in names]
+        buffers = dict(self.named_buffers(recurse=False))
+        masks = [buffers.get(f"{name}_mask") for name in names]
         calls = self.num_layers if self.dropout > 0 and self.training else 1
         width, states = len(names) // calls, self.num_layers // calls * (1 + self.bidirectional)
         lasts = []
