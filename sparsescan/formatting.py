@@ -5,7 +5,16 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["COLUMNS", "align", "exact_bytes", "format_bytes", "format_count", "format_time", "wrap"]
+__all__ = [
+    "COLUMNS",
+    "align",
+    "counted",
+    "exact_bytes",
+    "format_bytes",
+    "format_count",
+    "format_time",
+    "wrap",
+]
 
 # Most columns of a line that is printed.
 COLUMNS = 80
@@ -49,6 +58,11 @@ def wrap(text: str, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and what it counts, by default with an "s" unless it is 1."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_count(number: int) -> str:

@@ -338,8 +338,17 @@ def _strategies(arguments: argparse.Namespace) -> None:
     workers = check_count("--workers", arguments.workers, 1)
     batch = check_count("--batch", arguments.batch, 1)
     if arguments.run:
-        for option, does in {"plot": "draws", "json": "writes", "strategy": "chooses"}.items():
-            if getattr(arguments, option):
+        options = {
+            "plot": "draws",
+            "json": "writes",
+            "strategy": "chooses",
+            "overlap": "changes",
+            "machine": "is for",
+        }
+        for option, does in options.items():
+            # The scan of a chain is limited by the memory of a machine that is given.
+            chain = option == "machine" and name.endswith(".npz")
+            if getattr(arguments, option) and not chain:
                 raise InputError(
                     f"--{option} {does} predictions, and --run measures; expected one of them "
                     "without the other"

@@ -167,7 +167,7 @@ def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
     if name.endswith(".npz"):
         measured = run_chain(world, name, batch, machine)
     else:
-        measured = run(world, name, machine or measure_here(world, name, batch), batch)
+        measured = run(world, name, measure_here(world, name, batch), batch)
     if world.rank == 0:
         print(measured)
     # One rank alone measures no network.

@@ -186,7 +186,7 @@ def _page(head: str, rows: Sequence[Sequence[str]], said: Sequence[str]) -> str:
 
 
 def _shortened(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1].rsplit(' ', 1)[0]} …"
 
 
 def compare(
@@ -528,6 +528,8 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
         If the network cannot be run, or there is too little memory.
     """
     network, rng = _runnable(name), np.random.default_rng(0)
+    # Trainings here sum gradients when the backward pass is done.
+    machine = replace(machine, overlap=False)
     graph, batch = graph_of(network, name), check_count("batch", batch, 1)
     _check_memory(graph, machine, comm.size, batch)
     x = rng.standard_normal((batch, *network.input_shape), np.float32)

@@ -316,7 +316,7 @@ def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     made = {
         "scan": command(["scan", file, "-o", tmp_path / "out.npz"], "bug"),
         "calibrate": command(["calibrate"], "bug"),
-        "strategies": strategies("lenet5", 2, 4, "--machine", machine, how="bug"),
+        "strategies": strategies("lenet5", 2, 4, how="bug"),
         "chain": of_chain,
         "alone": of_chain | {"how": "alone"},
     }

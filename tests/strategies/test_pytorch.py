@@ -134,6 +134,15 @@ def planned(grid: tuple[int, int]) -> tuple[nn.Sequential, Graph, Prediction]:
     return net, graph, found
 
 
+def test_a_module_without_a_shape_is_told_what_makes_its_graph() -> None:
+    """Its name is that of sparsescan's Sequential, which needs none."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3))
+    wrong = r"is a torch\.nn\..*Sequential; expected .*from_torch\(module, input_shape\)"
+    with pytest.raises(InputTypeError, match=wrong):
+        compare(net, Machine(), 2, 4)  # type: ignore[arg-type]
+    assert compare(from_torch(net, (1, 8, 8)), Machine(), 2, 4).predictions
+
+
 def test_channels_are_an_axis_of_the_mesh() -> None:
     net, graph, found = planned((2, 4))
     plan = to_torch(found, net, 8)

@@ -77,7 +77,7 @@ def test_networks_that_cannot_be_trained_are_refused() -> None:
     for wrong, argument in (
         (lambda: Recurrent(None, linear, 2), "cell is a NoneType"),  # type: ignore[arg-type]
         (lambda: Recurrent(cell, Sequential([linear]), 2), "readout is a Sequential"),  # type: ignore[arg-type]
-        (lambda: graph_of([linear]), "network is a list; expected a Sequential or a Recurrent"),  # type: ignore[arg-type]
+        (lambda: graph_of([linear]), "network is a list; expected a .*Sequential or a Recurrent"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputTypeError, match=argument):
             wrong()
@@ -173,7 +173,7 @@ def test_a_worker_holds_its_share_of_the_jacobians() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_more_workers_than_parts_and_samples_are_refused(name: str) -> None:
-    with pytest.raises(InputError, match="no such grid of 1021 workers"):
+    with pytest.raises(InputError, match=rf"workers is 1021: {name} can be cut into"):
         Scan().predict(build(name), Machine(), 1021, 8)
 
 

@@ -74,7 +74,7 @@ class Integrated(Divided):
         reason = ""
         for rows, columns in self._grids(workers):
             if columns > batch:
-                reason = f"a batch of {batch} cannot be shared by {columns} columns of workers"
+                reason = f"a batch of {batch} cannot be shared by {columns} columns"
                 continue
             ways = self._ways(rows, columns)
             choices = [
@@ -84,18 +84,15 @@ class Integrated(Divided):
             empty = [k for k, choice in enumerate(choices) if not len(choice)]
             if empty:
                 layer = graph.layers[empty[0]]
-                reason = (
-                    f"{layer.name} of shape {layer.shape} cannot be shared by {rows} rows "
-                    f"of workers, with a batch of {batch} in {columns} columns"
-                )
+                reason = f"{layer.name} of shape {layer.shape} cannot be shared by {rows} rows"
+                if columns > 1:
+                    reason += f", with {batch} samples in {columns} columns"
                 continue
             model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
             chosen, total = model.cheapest(choices)
             found.append((total, chosen))
         if not found:
-            raise InputError(
-                f"{self.name} cannot use {workers} workers for {graph.name!r}: {reason}"
-            )
+            raise InputError(f"workers is {workers}: {reason}")
         return min(found)[1]
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
@@ -201,8 +198,5 @@ class DomainParallel(Integrated):
         """Return the configurations, if there are images of so many rows."""
         chosen = super().choose(graph, costs, workers, batch, bounds)
         if workers > 1 and all(one[2] == 1 for one in chosen):
-            raise InputError(
-                f"domain cannot use {workers} workers for {graph.name!r}: no layer has images of "
-                "so many rows"
-            )
+            raise InputError(f"workers is {workers}: no layer has images of so many rows")
         return chosen

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
+from ...formatting import counted
 from ..graph import Graph
 from ..machine import Machine
 from ..recurrent import Trainable, as_graph, graph_of
@@ -247,7 +248,7 @@ class MicroBatches(_Stages):
         ]
         return Prediction(
             self.name,
-            f"{count} micro-batches; {_how(placement)}",
+            f"{counted(count, 'micro-batch', 'micro-batches')}; {_how(placement)}",
             {
                 "forward": alone * count * float(ahead[slowest]),
                 "backward": alone * count * float(first[slowest] + back[slowest]),

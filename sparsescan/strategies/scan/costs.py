@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...formatting import counted
 from ...parallel.exchange import exscan_messages
 from ...parallel.forecast import CLOSE, OPEN
 from ...parallel.grid import Grid
@@ -98,7 +99,8 @@ class Division:
         }
         return Prediction(
             strategy=NAME,
-            how=f"{grid.chain} parts × {grid.batch} groups of samples, by {schedule}",
+            how=f"{counted(grid.chain, 'part')} × {counted(grid.batch, 'group')} of samples, by "
+            f"{schedule}",
             nanoseconds=machine.hidden(times),
             bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
             memory=max(held),

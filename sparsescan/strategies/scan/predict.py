@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import InputError
+from ...formatting import counted
 from ...parallel.grid import Grid, check_grid
 from ...symbolic.schedule import check_count
 from ..graph import Graph
@@ -79,8 +80,8 @@ class Scan(Strategy):
                     ways.append((grid, schedule, division.prediction(schedule)))
         if not ways:
             raise InputError(
-                f"{network.name} can be cut into {most} parts at most, and {batch} samples into "
-                f"{batch} groups: no such grid of {workers} workers"
+                f"workers is {workers}: {network.name} can be cut into {counted(most, 'part')} at "
+                f"most, and {counted(batch, 'sample')} into {counted(batch, 'group')}"
             )
         fitting = [one for one in ways if one[2].memory <= machine.memory]
         if not fitting:
