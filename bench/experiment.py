@@ -37,6 +37,7 @@ NAMES = (
     "scaling",
     "pipeline",
     "strategies",
+    "published",
 )
 
 

@@ -16,7 +16,7 @@ from sparsescan.strategies.pipeline.schedule import Placement
 
 from . import lenet5, pipeline
 from .experiment import Options, run
-from .pipeline import CHECK, GROUPS, PLAIN, Settings, TorchStage
+from .pipeline import CHECK, GROUPS, HYBRID, PLAIN, Settings, TorchStage, Way
 from .space_time import draw
 
 QUICK = Options(quick=True, device="cpu")
@@ -24,12 +24,12 @@ QUICK = Options(quick=True, device="cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Six iterations on a few images."""
+    """Twelve iterations on a few images."""
     threads = torch.get_num_threads()
     digits = lenet5.load_digits()
     few = lenet5.Images("digits", *(array[:64] for array in digits[1:]))
     monkeypatch.setattr(pipeline, "load_digits", lambda: few)
-    monkeypatch.setattr(pipeline, "_QUICK", Settings(6, 2, 2))
+    monkeypatch.setattr(pipeline, "_QUICK", Settings(12, 12, 2))
     monkeypatch.setattr("bench.machine.pin", lambda: None)
     yield
     torch.set_num_threads(threads)
@@ -40,22 +40,29 @@ def test_the_experiment(tmp_path: Path) -> None:
     results = json.loads(run(pipeline.EXPERIMENT, QUICK, tmp_path).read_text())
     pieces = results["pieces"]
     assert pieces[CHECK]["apart"] <= pieces[CHECK]["bound"] < 1e-4
-    plain, ten, longer = (
-        pieces[name] for name in (PLAIN, "10 stages", "10 stages, hybrid 2/3 + 2/3")
-    )
+    plain, ten, longer = (pieces[name] for name in (PLAIN, "10 stages", HYBRID))
     assert plain["registers"] == []
     assert ten["registers"] == list(GROUPS)
-    assert [one["iterations"] for one in longer["runs"]] == [[3, 6]] * 2  # of eight
-    assert [one["iterations"] for one in ten["runs"]] == [[3, 6]] * 2
+    # Two folds, twice.
+    assert [one["iterations"] for one in longer["runs"]] == [[*range(1, 17)]] * 4
+    assert [one["iterations"] for one in ten["runs"]] == [[*range(1, 13)]] * 4
+    # Hybrid training begins in a pipeline, and without one what was on its way has come to its end.
+    for one, other in zip(longer["runs"], ten["runs"], strict=True):
+        assert one["loss"][:7] == other["loss"][:7]
+        assert one["loss"][7] != other["loss"][7]
+        assert [phase["iterations"] for phase in one["phases"]] == [8, 16]
     assert all(0 <= run["accuracy"][-1] <= 1 for piece in (plain, ten) for run in piece["runs"])
     # The same parameters and batches, but stale weights.
     assert plain["runs"][0]["loss"] != ten["runs"][0]["loss"]
     assert plain["runs"][0]["loss"] != plain["runs"][1]["loss"]
     drawings = pipeline.EXPERIMENT.drawings(results)
-    assert len(drawings) == 3
+    assert len(drawings) == 4
     for k, drawing in enumerate(drawings):
         drawing.figure.savefig(tmp_path / f"{k}.png")
     assert "22 updates behind" in drawings[2].caption
+    residual = [name for name in pieces if name.startswith("ResNet-20")]
+    assert len(residual) == 5
+    assert [pieces[name]["runs"][0]["phases"][0]["saturated"] for name in residual] == [None] * 5
     some = results | {"pieces": {name: pieces[name] for name in (CHECK, "4 stages")}}
     assert len(pipeline.EXPERIMENT.drawings(some)) == 3
     assert pipeline.EXPERIMENT.drawings(results | {"pieces": {CHECK: pieces[CHECK]}}) == []
@@ -72,13 +79,21 @@ def test_the_network_is_the_one_that_is_built_in() -> None:
 
 
 def test_without_a_pipeline_it_is_sgd_of_pytorch() -> None:
-    images, settings = pipeline.load_digits(), Settings(6, 1, 6)
-    result = pipeline.train((), images, settings, 3, (3, 0))
-    alone = pipeline.train(GROUPS, images, settings, 3, (0, 3))
+    images, rate, decay = pipeline.load_digits(), pipeline.RATE, 0.01
+    result, alone, warm = (
+        pipeline.train(pipeline.network(3), way, images, 12, 3, rate, decay)
+        for way in (
+            Way(()),
+            Way(GROUPS, ((12, False),)),
+            Way(GROUPS, ((5, False), (7, True))),
+        )
+    )
     module = pipeline.network(3)
-    optimiser = torch.optim.SGD(module.parameters(), lr=pipeline.RATE, momentum=pipeline.MOMENTUM)
+    optimiser = torch.optim.SGD(
+        module.parameters(), lr=rate, momentum=pipeline.MOMENTUM, weight_decay=decay
+    )
     losses = []
-    for x, labels in pipeline.batches(images, 6, 3):
+    for x, labels in pipeline.batches(images, 12, 3):
         optimiser.zero_grad()
         y = module(torch.from_numpy(x))
         torch.nn.functional.cross_entropy(y, torch.from_numpy(labels)).backward()
@@ -89,6 +104,28 @@ def test_without_a_pipeline_it_is_sgd_of_pytorch() -> None:
             losses.append(torch.nn.functional.cross_entropy(y, labels).item())
     np.testing.assert_allclose(result["loss"], losses, rtol=1e-5)
     np.testing.assert_allclose(alone["loss"], losses, rtol=1e-5)
+    # With the momentum of its first phase.
+    np.testing.assert_allclose(warm["loss"][:5], losses[:5], rtol=1e-5)
+    assert not np.allclose(warm["loss"][5:], losses[5:], rtol=1e-3)
+
+
+def test_every_image_is_tested_once() -> None:
+    images = lenet5.Images(
+        "some", *(np.arange(8.0), np.arange(8)), *(np.arange(8.0, 11), np.arange(8, 11))
+    )
+    parts = pipeline.folds(images, 3)
+    assert np.concatenate([part.test_labels for part in parts]).tolist() == list(range(11))
+    for part in parts:
+        both = np.concatenate([part.train, part.test])
+        assert sorted(both) == list(range(11))
+        assert (part.train == part.train_labels).all()
+        assert (part.test == part.test_labels).all()
+
+
+def test_the_residual_network_is_the_one_that_is_built_in() -> None:
+    graph, module = build("resnet-20"), pipeline.resnet20(0)
+    assert sum(p.numel() for p in module.parameters()) == graph.weights
+    assert module(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_stages_that_do_something_else_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,313 @@
+"""What the papers on strategies publish, beside what the model says here.
+
+Integrated parallelism (Gholami et al., 2018): time over the batch size (Figure 4), which is also
+measured, and speed-ups by grids, with overlap and without (Figures 6 to 8). DeePa (Jia et al.,
+2018): throughput on 16 GPUs, with overlap and without (Figure 7), over the minibatch (Figure 13)
+and over GPUs and nodes (Figure 14). Pipelines with stale weights (Zhang and Abdelrahman, 2021):
+speed-ups on two accelerators (Table 5) and memory (Tables 7 and 9). The texts of the papers have
+few of the figures' numbers; those that they have are in ``docs/papers.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sparsescan.parallel import Network
+from sparsescan.strategies import (
+    BatchParallel,
+    Graph,
+    Integrated,
+    Machine,
+    PerLayer,
+    Pipeline,
+    Prediction,
+    Strategy,
+    build,
+    load_machine,
+    sequential,
+)
+from sparsescan.strategies.pipeline.schedule import Placement
+
+from .drawing import panels, plain
+from .experiment import Drawing, Experiment, Options, Piece, Results, cpu_only
+from .timing import seconds
+
+__all__ = ["EXPERIMENT"]
+
+# Integrated parallelism: samples of a step; the processors of Cori, and the network of Table 1. The
+# rate is the one that the published totals of Figures 6 and 7 have in common: a step of four images
+# takes half as long as what pure batch parallelism communicates.
+_SIZES = tuple(1 << k for k in range(12))
+_CORI = Machine(
+    "KNL of Cori",
+    multiply_adds=212.0,
+    bandwidth=400.0,
+    overhead=0.0,
+    network=Network("Cori", 2000.0, 1 / 6, 1 / 6, 0.0),
+)
+_MANY, _IMAGES = 512, 2048
+_ONES = {
+    "Figure 6: 16 × 32, model in all layers": Integrated((16, 32), ("model",)),
+    "Figure 7: 16 × 32, model in linear layers": Integrated((16, 32), ("batch", "model")),
+    "the best grid": Integrated(),
+    "per layer": PerLayer(),
+}
+# DeePa: a GPU of a K80, of which a board has two that share a slot, at half its peak.
+_K80 = Machine(
+    "GPU of a K80",
+    multiply_adds=1092.0,
+    bandwidth=240.0,
+    memory=12 << 30,
+    network=Network("PCIe", 5000.0, 1 / 8, 1 / 8, 0.0),
+)
+_GPUS, _EACH = 16, 32
+_NETWORKS = "alexnet-owt", "vgg16", "inception-v3"
+_MINIBATCHES = (128, 256, 512, 1024, 2048)
+_SCALES = (1, 2, 4, 8, 16)
+# Pipelines: residual networks for CIFAR's images on two accelerators.
+_DEPTHS, _BATCH = (20, 56, 110, 224, 362), 128
+_MEASURED = {"lenet5": (1, 2, 4, 8, 16, 32, 64, 128), "resnet-20": (1, 2, 4, 8, 16, 32)}
+_QUICK_MEASURED = {"lenet5": (1, 8)}
+
+
+def _pieces(options: Options) -> list[Piece]:
+    quick = options.quick
+    networks = _NETWORKS[:1] if quick else _NETWORKS
+    depths = _DEPTHS[:2] if quick else _DEPTHS
+    measured = _QUICK_MEASURED if quick else _MEASURED
+    return [
+        Piece("time by batch size, predicted", _by_batch),
+        *(
+            Piece(f"time by batch size, {name}, measured", partial(_measured, name, sizes))
+            for name, sizes in measured.items()
+        ),
+        Piece("grids of AlexNet", _grids),
+        *(Piece(f"16 GPUs, {name}", partial(_gpus, name)) for name in networks),
+        *(Piece(f"P100 in nodes of four, {name}", partial(_nodes, name)) for name in networks),
+        Piece("two accelerators", partial(_pairs, depths)),
+        Piece("memory of pipelines", partial(_memory, depths)),
+    ]
+
+
+# -- Integrated parallelism -----------------------------------------------------------------------
+
+
+def _step(strategy: Strategy, graph: Graph, machine: Machine, workers: int, batch: int) -> Results:
+    found: Prediction = strategy.predict(graph, machine, workers, batch)
+    sending = sum(found.nanoseconds.get(part, 0.0) for part in ("weights", "activations", "halo"))
+    return {"how": found.how, "nanoseconds": found.total, "communicating": sending}
+
+
+def _by_batch() -> Results:
+    """Nanoseconds of a sample on one worker."""
+    machines = {machine.name: machine for machine in (Machine(), _CORI, load_machine("v100"))}
+    found = {
+        f"{name}, {machine.name}": [
+            BatchParallel().predict(build(name), machine, 1, size).total / size for size in _SIZES
+        ]
+        for name in ("alexnet", "lenet5", "resnet-20")
+        for machine in machines.values()
+    }
+    return {"sizes": list(_SIZES), "nanoseconds of a sample": found}
+
+
+def _measured(name: str, sizes: Sequence[int]) -> Results:
+    """Seconds of training steps by compiled kernels here."""
+    network = sequential(name, 0)
+    step = network.training_step()
+    rng, samples = np.random.default_rng(0), {}
+    for size in sizes:
+        x = rng.standard_normal((size, *network.input_shape), np.float32)
+
+        def call(x: Any = x) -> Any:
+            return step.backward(step.forward(x), needs_input_grad=False)
+
+        samples[str(size)] = [round(taken, 9) for taken in seconds(call, 15)]
+    return {"network": name, "seconds": samples}
+
+
+def _grids() -> Results:
+    graph, found = build("alexnet"), {}
+    for overlap in (False, True):
+        machine = replace(_CORI, overlap=overlap)
+        batch = _step(BatchParallel(), graph, machine, _MANY, _IMAGES)
+        every = {"batch": batch}
+        every |= {name: _step(one, graph, machine, _MANY, _IMAGES) for name, one in _ONES.items()}
+        found["overlap" if overlap else "no overlap"] = every
+    return found
+
+
+# -- DeePa ----------------------------------------------------------------------------------------
+
+
+def _images(graph: Graph, workers: int, batch: int) -> list[tuple[int, int, int, int]]:
+    return [(1 if layer.kind == "input" else workers, 1, 1, 1) for layer in graph.layers]
+
+
+def _trick(graph: Graph, workers: int, batch: int) -> list[tuple[int, int, int, int]]:
+    """Images for all layers but the linear ones, and what is elementwise behind these."""
+    chosen = _images(graph, workers, batch)
+    for k, layer in enumerate(graph.layers):
+        kinds = {layer.kind, *(graph.layers[i].kind for i in layer.inputs)}
+        if layer.kind in ("linear", "elementwise") and "linear" in kinds:
+            parts = max(d for d in range(1, workers + 1) if workers % d == layer.size % d == 0)
+            chosen[k] = (1, parts, 1, 1)
+    return chosen
+
+
+_WAYS = {"images": PerLayer(_images), "one weird trick": PerLayer(_trick), "per layer": PerLayer()}
+
+
+def _throughput(graph: Graph, machine: Machine, workers: int, batch: int) -> Results:
+    """Images a second, with overlap and without."""
+    return {
+        key: {
+            name: batch / _step(one, graph, way, workers, batch)["nanoseconds"] * 1e9
+            for name, one in _WAYS.items()
+        }
+        for key, way in (
+            ("no overlap", replace(machine, overlap=False)),
+            ("overlap", replace(machine, overlap=True)),
+        )
+    }
+
+
+def _gpus(name: str) -> Results:
+    graph = build(name)
+    found = {str(size): _throughput(graph, _K80, _GPUS, size) for size in _MINIBATCHES}
+    return {"network": name, "images a second": found}
+
+
+def _nodes(name: str) -> Results:
+    graph, machine = build(name), load_machine("p100")
+    found = {str(count): _throughput(graph, machine, count, _EACH * count) for count in _SCALES}
+    return {"network": name, "images a second": found}
+
+
+# -- Pipelines with stale weights -----------------------------------------------------------------
+
+
+def _pairs(depths: Sequence[int]) -> Results:
+    """Speed-ups on two workers; hybrid training is pipelined for half of the epochs."""
+    machines = {"p100": load_machine("p100"), "built in": Machine()}
+    found: dict[str, Results] = {name: {} for name in machines}
+    for name, machine in machines.items():
+        for depth in depths:
+            graph = build(f"resnet-{depth}")
+            alone = BatchParallel().predict(graph, machine, 1, _BATCH).total
+            both = Pipeline().predict(graph, machine, 2, _BATCH)
+            speedup = alone / both.total
+            hybrid = 2 / (1 + 1 / speedup)
+            found[name][str(depth)] = {"speedup": speedup, "hybrid": hybrid, "how": both.how}
+    return found
+
+
+def _memory(depths: Sequence[int]) -> Results:
+    """How much more a pipeline of four stages keeps than one accelerator, in all; and PipeDream.
+
+    Activations and their gradients count, and weights, as in the paper; registers stand behind the
+    first group of blocks, or the second layer of LeNet-5. PipeDream keeps four copies of weights.
+    """
+    found = {}
+    for name in ("lenet5", *(f"resnet-{depth}" for depth in depths)):
+        graph = build(name)
+        # Others have no output of their own in what PyTorch sums up.
+        layers = [one for one in graph.layers[1:] if one.kind not in ("elementwise", "flatten")]
+        names = [one.name for one in layers]
+        register = 4 if name == "lenet5" else names.index("32.0.conv1")
+        placement = Placement(len(layers), (register,))
+        outputs = _BATCH * sum(one.size for one in layers)
+        kept = _BATCH * sum(
+            degree * sum(one.size for one in layers[part])
+            for degree, part in zip(placement.degrees, placement.parts, strict=True)
+        )
+        one = 2 * outputs + graph.weights
+        found[name] = {
+            "stale": kept / one,
+            "stashing": (kept + placement.stages * graph.weights) / one,
+            "stale weights": placement.stale([each.weights for each in layers]),
+        }
+    return found
+
+
+# -- What is shown --------------------------------------------------------------------------------
+
+
+def _about(options: Options) -> Results:
+    cpu_only("published", options)
+    return {
+        "predicted": "by the model of sparsescan.strategies, from figures of the machines",
+        "machines": {one.name: vars(one) | {"network": vars(one.network)} for one in (_CORI, _K80)},
+        "measured": "training steps of compiled kernels, two threads, 15 calls after one",
+        "dtype": "float32",
+    }
+
+
+def _drawings(results: Results) -> list[Drawing]:
+    pieces = results["pieces"]
+    drawings = [_batches(pieces)] if "time by batch size, predicted" in pieces else []
+    rates = [
+        (title, [one for key, one in pieces.items() if key.startswith(title)])
+        for title in ("16 GPUs", "P100 in nodes of four")
+    ]
+    return [*drawings, *(_rates(title, found) for title, found in rates if found)]
+
+
+def _batches(pieces: Results) -> Drawing:
+    predicted = pieces["time by batch size, predicted"]
+    figure, ((left, right),) = panels(1, 2, 11, 4)
+    for name, each in predicted["nanoseconds of a sample"].items():
+        left.plot(predicted["sizes"], np.divide(each, min(each)), "o-", ms=3, label=name)
+    for piece in pieces.values():
+        if "seconds" in piece:
+            sizes = [int(size) for size in piece["seconds"]]
+            each = [median(taken) / int(size) for size, taken in piece["seconds"].items()]
+            right.plot(sizes, np.divide(each, min(each)), "o-", ms=3, label=piece["network"])
+    for axes, title in ((left, "predicted"), (right, "measured on this machine")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="samples of a step", ylabel="time of a sample over the least", title=title)
+        axes.legend(frameon=False, fontsize="small")
+        plain(axes, "both")
+    caption = (
+        "Figure 4 of integrated parallelism: a sample takes longer in a small batch, since layers "
+        "take time beside their arithmetic and read their weights once in a step. A micro-batch of "
+        "one sample is not free."
+    )
+    return Drawing("Time over the batch size", caption, figure)
+
+
+def _rates(title: str, found: list[Results]) -> Drawing:
+    figure, (every,) = panels(1, len(found), 3.7 * len(found), 3.6)
+    for axes, piece in zip(every, found, strict=True):
+        counts, rates = zip(*piece["images a second"].items(), strict=True)
+        for name in _WAYS:
+            for key, style in (("overlap", "o-"), ("no overlap", "o:")):
+                shown = [rate[key][name] for rate in rates]
+                color = f"C{list(_WAYS).index(name)}"
+                label = name if key == "overlap" else None
+                axes.plot(range(len(counts)), shown, style, ms=3, color=color, label=label)
+        axes.set_xticks(range(len(counts)), counts)
+        axes.set(title=piece["network"], ylabel="images a second", ylim=(0, None))
+        axes.set_xlabel("images of a step" if title == "16 GPUs" else "GPUs, 32 images each")
+        plain(axes, "y")
+    every[0].legend(frameon=False, fontsize="small")
+    figures = "Figures 7 and 13" if title == "16 GPUs" else "Figure 14"
+    caption = f"DeePa, {figures}, by the model: with overlap, and without it (dotted)."
+    return Drawing(f"Images a second: {title}", caption, figure)
+
+
+EXPERIMENT = Experiment(
+    name="published",
+    title="Strategies beside what their papers publish",
+    pieces=_pieces,
+    about=_about,
+    drawings=_drawings,
+    rows=lambda results: [],
+)

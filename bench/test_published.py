@@ -1,0 +1,51 @@
+"""Strategies beside their papers: a quick run, and what the papers' texts determine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsescan.strategies import Machine, build
+
+from . import published
+from .experiment import Options, run
+
+
+@pytest.mark.slow
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.machine.pin", lambda: None)
+    path = run(published.EXPERIMENT, Options(quick=True, device="cpu"), tmp_path)
+    results = json.loads(path.read_text())
+    assert results["done"]
+    pieces = results["pieces"]
+    for piece in (pieces["16 GPUs, alexnet-owt"], pieces["P100 in nodes of four, alexnet-owt"]):
+        for rate in piece["images a second"].values():
+            for way in rate.values():
+                # It may choose the others.
+                assert way["per layer"] >= 0.98 * max(way.values())
+            assert all(rate["overlap"][name] >= rate["no overlap"][name] * 0.999 for name in way)
+    for drawing in published.EXPERIMENT.drawings(results):
+        drawing.figure.savefig(tmp_path / "picture.png")
+
+
+def test_memory_is_that_of_tables_7_and_9() -> None:
+    found = published._memory((20, 56))
+    assert 0.57 <= found["resnet-56"]["stale"] <= 0.58
+    # From activations of a sample that are rounded to 0.06 MB, the paper has 97% and 109%.
+    assert 100 * found["lenet5"]["stale"] == pytest.approx(97, rel=0.03)
+    assert 100 * found["lenet5"]["stashing"] == pytest.approx(109, rel=0.03)
+    # Here normalisations have no activations of their own: the paper has 60% and 61%.
+    assert 100 * found["resnet-20"]["stale"] == pytest.approx(60, rel=0.04)
+
+
+def test_a_weird_trick_is_one_of_the_plans_per_layer() -> None:
+    graph = build("alexnet-owt")
+    chosen = published._trick(graph, 16, 512)
+    linear = [
+        one for one, layer in zip(chosen, graph.layers, strict=True) if layer.kind == "linear"
+    ]
+    assert linear == [(1, 16, 1, 1), (1, 16, 1, 1), (1, 8, 1, 1)]
+    rates = published._throughput(graph, Machine(), 16, 512)["no overlap"]
+    assert rates["images"] <= rates["one weird trick"] <= rates["per layer"] * (1 + 1e-9)
