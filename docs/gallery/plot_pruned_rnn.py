@@ -133,7 +133,7 @@ course.set(
     xlabel="epoch", ylabel="accuracy on test digits", ylim=(0, 1), title="Pruned, and trained on"
 )
 course.legend(frameon=False, loc="lower right")
-mask.imshow(model.gru.weight_hh_l0_mask, cmap="Greys", aspect="auto", interpolation="none")
+mask.imshow(model.gru.weight_hh_l0_mask.numpy(), cmap="Greys", aspect="auto", interpolation="none")
 mask.set(title="What is kept", xlabel="state", ylabel="gates", xticks=[], yticks=[])
 for name, style in {"PyTorch": ("o-", "#0072b2"), "sparsescan": ("s-", "#d55e00")}.items():
     fastest = [1e3 * min(times[name, density]) for density in densities]
