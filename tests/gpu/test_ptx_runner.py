@@ -29,22 +29,23 @@ def run(
     blocks: int,
     threads: int,
     *arguments: Any,
-    traffic: bool = False,
-    seed: int | None = None,
+    **options: Any,
 ) -> Traffic:
     """Launch a kernel on arrays and numbers; it may touch these arrays only."""
     places = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments]
     memory = [(x.ctypes.data, x.nbytes) for x in arguments if isinstance(x, np.ndarray)]
     program = compile_kernel(kernel, len(arguments))
-    return program.launch(blocks, threads, places, memory, traffic=traffic, seed=seed)
+    return program.launch(blocks, threads, places, memory, **options)
 
 
-def stops(kernel: Any, why: str, blocks: int, threads: int, *arguments: Any) -> None:
+def stops(
+    kernel: Any, why: str, blocks: int, threads: int, *arguments: Any, **options: Any
+) -> None:
     """In whichever order."""
     for seed in range(6):
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
         with pytest.raises(FaultError, match=f"(?s){kernel.py_func.__name__}, line .*{why}"):
-            run(kernel, blocks, threads, *given, seed=seed)
+            run(kernel, blocks, threads, *given, seed=seed, **options)
 
 
 @cuda.jit(device=True)
@@ -461,14 +462,11 @@ def endless(y, by):
     store(y, 0, i, I8)
 
 
-def test_a_loop_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ptx.runner
-
-    monkeypatch.setattr(ptx.runner, "PATIENCE", 1000)
+def test_a_loop_must_end() -> None:
     y = np.zeros(1, np.int64)
-    run(endless, 1, 1, y, 2)
+    run(endless, 1, 1, y, 2, patience=1000)
     assert y[0] == 1024
-    stops(endless, "a loop that does not end", 1, 1, y, 1)
+    stops(endless, "a loop that does not end", 1, 1, y, 1, patience=1000)
 
 
 def test_a_fault_names_the_instruction_and_the_thread() -> None:
