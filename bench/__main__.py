@@ -12,7 +12,9 @@ from pathlib import Path
 
 from .experiment import NAMES, RESULTS, Options, load, run
 
-_README = Path(__file__).parent.parent / "README.md"
+_ROOT = Path(__file__).parent.parent
+# With tables that are made of results.
+_PAGES = _ROOT / "README.md", _ROOT / "docs" / "for-me.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,18 +29,21 @@ def main(arguments: list[str] | None = None) -> int:
     report = commands.add_parser("report")
     report.add_argument("--results", type=Path, default=RESULTS, help="folder with the results")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="file to write")
-    report.add_argument("--readme", action="store_true", help="renew the README's tables, too")
+    report.add_argument(
+        "--readme", action="store_true", help="renew the tables of the README and the site, too"
+    )
     options = parser.parse_args(arguments)
     if options.command != "report":
         chosen = Options(options.quick, options.device, options.data)
         print(run(load(options.command), chosen, options.output))
         return 0
-    from .readme import update_readme
+    from .readme import update_tables
     from .report import write
 
     print(write(options.results, options.output))
     if options.readme:
-        update_readme(_README, options.results)
+        for page in _PAGES:
+            update_tables(page, options.results)
     return 0
 
 

@@ -204,13 +204,17 @@ def _picture(drawn: Any) -> tuple[str, bytes]:
     return "png", png.getvalue()
 
 
+def anchor(title: str) -> str:
+    """Return the name of a section in addresses."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
 def page(title: str, head: Html, sections: dict[str, Html]) -> str:
     """The whole page; sections by their titles."""
     links, body = [], []
     for name, section in sections.items():
-        anchor = re.sub(r"\W+", "-", name.lower()).strip("-")
-        links.append(join(tag("a", name, href=f"#{anchor}"), " "))
-        body.append(tag("section", tag("h2", name, id=anchor), section))
+        links.append(join(tag("a", name, href=f"#{anchor(name)}"), " "))
+        body.append(tag("section", tag("h2", name, id=anchor(name)), section))
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,58 +1,155 @@
-"""The README's tables: made of results that were measured in full, on what is committed.
+"""Tables of the README and the site: chosen lines of full runs of what is committed.
 
-A table stands between ``<!-- table: NAMES -->`` and ``<!-- end -->``; the names are "engine" and
-those of experiments, with commas between them.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
-from .contests import OURS
-from .experiment import Row, load
-from .files import File, lines, newest, read
-from .page import exactly, significant
+from .experiment import NAMES, Row, load
+from .files import File, newest, read
+from .page import significant
 
-_TABLE = re.compile(r"(<!-- table: ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 130
+_HEADS = ("against", "theirs, ms", "ours, ms", "ratio")
 
-# The engine's lines that are shown, and in which words.
-_WORKS = {
-    "spgemm-conv-64-128-256": "Product of two 97%-pruned convolutions (64→128→256, 16×16), "
-    "pattern known, float32",
-    "stencil-n=1000-unknowns=256-float64-plan": "1,000 steps of 256 unknowns (5-point stencil), "
-    "`CSRChain`, plan reused, float64",
-    "stencil-n=1000-unknowns=256-float64-list": "the same as a list of `csr_array`, one-shot",
-    "stencil-n=100-unknowns=65536-float32-plan": "100 steps of 65,536 unknowns, plan reused, "
-    "float32",
-    "stencil-n=100-unknowns=65536-float64-plan": "the same in float64",
-    "rnn-T=1000-B=16-H=20-float32": "RNN of 1,000 steps, batch 16, 20 hidden units, plan reused, "
-    "float32",
-    "vgg11-pruned-B=1-float32": "VGG-11 pruned by 97%, 32×32 images, plan reused, float32",
-    "vgg11-pruned-B=16-float32": "the same, batch 16",
-    "table1-conv-B=1": "Jacobian values of `Conv2d(3, 64, 3, padding=1)` on 3×32×32, float32",
-    "table1-relu-B=16": "the same of ReLU on 16 × 64×32×32",
-    "table1-maxpool-B=16": "the same of `MaxPool2d(2)` on 16 × 64×32×32",
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: its first cells, and which row of an experiment it shows."""
+
+    cells: tuple[str, ...]
+    experiment: str
+    work: str
+    peer: str = "PyTorch"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: the heads of its first columns, and its lines."""
+
+    heads: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+_DOOR, _STEP, _LAYER = "Front door: ", "Training step: ", "A layer's step: "
+_GRU = Line(("GRU, 20 units, T=1,000",), "doors", f"{_DOOR}GRU(12, 20), B=16, T=1,000")
+_GRU_64 = Line(("GRU, 64 units, T=1,000",), "doors", f"{_DOOR}GRU(12, 64), B=16, T=1,000")
+_LSTM = Line(("LSTM, 20 units, T=1,000",), "doors", f"{_DOOR}LSTM(12, 20), B=16, T=1,000")
+_LSTM_128 = Line(("LSTM, 128 units, T=1,000 *",), "step", f"{_STEP}LSTM, H=128, B=16, T=1,000")
+_SCANNED = Line(
+    ("GRU, 20 units, T=1,000 *",), "step", f"{_STEP}GRU, H=20, B=16, T=1,000", "jax.lax.scan"
+)
+_VGG = Line(("VGG-11, pruned by 97%",), "doors", f"{_DOOR}VGG-11, pruned by 97%, B=16")
+_VGG_ONE = Line(("one image at a time",), "doors", f"{_DOOR}VGG-11, pruned by 97%, B=1")
+_MLP = Line(("MLP, pruned by 98%, B=64",), "doors", f"{_DOOR}MLP, pruned by 98%, B=64")
+_DENSE = Line(
+    ("Dense convolution, 256 channels, 8×8 *",),
+    "density",
+    f"{_LAYER}256 → 256 channels, 8×8, B=16, 1",
+)
+_LINEAR = Line(
+    ("Linear recurrence, 64 numbers, T=100,000, B=1",),
+    "doors",
+    f"{_DOOR}affine_scan, diagonal 64×64, B=1, T=100,000",
+    "jax.lax.scan",
+)
+_RANKS = Line(
+    ("States of an RNN, T=4,096, B=1, on 2 ranks",),
+    "scaling",
+    "tanh RNN, dense 20×20, n=4,096: 2 ranks",
+    "one process",
+)
+_MODULE, _LOOPS = "`sparsescan.torch`", "`jacobians.GRU.training_step`"
+
+
+def _chosen(line: Line, have: str, use: str) -> Line:
+    return Line((have, use), line.experiment, line.work, line.peer)
+
+
+TABLES = {
+    "README": Table(
+        ("training step, B=16",),
+        (_GRU, _SCANNED, _GRU_64, _LSTM, _LSTM_128, _VGG, _MLP, _DENSE, _LINEAR, _RANKS),
+    ),
+    "is it for me": Table(
+        ("you have", "use"),
+        (
+            _chosen(_GRU, "a GRU of 20 units over 1,000 steps, in PyTorch", _MODULE),
+            _chosen(_GRU_64, "one of 64 units", _MODULE),
+            _chosen(_LSTM, "an LSTM of 20 units over 1,000 steps, in PyTorch", _MODULE),
+            Line(
+                ("two layers, both directions, sequences of 100 to 1,000 steps", _MODULE),
+                "doors",
+                f"{_DOOR}LSTM(12, 20), two layers, both directions, B=16, T=100 to 1,000",
+            ),
+            _chosen(_LSTM_128, "an LSTM of 128 units", "`jacobians.LSTM.training_step`"),
+            _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _LOOPS),
+            Line(
+                (
+                    "an RNN of 512 units with 95% of its weights pruned",
+                    "`jacobians.RNN.training_step`",
+                ),
+                "step",
+                f"{_STEP}RNN, H=512, B=16, T=1,000, 95% of the hidden weights pruned",
+            ),
+            Line(
+                ("a short sequence: 10 steps, Jacobians made and scanned", "PyTorch"),
+                "rnn",
+                "Backward pass of a tanh RNN, 20 units, float32, T=10, B=16",
+                "PyTorch autograd",
+            ),
+            _chosen(_VGG, "a convolutional network pruned by 97%, 16 images", _MODULE),
+            _chosen(_VGG_ONE, "the same, one image at a time", _MODULE),
+            Line(
+                ("pruned by 90%, 16 images", _MODULE),
+                "doors",
+                f"{_DOOR}VGG-11, pruned by 90%, B=16",
+            ),
+            Line(
+                ("a convolution with half of its weights", "PyTorch"),
+                "density",
+                f"{_LAYER}256 → 256 channels, 8×8, B=16, 0.5",
+            ),
+            _chosen(_DENSE, "a dense convolution", "PyTorch"),
+            Line(
+                ("a pruned network whose Jacobians are written out, one image", "PyTorch"),
+                "vgg11",
+                "pruned VGG-11, B=1: gradients",
+                "PyTorch, dense",
+            ),
+            _chosen(_LINEAR, "a linear recurrence: filter, smoother, state space", "`affine_scan`"),
+            Line(
+                ("one with 20×20 matrices, 16 samples", "`affine_scan`"),
+                "doors",
+                f"{_DOOR}affine_scan, dense 20×20, B=16, T=1,000",
+                "jax.lax.scan",
+            ),
+            Line(
+                ("one right-hand side, scanned by Blelloch's tree", '`schedule="auto"`'),
+                "grid",
+                "RNN 20, T=1000, B=1, by Schedule.blelloch(1000)",
+                "Schedule.linear(1000)",
+            ),
+            _chosen(_RANKS, "two ranks on one machine for 4,096 small steps", "one process"),
+        ),
+    ),
 }
-_PEERS = {
-    "SciPy @": "SciPy `@`",
-    "jax.lax.scan": "`jax.lax.scan`, jitted",
-    "jax.lax.associative_scan": "`jax.lax.associative_scan`, jitted",
-    "PyTorch autograd by column, as CSR": "PyTorch autograd, column by column",
-    "writing the values once": "writing the array once",
-}
 
 
-def update_readme(readme: Path, results: Path) -> None:
-    """Replace what is between the markers, and nothing else.
+def update_tables(path: Path, results: Path) -> None:
+    """Replace the tables of a Markdown file, and nothing else.
 
     Parameters
     ----------
-    readme : Path
+    path : Path
         The file to change.
     results : Path
         The folder with the results.
@@ -60,59 +157,60 @@ def update_readme(readme: Path, results: Path) -> None:
     Raises
     ------
     ValueError
-        If there are no markers, or no results for one of them.
+        If there are no markers, or no table or no results for one of them.
     """
-    files = [file for file in read(results)[0] if not file.marks]
+    files = newest(file for file in read(results)[0] if not file.marks)
+    measured: dict[str, list[tuple[File, Row]]] = {}
+    for (kind, _), file in files.items():
+        if kind in (*NAMES, "grid"):
+            measured.setdefault(kind, []).extend((file, row) for row in _rows(file))
 
     def replace(match: re.Match[str]) -> str:
-        begin, names, end = match.groups()
-        rows = [row for name in names.split(",") for row in _rows(name.strip(), files)]
-        return f"{begin}{_table([row for _, row in rows])}\n{_sources(rows, readme)}\n{end}"
+        begin, name, end = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"<!-- table: {name} -->: expected one of {', '.join(TABLES)}")
+        rows = [_row(line, measured.get(line.experiment, [])) for line in TABLES[name].lines]
+        shown = _table(TABLES[name], [row for _, row in rows])
+        return f"{begin}{shown}\n{_sources([file for file, _ in rows], path)}\n{end}"
 
-    text, count = _TABLE.subn(replace, readme.read_text())
+    text, count = _TABLE.subn(replace, path.read_text())
     if not count:
-        raise ValueError(f"{readme} has no table between <!-- table: NAMES --> and <!-- end -->")
-    readme.write_text(text)
+        raise ValueError(f"{path} has no table between <!-- table: NAME --> and <!-- end -->")
+    path.write_text(text)
 
 
-def _rows(name: str, files: list[File]) -> list[tuple[File, Row]]:
-    if name == "engine":
-        rows = _engine(files)
-    else:
-        chosen = [file for (kind, _), file in newest(files).items() if kind == name]
-        rows = [(file, row) for file in chosen for row in load(name).rows(file.results)]
-    if not rows:
-        raise ValueError(f"<!-- table: {name} -->: no complete results without changed files")
-    return rows
-
-
-def _engine(files: list[File]) -> list[tuple[File, Row]]:
-    measured = {line["name"]: (file, line) for file, line in lines(files, "engine")}
+def _rows(file: File) -> list[Row]:
+    if file.kind != "grid":
+        return load(file.kind).rows(file.results)
     rows = []
-    for name, work in _WORKS.items():
-        if name not in measured:
-            continue
-        file, line = measured[name]
-        medians = line["median_seconds"]
+    for chain, result in file.results["chains"].items():
+        medians = result["median_seconds"]
+        linear = next((name for name in medians if name.startswith("Schedule.linear")), None)
         rows += [
-            (file, Row(work, _PEERS.get(peer, peer), medians[peer], medians[OURS]))
-            for peer, ratio in line["ratios"].items()
-            if peer in medians and ratio["required"] is not None
+            Row(f"{chain}, by {name}", linear, medians[linear], medians[name])
+            for name in medians
+            if linear and name != linear
         ]
     return rows
 
 
-def _table(rows: list[Row]) -> str:
-    """As Markdown; the paper's ratios only if it has any."""
-    heads = ["work", "against", "theirs, ms", "ours, ms", "ratio", "the paper's"]
-    cells, before = [heads, ["---"] * len(heads)], None
-    for row in rows:
-        work = "" if row.work == before else row.work
+def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
+    for file, row in measured:
+        if (row.work, row.peer) == (line.work, line.peer):
+            return file, row
+    raise ValueError(
+        f"no complete results without changed files for {line.work!r} beside {line.peer!r}; "
+        f"expected them from the experiment {line.experiment!r}"
+    )
+
+
+def _table(table: Table, rows: list[Row]) -> str:
+    """Return a table as Markdown."""
+    lines = [[*table.heads, *_HEADS], ["---"] * (len(table.heads) + len(_HEADS))]
+    for line, row in zip(table.lines, rows, strict=True):
         times = [significant(1e3 * seconds) for seconds in (row.theirs, row.ours)]
-        cells.append([work, row.peer, *times, _ratio(row.theirs / row.ours), exactly(row.paper)])
-        before = row.work
-    shown = len(heads) if any(row.paper is not None for row in rows) else len(heads) - 1
-    return "".join(f"| {' | '.join(line[:shown])} |\n" for line in cells)
+        lines.append([*line.cells, row.peer, *times, _ratio(row.theirs / row.ours)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _ratio(x: float) -> str:
@@ -120,16 +218,18 @@ def _ratio(x: float) -> str:
     return f"{significant(x, 3 if 100 <= x < 1000 else 2)}×"
 
 
-def _sources(rows: list[tuple[File, Row]], readme: Path) -> str:
-    """The sentence with links to the files."""
-    links: dict[str, list[str]] = {}
+def _sources(files: list[File], path: Path) -> str:
+    """Return the sentence with links to the files."""
+    links: dict[File, list[str]] = {}
     first = 1
-    for file, of_file in groupby(file for file, _ in rows):
+    for file, of_file in groupby(files):
         last = first + len(list(of_file)) - 1
-        which = f"lines {first} to {last}" if last > first else f"line {first}"
-        path = Path(os.path.relpath(file.path, readme.parent)).as_posix()
-        links.setdefault(f"{file.place}, {file.day}", []).append(f"[{which}]({path})")
+        links.setdefault(file, []).append(f"{first}–{last}" if last > first else f"{first}")
         first = last + 1
-    said = ["Medians of calls that took turns; every sample and all versions are in the files."]
-    said += [f"On {place}: {', '.join(which)}." for place, which in links.items()]
-    return fill(" ".join(said), _WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+    said = []
+    for file, which in links.items():
+        name = "line" if which[0].isdigit() and len(which) == 1 else "lines"
+        where = Path(os.path.relpath(file.path, path.parent)).as_posix()
+        said.append(f"[{name} {', '.join(which)}]({where}), {file.place}, {file.day}")
+    text = f"Medians of calls that took turns, with every sample: {'; '.join(said)}."
+    return fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"

@@ -1,7 +1,7 @@
-"""``python -m bench report``: all results there are, on one HTML page and in the README's tables.
+"""``python -m bench report``: all results there are, on one HTML page and in the README's table.
 
 The page shows, for every experiment and device, the newest of the runs with the fewest flaws; it
-lists the others.
+lists the others. The site has a page for each of its sections.
 """
 
 from __future__ import annotations
@@ -70,6 +70,28 @@ class _Run:
 
 def write(results: Path, output: Path) -> Path:
     """Write the page about all JSON files in a folder; the page."""
+    output.write_text(page.page("sparsescan, measured", _head(), _sections(results)))
+    return output
+
+
+def write_pages(results: Path, output: Path) -> list[Path]:
+    """Write each section as a page of the site, in Markdown; those of a former call are removed."""
+    output.mkdir(exist_ok=True)
+    pages = []
+    for title, section in _sections(results).items():
+        path = output / f"{page.anchor(title)}.md"
+        text = f"# {title}\n\n```{{raw}} html\n{tag('div', section, kind='measured')}\n```\n"
+        # Sphinx reads what has changed.
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        pages.append(path)
+    for old in set(output.glob("*.md")) - set(pages):
+        old.unlink()
+    return pages
+
+
+def _sections(results: Path) -> dict[str, Html]:
+    """Return the sections of the page by their titles."""
     files, unread = read(results)
     of: dict[str, list[File]] = {kind: [] for kind in (*NAMES, *_TITLES)}
     for file in sorted(newest(files).values(), key=lambda file: (file.on_gpu, file.device)):
@@ -92,9 +114,7 @@ def write(results: Path, output: Path) -> Path:
         **{titles[kind]: said or _not_yet(kind) for kind, said in bodies.items()},
         "Files": _files(files, {file for shown in of.values() for file in shown}, unread, titles),
     }
-    said = {title: section for title, section in whole.items() if section}
-    output.write_text(page.page("sparsescan, measured", _head(), said))
-    return output
+    return {title: section for title, section in whole.items() if section}
 
 
 def _head() -> Html:

@@ -173,6 +173,10 @@ def _rows(results: Results) -> list[Row]:
             (f"Training step of a {_WORK}, {where}", STEP_OURS, {STEP: _PAPER_OVERALL}),
         ):
             rows += [recurrent.row(what, base, peer, ours, paper) for peer, paper in peers.items()]
+    shortest = pieces.get(_key(min(LENGTHS), BATCH))
+    if shortest:
+        where = f"T={min(LENGTHS):,}, B={BATCH}"
+        rows.append(recurrent.row(f"Backward pass of a {_WORK}, {where}", shortest, AUTOGRAD, OURS))
     rows += [
         _best(pieces, f"Backward pass of a {_WORK}", AUTOGRAD, OURS, _PAPER_BEST_BACKWARD),
         _best(pieces, f"Training step of a {_WORK}", STEP, STEP_OURS, _PAPER_BEST_OVERALL),

@@ -242,10 +242,14 @@ def test_the_report_is_made_by_its_name(
 ):
     paths_given: list[tuple[Path, Path]] = []
     monkeypatch.setattr(report, "write", lambda *paths: paths_given.append(paths) or paths[1])
-    monkeypatch.setattr(readme, "update_readme", lambda *paths: paths_given.append(paths))
+    monkeypatch.setattr(readme, "update_tables", lambda *paths: paths_given.append(paths))
     assert __main__.main(["report"]) == 0
     assert capsys.readouterr().out == "report.html\n"
     assert paths_given == [(experiment.RESULTS, Path("report.html"))]
     __main__.main(["report", "--results", "r", "--output", "page.html", "--readme"])
     root = Path(__file__).parent.parent
-    assert paths_given[1:] == [(Path("r"), Path("page.html")), (root / "README.md", Path("r"))]
+    assert paths_given[1:] == [
+        (Path("r"), Path("page.html")),
+        (root / "README.md", Path("r")),
+        (root / "docs" / "for-me.md", Path("r")),
+    ]

@@ -690,7 +690,7 @@ def test_a_picture_of_very_many_points_is_one_of_pixels(monkeypatch: pytest.Monk
     assert "data:image/png;base64," in page.figure(drawing)
 
 
-# -- The README -----------------------------------------------------------------------------------
+# -- Tables of the README and the site ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -705,9 +705,23 @@ def folder(copy: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _two_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines of the engine that the README shows."""
-    monkeypatch.setattr(readme, "_WORKS", {"a": "Work A", "b": "the same, B", "gone": "Gone"})
+def _two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of made-up experiments; of the schedules one line."""
+    patched = {
+        "first": readme.Table(
+            ("you have", "use"),
+            (
+                readme.Line(("A", "a"), "made", "backward, T=10", "autograd"),
+                readme.Line(("B", "b"), "grid", "made chain, by auto", "Schedule.linear(3)"),
+                readme.Line(("C", "c"), "made", "backward, T=30", "autograd"),
+            ),
+        ),
+        "second one": readme.Table(
+            ("work",), (readme.Line(("D",), "made", "backward, T=30", "autograd"),)
+        ),
+    }
+    monkeypatch.setattr(readme, "TABLES", patched)
+    monkeypatch.setattr(readme, "NAMES", ("made",))
 
 
 def cells_of(text: str) -> Iterator[list[str]]:
@@ -716,83 +730,89 @@ def cells_of(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_table_replaces_what_is_between_its_markers_and_nothing_else(
+def schedules(linear: float, auto: float) -> Results:
+    medians = {"auto": auto, "Schedule.linear(3)": linear}
+    return {"chains": {"made chain": {"median_seconds": medians}}}
+
+
+def test_tables_replace_what_is_between_their_markers_and_nothing_else(
     folder: Path, copy: Path, rng: np.random.Generator
 ):
-    lines = [contest(rng, name, "SciPy @", "MKL", missing="jax") for name in ("a", "other", "b")]
-    lines[2]["ratios"]["MKL"]["required"] = None
-    save(folder, "cpu-1", {"engine": lines[:2], "startup": []})
-    save(folder, "cpu-2", {"engine": lines[2:], "startup": []}, date="2030-02-03T00:00:00+00:00")
+    results = experiment(rng, "T=10", "T=30")
+    linear, auto = 10 ** rng.uniform(-4, 2, 2)
+    save(folder, "made", results)
+    save(folder, "grid", schedules(linear, auto), date="2030-02-03T00:00:00+00:00")
     before, after = "# Title \n\n| work | 1 |\n\n", "\nMore <!-- of it -->\n\n\n<!-- end -->\n"
-    copy.write_text(f"{before}<!-- table: engine -->\nold\n\nthings<!-- end -->{after}")
-    readme.update_readme(copy, folder)
-    text = copy.read_text()
-    start, end = "<!-- table: engine -->\n", "\n<!-- end -->"
-    assert text.startswith(before + start)
-    assert text.endswith(end + after)
-    replaced = text[len(before + start) : -len(end + after)]
-    table, sentence = replaced.split("\n\n")
-    heads, rule, *rows = cells_of(table)
-    assert heads == ["work", "against", "theirs, ms", "ours, ms", "ratio"]
-    assert set(rule) == {"---"}
-    shown = [("Work A", "SciPy `@`", 0), ("", "MKL", 0), ("the same, B", "SciPy `@`", 2)]
-    for (work, peer, theirs, ours, ratio), (name, against, k) in zip(rows, shown, strict=True):
-        assert (work, peer) == (name, against)
-        medians = lines[k]["median_seconds"]
-        taken = medians[against.replace("`", "")]
-        assert close(theirs, 1e3 * taken)
-        assert close(ours, 1e3 * medians[OURS])
-        assert close(ratio, taken / medians[OURS], 2)
-        assert ratio.endswith("×")
-    said = " ".join(sentence.split())
-    assert said.endswith(
-        "On Made-up CPU, 2 cores, 2030-01-02: [lines 1 to 2](results/cpu-1.json). "
-        "On Made-up CPU, 2 cores, 2030-02-03: [line 3](results/cpu-2.json)."
+    between = "\n<!-- table: second one -->\n"
+    copy.write_text(
+        f"{before}<!-- table: first -->\nold\n\nthings<!-- end -->{between}<!-- end -->{after}"
     )
-    for link in re.findall(r"\]\((.*?)\)", said):
+    readme.update_tables(copy, folder)
+    text = copy.read_text()
+    assert text.startswith(before + "<!-- table: first -->\n")
+    assert text.endswith("\n<!-- end -->" + after)
+    first, second = text.removeprefix(before).split(between)
+    heads, rule, *rows = cells_of(first)
+    assert heads == ["you have", "use", "against", "theirs, ms", "ours, ms", "ratio"]
+    assert set(rule) == {"---"}
+    seconds = [(piece["theirs"], piece["ours"]) for piece in results["pieces"].values()]
+    seconds.insert(1, (linear, auto))
+    assert [row[:3] for row in rows] == [
+        ["A", "a", "autograd"],
+        ["B", "b", "Schedule.linear(3)"],
+        ["C", "c", "autograd"],
+    ]
+    for row, (theirs, ours) in zip(rows, seconds, strict=True):
+        assert close(row[3], 1e3 * theirs)
+        assert close(row[4], 1e3 * ours)
+        assert close(row[5], theirs / ours, 2)
+        assert row[5].endswith("×")
+    assert list(cells_of(second))[2][:2] == ["D", "autograd"]
+    said = " ".join(first.split())
+    assert "[lines 1, 3](results/made.json), Made-up CPU, 2 cores, 2030-01-02;" in said
+    assert "[line 2](results/grid.json), Made-up CPU, 2 cores, 2030-02-03." in said
+    for link in re.findall(r"\]\((.*?)\)", text):
         assert (copy.parent / link).is_file()
-    readme.update_readme(copy, folder)
+    readme.update_tables(copy, folder)
     assert copy.read_text() == text
 
 
-def test_tables_of_experiments(folder: Path, copy: Path, rng: np.random.Generator):
-    results = experiment(rng, "T=10", "T=30")
-    pieces = results["pieces"]
-    pieces["T=30"]["paper"] = 13.4
-    save(folder, "made", results)
-    save(folder, "cpu", {"engine": [contest(rng, "a", "MKL")], "startup": []})
-    copy.write_text(
-        "<!-- table: made -->\n<!-- end -->\nand\n<!-- table: engine, made -->\n<!-- end -->\n"
-    )
-    readme.update_readme(copy, folder)
-    first, second = copy.read_text().split("\nand\n")
-    heads, _, *rows = cells_of(first)
-    assert heads[-1] == "the paper's"
-    assert [row[-1] for row in rows] == ["", "13.4×"]
-    for row, piece in zip(rows, pieces.values(), strict=True):
-        assert close(row[2], 1e3 * piece["theirs"])
-        assert close(row[4], piece["theirs"] / piece["ours"], 2)
-    assert [row[0] for row in list(cells_of(second))[2:]] == ["Work A", *(row[0] for row in rows)]
-
-
 @pytest.mark.parametrize("bad", [{"dirty": True}, {"quick": True}, {"done": False}])
-def test_the_readme_shows_clean_and_complete_results_only(
+def test_tables_show_clean_and_complete_results_only(
     bad: Results, folder: Path, copy: Path, rng: np.random.Generator
 ):
-    save(folder, "made", experiment(rng, "T=10"), **bad)
-    copy.write_text("<!-- table: made -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="table: made -->: no complete results"):
-        readme.update_readme(copy, folder)
-    assert copy.read_text() == "<!-- table: made -->\n<!-- end -->\n"
+    save(folder, "made", experiment(rng, "T=30"), **bad)
+    copy.write_text("<!-- table: second one -->\n<!-- end -->\n")
+    with pytest.raises(
+        ValueError, match=r"no complete results .* 'backward, T=30' beside 'autograd'"
+    ):
+        readme.update_tables(copy, folder)
+    assert copy.read_text() == "<!-- table: second one -->\n<!-- end -->\n"
 
 
 def test_markers_that_are_wrong_are_refused(folder: Path, copy: Path):
-    copy.write_text("<!-- table: engin -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="table: engin -->: no complete results"):
-        readme.update_readme(copy, folder)
-    copy.write_text("<!-- table: engine -->\n")
+    copy.write_text("<!-- table: third -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="table: third -->: expected one of first, second one"):
+        readme.update_tables(copy, folder)
+    copy.write_text("<!-- table: first -->\n")
     with pytest.raises(ValueError, match="no table between"):
-        readme.update_readme(copy, folder)
+        readme.update_tables(copy, folder)
+
+
+def test_each_section_is_a_page_of_the_site(tmp_path: Path, rng: np.random.Generator):
+    results, pages = tmp_path / "results", tmp_path / "pages"
+    results.mkdir()
+    save(results, "made", experiment(rng, "T=10"))
+    written = report.write_pages(results, pages)
+    assert sorted(pages.iterdir()) == sorted(written)
+    titles = [path.read_text().splitlines()[0] for path in written]
+    assert {"# Overview", "# Made up", "# Files"} <= set(titles)
+    made = (pages / "made-up.md").read_text()
+    assert "made.json" in made
+    (pages / "gone.md").touch()
+    before = {path: path.stat().st_mtime_ns for path in written}
+    assert report.write_pages(results, pages) == written
+    assert {path: path.stat().st_mtime_ns for path in sorted(pages.iterdir())} == before
 
 
 # -- What there is --------------------------------------------------------------------------------

@@ -313,12 +313,12 @@ class NetworkStep:
 
         Parameters
         ----------
-        x : array_like of float32 or float64, shape (batch, *input_shape) or input_shape
+        x : array_like of float32 or float64, shape ``(batch, *input_shape)`` or ``input_shape``
             The inputs.
 
         Returns
         -------
-        ndarray, shape (batch, *output_shape) or output_shape
+        ndarray, shape ``(batch, *output_shape)`` or ``output_shape``
             The outputs, of the dtype to which `x` and all parameters promote.
 
         Raises

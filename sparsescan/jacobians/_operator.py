@@ -162,12 +162,12 @@ class Operator(Fixed, ABC):
 
         Parameters
         ----------
-        x : array_like of float32 or float64, shape input_shape or (batch, *input_shape)
+        x : array_like of float32 or float64, shape ``input_shape`` or ``(batch, *input_shape)``
             The input, of NumPy or CuPy.
 
         Returns
         -------
-        ndarray, shape output_shape or (batch, *output_shape)
+        ndarray, shape ``output_shape`` or ``(batch, *output_shape)``
             The output.
 
         Raises
@@ -188,9 +188,9 @@ class Operator(Fixed, ABC):
 
         Parameters
         ----------
-        x : array_like, shape input_shape or (batch, *input_shape)
+        x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
             The input. May be left out where the values do not depend on it.
-        y : array_like, shape output_shape or (batch, *output_shape), optional
+        y : array_like, shape ``output_shape`` or ``(batch, *output_shape)``, optional
             The output for `x`, if it is at hand: some layers then compute less.
         out : ndarray, optional
             Where to write the values: contiguous, of the shape and dtype that is returned, and in
@@ -319,7 +319,7 @@ class Operator(Fixed, ABC):
 
         Parameters
         ----------
-        x : array_like, shape input_shape or (batch, *input_shape)
+        x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
             The input.
         grad_y : array_like, shape output_shape or (d,), or the same after a batch axis
             Gradient in the output, as a scan returns it or in the shape of the output.

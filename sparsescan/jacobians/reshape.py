@@ -29,7 +29,7 @@ class Dropout(Operator):
         The probability, from 0 to 1, with which the caller drops an element.
     input_shape : tuple of int
         Shape of one sample.
-    mask : array_like of bool, shape input_shape or (batch, *input_shape), optional
+    mask : array_like of bool, shape ``input_shape`` or ``(batch, *input_shape)``, optional
         True where an element is kept, for all samples or for each.
 
     Attributes

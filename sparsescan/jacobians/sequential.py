@@ -155,12 +155,12 @@ class Sequential(Fixed):
 
         Parameters
         ----------
-        x : array_like, shape input_shape or (batch, *input_shape)
+        x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
             The input.
 
         Returns
         -------
-        ndarray, shape output_shape or (batch, *output_shape)
+        ndarray, shape ``output_shape`` or ``(batch, *output_shape)``
             The output.
 
         Raises
@@ -175,7 +175,7 @@ class Sequential(Fixed):
 
         Parameters
         ----------
-        x : array_like, shape input_shape or (batch, *input_shape)
+        x : array_like, shape ``input_shape`` or ``(batch, *input_shape)``
             The input.
 
         Returns

@@ -3,7 +3,7 @@
 Whatever follows from patterns and schedule, such as the patterns of the products, is not stored: a
 plan that is loaded has its symbolic phase done again. Version 1 of the format:
 
-===============  =================================================================================
+================ =================================================================================
 ``version``      int, 1
 ``digest``       string: BLAKE2b of all other arrays, their names, dtypes and shapes
 ``patterns``     the different patterns, with ``indptr`` and ``indices``, as in a file of a chain
@@ -27,9 +27,9 @@ plan that is loaded has its symbolic phase done again. Version 1 of the format:
 ``counts``       int (a, 2): steps and products of each
 ``predicted``    float (a,): nanoseconds of each, or NaN
 ``measured``     float (a,): the same as measured, or NaN
-``differs``      int (n,): 1 for the Jacobians that differ between samples in `kind`; (0,) if all do
+``differs``      int (n,): 1 for Jacobians that differ between samples in `kind`; (0,) if all do
 ``option.*``     one integer or string for each of ``_OPTIONS``; none for an option that is None
-===============  =================================================================================
+================ =================================================================================
 
 The levels of a schedule that is known by its name are stored too, and must agree with it: what runs
 is what was saved, or nothing.

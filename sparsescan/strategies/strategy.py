@@ -133,7 +133,7 @@ class Training(ABC):
 
         Parameters
         ----------
-        x : ndarray of float32 or float64, shape (batch, *input_shape)
+        x : ndarray of float32 or float64, shape ``(batch, *input_shape)``
             All samples, on every rank, which uses its own; for a recurrent network sequences,
             ``(batch, steps, features)``.
         labels : ndarray of int64, shape (batch,)

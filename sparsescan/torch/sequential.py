@@ -33,7 +33,7 @@ class Sequential(nn.Sequential):
     training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
     layers compute with the weights that ``torch.nn.utils.prune`` has kept. A mask that changes is
     seen at the next call. What has no kernel PyTorch computes: other layers, devices and dtypes,
-    dropout and batch normalisation in training mode, and calls within a ``torch.compile``d graph.
+    dropout and batch normalisation in training mode, and calls within a graph of ``torch.compile``.
 
     Parameters
     ----------

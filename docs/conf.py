@@ -1,0 +1,155 @@
+"""The site: ``sphinx-build -W -b html docs build/docs``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+from sparsescan.cli.main import main as command_line
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["COLUMNS"] = "80"  # of what commands say
+
+project = "sparsescan"
+author = "the authors of sparsescan"
+html_title = "sparsescan"
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["gallery", "_drawn"]
+templates_path = ["_templates"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+# README and CONTRIBUTING are read on GitHub, too, where links to files are what is meant.
+suppress_warnings = ["config.cache"]
+
+# Members of a class stand on its page, each with its docstring.
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "copyfile_regex": r".*\.md",
+    "show_signature": False,
+    "remove_config_comments": True,
+    "min_reported_time": 0,
+    "plot_gallery": "True",
+}
+
+html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_math_renderer = "mathml"
+html_theme_options = {
+    "logo": {"text": "sparsescan"},
+    "navbar_align": "left",
+    "header_links_before_dropdown": 8,
+    "show_prev_next": False,
+    "navigation_depth": 2,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": [],
+    "footer_end": [],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
+}
+# Pages that have none below them.
+html_sidebars = {name: [] for name in ("index", "for-me", "start", "papers", "contributing")}
+
+
+class Run(Directive):
+    """Show a program, and below it what it prints."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Run the program."""
+        program = "\n".join(self.content)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, self.state.document.current_source, "exec"), {})
+        shown = [nodes.literal_block(program, program, language="python")]
+        if printed.getvalue():
+            said = printed.getvalue().rstrip()
+            shown.append(nodes.literal_block(said, said, language="text", classes=["printed"]))
+        return shown
+
+
+class Help(Directive):
+    """Show what a command says about itself."""
+
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Ask the command."""
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            command_line([*self.arguments, "--help"])
+        return [nodes.literal_block(said.getvalue(), said.getvalue(), language="text")]
+
+
+def formula(self: Any, node: nodes.math) -> None:
+    """Write a formula in a line as MathML, which needs no program in the browser."""
+    self.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def displayed(self: Any, node: nodes.math_block) -> None:
+    """Write a formula with a line of its own as MathML."""
+    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def keep_formulas(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Show the indented lines of a docstring, which are formulas, as they stand."""
+    end = next((k for k, line in enumerate(lines) if line.startswith("---")), len(lines))
+    for k in range(end - 1, 1, -1):
+        before, blank, line = lines[k - 2 : k + 1]
+        begins = line.startswith("    ") and not blank and before and before[0] != " "
+        if begins and not before.endswith("::"):
+            lines[k:k] = ["::", ""]
+
+
+def draw(app: Sphinx) -> None:
+    """Draw the pictures, and write the pages of measurements."""
+    report = import_module("bench.report")
+    report.write_pages(ROOT / "bench" / "results", ROOT / "docs" / "benchmarks" / "results")
+    import_module("draw_pages").main()
+
+
+def setup(app: Sphinx) -> None:
+    """Add what is the site's own."""
+    app.add_directive("run", Run)
+    app.add_directive("help", Help)
+    app.add_html_math_renderer("mathml", (formula, None), (displayed, None))
+    app.connect("builder-inited", draw)
+    # Before numpydoc, which comes at 500.
+    app.connect("autodoc-process-docstring", keep_formulas, priority=100)
