@@ -122,7 +122,7 @@ def formula(self: Any, node: nodes.math) -> None:
 
 def displayed(self: Any, node: nodes.math_block) -> None:
     """Write a formula with a line of its own as MathML."""
-    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    self.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
     raise nodes.SkipNode
 
 

@@ -38,9 +38,7 @@ def workers() -> Figure:
         axes.axhline(n - 1, color=LINEAR, linestyle="--", linewidth=1)
         axes.text(2**14, (n - 1) * 1.1, f"back-propagation, n = {n:,}", color=LINEAR, ha="right")
         axes.axhline(2 * np.log2(n), color="gray", linestyle=":", linewidth=1)
-        axes.text(
-            2**14, 2 * np.log2(n), f"2 log₂ {n:,}", color="gray", ha="right", va="bottom", size=8
-        )
+    axes.text(2**14, 2 * np.log2(100), "2 log₂ n", color="gray", ha="right", va="top", size=8)
     axes.set(xlabel="workers", ylabel="steps, one after the other", xlim=(0.8, 2**14 * 1.2))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
