@@ -33,7 +33,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["gallery", "_drawn"]
+exclude_patterns = ["gallery", "_drawn", "**/sg_execution_times.rst"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
