@@ -129,14 +129,25 @@ def test_values_are_the_jacobian_of_pytorch_and_the_pattern_misses_nothing(case:
     np.testing.assert_array_equal(out, values)
 
 
+@functools.cache
+def not_numpy() -> Any:
+    """Return a library that is not NumPy by name, as CuPy is not, with a device and a stream."""
+    other = types.ModuleType("other")
+    other.__dict__.update(np.__dict__)
+    event = types.SimpleNamespace(record=lambda stream: None, done=True)
+    other.cuda = types.SimpleNamespace(
+        Device=lambda: types.SimpleNamespace(id=0),
+        get_current_stream=lambda: "the stream",
+        Event=lambda disable_timing: event,
+    )
+    return other
+
+
 @given(cases())
 def test_without_kernels_the_values_are_the_same(case: Case) -> None:
     values = case.cell.values(case.x, case.state)
-    # A library that is not NumPy by name, as CuPy is not.
-    other = types.ModuleType("other")
-    other.__dict__.update(np.__dict__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cell, "namespace", lambda *arrays: other)
+        patch.setattr(_cell, "namespace", lambda *arrays: not_numpy())
         close(case.cell.values(case.x, case.state), values, 10)
 
 
@@ -169,11 +180,9 @@ def test_factors_make_the_jacobian(case: Case, kernels: bool) -> None:
     cell, lead = case.cell, case.state.shape[:-1]
     if len(lead) not in (1, 2) or 0 in lead:
         return
-    other = types.ModuleType("other")
-    other.__dict__.update(np.__dict__)
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
-            patch.setattr(_cell, "namespace", lambda *arrays: other)
+            patch.setattr(_cell, "namespace", lambda *arrays: not_numpy())
         chain = cell.linearize(case.x, case.state).implicit()
     slopes, weights = chain.values
     factors = cell.implicit_pattern.factors

@@ -192,7 +192,7 @@ def test_what_is_predicted_is_run(rng: np.random.Generator) -> None:
         if isinstance(strategy, MicroBatches):
             busiest = WORLD.allreduce(sent() - before, MPI.MAX)
             assert busiest == predicted.bytes
-            assert predicted.how.startswith(f"{training._count} micro-batches")
+            assert predicted.how.startswith(f"{training._count} micro-batch")
 
 
 def test_what_cannot_be(rng: np.random.Generator) -> None:
