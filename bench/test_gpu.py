@@ -183,6 +183,7 @@ def test_rnn_parameters():
     assert set(result["median_seconds"]["call, warm"]) == {PARAMETERS, CUDNN}
 
 
+@pytest.mark.slow
 def test_jax():
     pytest.importorskip("jax", reason="jax is not installed")
     result = run_race(gpu_races.jax_scan(Host(), steps=12, batch=2))

@@ -18,6 +18,7 @@ CASES = {
 NETWORKS = [step.NetworkCase("LeNet-5", 3, None, 1), step.NetworkCase("MLP", 2, 0.02, 1)]
 
 
+@pytest.mark.slow
 def test_all_gradients_of_networks_are_compared() -> None:
     for case in NETWORKS:
         piece = step.measure(case, quick=True)

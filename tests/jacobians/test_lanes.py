@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sampling import examples
 
 from sparsescan.jacobians._kernels import lanes
 
@@ -38,7 +39,7 @@ def values(write: Callable[[Array, Array], None], x: Array) -> Array:
 @pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
 def numbers(request: pytest.FixtureRequest) -> Array:
     """Numbers of all sizes and signs, most where the functions bend, and where they end."""
-    rng, count = np.random.default_rng(), 40_000
+    rng, count = np.random.default_rng(), examples(40_000)
     limits = np.finfo(request.param)
     parts = [
         rng.uniform(-1, 1, count),

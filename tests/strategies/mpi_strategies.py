@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from sampling import slow
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -292,7 +291,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("name", ["lenet5", *slow("gru:30")])
+@pytest.mark.ranks(slow=(1, 2, 4), doubling=True)
+@pytest.mark.parametrize("name", ["lenet5", "gru:30"])
 def test_runs(name: str) -> None:
     check_run(name, 8)
 

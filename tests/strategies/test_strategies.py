@@ -492,7 +492,7 @@ def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:
     cut, alone = replace(machine, network=slow), replace(machine, within=None, node=1)
     assert machine.within is not None
     fast = replace(alone, network=machine.within)
-    for workers in (1, 4, 8):
+    for workers in (4, 8):
         inside = compare(graph, cut, workers, 64)
         assert inside.predictions == compare(graph, fast, workers, 64).predictions
     for row in (BatchParallel(), DomainParallel(), Scan((2, 8))):
