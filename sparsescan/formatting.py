@@ -8,11 +8,11 @@ from collections.abc import Sequence
 __all__ = [
     "COLUMNS",
     "align",
-    "counted",
     "exact_bytes",
     "format_bytes",
     "format_count",
     "format_time",
+    "quantity",
     "wrap",
 ]
 
@@ -60,7 +60,7 @@ def wrap(text: str, indent: str) -> list[str]:
     )
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
+def quantity(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number and what it counts, by default with an "s" unless it is 1."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 

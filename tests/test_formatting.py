@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsescan.formatting import counted, exact_bytes, format_bytes
+from sparsescan.formatting import exact_bytes, format_bytes, quantity
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -29,7 +29,7 @@ def test_a_limit_is_written_exactly(number: int) -> None:
     assert exact_bytes(number).startswith(format_bytes(number))
 
 
-def test_counted() -> None:
-    assert counted(1, "part") == "1 part"
-    assert counted(0, "part") == "0 parts"
-    assert counted(2, "batch", "batches") == "2 batches"
+def test_quantity() -> None:
+    assert quantity(1, "part") == "1 part"
+    assert quantity(0, "part") == "0 parts"
+    assert quantity(2, "batch", "batches") == "2 batches"

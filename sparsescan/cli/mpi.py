@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError, SparseScanError
+from ..formatting import quantity
 
 if TYPE_CHECKING:
     from ..parallel import Communicator
@@ -116,7 +117,7 @@ def scan(world: Any, arguments: argparse.Namespace) -> None:
         device=arguments.device,
     )
     if world.rank == 0:
-        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        ranks = quantity(world.size, "rank")
         print(
             f"{arguments.output}: {done.gradients} gradients of {done.dtype}, in "
             f"{done.seconds:.3g} s on {ranks}, by {done.schedule}"

@@ -31,13 +31,9 @@ def sweep_nanoseconds(form: Factorisation, matrices: int, batch: int) -> float:
     return matrices * factorising + batch * solving
 
 
-def _compiled(matrices: Iterable[Factorisation]) -> list[Factorisation]:
-    return [form for form in matrices if form.is_compiled]
-
-
 def sweep_bytes(matrices: Iterable[Factorisation], itemsize: int, batch: int) -> int:
     """Return bytes of the factors that are kept, at most, and of the tables of sweeps."""
-    forms = _compiled(matrices)
+    forms = [form for form in matrices if form.is_compiled]
     values, rows = _sizes(forms)
     kept = min(_KEPT, len(forms))
     return kept * batch * (itemsize * sum(values) + 8 * rows + 64) + 256 * len(set(forms))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..formatting import align, format_bytes, format_time, wrap
+from ..formatting import align, format_bytes, format_time, quantity, wrap
 from ..parallel.communicator import Communicator
 from ..parallel.network import measure as measure_network
 from ..plan.drawing import check_packages
@@ -491,7 +491,7 @@ class Run:
             rows.append([one.prediction.strategy, *times, *sent])
         predictions = [one.prediction for one in self.measured]
         head = (
-            f"{self.network.name}, {self.workers} rank{'s' * (self.workers > 1)}, {self.batch} "
+            f"{self.network.name}, {quantity(self.workers, 'rank')}, {self.batch} "
             "samples a step, measured"
         )
         said = [

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ...execution.solves import is_long
 from ...execution.stages import ROW_GRAIN, RUN_GRAIN
 from ...execution.workspace import KINDS
+from ...formatting import quantity
 from ...kernels.cpu.tables import LANES, Kind, Op
 from ...symbolic.pattern import Pattern
 from ...symbolic.program import Program
@@ -391,7 +392,7 @@ class CpuModel:
     @property
     def where(self) -> str:
         """How many threads."""
-        return f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return quantity(self.threads, "thread")
 
     @property
     def workers(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ...formatting import counted
+from ...formatting import quantity
 from ..graph import Graph
 from ..machine import Machine
 from ..recurrent import Trainable, as_graph, graph_of
@@ -248,7 +248,7 @@ class MicroBatches(_Stages):
         ]
         return Prediction(
             self.name,
-            f"{counted(count, 'micro-batch', 'micro-batches')}; {_how(placement)}",
+            f"{quantity(count, 'micro-batch', 'micro-batches')}; {_how(placement)}",
             {
                 "forward": alone * count * float(ahead[slowest]),
                 "backward": alone * count * float(first[slowest] + back[slowest]),

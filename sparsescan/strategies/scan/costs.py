@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...formatting import counted
+from ...formatting import quantity
 from ...parallel.exchange import exscan_messages
 from ...parallel.forecast import CLOSE, OPEN
 from ...parallel.grid import Grid
@@ -99,7 +99,7 @@ class Division:
         }
         return Prediction(
             strategy=NAME,
-            how=f"{counted(grid.chain, 'part')} × {counted(grid.batch, 'group')} of samples, by "
+            how=f"{quantity(grid.chain, 'part')} × {quantity(grid.batch, 'group')} of samples, by "
             f"{schedule}",
             nanoseconds=machine.hidden(times),
             bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),

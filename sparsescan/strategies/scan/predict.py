@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import InputError
-from ...formatting import counted
+from ...formatting import quantity
 from ...parallel.grid import Grid, check_grid
 from ...symbolic.schedule import check_count
 from ..graph import Graph
@@ -80,8 +80,8 @@ class Scan(Strategy):
                     ways.append((grid, schedule, division.prediction(schedule)))
         if not ways:
             raise InputError(
-                f"workers is {workers}: {network.name} can be cut into {counted(most, 'part')} at "
-                f"most, and {counted(batch, 'sample')} into {counted(batch, 'group')}"
+                f"workers is {workers}: {network.name} can be cut into {quantity(most, 'part')} at "
+                f"most, and {quantity(batch, 'sample')} into {quantity(batch, 'group')}"
             )
         fitting = [one for one in ways if one[2].memory <= machine.memory]
         if not fitting:
