@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    for name, examples in (("sample", 10), ("all", 60)):
+    for name, examples in (("sample", 10), ("all", 30)):
         settings.register_profile(
             name,
             derandomize=True,

@@ -21,7 +21,7 @@ from ._kernels import sequences as kernels
 from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
-from ._sharing import LINE, aligned_zeros, call_all, quiet
+from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
 
@@ -30,7 +30,6 @@ Array = NDArray[Any]
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
-_TASK_STEPS = 256  # steps whose gradients in the input are a task
 _SMALL = 1 << 20  # multiply-adds of a direction below which other threads would come too late
 
 
@@ -230,13 +229,14 @@ class TrainingStep:
             input_grad = np.empty((steps, memory.batch, memory.widths[0]), memory.dtype)
         for ks in reversed(self._layers):
             below = memory.below(ks.start) if ks.start > 0 else input_grad
-            if below is not None and len(ks) > 1:
-                below[:] = 0  # to which both directions add
+            parts = memory.parts(below)
             for start in reversed(range(0, steps, memory.segment)) if memory.batch else ():
                 span = start, min(start + memory.segment, steps)
-                memory.for_each_group(ks, self._back, weights, above, span)
-                self._sum_up(memory, ks, weights, sums, span, below)
+                memory.for_each_group(ks, self._back, weights, above, parts, span)
+                self._sum_up(memory, ks, sums, span)
             if below is not None:
+                for part in parts[1:]:
+                    below += part
                 above = below
         state_grad = memory.state_grad()
         params: dict[str, Array] = {}
@@ -255,55 +255,42 @@ class TrainingStep:
         k: int,
         all_weights: list[_Weights],
         above: Array,
+        parts: list[Array],
         span: tuple[int, int],
     ) -> None:
-        """Compute the gradients in the products of some steps of one direction."""
+        """Compute the gradients in products and inputs of some steps of one direction."""
         one, weights = group.memory.directions[k], all_weights[k]
         if one.cell._writes_gates and not group.memory.keeps_gates:
             _run(group, k, all_weights, span)
-        carry = group.carries[k]
+        carry, w_in, below = group.carries[k], weights.w_in_back._replace(rows=0), above
+        if parts:
+            w_in, below = weights.w_in_back, parts[one.back]
         one.cell._back_kernel(
             group.sequence(k, span),
             weights.w_back,
+            w_in,
             above.reshape(-1),
+            below.reshape(-1),
             carry[0],
             carry[-1],
             one.is_relu,
             *span,
         )
 
-    def _sum_up(
-        self,
-        memory: _Memory,
-        ks: range,
-        weights: list[_Weights],
-        sums: list[_Sums],
-        span: tuple[int, int],
-        below: Array | None,
-    ) -> None:
-        """Add the gradients of the parameters over some steps, and compute those in the input."""
+    def _sum_up(self, memory: _Memory, ks: range, sums: list[_Sums], span: tuple[int, int]) -> None:
+        """Add the gradients of the parameters over some steps."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
-            one = memory.directions[k]
-            # Rows of a task read the same states, at best in the cache; threads share them.
-            tile = TILE_VECTORS * memory.lanes
-            size = -(-one.products // (2 * memory.threads * tile)) * tile
-            for row in range(0, one.products, size) if one.is_dense else ():
-                rows = row, min(row + size, one.products)
+            one, lanes = memory.directions[k], memory.lanes
+            vectors = -(-one.products // lanes)
+            parts = even_slices(vectors, min(vectors, 2 * memory.threads))
+            for part in parts if one.is_dense else ():
+                rows = part.start * lanes, min(part.stop * lanes, one.products)
                 tasks.append(partial(memory.add_grads, k, sums[k], rows, span))
             for which, packing in enumerate(one.packings):
                 for row in range(0, packing.rows, _TASK_ROWS) if packing.is_sparse else ():
                     rows = row, min(row + _TASK_ROWS, packing.rows)
                     tasks.append(partial(memory.add_sparse_grads, k, which, sums[k], rows, span))
-        # Directions take turns at the same gradients in the input.
-        for k in ks:
-            if below is None:
-                break
-            for start in range(*span, _TASK_STEPS):
-                some = start, min(start + _TASK_STEPS, span[1])
-                tasks.append(partial(memory.back_to_input, k, weights[k], span, some, below))
-            memory.call_all(tasks)
-            tasks = []
         memory.call_all(tasks)
 
     # -- Input ------------------------------------------------------------------------------------
@@ -552,9 +539,8 @@ class _Direction:
         self.is_dense = not (self.in_packing.is_sparse and self.hidden_packing.is_sparse)
         # From the products of a sample to those of the next: each fills whole vectors.
         vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
-        ends = self.first_hidden + vectors * self.lanes, self.products
+        ends = self.first_hidden + vectors * self.lanes, self.products, self._in_back.rows
         self.stride = (-(-max(ends) // self.lanes) + 1) * self.lanes
-        self.in_stride = -(-self._in_back.rows // self.lanes) * self.lanes
         every = *self.packings, self._in_back, self._hidden_back
         self.room = max(packing.room for packing in every)
         self._order = self._whole_order()
@@ -674,7 +660,7 @@ class _Memory:
         more, rows = self.lanes + 1, self.batch * (self.steps + 2)
         has_cells = self.directions[0].cell._parts == 2
         sizes = [("lengths", self.batch * self.units + self.lanes)]
-        sizes += [("zeros", max(max(one.stride, one.in_stride) for one in self.directions))]
+        sizes += [("zeros", max(one.stride for one in self.directions))]
         sizes += [("states", (rows + more) * width) for width in self.widths]
         sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
         sizes = [(name, count + self.lanes) for name, count in sizes]
@@ -685,6 +671,8 @@ class _Memory:
         sizes += [("gates", count + self.lanes) for count in some]
         inner = max(self.widths[1:-1], default=0)
         sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
+        if self._per_layer > 1:
+            sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
         for first in range(0, self.batch, self._samples):
             count = min(self._samples, self.batch - first)
             for one in self.directions:
@@ -699,12 +687,12 @@ class _Memory:
 
     def allocate(self) -> None:
         """Take the memory."""
-        arrays: dict[str, list[Array]] = {"cells": [], "grads": []}
+        arrays: dict[str, list[Array]] = {"cells": [], "grads": [], "part": []}
         for name, count in self._sizes():
             arrays.setdefault(name, []).append(aligned_zeros(count, self.dtype))
         self.states, self.cells = arrays["states"], [aligned_zeros(0, self.dtype), *arrays["cells"]]
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
-        self._grads = arrays["grads"]
+        self._grads, self._parts = arrays["grads"], arrays["part"]
         gates = arrays["gates"]
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
         names = "products", "parts", "room", "carries"
@@ -808,6 +796,12 @@ class _Memory:
         shape = self.steps, self.batch, self.widths[layer]
         return self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
 
+    def parts(self, below: Array | None) -> list[Array]:
+        """Return an array for each direction, whose sum `below` will be; it is the first."""
+        if below is None:
+            return []
+        return [below, *(part[: below.size].reshape(below.shape) for part in self._parts)]
+
     def times(self, one: _Direction, span: tuple[int, int]) -> int:
         """Return the first in time of some steps, which are given in the order of a direction."""
         return self.steps - span[1] if one.back else span[0]
@@ -843,9 +837,8 @@ class _Memory:
         gates, ((x, x_at, _), (h, h_at, h_step)) = self._terms(k, span, 0)
         x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
         (x_out, x_rows), (h_out, h_rows) = sums
-        room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 2) * self.lanes)
-        room[0] = 1
-        room[self.lanes : (1 + TILE_VECTORS) * self.lanes] = 0
+        room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes)
+        room[: TILE_VECTORS * self.lanes] = 0
         kernels.sum_products(
             *(gates, x, x_at, x_cols, one.in_packing.rows, x_out),
             *(h, h_at, h_step, h_cols, one.first_hidden, h_out),
@@ -869,30 +862,6 @@ class _Memory:
             *(packing.indptr, packing.indices, room),
             *(entries, row_sums[packing.first :], *rows),
         )
-        self._rooms.append(room)
-
-    def back_to_input(
-        self,
-        k: int,
-        weights: _Weights,
-        span: tuple[int, int],
-        some: tuple[int, int],
-        below: Array,
-    ) -> None:
-        """Write the gradients in the inputs of some of the steps in the gates, or add them."""
-        one = self.directions[k]
-        t, width = self.times(one, some), self.widths[one.layer - 1]
-        size = (max(self._samples, _TASK_STEPS) + self.lanes) * one.in_stride
-        room = self._borrow(size + one.room)
-        for group in self.groups:
-            gate = group.samples * one.units
-            at = group.first * self.segment * one.units + (t - self.first_gates(one, span)) * gate
-            kernels.multiply_steps(
-                *(weights.w_in_back, self.gates[k], at * one.kept, gate, one.kept * gate),
-                *(group.samples, some[1] - some[0], self._per_layer > 1),
-                *(self.zeros, room[one.room :], room, below.reshape(-1)),
-                *((t * self.batch + group.first) * width, self.batch),
-            )
         self._rooms.append(room)
 
 

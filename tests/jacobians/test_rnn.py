@@ -140,19 +140,24 @@ def test_gradients_are_those_of_autograd(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [50, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int) -> None:
-    net = KINDS[kind](5, 20, dtype=F4, rng=1)
-    arguments = make(np.random.default_rng(0), net, steps, 16, F4)
-    exact = autograd(net, *arguments, torch.float64)
-    theirs = autograd(net, *arguments, torch.float32)
-    found = ours(net.training_step(), *arguments)
-    for name, array in exact.items():
-        error, other = (
-            np.sqrt(np.mean((each[name].astype(F8) - array) ** 2)) for each in (found, theirs)
-        )
-        assert error <= 1.25 * other, (name, error, other)
-        assert found[name].dtype == F4
+@pytest.mark.parametrize(
+    ("steps", "draws"), [(50, 8), pytest.param(10_000, 1, marks=pytest.mark.slow)]
+)
+def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: int) -> None:
+    errors: dict[str, Array] = {}
+    rng = np.random.default_rng()
+    for _ in range(draws):
+        net = KINDS[kind](5, 20, dtype=F4, rng=rng)
+        arguments = make(rng, net, steps, 16, F4)
+        exact = autograd(net, *arguments, torch.float64)
+        theirs = autograd(net, *arguments, torch.float32)
+        found = ours(net.training_step(), *arguments)
+        for name, array in exact.items():
+            assert found[name].dtype == F4
+            squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (found, theirs)]
+            errors[name] = errors.get(name, 0) + np.array(squares)
+    for name, (error, other) in errors.items():
+        assert np.sqrt(error) <= 1.25 * np.sqrt(other), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

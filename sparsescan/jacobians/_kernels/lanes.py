@@ -564,53 +564,43 @@ def _expm1(x):
 
 
 def _largest(x):
-    """Beyond which tanh is 1 and sigmoid 0 or 1 but for a rounding, or below all normal numbers."""
+    """Beyond which sigmoid is 0 or 1 but for a rounding, or below all normal numbers."""
 
 
 @overload(_largest)
 def _largest_of(x):
-    values = (10.0, 87.33) if x.dtype.bitwidth == 32 else (20.0, 708.39)
-    return lambda x: values
+    value = 87.33 if x.dtype.bitwidth == 32 else 708.39
+    return lambda x: value
 
 
-@njit(inline="always")
 def tanh(x):
     """Return ``tanh(x)``, with the sign of `x`."""
-    most = number(x, _largest(x)[0])
+
+
+@overload(tanh, inline="always")
+def _tanh_of(x):
+    return _short_tanh if x.dtype.bitwidth == 32 else _long_tanh
+
+
+def _short_tanh(x):
+    """Return ``e / (e + 2)`` with ``e = expm1(2|x|)``."""
+    most, one = number(x, 10.0), number(x, 1.0)
     # NaN stays.
-    return _copysign(_positive_tanh(less_or(most, _abs(x), most, _abs(x))), x)
-
-
-def _positive_tanh(a):
-    """``tanh(a)`` of a number that is not negative, and at most the largest."""
-
-
-@overload(_positive_tanh, inline="always")
-def _positive_tanh_of(a):
-    return _short_tanh if a.dtype.bitwidth == 32 else _long_tanh
-
-
-def _short_tanh(a):
-    """Return ``1 - 2 / (exp(2a) + 1)``, and a polynomial where that would cancel.
-
-    ``a + a³·P(a²)`` has the least relative error for ``a ≤ 0.55``, 0.02 ulp before rounding.
-    """
-    one, two, square = number(a, 1.0), number(a, 2.0), a * a
-    q = fma(number(a, -0.006274233106523752), square, number(a, 0.021071674302220345))
-    q = fma(q, square, number(a, -0.05385230854153633))
-    q = fma(q, square, number(a, 0.13332585990428925))
-    q = fma(q, square, number(a, -0.33333316445350647))
-    near = fma(a * square, q, a)
+    a = less_or(most, _abs(x), most, _abs(x))
     power, p, _ = _expm1(a + a)
-    return less_or(a, number(a, 0.55), near, one - two / (one + fma(power, p, power)))
+    e = fma(power, p, power - one)
+    return _copysign(e / (e + number(x, 2.0)), x)
 
 
-def _long_tanh(a):
-    """Return ``e / (e + 2)`` with ``e = expm1(2a)``, corrected by what each rounding left out.
+def _long_tanh(x):
+    """Return ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out.
 
     That is ``1 - 2 / (e + 2)`` where `e` is so large that the last subtraction is the only one that
     counts.
     """
+    most = number(x, 20.0)
+    # NaN stays.
+    a = less_or(most, _abs(x), most, _abs(x))
     one, two = number(a, 1.0), number(a, 2.0)
     power, p, more = _expm1(a + a)
     e = fma(power, p, power - one)
@@ -621,13 +611,13 @@ def _long_tanh(a):
     rest = fma(_negative(y), d, e) + fma(_negative(y), d_more, e_more)
     # 1 / d = (1 - y) / 2
     corrected = fma(rest, fma(number(a, -0.5), y, number(a, 0.5)), y)
-    return less_or(e, number(a, 8.0), corrected, one - y)
+    return _copysign(less_or(e, number(a, 8.0), corrected, one - y), x)
 
 
 @njit(inline="always")
 def sigmoid(x):
     """Return ``1 / (1 + exp(-x))``, and 0 where that is below all normal numbers."""
-    most = number(x, _largest(x)[1])
+    most = number(x, _largest(x))
     zero, one = number(x, 0.0), number(x, 1.0)
     least = zero - most
     # NaN stays.

@@ -48,7 +48,6 @@ __all__ = [
     "back_gru",
     "back_lstm",
     "back_rnn",
-    "multiply_steps",
     "run_gru",
     "run_lstm",
     "run_rnn",
@@ -61,8 +60,8 @@ Array = Any
 _kernel = njit(nogil=True, cache=True, _nrt=False)
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
-# Terms of a product that are summed up before they are added to the others.
-_PART = 32
+# Terms that are summed up before they are added to the others: of a step, and over steps.
+_PART, _STEPS_PART = 64, 32
 
 
 class Matrix(NamedTuple):
@@ -177,6 +176,19 @@ class Sequence(NamedTuple):
     zeros: Array
 
 
+@_inline
+def _copy(x, at, out, to, count, room):
+    """Copy some numbers, and whole vectors of them where there is room for what is too much."""
+    lanes = lane_count(x)
+    whole = -(-count // lanes) * lanes
+    if whole > room:
+        whole = count // lanes * lanes
+    for i in range(0, whole, lanes):
+        store(out, to + i, load(x, at + i))
+    for i in range(whole, count):
+        out[to + i] = x[at + i]
+
+
 # -- Products --------------------------------------------------------------------------------------
 
 
@@ -211,6 +223,12 @@ def _multiply_dense(m, x, at, step, jump, bias, begins, out, to, stride, samples
             )
             b += TILE_ROWS
         v += TILE_VECTORS
+
+
+@_inline
+def _tile_width(vectors):
+    """Return how many of the vectors that are left a tile takes: one by itself would be slow."""
+    return 2 if vectors == 4 else min(TILE_VECTORS, vectors)
 
 
 @_helper
@@ -248,37 +266,6 @@ def _multiply_sparse(m, x, at, step, jump, bias, begins, out, to, stride, sample
                 before = load(bias, row) if begins else load(out, place)
                 added = before + load(room, i * lanes)
                 store_some(out, place, added, m.rows - row)
-
-
-@_kernel
-def multiply_steps(
-    m, x, at, jump, x_step, samples, steps, adds, none, products, room, out, to, batch
-):
-    """Write the products of `m` with what some samples have in some steps, or add them.
-
-    The numbers of a sample follow on those of the one before, and `x_step` is from a step to the
-    next; `out` has steps of `batch` samples.
-    `none` is a row of zeros; `products` and `room` are for what comes between.
-    """
-    lanes = lane_count(x)
-    stride = m.vectors * lanes
-    # Rows of a tile are samples, or, where there are few of them, steps.
-    are_steps = samples < TILE_ROWS // 2
-    count, turns = (steps, samples) if are_steps else (samples, steps)
-    step, turn = (x_step, m.block) if are_steps else (m.block, x_step)
-    out_step, out_turn = (batch, 1) if are_steps else (1, batch)
-    for k in range(turns):
-        _multiply(
-            *(m, x, at + k * turn, step, jump),
-            *(none, True, products, 0, stride, count, room),
-        )
-        for n in range(count):
-            place = to + (k * out_turn + n * out_step) * m.rows
-            for i in range(0, m.rows, lanes):
-                v, left = load(products, n * stride + i), m.rows - i
-                if adds:
-                    v = v + load_some(out, place + i, left)
-                store_some(out, place + i, v, left)
 
 
 # -- States ----------------------------------------------------------------------------------------
@@ -355,6 +342,21 @@ def _back_products(s, w_back, gates):
 
 
 @_inline
+def _back_input(s, w, t, gates, below):
+    """Write the gradients in the inputs of a step if `w`, which they are products with, has any."""
+    if w.rows == 0:
+        return
+    _multiply(
+        *(w, s.gates, gates, s.units, s.samples * s.units),
+        *(s.zeros, True, s.products, 0, s.stride, s.samples, s.room),
+    )
+    at = (t * s.batch + s.first) * w.rows
+    for b in range(s.samples):
+        room = (s.samples - b) * w.rows
+        _copy(s.products, b * s.stride, below, at + b * w.rows, w.rows, room)
+
+
+@_inline
 def _clear_parts(s):
     """Begin with no gradient from later steps."""
     zero = number(s.parts, 0.0)
@@ -389,11 +391,11 @@ def run_rnn(s, w_in, w_hidden, bias, x, relu, begin, end):
 
 
 @_kernel
-def back_rnn(s, w_back, above, carry, carry_c, relu, begin, end):
-    """Write the gradients in the products of some steps of an RNN, the last step first.
+def back_rnn(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+    """Write the gradients in the products and inputs of some steps of an RNN, the last step first.
 
-    `above` holds the gradients in the outputs, and `carry` that in the state before, on entry and
-    on return.
+    `above` holds the gradients in the outputs, `below` gets those in the inputs, and `carry` holds
+    that in the state before, on entry and on return.
     """
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
@@ -412,6 +414,7 @@ def back_rnn(s, w_back, above, carry, carry_c, relu, begin, end):
                 store_some(s.gates, to + j, less_or(at, length, in_a, zero), left)
                 store_some(carry, j, less_or(at, length, zero, later), left)
         _back_products(s, w_back, to)
+        _back_input(s, w_in_back, t, to, below)
     _add_parts(s, carry)
 
 
@@ -447,8 +450,8 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
 
 
 @_kernel
-def back_gru(s, w_back, above, carry, carry_c, relu, begin, end):
-    """Write the gradients in the products of some steps of a GRU in the places of its gates."""
+def back_gru(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+    """Write the gradients in the inputs of a GRU; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     runs, size = _runs(s)
@@ -476,6 +479,7 @@ def back_gru(s, w_back, above, carry, carry_c, relu, begin, end):
                 store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
                 store_some(carry, j, less_or(at, length, g * z, later), left)
         _back_products(s, w_back, to + gate)
+        _back_input(s, w_in_back, t, to, below)
     _add_parts(s, carry)
 
 
@@ -517,8 +521,8 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
 
 
 @_kernel
-def back_lstm(s, w_back, above, carry, carry_c, relu, begin, end):
-    """Write the gradients in the products of some steps of an LSTM in the places of its gates."""
+def back_lstm(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+    """Write the gradients in the inputs of an LSTM; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     runs, size = _runs(s)
@@ -548,6 +552,7 @@ def back_lstm(s, w_back, above, carry, carry_c, relu, begin, end):
                 store_some(carry_c, j, less_or(at, length, in_c * f, g_c), left)
                 store_some(carry, j, less_or(at, length, zero, later), left)
         _back_products(s, w_back, to)
+        _back_input(s, w_in_back, t, to, below)
     _add_parts(s, carry)
 
 
@@ -582,27 +587,53 @@ def sum_products(
     """Add ``Σ a[t, n, i]·x[t, n, j]``, over some steps and all samples, to ``x_out[j, i]``.
 
     The same with `h` is added to `h_out`, and ``Σ a[t, n, i]`` to ``row_sums[i]``. That is for rows
-    `i` of the gates ``a`` from `begin`, where a tile begins, to `end`. Those from `x_rows` on have
-    no sums with `x`, and those before `h_first` none with `h`; what their vectors share with others
-    is written, and means nothing. `h_step` is from the numbers of a sample in `h` to those of the
-    next. Rows of all sums are filled up to vectors. `room` begins with a one.
+    `i` of the gates ``a`` from `begin`, where a vector begins, to `end`. Those from `x_rows` on
+    have no sums with `x`, and those before `h_first` none with `h`; what their vectors share with
+    others is written, and means nothing. `h_step` is from the numbers of a sample in `h` to those
+    of the next. Rows of all sums are filled up to vectors. `room` begins with a tile of zeros.
     """
     lanes, stride = lane_count(x), len(row_sums)
     block = max(1, BLOCK // batch)
     most = TILE_VECTORS * lanes
-    together = lanes + (1 + TILE_ROWS) * most
+    together = (1 + TILE_ROWS) * most
     for start in range(0, steps, block):
         count = min(steps - start, block)
         terms, first = count * batch, start * batch
-        for i in range(begin, end, most):
-            size = min(most, -(-(end - i) // lanes) * lanes)
-            _take_together(gates, batch, start, count, i, min(size, end - i), room, together, most)
-            _add_columns(room, terms, 0, size, room, 0, 0, 1, row_sums, i, 0)
+        i = begin
+        while i < end:
+            size = _tile_width(-(-(end - i) // lanes)) * lanes
+            some = min(size, end - i)
+            _take_together(gates, batch, start, count, i, some, room, together, most)
+            _add_rows(room, together, terms, size, row_sums, i)
             # Of each factor whole vectors are left out that have no sums with it.
             at, stop = x_at + first * x_cols, min(size, -(-(x_rows - i) // lanes) * lanes)
             _add_columns(room, terms, 0, stop, x, at, x_cols, x_cols, x_out, i, stride)
             at, skip = h_at + first * h_step, max(0, h_first - i) // lanes * lanes
             _add_columns(room, terms, skip, size, h, at, h_step, h_cols, h_out, i, stride)
+            i += size
+
+
+@_helper
+def _add_rows(room, at, terms, size, out, to):
+    """Add the sums of some vectors of the gates, whose rows are in `room` from `at` on."""
+    lanes = lane_count(room)
+    step = TILE_VECTORS * lanes
+    part = _STEPS_PART * step
+    for i in range(0, size, lanes):
+        begin, end = at + i, at + i + terms * step
+        total_sum = number(room, 0.0)
+        while begin < end:
+            # Two sums, neither of which waits for the other.
+            k, stop = begin, min(begin + part, end)
+            s0, s1 = number(room, 0.0), number(room, 0.0)
+            while k + step < stop:
+                s0, s1 = s0 + load(room, k), s1 + load(room, k + step)
+                k += 2 * step
+            if k < stop:
+                s0 = s0 + load(room, k)
+            total_sum = total_sum + (s0 + s1)
+            begin += part
+        add_to(out, to + i, total_sum)
 
 
 @_helper
@@ -610,46 +641,37 @@ def _add_columns(room, terms, begin, end, b, at, step, cols, out, to, stride):
     """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`."""
     lanes = lane_count(b)
     most = TILE_VECTORS * lanes
-    zeros, tile, together = lanes, lanes + most, lanes + (1 + TILE_ROWS) * most
+    zeros, tile, together = 0, most, (1 + TILE_ROWS) * most
     for j in range(0, cols if begin < end else 0, TILE_ROWS):
         height = min(TILE_ROWS, cols - j)
         add_tile(
             *(room, tile, most, room, zeros, 0, room, together + begin),
-            *(b, at + j, 1, step, 0, 1, terms, _PART, (end - begin) // lanes, height),
+            *(b, at + j, 1, step, 0, 1, terms, _STEPS_PART, (end - begin) // lanes, height),
         )
         for n in range(height):
-            _add(room, tile + n * most, out, to + begin + (j + n) * stride, end - begin)
-
-
-@_inline
-def _add(x, at, out, to, count):
-    """Add some numbers to others, which may be of another dtype."""
-    for k in range(0, count, lane_count(x)):
-        add_to(out, to + k, load(x, at + k))
+            for k in range(0, end - begin, lanes):
+                v = load(room, tile + n * most + k)
+                add_to(out, to + begin + (j + n) * stride + k, v)
 
 
 @_helper
 def _take_together(gates, batch, start, steps, row, count, out, to, stride):
-    """Write `count` rows of gates from `row` on, sample by sample, in rows of `stride`.
-
-    What is written beyond the units is written again with the next gate or sample, so there is a
-    vector more than the rows.
-    """
-    a, units = gates.values, gates.units
-    lanes, first_gate, first_unit = lane_count(a), gates.gate + row // units, row % units
-    for t in range(gates.step + start, gates.step + start + steps):
-        for first in range(0, batch, gates.samples):
-            samples = min(gates.samples, batch - first)
-            at = (first * gates.steps + t * samples) * gates.kept * units
-            at += first_gate * samples * units
-            for n in range(samples):
-                place, u, done = at + n * units, first_unit, 0
-                while done < count:
-                    some = min(units - u, count - done)
-                    for i in range(0, some, lanes):
-                        store(out, to + done + i, load(a, place + u + i))
-                    place, u, done = place + samples * units, 0, done + some
-                to += stride
+    """Write `count` rows of gates from `row` on, sample by sample, in rows of `stride`."""
+    a, units, done = gates.values, gates.units, 0
+    gate, unit = gates.gate + row // units, row % units
+    while done < count:
+        some = min(units - unit, count - done)
+        place = to + done
+        for t in range(gates.step + start, gates.step + start + steps):
+            for first in range(0, batch, gates.samples):
+                samples = min(gates.samples, batch - first)
+                at = (first * gates.steps + t * samples) * gates.kept * units
+                at += gate * samples * units + unit
+                for _ in range(samples):
+                    _copy(a, at, out, place, some, stride - done)
+                    at += units
+                    place += stride
+        gate, unit, done = gate + 1, 0, done + some
 
 
 @_kernel
