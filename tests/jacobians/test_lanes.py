@@ -61,8 +61,7 @@ def distance(found: Array, expected: Array) -> Array:
 
 def test_tanh(numbers: Array) -> None:
     found = values(write_tanh, numbers)
-    bound = 2.5 if numbers.dtype == np.float32 else 1.1
-    assert np.max(distance(found, np.tanh(numbers.astype(np.longdouble)))) < bound
+    assert np.max(distance(found, np.tanh(numbers.astype(np.longdouble)))) < 1.1
     assert np.array_equal(np.signbit(found), np.signbit(numbers))
     assert np.max(np.abs(found)) == 1
 

@@ -155,9 +155,11 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
         for name, array in exact.items():
             assert found[name].dtype == F4
             squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (found, theirs)]
-            errors[name] = errors.get(name, 0) + np.array(squares)
-    for name, (error, other) in errors.items():
-        assert np.sqrt(error) <= 1.25 * np.sqrt(other), name
+            # A bias is the weight of an input of 1. Of its own few numbers chance would decide.
+            part = name.removeprefix("weight_").removeprefix("bias_")
+            errors[part] = errors.get(part, 0) + np.array(squares)
+    for part, (error, other) in errors.items():
+        assert np.sqrt(error) <= 1.25 * np.sqrt(other), part
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -573,30 +573,12 @@ def _largest_of(x):
     return lambda x: value
 
 
+@njit(inline="always")
 def tanh(x):
-    """Return ``tanh(x)``, with the sign of `x`."""
+    """Return ``tanh(x)``, with the sign of `x`.
 
-
-@overload(tanh, inline="always")
-def _tanh_of(x):
-    return _short_tanh if x.dtype.bitwidth == 32 else _long_tanh
-
-
-def _short_tanh(x):
-    """Return ``e / (e + 2)`` with ``e = expm1(2|x|)``."""
-    most, one = number(x, 10.0), number(x, 1.0)
-    # NaN stays.
-    a = less_or(most, _abs(x), most, _abs(x))
-    power, p, _ = _expm1(a + a)
-    e = fma(power, p, power - one)
-    return _copysign(e / (e + number(x, 2.0)), x)
-
-
-def _long_tanh(x):
-    """Return ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out.
-
-    That is ``1 - 2 / (e + 2)`` where `e` is so large that the last subtraction is the only one that
-    counts.
+    That is ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out; or ``1 -
+    2 / (e + 2)`` where `e` is so large that the last subtraction is the only one that counts.
     """
     most = number(x, 20.0)
     # NaN stays.
