@@ -67,7 +67,7 @@ class Case:
     def wanted(self) -> dict[str, float]:
         return {PYTORCH: self.pytorch, JAX: self.jax}
 
-    # How far gradients may be apart, relative to the largest.
+    # How far gradients may be apart, relative to their norms.
     bound = float(np.sqrt(np.finfo(np.float32).eps))
 
     def race(self) -> _Race:
@@ -220,8 +220,8 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
     -------
     dict
         For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
-        ``missing`` peers, ``cores_others_used`` in each round, and the ``largest_difference`` of
-        each gradient from a peer's, relative to its largest entry.
+        ``missing`` peers, ``cores_others_used`` in each round, and the ``differences`` of each
+        gradient from a peer's, by the 2-norm, relative to it.
     """
     recurrent.keep_memory()
     race = case.race()
@@ -236,7 +236,7 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
         "samples": samples,
         **chosen,
         "wanted": case.wanted,
-        "largest_difference": differences,
+        "differences": differences,
         "cores_others_used": others,
     }
 
@@ -248,7 +248,7 @@ def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     for peer in (PYTORCH, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
             theirs = np.asarray(theirs) * kept.get(name, 1)
-            apart = float(np.abs(result[name] - theirs).max() / np.abs(theirs).max())
+            apart = float(np.linalg.norm(result[name] - theirs) / np.linalg.norm(theirs))
             differences[f"{name}, {peer}"] = apart
             if not apart < bound:
                 raise AssertionError(f"{name}, {peer}: the relative difference is {apart:.1e}")

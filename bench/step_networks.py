@@ -48,7 +48,7 @@ class NetworkCase:
         pruned = "dense" if self.kept is None else f"pruned by {1 - self.kept:.0%}"
         return f"{self.kind}, {pruned}, B={self.batch}"
 
-    # A choice of a pool, or of a ReLU, that rounding turns changes gradients at once.
+    # A choice of a pool, or of a ReLU, that rounding turns changes some entries by percents.
     bound = 1e-2
 
     @property

@@ -22,7 +22,7 @@ NETWORKS = [step.NetworkCase("LeNet-5", 3, None, 1), step.NetworkCase("MLP", 2, 
 def test_all_gradients_of_networks_are_compared() -> None:
     for case in NETWORKS:
         piece = step.measure(case, quick=True)
-        names = {name.split(",")[0] for name in piece["largest_difference"]}
+        names = {name.split(",")[0] for name in piece["differences"]}
         assert {"0.weight", "0.bias"} < names
         assert len(names) == len([*case.race().module.parameters()])
         assert set(piece["samples"]) == {step.OURS, step.PYTORCH}
@@ -52,7 +52,7 @@ def pieces() -> Results:
 
 def test_all_gradients_are_compared(pieces: Results) -> None:
     for piece in pieces.values():
-        names = {name.split(",")[0] for name in piece["largest_difference"]}
+        names = {name.split(",")[0] for name in piece["differences"]}
         assert {"input", "state", "weight_hh_l0", "bias_ih_l0"} <= names
         assert set(piece["samples"]) | set(piece["missing"]) == {step.OURS, step.PYTORCH, step.JAX}
 

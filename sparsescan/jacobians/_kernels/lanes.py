@@ -577,8 +577,8 @@ def _largest_of(x):
 def tanh(x):
     """Return ``tanh(x)``, with the sign of `x`.
 
-    That is ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out; or ``1 -
-    2 / (e + 2)`` where `e` is so large that the last subtraction is the only one that counts.
+    That is ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out; or
+    ``1 - 2 / (e + 2)`` where `e` is so large that only the last subtraction counts.
     """
     most = number(x, 20.0)
     # NaN stays.
