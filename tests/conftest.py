@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="slow tests, too, and more examples",
     )
     parser.addoption(
+        "--rest",
+        action="store_true",
+        help="of --all, what a run without options leaves out or runs with fewer examples",
+    )
+    parser.addoption(
         "--explore",
         action="store_true",
         help="all tests; many random examples, not a few fixed",
@@ -43,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.all = config.getoption("--all") or config.getoption("--rest")
     # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     for name, examples in (("sample", 10), ("all", 30)):
@@ -68,11 +74,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if reason := child_tests.reason_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if any(config.getoption(name) for name in ("--all", "--explore", "-m")):
+    if config.getoption("--rest"):
+        left = [item for item in items if is_slow(item) or child_tests.takes_more(item)]
+    elif any(config.getoption(name) for name in ("--all", "--explore", "-m")):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    else:
+        left = [item for item in items if not is_slow(item)]
+    kept = set(left)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = left
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 class Scheduling(LoadFileScheduling):

@@ -45,31 +45,81 @@ def test_skipped():
 """
 
 
+# What --all runs as a run without options does, with more, and not without.
+MORE = """
+import pytest
+from hypothesis import given, strategies as st
+
+def test_alike():
+    pass
+
+@given(st.integers())
+def test_more_given(x):
+    pass
+
+def test_more_seeds(seeds):
+    pass
+
 @pytest.mark.slow
-@pytest.mark.mpi
-def test_each_test_has_its_name_and_its_outcome(tmp_path: Path) -> None:
-    (tmp_path / "mpi_probe.py").write_text(PROBE)
-    shutil.copy(TESTS / "conftest.py", tmp_path)
+def test_only():
+    pass
+"""
+
+
+def run_pytest(folder: Path, *options: str) -> str:
+    """Return what is printed by pytest, with this folder's tests and these helpers."""
+    shutil.copy(TESTS / "conftest.py", folder)
     path = os.pathsep.join([str(TESTS / "support"), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "-c", os.devnull, "--rootdir=.", "."],
-        cwd=tmp_path,
+        [sys.executable, "-m", "pytest", *options, "-c", os.devnull, "--rootdir=.", "."],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "--color=no"},
         capture_output=True,
         text=True,
         check=False,
     )
-    outcomes = re.findall(r"^([A-Z]+) mpi_probe.py::test_(.*?) *(?:- |$)", done.stdout, re.M)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.mpi
+def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
+    (tmp_path / "test_probe.py").write_text(MORE)
+    ranks = "pytestmark = pytest.mark.ranks(2, slow=(3,))\n"
+    (tmp_path / "mpi_probe.py").write_text(MORE + ranks)
+    alike, more, only = (
+        {f"test_probe.py::test_{name}" for name in names}
+        for names in (["alike"], ["more_given", "more_seeds"], ["only"])
+    )
+    for tests in (alike, more):
+        of_children = {test.replace("test_probe", "mpi_probe") for test in tests}
+        only |= {f"{test}[3 ranks]" for test in of_children}
+        tests |= {f"{test}[2 ranks]" for test in of_children}
+    only |= {f"mpi_probe.py::test_only[{ranks} ranks]" for ranks in (2, 3)}
+    for options, expected in (
+        ([], alike | more),
+        (["--rest"], more | only),
+        (["--all"], alike | more | only),
+    ):
+        printed = run_pytest(tmp_path, "--collect-only", "-q", *options)
+        assert {line for line in printed.splitlines() if "::" in line} == expected, printed
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_each_test_has_its_name_and_its_outcome(tmp_path: Path) -> None:
+    (tmp_path / "mpi_probe.py").write_text(PROBE)
+    printed = run_pytest(tmp_path, "-rA")
+    outcomes = re.findall(r"^([A-Z]+) mpi_probe.py::test_(.*?) *(?:- |$)", printed, re.M)
     assert sorted(outcomes) == [
         ("FAILED", "cases[2 ranks]"),
         ("FAILED", "killed[2 ranks]"),
         ("FAILED", "one_rank_fails[2 ranks]"),
         ("PASSED", "good[2 ranks]"),
-    ], done.stdout + done.stderr
+    ], printed
     for text in (
         "test_cases[2], rank 0, call: AssertionError: 2 is not 1",
         "rank 1, call: AssertionError: only here",
         "its last words",
     ):
-        assert text in done.stdout
-    assert "3 failed, 1 passed, 1 skipped, 7 deselected" in done.stdout
+        assert text in printed
+    assert "3 failed, 1 passed, 1 skipped, 7 deselected" in printed

@@ -160,7 +160,7 @@ class Launch(NamedTuple):
 def launch(request: Any, tmp_path_factory: Any) -> Launch:
     """Chains of all layouts, with the scan of each, and for some a run of strategies after it."""
     size, folder = request.param, tmp_path_factory.mktemp("chains")
-    longer = 3 if size == 3 and request.config.getoption("--all") else 1
+    longer = 3 if size == 3 else 1
     rng = np.random.default_rng(size)
     commands, cases = [], []
     schedules = ["auto", "vectors", "products"]

@@ -41,6 +41,7 @@ __all__ = [
     "Reporter",
     "pytest_collect_file",
     "scope_of",
+    "takes_more",
 ]
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
@@ -118,11 +119,16 @@ class ChildFile(pytest.File):
             ranks = [mark for mark in own if mark.name == "ranks"]
             others = [mark for mark in own + shared if mark.name != "ranks"]
             ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
+            more = any(argument.arg == "seeds" for argument in node.args.args)
+            decorators = [ast.unparse(each) for each in node.decorator_list]
+            more |= any(text.startswith("given(") or "slow(" in text for text in decorators)
             for variant, slow in self._variants(ranks, others):
                 child = children.setdefault(variant, Child(variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
                 name += "[PTX]" * variant.ptx
-                test = ChildTest.from_parent(self, name=name, child=child, line=node.lineno)
+                test = ChildTest.from_parent(
+                    self, name=name, child=child, line=node.lineno, more=more
+                )
                 for mark in others:
                     test.add_marker(mark.name)
                 for name, marked in (
@@ -167,9 +173,9 @@ class FailedInChildError(Exception):
 class ChildTest(pytest.Item):
     """A test function of a file that a child runs; it may have several cases."""
 
-    def __init__(self, *, child: Child, line: int, **options: Any) -> None:
+    def __init__(self, *, child: Child, line: int, more: bool, **options: Any) -> None:
         super().__init__(**options)
-        self.child, self._line = child, line
+        self.child, self.takes_more, self._line = child, more, line
         path = self.path.relative_to(self.config.rootpath).as_posix()
         self.function = f"{path}::{self.name.partition('[')[0]}"
 
@@ -188,6 +194,18 @@ class ChildTest(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self._line, self.name
+
+
+def takes_more(item: pytest.Item) -> bool:
+    """Return whether ``--all`` gives a test more examples, of Hypothesis or by ``seeds``.
+
+    A function that a child runs may have more cases, too.
+    """
+    if isinstance(item, ChildTest):
+        return item.takes_more
+    function = getattr(item, "obj", None)
+    given = getattr(function, "is_hypothesis_test", False)
+    return given or "seeds" in getattr(item, "fixturenames", ())
 
 
 # ---------------------------------------------------------------------------------------------
