@@ -505,14 +505,17 @@ def test_malformed_csr_never_passes_for_a_plans_pattern(matrix):
 
 
 @pytest.mark.slow
-def test_malformed_csr_with_bounds_checked(tmp_path):
-    """The check in an interpreter whose kernels raise where they read or write out of bounds."""
+def test_malformed_csr_with_bounds_checked(pytestconfig):
+    """The check in an interpreter whose kernels raise where they read or write out of bounds.
+
+    Numba does not tell such kernels from others that it keeps, so they have a folder of their own.
+    """
     done = subprocess.run(
         [sys.executable, __file__],
         env={
             **os.environ,
             "NUMBA_BOUNDSCHECK": "1",
-            "NUMBA_CACHE_DIR": str(tmp_path),
+            "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("kernels-with-bounds-checked")),
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,
