@@ -43,7 +43,7 @@ from ranges import (
 from sampling import slow
 
 import sparsescan
-from sparsescan import CSRChain, Schedule
+from sparsescan import CSRChain, Pattern, ScanPlan, Schedule
 
 LONG = 10_000
 
@@ -66,6 +66,12 @@ SCHEDULES = pytest.mark.parametrize("schedule", long_schedules(), ids=repr)
 # ---------------------------------------------------------------------------------------------
 
 
+@cache
+def long_plans(pattern: Pattern, n: int) -> list[ScanPlan]:
+    """One of each schedule, for steps of equal patterns."""
+    return [sparsescan.plan([pattern] * n, schedule=each, dtype=F4) for each in long_schedules(n)]
+
+
 @pytest.mark.parametrize("kind", ["dense", *slow("csr", "diagonal")])
 @pytest.mark.parametrize("radius", [1.01, *slow(0.1, 0.5, 0.9, 0.99, 1.0, 1.1, 2.0, 10.0)])
 def test_any_spectral_radius(kind, radius):
@@ -76,8 +82,8 @@ def test_any_spectral_radius(kind, radius):
     assert n == LONG if radius <= 1 else n > 60
     chain = CSRChain(chain.data[:n], chain.indices, chain.indptr, chain.shape)
     expected = sequential(grad, as_dense(chain), dtype=F4)
-    for schedule in long_schedules(n):
-        result = sparsescan.exclusive_scan(grad, chain, schedule=schedule)
+    for plan in long_plans(chain.pattern, n):
+        result = plan.exclusive_scan(grad, chain)
         assert np.isfinite(result).all()
         assert_within(result, expected, F4)
 
