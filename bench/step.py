@@ -33,6 +33,8 @@ _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 3, 0.2, 0.05
+# Those whose first steps are timed.
+_PROCESSES = 5
 # The cases of a quick run.
 _QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
 
@@ -282,8 +284,9 @@ def first_call(case: Case) -> float:
 
 
 def measure_first_call(case: Case) -> Results:
-    """``seconds`` of the first steps of five processes, after one that may compile."""
-    return {"seconds": [float(_in_child(f"first_call({case!r})")) for _ in range(6)][1:]}
+    """``seconds`` of the first steps of some processes, after one that may compile."""
+    times = [float(_in_child(f"first_call({case!r})")) for _ in range(1 + _PROCESSES)]
+    return {"seconds": times[1:]}
 
 
 def _in_child(expression: str) -> str:

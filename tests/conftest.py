@@ -90,7 +90,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 class Scheduling(LoadFileScheduling):
-    """A worker runs whole files, and one worker all tests that children run."""
+    """A worker runs whole files, and all tests that the same children run."""
 
     def _split_scope(self, nodeid: str) -> str:
         return child_tests.scope_of(nodeid)

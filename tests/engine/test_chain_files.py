@@ -370,13 +370,19 @@ def test_a_header_that_asks_for_less_is_refused(tmp_path, saved):
     assert_refused(tmp_path / "f.npz", shorter, "stack.npy is damaged: its checksum is wrong")
 
 
-@given(layout=st.sampled_from(LAYOUTS), data=st.data())
-def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data):
-    contents = bytearray(saved[layout])
+def flipped(folder, contents, data):
+    """A file with one bit changed."""
+    contents = bytearray(contents)
     place = data.draw(st.integers(0, len(contents) - 1))
     contents[place] ^= 1 << data.draw(st.integers(0, 7))
     path = folder / "flipped"
     path.write_bytes(contents)
+    return path
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data):
+    path = flipped(folder, saved[layout], data)
     try:
         grad, jacobians = load_chain(path)
     except ChainFileError:
@@ -390,11 +396,7 @@ def test_a_flipped_bit_changes_nothing_or_is_refused(folder, saved, layout, data
 
 @given(layout=st.sampled_from(LAYOUTS), data=st.data())
 def test_a_flipped_bit_is_found_by_those_who_read_parts(folder, saved, layout, data):
-    contents = bytearray(saved[layout])
-    place = data.draw(st.integers(0, len(contents) - 1))
-    contents[place] ^= 1 << data.draw(st.integers(0, 7))
-    path = folder / "flipped"
-    path.write_bytes(contents)
+    path = flipped(folder, saved[layout], data)
     try:
         with ChainFile(path) as file:
             parts = [file.part(k, k + 1) for k in range(file.n)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fresh_python import run_python
 from numba.core.caching import IndexDataCacheFile
 
 import sparsescan
@@ -28,17 +25,9 @@ CALLS = """
 def run(folder: Path) -> tuple[str, int]:
     """The output of a fresh interpreter, and how many of the files in the folder it has written."""
     before = {path: path.stat().st_mtime_ns for path in files(folder)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(CALLS)],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed = run_python(CALLS, folder, NUMBA_CACHE_DIR=str(folder))
     after = {path: path.stat().st_mtime_ns for path in files(folder)}
-    return done.stdout, sum(before.get(path) != time for path, time in after.items())
+    return printed, sum(before.get(path) != time for path, time in after.items())
 
 
 def files(folder: Path) -> list[Path]:

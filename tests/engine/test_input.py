@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from fresh_python import run_python
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from malformed import malformed
@@ -505,26 +503,15 @@ def test_malformed_csr_never_passes_for_a_plans_pattern(matrix):
 
 
 @pytest.mark.slow
-def test_malformed_csr_with_bounds_checked(pytestconfig):
+def test_malformed_csr_with_bounds_checked(pytestconfig, tmp_path):
     """The check in an interpreter whose kernels raise where they read or write out of bounds.
 
     Numba does not tell such kernels from others that it keeps, so they have a folder of their own.
     """
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={
-            **os.environ,
-            "NUMBA_BOUNDSCHECK": "1",
-            "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("kernels-with-bounds-checked")),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    accepted, refused = map(int, done.stdout.split())
+    kernels = pytestconfig.cache.mkdir("kernels-with-bounds-checked")
+    variables = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(kernels)}
+    printed = run_python("import test_input; test_input.main()", tmp_path, **variables)
+    accepted, refused = map(int, printed.split())
     assert accepted > 5
     assert refused > 20
 
@@ -541,10 +528,6 @@ def main() -> None:
 
     run()
     print(*counts)
-
-
-if __name__ == "__main__":
-    main()
 
 
 def test_steps_of_a_chain_over_one_pattern_are_square():

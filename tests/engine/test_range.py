@@ -36,6 +36,7 @@ from ranges import (
     check_subnormal_values,
     check_what_is_not_finite_stays_where_no_entry_leads_on,
     linear_length,
+    of_alternating_scale,
     positive_steps,
     two_blocks,
     waves,
@@ -228,9 +229,9 @@ def test_an_exploding_block_leaves_the_decaying_one_right(form, up, down):
     check_an_exploding_block_leaves_the_decaying_one_right(form, up, down)
 
 
-@given(st.data())
-def test_steps_of_alternating_scale(data):
-    check_steps_of_alternating_scale(data)
+@given(of_alternating_scale())
+def test_steps_of_alternating_scale(chain):
+    check_steps_of_alternating_scale(chain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -67,12 +67,24 @@ def index_arrays(size: int = 4000) -> tuple[np.ndarray, np.ndarray, Callable[[],
     return indptr, indices, write
 
 
-def assert_sound(pattern: Pattern) -> None:
-    """A pattern is safe to follow, and is the one that its own arrays describe."""
-    assert pattern.indices.min() >= 0
-    assert pattern.indices.max() < pattern.shape[1]
-    again = Pattern(pattern.indptr.copy(), pattern.indices.copy(), pattern.shape)
-    assert again is pattern
+def assert_all_sound(
+    write: Callable[[], None], make: Callable[[], Iterable[Pattern]], refusal: str
+) -> None:
+    """Patterns made beside a writer are safe to follow, and what their own arrays describe."""
+    made: set[Pattern] = set()
+    with written_to(write):
+        end = time.perf_counter() + SECONDS
+        while time.perf_counter() < end:
+            try:
+                made.update(make())
+            except InputError as error:
+                assert refusal in str(error)  # noqa: PT017
+    assert made
+    for pattern in made:
+        assert pattern.indices.min() >= 0
+        assert pattern.indices.max() < pattern.shape[1]
+        again = Pattern(pattern.indptr.copy(), pattern.indices.copy(), pattern.shape)
+        assert again is pattern
 
 
 MAKERS: dict[str, Callable[[Any, Any, Any], Pattern]] = {
@@ -97,34 +109,18 @@ def test_patterns_of_arrays_that_a_thread_writes_to(maker, dtype):
         write()
         indices[:] = given
 
-    made = set()
-    with written_to(write_both):
-        end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
-            try:
-                made.add(MAKERS[maker](indptr.astype(dtype), indices, shape))
-            except InputError as error:
-                assert "1000000000" in str(error)  # noqa: PT017
-    assert made
-    for pattern in made:
-        assert_sound(pattern)
+    assert_all_sound(
+        write_both, lambda: [MAKERS[maker](indptr.astype(dtype), indices, shape)], "1000000000"
+    )
 
 
 def test_matrices_that_a_thread_writes_to():
     indptr, indices, write = index_arrays()
     matrix = sp.csr_array((np.ones(4000), indices, indptr), shape=(4000, 4000))
     matrix.indices = indices
-    made = set()
-    with written_to(write):
-        end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
-            try:
-                made.update(sparsescan.plan([matrix] * 2, schedule="linear").patterns)
-            except InputError as error:
-                assert "jacobians[" in str(error)  # noqa: PT017
-    assert made
-    for pattern in made:
-        assert_sound(pattern)
+    assert_all_sound(
+        write, lambda: sparsescan.plan([matrix] * 2, schedule="linear").patterns, "jacobians["
+    )
 
 
 def test_a_clean_call_after_poisoned_ones_is_right():

@@ -358,9 +358,9 @@ def test_subnormal_values(kind: str) -> None:
 
 @on_device
 @settings(max_examples=examples(15))
-@given(st.data())
-def test_steps_of_alternating_scale(data: Any) -> None:
-    ranges.check_steps_of_alternating_scale(data)
+@given(ranges.of_alternating_scale())
+def test_steps_of_alternating_scale(chain: Any) -> None:
+    ranges.check_steps_of_alternating_scale(chain)
 
 
 @on_device

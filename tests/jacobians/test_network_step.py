@@ -313,34 +313,19 @@ def test_residual_networks(batch: int, training: bool) -> None:
 
 
 def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
-    rng = np.random.default_rng(seed)
+    rng, options = np.random.default_rng(seed), {"padding": 1, "dtype": dtype}
+    first, second, last = (
+        rng.random(shape) < keep for shape in [(6, 2, 3, 3), (8, 6, 3, 3), (10, 128)]
+    )
     return Sequential(
         [
-            Conv2d(
-                2,
-                6,
-                3,
-                padding=1,
-                input_shape=(2, 8, 8),
-                dtype=dtype,
-                rng=0,
-                weight_mask=rng.random((6, 2, 3, 3)) < keep,
-            ),
+            Conv2d(2, 6, 3, input_shape=(2, 8, 8), rng=0, weight_mask=first, **options),
             ReLU(input_shape=(6, 8, 8)),
             MaxPool2d(2, input_shape=(6, 8, 8)),
-            Conv2d(
-                6,
-                8,
-                3,
-                padding=1,
-                input_shape=(6, 4, 4),
-                dtype=dtype,
-                rng=1,
-                weight_mask=rng.random((8, 6, 3, 3)) < keep,
-            ),
+            Conv2d(6, 8, 3, input_shape=(6, 4, 4), rng=1, weight_mask=second, **options),
             ReLU(input_shape=(8, 4, 4)),
             Flatten(input_shape=(8, 4, 4)),
-            Linear(128, 10, dtype=dtype, rng=2, weight_mask=rng.random((10, 128)) < keep),
+            Linear(128, 10, dtype=dtype, rng=2, weight_mask=last),
         ]
     )
 

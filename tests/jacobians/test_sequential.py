@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from autodiff import check_operator, close, randomise, share
+from autodiff import check_network, check_operator, check_params, close, randomise, share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,35 +141,14 @@ def a_residual_net(size: int) -> list[Any]:
     ]
 
 
-def grads_of(layers: Any, actual: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
-    """All parameter gradients in the order of the layers."""
-    return [grads[name] for op, grads in zip(layers, actual, strict=True) for name in op.params]
-
-
 def check_gradients(
     ops: Any, module: nn.Module, x: np.ndarray, rng: np.random.Generator, schedule: str
 ) -> None:
-    """Output, and gradients in the input and all parameters, are those of autograd."""
+    """By a plan, and by the exclusive scan of the Jacobians, which have none."""
     net = Sequential(ops)
-    xs = net.activations(x)
-    x_torch = torch.tensor(x, requires_grad=True)
-    y = module(x_torch)
-    close(xs[-1], y.detach().numpy())
-    grad = rng.standard_normal(y.shape)
-    (y * torch.tensor(grad)).sum().backward()
-    grad = grad.reshape(*grad.shape[: x.ndim - len(net.input_shape)], -1)
-    plan = net.plan(schedule=schedule)
-    assert plan.n == len(net) == len(net.patterns) == len(xs) - 1
-    gradients = plan.inclusive_scan(grad, net.values(xs))
-    close(gradients[-1].reshape(x.shape), x_torch.grad.numpy(), 1e5)
-    actual = grads_of(net.layers, net.param_grads(xs, gradients))
-    expected = [p.grad.numpy() for p in module.parameters()]
-    for ours, theirs in zip(actual, expected, strict=True):
-        close(ours, theirs, 1e5)
-    # The same from the exclusive scan of the Jacobians, which have no plan.
+    xs, grad = check_network(net, module, x, rng, schedule)
     once = sparsescan.exclusive_scan(grad, net.jacobians(xs), schedule=schedule)
-    for ours, theirs in zip(grads_of(net.layers, net.param_grads(xs, once)), expected, strict=True):
-        close(ours, theirs, 1e5)
+    check_params(net, module, net.param_grads(xs, once))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

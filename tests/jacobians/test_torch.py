@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import close
+from autodiff import check_network, close
 from torch import nn
 from torch.nn.utils import prune
 
@@ -60,26 +60,10 @@ def check_gradients(
     """All gradients of a network by the scan are those of autograd, in float64."""
     module = module.double()
     net = Sequential(from_torch(module, input_shape))
-    rng = np.random.default_rng(1)
-    xs = net.activations(x)
-    x_torch = torch.tensor(x, requires_grad=True)
-    y = module(x_torch)
-    close(xs[-1], y.detach().numpy())
-    grad = rng.standard_normal(y.shape)
-    (y * torch.tensor(grad)).sum().backward()
-    flat = grad.reshape(*x.shape[: x.ndim - len(input_shape)], -1)
-    plan = net.plan(schedule=schedule)
-    gradients = plan.inclusive_scan(flat, net.values(xs))
-    close(gradients[-1].reshape(x.shape), x_torch.grad.numpy(), 1e5)
-    actual = net.param_grads(xs, gradients)
-    ours = [
-        (op.params[name], layer_grads[name])
-        for op, layer_grads in zip(net.layers, actual, strict=True)
-        for name in op.params
-    ]
-    for (array, ours_grad), parameter in zip(ours, module.parameters(), strict=True):
+    check_network(net, module, x, np.random.default_rng(1), schedule)
+    ours = [array for op in net.layers for array in op.params.values()]
+    for array, parameter in zip(ours, module.parameters(), strict=True):
         assert np.shares_memory(array, parameter.detach().numpy())
-        close(ours_grad, parameter.grad.numpy(), 1e5)
     return net
 
 

@@ -19,7 +19,7 @@ from oracles import (
     values_only,
 )
 from ranges import linear_length, positive_steps, two_blocks, waves
-from ranks import expected_of, grids, part_of, random_chain
+from ranks import grids, random_part
 
 import sparsescan
 from sparsescan import (
@@ -58,20 +58,15 @@ def check(seed: int) -> None:
     grid = grids()[seed % len(grids())]
     shared = grid.batch == 1 and rng.random() < 0.5
     batch = None if shared else int(rng.integers(grid.batch, grid.batch + 4))
-    chain = random_chain(rng, batch)
-    n = len(chain.jacobians)
-    cuts = [0, *np.sort(rng.integers(0, n + 1, grid.chain - 1)).tolist(), n]
-    mine, got = part_of(chain, grid, cuts)
-    expected = expected_of(chain, grid, got)
-    grad = mine.grad if grid.position(WORLD.rank) == 0 else None
-    name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
+    mine, expected, cuts = random_part(rng, grid, batch)
+    grad, name = mine.grad, "inclusive_scan" if mine.inclusive else "exclusive_scan"
     for schedule in ("vectors", "products"):
         options = {"grid": grid, "schedule": schedule}
         result = getattr(parallel, name)(
             WORLD, grad, mine.jacobians, local_grads=mine.local_grads, **options
         )
         try:
-            assert_within(result, expected, chain.dtype)
+            assert_within(result, expected, mine.dtype)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {options}, cuts {cuts}") from error
         if seed % 3 == 0:

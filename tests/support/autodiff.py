@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sparsescan import BatchedCSR, Pattern
-from sparsescan.jacobians import Operator
+from sparsescan.jacobians import Operator, Sequential
 
 # Small arrays; and its threads would wait for each other wherever something else runs.
 torch.set_num_threads(1)
@@ -99,6 +99,39 @@ def close(actual: np.ndarray, expected: np.ndarray, factor: float = 1e4) -> None
     assert (np.isnan(actual) == np.isnan(expected)).all()
     scale = max(1.0, float(np.abs(expected[finite]).max(initial=0)))
     assert np.abs(actual - expected)[finite].max(initial=0) <= factor * EPS * scale
+
+
+def check_network(
+    net: Sequential,
+    module: torch.nn.Module,
+    x: np.ndarray,
+    rng: np.random.Generator,
+    schedule: str,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Output, and gradients in the input and all parameters, are those of autograd.
+
+    The activations and the gradient in the output are returned; the module has its own gradients.
+    """
+    xs = net.activations(x)
+    given = torch.tensor(x, requires_grad=True)
+    y = module(given)
+    close(xs[-1], y.detach().numpy())
+    grad = rng.standard_normal(y.shape)
+    (y * torch.tensor(grad)).sum().backward()
+    grad = grad.reshape(*x.shape[: x.ndim - len(net.input_shape)], -1)
+    plan = net.plan(schedule=schedule)
+    assert plan.n == len(net) == len(net.patterns) == len(xs) - 1
+    gradients = plan.inclusive_scan(grad, net.values(xs))
+    close(gradients[-1].reshape(x.shape), given.grad.numpy(), 1e5)
+    check_params(net, module, net.param_grads(xs, gradients))
+    return xs, grad
+
+
+def check_params(net: Sequential, module: torch.nn.Module, params: Any) -> None:
+    """Gradients of a network's parameters are those that the module has."""
+    ours = [grads[name] for op, grads in zip(net.layers, params, strict=True) for name in op.params]
+    for actual, parameter in zip(ours, module.parameters(), strict=True):
+        close(actual, parameter.grad.numpy(), 1e5)
 
 
 def _check_forward(op: Operator, torch_forward: Any, x: np.ndarray) -> None:

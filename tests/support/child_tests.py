@@ -7,8 +7,8 @@ Both take processes of their own. The parent reads the names and marks of their 
 source, starts one child for all tests that are run in one way (on so many ranks, in the simulator),
 whatever their files, and passes the reports of the child's tests on as its own, so that each has
 its name, its outcome and its traceback; the cases of one test are reported as one. If a test ends
-the child, the tests behind it are run by another child. With pytest-xdist all these tests belong to
-one worker (:func:`scope_of`).
+the child, the tests behind it are run by another child. With pytest-xdist those on ranks
+belong to one worker, and those of CUDA kernels to one (:func:`scope_of`), as they share children.
 
 Marks of the tests in ``mpi_*.py``, or ``pytestmark`` for a whole file:
 
@@ -76,7 +76,8 @@ def is_run_in_a_child(path: Path, parent: pytest.Collector) -> bool:
 def scope_of(nodeid: str) -> str:
     """Return the tests among which one is that a worker of pytest-xdist runs together."""
     file = nodeid.partition("::")[0]
-    return "children" if Path(file).name.startswith(("mpi_", "cuda_")) else file
+    kind = Path(file).name.partition("_")[0]
+    return kind if kind in ("mpi", "cuda") else file
 
 
 def cuda_is_here() -> bool:
@@ -177,7 +178,7 @@ class ChildTest(pytest.Item):
         super().__init__(**options)
         self.child, self.takes_more, self._line = child, more, line
         path = self.path.relative_to(self.config.rootpath).as_posix()
-        self.function = f"{path}::{self.name.partition('[')[0]}"
+        self.function_id = f"{path}::{self.name.partition('[')[0]}"
 
     def runtest(self) -> None:
         """Fail, be skipped or pass as all cases did that the child ran."""
@@ -234,11 +235,11 @@ class Child:
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
-            self._run_all(test.config, [item.function for item in tests])
+            self._run_all(test.config, [item.function_id for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
-        cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function]
+        cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_id]
         if not cases:
-            return [f"it was not run:\n{self._outputs[test.function]}"], ""
+            return [f"it was not run:\n{self._outputs[test.function_id]}"], ""
         reasons = [
             report.longrepr[2]
             for nodeid in cases

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
-from oracles import apply, assert_within, chains, every_schedule, indices_of, mask, sequential
+from oracles import (
+    Chain,
+    apply,
+    assert_within,
+    chains,
+    every_schedule,
+    indices_of,
+    mask,
+    sequential,
+)
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, Schedule
@@ -146,15 +157,18 @@ def check_an_exploding_block_leaves_the_decaying_one_right(form, up, down):
         assert_within(result, expected, F4)
 
 
-def check_steps_of_alternating_scale(data):
-    """Any chain, with its steps times 2^60 and 2^-60 by turns: pairs come back into range."""
-    chain = data.draw(chains(max_n=10, min_size=1))
-    if not isinstance(chain.jacobians, list):
-        return
-    power = data.draw(st.sampled_from([-60, 60]))
+@st.composite
+def of_alternating_scale(draw: Any) -> Chain:
+    """Any list of steps, times 2^60 and 2^-60 by turns: pairs come back into range."""
+    chain = draw(chains(max_n=10, min_size=1).filter(lambda c: isinstance(c.jacobians, list)))
+    power = draw(st.sampled_from([-60, 60]))
     for k, step in enumerate(chain.jacobians):
         array = step if isinstance(step, np.ndarray) else step.data
         array *= array.dtype.type(2.0 ** (power * (-1) ** k))
+    return chain
+
+
+def check_steps_of_alternating_scale(chain: Chain) -> None:
     call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
     for schedule in every_schedule(len(chain.jacobians)):
         result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)

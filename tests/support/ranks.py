@@ -109,6 +109,23 @@ def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
     return Chain(grad, jacobians, local, chain.dtype, chain.inclusive, batch), got
 
 
+def random_part(
+    rng: np.random.Generator, grid: Grid, batch: int | None
+) -> tuple[Chain, Gradients, list[int]]:
+    """What this rank has of a random chain that is cut at random, and the gradients it should get.
+
+    And all cuts. Ranks that do not begin the chain have no gradient.
+    """
+    chain = random_chain(rng, batch)
+    n = len(chain.jacobians)
+    cuts = [0, *np.sort(rng.integers(0, n + 1, grid.chain - 1)).tolist(), n]
+    mine, got = part_of(chain, grid, cuts)
+    expected = expected_of(chain, grid, got)
+    if grid.position(WORLD.rank):
+        mine.grad = None
+    return mine, expected, cuts
+
+
 def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
     """The gradients that this rank should get."""
     some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
