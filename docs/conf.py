@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx_gallery.sorting import ExplicitOrder
 
 from sparsescan.cli.main import main as command_line
 
@@ -45,13 +48,28 @@ suppress_warnings = ["config.cache"]
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "auto_gallery",
+    "within_subsection_order": ExplicitOrder(
+        [
+            "plot_train_gru.py",
+            "plot_pruned_rnn.py",
+            "plot_pruned_cnn.py",
+            "plot_advection_diffusion.py",
+            "plot_smoother.py",
+            "plot_mpi.py",
+            "plot_flop_of_steps.py",
+            "plot_strategies.py",
+        ]
+    ),
     "abort_on_example_error": True,
+    "capture_repr": (),
     "download_all_examples": False,
     "copyfile_regex": r".*\.md",
     "show_signature": False,
@@ -79,6 +97,10 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
+MODULES = (
+    "sparsescan",
+    *(f"sparsescan.{room}" for room in ("jacobians", "torch", "jax", "parallel", "strategies")),
+)
 # Pages that have none below them.
 html_sidebars = {name: [] for name in ("index", "for-me", "start", "papers", "contributing")}
 
@@ -138,6 +160,48 @@ def keep_formulas(
             lines[k:k] = ["::", ""]
 
 
+def hide_signature(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """Show no arguments of a class that other calls make."""
+    return ("", "") if signature == "(*_, **__)" else None
+
+
+def skip_alias(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out the fields of a named tuple, which its docstring lists."""
+    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field") else None
+
+
+def full_names() -> dict[str, str]:
+    """Return public names in full by what pages call them: after `sparsescan.`, or if unique alone.
+
+    A name that several modules have is the root's, if it is one of them.
+    """
+    members = [f"{module}.{name}" for module in MODULES for name in import_module(module).__all__]
+    times = Counter(name.rpartition(".")[2] for name in members)
+    alone = {last: name for name in members if times[last := name.rpartition(".")[2]] == 1}
+    return alone | {name.removeprefix("sparsescan."): name for name in (*MODULES[1:], *members)}
+
+
+def link_names(app: Sphinx, page: nodes.document) -> None:
+    """Make code that is a public name, or a call or member of one, a link to its page."""
+    if app.env.docname == "contributing":  # where `plan` is a folder
+        return
+    names = full_names()
+    for node in list(page.findall(nodes.literal)):
+        name = node.astext().partition("(")[0].removeprefix("sparsescan.")
+        owner, _, member = name.rpartition(".")
+        target = names.get(name) or (owner in names and f"{names[owner]}.{member}")
+        if not target or isinstance(node.parent, pending_xref | nodes.reference | nodes.title):
+            continue
+        link = pending_xref(refdomain="py", reftype="obj", reftarget=target, refwarn=False)
+        link["refdoc"] = app.env.docname
+        node.replace_self(link)
+        link += node
+
+
 def draw(app: Sphinx) -> None:
     """Draw the pictures, and write the pages of measurements."""
     report = import_module("bench.report")
@@ -151,5 +215,8 @@ def setup(app: Sphinx) -> None:
     app.add_directive("help", Help)
     app.add_html_math_renderer("mathml", (formula, None), (displayed, None))
     app.connect("builder-inited", draw)
+    app.connect("autodoc-skip-member", skip_alias)
+    app.connect("autodoc-process-signature", hide_signature)
+    app.connect("doctree-read", link_names)
     # Before numpydoc, which comes at 500.
     app.connect("autodoc-process-docstring", keep_formulas, priority=100)

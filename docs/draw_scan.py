@@ -40,7 +40,7 @@ def panel(schedule: Schedule, title: str, left: int) -> tuple[list[str], int]:
         end = at[0, k + 1]
         lines.append(line(*end, x[k], height - 30, GREY, dash=True))
         nodes.append(text(x[k], height - 14, index("∇x", N - k), INK))
-    heading = text(left + 40 + PITCH * (N - 1) / 2, 30, title, INK, size=16)
+    heading = text(left + 40 + PITCH * (N - 1) / 2, 30, title, INK, size=20)
     return [heading, *lines, *nodes], height
 
 
@@ -57,7 +57,7 @@ def line(x0: float, y0: float, x1: float, y1: float, color: str, dash: bool = Fa
     return f'<path d="M{x0} {y0}L{x1} {y1}" stroke="{color}"{style} fill="none"/>'
 
 
-def text(x: float, y: float, words: str, color: str, size: int = 12) -> str:
+def text(x: float, y: float, words: str, color: str, size: int = 15) -> str:
     return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}">{words}</text>'
 
 
@@ -70,10 +70,10 @@ def main() -> None:
     right, right_height = panel(blelloch, f"the scan: {blelloch.depth} steps", width + 30)
     height = max(left_height, right_height) + 26
     legend = [
-        node(width - 165, height - 12, VECTOR),
-        text(width - 110, height - 8, "gradient", INK),
+        node(width - 180, height - 12, VECTOR),
+        text(width - 110, height - 7, "gradient", INK, size=18),
         node(width - 20, height - 12, MATRIX),
-        text(width + 90, height - 8, "transposed Jacobian or product", INK),
+        text(width + 128, height - 7, "transposed Jacobian or product", INK, size=18),
     ]
     Path(__file__).with_name("scan.svg").write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width + 30} {height}" '

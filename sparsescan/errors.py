@@ -24,43 +24,140 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
 
 
 class SparseScanError(Exception):
-    """Base class of every exception that this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose.
+
+    Below the message, a traceback of Python 3.11 or later shows where the causes stand.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        kind = type(self)
+        self.__notes__ = [f"For usual causes see help({kind.__module__}.{kind.__qualname__})."]
 
 
 class InputError(SparseScanError, ValueError):
-    """An argument has the right type but a wrong shape, index, size or value."""
+    """An argument has the right type but a wrong shape, index, size or value.
+
+    Notes
+    -----
+    The usual causes:
+
+    - Jacobians are in the order of time. Pass ``reverse=True``, or list them from the last layer
+      to the first.
+    - Jacobians are not transposed: ``J_i`` has shape ``(d_{i-1}, d_i)``, so that it takes the
+      gradient of a layer's output to that of its input.
+    - Arrays have a batch axis in one place and none, or one of another length, in another.
+    - ``local_grads`` has an entry for ``∇x_0``, which an exclusive scan does not return.
+    - A :class:`Schedule` was made for another number of Jacobians. A string such as
+      ``"truncated:2"`` fits any number.
+    """
 
 
 class InputTypeError(SparseScanError, TypeError):
-    """An argument has a type, a sparse format or a dtype that is not supported."""
+    """An argument has a type, a sparse format or a dtype that is not supported.
+
+    Notes
+    -----
+    The usual causes:
+
+    - A sparse array has another format than CSR. ``.tocsr()`` converts it; the transpose of a CSR
+      array is a CSC array.
+    - Integers, booleans, complex numbers or float16. ``.astype(float)`` makes float64 of them,
+      of complex numbers their real parts.
+    - A tensor of PyTorch that requires a gradient. ``.detach()`` it, or use
+      :mod:`sparsescan.torch`, which is differentiated.
+    """
 
 
 class PatternMismatchError(InputError):
-    """A Jacobian given to a plan has another pattern than the plan was made for."""
+    """A Jacobian given to a plan has another pattern than the plan was made for.
+
+    Notes
+    -----
+    A pattern says where values may be nonzero, and holds for all iterations. The usual causes:
+
+    - Zeros are dropped, so that the pattern follows the values: a conversion from a dense array
+      and ``eliminate_zeros()`` do so. Keep explicit zeros, or take the pattern of the layer.
+    - Weights were pruned after the plan was made. Make a plan for the new patterns.
+    - Steps are implicit in the plan and explicit in the call, or the other way round.
+    """
 
 
 class SingularMatrixError(InputError, np.linalg.LinAlgError):
-    """A matrix that a scan has to solve with is singular."""
+    """A matrix that a scan has to solve with is singular.
+
+    Notes
+    -----
+    The usual causes:
+
+    - A time step hits an eigenvalue: ``I - Δ L`` is singular where ``1/Δ`` is one of ``L``'s.
+    - Boundary conditions fix a solution up to a constant only, as pure Neumann conditions do.
+    - A row or a column has no nonzeros, because an unknown takes part in no equation.
+    """
 
 
 class ChainFileError(InputError):
-    """A file is not a chain written by :func:`sparsescan.save_chain`."""
+    """A file is not a chain written by :func:`sparsescan.save_chain`.
+
+    Notes
+    -----
+    The usual causes are a file that was cut off while it was copied or written, an ``.npz`` file
+    of another program, and a plan in the place of a chain. The page on file formats has the keys.
+    """
 
 
 class PlanFileError(InputError):
-    """A file is not a plan written by :meth:`sparsescan.ScanPlan.save`."""
+    """A file is not a plan written by :meth:`sparsescan.ScanPlan.save`.
+
+    Notes
+    -----
+    The usual causes are a file that was cut off or changed, since plans have a checksum, and one
+    of another version of the format. A plan follows from its patterns: make it again, and save it.
+    """
 
 
 class DeviceError(SparseScanError, RuntimeError):
-    """A device was asked for, or holds the data, that cannot be used here."""
+    """A device was asked for, or holds the data, that cannot be used here.
+
+    Notes
+    -----
+    The usual causes:
+
+    - CuPy or Numba's CUDA target is not installed: ``sparsescan[cuda13]`` has both, and
+      ``[cuda12]`` for older drivers. ``sparsescan info`` prints what is found.
+    - Some arrays are in host memory and some on the device. ``cupy.asarray`` and
+      ``cupy.asnumpy`` move them.
+    - The call runs on the CPU only, as ``affine_scan``, training steps and steps to solve with
+      do. The page on what is promised has a table of what runs where.
+    """
 
 
 class MemoryLimitError(SparseScanError, MemoryError):
-    """A call needs more memory than it was allowed, or than there is."""
+    """A call needs more memory than it was allowed, or than there is.
+
+    Notes
+    -----
+    The usual causes:
+
+    - Products fill in: those of a few sparse Jacobians may be dense. ``print(plan)`` shows the
+      fill-in of every level. ``schedule="linear"`` makes no products, ``"truncated:K"`` few.
+    - Jacobians are written out for all steps and samples. Implicit steps, or the training step of
+      a network, take far less.
+    - ``memory_limit`` is less than the least that the message names. Raise it, or scan fewer
+      samples at once.
+    - The chain is too large for one machine. :mod:`sparsescan.parallel` shares it.
+    """
 
 
 class RankError(SparseScanError, RuntimeError):
-    """One of the ranks of :mod:`sparsescan.parallel` met an exception that is none of these."""
+    """One of the ranks of :mod:`sparsescan.parallel` met an exception that is none of these.
+
+    Notes
+    -----
+    All ranks raise it, so that none waits for ever. The message names the rank and its exception,
+    and the traceback of that rank has the cause. The usual ones are a file that a rank cannot read
+    or write, and a bug in what a rank hands in.
+    """
 
 
 def short(value: object) -> str:

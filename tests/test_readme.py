@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import subprocess
 import sys
+import traceback
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 import sparsescan
 import sparsescan.jacobians
 import sparsescan.strategies
+from sparsescan import errors
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -77,8 +81,30 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
 )
 def test_the_reference_has_every_public_name(module: object, pages: list[str]) -> None:
     text = "".join((DOCS / "reference" / f"{page}.md").read_text() for page in pages)
-    listed = set(re.findall(r"^   (?:parallel\.)?(\w+)$", text, re.MULTILINE))
+    directive = r"^(?:   |\.\. autoexception:: sparsescan\.)(?:parallel\.)?(\w+)$"
+    listed = set(re.findall(directive, text, re.MULTILINE))
     assert set(module.__all__) - {"__version__"} <= listed  # type: ignore[attr-defined]
+
+
+ERRORS = [error for error in vars(errors).values() if isinstance(error, type)]
+ERRORS = [error for error in ERRORS if issubclass(error, errors.SparseScanError)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_traceback_says_where_an_error_is_explained(error: type[Exception]) -> None:
+    page = (DOCS / "reference" / "errors.md").read_text()
+    assert re.search(rf"^## {error.__name__}$", page, re.MULTILINE)
+    assert re.search(
+        rf"^\.\. autoexception:: sparsescan\.(parallel\.)?{error.__name__}$", page, re.M
+    )
+    raised = error("grad is wrong")
+    assert str(raised) == "grad is wrong"
+    (note,) = raised.__notes__
+    (name,) = re.findall(r"help\((.*)\)", note)
+    assert pydoc.locate(name) is error
+    assert error is errors.SparseScanError or "usual" in (error.__doc__ or "")
+    if sys.version_info >= (3, 11):
+        assert note in "".join(traceback.format_exception(raised))
 
 
 @pytest.mark.slow
@@ -112,3 +138,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             if not target.exists() or (anchor and known is not None and anchor not in known):
                 broken.append(f"{path.relative_to(output)}: {link}")
     assert not broken
+    # Names that docstrings refer to have a page, but for those of other packages.
+    code = r'<code class="xref py[^"]*"><span class="pre">([^<]+)</span></code>(?!</a>)'
+    unknown = {
+        f"{path.relative_to(output)}: {unescape(name)}"
+        for path, text in pages.items()
+        for name in re.findall(code, text)
+        if name.startswith("sparsescan") or "." not in name.removeprefix(".")
+    }
+    assert not unknown

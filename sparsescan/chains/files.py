@@ -6,15 +6,16 @@ Version 1 of the format has a handful of arrays, however long the chain is:
 ``version``         int, 1
 ``layout``          ``"list"``, ``"csr_chain"``, ``"periodic"`` or ``"dense_stack"``
 ``grad``            the gradient at the end of the chain
-``patterns``        int (p, 3): kind (an index into ``_KINDS``), rows and columns of each pattern
+``patterns``        int (p, 3): kind (0 general, 1 diagonal, 2 dense), rows and columns of each
+                    pattern
 ``indptr``          int: the row pointers of all general patterns, one after the other
 ``indices``         int: their column indices
 ``stack``           the one array of a ``csr_chain`` or a ``dense_stack``
 ``stack_j``         the array of the j-th pattern of a ``periodic`` chain, from ``stack_0`` on
-``steps``           int (n, 3), of a list: form (an index into ``_FORMS``), pattern and dtype (an
-                    index into ``_DTYPES``) of each Jacobian
-``float32``         1-D: the values of all Jacobians of that dtype, one after the other, of a list
-``float64``         the same
+``steps``           int (n, 3), of a list: form (0 CSR, 1 CSR with a batch axis, 2 dense, 3 dense
+                    with a batch axis), pattern and dtype (0 float32, 1 float64) of each Jacobian
+``float32``         1-D: of a list the values of all Jacobians in float32, one after the other
+``float64``         1-D: those in float64
 ==================  ==============================================================================
 
 A Jacobian with a batch axis has the batch of ``grad``, so its size needs no place of its own.

@@ -11,7 +11,7 @@ Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain
 [(5, 2), (5, 2), (5, 3)]
 """
 
-from ._cell import Linearization
+from ._cell import Cell, Linearization
 from ._network_step import NetworkGradients, NetworkStep
 from ._operator import Operator
 from ._recurrent_step import Gradients, TrainingStep
@@ -47,6 +47,7 @@ __all__ = [
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
+    "Cell",
     "Conv1d",
     "Conv2d",
     "ConvTranspose2d",

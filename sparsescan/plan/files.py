@@ -27,8 +27,9 @@ plan that is loaded has its symbolic phase done again. Version 1 of the format:
 ``counts``       int (a, 2): steps and products of each
 ``predicted``    float (a,): nanoseconds of each, or NaN
 ``measured``     float (a,): the same as measured, or NaN
-``differs``      int (n,): 1 for Jacobians that differ between samples in `kind`; (0,) if all do
-``option.*``     one integer or string for each of ``_OPTIONS``; none for an option that is None
+``differs``      int (n,): 1 for Jacobians that differ between samples; (0,) if all do
+``option.*``     one integer or string for each option of the plan, such as ``option.batch``; none
+                 for one that is None
 ================ =================================================================================
 
 The levels of a schedule that is known by its name are stored too, and must agree with it: what runs

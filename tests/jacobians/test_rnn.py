@@ -193,7 +193,7 @@ def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
         assert np.max(np.abs(found[name] - array)) <= 1e-13 * scale, name
     with pytest.raises(
         MemoryLimitError,
-        match=r"memory_limit is 1000 B; 700 steps of 5 samples need .* \([\d,]+ bytes\)$",
+        match=r"(?m)memory_limit is 1000 B; 700 steps of 5 samples need .* \([\d,]+ bytes\)$",
     ):
         net.training_step(memory_limit=1000).forward(arguments[0])
 

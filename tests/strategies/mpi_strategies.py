@@ -175,7 +175,7 @@ def test_refusals(rng: np.random.Generator) -> None:
         except InputError:
             continue
         for *given, why in wrong:
-            with pytest.raises(InputError, match=f"^{re.escape(why)}$"):
+            with pytest.raises(InputError, match=f"(?m)^{re.escape(why)}$"):
                 training.step(*given)
 
 

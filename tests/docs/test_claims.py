@@ -1,0 +1,54 @@
+"""What pages say of numbers that no other test asks for."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import sparsescan
+from sparsescan.jacobians import RNNCell
+
+ROOT = Path(sparsescan.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_picture_has_the_steps_that_its_title_names() -> None:
+    title = "Back-propagation takes 15 steps for 16 layers, the scan 7"
+    pages = [DOCS.parent / "README.md", DOCS / "index.md", DOCS / "how" / "scan.md"]
+    assert all(title in page.read_text() for page in pages)
+    drawn = re.findall(r">[a-z -]+: (\d+) steps<", (DOCS / "scan.svg").read_text())
+    schedules = (sparsescan.Schedule.linear(16), sparsescan.Schedule.blelloch(16))
+    assert [int(steps) for steps in drawn] == [each.depth for each in schedules] == [15, 7]
+
+
+@pytest.mark.parametrize("n", [10, 1_000, 100_000])
+def test_a_scan_takes_about_two_levels_for_each_doubling(n: int) -> None:
+    depth = sparsescan.Schedule.blelloch(n).depth
+    assert abs(depth - 2 * math.log2(n)) <= 2
+
+
+def test_implicit_steps_of_a_small_recurrent_network_take_a_twentieth() -> None:
+    assert "RNN of 20 units that is a twentieth" in (DOCS / "how" / "steps.md").read_text()
+    pattern = RNNCell(4, 20).implicit_pattern
+    plan = sparsescan.plan([pattern] * 1000, batch=16, dtype="float32")
+    implicit = plan.to_dict()["implicit"]
+    assert implicit["explicit_bytes"] / implicit["bytes"] == pytest.approx(20, rel=0.01)
+
+
+def test_one_worker_takes_nearly_twice_the_steps_and_a_handful_break_even() -> None:
+    n = 1000
+    plan = sparsescan.plan([sparsescan.Pattern.diagonal(8)] * n, schedule="blelloch")
+    assert 1.9 * n < plan.predict(1).steps < 2 * n
+    assert plan.predict(4).steps < n - 1
+
+
+def test_the_table_of_rooms_has_every_folder_and_file_of_the_root() -> None:
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| room |") : text.index("What a change should keep")]
+    rooms = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    inside = {path.stem for path in ROOT.iterdir() if path.suffix in ("", ".py")}
+    assert len(rooms) == len(set(rooms))
+    assert {name.strip("`") for name in rooms} == inside - {"__init__", "__main__", "__pycache__"}
