@@ -101,6 +101,15 @@ class Cell(Parametrised, Fixed, ABC):
     See Also
     --------
     RNNCell, GRUCell, LSTMCell
+
+    Examples
+    --------
+    The state of an LSTM is ``[h, c]``, so that its Jacobian has twice as many rows as units:
+
+    >>> from sparsescan.jacobians import Cell, LSTMCell
+    >>> cell = LSTMCell(3, 4)
+    >>> isinstance(cell, Cell), cell.state_size, cell.pattern.shape
+    (True, 8, (8, 8))
     """
 
     weight_ih = Parameter()
