@@ -607,12 +607,12 @@ def test_options_that_are_compared_entry_by_entry(name):
     assert "; expected None, 'cpu' or 'cuda'" in refused(grad, jacobians, device=value)
     assert "; expected 'auto', 'linear', 'blelloch', " in refused(grad, jacobians, schedule=value)
     for option, error, message in [
-        ("device", DeviceError, "^device is .*; expected None, 'cpu' or 'cuda'$"),
-        ("schedule", InputError, "^schedule is .*; expected 'auto', .*, or a Schedule$"),
-        ("effort", InputError, "^effort is .*; expected 'estimate' or 'measure'$"),
-        ("batch", InputTypeError, "^batch is .*; expected an integer$"),
-        ("memory_limit", InputTypeError, "^memory_limit is .*; expected an integer$"),
-        ("dtype", InputTypeError, "^dtype is .*; expected float32 or float64$"),
+        ("device", DeviceError, "(?m)^device is .*; expected None, 'cpu' or 'cuda'$"),
+        ("schedule", InputError, "(?m)^schedule is .*; expected 'auto', .*, or a Schedule$"),
+        ("effort", InputError, "(?m)^effort is .*; expected 'estimate' or 'measure'$"),
+        ("batch", InputTypeError, "(?m)^batch is .*; expected an integer$"),
+        ("memory_limit", InputTypeError, "(?m)^memory_limit is .*; expected an integer$"),
+        ("dtype", InputTypeError, "(?m)^dtype is .*; expected float32 or float64$"),
     ]:
         if option == "dtype" and value is np.float64:
             continue
@@ -646,7 +646,7 @@ def test_schedules_that_no_machine_holds(n):
         lambda: Schedule.chunked(n, 3),
         lambda: Schedule.chunked(n, n),
     ):
-        message = r"^Schedule\..* would take [0-9.]+ .iB; this machine has [0-9.]+ .iB left$"
+        message = r"(?m)^Schedule\..* would take [0-9.]+ .iB; this machine has [0-9.]+ .iB left$"
         with pytest.raises(sparsescan.MemoryLimitError, match=message):
             call()
     assert Schedule.chunked(3, n).chunks == 3

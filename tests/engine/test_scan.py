@@ -517,8 +517,8 @@ def test_a_plan_keeps_to_its_memory_limit():
     sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need)
     with pytest.raises(
         MemoryLimitError,
-        match=rf"memory_limit is .* KiB \({need - 1:,} bytes\); Schedule.blelloch\(64\) needs .* "
-        rf"\({need:,} bytes\), and the least, Schedule.linear\(64\), .* \({least:,} bytes\)$",
+        match=rf"(?m)memory_limit is .* KiB \({need - 1:,} bytes\); Schedule.blelloch\(64\) needs "
+        rf".* \({need:,} bytes\), and the least, Schedule.linear\(64\), .* \({least:,} bytes\)$",
     ):
         sparsescan.plan(jacobians, schedule="blelloch", memory_limit=need - 1)
     assert sparsescan.plan(jacobians, memory_limit=least).schedule == Schedule.linear(64)

@@ -465,7 +465,7 @@ def test_steps_that_share_their_weights_stay_together() -> None:
     machine, graph = Machine(), build("rnn:50")
     found = Pipeline().predict(graph, machine, 2, 16)
     assert found.how == "4 stages, registers after layer 50"
-    together = "layers that share their weights stay together$"
+    together = "(?m:layers that share their weights stay together$)"
     for kind in (Pipeline, MicroBatches):
         with pytest.raises(InputError, match=f"which are 2: {together}"):
             kind().predict(graph, machine, 3, 16)
@@ -492,7 +492,7 @@ def test_layers_of_a_block_stay_together(network: str) -> None:
     inside = [
         any(i < k for layer in graph.layers[k + 1 :] for i in layer.inputs) for k in range(count)
     ]
-    together = "layers of a block stay together$"
+    together = "(?m:layers of a block stay together$)"
     for k in range(1, count - 1):
         if inside[k]:
             with pytest.raises(InputError, match=f"none after layer {k}: {together}"):
