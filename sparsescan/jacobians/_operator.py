@@ -33,7 +33,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 class Operator(Fixed, ABC):
     """A layer ``y = f(x; θ)`` and its transposed Jacobian ``(∂y/∂x)ᵀ``, sparse.
 
-    Vectors are arrays of :attr:`input_shape` and :attr:`output_shape`, flattened in C order. A
+    Vectors are arrays of `input_shape` and `output_shape`, flattened in C order. A
     layer that reads only the last axes of its input, such as a convolution, repeats along all axes
     before them; its Jacobian is then block diagonal.
 

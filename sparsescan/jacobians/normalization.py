@@ -204,11 +204,11 @@ class BatchNorm2d(Parametrised, Operator):
 
     Notes
     -----
-    As :class:`torch.nn.BatchNorm2d`, except that :meth:`forward` never changes the running
-    statistics: :meth:`update_running_stats` does.
+    As :class:`torch.nn.BatchNorm2d`, except that ``forward`` never changes the running statistics:
+    :meth:`update_running_stats` does.
 
-    In training, the batch axis that :meth:`forward` and :meth:`values` accept before `input_shape`
-    counts batches, not samples: each is normalised by itself.
+    In training, the batch axis that ``forward`` and ``values`` accept before `input_shape` counts
+    batches, not samples: each is normalised by itself.
 
     Examples
     --------

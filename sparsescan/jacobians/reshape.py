@@ -50,7 +50,7 @@ class Dropout(Operator):
     An element that is dropped stays in the pattern. Only with ``p = 1``, where a mask can keep
     none, the pattern of a layer with a mask is empty.
 
-    Without a mask, :meth:`forward` returns `x` itself or a view of it.
+    Without a mask, ``forward`` returns `x` itself or a view of it.
 
     Examples
     --------
@@ -157,7 +157,7 @@ class Flatten(_Moved):
 
     Notes
     -----
-    As :class:`torch.nn.Flatten`. :meth:`forward` returns a view of `x` where it can.
+    As :class:`torch.nn.Flatten`. ``forward`` returns a view of `x` where it can.
 
     Examples
     --------
@@ -263,7 +263,7 @@ class Permute(_Moved):
 
     Notes
     -----
-    As :class:`torchvision.ops.Permute`. :meth:`forward` returns a view of `x` where it can.
+    As :class:`torchvision.ops.Permute`. ``forward`` returns a view of `x` where it can.
 
     Examples
     --------

@@ -318,7 +318,7 @@ class Sequential(Fixed):
         Returns
         -------
         list of dict
-            For every layer of :attr:`layers` the gradients by the names of the parameters, empty
+            For every layer of `layers` the gradients by the names of the parameters, empty
             where it has none. They are computed independently of each other.
 
         Raises

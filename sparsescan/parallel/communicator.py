@@ -124,7 +124,7 @@ class Communicator:
 
     Notes
     -----
-    Ranks fail together: work of one rank is done by :meth:`together`, or under a :class:`Fault`. In
+    Ranks fail together: work of one rank is done by :meth:`together`, or under a ``Fault``. In
     that case the rank takes part in every collective call even after an exception, until
     :meth:`agree` raises on all or on none. After an error of MPI itself the state of a communicator
     is not defined, so that it ends all ranks.

@@ -45,7 +45,7 @@ __all__ = [
     "sequential",
 ]
 
-#: Names for :func:`build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
+#: Names for :func:`.build`; ``N`` is 8, 14, 20, …, and ``T`` a number of time steps.
 NAMES = (
     "lenet5",
     "alexnet",
@@ -294,7 +294,7 @@ def build(name: str) -> Graph:
     Parameters
     ----------
     name : str
-        One of :data:`NAMES`, with a number for ``N`` or ``T``:
+        One of these, with a number for ``N`` or ``T``:
 
         lenet5
             LeCun et al. (1998) as it is built today, for images of 32×32 with one channel.
@@ -513,7 +513,7 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
     Parameters
     ----------
     name : {"lenet5", "alexnet", "alexnet-owt", "vgg11", "vgg16", "resnet-N"}
-        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`build`.
+        Name of the network; ``N`` is 8, 14, 20, …, as for :func:`.build`.
     rng : numpy.random.Generator or int, optional
         Random generator of the parameters, which are drawn when they are first read.
 

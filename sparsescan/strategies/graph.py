@@ -46,7 +46,7 @@ class Layer:
     name : str
         Unique in its graph.
     kind : str
-        One of :data:`KINDS`.
+        One of ``sparsescan.strategies.graph.KINDS``.
     inputs : tuple of int
         Numbers of the layers that it reads.
     shape : tuple of int

@@ -296,7 +296,7 @@ def load_machine(path: _Path | None = None) -> Machine:
     Parameters
     ----------
     path : str or path-like, optional
-        The file, or the name of one of :data:`~sparsescan.strategies.presets.PRESETS`; by default
+        The file, or the name of one of ``sparsescan.strategies.presets.PRESETS``; by default
         the file of the worker that was measured, if there is one.
 
     Returns

@@ -49,8 +49,7 @@ class Step(Operator):
     def read(self, x: Array) -> None:
         """Take the inputs of this step from sequences, ``(samples, steps, input_size)``.
 
-        Their samples are those whose states :meth:`forward`, :meth:`values` and
-        :meth:`param_grads` get next.
+        Their samples are those whose states ``forward``, ``values`` and ``param_grads`` get next.
         """
         self._x = x[:, self.t]
 
@@ -93,7 +92,7 @@ class Recurrent:
     Attributes
     ----------
     ops : tuple of Operator
-        A :class:`Step` each, and the readout: the layers of :meth:`graph` behind the input, which
+        One for each step, and the readout: the layers of :meth:`graph` behind the input, which
         is the first state, zeros.
     """
 
@@ -131,7 +130,7 @@ class Recurrent:
         )
 
     def graph(self, name: str = "recurrent") -> Graph:
-        """Return the graph, as :func:`~.architectures.build` makes it."""
+        """Return the graph, as :func:`.build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         weights = sum(param.size for param in cell.params.values())
         taps = cell.weight_ih.size + cell.weight_hh.size

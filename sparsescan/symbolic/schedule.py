@@ -264,8 +264,8 @@ class Schedule(Frozen):
             Number of Jacobians.
         levels : iterable of (name, runs)
             The levels, in the order in which they run. `runs` is a sequence of runs, and each run
-            one of operations, three integers each. Instead of a pair there may be a :class:`Level`.
-            Levels and runs without operations are left out.
+            one of operations, three integers each. Instead of a pair there may be one of another
+            schedule's `levels`. Levels and runs without operations are left out.
 
         Returns
         -------

@@ -80,7 +80,7 @@ class Divided(Strategy):
     def choose(
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
     ) -> list[Configuration]:
-        """Return the configuration of each layer of :func:`with_loss`'s graph.
+        """Return the configuration of each layer of the graph, its loss included.
 
         Parameters
         ----------
@@ -107,10 +107,10 @@ class PerLayer(Divided):
     Parameters
     ----------
     configurations : sequence of tuple of int, or callable, optional
-        Parts along each axis for every layer of :func:`with_loss`'s graph; or a function of the
+        Parts along each axis for every layer of the graph, its loss included; or a function of the
         graph, workers and batch that returns them. By default the cheapest.
     costs : callable, optional
-        From a machine to the costs of layers and transfers, by default :class:`LayerCosts`.
+        From a machine to the costs of layers and transfers, by default ``LayerCosts``.
 
     Notes
     -----
