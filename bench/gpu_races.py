@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import Pattern, ScanPlan
+from sparsescan import Pattern, ScanPlan, jacobians
 from sparsescan.jacobians import RNNCell
 
 from . import peers, workloads
@@ -45,6 +45,7 @@ STEPS = (1000, 30_000, 10, 30, 100, 300, 3000, 10_000)
 BATCHES = (2, 4, 8, 32, 64, 128, 256)
 RECORD, AIM = 108, 500  # the paper's best ratio, and ours
 _ITEM = 4  # bytes of a float32
+_INPUTS = 12  # of the networks whose whole training steps are timed
 
 
 # -- A tanh RNN against PyTorch -------------------------------------------------------------------
@@ -183,6 +184,50 @@ def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
         ratios=(Ratio(CUDNN, PARAMETERS), Ratio(CUDNN, PARAMETERS, "device")),
         notes={CUDNN: RESERVE},
         size=_ITEM * rows * (HIDDEN + 1),
+    )
+
+
+def training_step(gpu: Any, kind: str, units: int, steps: int, batch: int = 16) -> Race:
+    """Forward and backward: the gradients of input and parameters, from those of all outputs."""
+    torch, xp = peers.load_torch(), gpu.xp
+    torch.manual_seed(0)
+    module = getattr(torch.nn, kind)(_INPUTS, units).to(gpu.torch_name)
+    x = torch.randn(steps, batch, _INPUTS).to(gpu.torch_name).requires_grad_()
+    grad = torch.randn(steps, batch, units).to(gpu.torch_name)
+    net = getattr(jacobians, kind)(_INPUTS, units)
+    for name in net.params:
+        setattr(net, name, xp.asarray(getattr(module, name).detach()))
+    step, given, above = net.training_step(), xp.asarray(x.detach()), xp.asarray(grad)
+
+    def ours() -> Any:
+        step.forward(given)
+        grads = step.backward(above)
+        return [grads.input, *(grads.params[name] for name in net.params)]
+
+    def theirs() -> Any:
+        sources = [x, *(getattr(module, name) for name in net.params)]
+        return torch.autograd.grad(module(x)[0], sources, grad)
+
+    rows, gates = steps * batch, {"RNN": 1, "GRU": 3, "LSTM": 4}[kind]
+    return Race(
+        name=f"training step {kind} H={units} T={steps} B={batch}",
+        work=f"a training step of {kind}, T={steps}, B={batch}, H={units}, {_INPUTS} inputs",
+        contenders={
+            OURS: lambda: {"training step": ours},
+            CUDNN: lambda: {"forward, autograd.grad": theirs},
+        },
+        # Inputs and outputs are read by both passes; outputs, and gradients of inputs, are written.
+        bytes=_ITEM * rows * 3 * (_INPUTS + units),
+        flops=3 * 2 * rows * gates * units * (_INPUTS + units),
+        # Each gradient at its own scale.
+        answer=lambda contender, result: np.concatenate(
+            [array.ravel() / np.linalg.norm(array) for array in map(gpu.get, result)]
+        ),
+        ratios=(
+            Ratio(CUDNN, required=5 if steps == max(STEPS) else None),
+            Ratio(CUDNN, clock="device"),
+        ),
+        size=_ITEM * rows * (_INPUTS + units),
     )
 
 
@@ -482,6 +527,11 @@ RACES: dict[str, list[partial[Race]]] = {
         partial(kind, steps=steps, batch=batch)
         for steps, batch in [*((steps, 16) for steps in STEPS), *((1000, b) for b in BATCHES)]
         for kind in (rnn, rnn_parameters)
+    ],
+    "steps": [
+        partial(training_step, kind=kind, units=units, steps=steps)
+        for units, steps in ((HIDDEN, 1000), (HIDDEN, 30_000), (128, 1000))
+        for kind in ("RNN", "GRU", "LSTM")
     ],
     "jax": [partial(jax_scan, steps=steps, batch=16) for steps in (1000, 30_000)],
     "sparse": [partial(kind) for kind in (spgemm_pair, spgemm_level, stencil, convolutions)],

@@ -183,6 +183,13 @@ def test_rnn_parameters():
     assert set(result["median_seconds"]["call, warm"]) == {PARAMETERS, CUDNN}
 
 
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_training_steps(kind: str):
+    result = run_race(gpu_races.training_step(Host(), kind, 5, 20, 3))
+    assert set(result["median_seconds"]["call, warm"]) == {OURS, CUDNN}
+    assert [ratio["required"] for ratio in result["ratios"]] == [None, None]
+
+
 @pytest.mark.slow
 def test_jax():
     pytest.importorskip("jax", reason="jax is not installed")

@@ -35,6 +35,7 @@ __all__ = [
     "chunk_count",
     "chunk_size",
     "device_bytes",
+    "multiprocessor_count",
 ]
 
 # Multiply-adds of a product that a block makes at least, where it shares the product with others.
@@ -104,10 +105,10 @@ def chunk_count(patterns: Sequence[Step], batch: int) -> int | None:
     size = chunk_size(patterns)
     if size is None:
         return None
-    return cuda_chunks.chunk_count(len(patterns), batch, size, _processors(load_cupy()))
+    return cuda_chunks.chunk_count(len(patterns), batch, size, multiprocessor_count(load_cupy()))
 
 
-def _processors(cupy: Any) -> int:
+def multiprocessor_count(cupy: Any) -> int:
     """Return the number of multiprocessors of the current device."""
     device = cupy.cuda.Device()
     if device.id not in _counts:
@@ -502,7 +503,7 @@ class _Launches:
         self._batch = batch
         # The workspace keeps the launches: a reference back would keep its memory from being freed.
         self._workspace: DeviceWorkspace = weakref.proxy(workspace)
-        self._processors = _processors(load_cupy())
+        self._processors = multiprocessor_count(load_cupy())
         self._run = workspace.run_table
         n = program.n
         self._chunked: _Chunked | None = None

@@ -23,7 +23,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..arrays.arrays import Constant, check_memory, namespace, output, read_array
+from ..arrays.arrays import Constant, check_memory, contiguous, namespace, output, read_array
 from ..chains.containers import BatchedCSR, CSRChain
 from ..chains.implicit import ImplicitChain
 from ..errors import Allocating, InputError
@@ -296,26 +296,11 @@ class Cell(Parametrised, Fixed, ABC):
                 f"state has shape {state.shape}; expected {(*lead, self.state_size)}, as x has "
                 f"shape {x.shape}"
             )
-        xp, dtype = self._place(x, state)
+        _, dtype = self._place(x, state)
         batch = math.prod(lead)
-        if xp is np and x.size > 0:
-            x = np.ascontiguousarray(x.reshape(steps, batch, self.input_size), dtype)
-            first = state.reshape(batch, self.state_size)
-            return self._unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
-        states = output(xp, None, (steps + 1, *lead, self.state_size), dtype, what="the states")
-        flat = states.reshape(steps + 1, batch, self.state_size)
-        flat[0] = state.reshape(batch, self.state_size)
-        x = x.reshape(steps * batch, self.input_size).astype(dtype, copy=False)
-        a = self._products(xp, self._rows(xp, x, None))
-        a = a.reshape(len(a), steps, batch, self.hidden_size)
-        weight = self._weight(xp, "weight_hh", dtype).transpose(0, 2, 1)
-        v = xp.empty((self._gates, batch, self.hidden_size), dtype)
-        for t in range(steps):
-            now = a[:, t]
-            recurrent = now[-self._gates :]
-            recurrent += xp.matmul(flat[t, :, : self.hidden_size], weight, out=v)
-            self._advance(xp, now, flat[t], flat[t + 1])
-        return states
+        x = contiguous(x.reshape(steps, batch, self.input_size), dtype)
+        first = contiguous(state.reshape(batch, self.state_size), dtype)
+        return self._unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
 
     @Allocating("the linearization")
     def linearize(self, x: Array, state: Array) -> Linearization:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -11,12 +12,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory
+from ..arrays import streams
+from ..arrays.arrays import (
+    check_memory,
+    check_one_place,
+    contiguous,
+    device_of,
+    load_cupy,
+    namespace,
+    read_array,
+)
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
-from ._checks import on_host
 from ._kernels import sequences as kernels
 from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
@@ -51,6 +60,63 @@ class Network(Layers, Protocol):
     def name_of(self, parameter: str, layer: int, back: int) -> str: ...
 
 
+class Memory(Protocol):
+    """What a training step keeps for inputs of one shape, on the host or on a device.
+
+    `weights` are what :meth:`weights` has returned, and `ks` the directions of a layer.
+    """
+
+    directions: list[Any]
+    widths: list[int]
+    steps: int
+    batch: int
+    dtype: np.dtype[Any]
+    nbytes: int
+    keeps_gates: bool
+    device: int | None
+
+    def fits(self, x: Array) -> bool:
+        """Return whether this is the memory for inputs like `x`."""
+
+    def allocate(self) -> None:
+        """Take the memory."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """Return a context for work on this memory."""
+
+    def weights(self) -> list[Any]:
+        """Return a copy of the parameters."""
+
+    def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
+        """Take over inputs, initial states and lengths."""
+
+    def run(self, ks: range, weights: Any) -> None:
+        """Compute all states of the directions of a layer."""
+
+    def results(self, lengths: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+
+    def every_state(self) -> Array:
+        """Return the states of the only direction: before the first step, and after each."""
+
+    def read_carry(self, carry: Array) -> None:
+        """Take over the gradients in the last states."""
+
+    def state_grad(self) -> Array:
+        """Return the gradients in the initial states."""
+
+    def below(self, k: int) -> Array:
+        """Return the array for the gradients in the input of the layer of a direction."""
+
+    def back(
+        self, ks: range, weights: Any, above: Array, below: Array | None
+    ) -> list[dict[str, Array]]:
+        """Return the gradients in the parameters of each direction of a layer.
+
+        `above` holds the gradients in its outputs, and `below` gets those in its inputs.
+        """
+
+
 class Gradients(NamedTuple):
     """Gradients of a loss, as :meth:`TrainingStep.backward` returns them.
 
@@ -80,12 +146,16 @@ class TrainingStep:
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
     of all steps; otherwise the backward pass computes the gates again, 256 steps at a time.
 
+    With arrays of CuPy, parameters among them, all runs on their device, on the current stream, and
+    results are CuPy's. The products with inputs, and the gradients of parameters, are matrix
+    products over all steps; all else of a layer is one launch forward and one backward.
+
     Parameters
     ----------
     network : Recurrent
         The network. Its parameters are read by each :meth:`forward`.
     memory_limit : int, optional
-        Bytes to take, beside the caller's arrays; by default what the machine has.
+        Bytes to take, beside the caller's arrays; by default what the machine, or the device, has.
 
     Attributes
     ----------
@@ -112,9 +182,10 @@ class TrainingStep:
         self.network, self.memory_limit = network, memory_limit
         width, self._count = len(network.cells[0]), len(network.cells) * len(network.cells[0])
         self._layers = [range(k, k + width) for k in range(0, self._count, width)]
-        self._directions: list[_Direction] = []
-        self._memory: _Memory | None = None
-        self._weights: list[_Weights] | None = None
+        self._directions: list[Any] = []
+        self._made_for: tuple[np.dtype[Any], bool] | None = None
+        self._memory: Memory | None = None
+        self._weights: list[Any] | None = None
         self._is_batched = True
 
     @property
@@ -147,12 +218,12 @@ class TrainingStep:
         Parameters
         ----------
         x : array_like of float32 or float64, shape (T, batch, input_size) or (T, input_size)
-            The inputs.
+            The inputs, of NumPy or CuPy.
         state : array_like, shape (layers · directions, [batch,] state_size), optional
             The initial states, by default zeros: layer by layer, and in each forward in time before
             backward. That of an LSTM is ``[h, c]``.
         lengths : array_like of int, shape (batch,), optional
-            How many steps each sample has, from 0 to T; by default all have T.
+            How many steps each sample has, from 0 to T, in host memory; by default all have T.
 
         Returns
         -------
@@ -164,24 +235,27 @@ class TrainingStep:
         Raises
         ------
         InputError, InputTypeError
-            If a shape, a dtype or a length is wrong.
+            If a shape, a dtype or a length is wrong; or if there are more units than a GPU's
+            kernels take, in float32 at least 1,228 of an LSTM, in float64 half as many.
         DeviceError
-            If an array, or a parameter, is on a GPU.
+            If arrays and parameters are not in one place.
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
         self._weights = None
-        x, state, lengths = self._read(x, state, lengths)
-        steps, batch, _ = x.shape
-        memory = self._memory
-        if memory is None or not memory.fits(x):
-            self._memory = None  # before there is another
-            memory = self._memory = self._allocate(steps, batch, x.dtype)
-        weights = [one.weights() for one in memory.directions]
-        memory.read(x, state, lengths)
-        for ks in self._layers:
-            memory.run(ks, weights)
-        output, last = memory.results(lengths)
+        x = read_array("x", x)
+        with streams.place("x", x, None, None):
+            x, state, lengths = self._read(x, state, lengths)
+            memory = self._memory
+            if memory is None or not memory.fits(x):
+                self._memory = None  # before there is another
+                memory = self._memory = self._allocate(x)
+            with memory.here():
+                weights = memory.weights()
+                memory.read(x, state, lengths)
+                for ks in self._layers:
+                    memory.run(ks, weights)
+                output, last = memory.results(lengths)
         self._weights = weights
         return self._as_given(output), self._as_given(last)
 
@@ -213,98 +287,57 @@ class TrainingStep:
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            If a shape or a dtype is wrong, or an array on a GPU; or if there was no forward pass,
-            or another backward pass, which has used what was kept.
+            If a shape or a dtype is wrong, or an array is elsewhere than the input was; or if there
+            was no forward pass, or another backward pass, which has used what was kept.
         """
         memory, weights = self._memory, self._weights
         if memory is None or weights is None:
             raise InputError("backward was called without a forward pass before it")
+        with memory.here():
+            return self._gradients(memory, weights, grad_output, grad_state, needs_input_grad)
+
+    def _gradients(
+        self,
+        memory: Memory,
+        weights: list[Any],
+        grad_output: Any,
+        grad_state: Any,
+        needs_input_grad: bool,
+    ) -> Gradients:
         above, carry = self._read_grads(memory, grad_output, grad_state)
         self._weights = None
-        steps = memory.steps
-        sums = [one.zeros() for one in memory.directions]
         memory.read_carry(carry)
         input_grad = None
         if needs_input_grad:
-            input_grad = np.empty((steps, memory.batch, memory.widths[0]), memory.dtype)
+            shape = memory.steps, memory.batch, memory.widths[0]
+            input_grad = namespace(above).empty(shape, memory.dtype)
+        params: dict[int, dict[str, Array]] = {}
         for ks in reversed(self._layers):
             below = memory.below(ks.start) if ks.start > 0 else input_grad
-            parts = memory.parts(below)
-            for start in reversed(range(0, steps, memory.segment)) if memory.batch else ():
-                span = start, min(start + memory.segment, steps)
-                memory.for_each_group(ks, self._back, weights, above, parts, span)
-                self._sum_up(memory, ks, sums, span)
-            if below is not None:
-                for part in parts[1:]:
-                    below += part
-                above = below
+            params |= zip(ks, memory.back(ks, weights, above, below), strict=True)
+            above = above if below is None else below
         state_grad = memory.state_grad()
-        params: dict[str, Array] = {}
-        for one, each in zip(memory.directions, sums, strict=True):
-            for name, grad in one.param_grads(each).items():
-                params[self.network.name_of(name, one.layer - 1, one.back)] = grad
+        named = {
+            self.network.name_of(name, one.layer - 1, one.back): grad
+            for k, one in enumerate(memory.directions)
+            for name, grad in params[k].items()
+        }
         return Gradients(
             None if input_grad is None else self._as_given(input_grad),
             self._as_given(state_grad),
-            params,
+            named,
         )
-
-    def _back(
-        self,
-        group: _Group,
-        k: int,
-        all_weights: list[_Weights],
-        above: Array,
-        parts: list[Array],
-        span: tuple[int, int],
-    ) -> None:
-        """Compute the gradients in products and inputs of some steps of one direction."""
-        one, weights = group.memory.directions[k], all_weights[k]
-        if one.cell._writes_gates and not group.memory.keeps_gates:
-            _run(group, k, all_weights, span)
-        carry, w_in, below = group.carries[k], weights.w_in_back._replace(rows=0), above
-        if parts:
-            w_in, below = weights.w_in_back, parts[one.back]
-        one.cell._back_kernel(
-            group.sequence(k, span),
-            weights.w_back,
-            w_in,
-            above.reshape(-1),
-            below.reshape(-1),
-            carry[0],
-            carry[-1],
-            one.is_relu,
-            *span,
-        )
-
-    def _sum_up(self, memory: _Memory, ks: range, sums: list[_Sums], span: tuple[int, int]) -> None:
-        """Add the gradients of the parameters over some steps."""
-        tasks: list[Callable[[], None]] = []
-        for k in ks:
-            one, lanes = memory.directions[k], memory.lanes
-            vectors = -(-one.products // lanes)
-            parts = even_slices(vectors, min(vectors, 2 * memory.threads))
-            for part in parts if one.is_dense else ():
-                rows = part.start * lanes, min(part.stop * lanes, one.products)
-                tasks.append(partial(memory.add_grads, k, sums[k], rows, span))
-            for which, packing in enumerate(one.packings):
-                for row in range(0, packing.rows, _TASK_ROWS) if packing.is_sparse else ():
-                    rows = row, min(row + _TASK_ROWS, packing.rows)
-                    tasks.append(partial(memory.add_sparse_grads, k, which, sums[k], rows, span))
-        memory.call_all(tasks)
 
     # -- Input ------------------------------------------------------------------------------------
 
-    def _allocate(self, steps: int, batch: int, dtype: np.dtype[Any]) -> _Memory:
+    def _allocate(self, x: Array) -> Memory:
         """Return memory that keeps the gates of all steps if the limit allows."""
-        if not self._directions or self._directions[0].dtype != dtype:
-            self._directions = [
-                _Direction(cell, layer, back, dtype)
-                for layer, cells in enumerate(self.network.cells, start=1)
-                for back, cell in enumerate(cells)
-            ]
+        steps, batch, _ = x.shape
+        key = x.dtype, device_of(x) is None
+        if self._made_for != key:
+            self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
-            memory = _Memory(self.network, self._directions, steps, batch, segment)
+            memory = _memory_for(self.network, self._directions, x, segment)
             if self.memory_limit is None or memory.nbytes <= self.memory_limit:
                 break
         if self.memory_limit is not None and memory.nbytes > self.memory_limit:
@@ -312,50 +345,51 @@ class TrainingStep:
                 f"memory_limit is {exact_bytes(self.memory_limit)}; {steps} steps of {batch} "
                 f"samples need {exact_bytes(memory.nbytes)}"
             )
-        check_memory(f"{steps} steps of {batch} samples", memory.nbytes)
         memory.allocate()
         return memory
 
     def _read(self, x: Any, state: Any, lengths: Any) -> tuple[Array, Array, NDArray[np.int64]]:
         """Return the input with an axis of samples, the states in its dtype, and the lengths."""
         net = self.network
-        x = on_host("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != net.input_size:
             raise InputError(
                 f"x has shape {x.shape}; expected (T, batch, {net.input_size}) or "
                 f"(T, {net.input_size})"
             )
         self._is_batched = x.ndim == 3
-        params = [on_host(name, array) for name, array in net.params.items()]
+        params = [read_array(name, array) for name, array in net.params.items()]
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
         lead = (self._count, *x.shape[1:-1])
         expected = (*lead, net.state_size)
-        state = None if state is None else on_host("state", state)
+        state = None if state is None else read_array("state", state)
+        xp = namespace(x, *params, state)
         if state is not None and state.shape != expected:
             raise InputError(
                 f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
             )
-        dtype = np.result_type(x, *params, *([] if state is None else [state]))
+        given = [x, *params, *([] if state is None else [state])]
+        dtype = np.result_type(*(array.dtype for array in given))
         inner = (self._count, batch, net.state_size)
-        state = np.zeros(inner, dtype) if state is None else state.reshape(inner)
-        x = np.ascontiguousarray(x.reshape(steps, batch, net.input_size), dtype)
-        return x, np.ascontiguousarray(state, dtype), _read_lengths(lengths, steps, batch)
+        state = xp.zeros(inner, dtype) if state is None else state.reshape(inner)
+        x = contiguous(x.reshape(steps, batch, net.input_size), dtype)
+        return x, contiguous(state, dtype), _read_lengths(lengths, steps, batch)
 
-    def _read_grads(self, memory: _Memory, output: Any, state: Any) -> tuple[Array, Array]:
+    def _read_grads(self, memory: Memory, output: Any, state: Any) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
-        checked = []
+        xp, checked = np if memory.device is None else load_cupy(), []
         for name, grad, shape in (
             ("grad_output", output, (memory.steps, memory.batch, memory.widths[-1])),
             ("grad_state", state, (self._count, memory.batch, self.network.state_size)),
         ):
             if grad is None:
-                checked.append(np.zeros(shape, memory.dtype))
+                checked.append(xp.zeros(shape, memory.dtype))
                 continue
-            array = on_host(name, grad)
+            array = read_array(name, grad)
+            check_one_place(name, device_of(array), "x", memory.device)
             expected = shape if self._is_batched else (shape[0], shape[2])
             if array.shape != expected:
                 raise InputError(f"{name} has shape {array.shape}; expected {expected}")
-            checked.append(np.ascontiguousarray(array.reshape(shape), memory.dtype))
+            checked.append(contiguous(array.reshape(shape), memory.dtype))
         return checked[0], checked[1]
 
     def _as_given(self, array: Array) -> Array:
@@ -394,13 +428,40 @@ def unroll(cell: Cell, x: Array, state: Array) -> Array:
     The inputs are ``(T, batch, input_size)``, in the dtype of the result, as is the state.
     """
     steps, batch, _ = x.shape
-    direction = _Direction(cell, 1, 0, x.dtype)
-    memory = _Memory(_OneCell(cell), [direction], steps, batch, max(1, min(steps, _SEGMENT)))
-    check_memory(f"{steps} steps of {batch} samples", memory.nbytes)
-    memory.allocate()
-    memory.read(x, state[None], np.full(batch, steps))
-    memory.run(range(1), [direction.weights()])
-    return memory.every_state()
+    with streams.place("x", x, None, None):
+        network = _OneCell(cell)
+        segment = max(1, min(steps, _SEGMENT))
+        memory = _memory_for(network, _directions_of(network, x), x, segment)
+        memory.allocate()
+        with memory.here():
+            memory.read(x, state[None], np.full(batch, steps))
+            memory.run(range(1), memory.weights())
+            return memory.every_state()
+
+
+def _directions_of(network: Layers, x: Array) -> list[Any]:
+    """Return all directions of all layers, with their weights packed for where `x` is."""
+    kind: Any = _Direction
+    if device_of(x) is not None:
+        # Which imports Numba's CUDA target.
+        from ._recurrent_device import DeviceDirection
+
+        kind = DeviceDirection
+    return [
+        kind(cell, layer, back, x.dtype)
+        for layer, cells in enumerate(network.cells, start=1)
+        for back, cell in enumerate(cells)
+    ]
+
+
+def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) -> Memory:
+    """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
+    steps, batch, _ = x.shape
+    if device_of(x) is None:
+        return _Memory(network, directions, steps, batch, segment)
+    from ._recurrent_device import DeviceMemory
+
+    return DeviceMemory(directions, network.input_size, steps, batch, segment)
 
 
 def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
@@ -412,6 +473,34 @@ def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, in
         weights.w_hidden,
         weights.bias,
         group.memory.states[one.layer - 1],
+        one.is_relu,
+        *span,
+    )
+
+
+def _back(
+    group: _Group,
+    k: int,
+    all_weights: list[_Weights],
+    above: Array,
+    parts: list[Array],
+    span: tuple[int, int],
+) -> None:
+    """Compute the gradients in products and inputs of some steps of one direction."""
+    one, weights = group.memory.directions[k], all_weights[k]
+    if one.cell._writes_gates and not group.memory.keeps_gates:
+        _run(group, k, all_weights, span)
+    carry, w_in, below = group.carries[k], weights.w_in_back._replace(rows=0), above
+    if parts:
+        w_in, below = weights.w_in_back, parts[one.back]
+    one.cell._back_kernel(
+        group.sequence(k, span),
+        weights.w_back,
+        w_in,
+        above.reshape(-1),
+        below.reshape(-1),
+        carry[0],
+        carry[-1],
         one.is_relu,
         *span,
     )
@@ -618,6 +707,8 @@ class _Memory:
     layer 0 is the input.
     """
 
+    device: int | None = None
+
     def __init__(
         self,
         network: Layers,
@@ -649,8 +740,16 @@ class _Memory:
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
-        wanted = *x.shape[:2], x.dtype, thread_count()
-        return (self.steps, self.batch, self.dtype, self._all_threads) == wanted
+        wanted = *x.shape[:2], x.dtype, thread_count(), device_of(x)
+        return (self.steps, self.batch, self.dtype, self._all_threads, None) == wanted
+
+    def here(self) -> AbstractContextManager[None]:
+        """Return a context for work on this memory."""
+        return nullcontext()
+
+    def weights(self) -> list[_Weights]:
+        """Return a copy of the parameters of each direction."""
+        return [one.weights() for one in self.directions]
 
     def _sizes(self) -> list[tuple[str, int]]:
         """Return, for each array, what it holds, and how many numbers.
@@ -687,6 +786,7 @@ class _Memory:
 
     def allocate(self) -> None:
         """Take the memory."""
+        check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
         arrays: dict[str, list[Array]] = {"cells": [], "grads": [], "part": []}
         for name, count in self._sizes():
             arrays.setdefault(name, []).append(aligned_zeros(count, self.dtype))
@@ -796,7 +896,40 @@ class _Memory:
         shape = self.steps, self.batch, self.widths[layer]
         return self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
 
-    def parts(self, below: Array | None) -> list[Array]:
+    def back(
+        self, ks: range, weights: list[_Weights], above: Array, below: Array | None
+    ) -> list[dict[str, Array]]:
+        """Return the gradients in the parameters of each direction of a layer.
+
+        `above` holds the gradients in its outputs, and `below` gets those in its inputs.
+        """
+        parts = self._input_parts(below)
+        sums = {k: self.directions[k].zeros() for k in ks}
+        for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
+            span = start, min(start + self.segment, self.steps)
+            self.for_each_group(ks, _back, weights, above, parts, span)
+            self._sum_up(ks, sums, span)
+        for part in parts[1:]:
+            parts[0] += part
+        return [self.directions[k].param_grads(sums[k]) for k in ks]
+
+    def _sum_up(self, ks: range, sums: dict[int, _Sums], span: tuple[int, int]) -> None:
+        """Add the gradients of the parameters over some steps."""
+        tasks: list[Callable[[], None]] = []
+        for k in ks:
+            one, lanes = self.directions[k], self.lanes
+            vectors = -(-one.products // lanes)
+            parts = even_slices(vectors, min(vectors, 2 * self.threads))
+            for part in parts if one.is_dense else ():
+                rows = part.start * lanes, min(part.stop * lanes, one.products)
+                tasks.append(partial(self.add_grads, k, sums[k], rows, span))
+            for which, packing in enumerate(one.packings):
+                for row in range(0, packing.rows, _TASK_ROWS) if packing.is_sparse else ():
+                    rows = row, min(row + _TASK_ROWS, packing.rows)
+                    tasks.append(partial(self.add_sparse_grads, k, which, sums[k], rows, span))
+        self.call_all(tasks)
+
+    def _input_parts(self, below: Array | None) -> list[Array]:
         """Return an array for each direction, whose sum `below` will be; it is the first."""
         if below is None:
             return []

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from numpy.typing import ArrayLike, NDArray
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..arrays.arrays import load_cupy
+from ..errors import DeviceError
 from ._recurrent_step import TrainingStep
 
-__all__ = ["StepPool", "run_forward"]
+__all__ = ["StepPool", "run_forward", "runs_on_gpu"]
 
 Step = TypeVar("Step")
 
@@ -56,3 +59,15 @@ def run_forward(
     for name, param in params.items():
         setattr(step.network, name, param)
     return step, *step.forward(x, state, lengths)
+
+
+def runs_on_gpu(kind: str, units: int, dtype: DTypeLike) -> bool:
+    """Return whether a GPU can run cells of a kind and size: tanh, relu, gru, or lstm."""
+    try:
+        load_cupy()
+    except DeviceError:
+        return False
+    from ._kernels.device_sequences import layout_of, samples_of
+
+    exact = np.dtype(dtype)
+    return samples_of(kind, layout_of(kind, units, exact), exact, 1, 1, 1) > 0

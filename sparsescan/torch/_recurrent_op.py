@@ -5,19 +5,23 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
+from ..arrays.arrays import is_cupy, on_device
+from ..arrays.streams import place
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
-from ..jacobians.step_pool import StepPool, run_forward
+from ..jacobians.step_pool import StepPool, run_forward, runs_on_gpu
 from ._once import Once
 from ._team import pytorchs_threads
 
-__all__ = ["Shape", "recurrent"]
+__all__ = ["Shape", "has_kernels", "recurrent"]
 
 _NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RNN_TANH": (RNN, {"nonlinearity": "tanh"}),
@@ -74,8 +78,37 @@ class Shape(NamedTuple):
         )
 
 
+# Which `torch.compile` need not look into.
+_runs_on_gpu: Callable[[str, int, str], bool] = torch.compiler.assume_constant_result(runs_on_gpu)
 # Those of a network that has been called; `torch.compile` does not trace a cache.
 _names_of = lru_cache(maxsize=256)(Shape.names)
+
+
+def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
+    """Return whether there are kernels for a network of such units, and a tensor like `x`."""
+    if x.device.type != "cuda":
+        return x.device.type == "cpu"
+    return _runs_on_gpu(mode.lower().removeprefix("rnn_"), hidden_size, str(x.dtype)[6:])
+
+
+def _here(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context for work where a tensor is: with PyTorch's threads, or on its stream."""
+    if x.device.type == "cpu":
+        return pytorchs_threads()
+    stream = torch.cuda.current_stream(x.device)
+    return place("x", on_device(x.detach()), None, stream)
+
+
+def _array(tensor: Tensor | None) -> Any:
+    """Return a tensor's memory as an array of NumPy or CuPy."""
+    if tensor is None:
+        return None
+    return tensor.detach().numpy() if tensor.device.type == "cpu" else on_device(tensor.detach())
+
+
+def _tensor(array: Any) -> Tensor:
+    """Return an array's memory as a tensor."""
+    return from_dlpack(array) if is_cupy(array) else torch.from_numpy(array)
 
 
 def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
@@ -84,7 +117,7 @@ def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
     network: Recurrent = kind(
         *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
         bidirectional=shape.bidirectional,
-        masks={name: mask.numpy() != 0 for name, mask in named if mask is not None},
+        masks={name: mask.cpu().numpy() != 0 for name, mask in named if mask is not None},
         rng=0,
         **options,
     )
@@ -100,11 +133,9 @@ def _run(
     names: Sequence[str],
 ) -> tuple[TrainingStep, Any, Any]:
     """Return a training step that has run forward, and what it has returned."""
-    begin, counts = (None if each is None else each.detach().numpy() for each in (state, lengths))
-    named = zip(names, params, strict=True)
-    arrays = {name: param.detach().numpy() for name, param in named}
-    with pytorchs_threads():
-        return run_forward(steps, x.detach().numpy(), begin, counts, arrays)
+    counts = None if lengths is None else lengths.numpy()
+    arrays = {name: _array(param) for name, param in zip(names, params, strict=True)}
+    return run_forward(steps, _array(x), _array(state), counts, arrays)
 
 
 _lock = threading.Lock()
@@ -113,15 +144,13 @@ _steps: OrderedDict[Any, StepPool[TrainingStep]] = OrderedDict()
 _waiting: dict[int, tuple[StepPool[TrainingStep], TrainingStep]] = {}
 
 
-def _steps_of(
-    shape: Shape, dtype: torch.dtype, masks: Sequence[Tensor | None]
-) -> StepPool[TrainingStep]:
+def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> StepPool[TrainingStep]:
     # A mask that is kept has an address of its own, and a count of its changes.
     contents = tuple(
         None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))
         for mask in masks
     )
-    key = shape, dtype, contents
+    key = shape, x.dtype, x.device, contents
     with _lock:
         steps = _steps.get(key)
         if steps is None:
@@ -165,8 +194,10 @@ def _forward(
     *about: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = Shape.of(x, about[:5])
-    steps = _steps_of(shape, x.dtype, masks)
-    step, output, last = _run(steps, x, state, lengths, params, _names_of(shape))
+    steps = _steps_of(shape, x, masks)
+    with _here(x):
+        step, *arrays = _run(steps, x, state, lengths, params, _names_of(shape))
+        output, last = map(_tensor, arrays)
     token = torch.zeros(1)
     if about[5]:
         address = token.data_ptr()
@@ -174,7 +205,7 @@ def _forward(
         weakref.finalize(token, _forget, address).atexit = False
     else:
         steps.give_back(step)
-    return torch.from_numpy(output), torch.from_numpy(last), token
+    return output, last, token
 
 
 def _backward(
@@ -190,20 +221,21 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients in the initial states, in all parameters, and in the input."""
     shape, found = Shape.of(x, about[:5]), _waiting.pop(token.data_ptr(), None)
-    if found is None:
-        # Another backward pass has used it, or another tensor stands for it.
-        steps = _steps_of(shape, x.dtype, masks)
-        step, _, _ = _run(steps, x, state, lengths, params, _names_of(shape))
-    else:
-        steps, step = found
-    above = (None if grad is None else grad.numpy() for grad in (grad_output, grad_state))
-    with pytorchs_threads():
+    with _here(x):
+        if found is None:
+            # Another backward pass has used it, or another tensor stands for it.
+            steps = _steps_of(shape, x, masks)
+            step, _, _ = _run(steps, x, state, lengths, params, _names_of(shape))
+        else:
+            steps, step = found
+        above = map(_array, (grad_output, grad_state))
         grads = step.backward(*above, needs_input_grad=about[5])
-    arrays = [grads.state, *map(grads.params.get, _names_of(shape))]
-    if grads.input is not None:
-        arrays.append(grads.input)
+        arrays = [grads.state, *map(grads.params.get, _names_of(shape))]
+        if grads.input is not None:
+            arrays.append(grads.input)
+        tensors = [_tensor(array) for array in arrays]
     steps.give_back(step)
-    return [torch.from_numpy(array) for array in arrays]
+    return tensors
 
 
 def _fake_forward(
@@ -281,8 +313,10 @@ def _with_graph(
 
 
 for _name in ("recurrent", "recurrent_forward"):
-    _library.impl(_name, _forward, "CPU")
+    for _kind in ("CPU", "CUDA"):
+        _library.impl(_name, _forward, _kind)
     torch.library.register_fake(f"sparsescan::{_name}", _fake_forward, lib=_library)
-_library.impl("recurrent_backward", _backward, "CPU")
+for _kind in ("CPU", "CUDA"):
+    _library.impl("recurrent_backward", _backward, _kind)
 torch.library.register_fake("sparsescan::recurrent_backward", _fake_backward, lib=_library)
 _library.impl("recurrent", _with_graph, "Autograd")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ._recurrent_op import Shape, recurrent
+from ._recurrent_op import Shape, has_kernels, recurrent
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -53,8 +53,9 @@ class _Recurrent(nn.RNNBase):
             or (states and len(states) != 1 + (self.mode == "LSTM"))
             or not all(isinstance(each, Tensor) for each in tensors)
             or x.dtype not in _DTYPES
-            or any(each.device.type != "cpu" or each.dtype != x.dtype for each in tensors)
-            or torch.is_autocast_enabled("cpu")
+            or any(each.device != x.device or each.dtype != x.dtype for each in tensors)
+            or not has_kernels(self.mode, self.hidden_size, x)
+            or torch.is_autocast_enabled(x.device.type)
             or x.dim() not in ((2,) if is_packed else (2, 3))
             or x.shape[-1] != self.input_size
             or 0 in x.shape
@@ -77,10 +78,10 @@ class _Recurrent(nn.RNNBase):
 
     def _packed(self, given: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
         """Run samples of different lengths, which are sorted and packed step by step."""
-        data, sizes, order, back = given
+        data, sizes, order, back = given  # sizes are on the CPU
         steps, batch = len(sizes), int(sizes[0])
         has = sizes[:, None] > torch.arange(batch)
-        places = torch.nonzero_static(has.flatten(), size=len(data))[:, 0]
+        places = torch.nonzero_static(has.flatten(), size=len(data))[:, 0].to(data.device)
         x = data.new_zeros(steps * batch, self.input_size).index_copy(0, places, data)
         state = None if hx is None else _joined(self.permute_hidden(hx, order))
         output, last = self._run(x.reshape(steps, batch, -1), state, has.sum(0))
@@ -130,8 +131,9 @@ class RNN(_Recurrent):
     and with samples of different lengths (`PackedSequence`). Weights that
     :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept.
 
-    What has no kernel is computed by PyTorch: tensors on another device than the CPU, dtypes other
-    than float32 and float64, autocast, and `proj_size`.
+    Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
+    installed. What has no kernel is computed by PyTorch: tensors on other devices, more units than
+    a GPU's kernels take, dtypes other than float32 and float64, autocast, and `proj_size`.
 
     Gradients can be computed more than once from one graph (`retain_graph`); a second derivative
     raises `RuntimeError`.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -28,7 +29,7 @@ def find_ptxas() -> str | None:
 
 # As Numba compiles: from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "8.0", "9.0a", "10.0a", "12.0a"]
-KERNELS = 29
+KERNELS = 29 + 16
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,32 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
         assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
         (registers,) = re.findall(r"Used (\d+) registers", line)
         assert int(registers) <= 224, line
+        # Of all threads of a block as many as a multiprocessor has.
+        threads = re.findall(r"(\d+) threads of a block", line)
+        assert all(int(registers) * int(each) <= 1 << 16 for each in threads), line
+
+
+def test_weights_stay_in_registers_up_to_so_many_units() -> None:
+    """As many as the kernels say; and threads for all units."""
+    pytest.importorskip("numba_cuda")
+    from sparsescan.jacobians._kernels.device_sequences import layout_of
+
+    found = {}
+    for kind in ("tanh", "gru", "lstm"):
+        for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+            held = []
+            for units in range(1, 600):
+                layout = layout_of(kind, units, dtype)
+                held += [units] * layout.is_held
+                assert layout.rounds * (layout.threads // layout.lanes) >= units
+                assert layout.vectors * layout.lanes * (16 // dtype.itemsize) >= units
+            assert held == list(range(1, len(held) + 1))
+            found[kind, dtype.name] = len(held)
+    assert found == {
+        ("tanh", "float32"): 176,
+        ("gru", "float32"): 88,
+        ("lstm", "float32"): 88,
+        ("tanh", "float64"): 96,
+        ("gru", "float64"): 64,
+        ("lstm", "float64"): 48,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -360,6 +361,60 @@ for _k in _FLOATS:
     ]
 
 
+def _rounded_down(a: float, b: float, c: float) -> Any:
+    """The float below the exact ``a·b + c``, or that itself."""
+    near = fused("f32")(a, b, c)
+    if not np.all(np.isfinite([a, b, c, near])):
+        return near
+    above = Fraction(float(near)) > Fraction(a) * Fraction(b) + Fraction(c)
+    return np.nextafter(near, np.float32(-np.inf)) if above else near
+
+
+def _flushed(value: Any) -> Any:
+    """0 of its sign in place of a subnormal number."""
+    small = abs(value) < np.finfo(np.float32).tiny
+    return np.copysign(np.float32(0), value) if small else np.float32(value)
+
+
+def _saturated(a: Any) -> Any:
+    return np.float32(0) if np.isnan(a) else np.clip(a, np.float32(0), np.float32(1)) + 0
+
+
+FORMS += [
+    ("rcp.approx.ftz.f32 {out}, {a0}", "f32", "f32", lambda a: _flushed(1 / np.float32(a))),
+    ("cvt.sat.f32.f32 {out}, {a0}", "f32", "f32", _as("f32", _saturated)),
+    *[(f"rcp.rn.{_k} {{out}}, {{a0}}", _k, _k, _as(_k, np.reciprocal)) for _k in _FLOATS],
+    *[
+        (
+            f"copysign.{_k} {{out}}, {{a0}}, {{a1}}",
+            f"{_k} {_k}",
+            _k,
+            _as(_k, lambda sign, size: np.copysign(size, sign)),
+        )
+        for _k in _FLOATS
+    ],
+]
+
+
+@given(st.floats(0, 1, width=32), st.floats(2.0**20, 2.0**24, width=32))
+def test_sums_that_are_rounded_down(a: float, c: float) -> None:
+    text = "fma.rm.f32 {out}, {a0}, {a1}, {a2}"
+    check(_operation(text, "f32 f32 f32", "f32"), _rounded_down, a, 252.0, c)
+
+
+@given(st.floats(-200, 200, width=32))
+def test_powers_of_two_are_within_an_ulp(a: float) -> None:
+    found = _operation("ex2.approx.ftz.f32 {out}, {a0}", "f32", "f32")(a)
+    with np.errstate(over="ignore"):
+        exact = _flushed(np.float32(np.exp2(np.float64(a))))
+    ulp = np.spacing(np.abs(exact)) if np.isfinite(exact) else 0
+    value = np.array(found, np.uint32).view(np.float32)
+    assert value == exact or abs(value - exact) <= ulp
+
+
+_operation = functools.cache(Operation)
+
+
 # By default one in so many.
 SAMPLE = 16
 
@@ -497,6 +552,27 @@ def test_compare_and_swap() -> None:
     assert cell[0] == 7
     assert operation(7, 9, place) == 7
     assert cell[0] == 9
+
+
+def test_lanes_exchange_values() -> None:
+    """Each with that whose number differs in a bit, in whole warps only."""
+    body = """
+    mov.u32 %r1, %tid.x;
+    mul.lo.u32 %r2, %r1, 7;
+    shfl.sync.bfly.b32 %r3|%p1, %r2, 4, 31, -1;
+    ld.param.u64 %rd1, [a_0];
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd1, %rd1, %rd2;
+    st.global.u32 [%rd1], %r3;
+    ret;
+}
+"""
+    program = Program(".visible .entry k(\n.param .u64 a_0\n)\n{" + _REGISTERS + body, "k")
+    out = np.zeros(64, np.uint32)
+    program.launch(1, 64, (out.ctypes.data,), [(out.ctypes.data, out.nbytes)])
+    np.testing.assert_array_equal(out, 7 * (np.arange(64) ^ 4))
+    with pytest.raises(FaultError):
+        program.launch(1, 36, (out.ctypes.data,), [(out.ctypes.data, out.nbytes)])
 
 
 @pytest.mark.parametrize(

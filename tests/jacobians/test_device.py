@@ -269,18 +269,6 @@ def test_linearizations_on_a_device(
 
 
 @every_cell
-@every_dtype
-@pytest.mark.parametrize("lead", [(), (BATCH,)], ids=str)
-def test_unrolled_cells_on_a_device(
-    cupy: Any, name: str, dtype: Any, lead: tuple[int, ...]
-) -> None:
-    host, device = pair(cupy, name, dtype)
-    x, state = draw((5, *lead, 3), dtype), draw((*lead, host.state_size), dtype)
-    close(device.unroll(cupy.asarray(x)), host.unroll(x))
-    close(device.unroll(cupy.asarray(x), cupy.asarray(state)), host.unroll(x, state))
-
-
-@every_cell
 def test_cells_at_extreme_input(cupy: Any, name: str) -> None:
     host, device = pair(cupy, name, np.float32)
     x, state = draw((BATCH, 3), np.float32), draw((BATCH, host.state_size), np.float32, 3)

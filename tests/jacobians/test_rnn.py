@@ -6,117 +6,20 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import fake_cupy
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
-from sparsescan.errors import DeviceError, InputError, InputTypeError, MemoryLimitError
+from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN
-
-torch = pytest.importorskip("torch")
 
 Array = NDArray[Any]
 KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-def autograd(
-    net: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array, dtype: Any
-) -> dict[str, Array]:
-    """Return outputs, states and gradients by PyTorch in a dtype."""
-    kind = type(net).__name__
-    options = {"nonlinearity": net.cells[0][0].nonlinearity} if kind == "RNN" else {}
-    layer = getattr(torch.nn, kind)(
-        net.input_size,
-        net.hidden_size,
-        net.num_layers,
-        bias=net.cells[0][0].bias,
-        bidirectional=net.bidirectional,
-        dtype=dtype,
-        **options,
-    )
-    for name, array in net.params.items():
-        getattr(layer, name).data = torch.tensor(np.where(kept(net, name), array, 0), dtype=dtype)
-    given = [torch.tensor(array, dtype=dtype, requires_grad=True) for array in (x, state)]
-    read, begin = given[0], given[1]
-    if lengths is not None:
-        read = torch.nn.utils.rnn.pack_padded_sequence(
-            read, torch.as_tensor(lengths), enforce_sorted=False
-        )
-    if kind == "LSTM":
-        begin = tuple(part.contiguous() for part in begin.chunk(2, dim=-1))
-    output, last = layer(read, begin)
-    if lengths is not None:
-        output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
-    last = torch.cat(last, dim=-1) if kind == "LSTM" else last
-    grads = [torch.tensor(array, dtype=dtype) for array in (above, carry)]
-    torch.autograd.backward([output, last], grads)
-    found = {"output": output, "last": last, "input": given[0].grad, "state": given[1].grad}
-    found |= {name: getattr(layer, name).grad for name in net.params}
-    arrays = {name: tensor.detach().numpy() for name, tensor in found.items()}
-    return {name: np.where(kept(net, name), array, 0) for name, array in arrays.items()}
-
-
-def kept(net: Any, name: str) -> Any:
-    """Return the mask of a weight."""
-    cell, own = net._places.get(name, (None, ""))
-    mask = None if cell is None else cell._masks.get(own)
-    return True if mask is None else mask.on(np)
-
-
-def ours(
-    step: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array
-) -> dict[str, Array]:
-    """Return the same by a training step."""
-    output, last = step.forward(x, state, lengths)
-    grads = step.backward(above, carry)
-    return {"output": output, "last": last, "input": grads.input, "state": grads.state} | (
-        grads.params
-    )
-
-
-def make(
-    rng: np.random.Generator, net: Any, steps: int, batch: int, dtype: Any, shorter: bool = False
-) -> tuple[Any, ...]:
-    """Return random arguments of a training step, and gradients of its results."""
-    directions = (1 + net.bidirectional) * net.num_layers
-    states = (directions, batch, net.state_size)
-    shapes = (steps, batch, net.input_size), states
-    x, state = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    width = net.hidden_size * (1 + net.bidirectional)
-    above, carry = (
-        rng.standard_normal(shape).astype(dtype) for shape in ((steps, batch, width), states)
-    )
-    lengths = rng.integers(1, steps + 1, batch) if shorter else None
-    return x, state, lengths, above, carry
-
-
-@st.composite
-def networks(draw: Any) -> Any:
-    """Draw a network in float64."""
-    kind = draw(st.sampled_from(["RNN", "relu", "GRU", "LSTM"]))
-    hidden, inputs = draw(st.integers(1, 21)), draw(st.integers(1, 19))
-    layers, both = draw(st.integers(1, 3)), draw(st.booleans())
-    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    gates = {"GRU": 3, "LSTM": 4}.get(kind, 1)
-    masks = {}
-    for name, width in (("weight_hh_l0", hidden), ("weight_ih_l0", inputs)):
-        density = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
-        if density is not None:
-            masks[name] = rng.random((gates * hidden, width)) < density
-    options = {"nonlinearity": "relu"} if kind == "relu" else {}
-    return KINDS.get(kind, RNN)(
-        *(inputs, hidden, layers, draw(st.booleans())),
-        **options,
-        bidirectional=both,
-        masks=masks,
-        dtype=F8,
-        rng=rng,
-    )
 
 
 @settings(max_examples=examples(120))
@@ -124,10 +27,10 @@ def networks(draw: Any) -> Any:
 def test_gradients_are_those_of_autograd(
     net: Any, steps: int, batch: int, shorter: bool, seed: int
 ) -> None:
-    arguments = make(np.random.default_rng(seed), net, steps, batch, F8, shorter)
+    arguments = arguments_of(np.random.default_rng(seed), net, steps, batch, F8, shorter)
     before = [None if array is None else array.copy() for array in arguments]
-    found = ours(net.training_step(), *arguments)
-    expected = autograd(net, *arguments, torch.float64)
+    found = gradients_of(net.training_step(), *arguments)
+    expected = autograd(net, *arguments, "float64")
     for name, array in expected.items():
         scale = np.max(np.abs(array), initial=1e-300)
         assert np.max(np.abs(found[name] - array), initial=0) <= 1e4 * F8.type(2) ** -52 * scale, (
@@ -148,10 +51,10 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
     rng = np.random.default_rng()
     for _ in range(draws):
         net = KINDS[kind](5, 20, dtype=F4, rng=rng)
-        arguments = make(rng, net, steps, 16, F4)
-        exact = autograd(net, *arguments, torch.float64)
-        theirs = autograd(net, *arguments, torch.float32)
-        found = ours(net.training_step(), *arguments)
+        arguments = arguments_of(rng, net, steps, 16, F4)
+        exact = autograd(net, *arguments, "float64")
+        theirs = autograd(net, *arguments, "float32")
+        found = gradients_of(net.training_step(), *arguments)
         for name, array in exact.items():
             assert found[name].dtype == F4
             squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (found, theirs)]
@@ -167,11 +70,11 @@ def test_any_number_of_threads_gives_the_same_bits(
     kind: str, with_threads: Callable[[int], None]
 ) -> None:
     net = KINDS[kind](7, 33, 2, bidirectional=True, dtype=F4, rng=0)
-    arguments = make(np.random.default_rng(0), net, 300, 40, F4, shorter=True)
+    arguments = arguments_of(np.random.default_rng(0), net, 300, 40, F4, shorter=True)
     results = []
     for count in (1, 2, 5):
         with_threads(count)
-        results.append(ours(net.training_step(), *arguments))
+        results.append(gradients_of(net.training_step(), *arguments))
     for other in results[1:]:
         for name, array in results[0].items():
             assert array.tobytes() == other[name].tobytes(), name
@@ -180,12 +83,12 @@ def test_any_number_of_threads_gives_the_same_bits(
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
     net = KINDS[kind](3, 9, 2, bidirectional=True, dtype=F8, rng=0)
-    arguments = make(np.random.default_rng(0), net, 700, 5, F8, shorter=True)
+    arguments = arguments_of(np.random.default_rng(0), net, 700, 5, F8, shorter=True)
     step = net.training_step()
-    whole = ours(step, *arguments)
+    whole = gradients_of(step, *arguments)
     assert step.keeps_gates
     smaller = net.training_step(memory_limit=step.nbytes - 1)
-    found = ours(smaller, *arguments)
+    found = gradients_of(smaller, *arguments)
     assert not smaller.keeps_gates
     assert smaller.nbytes < step.nbytes
     for name, array in whole.items():
@@ -220,26 +123,26 @@ def test_memory_is_used_again() -> None:
     results = []
     for _ in range(2):
         for steps, batch in ((9, 17), (4, 3), (9, 17)):
-            arguments = make(np.random.default_rng(steps), net, steps, batch, F4)
-            results.append((steps, ours(step, *arguments)))
+            arguments = arguments_of(np.random.default_rng(steps), net, steps, batch, F4)
+            results.append((steps, gradients_of(step, *arguments)))
             # Parameters are read again, and what was returned stays.
     for steps, result in results:
         same = next(other for number, other in results if number == steps)
         assert all(np.array_equal(result[name], same[name]) for name in result)
     net.weight_hh_l0 = rng.standard_normal((20, 5)).astype(F4)
-    arguments = make(np.random.default_rng(9), net, 9, 17, F4)
-    changed = ours(step, *arguments)
+    arguments = arguments_of(np.random.default_rng(9), net, 9, 17, F4)
+    changed = gradients_of(step, *arguments)
     assert not np.array_equal(changed["output"], results[0][1]["output"])
-    expected = autograd(net, *arguments, torch.float64)
+    expected = autograd(net, *arguments, "float64")
     np.testing.assert_allclose(changed["output"], expected["output"], atol=1e-5)
 
 
 def test_without_an_axis_of_samples() -> None:
     net = GRU(3, 4, rng=0)
-    arguments = make(np.random.default_rng(0), net, 6, 1, F4)
-    batched = ours(net.training_step(), *arguments)
+    arguments = arguments_of(np.random.default_rng(0), net, 6, 1, F4)
+    batched = gradients_of(net.training_step(), *arguments)
     single = [None if array is None else array[:, 0] for array in arguments]
-    found = ours(net.training_step(), *single)
+    found = gradients_of(net.training_step(), *single)
     for name in ("output", "last", "input", "state"):
         assert np.array_equal(found[name], batched[name][:, 0])
 
@@ -247,8 +150,8 @@ def test_without_an_axis_of_samples() -> None:
 @pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
 def test_nothing(steps: int, batch: int) -> None:
     net = LSTM(3, 4, 2, bidirectional=True, rng=0)
-    arguments = make(np.random.default_rng(0), net, steps, batch, F4)
-    found = ours(net.training_step(), *arguments)
+    arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
+    found = gradients_of(net.training_step(), *arguments)
     assert found["output"].shape == (steps, batch, 8)
     assert np.array_equal(found["last"], arguments[1])
     assert np.array_equal(found["state"], arguments[4])
@@ -257,7 +160,7 @@ def test_nothing(steps: int, batch: int) -> None:
 
 def test_gradients_that_are_not_given_are_zero() -> None:
     net = RNN(3, 4, rng=0)
-    x, state, _, above, carry = make(np.random.default_rng(0), net, 5, 2, F4)
+    x, state, _, above, carry = arguments_of(np.random.default_rng(0), net, 5, 2, F4)
     step = net.training_step()
     output, _ = step.forward(x)
     assert np.array_equal(output, step.forward(x, np.zeros_like(state))[0])
@@ -274,9 +177,9 @@ def test_special_input_has_the_outputs_of_pytorch(kind: str, special: float) -> 
     rng = np.random.default_rng(3)
     for hidden in (1, 3, 20):
         net = KINDS[kind](2, hidden, dtype=F8, rng=rng)
-        x, state, _, above, carry = make(rng, net, 4, 5, F8)
+        x, state, _, above, carry = arguments_of(rng, net, 4, 5, F8)
         x[0, 0, 0] = x[2, 3, 1] = state[0, 4, 0] = special
-        expected = autograd(net, x, state, None, above, carry, torch.float64)
+        expected = autograd(net, x, state, None, above, carry, "float64")
         output, last = net.training_step().forward(x, state)
         np.testing.assert_allclose(output, expected["output"], rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(last, expected["last"], rtol=1e-12, atol=1e-12)
@@ -284,9 +187,9 @@ def test_special_input_has_the_outputs_of_pytorch(kind: str, special: float) -> 
 
 def test_nan_stays_with_its_sample() -> None:
     net = LSTM(3, 4, rng=0)
-    arguments = make(np.random.default_rng(0), net, 5, 3, F4)
+    arguments = arguments_of(np.random.default_rng(0), net, 5, 3, F4)
     arguments[0][2, 1] = np.nan
-    found = ours(net.training_step(), *arguments)
+    found = gradients_of(net.training_step(), *arguments)
     assert np.isnan(found["output"][2:, 1]).all()
     assert np.isfinite(found["output"][:, [0, 2]]).all()
     assert np.isfinite(found["input"][:, [0, 2]]).all()
@@ -296,13 +199,13 @@ def test_nan_stays_with_its_sample() -> None:
 def test_what_fills_up_shorter_sequences_is_not_read(kind: str) -> None:
     rng = np.random.default_rng()
     net = KINDS[kind](3, 4, num_layers=2, bidirectional=True, dtype=F8, rng=rng)
-    x, state, _, above, carry = make(rng, net, 6, 5, F8)
+    x, state, _, above, carry = arguments_of(rng, net, 6, 5, F8)
     lengths = np.array([6, 0, 3, 1, 5])
     filling = np.arange(6)[:, None] >= lengths
     x[filling] = above[filling] = 0
-    expected = ours(net.training_step(), x, state, lengths, above, carry)
+    expected = gradients_of(net.training_step(), x, state, lengths, above, carry)
     x[filling] = above[filling] = np.nan
-    actual = ours(net.training_step(), x, state, lengths, above, carry)
+    actual = gradients_of(net.training_step(), x, state, lengths, above, carry)
     for name, array in expected.items():
         np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
@@ -360,26 +263,12 @@ def test_arguments_of_networks(options: Any, error: type[Exception], said: str) 
         GRU(3, 4, **options)
 
 
-def test_arrays_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = fake_cupy.real() or fake_cupy.install(monkeypatch)
-    net = RNN(3, 4, rng=0)
-    step = net.training_step()
-    with pytest.raises(DeviceError, match="x is on a GPU; expected an array of NumPy"):
-        step.forward(cupy.asarray(X))
-    step.forward(X)
-    with pytest.raises(DeviceError, match="grad_output is on a GPU"):
-        step.backward(cupy.asarray(X))
-    net.bias_hh_l0 = cupy.zeros(4, F4)
-    with pytest.raises(DeviceError, match="bias_hh_l0 is on a GPU"):
-        step.forward(X)
-
-
 def test_input_of_any_layout_is_read() -> None:
     net = GRU(3, 4, rng=0)
-    arguments = make(np.random.default_rng(0), net, 6, 18, F4)
-    expected = ours(net.training_step(), *arguments)
+    arguments = arguments_of(np.random.default_rng(0), net, 6, 18, F4)
+    expected = gradients_of(net.training_step(), *arguments)
     strided = [None if each is None else np.asfortranarray(each)[::1] for each in arguments]
-    found = ours(net.training_step(), *strided)
+    found = gradients_of(net.training_step(), *strided)
     assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 

@@ -47,7 +47,7 @@ __all__ = [
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
 # Files whose tests run with compiled kernels as well; others do with ``SPARSESCAN_PTX=1``.
-AS_PTX = ("cuda_interop.py", "cuda_parallel.py")
+AS_PTX = ("cuda_interop.py", "cuda_parallel.py", "cuda_recurrent.py")
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
 

@@ -18,11 +18,28 @@ import numpy as np
 from numba import cuda, int64, void
 from numba.cuda.cudadrv import nvvm
 
+from sparsescan.jacobians._kernels.device_sequences import (
+    layout_of,
+    samples_of,
+    sequence_kernels,
+)
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import chunk_kernels
 from sparsescan.kernels.cuda.levels import level_kernels
 
 F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
+
+# Whose weights are in registers with one lane and several, and are not, in one round and several.
+SEQUENCES = (
+    ("gru", 20, F4),
+    ("lstm", 88, F4),
+    ("tanh", 176, F4),
+    ("lstm", 48, F8),
+    ("lstm", 130, F4),
+    ("gru", 400, F4),
+    ("lstm", 130, F8),
+    ("relu", 500, F8),
+)
 
 
 def cases() -> Iterator[tuple[str, Any, int]]:
@@ -45,6 +62,14 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         for name in ("vectors", "level"):
             yield f"{name} {dtype} {index}", getattr(kernels, name), 5
         yield f"check {index}", check_kernel(index), 6
+    # With the most samples that a block has.
+    for kind, units, dtype in SEQUENCES:
+        layout = layout_of(kind, units, dtype)
+        samples = samples_of(kind, layout, dtype, 1 << 20, 2, 1)
+        chosen = sequence_kernels(kind, layout, dtype, samples)
+        about = f"{kind} {units} {dtype}, {chosen.threads} threads of a block"
+        yield f"run {about}", chosen.run, 13
+        yield f"back {about}", chosen.back, 14
 
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "intrinsic",
     "launch",
     "load",
+    "prefetch",
     "scale",
     "store",
 ]
@@ -48,6 +49,9 @@ if SIMULATED:
     def store(address: int, index: int, value: Any, like: Any) -> None:
         """Set ``address[index] = value``, of the type of the scalar `like`."""
         _at(address, index, type(like)).value = value
+
+    def prefetch(address: int, index: int, like: Any) -> None:
+        """Bring ``address[index]`` to the L2 cache, for a load that comes later."""
 
     def atomic_add(address: int, index: int, value: int) -> int:
         """Add to an int32 in one step that no thread can split; the old value."""
@@ -75,6 +79,7 @@ if SIMULATED:
             return np.ldexp(value, min(max(int(exponent), -10000), 10000))
 
 else:
+    from llvmlite import ir
     from numba.cuda.extending import intrinsic
 
     def _pointer(context, builder, address, index, dtype):  # type: ignore[no-untyped-def]
@@ -100,6 +105,19 @@ else:
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, like, like), codegen
+
+    @intrinsic
+    def prefetch(typingctx, address, index, like):  # type: ignore[no-untyped-def]
+        """Bring ``address[index]`` to the L2 cache, for a load that comes later."""
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            pointer = _pointer(context, builder, args[0], args[1], like)
+            word = builder.ptrtoint(pointer, args[0].type)
+            kind = ir.FunctionType(ir.VoidType(), [word.type])
+            builder.asm(kind, "prefetch.global.L2 [$0];", "l", [word], side_effect=True)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, like), codegen
 
     def _atomic(operation: str) -> Any:
         def typed(typingctx, address, index, value):  # type: ignore[no-untyped-def]

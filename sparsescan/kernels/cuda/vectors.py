@@ -17,6 +17,7 @@ from .device import intrinsic, load
 __all__ = [
     "barrier",
     "block_index",
+    "exchange",
     "exponent_field",
     "get",
     "larger",
@@ -218,6 +219,22 @@ def vote(predicate, warp):
         cuda.syncwarp()
         return holds
     return cuda.syncthreads_or(np.int32(predicate)) != 0
+
+
+@cuda.jit(device=True)
+def exchange(value, distance, thread, scratch):
+    """Return the value of the thread of the warp whose number differs in the bit `distance`.
+
+    All threads of the block take part. In the simulator the values go through `scratch`, a shared
+    array with a place for each thread.
+    """
+    if SIMULATED:
+        put(scratch, thread, value)
+        cuda.syncthreads()
+        other = get(scratch, thread ^ distance)
+        cuda.syncthreads()
+        return other
+    return cuda.shfl_xor_sync(0xFFFFFFFF, value, distance)
 
 
 @cuda.jit(device=True)

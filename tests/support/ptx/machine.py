@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 __all__ = [
     "CELL",
+    "EXCHANGE",
     "FAULTS",
     "GUARD",
     "HEADS",
@@ -166,7 +167,7 @@ class _Wait(NamedTuple):
 
     # 0 for a barrier of the block, 1 of the warp.
     WARP: int = 0
-    # 0 without a vote, 1 for any, 2 for all.
+    # 0 without a vote, 1 for any, 2 for all; EXCHANGE and a distance for values that are exchanged.
     VOTE: int = 1
     LINE: int = 2
     WIDTH: int = 3
@@ -176,6 +177,8 @@ Wait = _Wait()
 
 # Where shared memory begins among generic addresses, and that of a thread.
 WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
+# The first vote that is an exchange of values, by the bit in which numbers of threads differ.
+EXCHANGE = 4
 # Bytes between shared arrays, which no address may lie in.
 GUARD = 16
 
@@ -584,7 +587,15 @@ def _released(m: Any, states: Any, votes: Any, waits: Any, first: int, last: int
             _stop(m, Fault.DIVERGENT, here - 1, 0, t)
             return -1
     kind = waits[here - 1, Wait.VOTE]
-    if kind:
+    if kind >= EXCHANGE:
+        given = votes[first:last].copy()
+        for t in range(first, last):
+            other = t - first ^ kind - EXCHANGE
+            if other >= last - first:
+                _stop(m, Fault.LEFT, here - 1, 0, t)
+                return -1
+            votes[t] = given[other]
+    elif kind:
         result = kind == 2
         for t in range(first, last):
             result = result or votes[t] != 0 if kind == 1 else result and votes[t] != 0

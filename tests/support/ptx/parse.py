@@ -129,7 +129,8 @@ def _ends(block: Block) -> bool:
     """Return whether a block's last instruction leaves it."""
     if not block.instructions:
         return False
-    return block.instructions[-1].parts[0] in ("bra", "ret", "exit", "bar", "vote", "barrier")
+    last = block.instructions[-1].parts[0]
+    return last in ("bra", "ret", "exit", "bar", "vote", "shfl", "barrier")
 
 
 def _connect(kernel: Kernel) -> None:

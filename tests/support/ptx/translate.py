@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .machine import LOCAL_WINDOW, WINDOW, Fault, Slot, Space
+from .machine import EXCHANGE, LOCAL_WINDOW, WINDOW, Fault, Slot, Space
 from .parse import Block, Instruction, Kernel, PtxError
 
 __all__ = ["ATOMICS", "Mutation", "Site", "Translation", "translate"]
@@ -30,6 +30,8 @@ _SPECIAL = {
 }
 _ZERO = ("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z")
 _ONE = ("%ntid.y", "%ntid.z", "%nctaid.y", "%nctaid.z")
+# Instructions at which threads wait for others.
+_WAITS = ("bar", "vote", "shfl", "barrier")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _INTEGERS = {"u", "s", "b"}
 # Comparisons of floats: ordered, or also true with a NaN.
@@ -154,10 +156,12 @@ class _Translator:
     def _uses(self, one: Instruction) -> tuple[set[str], set[str]]:
         """Return the registers that an instruction reads, and those that it writes."""
         kind = one.parts[0]
-        if kind in ("st", "bra", "red", "membar", "ret", "exit", "fence"):
+        if kind in ("st", "bra", "red", "membar", "prefetch", "ret", "exit", "fence"):
             written, read = "", " ".join(one.operands)
         elif kind == "bar" and one.parts[1] != "red":
             written = read = ""
+        elif kind == "shfl":
+            written, read = one.operands[0], one.operands[-4]
         else:
             written, read = one.operands[0], " ".join(one.operands[1:])
         reads = set(_REGISTER.findall(read)) | set(_REGISTER.findall(one.guard))
@@ -194,7 +198,7 @@ class _Translator:
         # Those of blocks in which a thread starts, or goes on behind a barrier.
         resumed = [blocks[0].label]
         for block in blocks:
-            if block.instructions and block.instructions[-1].parts[0] in ("bar", "vote"):
+            if block.instructions and block.instructions[-1].parts[0] in ("bar", "vote", "shfl"):
                 resumed += block.successors
         names = list(self._kernel.registers)
         return {
@@ -386,7 +390,7 @@ class _Translator:
                         f"line {one.line}: {kernel.text[one.line - 1].strip()}: {error!r}"
                     ) from error
             last = block.instructions[-1].parts[0] if block.instructions else ""
-            if block.successors and last not in ("bra", "bar", "vote", "barrier"):
+            if block.successors and last not in ("bra", *_WAITS):
                 self._emit(f"br label %{self._names[block.successors[-1]]}")
         body, self._lines = self._lines, []
         for label, block_label, vote in resumes:
@@ -396,7 +400,11 @@ class _Translator:
                     self._load_register(name, at, flag, garbage=label == "R0")
             if vote:
                 result = self._get_slot(Slot.VOTE)
-                self._write(vote, self._let(f"icmp ne i64 {result}, 0"), "pred")
+                if kernel.registers[vote] == "pred":
+                    result = self._let(f"icmp ne i64 {result}, 0")
+                    self._write(vote, result, "pred")
+                else:
+                    self._write(vote, result, "b64")
             self._emit(f"br label %{self._names[block_label]}")
         head = ["define i64 @kernel(ptr %frame, ptr %machine) {", "start:"]
         for name, kind in kernel.registers.items():
@@ -464,7 +472,7 @@ class _Translator:
                 self._lines.append(f"{on}:")
             else:
                 self._emit("ret i64 0")
-        elif kind in ("bar", "vote", "barrier"):
+        elif kind in _WAITS:
             self._wait(one, block, resumes, frame_words)
         elif one.guard:
             do, on = self._label(), self._label()
@@ -505,13 +513,19 @@ class _Translator:
         parts, operands = one.parts, one.operands
         if one.guard:
             raise PtxError(f"line {one.line}: a barrier under a guard")
-        vote, target, warp = 0, "", int(parts[0] == "vote" or parts[1] == "warp")
+        vote, target, warp = 0, "", int(parts[0] in ("vote", "shfl") or parts[1] == "warp")
         if parts[:2] == ["bar", "red"]:
             target, vote = operands[0], {"or": 1, "and": 2}[parts[2]]
             source, rest = operands[2], operands[1]
         elif parts[0] == "vote":
             target, vote = operands[0], {"any": 1, "all": 2}[parts[2]]
             source, rest = operands[1], operands[2]
+        elif parts[0] == "shfl":
+            target, (source, distance, clamp, rest) = operands[0], operands[-4:]
+            bit = self._constant(distance)
+            if parts[1:] != ["sync", "bfly", "b32"] or self._constant(clamp) != 31 or bit is None:
+                raise PtxError(f"line {one.line}: no model of {one.opcode} {operands}")
+            vote, operands = EXCHANGE + bit, (target, source, rest)
         else:
             source, rest = "", operands[0]
         # Barrier 0, or the mask of a whole warp, which may be in a register.
@@ -525,7 +539,8 @@ class _Translator:
             self._emit(f"br i1 {left_out}, label %{self._names[after]}, label %{wait}")
             self._lines.append(f"{wait}:")
         if vote:
-            value = self._let(f"zext i1 {self._read(source, 'pred')} to i64")
+            kind = "b32" if vote >= EXCHANGE else "pred"
+            value = self._let(f"zext {_llvm(kind)} {self._read(source, kind)} to i64")
             self._set_slot(Slot.VOTE, value)
         for name, at, flag in frame_words(after):
             kind = self._kernel.registers[name]
@@ -629,6 +644,9 @@ class _Translator:
         if size < 4:
             raise PtxError(f"line {one.line}: no model of an access to {size} bytes")
         return size
+
+    def _do_prefetch(self, one: Instruction) -> None:
+        """Change nothing, whatever the address."""
 
     def _do_membar(self, one: Instruction) -> None:
         if not (one.parts[1] in ("gl", "sys") or "gpu" in one.parts):
@@ -763,11 +781,70 @@ class _Translator:
         self._write(target, value, kind, found)
 
     def _do_fma(self, one: Instruction) -> None:
-        self._check_float(one)
         kind = one.parts[-1]
         values = [self._read(source, kind) for source in one.operands[1:]]
+        if one.parts[1:] == ["rm", "f32"]:
+            self._write(one.operands[0], self._rounded_down(*values), kind)
+            return
+        self._check_float(one)
         value = self._intrinsic(f"llvm.fma.{kind}", _llvm(kind), *values)
         self._write(one.operands[0], value, kind)
+
+    def _rounded_down(self, a: str, b: str, c: str) -> str:
+        """Return ``a·b + c`` of three floats, rounded towards -∞."""
+        x, y, z = (self._let(f"fpext float {value} to double") for value in (a, b, c))
+        product = self._let(f"fmul double {x}, {y}")  # exact
+        total = self._let(f"fadd double {product}, {z}")
+        # What is lost by the sum.
+        part = self._let(f"fsub double {total}, {product}")
+        rest = self._let(f"fsub double {total}, {part}")
+        rest = self._let(f"fsub double {product}, {rest}")
+        lost = self._let(f"fadd double {rest}, {self._let(f'fsub double {z}, {part}')}")
+        near = self._let(f"fptrunc double {total} to float")
+        wide = self._let(f"fpext float {near} to double")
+        above = self._let(f"fcmp ogt double {wide}, {total}")
+        same = self._let(f"fcmp oeq double {wide}, {total}")
+        less = self._let(f"fcmp olt double {lost}, 0.0")
+        above = self._let(f"or i1 {above}, {self._let(f'and i1 {same}, {less}')}")
+        bits = self._let(f"bitcast float {near} to i32")
+        # The next smaller one: of a positive number by fewer bits, of a negative one by more.
+        sign = self._let(f"icmp slt i32 {bits}, 0")
+        zero = self._let(f"fcmp oeq float {near}, 0.0")
+        step = self._let(f"select i1 {sign}, i32 1, i32 -1")
+        below = self._let(f"add i32 {bits}, {step}")
+        below = self._let(f"select i1 {zero}, i32 {(1 << 31) + 1}, i32 {below}")
+        bits = self._let(f"select i1 {above}, i32 {below}, i32 {bits}")
+        return self._let(f"bitcast i32 {bits} to float")
+
+    def _do_ex2(self, one: Instruction) -> None:
+        """Raise 2 to a power; exactly rounded, which a device is not."""
+        self._check_float(one, ("approx", "ftz"))
+        kind = one.parts[-1]
+        value = self._intrinsic(f"llvm.exp2.{kind}", _llvm(kind), self._read(one.operands[1], kind))
+        self._write(one.operands[0], self._flushed(one, value), kind)
+
+    def _do_rcp(self, one: Instruction) -> None:
+        """Divide 1; exactly rounded, which an approximation on a device is not."""
+        self._check_float(one, ("rn", "approx", "ftz"))
+        kind = one.parts[-1]
+        value = self._let(f"fdiv {_llvm(kind)} 1.0, {self._read(one.operands[1], kind)}")
+        self._write(one.operands[0], self._flushed(one, value), kind)
+
+    def _flushed(self, one: Instruction, value: str) -> str:
+        """Return a float, or 0 of its sign in place of a subnormal one where those are flushed."""
+        if one.parts[-2:] != ["ftz", "f32"]:
+            return value
+        size = self._intrinsic("llvm.fabs.f32", "float", value)
+        small = self._let(f"fcmp olt float {size}, 0x3810000000000000")
+        zero = self._intrinsic("llvm.copysign.f32", "float", "0.0", value)
+        return self._let(f"select i1 {small}, float {zero}, float {value}")
+
+    def _do_copysign(self, one: Instruction) -> None:
+        """Give a number the sign of another, which comes first."""
+        kind, (target, sign, size) = one.parts[1], one.operands
+        values = self._read(size, kind), self._read(sign, kind)
+        value = self._intrinsic(f"llvm.copysign.{kind}", _llvm(kind), *values)
+        self._write(target, value, kind)
 
     def _do_div(self, one: Instruction) -> None:
         self._divide(one, "div")
@@ -944,7 +1021,11 @@ class _Translator:
             self._declared.add(f"declare {b} @{name}({a})")
             self._write(target, self._let(f"call {b} @{name}({a} {value})"), to)
         elif a == b:
-            for mode in modes:
+            if "sat" in modes:
+                # Of a NaN 0.
+                value = self._intrinsic(f"llvm.maxnum.{source}", a, value, "0.0")
+                value = self._intrinsic(f"llvm.minnum.{source}", a, value, "1.0")
+            for mode in set(modes) - {"sat"}:
                 value = self._intrinsic(f"llvm.{whole[mode]}.{source}", a, value)
             self._write(target, value, to)
         else:
