@@ -454,16 +454,42 @@ def _taking(zero: Any) -> tuple[Any, Any]:
     return take, warm
 
 
-def _owning(lanes: int, samples: int) -> Any:
-    """Return a device function: the first sample of a lane, and whether no other has it, too."""
-    shared = max(lanes // samples, 1)
-    own = max(samples // lanes, 1)
+def _starting(
+    layout: Layout, dtype: np.dtype[Any], samples: int, sizes: tuple[int, int, int]
+) -> Any:
+    """Return a device function that all threads of a block begin with.
+
+    It clears shared memory and the numbers of a step, of `sizes`; and returns the direction of the
+    block, the lane, its first sample in the block and in all, and whether it is the one lane that
+    has them.
+    """
+    lanes, threads, zero = layout.lanes, layout.threads, dtype.type(0)
+    pool_size, now_size, ahead_size = sizes
+    shared, own = max(lanes // samples, 1), max(samples // lanes, 1)
 
     @cuda.jit(device=True)
-    def owning(lane):
-        return lane // shared * own, lane % shared == 0
+    def start(pool, now, ahead, ends, lengths, batch):
+        thread, block = thread_index(), block_index()
+        groups = (batch + samples - 1) // samples
+        lane = thread % lanes
+        mine = lane // shared * own
+        sample = block % groups * samples + mine
+        i = thread
+        while i < pool_size:
+            put(pool, i, zero)
+            i += threads
+        for i in range(now_size):
+            now[i] = zero
+        for i in range(ahead_size):
+            ahead[i] = zero
+        for m in range(own):
+            ends[m] = _WORD
+            if sample + m < batch:
+                ends[m] = load(lengths, sample + m, _WORD)
+        barrier(threads == 32)
+        return block // groups, lane, mine, sample, lane % shared == 0
 
-    return owning
+    return start
 
 
 @cuda.jit(device=True)
@@ -482,7 +508,6 @@ def _run(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
         kind, layout, dtype, samples, False
     )
     advance, _ = _functions(kind, dtype)
-    owning = _owning(lanes, samples)
     vector = 16 // dtype.itemsize
     padded = vectors * lanes * vector
     half = samples * padded  # of the two buffers of states; then cell states
@@ -492,6 +517,7 @@ def _run(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
     weight_bytes = rounds * vectors * gates * threads * 16
     one_warp, per_round, keeps = threads == 32, threads // lanes, kind in ("gru", "lstm")
     ahead_size = now_size if rounds == 1 else 1
+    start = _starting(layout, dtype, samples, (pool_size, now_size, ahead_size))
 
     def fetching(take: Any) -> Any:
         @cuda.jit(device=True)
@@ -519,28 +545,11 @@ def _run(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
         now, ahead = cuda.local.array(now_size, real), cuda.local.array(ahead_size, real)
         biases, state = cuda.local.array(products_of, real), cuda.local.array(2, real)
         ends = cuda.local.array(own, int64)
-        thread, block = thread_index(), block_index()
-        groups = (batch + samples - 1) // samples
-        back = block // groups
-        lane = thread % lanes
-        mine, owns = owning(lane)
-        sample = block % groups * samples + mine
+        thread = thread_index()
+        back, lane, mine, sample, owns = start(pool, now, ahead, ends, lengths, batch)
         weights += back * weight_bytes
         bias += back * products_of * units * itemsize
         begin_weights(weights, thread, held)
-        i = thread
-        while i < pool_size:
-            put(pool, i, zero)
-            i += threads
-        for m in range(own):
-            ends[m] = _WORD
-            if sample + m < batch:
-                ends[m] = load(lengths, sample + m, _WORD)
-        for i in range(now_size):
-            now[i] = zero
-        for i in range(ahead_size):
-            ahead[i] = zero
-        barrier(one_warp)
         t, row = _rows(back, steps, batch, segment, begin, end, begin)
         # From the slot of a step to that before it in the direction.
         before, after = (t + 2, -1) if back else (t, 1)
@@ -624,7 +633,6 @@ def _back(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
         kind, layout, dtype, samples, True
     )
     _, retreat = _functions(kind, dtype)
-    owning = _owning(lanes, samples)
     vector = 16 // dtype.itemsize
     padded = vectors * lanes * vector
     # Two buffers of gradients in products, then the gradients in the states before.
@@ -636,6 +644,7 @@ def _back(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
     kept = {"gru": 6, "lstm": 7}.get(kind, 2)
     now_size = own * kept
     ahead_size = now_size if rounds == 1 else 1
+    start = _starting(layout, dtype, samples, (pool_size, now_size, ahead_size))
     weight_bytes = rounds * vectors * gates * threads * 16
     one_warp, per_round = threads == 32, threads // lanes
     is_gru, is_lstm = kind == "gru", kind == "lstm"
@@ -680,27 +689,10 @@ def _back(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> Any:
         now, ahead = cuda.local.array(now_size, real), cuda.local.array(ahead_size, real)
         ends = cuda.local.array(own, int64)
         arrays = products, last, states, cells, above
-        thread, block = thread_index(), block_index()
-        groups = (batch + samples - 1) // samples
-        back = block // groups
-        lane = thread % lanes
-        mine, owns = owning(lane)
-        sample = block % groups * samples + mine
+        thread = thread_index()
+        back, lane, mine, sample, owns = start(pool, now, ahead, ends, lengths, batch)
         weights += back * weight_bytes
         begin_weights(weights, thread, held)
-        i = thread
-        while i < pool_size:
-            put(pool, i, zero)
-            i += threads
-        for m in range(own):
-            ends[m] = _WORD
-            if sample + m < batch:
-                ends[m] = load(lengths, sample + m, _WORD)
-        for i in range(now_size):
-            now[i] = zero
-        for i in range(ahead_size):
-            ahead[i] = zero
-        barrier(one_warp)
         t, row = _rows(back, steps, batch, segment, begin, end, end - 1)
         earlier = 1 if back else -1
         turn = 0
