@@ -73,7 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser("run", help="everything")
     run_parser.add_argument("folder", type=Path, metavar="OUTDIR")
-    commands.add_parser("sanitize", help="a few scans, to be run by compute-sanitizer")
+    commands.add_parser(
+        "sanitize", help="a few scans and training steps, to be run by compute-sanitizer"
+    )
     part_parser = commands.add_parser("part", help="one part, into a file")
     part_parser.add_argument("name", choices=["preflight", "repeat", *RACES])
     part_parser.add_argument("file", type=Path)
@@ -92,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         import cupy
 
         cupy.cuda.set_allocator(None)  # or an access past an array stays within the pool
-        print(f"{sanitize(Cuda())} scans, all right")
+        print(f"{sanitize(Cuda())} scans and training steps, all right")
         return 0
     return part(options.name, options.file, Cuda(), machine.describe_gpu())
 
@@ -186,7 +188,7 @@ def _outcomes(output: str) -> Report:
 
 
 def run_sanitizer(tool: str, folder: Path, seconds: float) -> Report:
-    """A few scans under compute-sanitizer."""
+    """A few scans and training steps under compute-sanitizer."""
     program = find_sanitizer()
     if program is None:
         return {
@@ -202,7 +204,7 @@ def run_sanitizer(tool: str, folder: Path, seconds: float) -> Report:
     )
     # The program may end well without the tool having looked at it.
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
-    scans = re.findall(r"\d+ scans, all right", output)
+    scans = re.findall(r"\d+ scans and training steps, all right", output)
     clean = bool(summaries) and all(re.search(r": 0 (error|hazard)", line) for line in summaries)
     said = [*summaries, *scans] or [_ending(code, seconds, output)]
     return {

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import BatchedCSR, CSRChain, Schedule
+from sparsescan import BatchedCSR, CSRChain, Schedule, jacobians
 
 Array = NDArray[Any]
 
@@ -21,6 +21,13 @@ WHOLES = ("dense stack", "CSRChain", "list")
 SCHEDULES = ("auto", "linear", "blelloch", "truncated", "chunked")
 # Few, as kernels for small dense steps are compiled for their size.
 _SIZES = (1, 3, 20, 33, 64)
+# Recurrent networks with weights in registers, of one lane and several; and not.
+STEPS = (
+    ("RNN", 20, np.float32),
+    ("GRU", 20, np.float64),
+    ("LSTM", 64, np.float32),
+    ("LSTM", 130, np.float32),
+)
 _FORMS = ("csr", "batched csr", "dense", "batched dense", "diagonal")
 
 
@@ -126,13 +133,36 @@ def _fault(gpu: Any, chain: RandomChain, repetitions: int) -> str | None:
 
 
 def sanitize(gpu: Any) -> int:
-    """Run a few scans of each family of kernels, small; how many."""
+    """Run a few scans and training steps of each family of kernels, small; how many."""
     cases = list(product(WHOLES, SCHEDULES, (np.float32, np.float64)))
     for count, case in enumerate(cases):
         chain = random_chain(np.random.default_rng(count), *case, most=16)
         why = _fault(gpu, chain, 1)
         assert why is None, f"{chain} is {why}"
-    return len(cases)
+    for kind, units, dtype in STEPS:
+        assert _step_is_right(gpu, kind, units, dtype), f"a step of {kind} {units} is wrong"
+    return len(cases) + len(STEPS)
+
+
+def _step_is_right(gpu: Any, kind: str, units: int, dtype: Any) -> bool:
+    """Whether a training step on samples of different lengths gives what one on the CPU gives."""
+    rng = np.random.default_rng(units)
+    net = getattr(jacobians, kind)(3, units, bidirectional=True, dtype=dtype, rng=rng)
+    x = rng.standard_normal((6, 5, 3)).astype(dtype)
+    above = rng.standard_normal((6, 5, 2 * units)).astype(dtype)
+
+    def run(put: Callable[[Array], Any]) -> list[Array]:
+        for name, array in net.params.items():
+            setattr(net, name, put(array))
+        step = net.training_step()
+        output, last = step.forward(put(x), lengths=[6, 1, 4, 0, 6])
+        grads = step.backward(put(above))
+        return [*map(gpu.get, (output, last, grads.input, grads.state, *grads.params.values()))]
+
+    expected, found = run(lambda array: array), run(gpu.put)
+    bound = 1e4 * np.finfo(dtype).eps
+    pairs = zip(found, expected, strict=True)
+    return all(np.abs(a - b).max() <= bound * np.abs(b).max(initial=0) for a, b in pairs)
 
 
 def prepare(gpu: Any, chain: RandomChain) -> Callable[[], Iterable[Any]]:

@@ -22,7 +22,7 @@ from sparsescan.execution.workspace import Workspace
 from . import gpu, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
 from .contests import OURS
 from .fake_cusparse import FakeCusparse
-from .gpu_chains import SCHEDULES, WHOLES, random_chain, reference, repeat, sanitize
+from .gpu_chains import SCHEDULES, STEPS, WHOLES, random_chain, reference, repeat, sanitize
 from .gpu_cusparse import NumericSpGEMM
 from .gpu_measure import Race, Ratio, measure
 from .gpu_races import CUDNN, CUDNN_GRAPH, JAX, LOOP, PARAMETERS, REUSE, SPGEMM, VALUES
@@ -315,7 +315,7 @@ def test_wrong_values_are_seen():
 
 
 def test_every_family_is_sanitized():
-    assert sanitize(Host()) == len(WHOLES) * len(SCHEDULES) * 2
+    assert sanitize(Host()) == len(WHOLES) * len(SCHEDULES) * 2 + len(STEPS)
 
 
 def test_the_bounds_of_positive_chains_are_tight():
@@ -592,6 +592,7 @@ shift 6
 echo "========= {summary}"
 exit {code}
 """
+SCANS = "34 scans and training steps, all right"
 CLEAN = "ERROR SUMMARY: 0 errors"
 
 
@@ -600,7 +601,7 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """Runs a stand-in for compute-sanitizer that says what it is told to say."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    def run(summary: str = CLEAN, code: int = 0, said: str = "30 scans, all right") -> Any:
+    def run(summary: str = CLEAN, code: int = 0, said: str = SCANS) -> Any:
         program = tmp_path / "compute-sanitizer"
         program.write_text(SANITIZER.format(summary=summary, code=code, run=f"echo '{said}'"))
         program.chmod(0o755)
@@ -612,7 +613,7 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_clean_sanitizer_passes(sanitizer: Any, tmp_path: Path):
     report = sanitizer()
     assert report["ok"]
-    assert report["summary"] == f"{CLEAN}; 30 scans, all right"
+    assert report["summary"] == f"{CLEAN}; {SCANS}"
     assert report["program"] == str(tmp_path / "compute-sanitizer")
     log = (tmp_path / "memcheck.log").read_text()
     assert "--tool memcheck --error-exitcode 77" in log

@@ -88,6 +88,8 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
     """Return whether there are kernels for a network of such units, and a tensor like `x`."""
     if x.device.type != "cuda":
         return x.device.type == "cpu"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False  # a graph would keep addresses of memory that others use
     return _runs_on_gpu(mode.lower().removeprefix("rnn_"), hidden_size, str(x.dtype)[6:])
 
 

@@ -58,7 +58,8 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
         assert int(registers) <= 224, line
         # Of all threads of a block as many as a multiprocessor has.
         threads = re.findall(r"(\d+) threads of a block", line)
-        assert all(int(registers) * int(each) <= 1 << 16 for each in threads), line
+        taken = -(-int(registers) // 8) * 8
+        assert all(taken * int(each) <= 1 << 16 for each in threads), line
 
 
 def test_weights_stay_in_registers_up_to_so_many_units() -> None:
