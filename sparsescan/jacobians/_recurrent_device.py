@@ -146,7 +146,8 @@ class DeviceMemory:
             shapes += [("gates", (*segment, self._rows))]
             shapes += [("last", (*segment, self._units) if is_gru else (0,))]
         shapes += [("grads", (*of_samples, self.widths[-1]))] * min(2, len(self.widths) - 2)
-        return [*shapes, ("carry", self._state_shape)]
+        ones = 1, min(self.segment, self.steps) * self.batch
+        return [*shapes, ("carry", self._state_shape), ("ones", ones)]
 
     def allocate(self) -> None:
         """Take the memory, on the current stream."""
@@ -156,7 +157,8 @@ class DeviceMemory:
         (self._inputs,), (self._carry,) = arrays["inputs"], arrays["carry"]
         self._states, self._cells = arrays["states"], arrays["cells"]
         self._gates, self._last, self._grads = arrays["gates"], arrays["last"], arrays["grads"]
-        self._ones = self._xp.ones((1, min(self.segment, self.steps) * self.batch), self.dtype)
+        (self._ones,) = arrays["ones"]  # whose products with rows add them up
+        self._ones.fill(1)
         self._home = self._xp.cuda.get_current_stream()
 
     @contextmanager

@@ -146,7 +146,7 @@ def test_memory_is_what_is_said(cupy: Any) -> None:
     before = fake_cupy.state.used[0]
     step.forward(x)
     taken = fake_cupy.state.used[0] - before
-    # The weights, the lengths and the ones that add up biases are beside it, and memory in units.
+    # The weights and the lengths are beside it, and memory is given in units.
     assert step.nbytes <= taken <= step.nbytes + 512 * 24
 
 
