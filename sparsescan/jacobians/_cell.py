@@ -280,7 +280,8 @@ class Cell(Parametrised, Fixed, ABC):
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            As :meth:`forward`.
+            As :meth:`forward`; or if there are more units than a GPU's kernels take, as for
+            :meth:`TrainingStep.forward`.
         MemoryLimitError
             If the states would take more memory than there is.
         """

@@ -58,6 +58,11 @@ class DeviceDirection:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
         self.kind = getattr(cell, "nonlinearity", "lstm" if cell._parts == 2 else "gru")
         self.layout: Layout = layout_of(self.kind, cell.hidden_size, dtype)
+        if samples_of(self.kind, self.layout, dtype, 1, 1, 1) == 0:
+            raise InputError(
+                f"hidden_size is {cell.hidden_size}; in {dtype} the gradients in the gates of a "
+                "sample do not fit the 48 KiB of shared memory that a block has on a GPU"
+            )
         mask, shape = cell._masks["weight_hh"], cell._shapes["weight_hh"]
         kept = np.ones(shape, bool) if mask is None else mask.on(np)
         self._orders = [
@@ -118,11 +123,6 @@ class DeviceMemory:
             *(one.kind, one.layout, self.dtype, batch, self._per_layer),
             multiprocessor_count(self._xp),
         )
-        if samples == 0:
-            raise InputError(
-                f"hidden_size is {self._units}; in {self.dtype} the gradients in the gates of a "
-                "sample do not fit the 48 KiB of shared memory that a block has on a GPU"
-            )
         self._kernels = sequence_kernels(one.kind, one.layout, self.dtype, samples)
         self.device: int | None = self._xp.cuda.Device().id
         self._state_shape = len(directions), batch, self._parts * self._units
@@ -159,21 +159,26 @@ class DeviceMemory:
         self._gates, self._last, self._grads = arrays["gates"], arrays["last"], arrays["grads"]
         (self._ones,) = arrays["ones"]  # whose products with rows add them up
         self._ones.fill(1)
-        self._home = self._xp.cuda.get_current_stream()
+        self._home = self._latest = self._xp.cuda.get_current_stream()
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the block work on this memory, on the current stream of its device."""
         with place("the states", self._carry, None, None):
-            stream = self._xp.cuda.get_current_stream()
-            if stream != self._home:
-                stream.wait_event(self._home.record())
+            stream, others = self._xp.cuda.get_current_stream(), [self._home]
+            if self._latest != self._home:
+                others.append(self._latest)
+            others = [other for other in others if other != stream]
+            for other in others:
+                stream.wait_event(other.record())
             try:
                 yield
             finally:
-                # CuPy gives freed memory to others on the stream that it was made on.
-                if stream != self._home:
-                    self._home.wait_event(stream.record())
+                # CuPy gives freed memory to others on the stream that it was made on: all of this
+                # on the first, weights on that of the forward pass.
+                for other in others:
+                    other.wait_event(stream.record())
+                self._latest = stream
 
     # -- Input and results ------------------------------------------------------------------------
 
@@ -191,12 +196,10 @@ class DeviceMemory:
         """Take over inputs, initial states and lengths."""
         xp = self._xp
         shorter = bool(np.any(lengths < self.steps))
-        self._lengths = (
-            xp.asarray(lengths) if shorter else xp.full(self.batch, self.steps, np.int64)
-        )
-        self._has = (
-            xp.arange(self.steps)[:, None, None] < self._lengths[:, None] if shorter else None
-        )
+        self._lengths, self._has = xp.full(self.batch, self.steps, np.int64), None
+        if shorter:
+            self._lengths = xp.asarray(lengths)
+            self._has = xp.arange(self.steps)[:, None, None] < self._lengths[:, None]
         # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
         self._inputs[...] = x if self._has is None else xp.where(self._has, x, self.dtype.type(0))
         for part, where in self._state_parts(state, last=False):

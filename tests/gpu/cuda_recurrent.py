@@ -178,6 +178,23 @@ def test_a_step_waits_for_the_streams_that_it_was_on(cupy: Any) -> None:
 
 
 @simulated
+def test_weights_wait_for_the_stream_of_the_backward_pass(cupy: Any) -> None:
+    """They were made on that of the forward pass, which was not the first one."""
+    net = RNN(3, 2, dtype=F8, rng=0)
+    put(cupy, net)
+    step, x = net.training_step(), cupy.asarray(np.ones((3, 2, 3)))
+    step.forward(x)
+    home, forward, back = cupy.cuda.get_current_stream(), cupy.cuda.Stream(), cupy.cuda.Stream()
+    with forward:
+        step.forward(x)
+    fake_cupy.state.waited.clear()
+    with back:
+        step.backward(needs_input_grad=False)
+    assert set(fake_cupy.state.waited[-2:]) == {(0, home.ptr), (0, forward.ptr)}
+    assert fake_cupy.state.waited[:2] == [(0, back.ptr)] * 2
+
+
+@simulated
 def test_few_launches_however_many_steps(launches: list[fake_cupy.Launch], cupy: Any) -> None:
     net = GRU(2, 2, 2, bidirectional=True, dtype=F4, rng=0)
     put(cupy, net)

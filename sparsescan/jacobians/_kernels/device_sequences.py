@@ -109,7 +109,7 @@ def layout_of(kind: str, units: int, dtype: np.dtype[Any]) -> Layout:
 
 def packing_order(
     kind: str, layout: Layout, kept: NDArray[np.bool_], dtype: np.dtype[Any], back: bool
-) -> NDArray[np.int64]:
+) -> NDArray[np.int32]:
     """Return in which order threads read ``weight_hh``, or its transpose.
 
     A weight that is pruned, or fills up a vector, is the one behind the last.
@@ -133,9 +133,8 @@ def packing_order(
     row, column = (column, unit) if back else (unit, column)
     inside = (row < units) & (column < units) & (gate >= 0)
     place = np.where(inside, (gate * units + row) * units + column, kept.size)
-    order: NDArray[np.int64] = np.append(
-        np.where(kept, np.arange(kept.size).reshape(kept.shape), kept.size), kept.size
-    )[place.reshape(-1)]
+    places = np.where(kept, np.arange(kept.size).reshape(kept.shape), kept.size)
+    order: NDArray[np.int32] = np.append(places, kept.size).astype(np.int32)[place.reshape(-1)]
     return order
 
 
