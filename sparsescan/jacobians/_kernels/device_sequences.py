@@ -251,13 +251,18 @@ def _products(
     @cuda.jit(device=True)
     def add(pool, at, held, first, sums, x):
         """Add the products with a vector of each row."""
-        for s in range(samples):
-            for g in range(gates):
+        # NVVM for 10.0 and 12.0 unrolls these, not range().
+        s = 0
+        while s < samples:
+            g = 0
+            while g < gates:
                 if back or g == 0:
                     read_vector(x, 0, pool, at + ((g * samples + s) if back else s) * padded)
                 for k in range(vector):
                     out = (s if back else s * gates + g) * chains + k % chains
                     sums[out] += held[first + g * vector + k] * x[k]
+                g += 1
+            s += 1
 
     @cuda.jit(device=True)
     def finish(sums, lane, thread, scratch):
