@@ -163,8 +163,8 @@ def keep_formulas(
 def hide_signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, returned: str
 ) -> tuple[str, str] | None:
-    """Show no arguments of a class that other calls make."""
-    return ("", "") if signature == "(*_, **__)" else None
+    """Show no arguments of errors, and of a class that other calls make."""
+    return ("", "") if what == "exception" or signature == "(*_, **__)" else None
 
 
 def skip_alias(
