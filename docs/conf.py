@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections import Counter
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.utils.math.latex2mathml import tex2mathml
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
 from sphinx_gallery.sorting import ExplicitOrder
 
@@ -48,7 +49,6 @@ suppress_warnings = ["config.cache"]
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
@@ -160,11 +160,13 @@ def keep_formulas(
             lines[k:k] = ["::", ""]
 
 
-def hide_signature(
+def show_signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, returned: str
-) -> tuple[str, str] | None:
-    """Show no arguments of errors, and of a class that other calls make."""
-    return ("", "") if what == "exception" or signature == "(*_, **__)" else None
+) -> tuple[str, str]:
+    """Show dtypes by name, and no arguments of errors and of a class that other calls make."""
+    if what == "exception" or signature == "(*_, **__)":
+        return "", ""
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature or ""), returned
 
 
 def skip_alias(
@@ -172,6 +174,13 @@ def skip_alias(
 ) -> bool | None:
     """Leave out the fields of a named tuple, which its docstring lists."""
     return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field") else None
+
+
+def list_errors_once(app: Sphinx, page: nodes.document) -> None:
+    """Leave errors, which have headings, out of their page's contents."""
+    for signature in page.findall(desc_signature):
+        if signature.parent["objtype"] == "exception":
+            signature["_toc_name"] = ""
 
 
 def full_names() -> dict[str, str]:
@@ -216,7 +225,8 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (formula, None), (displayed, None))
     app.connect("builder-inited", draw)
     app.connect("autodoc-skip-member", skip_alias)
-    app.connect("autodoc-process-signature", hide_signature)
+    app.connect("autodoc-process-signature", show_signature)
     app.connect("doctree-read", link_names)
-    # Before numpydoc, which comes at 500.
+    # Before Sphinx collects contents and numpydoc reads docstrings, which come at 500.
+    app.connect("doctree-read", list_errors_once, priority=100)
     app.connect("autodoc-process-docstring", keep_formulas, priority=100)
