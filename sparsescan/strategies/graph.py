@@ -83,6 +83,11 @@ class Layer:
         """Entries of its output for one sample."""
         return math.prod(self.shape)
 
+    @property
+    def learns(self) -> bool:
+        """Whether it has parameters, be they its own or those of another layer."""
+        return self.weights > 0 or self.shares is not None
+
     def values(self, samples: float) -> float:
         """Count the values of its Jacobian, or of one for each sample where they differ."""
         return self.nnz * (samples if self.kind in _DIFFER else 1)
@@ -149,9 +154,21 @@ class Graph:
         """Whether gradients of the output of each layer lead to parameters."""
         trained: list[bool] = []
         for layer in self.layers:
-            own = layer.weights > 0 or layer.shares is not None
-            trained.append(own or any(trained[i] for i in layer.inputs))
+            trained.append(layer.learns or any(trained[i] for i in layer.inputs))
         return tuple(trained)
+
+    def deep(self, k: int) -> bool:
+        """Tell whether gradients of the input of layer `k` lead to parameters."""
+        return any(self.trained[i] for i in self.layers[k].inputs)
+
+    def owner(self, k: int) -> int:
+        """Return the number of the layer whose parameters layer `k` uses, be it that itself."""
+        shares = self.layers[k].shares
+        return k if shares is None else shares
+
+    def read(self, k: int) -> int:
+        """Count the entries that layer `k` reads for one sample."""
+        return sum(self.layers[i].size for i in self.layers[k].inputs)
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -160,8 +177,7 @@ class Graph:
         for k, layer in enumerate(self.layers[1:], 1):
             # Layers are compared by how far back they read, and what.
             reads = tuple((k - i, self.layers[i].shape) for i in layer.inputs)
-            deep = any(self.trained[i] for i in layer.inputs)
-            key = replace(layer, name="", inputs=()), reads, deep
+            key = replace(layer, name="", inputs=()), reads, self.deep(k)
             first.append(first[-1] if key == before else k)
             before = key
         return tuple(first)

@@ -19,11 +19,10 @@ from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
 from ..planning.costs.cpu import machine_file
-from .graph import Graph, Layer
-from .presets import PRESETS
+from .graph import Graph
 from .times import Times
 
-__all__ = ["Machine", "load_machine", "measure_machine", "save_machine", "worker_file"]
+__all__ = ["PRESETS", "Machine", "load_machine", "measure_machine", "save_machine", "worker_file"]
 
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
@@ -95,77 +94,64 @@ class Machine:
         share : float
             Share of its output that is computed.
         """
-        layer = graph.layers[k]
-        if (known := self._measured("forward", graph, k, samples, share)) is not None:
-            one_of_many = layer.kind == "cell" and share == 1
-            return self._of_many(("forward",), graph, k, samples) if one_of_many else known
-        if layer.kind in ("input", "flatten"):
-            return 0.0
-        return self.overhead + self._work(layer, graph, k, samples, share)
+        if graph.layers[k].kind == "cell" and share == 1:
+            return self._of_many(("forward",), graph, k, samples)
+        return self.part("forward", graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
-        if graph.layers[k].kind == "cell" and share == 1:
+        layer, work = graph.layers[k], (graph, k, samples, share)
+        if layer.kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
-        if (known := self._measured("params", graph, k, samples, share)) is not None:
-            both = self.values(graph, k, samples, share) + self.product(graph, k, samples, share)
-            # A gradient that leads to no parameters is not needed.
-            return known + both * any(graph.trained[i] for i in graph.layers[k].inputs)
-        layer = graph.layers[k]
-        if layer.kind in ("input", "flatten"):
-            return 0.0
-        products = 1 + (layer.weights > 0 or layer.shares is not None)
-        return products * (self.overhead + self._work(layer, graph, k, samples, share))
+        if self._measured(graph, k):
+            both = self.part("values", *work) + self.part("product", *work)
+            return self.part("params", *work) + both * graph.deep(k)
+        return (1 + layer.learns) * self.part("forward", *work)
 
-    def values(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds in which the values of the Jacobian of layer `k` are written."""
-        if (known := self._measured("values", graph, k, samples, share)) is not None:
-            return known
+    def part(
+        self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
+    ) -> float:
+        """Return nanoseconds of one of :data:`~.times.PARTS` of layer `k`, called by itself."""
         layer = graph.layers[k]
-        return share * self.itemsize * layer.values(samples) / self.bandwidth
-
-    def product(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the product of its Jacobian with a gradient of each sample."""
-        known = self._measured("product", graph, k, samples, share)
-        return self.columns(graph, k, samples * share) if known is None else known
+        if times := self._measured(graph, k):
+            return times.of(part, graph, k, samples, share)
+        if part == "values":
+            return share * self.itemsize * layer.values(samples) / self.bandwidth
+        if part == "product":
+            return self.columns(graph, k, samples * share)
+        if part == "params" and layer.learns:
+            return self._work(graph, k, samples, share)
+        if part == "forward" and layer.kind not in ("input", "flatten"):
+            return self.overhead + self._work(graph, k, samples, share)
+        return 0.0
 
     def columns(self, graph: Graph, k: int, samples: float = 1.0, columns: float = 1.0) -> float:
-        """Return nanoseconds of its product with so many columns for each sample."""
+        """Return nanoseconds of its Jacobian's product with so many columns for each sample."""
         layer, count = graph.layers[k], samples * columns
-        read = sum(graph.layers[i].size for i in layer.inputs)
-        entries = layer.values(samples) + count * (read + layer.size)
+        entries = layer.values(samples) + count * (graph.read(k) + layer.size)
         nbytes = self.itemsize * entries + layer.index_bytes
         return max(count * layer.nnz / self.multiply_adds, nbytes / self.bandwidth)
 
-    def params(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
-        """Return nanoseconds of the gradients of its parameters."""
-        known = self._measured("params", graph, k, samples, share)
-        layer = graph.layers[k]
-        if known is not None or not (layer.weights or layer.shares is not None):
-            return known or 0.0
-        return self._work(layer, graph, k, samples, share)
-
     def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
         """Return nanoseconds of the update of its parameters."""
-        if graph.layers[k].shares is not None:
-            return 0.0
-        return self._measured("update", graph, k, 1.0, share) or 0.0
+        shared = graph.layers[k].shares is not None
+        return 0.0 if shared else self.part("update", graph, k, 1.0, share)
 
     def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of one call for all steps of a cell, beside :meth:`step` of each."""
-        if self.times is None or self.times.row(graph, k) is None:
+        times = self._measured(graph, k)
+        if not times:
             # A forward pass has the overhead in every step.
             return 0.0 if part == "forward" else self.overhead
         cell = graph.layers[k].kind == "cell"
-        return self.times.at(self.times.calls[part][0], samples) if cell else 0.0
+        return times.at(times.calls[part][0], samples) if cell else 0.0
 
     def step(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of a part of layer `k`; a cell is one step of a call of many."""
-        times, cell = self.times, graph.layers[k].kind == "cell"
-        if times is not None and cell and times.row(graph, k) is not None:
+        times = self._measured(graph, k)
+        if times and graph.layers[k].kind == "cell":
             return times.at(times.calls[part][1], samples)
-        taken: float = getattr(self, part)(graph, k, samples)
-        return taken
+        return self.part(part, graph, k, samples)
 
     def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
         """Return nanoseconds of a step of a cell; the first has those of the call."""
@@ -173,6 +159,18 @@ class Machine:
         if graph.layers[k].shares is None:
             calls = sum(self.call(part, graph, k, samples) for part in parts)
         return calls + sum(self.step(part, graph, k, samples) for part in parts)
+
+    def _measured(self, graph: Graph, k: int) -> Times | None:
+        """Return the times that were measured, if layer `k` is among them."""
+        return self.times if self.times is not None and self.times.knows(graph, k) else None
+
+    def _work(self, graph: Graph, k: int, samples: float, share: float) -> float:
+        """Return nanoseconds of arithmetic or of memory, whichever takes longer."""
+        layer = graph.layers[k]
+        entries = samples * (graph.read(k) + share * layer.size) + share * layer.weights
+        arithmetic = samples * share * layer.multiply_adds / self.multiply_adds
+        nanoseconds: float = np.maximum(arithmetic, entries * self.itemsize / self.bandwidth)
+        return nanoseconds
 
     def loss(self, samples: float = 1.0) -> float:
         """Return nanoseconds of the loss and its gradient."""
@@ -183,6 +181,11 @@ class Machine:
         """Nanoseconds of a chain of products beside them."""
         return 0.0 if self.times is None else self.times.sweep
 
+    @property
+    def contention(self) -> float:
+        """Time of work on all workers at once over that on one alone."""
+        return 1.0 if self.times is None else self.times.contention
+
     def chain(self, graph: Graph, k: int, share: float = 1.0) -> float:
         """Return :attr:`sweep` for layer `k` alone, or 0 if its input needs no gradient.
 
@@ -191,15 +194,14 @@ class Machine:
         layer = graph.layers[k]
         if layer.kind == "cell" and share == 1:
             return self.sweep * (layer.shares is None)
-        return self.sweep * any(graph.trained[i] for i in layer.inputs)
+        return self.sweep * graph.deep(k)
 
     def shared(self, work: Sequence[float], workers: int) -> float:
         """Return nanoseconds of work, given for each worker that has some as if all worked.
 
         The others leave their cores to these.
         """
-        contention = 1.0 if self.times is None else self.times.contention
-        return max(max(work) / contention, sum(work) / workers)
+        return max(max(work) / self.contention, sum(work) / workers)
 
     def among(self, workers: int) -> Machine:
         """Return a machine whose network connects so many workers: that within a node, if it can.
@@ -268,21 +270,11 @@ class Machine:
             return _ROUNDS[name] * (workers - 1).bit_length() * self.network.latency
         return self.times.collectives.get(name, 0.0)
 
-    def _measured(
-        self, part: str, graph: Graph, k: int, samples: float, share: float
-    ) -> float | None:
-        row = None if self.times is None else self.times.row(graph, k)
-        if self.times is None or row is None:
-            return None
-        return self.times.of(part, row, samples, share)
-
-    def _work(self, layer: Layer, graph: Graph, k: int, samples: float, share: float) -> float:
-        """Return nanoseconds of arithmetic or of memory, whichever takes longer."""
-        read = sum(graph.layers[i].size for i in layer.inputs)
-        entries = samples * (read + share * layer.size) + share * layer.weights
-        arithmetic = samples * share * layer.multiply_adds / self.multiply_adds
-        nanoseconds: float = np.maximum(arithmetic, entries * self.itemsize / self.bandwidth)
-        return nanoseconds
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as JSON can hold them, without measured times of layers."""
+        content = asdict(replace(self, times=None))
+        del content["times"]
+        return content
 
 
 def worker_file() -> Path:
@@ -296,7 +288,7 @@ def load_machine(path: _Path | None = None) -> Machine:
     Parameters
     ----------
     path : str or path-like, optional
-        The file, or the name of one of ``sparsescan.strategies.presets.PRESETS``; by default
+        The file, or the name of one of ``sparsescan.strategies.machine.PRESETS``; by default
         the file of the worker that was measured, if there is one.
 
     Returns
@@ -315,7 +307,7 @@ def load_machine(path: _Path | None = None) -> Machine:
         if not path.exists():
             return Machine(network=load_network())
     if path in PRESETS:
-        return _machine_of({"name": path} | PRESETS[str(path)].machine)
+        return PRESETS[str(path)][0]
     try:
         return _machine_of(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -330,9 +322,7 @@ def save_machine(machine: Machine, path: _Path | None = None) -> Path:
     """Write a machine to a JSON file; return its path."""
     file = worker_file() if path is None else Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = asdict(replace(machine, times=None))
-    del known["times"]
-    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(machine.to_dict(), indent=1) + "\n", encoding="utf-8")
     return file
 
 
@@ -426,3 +416,43 @@ def _number(path: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
     if not (math.isfinite(value) and value >= least):
         raise ValueError(f"{path} is {value}")
     return kind(value)
+
+
+def _preset(
+    name: str, peak: float, bandwidth: float, memory: int, node: int, near: float, far: float
+) -> Machine:
+    """Return a machine of TFLOP/s, GB/s and GiB of memory, and GB/s of a worker on both levels."""
+    # Latencies of a round: NCCL 2.10, src/graph/tuning.cc, trees by "LL" over NVLink and a network.
+    within, network = (
+        replace(BUILT_IN, name="given", latency=each, inverse_bandwidth=1 / rate, exchange=1 / rate)
+        for each, rate in ((520.0, near), (5000.0, far))
+    )
+    levels: dict[str, Any] = {"network": network, "within": within, "node": node}
+    return Machine(name, peak * 500, bandwidth, memory=memory << 30, **levels)
+
+
+#: Machines from public figures by name, and where these can be looked up. Workers are at their peak
+#: in float32, without tensor cores: what steps take at least. NVLink is counted in one direction,
+#: and the network cards of a node are shared by its workers.
+PRESETS = {
+    "p100": (
+        _preset("p100", 10.6, 732.0, 16, 4, 80.0, 12.5 / 4),
+        "Tesla P100 SXM2 (NVIDIA's data sheet); nodes of four with one EDR InfiniBand card of 100 "
+        "Gb/s, as in DeePa (section 7.3)",
+    ),
+    "v100": (
+        _preset("v100", 15.7, 900.0, 16, 8, 150.0, 50.0 / 8),
+        "Tesla V100 SXM2 (NVIDIA's data sheet), as in BPPSA (appendix G); DGX-1: eight with four "
+        "EDR InfiniBand cards of 100 Gb/s",
+    ),
+    "a100": (
+        _preset("a100", 19.5, 1555.0, 40, 8, 300.0, 25.0),
+        "A100 SXM4 of 40 GB (NVIDIA's data sheet); DGX A100: eight with eight HDR InfiniBand cards "
+        "of 200 Gb/s",
+    ),
+    "h100": (
+        _preset("h100", 66.9, 3350.0, 80, 8, 450.0, 50.0),
+        "H100 SXM5 (NVIDIA's data sheet); DGX H100: eight with eight NDR InfiniBand cards of 400 "
+        "Gb/s",
+    ),
+}

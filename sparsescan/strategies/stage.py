@@ -1,20 +1,24 @@
-"""Stages: layers that one worker runs forward and backward."""
+"""Stages: layers that one worker runs forward and backward, and trains."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import api
 from ..jacobians import Operator, Sequential
+from ..parallel.communicator import Fault
 from .collectives import descend
 from .recurrent import Step
+from .strategy import Job, Training, check_samples
 
-__all__ = ["RecurrentStage", "Stage", "copies", "stage_of"]
+__all__ = ["Gradients", "RecurrentStage", "Stage", "StageTraining", "copies", "stage_of"]
 
 Array = Any
 Gradients = list[dict[str, Array]]
@@ -53,7 +57,7 @@ class Stage:
     def __init__(self, ops: Sequence[Operator], deep: bool = True, *, copied: bool = True) -> None:
         self.network = Sequential(copies(ops) if copied else ops)
         plan = self.network.plan(schedule="linear")
-        self._scan = plan.inclusive_scan if deep else plan.exclusive_scan
+        self._scan: Any = plan.inclusive_scan if deep else plan.exclusive_scan
         self._scans = deep or len(self.network) > 1
         self._values: list[Array] | None = None
         self._kind: tuple[int, np.dtype[Any]] | None = None
@@ -71,12 +75,7 @@ class Stage:
     def forward(self, x: Array, entering: Array | None = None) -> list[Array]:
         """Return the input of every layer, and the output of the last.
 
-        Parameters
-        ----------
-        x : ndarray
-            Samples.
-        entering : ndarray, optional
-            The output of the stage before, which this one then reads in place of the samples.
+        The layers read `entering`, the output of the stage before, or else the samples `x`.
         """
         return self.network.activations(x if entering is None else entering)
 
@@ -88,26 +87,15 @@ class Stage:
         return grad, []
 
     def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
-        """Return gradients of the input of the stage, flattened, and of its parameters.
+        """Return gradients of the input of the stage, flattened, and of the parameters of layers.
 
-        Parameters
-        ----------
-        activations : list of ndarray
-            What :meth:`forward` returned.
-        grad : ndarray, shape (batch, outputs)
-            Gradient of the output.
-
-        Returns
-        -------
-        grad : ndarray
-            If it is not needed, that of the output of the first layer.
-        grads : list of dict of str to ndarray
-            Gradients of the parameters of each layer.
+        If the gradient of the input is not needed, it is that of the output of the first layer.
         """
+        grad, following = self.leaving(activations, grad)
         grads = [grad.reshape(len(grad), -1)]
         if self._scans:
             grads = self.product(grad, self.values(activations))
-        return grads[-1], self.param_grads(activations, grads)
+        return grads[-1], self.param_grads(activations, grads, following)
 
     def values(self, activations: list[Array]) -> list[Array]:
         """Return values of the Jacobians, from the last to the first, until the next call.
@@ -120,9 +108,9 @@ class Stage:
         self._values, self._kind = self.network.values(activations, out=out), kind
         return self._values
 
-    def product(self, grad: Array, values: list[Array]) -> list[Array]:
+    def product(self, grad: Array, values: list[Array]) -> Any:
         """Return gradients from that of the output on, by Jacobians with these values."""
-        return list(self._scan(grad.reshape(len(grad), -1), values))
+        return self._scan(grad.reshape(len(grad), -1), values)
 
     def param_grads(
         self, activations: list[Array], grads: Any, following: Sequence[dict[str, Array]] = ()
@@ -135,12 +123,12 @@ class Stage:
         descend(self.parameters, grads, learning_rate)
 
 
-class RecurrentStage:
+class RecurrentStage(Stage):
     """Steps of a recurrent network, and the layer that reads the last state if it follows.
 
-    Back-propagation through time, by one call for all steps of each of its parts. The methods are
-    those of :class:`Stage`; the backward pass computes the gates again from the states that were
-    kept, by the weights that it finds: those of the forward pass, unless they are stale.
+    Back-propagation through time, by one call for all steps of each of its parts. The backward pass
+    computes the gates again from the states that were kept, by the weights that it finds: those of
+    the forward pass, unless they are stale.
 
     Parameters
     ----------
@@ -149,15 +137,20 @@ class RecurrentStage:
     """
 
     shared = 1
+    _scans = True
 
     def __init__(self, ops: Sequence[Operator]) -> None:
         layers = copies(ops)
         steps = [op for op in layers if isinstance(op, Step)]
-        self._cell = steps[0].cell
+        self._cell, self._count = steps[0].cell, len(steps)
         self._steps = slice(steps[0].t, steps[-1].t + 1)
-        self.patterns = [self._cell.pattern] * len(steps)
         behind = layers[len(steps) :]
         self._readout = Stage(behind, copied=False) if behind else None
+
+    @property
+    def patterns(self) -> Any:
+        """Patterns of the Jacobians of the steps."""
+        return [self._cell.pattern] * self._count
 
     @property
     def parameters(self) -> Gradients:
@@ -192,28 +185,53 @@ class RecurrentStage:
         self._derivatives = self._cell.linearize(inputs, states[:-1])
         return self._derivatives.values()[::-1]
 
+    @cached_property
+    def _scan(self) -> Any:
+        return api.plan(self.patterns, schedule="linear").exclusive_scan
+
     def param_grads(
         self, activations: list[Array], grads: Any, following: Sequence[dict[str, Array]] = ()
     ) -> Gradients:
         """Return gradients of the cell from those of its states, last first, and the following."""
         return [self._derivatives.param_grads(np.asarray(grads)[::-1]), *following]
 
-    def backward(self, activations: list[Array], grad: Array) -> tuple[Array, Gradients]:
-        """Return gradients of the state behind the first step, and of parameters."""
-        grad, following = self.leaving(activations, grad)
-        values = self.values(activations)
-        grads = np.asarray(self._scan(grad.reshape(len(grad), -1), values))
-        return grads[-1], self.param_grads(activations, grads, following)
 
-    @cached_property
-    def _scan(self) -> Any:
-        return api.plan(self.patterns, schedule="linear").exclusive_scan
-
-    def descend(self, grads: Gradients, learning_rate: float) -> None:
-        """Take a step of SGD, as :meth:`Stage.descend`."""
-        descend(self.parameters, grads, learning_rate)
-
-
-def stage_of(ops: Sequence[Operator], deep: bool = True) -> Stage | RecurrentStage:
+def stage_of(ops: Sequence[Operator], deep: bool = True) -> Stage:
     """Return the stage of some layers of a network, with parameters of its own."""
     return RecurrentStage(ops) if isinstance(ops[0], Step) else Stage(ops, deep)
+
+
+class StageTraining(Training):
+    """Training of layers that follow each other, some of which this rank has.
+
+    Parameters
+    ----------
+    job : Job
+        What is trained.
+    part : slice
+        Which of ``network.ops`` this rank has.
+    deep : bool
+        Whether the gradient of their input is needed.
+    """
+
+    def __init__(self, job: Job, part: slice, deep: bool = True) -> None:
+        self.communicator, network, fault = job.communicator, job.network, Fault()
+        self.batch, self.rate = job.batch, job.rate
+        with fault:
+            self.stage = stage_of(network.ops[part], deep)
+        self.communicator.agree(fault.error)
+        self.input_shape = network.ops[part.start].input_shape
+        self.output_shape = network.ops[part.stop - 1].output_shape
+        self._shape, self._classes = network.input_shape, math.prod(network.output_shape)
+        # Activations have the dtypes of the input and of all parameters so far.
+        ends = part.start, part.stop, len(network.ops)
+        self._kinds = [
+            {p.dtype for op in network.ops[:k] for p in op.params.values()} for k in ends
+        ]
+
+    def check(
+        self, x: Array, labels: NDArray[np.int64]
+    ) -> tuple[Array, NDArray[np.int64], list[np.dtype[Any]]]:
+        """Check a batch; return it, and the dtypes of what enters and leaves, and of the output."""
+        x, labels = check_samples(x, labels, (self.batch, *self._shape), self._classes)
+        return x, labels, [np.result_type(x.dtype, *kinds) for kinds in self._kinds]

@@ -42,11 +42,11 @@ class Times:
         Time of a chain of products beside those of the products.
     collectives : dict of str to float
         Times of small calls of a :class:`~sparsescan.parallel.Communicator`, by method.
-    exscan : {"doubling", "linear"}
-        Algorithm of the MPI library's exclusive scan.
     contention : float
         Time of work on all ranks at once over that on one rank alone: they may share cores and
         memory.
+    exscan : {"doubling", "linear"}
+        Algorithm of the MPI library's exclusive scan.
     """
 
     layers: Sequence[Layer]
@@ -63,15 +63,16 @@ class Times:
     def __post_init__(self) -> None:
         self._rows = {layer: row for row, layer in enumerate(self.layers)}
 
-    def row(self, graph: Graph, k: int) -> int | None:
-        """Return the row of layer `k`, or of the one whose parameters it shares, or None."""
-        layer = graph.layers[k]
-        return self._rows.get(layer if layer.shares is None else graph.layers[layer.shares])
+    def knows(self, graph: Graph, k: int) -> bool:
+        """Tell whether layer `k`, or the one whose parameters it shares, was measured."""
+        return graph.layers[graph.owner(k)] in self._rows
 
-    def of(self, part: str, row: int, samples: float, share: float = 1.0) -> float:
-        """Return nanoseconds of a part of a layer, for a share of its channels."""
-        table = self.parts[part][row]
-        whole, half = self.halves[part][row]
+    def of(
+        self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
+    ) -> float:
+        """Return nanoseconds of a part of a layer that was measured."""
+        row = self._rows[graph.layers[graph.owner(k)]]
+        table, (whole, half) = self.parts[part][row], self.halves[part][row]
         if share == 1 or not whole > 0 or np.isnan(half):
             return self.at(table, samples * share)
         # Overhead and reading the whole input do not become less.

@@ -188,7 +188,7 @@ def test_what_is_predicted_is_run(rng: np.random.Generator) -> None:
         training.step(*data(net, rng, np.float32))
         predicted = strategy.predict(net, machine, WORLD.size, BATCH)
         parts = Counter(plan.devices[0] for plan in predicted.layers)
-        assert parts[WORLD.rank] == len(graph_of(training._rank.stage.network).layers) - 1
+        assert parts[WORLD.rank] == len(graph_of(training.stage.network).layers) - 1
         if isinstance(strategy, MicroBatches):
             busiest = WORLD.allreduce(sent() - before, MPI.MAX)
             assert busiest == predicted.bytes
@@ -226,10 +226,10 @@ def test_ranks_fail_together(kind: Any, rng: np.random.Generator) -> None:
         said = raises(InputError, lambda: training.step(x[:2], labels))  # noqa: B023
         assert said.startswith("x has shape (2, ")
         if WORLD.rank == WORLD.size - 1:
-            training._rank.stage.forward = broken
+            training.stage.forward = broken
         said = raises(MemoryError, lambda: [training.step(x, labels) for _ in range(WORLD.size)])  # noqa: B023
         assert said == f"rank {WORLD.size - 1}: no more of it", said
-        vars(training._rank.stage).pop("forward", None)
+        vars(training.stage).pop("forward", None)
         goes_on(strategy, training, net, rng)
 
 

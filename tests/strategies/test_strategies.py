@@ -47,7 +47,7 @@ from sparsescan.strategies import (
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
 from sparsescan.strategies.per_layer.train import limits_of
-from sparsescan.strategies.presets import PRESETS
+from sparsescan.strategies.machine import PRESETS
 from sparsescan.strategies.recurrent import graph_of
 from sparsescan.strategies.scan.costs import parts_of
 from sparsescan.strategies.times import Times
@@ -481,7 +481,7 @@ def test_presets_are_loaded_by_name(name: str, tmp_path: Any) -> None:
     assert within is not None
     assert within.latency < machine.network.latency
     assert within.inverse_bandwidth < machine.network.inverse_bandwidth
-    assert PRESETS[name].source
+    assert PRESETS[name][1]
     assert load_machine(save_machine(machine, tmp_path / "machine.json")) == machine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,15 @@ from ..machine import Machine
 from ..strategy import LayerPlan
 from .schedule import Placement
 
-__all__ = [
-    "agreeing",
-    "balance",
-    "beside",
-    "block_ends",
-    "checked",
-    "inside_of",
-    "kept_entries",
-    "layer_plans",
-    "sent",
-    "stage_costs",
-    "times_of",
-    "why_together",
-]
+__all__ = ["StageCosts", "balance", "block_ends", "place"]
 
-_Costs = NDArray[np.float64]
+Costs = NDArray[np.float64]
+
+# Most places for registers among which the best are chosen; tables grow with its square.
+_PLACES = 4096
 
 
-def balance(costs: _Costs, stages: int) -> tuple[int, ...] | None:
+def balance(costs: Costs, stages: int) -> tuple[int, ...] | None:
     """Cut a chain into stages of which the most expensive is as cheap as can be.
 
     Parameters
@@ -70,29 +61,40 @@ def balance(costs: _Costs, stages: int) -> tuple[int, ...] | None:
     return tuple(reversed(cuts[1:]))
 
 
-def times_of(network: Graph, machine: Machine, samples: int) -> tuple[_Costs, _Costs, _Costs]:
-    """Return nanoseconds of each layer forward and backward, and of a message behind each."""
-    numbers, same = np.unique(network.alike[1:], return_inverse=True)
-    forward = np.array([machine.forward(network, k, samples) for k in numbers.tolist()])[same]
-    backward = np.array(
-        [
-            machine.backward(network, k, samples) + machine.update(network, k)
-            for k in numbers.tolist()
-        ]
-    )[same]
-    forward[-1] += machine.loss(samples)
-    sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
-    messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
-    messages[[0, -1]] = 0
-    return forward, backward, messages
-
-
 def block_ends(network: Graph) -> list[int]:
     """Return the last layer of each block, from the input on."""
     return [0, *(block.stop - 1 for block in blocks(network))]
 
 
-def inside_of(network: Graph) -> dict[str, NDArray[np.bool_]]:
+def place(
+    network: Graph, machine: Machine, workers: int, samples: int, given: tuple[int, ...] | None
+) -> Placement:
+    """Return the registers that are given, checked, or those that balance the stages."""
+    layers, inside = len(network.layers) - 1, _inside(network)
+    if given is not None:
+        return _checked(Placement(layers, given), workers, inside)
+    places = np.flatnonzero(~np.logical_or.reduce([*inside.values()]))
+    if len(places) > _PLACES:
+        raise InputError(
+            f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
+            "most, or registers that are given"
+        )
+    forward, backward, messages = _times(network, machine, samples)
+    # A stage has its layers, and messages on both sides.
+    ends = np.concatenate([[0], np.cumsum(forward + backward)])[places]
+    beside = messages[places] + messages[places][:, None]
+    follows = np.arange(len(ends)) > np.arange(len(ends))[:, None]
+    chosen = balance(np.where(follows, ends - ends[:, None] + beside, np.inf), workers)
+    if chosen is None:
+        raise InputError(
+            f"workers is {workers}; expected no more than the stages that {network.name} can "
+            f"be cut into, which are {len(places) - 1}"
+            + (_why_together(inside, slice(None)) if workers <= layers else "")
+        )
+    return Placement(layers, tuple(int(places[k]) for k in chosen))
+
+
+def _inside(network: Graph) -> dict[str, NDArray[np.bool_]]:
     """Return, by the reason, whether there can be no register behind each layer."""
     shared, block = np.zeros(len(network.layers), bool), np.ones(len(network.layers), bool)
     last = {layer.shares: k for k, layer in enumerate(network.layers) if layer.shares is not None}
@@ -102,13 +104,13 @@ def inside_of(network: Graph) -> dict[str, NDArray[np.bool_]]:
     return {"layers that share their weights": shared, "layers of a block": block}
 
 
-def why_together(inside: dict[str, NDArray[np.bool_]], where: Any) -> str:
+def _why_together(inside: dict[str, NDArray[np.bool_]], where: Any) -> str:
     """Say which layers stay together there."""
     names = " and ".join(which for which, layers in inside.items() if layers[where].any())
     return f": {names} stay together" if names else ""
 
 
-def checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bool_]]) -> Placement:
+def _checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bool_]]) -> Placement:
     """Check that there is a stage for each worker, and no register inside a block."""
     registers = placement.registers
     if len(placement.parts) != workers:
@@ -119,54 +121,80 @@ def checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.boo
     if wrong:
         raise InputError(
             f"registers is {registers}; expected none after layer {wrong[0]}"
-            + why_together(inside, wrong[0])
+            + _why_together(inside, wrong[0])
         )
     return placement
 
 
-def stage_costs(ends: _Costs, messages: _Costs) -> _Costs:
-    """Return costs of every possible stage: its layers, and its messages on both sides.
+def _times(network: Graph, machine: Machine, samples: int) -> tuple[Costs, Costs, Costs]:
+    """Return nanoseconds of each layer forward and backward, and of a message behind each."""
+    numbers, same = np.unique(network.alike[1:], return_inverse=True)
+    forward, backward = np.array(
+        [
+            (
+                machine.forward(network, k, samples),
+                machine.backward(network, k, samples) + machine.update(network, k),
+            )
+            for k in numbers.tolist()
+        ]
+    )[same].T
+    forward[-1] += machine.loss(samples)
+    sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
+    messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
+    messages[[0, -1]] = 0
+    return forward, backward, messages
 
-    `ends` are sums over all layers before each place where a stage can begin or end, `messages` the
-    costs of a message there.
+
+class StageCosts:
+    """Costs of the stages of a placement, for some samples at a time.
+
+    Attributes
+    ----------
+    forward, backward, work : ndarray of float64
+        Nanoseconds of each stage: of its passes, and of both.
+    messages : ndarray of float64
+        Nanoseconds of the messages on both sides of each stage.
+    weights, kept, entering : list of int
+        Numbers of parameters; entries, for a sample, of its input and all outputs of its layers,
+        and of its input.
     """
-    costs = ends - ends[:, None] + messages + messages[:, None]
-    return np.where(np.arange(len(ends)) > np.arange(len(ends))[:, None], costs, np.inf)
 
+    def __init__(
+        self, network: Graph, machine: Machine, placement: Placement, samples: int
+    ) -> None:
+        self._layers, self._machine, self._placement = network.layers, machine, placement
+        forward, backward, messages = _times(network, machine, samples)
+        parts, both = placement.parts, forward + backward
+        self.forward = np.array([forward[part].sum() for part in parts])
+        self.backward = np.array([backward[part].sum() for part in parts]) + machine.sweep
+        self.work = np.array([both[part].sum() for part in parts]) + machine.sweep
+        self.messages = np.array([messages[part.start] + messages[part.stop] for part in parts])
+        inside = [self._layers[part.start : part.stop + 1] for part in parts]
+        self.weights = [sum(layer.weights for layer in own[1:]) for own in inside]
+        self.kept = [sum(layer.size for layer in own) for own in inside]
+        self.entering = [own[0].size for own in inside]
 
-def agreeing(machine: Machine, workers: int) -> float:
-    """Return nanoseconds in which workers agree that nothing is wrong, and on the loss."""
-    return machine.collective("maximum", workers) + machine.collective("broadcast", workers)
+    @property
+    def agreeing(self) -> float:
+        """Nanoseconds in which workers agree that nothing is wrong, and on the loss."""
+        calls, workers = ("maximum", "broadcast"), len(self._placement.parts)
+        return sum(self._machine.collective(call, workers) for call in calls)
 
+    def sent(self, batch: int) -> int:
+        """Count bytes that the busiest worker sends: activations forward, gradients backward."""
+        cuts = [0, *(self._layers[p].size for p in self._placement.registers), 0]
+        return self._machine.itemsize * batch * max(a + b for a, b in itertools.pairwise(cuts))
 
-def beside(messages: _Costs, part: slice) -> float:
-    """Return nanoseconds of the messages on both sides of a stage."""
-    return float(messages[part.start] + messages[part.stop])
-
-
-def kept_entries(network: Graph, part: slice) -> int:
-    """Count entries, for one sample, of the input of a stage and of the outputs of its layers."""
-    return sum(layer.size for layer in network.layers[part.start : part.stop + 1])
-
-
-def layer_plans(
-    network: Graph, machine: Machine, placement: Placement, batch: int
-) -> tuple[LayerPlan, ...]:
-    """Return what each layer sends, and what it needs for one minibatch."""
-    plans, last = [], len(placement.parts) - 1
-    for stage, part in enumerate(placement.parts):
-        for k in range(part.start + 1, part.stop + 1):
-            layer = network.layers[k]
-            size = layer.size * (k == part.stop and stage < last)
-            size += network.layers[part.start].size * (k == part.start + 1 and stage > 0)
-            sent = batch * machine.itemsize * size
-            memory = machine.needed(layer.weights, batch * layer.size)
-            stages = range(stage, stage + 1)
-            plans.append(LayerPlan(layer.name, (1, 1, 1, 1), stages, sent, memory))
-    return tuple(plans)
-
-
-def sent(network: Graph, machine: Machine, placement: Placement, batch: int) -> int:
-    """Count bytes that the busiest worker sends: activations forward, gradients backward."""
-    cuts = [0, *(network.layers[p].size for p in placement.registers), 0]
-    return machine.itemsize * batch * max(a + b for a, b in itertools.pairwise(cuts))
+    def plans(self, batch: int) -> Iterator[LayerPlan]:
+        """Yield what each layer sends, and what it needs for one minibatch."""
+        machine, last = self._machine, len(self._placement.parts) - 1
+        for stage, part in enumerate(self._placement.parts):
+            for k in range(part.start + 1, part.stop + 1):
+                layer = self._layers[k]
+                size = layer.size * (k == part.stop and stage < last)
+                size += self.entering[stage] * (k == part.start + 1 and stage > 0)
+                sent, memory = (
+                    batch * machine.itemsize * size,
+                    machine.needed(layer.weights, batch * layer.size),
+                )
+                yield LayerPlan(layer.name, (1, 1, 1, 1), range(stage, stage + 1), sent, memory)

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...errors import InputError
 from ...formatting import quantity
 from ..graph import Graph
 from ..machine import Machine
 from ..recurrent import Trainable, as_graph, graph_of
 from ..strategy import Job, Prediction, Strategy, Training
-from .costs import (
-    agreeing,
-    balance,
-    beside,
-    block_ends,
-    checked,
-    inside_of,
-    kept_entries,
-    layer_plans,
-    sent,
-    stage_costs,
-    times_of,
-    why_together,
-)
+from .costs import StageCosts, block_ends, place
 from .schedule import Placement
 from .train import MicroBatchTraining, PipelineTraining
 
 __all__ = ["MicroBatches", "Pipeline"]
-
-_Costs = NDArray[np.float64]
-
-# Most places for registers among which the best are chosen; tables grow with its square.
-_PLACES = 4096
 
 
 class _Stages(Strategy):
@@ -62,30 +41,7 @@ class _Stages(Strategy):
         InputError
             If there are more workers than stages, or registers where none can be.
         """
-        graph, machine = as_graph(network), machine.among(workers)
-        forward, backward, messages = times_of(graph, machine, batch)
-        return self._place(graph, forward + backward, messages, workers)
-
-    def _place(self, network: Graph, work: _Costs, messages: _Costs, workers: int) -> Placement:
-        """Return the registers that are given, checked, or those that balance the stages."""
-        layers, inside = len(network.layers) - 1, inside_of(network)
-        if self._given is not None:
-            return checked(Placement(layers, self._given), workers, inside)
-        places = np.flatnonzero(~np.logical_or.reduce([*inside.values()]))
-        if len(places) > _PLACES:
-            raise InputError(
-                f"{network.name} can be cut in {len(places) - 2} places; expected {_PLACES} at "
-                "most, or registers that are given"
-            )
-        ends = np.concatenate([[0], np.cumsum(work)])[places]
-        chosen = balance(stage_costs(ends, messages[places]), workers)
-        if chosen is None:
-            raise InputError(
-                f"workers is {workers}; expected no more than the stages that {network.name} can "
-                f"be cut into, which are {len(places) - 1}"
-                + (why_together(inside, slice(None)) if workers <= layers else "")
-            )
-        return Placement(layers, tuple(int(places[k]) for k in chosen))
+        return place(as_graph(network), machine.among(workers), workers, batch, self._given)
 
 
 class Pipeline(_Stages):
@@ -133,33 +89,31 @@ class Pipeline(_Stages):
         """Predict a step of a full pipeline."""
         network, machine = as_graph(network), machine.among(workers)
         placement = self.placement(network, machine, workers, batch)
-        weights = [layer.weights for layer in network.layers[1:]]
-        forward, backward, messages = times_of(network, machine, batch)
-        parts = placement.parts
-        work = [float((forward + backward)[part].sum()) + machine.sweep for part in parts]
+        costs = StageCosts(network, machine, placement, batch)
+        work = costs.work.tolist()
         # Stages that wait leave their cores to others.
         cycle = machine.shared(work, workers) / max(work) if max(work) else 1.0
         # A step takes as long as the slowest stage.
-        slowest = max(range(workers), key=lambda k: cycle * work[k] + beside(messages, parts[k]))
-        part = parts[slowest]
+        slowest = int((cycle * costs.work + costs.messages).argmax())
         memory = [
-            machine.needed(sum(weights[part]), batch * kept, batch * degree * kept)
-            for part, degree in zip(parts, placement.degrees, strict=True)
-            for kept in [kept_entries(network, part)]
+            machine.needed(weights, batch * kept, batch * degree * kept)
+            for weights, kept, degree in zip(
+                costs.weights, costs.kept, placement.degrees, strict=True
+            )
         ]
         return Prediction(
             self.name,
-            _how(placement),
+            str(placement),
             {
-                "forward": cycle * float(forward[part].sum()),
-                "backward": cycle * (float(backward[part].sum()) + machine.sweep),
-                "activations": beside(messages, part),
-                "loss": agreeing(machine, workers),
+                "forward": cycle * costs.forward[slowest],
+                "backward": cycle * costs.backward[slowest],
+                "activations": costs.messages[slowest],
+                "loss": costs.agreeing,
             },
-            sent(network, machine, placement, batch),
+            costs.sent(batch),
             max(memory),
-            placement.stale(weights),
-            layer_plans(network, machine, placement, batch),
+            placement.stale([layer.weights for layer in network.layers[1:]]),
+            tuple(costs.plans(batch)),
         )
 
     def _train(self, job: Job) -> Training:
@@ -206,10 +160,12 @@ class MicroBatches(_Stages):
     def _best(
         self, network: Graph, machine: Machine, workers: int, batch: int
     ) -> tuple[Placement, int, Prediction]:
-        machine = machine.among(workers)
-        counts = _divisors(batch) if self._count is None else [_check_count(self._count, batch)]
+        machine, given = machine.among(workers), self._count
+        if given is not None and (given < 1 or batch % given):
+            raise InputError(f"count is {given}; expected a divisor of batch = {batch}")
+        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
         ways = []
-        for count in counts:
+        for count in divisors if given is None else [given]:
             placement = self.placement(network, machine, workers, batch // count)
             prediction = self._predict(network, machine, placement, batch, count)
             ways.append((placement, count, prediction))
@@ -219,13 +175,10 @@ class MicroBatches(_Stages):
         self, network: Graph, machine: Machine, placement: Placement, batch: int, count: int
     ) -> Prediction:
         samples, workers = batch // count, len(placement.parts)
-        forward, backward, messages = times_of(network, machine, samples)
-        parts = placement.parts
-        ahead = np.array([forward[part].sum() for part in parts])
-        back = np.array([backward[part].sum() for part in parts]) + machine.sweep
-        both = np.array([beside(messages, part) for part in parts])
+        costs = StageCosts(network, machine, placement, samples)
+        both = costs.messages
         # The last stage runs forward once, just before it runs backward.
-        first, second = ahead.copy(), ahead + back
+        first, second = costs.forward.copy(), costs.forward + costs.backward
         first[-1] = 0
         slowest = int((first + second + both * 2).argmax())
         # Stages that wait leave their cores to others.
@@ -236,29 +189,26 @@ class MicroBatches(_Stages):
         for stages in (first, second):
             total += alone * stages.sum() + (count - 1) * (alone * stages + both).max()
         total = max(total, machine.shared(work.tolist(), workers) + 2 * count * both[slowest])
-        parameters = [layer.weights for layer in network.layers[1:]]
         # A stage keeps all inputs, and activations and gradients of one micro-batch.
         memory = [
-            machine.needed(
-                sum(parameters[part]),
-                samples * kept_entries(network, part),
-                (batch - samples) * network.layers[part.start].size,
+            machine.needed(weights, samples * kept, (batch - samples) * entering)
+            for weights, kept, entering in zip(
+                costs.weights, costs.kept, costs.entering, strict=True
             )
-            for part in parts
         ]
         return Prediction(
             self.name,
-            f"{quantity(count, 'micro-batch', 'micro-batches')}; {_how(placement)}",
+            f"{quantity(count, 'micro-batch', 'micro-batches')}; {placement}",
             {
-                "forward": alone * count * float(ahead[slowest]),
-                "backward": alone * count * float(first[slowest] + back[slowest]),
-                "activations": count * 2 * float(both[slowest]),
-                "loss": agreeing(machine, workers),
-                "idle": float(total - alone * work[slowest] - 2 * count * both[slowest]),
+                "forward": alone * count * costs.forward[slowest],
+                "backward": alone * count * (first[slowest] + costs.backward[slowest]),
+                "activations": count * 2 * both[slowest],
+                "loss": costs.agreeing,
+                "idle": total - alone * work[slowest] - 2 * count * both[slowest],
             },
-            sent(network, machine, placement, batch),
+            costs.sent(batch),
             max(memory),
-            layers=layer_plans(network, machine, placement, batch),
+            layers=tuple(costs.plans(batch)),
         )
 
 
@@ -266,19 +216,3 @@ def _of_operators(placement: Placement, network: Trainable) -> Placement:
     """Return registers between operators from those between layers: a block is one operator."""
     ends = block_ends(graph_of(network))
     return Placement(len(network.ops), tuple(map(ends.index, placement.registers)))
-
-
-def _how(placement: Placement) -> str:
-    where = ", ".join(map(str, placement.registers))
-    s = "s" * (len(placement.registers) > 1)
-    return f"{placement.stages} stages" + (f", registers after layer{s} {where}" if where else "")
-
-
-def _divisors(batch: int) -> list[int]:
-    return [d for d in range(1, batch + 1) if batch % d == 0]
-
-
-def _check_count(count: int, batch: int) -> int:
-    if count < 1 or batch % count:
-        raise InputError(f"count is {count}; expected a divisor of batch = {batch}")
-    return count

@@ -57,6 +57,11 @@ class Placement:
                 f"to {self.layers - 1}"
             )
 
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.registers))
+        behind = f", registers after layer{'s' * (len(self.registers) > 1)} {where}"
+        return f"{self.stages} stages" + behind * bool(where)
+
     @property
     def stages(self) -> int:
         """Forward and backward stages: ``2 (K + 1)``."""

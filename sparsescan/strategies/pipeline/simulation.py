@@ -29,16 +29,7 @@ Batch = tuple[Array, NDArray[np.int64]]
 class Worker:
     """A stage with the activations that wait for their gradients.
 
-    Parameters
-    ----------
-    stage : Stage
-        The layers, or another object with `forward`, `backward`, `descend` and `parameters`.
-    last : bool
-        Whether the loss follows.
-    batch : int
-        Samples of a minibatch.
-    learning_rate : float
-        Learning rate of SGD.
+    A stage has `forward`, `backward`, `descend` and `parameters` of a :class:`~..stage.Stage`.
     """
 
     def __init__(self, stage: Any, last: bool, batch: int, learning_rate: float) -> None:
@@ -55,14 +46,8 @@ class Worker:
     ) -> tuple[Array | None, Array | None, float]:
         """Run one cycle: a minibatch forward, and an older one backward, if there are such.
 
-        Returns
-        -------
-        y : ndarray or None
-            The output for `x`.
-        grad : ndarray or None
-            The gradient of the input of the older minibatch.
-        loss : float
-            nan unless this is the last stage.
+        Return the output for `x`, the gradient of the input of the older one, and the loss, which
+        is nan unless this is the last stage.
         """
         y, loss = None, math.nan
         if x is not None:
@@ -89,10 +74,7 @@ class Pipelined(ABC):
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Feed a minibatch and run one cycle, or all its cycles if it is run alone.
 
-        Returns
-        -------
-        float
-            The loss of the minibatch that reaches the end, or nan.
+        Return the loss of the minibatch that reaches the end, or nan.
         """
         fed: list[Batch | None] = [(np.array(x), np.array(labels))]
         empty: list[Batch | None] = [None] * (2 * self._registers)
@@ -109,9 +91,17 @@ class Pipelined(ABC):
         self._run([None] * self._active)
         self._active = 0
 
-    @abstractmethod
     def _run(self, feeds: Sequence[Batch | None]) -> float:
         """Run a cycle for each feed; return the last loss."""
+        loss = math.nan
+        for feed in feeds:
+            latest = self._cycle(feed)
+            loss = loss if math.isnan(latest) else latest
+        return loss
+
+    @abstractmethod
+    def _cycle(self, feed: Batch | None) -> float:
+        """Run one cycle; return the loss of the minibatch that reaches the end, or nan."""
 
 
 class Simulation(Pipelined):
@@ -159,13 +149,6 @@ class Simulation(Pipelined):
     def parameters(self) -> Gradients:
         """Return parameters of every layer, not copied."""
         return [params for worker in self._workers for params in worker.stage.parameters]
-
-    def _run(self, feeds: Sequence[Batch | None]) -> float:
-        loss = math.nan
-        for feed in feeds:
-            latest = self._cycle(feed)
-            loss = loss if math.isnan(latest) else latest
-        return loss
 
     def _cycle(self, feed: Batch | None) -> float:
         x = None
