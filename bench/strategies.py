@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsescan.strategies import Machine, Prediction, Scan, build, compare
-from sparsescan.strategies.compare import Comparison, draw_over_workers, plain_ticks, styles
+from sparsescan.strategies.compare import draw_over_workers, plain_ticks, styles
 
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .scaling import _call, _on_ranks, cores, missing
@@ -77,13 +78,15 @@ def _pieces(options: Options) -> list[Piece]:
     ]
 
 
-def _predict(name: str, counts: Iterable[int]) -> Results:
-    network, batch = build(name), NETWORKS[name]
-    every = [_described(compare(network, Machine(), count, batch)) for count in counts]
-    return {"network": name, "batch": batch, "comparisons": every}
+def _predict(name: str, counts: Sequence[int]) -> Results:
+    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+        # Those of many workers take longest, and so come first.
+        every = [*pool.map(partial(_compared, name), counts[::-1])][::-1]
+    return {"network": name, "batch": NETWORKS[name], "comparisons": every}
 
 
-def _described(one: Comparison) -> Results:
+def _compared(name: str, workers: int) -> Results:
+    one = compare(build(name), Machine(), workers, NETWORKS[name])
     return {
         "workers": one.workers,
         "single_nanoseconds": one.single.total,
@@ -124,7 +127,7 @@ def _on_rank(path: str, *networks: str) -> None:
         ]
         about = {"network": name, "batch": batch, "pairs": done.pairs, "reasons": done.reasons}
         runs.append(about | {"measured": measured})
-        machines[name] = asdict(replace(machine, times=None))
+        machines[name] = machine.to_dict()
     if comm.rank == 0:
         known = {"ranks": comm.size, "machines": machines, "runs": runs}
         Path(path).write_text(json.dumps(known))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import InputError, short
 from ..symbolic.schedule import check_count
 
-__all__ = ["Grid", "check_grid"]
+__all__ = ["Grid", "bounds", "check_grid"]
 
 
 class Grid(NamedTuple):
@@ -71,19 +71,20 @@ class Grid(NamedTuple):
 
     def steps(self, rank: int, n: int) -> slice:
         """Return the part of a rank, of `n` Jacobians in equal parts."""
-        return _share(self.position(rank), self.chain, n)
+        return slice(*bounds(n, self.position(rank), self.chain))
 
     def samples(self, rank: int, batch: int) -> slice:
         """Return the samples of a rank, of `batch` in equal groups."""
-        return _share(self.group(rank), self.batch, batch)
+        return slice(*bounds(batch, self.group(rank), self.batch))
 
     def entries(self, rank: int, d: int) -> slice:
         """Return the entries or rows of a rank, of `d` in equal shares."""
-        return _share(self.row(rank), self.rows, d)
+        return slice(*bounds(d, self.row(rank), self.rows))
 
 
-def _share(index: int, count: int, length: int) -> slice:
-    return slice(length * index // count, length * (index + 1) // count)
+def bounds(length: Any, part: Any, count: Any) -> tuple[Any, Any]:
+    """Return the range of one of `count` parts of almost equal length; of integers or arrays."""
+    return length * part // count, length * (part + 1) // count
 
 
 def check_grid(grid: Any, size: int | None) -> Grid:

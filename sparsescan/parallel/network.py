@@ -24,6 +24,7 @@ __all__ = [
     "measure",
     "network_file",
     "save_network",
+    "time_together",
 ]
 
 # Bytes of large messages, and how often small and large ones are sent, to measure a network.
@@ -112,7 +113,7 @@ def _to_and_fro(communicator: Communicator, nbytes: int, times: int) -> float:
             communicator.receive(data, 0)
             communicator.send(data, 0)
 
-    return _median(communicator, there_and_back, times) / 2
+    return time_together(communicator, there_and_back, times) / 2
 
 
 def _scan(communicator: Communicator, nbytes: int, times: int) -> float:
@@ -122,11 +123,11 @@ def _scan(communicator: Communicator, nbytes: int, times: int) -> float:
     def scan() -> None:
         communicator.exclusive_scan(element, prefix, lambda a, b: None, 0)
 
-    return _median(communicator, scan, times)
+    return time_together(communicator, scan, times)
 
 
-def _median(communicator: Communicator, call: Callable[[], None], times: int) -> float:
-    """Return the nanoseconds of a call that all ranks make together, on the slowest of them."""
+def time_together(communicator: Communicator, call: Callable[[], object], times: int) -> float:
+    """Return the median nanoseconds of a call that all ranks make, on the slowest of them."""
     samples = []
     for _ in range(times):
         communicator.agree()

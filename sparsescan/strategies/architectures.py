@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -34,6 +35,8 @@ from ..symbolic.pattern import Pattern
 from .graph import Graph, Layer
 
 __all__ = [
+    "CELLS",
+    "HIDDEN",
     "NAMES",
     "Builder",
     "append",
@@ -93,8 +96,8 @@ _CHAINS: dict[str, _Chain] = {
     "vgg11": ((3, 32, 32), [*_VGG11, 10]),
     "vgg16": ((3, 224, 224), [*_VGG16, *_LINEAR]),
 }
-# Gates, entries of an input, and classes of the recurrent experiments; hidden units.
-_CELLS, _HIDDEN = {"rnn": (1, 1, 10), "gru": (3, 20, 9)}, 20
+#: Gates, entries of an input, and classes of the recurrent experiments; hidden units.
+CELLS, HIDDEN = {"rnn": (1, 1, 10), "gru": (3, 20, 9)}, 20
 
 Pair = tuple[int, int]
 Sizes = int | Pair
@@ -207,13 +210,14 @@ class Builder:
         name = self.name_of("linear")
         return self.add(Layer(name, "linear", (x,), (features,), size + features, size, size))
 
-    def cell(self, gates: int, features: int, hidden: int) -> int:
-        """Add the next step of a recurrent network, which reads `features` inputs of its own."""
-        first = next((k for k, layer in enumerate(self.layers) if layer.kind == "cell"), None)
-        size = gates * hidden * (features + hidden)
-        weights = 0 if first is not None else size + 2 * gates * hidden
-        name, x, nnz = self.name_of("cell"), self.last, hidden * hidden
-        return self.add(Layer(name, "cell", (x,), (hidden,), weights, size, nnz, shares=first))
+    def cells(self, steps: int, state: int, weights: int, multiply_adds: int, nnz: int) -> int:
+        """Add the steps of a recurrent network, which read inputs of their own, too."""
+        first = Layer("", "cell", (), (state,), weights, multiply_adds, nnz)
+        later = replace(first, weights=0, shares=self.last + 1)
+        for t in range(steps):
+            cell = later if t else first
+            self.add(replace(cell, name=self.name_of("cell"), inputs=(self.last,)))
+        return self.last
 
     def elementwise(self, *, x: int | None = None) -> int:
         """Add an activation."""
@@ -268,16 +272,8 @@ def output_size(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair)
 
 def _meetings(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> int:
     """Count pairs of a place in the input and one in the output whose window contains it."""
-    counts = []
-    axes = zip(
-        shape[1:],
-        output_size(shape, kernel, stride, padding),
-        kernel,
-        stride,
-        padding,
-        strict=True,
-    )
-    for size, out, k, s, p in axes:
+    counts, outs = [], output_size(shape, kernel, stride, padding)
+    for size, out, k, s, p in zip(shape[1:], outs, kernel, stride, padding, strict=True):
         first = np.arange(out) * s - p
         counts.append(int((np.minimum(first + k, size) - np.maximum(first, 0)).clip(0).sum()))
     return math.prod(counts)
@@ -337,8 +333,8 @@ def build(name: str) -> Graph:
     Graph('lenet5', 13 layers, 61706 weights)
     """
     kind, colon, steps = name.partition(":")
-    if kind in _CELLS and colon and steps.isdecimal() and int(steps):
-        return _recurrent(name, *_CELLS[kind], int(steps))
+    if kind in CELLS and colon and steps.isdecimal() and int(steps):
+        return _recurrent(name, kind, int(steps))
     if _blocks(name):
         return _resnet(name)
     if name == "inception-v3":
@@ -407,6 +403,29 @@ def _resnet(name: str) -> Graph:
     return builder.graph()
 
 
+# The modules of Inception-v3 and their branches: channels@kernel, then /stride where height and
+# width are not kept, of each convolution; | between two that read the same; poolings by name.
+_FORK = "384@1x3|384@3x1"
+_MODULES = {
+    "A1": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 32@1"),
+    "A2": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 64@1"),
+    "A3": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 64@1"),
+    "B1": ("384@3/2", "64@1 96@3 96@3/2", "max"),
+    **{
+        f"C{k + 1}": (
+            "192@1",
+            f"{c}@1 {c}@1x7 192@7x1",
+            f"{c}@1 {c}@7x1 {c}@1x7 {c}@7x1 192@1x7",
+            "mean 192@1",
+        )
+        for k, c in enumerate((128, 160, 160, 192))
+    },
+    "D1": ("192@1 320@3/2", "192@1 192@1x7 192@7x1 192@3/2", "max"),
+    "E1": ("320@1", f"384@1 {_FORK}", f"448@1 384@3 {_FORK}", "mean 192@1"),
+    "E2": ("320@1", f"384@1 {_FORK}", f"448@1 384@3 {_FORK}", "mean 192@1"),
+}
+
+
 def _inception(name: str) -> Graph:
     builder = Builder(name, (3, 299, 299))
     for channels, kernel, stride, padding in ((32, 3, 2, 0), (32, 3, 1, 0), (64, 3, 1, 1)):
@@ -415,40 +434,15 @@ def _inception(name: str) -> Graph:
     builder.conv(80, 1, norm=True)
     builder.conv(192, 3, norm=True)
     builder.pool(3, 2)
-    # A branch has the channels, the kernel and, if it is not 1, the stride of its convolutions.
-    for k, pooled in enumerate((32, 64, 64)):
-        branches: list[_Branch] = [
-            [(64, 1)],
-            [(48, 1), (64, 5)],
-            [(64, 1), (96, 3), (96, 3)],
-            ["mean", (pooled, 1)],
-        ]
-        _module(builder, f"A{k + 1}", branches)
-    _module(builder, "B1", [[(384, 3, 2)], [(64, 1), (96, 3), (96, 3, 2)], ["max"]])
-    row, column = (1, 7), (7, 1)
-    for k, c in enumerate((128, 160, 160, 192)):
-        branches = [
-            [(192, 1)],
-            [(c, 1), (c, row), (192, column)],
-            [(c, 1), (c, column), (c, row), (c, column), (192, row)],
-            ["mean", (192, 1)],
-        ]
-        _module(builder, f"C{k + 1}", branches)
-    branches = [
-        [(192, 1), (320, 3, 2)],
-        [(192, 1), (192, row), (192, column), (192, 3, 2)],
-        ["max"],
-    ]
-    _module(builder, "D1", branches)
-    fork: _Fork = ((384, (1, 3)), (384, (3, 1)))
-    for k in range(2):
-        branches = [
-            [(320, 1)],
-            [(384, 1), fork],
-            [(448, 1), (384, 3), fork],
-            ["mean", (192, 1)],
-        ]
-        _module(builder, f"E{k + 1}", branches)
+    for module, branches in _MODULES.items():
+        builder.prefix, start = f"Inception{module}.", builder.last
+        ends: list[int] = []
+        for branch in branches:
+            x = [start]
+            for part in branch.split():
+                x = [_branch_layer(builder, one, x[0]) for one in part.split("|")]
+            ends += x
+        builder.concat(*ends)
     builder.prefix = ""
     builder.pool(8)
     builder.flatten()
@@ -456,43 +450,21 @@ def _inception(name: str) -> Graph:
     return builder.graph()
 
 
-_Conv = tuple[int, Sizes] | tuple[int, Sizes, int]
-_Fork = tuple[tuple[int, Pair], tuple[int, Pair]]
-_Branch = Sequence[str | _Conv | _Fork]
+def _branch_layer(builder: Builder, text: str, x: int) -> int:
+    """Add a layer of a branch of Inception-v3."""
+    if text in ("mean", "max"):
+        return builder.pool(3, 1, 1, x=x) if text == "mean" else builder.pool(3, 2, x=x)
+    channels, _, sizes = text.partition("@")
+    kernel, _, stride = sizes.partition("/")
+    ends = pair([int(size) for size in kernel.split("x") * 2][:2])
+    padding = (0, 0) if stride else pair([k // 2 for k in ends])
+    return builder.conv(int(channels), ends, int(stride or 1), padding, norm=True, x=x)
 
 
-def _module(builder: Builder, name: str, branches: Sequence[_Branch]) -> None:
-    """Add branches that read one layer, and join their outputs."""
-    builder.prefix, start = f"Inception{name}.", builder.last
-    ends: list[int] = []
-    for branch in branches:
-        x = [start]
-        for part in branch:
-            if part == "mean":
-                x = [builder.pool(3, 1, 1, x=x[0])]
-            elif part == "max":
-                x = [builder.pool(3, 2, x=x[0])]
-            elif isinstance(part[0], tuple):
-                x = [_normal(builder, conv, x[0]) for conv in part]  # type: ignore[arg-type]
-            else:
-                x = [_normal(builder, part, x[0])]  # type: ignore[arg-type]
-        ends += x
-    builder.concat(*ends)
-
-
-def _normal(builder: Builder, conv: _Conv, x: int) -> int:
-    """Add a convolution; without a stride, one that keeps height and width."""
-    channels, kernel, *stride = conv
-    y, z = pair(kernel)
-    if stride:
-        return builder.conv(channels, kernel, stride[0], norm=True, x=x)
-    return builder.conv(channels, kernel, padding=(y // 2, z // 2), norm=True, x=x)
-
-
-def _recurrent(name: str, gates: int, features: int, classes: int, steps: int) -> Graph:
-    builder = Builder(name, (_HIDDEN,))
-    for _ in range(steps):
-        builder.cell(gates, features, _HIDDEN)
+def _recurrent(name: str, kind: str, steps: int) -> Graph:
+    gates, features, classes = CELLS[kind]
+    builder, taps = Builder(name, (HIDDEN,)), gates * HIDDEN * (features + HIDDEN)
+    builder.cells(steps, HIDDEN, taps + 2 * gates * HIDDEN, taps, HIDDEN**2)
     builder.linear(classes)
     return builder.graph()
 
@@ -643,44 +615,37 @@ def append(builder: Builder, ops: Sequence[Operator], x: int) -> int:
             end = append(builder, op.ops, x)
             x = builder.sum(end, append(builder, op.shortcut, x))
         else:
-            x = builder.add(_layer(op, builder.name_of(_kind(op)), x))
+            x = builder.add(_layer(op, builder, x))
     return x
 
 
-def _kind(op: Operator) -> str:
-    if isinstance(op, Conv2d):
-        return "conv"
-    if isinstance(op, (MaxPool2d, AvgPool2d, AdaptiveAvgPool2d)):
-        return "pool"
-    if isinstance(op, Linear):
-        return "linear"
-    if isinstance(op, (Flatten, Permute)):
-        return "flatten"
-    if isinstance(op, Softmax):
-        return "softmax"
-    if isinstance(op, (Dropout, Elementwise)):
-        return "elementwise"
-    # All other layers, which mix or move the elements.
-    return "norm"
+# All other layers mix or move the elements, as a "norm" does.
+_KINDS: dict[str, tuple[type[Operator], ...]] = {
+    "conv": (Conv2d,),
+    "pool": (MaxPool2d, AvgPool2d, AdaptiveAvgPool2d),
+    "linear": (Linear,),
+    "flatten": (Flatten, Permute),
+    "softmax": (Softmax,),
+    "elementwise": (Dropout, Elementwise),
+}
 
 
-def _layer(op: Operator, name: str, x: int) -> Layer:
-    kind = _kind(op)
+def _layer(op: Operator, builder: Builder, x: int) -> Layer:
+    kind = next((kind for kind, ops in _KINDS.items() if isinstance(op, ops)), "norm")
     weights = sum(math.prod(array.shape) for array in op.params.values())
     nnz, shape = op.nnz, op.output_shape
+    dense = nnz if isinstance(op, Linear) else 0
+    layer = Layer(builder.name_of(kind), kind, (x,), shape, weights, dense, nnz)
+    if isinstance(op, AdaptiveAvgPool2d):
+        size = pair([-(-n // m) for n, m in zip(op.input_shape[-2:], shape[-2:], strict=True)])
+        return replace(layer, kernel=size, stride=size)
     if isinstance(op, Conv2d):
         taps = math.prod(op.weight.shape) * math.prod(shape[:-3]) * math.prod(shape[-2:])
-        sizes = pair(op.kernel_size), pair(op.stride), pair(op.padding)
-        return Layer(name, kind, (x,), shape, weights, taps, nnz, *sizes, groups=op.groups)
-    if isinstance(op, (MaxPool2d, AvgPool2d)):
-        sizes = pair(op.kernel_size), pair(op.stride), pair(op.padding)
-        return Layer(name, kind, (x,), shape, weights, 0, nnz, *sizes)
-    if isinstance(op, AdaptiveAvgPool2d):
-        pairs = zip(op.input_shape[-2:], shape[-2:], strict=True)
-        size = pair([-(-n // m) for n, m in pairs])
-        return Layer(name, kind, (x,), shape, weights, 0, nnz, size, size)
-    dense = nnz if isinstance(op, Linear) else 0
-    return Layer(name, kind, (x,), shape, weights, dense, nnz)
+        layer = replace(layer, multiply_adds=taps, groups=op.groups)
+    if isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)):
+        kernel, stride, padding = map(pair, (op.kernel_size, op.stride, op.padding))
+        return replace(layer, kernel=kernel, stride=stride, padding=padding)
+    return layer
 
 
 def from_chain(patterns: Sequence[Pattern], name: str = "chain") -> Graph:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from .graph import Graph
 from .integrated.predict import BatchParallel, DomainParallel, Integrated, ModelParallel
 from .machine import Machine, measure_machine
 from .measured import measure_exchanges, measure_times
-from .per_layer.configurations import Configuration
 from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent, Trainable, as_graph, graph_of
@@ -34,7 +33,6 @@ __all__ = [
     "Comparison",
     "Measured",
     "Run",
-    "Single",
     "compare",
     "draw_over_workers",
     "measure_here",
@@ -54,41 +52,22 @@ _RATE = 0.01
 _DIFFER = 1.15
 # Parts whose columns come first in a table; others follow.
 _PARTS = ("forward", "backward", "Jacobians", "scan", "parameters", "activations", "weights")
-# Colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
-_STYLES = (
-    ("#0072b2", "o"),
-    ("#e69f00", "s"),
-    ("#b8a100", "h"),
-    ("#009e73", "^"),
-    ("#cc79a7", "D"),
-    ("#999999", "v"),
-    ("#56b4e9", "P"),
-    ("#d55e00", "*"),
+# Strategies, with colours that everybody can tell apart (Okabe and Ito, 2008), and markers.
+_STRATEGIES: tuple[tuple[type[Strategy], str, str], ...] = (
+    (BatchParallel, "#0072b2", "o"),
+    (ModelParallel, "#e69f00", "s"),
+    (DomainParallel, "#b8a100", "h"),
+    (Integrated, "#009e73", "^"),
+    (PerLayer, "#cc79a7", "D"),
+    (MicroBatches, "#999999", "v"),
+    (Pipeline, "#56b4e9", "P"),
+    (Scan, "#d55e00", "*"),
 )
-
-
-class Single(PerLayer):
-    """One worker, with which strategies are compared."""
-
-    name = "one worker"
-
-    def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
-        """Return nothing: there is no choice."""
-        return ""
 
 
 def strategies() -> list[Strategy]:
     """Return all strategies."""
-    return [
-        BatchParallel(),
-        ModelParallel(),
-        DomainParallel(),
-        Integrated(),
-        PerLayer(),
-        MicroBatches(),
-        Pipeline(),
-        Scan(),
-    ]
+    return [kind() for kind, _, _ in _STRATEGIES]
 
 
 def named(names: Sequence[str] | None) -> list[Strategy]:
@@ -134,11 +113,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the predictions and their plans, layer by layer, as JSON can hold them."""
-        machine = asdict(replace(self.machine, times=None))
-        del machine["times"]
         return {
             "network": self.network.name,
-            "machine": machine,
+            "machine": self.machine.to_dict(),
             "workers": self.workers,
             "batch": self.batch,
             "single": self.single.to_dict(),
@@ -161,28 +138,34 @@ class Comparison:
             step = [one.strategy, format_time(one.total), format_bytes(one.bytes)]
             rows.append([*step, memory, stale, *cells])
         said = [] if all(map(self.fits, every)) else ["! more memory than a worker has"]
-        said += [f"{one.strategy}: {_shortened(one.how)}" for one in self.predictions]
         head = (
             f"{self.network.name}, {self.workers} workers, {self.batch} samples a step; a worker "
             f"has {format_bytes(self.machine.memory)} ({self.machine.name})"
         )
-        return _page(head, rows, [*said, *_without(self.reasons)])
+        return _page(head, rows, said, self.predictions, self.reasons)
 
 
-def _without(reasons: Mapping[str, str]) -> list[str]:
-    """Return lines that say why some strategies cannot be used, one for each reason."""
+def _page(
+    head: str,
+    rows: Sequence[Sequence[str]],
+    said: Sequence[str],
+    predictions: Sequence[Prediction],
+    reasons: Mapping[str, str],
+) -> str:
+    """Return a table of lines that a terminal shows; columns that are too many come below.
+
+    Behind what is said are configurations, and why some strategies cannot be used.
+    """
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    return [f"without {'; '.join(those)}: {reason}" for reason, those in names.items()]
-
-
-def _page(head: str, rows: Sequence[Sequence[str]], said: Sequence[str]) -> str:
-    """Return a table of lines that a terminal shows; columns that are too many come below."""
-    lines = [head, *align(rows, "  ")]
-    for line in said:
-        lines += wrap(line, "  ")
-    return "\n".join(lines)
+    lines = [
+        *said,
+        *(f"{one.strategy}: {_shortened(one.how)}" for one in predictions),
+        *(f"without {'; '.join(those)}: {reason}" for reason, those in names.items()),
+    ]
+    wrapped = [part for line in lines for part in wrap(line, "  ")]
+    return "\n".join([head, *align(rows, "  "), *wrapped])
 
 
 def _shortened(text: str, most: int = 100) -> str:
@@ -238,7 +221,8 @@ def compare(
         except InputError as error:
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
-    single = Single().predict(network, machine, 1, batch)
+    alone = PerLayer().predict(network, machine, 1, batch)
+    single = replace(alone, strategy="one worker", how="")
     return Comparison(graph, machine, workers, batch, single, predictions, reasons)
 
 
@@ -295,8 +279,8 @@ def plot_comparison(
 def styles() -> dict[str, dict[str, Any]]:
     """Return the colour, the marker and the line of every strategy, by its name."""
     return {
-        strategy.name: {"color": color, "marker": marker, "ls": "-" if strategy.exact else "--"}
-        for strategy, (color, marker) in zip(strategies(), _STYLES, strict=True)
+        kind.name: {"color": color, "marker": marker, "ls": "-" if kind.exact else "--"}
+        for kind, color, marker in _STRATEGIES
     }
 
 
@@ -309,18 +293,9 @@ def draw_over_workers(
 ) -> dict[str, Any]:
     """Draw the time of every strategy over the number of workers; return the lines by name.
 
-    Parameters
-    ----------
-    axes : matplotlib.axes.Axes
-        An empty panel.
-    counts : sequence of int
-        Numbers of workers.
-    points : dict of str to sequence of tuple
-        Workers, nanoseconds, and whether a worker has the memory, for each strategy.
-    alone : float
-        Nanoseconds of one worker.
-    size : float
-        Size of the first marker; others are smaller, since several may be at one place.
+    A point is workers, nanoseconds, and whether a worker has the memory; `alone` are nanoseconds
+    of one worker. The first marker has this size; others are smaller, since several may be at one
+    place.
     """
     lines: dict[str, Any] = {}
     lowest: list[float] = []
@@ -359,8 +334,7 @@ def plain_ticks(axis: Any) -> None:
 # -- Over the ranks of MPI ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Time and bytes of a strategy that was measured, beside its prediction.
 
     Attributes
@@ -482,14 +456,10 @@ class Run:
         order = sorted(self.measured, key=lambda one: one.prediction.total)
         rows = [["strategy", "step", "predicted", "order predicted", "sent", "sent, predicted"]]
         for one in self.measured:
-            times = (
-                format_time(one.nanoseconds),
-                format_time(one.prediction.total),
-                str(1 + order.index(one)),
-            )
-            sent = format_bytes(one.bytes), format_bytes(one.prediction.bytes)
-            rows.append([one.prediction.strategy, *times, *sent])
-        predictions = [one.prediction for one in self.measured]
+            predicted = one.prediction
+            times = format_time(one.nanoseconds), format_time(predicted.total)
+            sent = format_bytes(one.bytes), format_bytes(predicted.bytes)
+            rows.append([predicted.strategy, *times, str(1 + order.index(one)), *sent])
         head = (
             f"{self.network.name}, {quantity(self.workers, 'rank')}, {self.batch} "
             "samples a step, measured"
@@ -498,9 +468,8 @@ class Run:
             f"steps are predicted for this worker: {self.machine.name}",
             f"the order of {right} of the {pairs} pairs that differ by more than "
             f"{_DIFFER - 1:.0%} is as predicted",
-            *(f"{one.strategy}: {_shortened(one.how)}" for one in predictions),
         ]
-        return _page(head, rows, [*said, *_without(self.reasons)])
+        return _page(head, rows, said, [one.prediction for one in self.measured], self.reasons)
 
 
 def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:

@@ -14,17 +14,8 @@ __all__ = ["KINDS", "MIXING", "Graph", "Layer", "blocks"]
 
 #: Kinds of layers. A "cell" is one time step of a recurrent network.
 KINDS = (
-    "input",
-    "conv",
-    "pool",
-    "linear",
-    "cell",
-    "norm",
-    "elementwise",
-    "flatten",
-    "add",
-    "concat",
-    "softmax",
+    *("input", "conv", "pool", "linear", "cell", "norm", "elementwise", "flatten"),
+    *("add", "concat", "softmax"),
 )
 
 #: Kinds of layers whose every output reads all channels of the input, through weights.

@@ -96,7 +96,7 @@ class Machine:
         """
         if graph.layers[k].kind == "cell" and share == 1:
             return self._of_many(("forward",), graph, k, samples)
-        return self.part("forward", graph, k, samples, share)
+        return self._part("forward", graph, k, samples, share)
 
     def backward(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
         """Return nanoseconds of its backward pass, for its input and for its parameters."""
@@ -104,14 +104,31 @@ class Machine:
         if layer.kind == "cell" and share == 1:
             return self._of_many(("values", "product", "params"), graph, k, samples)
         if self._measured(graph, k):
-            both = self.part("values", *work) + self.part("product", *work)
-            return self.part("params", *work) + both * graph.deep(k)
-        return (1 + layer.learns) * self.part("forward", *work)
+            both = self.values(*work) + self.product(*work)
+            return self.params(*work) + both * graph.deep(k)
+        return (1 + layer.learns) * self._part("forward", *work)
 
-    def part(
+    def values(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Return nanoseconds in which the values of the Jacobian of layer `k` are written."""
+        return self._part("values", graph, k, samples, share)
+
+    def product(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Return nanoseconds of the product of its Jacobian with a gradient of each sample."""
+        return self._part("product", graph, k, samples, share)
+
+    def params(self, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0) -> float:
+        """Return nanoseconds of the gradients of its parameters."""
+        return self._part("params", graph, k, samples, share)
+
+    def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
+        """Return nanoseconds of the update of its parameters."""
+        shared = graph.layers[k].shares is not None
+        return 0.0 if shared else self._part("update", graph, k, 1.0, share)
+
+    def _part(
         self, part: str, graph: Graph, k: int, samples: float = 1.0, share: float = 1.0
     ) -> float:
-        """Return nanoseconds of one of :data:`~.times.PARTS` of layer `k`, called by itself."""
+        """Return nanoseconds of a part of layer `k` that was measured, or of the model."""
         layer = graph.layers[k]
         if times := self._measured(graph, k):
             return times.of(part, graph, k, samples, share)
@@ -132,11 +149,6 @@ class Machine:
         nbytes = self.itemsize * entries + layer.index_bytes
         return max(count * layer.nnz / self.multiply_adds, nbytes / self.bandwidth)
 
-    def update(self, graph: Graph, k: int, share: float = 1.0) -> float:
-        """Return nanoseconds of the update of its parameters."""
-        shared = graph.layers[k].shares is not None
-        return 0.0 if shared else self.part("update", graph, k, 1.0, share)
-
     def call(self, part: str, graph: Graph, k: int, samples: float = 1.0) -> float:
         """Return nanoseconds of one call for all steps of a cell, beside :meth:`step` of each."""
         times = self._measured(graph, k)
@@ -151,7 +163,7 @@ class Machine:
         times = self._measured(graph, k)
         if times and graph.layers[k].kind == "cell":
             return times.at(times.calls[part][1], samples)
-        return self.part(part, graph, k, samples)
+        return self._part(part, graph, k, samples)
 
     def _of_many(self, parts: Sequence[str], graph: Graph, k: int, samples: float) -> float:
         """Return nanoseconds of a step of a cell; the first has those of the call."""
@@ -309,13 +321,14 @@ def load_machine(path: _Path | None = None) -> Machine:
     if path in PRESETS:
         return PRESETS[str(path)][0]
     try:
-        return _machine_of(json.loads(Path(path).read_text(encoding="utf-8")))
+        machine: Machine = _record(Machine(), json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         known = ", ".join(sorted({each.name for each in fields(Machine)} - {"times"}))
         raise InputError(
             f"{path}: {error}; expected a JSON object with some of {known}; network and within "
             "are such objects with latency and inverse_bandwidth"
         ) from None
+    return machine
 
 
 def save_machine(machine: Machine, path: _Path | None = None) -> Path:
@@ -374,43 +387,35 @@ def _memory() -> int:
         return _MEMORY
 
 
-def _machine_of(content: Any) -> Machine:
-    """Return the machine of a JSON object, or raise ValueError or TypeError."""
+def _record(default: Any, content: Any, path: str = "") -> Any:
+    """Return the machine or network of a JSON object, or raise ValueError or TypeError.
+
+    What it leaves out is as in `default`.
+    """
     if not isinstance(content, dict):
-        raise TypeError(f"it is {content!r:.40}")
-    given: dict[str, Any] = {"name": "given"} | content
-    network = _network_of("network", given.pop("network", {}))
-    within = given.pop("within", None)
-    known = {each.name: type(each.default) for each in fields(Machine) if each.default is not None}
-    whole = {name: _number(name, value, known) for name, value in given.items()}
-    if within is None and whole.get("node", 1) > 1:
-        raise ValueError(f"node is {whole['node']} without within, the network of its workers")
-    inner = None if within is None else _network_of("within", within)
-    return Machine(**whole, network=network, within=inner)
+        raise TypeError(f"{path or 'it'} is {content!r:.40}")
+    values: dict[str, Any] = {"name": "given"} if content or not path else {}
+    for name, value in content.items():
+        if path or name not in ("network", "within"):
+            where = f"{path}.{name}" if path else name
+            values[name] = _checked(where, value, type(vars(default).get(name)))
+        elif name == "network" or value is not None:
+            values[name] = _record(BUILT_IN, value, name)
+    if values.get("node", 1) > 1 and "within" not in values:
+        raise ValueError(f"node is {values['node']} without within, the network of its workers")
+    return replace(default, **values)
 
 
-def _network_of(path: str, content: Any) -> Network:
-    """Return the network of a JSON object; what it leaves out is built in."""
-    if not isinstance(content, dict):
-        raise TypeError(f"{path} is {content!r:.40}")
-    values = asdict(BUILT_IN)
-    kinds = {name: type(value) for name, value in values.items()}
-    given = {"name": "given"} | content if content else {}
-    return Network(**values | {n: _number(f"{path}.{n}", v, kinds) for n, v in given.items()})
-
-
-def _number(path: str, value: Any, kinds: Mapping[str, type[Any]]) -> Any:
+def _checked(path: str, value: Any, kind: type[Any]) -> Any:
     """Check a value; numbers are positive, or at least 0 where that means that there is none."""
     *network, name = path.split(".")
-    kind = kinds.get(name)
-    if kind is None:
+    if kind not in (str, bool, int, float):
         raise ValueError(f"{path} is not known")
-    if kind in (str, bool):
-        if not isinstance(value, kind):
-            raise TypeError(f"{path} is {value!r}")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number if kind in (int, float) else isinstance(value, kind)):
         raise TypeError(f"{path} is {value!r}")
+    if not number:
+        return value
     zero = network or name in ("overhead", "state")
     least = 0 if zero else 1 if kind is int else math.ulp(0.0)
     if not (math.isfinite(value) and value >= least):

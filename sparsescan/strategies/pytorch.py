@@ -107,69 +107,53 @@ class _Reader:
         return self._builder.graph()
 
     def _add(self, node: fx.Node) -> int:
-        name = str(node.target) if node.op == "call_module" else node.name
+        module = self._modules[str(node.target)] if node.op == "call_module" else None
+        name = node.name if module is None else str(node.target)
         if name in self._names:
             raise InputError(
                 f"module calls {name} twice; expected layers with parameters of their own"
             )
         self._names.add(name)
-        inputs = [self._numbers[one] for one in node.all_input_nodes]
-        if node.op == "call_module":
-            number = self._module(node, self._modules[name], inputs)
-        else:
-            number = self._call(node, inputs)
+        number = self._layer(node, module, [self._numbers[one] for one in node.all_input_nodes])
         layer = self._builder.layers[number]
-        shape = tuple(node.meta["tensor_meta"].shape)[1:]
-        if number != self._builder.last or layer.shape != shape:
+        if number != self._builder.last or layer.shape != _shape(node):
             raise self._wrong(node)
+        if module is not None:
+            layer = replace(layer, weights=sum(p.numel() for p in module.parameters()))
         self._builder.layers[number] = replace(layer, name=name)
         return number
 
-    def _module(self, node: fx.Node, module: nn.Module, inputs: list[int]) -> int:
-        builder, x = self._builder, inputs[0]
-        if isinstance(module, nn.Conv2d):
-            if set(_pair(module.dilation)) != {1} or isinstance(module.padding, str):
-                raise self._wrong(node)
-            sizes = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-            number = builder.conv(module.out_channels, *sizes, groups=module.groups, x=x)
-        elif isinstance(module, nn.Linear):
-            if len(builder.layers[x].shape) != 1:
-                raise self._wrong(node)
-            number = builder.linear(module.out_features, x=x)
-        elif isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
-            windows = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-            number = builder.pool(*windows, x=x)
-        elif isinstance(module, nn.AdaptiveAvgPool2d):
-            number = self._means(node, x)
-        elif isinstance(module, nn.Flatten):
-            number = self._flat(x)
-        elif isinstance(module, _ACTIVATIONS):
-            number = builder.elementwise(x=x)
-        elif isinstance(module, _NORMS):
-            number = self._norm(module, x)
-        else:
-            raise self._wrong(node)
-        weights = sum(p.numel() for p in module.parameters())
-        builder.layers[number] = replace(builder.layers[number], weights=weights)
-        return number
-
-    def _call(self, node: fx.Node, inputs: list[int]) -> int:
+    def _layer(self, node: fx.Node, module: nn.Module | None, inputs: list[int]) -> int:
+        """Add the layer of a module, or of a call of a function or a method."""
+        builder, x = self._builder, inputs[0] if inputs else 0
         called = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        unary = called if len(inputs) == 1 else ""
+        if isinstance(module, _ACTIVATIONS) or unary in _ELEMENTWISE:
+            return builder.elementwise(x=x)
+        if isinstance(module, nn.Flatten) or unary in _SHAPES:
+            return self._flat(x)
+        if isinstance(module, nn.AdaptiveAvgPool2d) or called == "adaptive_avg_pool2d":
+            return self._means(node, x)
         if called in ("add", "add_", "iadd") and len(inputs) == 2:
-            return self._builder.sum(*inputs)
+            return builder.sum(*inputs)
         if node.target is torch.cat and _axis(node, 1, 0) == 1:
-            return self._builder.concat(*inputs)
-        if called in _ELEMENTWISE and len(inputs) == 1:
-            return self._builder.elementwise(x=inputs[0])
-        if called in _SHAPES and len(inputs) == 1:
-            return self._flat(inputs[0])
-        if called == "adaptive_avg_pool2d":
-            return self._means(node, inputs[0])
+            return builder.concat(*inputs)
+        if isinstance(module, _NORMS):
+            return self._norm(module, x)
+        if isinstance(module, nn.Linear) and len(builder.layers[x].shape) == 1:
+            return builder.linear(module.out_features, x=x)
+        if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d, nn.Conv2d)):
+            windows = module.kernel_size, module.stride, module.padding
+            if not isinstance(module, nn.Conv2d):
+                return builder.pool(*map(_pair, windows), x=x)
+            if set(_pair(module.dilation)) == {1} and not isinstance(module.padding, str):
+                sizes = map(_pair, windows)
+                return builder.conv(module.out_channels, *sizes, groups=module.groups, x=x)
         raise self._wrong(node)
 
     def _means(self, node: fx.Node, x: int) -> int:
         """Add means over windows, of the sizes that the output has."""
-        shape, out = self._builder.layers[x].shape, tuple(node.meta["tensor_meta"].shape)[2:]
+        shape, out = self._builder.layers[x].shape, _shape(node)[1:]
         if any(n % m for n, m in zip(shape[1:], out, strict=True)):
             raise self._wrong(node)
         height, width = (n // m for n, m in zip(shape[1:], out, strict=True))
@@ -195,6 +179,11 @@ class _Reader:
             "poolings, linear layers of vectors, normalisations, activations, sums, or "
             "concatenations of channels"
         )
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of what a call returns, for one sample."""
+    return tuple(node.meta["tensor_meta"].shape)[1:]
 
 
 def _pair(sizes: Any) -> tuple[int, int]:

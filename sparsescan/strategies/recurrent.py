@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,14 @@ from ..jacobians import GRUCell, Linear, Operator, RNNCell, Sequential
 from ..jacobians.recurrent import Cell
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_count
-from .architectures import Builder, append, build, from_sequential
-from .graph import Graph, Layer
+from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
+from .graph import Graph
 
 __all__ = ["Recurrent", "Step", "Trainable", "as_graph", "graph_of", "operators"]
 
 Array = NDArray[Any]
 
-_CELLS: dict[str, tuple[type[Cell], int]] = {"rnn": (RNNCell, 1), "gru": (GRUCell, 3)}
+_CELLS: dict[str, type[Cell]] = {"rnn": RNNCell, "gru": GRUCell}
 
 
 class Step(Operator):
@@ -117,28 +116,17 @@ class Recurrent:
         kind, _, steps = name.partition(":")
         if kind not in _CELLS:
             raise InputError(f"network is {name!r}; expected rnn:T or gru:T")
-        layers = build(name).layers
-        (hidden,), (classes,) = layers[1].shape, layers[-1].shape
-        generator, gates = np.random.default_rng(rng), layers[1].weights // hidden
-        cell, count = _CELLS[kind]
-        # gates · hidden · (features + hidden + 2) parameters.
-        features = gates // count - hidden - 2
-        return cls(
-            cell(features, hidden, rng=generator),
-            Linear(hidden, classes, rng=generator),
-            int(steps),
-        )
+        build(name)  # which refuses other numbers of steps
+        generator, (_, features, classes) = np.random.default_rng(rng), CELLS[kind]
+        cell = _CELLS[kind](features, HIDDEN, rng=generator)
+        return cls(cell, Linear(HIDDEN, classes, rng=generator), int(steps))
 
     def graph(self, name: str = "recurrent") -> Graph:
         """Return the graph, as :func:`.build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         weights = sum(param.size for param in cell.params.values())
         taps = cell.weight_ih.size + cell.weight_hh.size
-        first = Layer("cell1", "cell", (0,), (cell.state_size,), weights, taps, cell.nnz)
-        builder.add(first)
-        for t in range(1, self.steps):
-            later = replace(first, name=f"cell{t + 1}", inputs=(t,), weights=0, shares=1)
-            builder.add(later)
+        builder.cells(self.steps, cell.state_size, weights, taps, cell.nnz)
         append(builder, [self.readout], builder.last)
         return builder.graph()
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .. import api
 from ..jacobians import Operator, Sequential
 from ..parallel.communicator import Fault
-from .collectives import descend
+from .exchanges import descend
 from .recurrent import Step
 from .strategy import Job, Training, check_samples
 

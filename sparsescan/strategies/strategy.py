@@ -268,23 +268,9 @@ def check_samples(
 
 
 def cross_entropy(output: Array, labels: NDArray[np.int64], batch: int) -> tuple[float, Array]:
-    """Return the softmax cross-entropy of these samples, divided by `batch`, and its gradient.
+    """Return ``-Σ log softmax(output)[label] / batch`` of these samples, and its gradient.
 
-    Parameters
-    ----------
-    output : ndarray, shape (samples, …)
-        Logits of these samples, as many as there are classes.
-    labels : ndarray of int64, shape (samples,)
-        Their classes.
-    batch : int
-        Samples of the whole step.
-
-    Returns
-    -------
-    loss : float
-        ``-Σ log softmax(output)[label] / batch``.
-    grad : ndarray, shape (samples, classes)
-        Gradient of the loss in `output`.
+    The outputs of a sample, of whatever shape, are logits; `batch` are the samples of a whole step.
     """
     output = output.reshape(len(output), -1)
     shifted = output - output.max(axis=1, keepdims=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from deepa_paper import image_parallelism, one_weird_trick
+from deepa_paper import footprint, image_parallelism, one_weird_trick
 from mpi4py import MPI
 
 from sparsescan import InputError
@@ -41,12 +42,12 @@ from sparsescan.strategies import (
     ModelParallel,
 )
 from sparsescan.strategies.architectures import Builder, sequential
-from sparsescan.strategies.boxes import Box, Redistribution, blocks, cut, volume
+from sparsescan.strategies.exchanges import Box, Redistribution, blocks, cut, volume
 from sparsescan.strategies.graph import Graph
 from sparsescan.strategies.per_layer.configurations import Configurations, allowed
 from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import Divided, PerLayer, footprint
-from sparsescan.strategies.per_layer.train import Division, Partitioned, limits_of
+from sparsescan.strategies.per_layer.predict import Divided, PerLayer
+from sparsescan.strategies.per_layer.train import Partitioned, limits_of
 from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
 from sparsescan.strategies.strategy import Job, Training, cross_entropy
@@ -412,8 +413,8 @@ def check_sums(rng: np.random.Generator) -> None:
     shape = graph.layers[0].shape
     batches = random_data(rng, shape, 3, batch, np.float64)
     expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
-    division = Division(graph, ops, chosen, shape)  # type: ignore[arg-type]
-    training = Partitioned(Job(WORLD, None, batch, RATE, Machine()), division)  # type: ignore[arg-type]
+    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE, Machine())  # type: ignore[arg-type]
+    training = Partitioned(job, graph, ops, chosen)  # type: ignore[arg-type]
     moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
     check(training, given, batches, expected, 1e4 * EPS, moved)
 

@@ -16,6 +16,7 @@ import pytest
 from deepa_paper import (
     MeasuredCosts,
     SharedLink,
+    footprint,
     image_parallelism,
     one_weird_trick,
     transfers,
@@ -29,7 +30,7 @@ from sparsescan.parallel.network import Network
 from sparsescan.planning.elimination import minimise
 from sparsescan.strategies import Graph, Layer, Machine
 from sparsescan.strategies.architectures import Builder, build
-from sparsescan.strategies.boxes import Redistribution, blocks, intersection, volume
+from sparsescan.strategies.exchanges import Redistribution, blocks, intersection, volume
 from sparsescan.strategies.per_layer.configurations import (
     Configurations,
     Moves,
@@ -40,7 +41,7 @@ from sparsescan.strategies.per_layer.configurations import (
     reach,
 )
 from sparsescan.strategies.per_layer.costs import LayerCosts, optimise, with_loss
-from sparsescan.strategies.per_layer.predict import PerLayer, footprint
+from sparsescan.strategies.per_layer.predict import PerLayer
 
 SEEDS = st.integers(0, 2**32 - 1)
 BATCH, GPUS = 512, 16

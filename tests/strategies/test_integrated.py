@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from deepa_paper import footprint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrated_paper import (
@@ -34,7 +35,7 @@ from sparsescan.jacobians import (
 from sparsescan.parallel import Network
 from sparsescan.strategies import Graph, Layer, Machine, Recurrent
 from sparsescan.strategies.architectures import Builder, build
-from sparsescan.strategies.collectives import sum_words
+from sparsescan.strategies.exchanges import sum_words
 from sparsescan.strategies.integrated.predict import (
     BatchParallel,
     DomainParallel,
@@ -42,7 +43,7 @@ from sparsescan.strategies.integrated.predict import (
     ModelParallel,
 )
 from sparsescan.strategies.per_layer.costs import with_loss
-from sparsescan.strategies.per_layer.predict import PerLayer, footprint
+from sparsescan.strategies.per_layer.predict import PerLayer
 from sparsescan.strategies.recurrent import Step, graph_of
 
 # Table 1 of the paper: 2 µs and 6 GB/s.

@@ -46,8 +46,8 @@ from sparsescan.strategies import (
 )
 from sparsescan.strategies.compare import strategies
 from sparsescan.strategies.graph import blocks
-from sparsescan.strategies.per_layer.train import limits_of
 from sparsescan.strategies.machine import PRESETS
+from sparsescan.strategies.per_layer.train import limits_of
 from sparsescan.strategies.recurrent import graph_of
 from sparsescan.strategies.scan.costs import parts_of
 from sparsescan.strategies.times import Times

@@ -15,6 +15,7 @@ from sparsescan.strategies.per_layer.configurations import (
     edges_of,
 )
 from sparsescan.strategies.per_layer.costs import LayerCosts
+from sparsescan.strategies.per_layer.predict import footprints
 
 
 class MeasuredCosts(LayerCosts):
@@ -123,3 +124,10 @@ def transfers(
         if graph.layers[j].kind != "input"
     ]
     return parameters, round(math.fsum(received))
+
+
+def footprint(graph: Graph, chosen: Sequence[Configuration], workers: int, batch: int):
+    """Entries that every worker sends in a step, and its parameters and activations."""
+    every = [counts for _, counts in footprints(graph, chosen, workers, batch)]
+    moved, weights, activations = np.sum(every, axis=0)
+    return moved, weights + activations

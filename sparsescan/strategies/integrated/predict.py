@@ -78,7 +78,7 @@ class Integrated(Divided):
                 continue
             ways = self._ways(rows, columns)
             choices = [
-                self._possible(layer, np.array([*ways.values()]), [*ways], most)
+                np.array(self._possible(layer, ways, most), np.int64)
                 for layer, most in zip(graph.layers, bounds, strict=True)
             ]
             empty = [k for k, choice in enumerate(choices) if not len(choice)]
@@ -106,28 +106,24 @@ class Integrated(Divided):
 
     def _ways(self, rows: int, columns: int) -> dict[str, Configuration]:
         """Return the configurations on a grid; with one row there is but batch parallelism."""
-        ways: dict[str, Configuration] = {
-            "input": (1, 1, 1, 1),
-            "batch": (rows * columns, 1, 1, 1),
-            "model": (columns, rows, 1, 1),
-            "domain": (columns, 1, rows, 1),
-            "first row": (columns, 1, 1, 1),
-        }
-        chosen = {"input", "first row", *(self.modes if rows > 1 else ())}
-        return {way: one for way, one in ways.items() if way in chosen}
+        ways: dict[str, Configuration] = {"input": (1, 1, 1, 1)}
+        if rows > 1:
+            every: dict[str, Configuration] = {
+                "batch": (rows * columns, 1, 1, 1),
+                "model": (columns, rows, 1, 1),
+                "domain": (columns, 1, rows, 1),
+            }
+            ways |= {mode: one for mode, one in every.items() if mode in self.modes}
+        return ways | {"first row": (columns, 1, 1, 1)}
 
-    def _possible(
-        self, layer: Layer, configurations: np.ndarray, ways: list[str], most: Limits
-    ) -> np.ndarray:
+    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[int]:
         """Return the numbers of ways in which a layer can be shared."""
         if layer.kind == "input":
-            return np.array([0])
-        can = allowed(layer, most, configurations)
-        can[0] = False
-        if layer.kind in MIXING and len(ways) > 2:
-            # Other rows would have nothing to do.
-            can[ways.index("first row")] = False
-        return np.flatnonzero(can)
+            return [0]
+        can = allowed(layer, most, np.array([*ways.values()]))
+        # Other rows would have nothing to do.
+        others = {"input", "first row"} if layer.kind in MIXING and len(ways) > 2 else {"input"}
+        return [k for k, way in enumerate(ways) if can[k] and way not in others]
 
     def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
         """Describe the grid, and the layers with weights, in a few words."""
@@ -185,12 +181,10 @@ class DomainParallel(Integrated):
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
 
-    def _possible(
-        self, layer: Layer, configurations: np.ndarray, ways: list[str], most: Limits
-    ) -> np.ndarray:
-        found = super()._possible(layer, configurations, ways, most)
-        by_rows = [k for k in found if ways[k] == "domain"]
-        return np.array(by_rows) if by_rows else found
+    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[int]:
+        possible = super()._possible(layer, ways, most)
+        by_rows = [k for k in possible if [*ways][k] == "domain"]
+        return by_rows or possible
 
     def choose(
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..boxes import Box, bounds
+from ...parallel.grid import bounds
+from ..exchanges import Box
 from ..graph import Graph, Layer
 
 __all__ = [
@@ -79,18 +80,8 @@ def reach(
 ) -> tuple[Any, Any]:
     """Return the range of the output of `source` that a range of the output of `layer` needs.
 
-    Windows may reach beyond it.
-
-    Parameters
-    ----------
-    layer, source : Layer
-        The layer, and one that it reads.
-    axis : int
-        0 for samples, 1 for channels, 2 for height, 3 for width.
-    start, stop : int or ndarray of int
-        The range, or many.
-    first : int
-        In a concatenation, the first channel that is this source's.
+    Windows may reach beyond it. The axes are samples, channels, height and width. In a
+    concatenation, `first` is the first channel that is this source's.
     """
     size = (0, *image_of(source.shape))[axis]
     whole = 0 * start, 0 * stop + size
@@ -129,23 +120,9 @@ def box_needed(layer: Layer, source: Layer, block: Box) -> Box:
 
 
 class Axis:
-    """Overlaps of the parts of an axis with the ranges of it that are needed.
+    """Overlaps of the parts of an axis with the ranges of it that are needed, by code.
 
-    Parameters
-    ----------
-    configurations : Configurations
-        Configurations of the workers, which number parts and ranges by codes.
-    size : int
-        Length of the axis.
-    start, stop : ndarray of int64, shape (codes,)
-        Bounds of every range that is needed, which may reach beyond the axis.
-
-    Attributes
-    ----------
-    size : int
-        As given.
-    length : ndarray of float64, shape (codes,)
-        Length of every range inside the axis.
+    The ranges may reach beyond the axis; `length` is how long each is inside of it.
     """
 
     def __init__(
@@ -181,53 +158,35 @@ class Axis:
     def messages(self, a: Integers, b: Integers) -> Floats:
         """Return the most ranges that overlap with a part, and parts with a range.
 
-        Parameters
-        ----------
-        a, b : ndarray of int64
-            Numbers of the divisors, of parts and of ranges.
-
-        Returns
-        -------
-        ndarray of float64, shape (2, len(a), len(b))
+        `a` and `b` number divisors of parts and of ranges; the shape is ``(2, len(a), len(b))``.
         """
         (rows, row), (columns, column) = (np.unique(x, return_inverse=True) for x in (a, b))
-        table = np.array([[self._most(k, m) for m in columns.tolist()] for k in rows.tolist()])
+        every = [[self._most(k, m) for m in columns.tolist()] for k in rows.tolist()]
+        table = np.array(every, np.float64)
         most: Floats = table[row][:, column].transpose(2, 0, 1)
         return most
 
-    def _most(self, a: int, b: int) -> tuple[float, float]:
+    def _most(self, a: int, b: int) -> list[int]:
         """Return :meth:`messages` of one divisor each."""
         if (a, b) not in self._known:
-            parts, ranges = (
-                self._of.of_divisor(a, self._parts),
-                self._of.of_divisor(b, self._ranges),
-            )
-            some = _overlaps(_some(parts), ranges), _overlaps(_some(ranges), parts)
-            ways = some[0][1], some[1][1]
-            self._known[a, b] = float(ways[0].max()), float(ways[1].max())
-        found: tuple[float, float] = self._known[a, b]
-        return found
+            ends = self._of.of_divisor(a, self._parts), self._of.of_divisor(b, self._ranges)
+            both = itertools.permutations(ends)
+            self._known[a, b] = [
+                _overlaps((i[few], j[few]), others)[1].max()
+                for (i, j), others in both
+                for few in [_spread(len(i))]
+            ]
+        most: list[int] = self._known[a, b]
+        return most
 
 
 class Configurations:
-    """Configurations of some workers, and the blocks of each worker.
+    """Configurations of some workers, ``all`` of shape ``(count, 4)``, and the blocks of each.
 
-    Parameters
-    ----------
-    workers : int
-        Number of workers.
-    given : sequence of tuple of int, optional
-        The configurations; by default those whose number of blocks is a divisor of the workers,
-        with at most 4,096 parts along an axis; of more than 16 workers, those in which the parts of
-        an image are rows, or as square as can be.
+    If none are given, they are those whose number of blocks is a divisor of the workers, with at
+    most 4,096 parts along an axis; of more than 16 workers, those in which the parts of an image
+    are rows, or as square as can be.
 
-    Attributes
-    ----------
-    all : ndarray of int64, shape (count, 4)
-        The configurations.
-
-    Notes
-    -----
     A range along one axis has a code: the parts for every divisor of the workers one after the
     other, and one code more for the samples of a worker that is left over. Overlaps of ranges are
     looked up by their codes.
@@ -235,6 +194,8 @@ class Configurations:
 
     def __init__(self, workers: int, given: Sequence[Configuration] | None = None) -> None:
         self.workers = workers
+        # Workers of which one is assumed to be the busiest.
+        self.looked_at = _spread(workers)
         self._known: dict[tuple[int, bytes, bytes], Axis] = {}
         if given is None:
             most = min(workers, _MOST_PARTS)
@@ -243,8 +204,7 @@ class Configurations:
             d = np.unique([1, *itertools.chain.from_iterable(given)])
         self.divisors = d
         self._starts = np.cumsum(d) - d
-        self._part = np.concatenate([np.arange(k) for k in d])
-        self._parts = np.repeat(d, d)
+        self._part, self._parts = np.concatenate([np.arange(k) for k in d]), np.repeat(d, d)
         self.all: Integers = self._every() if given is None else np.array(given)
 
     def _every(self) -> Integers:
@@ -268,11 +228,6 @@ class Configurations:
             return ways
         h, w = min(ways, key=lambda way: abs(way[0] - way[1]))
         return sorted({(area, 1), (max(h, w), min(h, w))})
-
-    @property
-    def codes(self) -> int:
-        """Number of codes."""
-        return len(self._part) + 1
 
     def bounds(self, size: int) -> tuple[Integers, Integers]:
         """Return the bounds of the parts of an axis, by code."""
@@ -306,8 +261,8 @@ class Configurations:
     def codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         """Return codes of each worker's parts, ``(len(chosen), len(workers), 4)``."""
         if workers is self.looked_at:
-            codes: Integers = self._codes[chosen]
-            return codes
+            known: Integers = self._codes[chosen]
+            return known
         return self._codes_of(chosen, workers)
 
     @cached_property
@@ -319,7 +274,7 @@ class Configurations:
         starts = self._starts[self.divisors_of(chosen)]
         codes: Integers = starts[:, None] + self.places(chosen, workers)
         idle = workers >= self.all[chosen].prod(axis=1)[:, None]
-        codes[..., 0][idle] = self.codes - 1
+        codes[..., 0][idle] = len(self._part)
         return codes
 
     def lengths(self, shape: Sequence[int], chosen: Integers, workers: Integers) -> Integers:
@@ -328,24 +283,11 @@ class Configurations:
         ends = [self.bounds(size) for size in shape]
         return np.stack([(j - i)[codes[..., k]] for k, (i, j) in enumerate(ends)], axis=-1)
 
-    @cached_property
-    def looked_at(self) -> Integers:
-        """Workers of which one is assumed to be the busiest."""
-        if self.workers <= MANY:
-            return np.arange(self.workers)
-        return _spread(self.workers)
-
-
-def _some(bounds: tuple[Integers, Integers]) -> tuple[Integers, Integers]:
-    """Return some ranges of many."""
-    if len(bounds[0]) <= MANY:
-        return bounds
-    chosen = _spread(len(bounds[0]))
-    return bounds[0][chosen], bounds[1][chosen]
-
 
 def _spread(count: int) -> Integers:
-    """Return :data:`MANY` numbers below a larger count, as far apart as can be."""
+    """Return all numbers below a count, or :data:`MANY` as far apart as can be."""
+    if count <= MANY:
+        return np.arange(count)
     return np.unique(np.linspace(0, count - 1, MANY).round().astype(np.int64))
 
 
@@ -371,23 +313,8 @@ def _overlaps(
 class Moves:
     """Entries that move along an edge of a graph, for any two configurations of its ends.
 
-    Parameters
-    ----------
-    configurations : Configurations
-        Configurations of the workers.
-    layer, source : Layer
-        The edge: `layer` reads `source`.
-    batch : int
-        Samples.
-    first : int
-        In a concatenation, the first channel that is this source's.
-
-    Attributes
-    ----------
-    axes : list of Axis
-        Overlaps along each axis.
-    size : int
-        Entries of the output of the source.
+    The edge is that `layer` reads `source`, in a concatenation as the channels from `first` on. It
+    has overlaps along each of the `axes`, and the `size` of the output of the source.
     """
 
     def __init__(
@@ -414,16 +341,8 @@ class Moves:
     def entries(self, a: Integers, b: Integers, workers: Integers) -> tuple[Floats, Floats]:
         """Count entries that workers send to others, and that they receive from them.
 
-        Parameters
-        ----------
-        a, b : ndarray of int64
-            Numbers of configurations of the source and of the layer.
-        workers : ndarray of int64
-            Numbers of the workers.
-
-        Returns
-        -------
-        sent, received : ndarray, shape (len(a), len(workers), len(b))
+        `a` and `b` number configurations of the source and of the layer; the shape of both counts
+        is ``(len(a), len(workers), len(b))``.
         """
         first, second = self._of.codes_of(a, workers), self._of.codes_of(b, workers)
         divisors, kept = self._of.divisors_of(b), self._overlaps(first, second)

@@ -43,17 +43,9 @@ _SEARCHES = 8
 
 
 class LayerCosts:
-    """Nanoseconds of layers and of transfers, by the constants of a machine.
+    """Nanoseconds of layers and of transfers: ``compute``, ``update`` and ``xfer`` of the paper.
 
-    Parameters
-    ----------
-    machine : Machine
-        A worker and the network between workers.
-
-    Attributes
-    ----------
-    by_name : bool
-        Whether layers that differ by name alone may cost differently.
+    Layers that differ by name alone may cost differently if `by_name` is set.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -149,25 +141,8 @@ def optimise(
 ) -> tuple[list[Configuration], float]:
     """Return the configuration of every layer with which a step costs least, and its cost.
 
-    Parameters
-    ----------
-    graph : Graph
-        The network.
-    costs : LayerCosts
-        ``compute``, ``update`` and ``xfer`` of the paper.
-    workers : int
-        Number of workers; a layer may use some of them.
-    batch : int
-        Samples.
-    most : sequence of tuple, optional
-        For each layer, the most parts along each axis.
-
-    Returns
-    -------
-    configurations : list of tuple of int
-        Parts along samples, channels, height and width, for each layer.
-    nanoseconds : float
-        The cost, equation 1, and the latency of the sum of all gradients.
+    The cost is equation 1, and the latency of the sum of all gradients. A layer may use some of the
+    workers; `most` are the most parts of each layer along each axis.
     """
     model = NetworkCosts(graph, costs, Configurations(workers), batch)
     bounds = [limits(layer, batch) for layer in graph.layers] if most is None else most
@@ -202,12 +177,9 @@ class NetworkCosts:
 
     def _compute(self, k: int, chosen: Chosen) -> Times:
         times = self.costs.compute(self.graph, k, self.of.all[chosen], self.batch)
-        if self.costs.machine.times is None:
-            return times
         # Workers that have no work leave their cores to those of a configuration.
-        counts, workers = self.of.all[chosen].prod(axis=1).tolist(), self.of.workers
-        shared = [self.costs.machine.shared([1.0] * n, workers) for n in counts]
-        alone: Times = times * np.array(shared)[:, None]
+        blocks, contention = self.of.all[chosen].prod(axis=1), self.costs.machine.contention
+        alone: Times = times * np.maximum(1 / contention, blocks / self.of.workers)[:, None]
         return alone
 
     def _once(self, key: Any, call: Callable[[], Times]) -> Times:

@@ -15,7 +15,7 @@ from ...errors import InputError
 from ...jacobians import Operator
 from ...parallel.communicator import Fault
 from ...symbolic.schedule import check_count
-from ..collectives import sum_words
+from ..exchanges import sum_words
 from ..graph import Graph, Layer
 from ..machine import Machine
 from ..recurrent import Trainable, as_graph, operators
@@ -30,9 +30,9 @@ from .configurations import (
     limits,
 )
 from .costs import Chosen, LayerCosts, NetworkCosts, moves_of, optimise, with_loss
-from .train import Division, Partitioned, limits_of
+from .train import Partitioned, limits_of
 
-__all__ = ["Divided", "PerLayer", "footprint"]
+__all__ = ["Divided", "PerLayer", "footprints"]
 
 # Most groups of layers in a description.
 _WORDS = 4
@@ -56,7 +56,7 @@ class Divided(Strategy):
         times = NetworkCosts(graph, costs, of, batch).times(numbers)
         sent, kept = np.zeros((2, workers), np.int64)
         layers = []
-        for k, (moved, weights, activations) in _footprints(graph, chosen, workers, batch):
+        for k, (moved, weights, activations) in footprints(graph, chosen, workers, batch):
             needed = machine.needed(weights, activations)
             sent, kept = sent + moved * machine.itemsize, kept + needed
             layer, one = graph.layers[k], chosen[k]
@@ -70,9 +70,9 @@ class Divided(Strategy):
         workers = job.communicator.size
         costs = self.costs(job.machine.among(workers))
         chosen = self.choose(graph, costs, workers, job.batch, bounds)
-        division, fault = Division(graph, ops, chosen, job.network.input_shape), Fault()
+        fault = Fault()
         with fault:
-            training = Partitioned(job, division)
+            training = Partitioned(job, graph, ops, chosen)
         job.communicator.agree(fault.error)
         return training
 
@@ -171,16 +171,7 @@ def _layers(
     return graph, ops, bounds
 
 
-def footprint(
-    graph: Graph, chosen: Sequence[Configuration], workers: int, batch: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the entries that every worker sends in a step, and its parameters and activations."""
-    every = _footprints(graph, chosen, workers, batch)
-    moved, weights, activations = np.sum([found for _, found in every], axis=0)
-    return moved, weights + activations
-
-
-def _footprints(
+def footprints(
     graph: Graph, chosen: Sequence[Configuration], workers: int, batch: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yield, for each layer, what every worker sends, and its parameters and activations.

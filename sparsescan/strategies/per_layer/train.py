@@ -24,15 +24,24 @@ from ...jacobians import (
 from ...jacobians.activations import Elementwise
 from ...parallel.communicator import Communicator
 from ..architectures import output_size, pair
-from ..boxes import Box, Range, Redistribution, blocks, cut, shape_of, volume
-from ..collectives import Sums, descend
+from ..exchanges import (
+    Box,
+    Range,
+    Redistribution,
+    Sums,
+    blocks,
+    cut,
+    descend,
+    shape_of,
+    volume,
+)
 from ..graph import Graph, Layer
 from ..recurrent import Step
 from ..stage import RecurrentStage, Stage, copies
 from ..strategy import Job, Training, check_samples, cross_entropy
 from .configurations import Configuration, Limits, box_needed, image_of, limits
 
-__all__ = ["Division", "Partitioned", "limits_of"]
+__all__ = ["Partitioned", "limits_of"]
 
 Array = NDArray[Any]
 
@@ -44,78 +53,72 @@ def limits_of(op: Operator | None, layer: Layer, batch: int) -> Limits:
             f"{layer.name} is {op!r} in training, which couples samples; expected layers that "
             "treat each sample alone"
         )
-    if op is None or _is_norm(op):
-        return limits(layer, batch)
+    whole = batch, 1, 1, 1
     if isinstance(op, Step):
-        return (
-            limits(layer, batch) if op.cell.state_size == op.cell.hidden_size else (batch, 1, 1, 1)
-        )
+        return limits(layer, batch) if op.cell.state_size == op.cell.hidden_size else whole
+    way = "norm" if op is None else _way(op)
+    if way == "norm":
+        return limits(layer, batch)
     channels, height, width = image_of(layer.shape)
-    if _is_pointwise(op) or _slides(op):
-        return batch, channels, height, width
-    if _is_flat(op):
-        return batch, channels, 1, 1
-    return batch, 1, 1, 1
+    image = batch, channels, height, width
+    return {"entries": image, "windows": image, "channels": (batch, channels, 1, 1)}.get(way, whole)
 
 
-def _slides(op: Operator) -> bool:
-    """Tell whether its windows slide over images, and depend on nothing but their entries."""
-    if len(op.input_shape) != 3 or getattr(op, "dilation", (1, 1)) != (1, 1):
-        return False
+def _way(op: Operator) -> str:
+    """Return how the output of an operator can be divided, if not by "samples" alone.
+
+    By "entries", each computed from the one in its place; by "windows" that slide over images, and
+    depend on nothing but their entries; by places, whose channels a "norm" shifts and scales; or by
+    the "channels" of a linear layer, or those of images that are flattened.
+    """
+    images = len(op.input_shape) == 3
+    if isinstance(op, Elementwise) or (isinstance(op, Dropout) and op.mask is None):
+        return "entries"
+    if isinstance(op, BatchNorm2d):
+        return "norm" if images else "samples"
+    if isinstance(op, Flatten):
+        return "channels" if images and len(op.output_shape) == 1 else "samples"
+    if isinstance(op, Linear):
+        return "channels" if len(op.input_shape) == 1 else "samples"
+    if not isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)) or not images:
+        return "samples"
+    if getattr(op, "dilation", (1, 1)) != (1, 1):
+        return "samples"
     if isinstance(op, AvgPool2d) and any(op.padding) and not op.count_include_pad:
-        return False
-    if not isinstance(op, (Conv2d, MaxPool2d, AvgPool2d)):
-        return False
+        return "samples"
     # The padding "same" may be unequal on both sides, and windows may reach beyond it.
     size = output_size(op.input_shape, pair(op.kernel_size), pair(op.stride), pair(op.padding))
-    return op.output_shape[1:] == size
-
-
-def _is_pointwise(op: Operator) -> bool:
-    """Tell whether each entry is computed from the one in its place."""
-    return isinstance(op, Elementwise) or (isinstance(op, Dropout) and op.mask is None)
-
-
-def _is_norm(op: Operator) -> bool:
-    """Tell whether it shifts and scales the channels of an image."""
-    return isinstance(op, BatchNorm2d) and len(op.input_shape) == 3
-
-
-def _is_flat(op: Operator) -> bool:
-    """Tell whether it is a linear layer, or flattens images."""
-    if isinstance(op, Flatten):
-        return len(op.input_shape) == 3 and len(op.output_shape) == 1
-    return isinstance(op, Linear) and len(op.input_shape) == 1
+    return "windows" if op.output_shape[1:] == size else "samples"
 
 
 def _needed(op: Operator | None, layer: Layer, source: Layer, block: Box) -> Box:
     """Return the box of its input that an operator, or a sum, reads for a block."""
     if op is None or not volume(block):
         return block
-    if _is_pointwise(op) or _slides(op) or _is_flat(op) or _is_norm(op):
+    if _way(op) != "samples":
         return box_needed(layer, source, block)
     return (block[0], *((0, size) for size in image_of(source.shape)))
 
 
-class Division(NamedTuple):
-    """A network, and how ranks divide it.
+def _restricted(op: Operator, needed: Box, block: Box) -> tuple[Operator, int]:
+    """Return the operator that computes a block from the box that it needs.
 
-    Attributes
-    ----------
-    graph : Graph
-        The network, its last layer the loss.
-    ops : sequence of Operator or None
-        The operator of each layer of `graph`; None for the input, sums and the loss.
-    configurations : sequence of tuple of int
-        Parts of each layer along every axis; the same for layers that share parameters.
-    input_shape : tuple of int
-        Shape of a sample: that of `graph`, or ``(steps, features)`` of a recurrent network.
+    The block begins with the channel of its output that is returned, too: whole channels are
+    flattened, of which the block may be a part.
     """
-
-    graph: Graph
-    ops: Sequence[Operator | None]
-    configurations: Sequence[Configuration]
-    input_shape: tuple[int, ...]
+    way, size = _way(op), shape_of(needed)[1:]
+    if way == "samples":
+        return op, 0
+    if isinstance(op, Conv2d):
+        return op.restrict(size, slice(*block[1]), padding=0), 0
+    if isinstance(op, Linear):
+        return op.restrict(op.input_shape, slice(*block[1])), 0
+    if way == "windows":
+        return op.restrict(size, padding=0), 0
+    first = 0
+    if isinstance(op, Flatten):
+        first = block[1][0] - needed[1][0] * math.prod(op.input_shape[1:])
+    return op.restrict(size), first
 
 
 class _Local:
@@ -197,39 +200,15 @@ class _Idle(_Local):
         return np.empty(self._size, xs[0].dtype)
 
 
-def _first(op: Operator, needed: Box, block: Box) -> int:
-    """Return the channel with which a block begins in the output computed from its box."""
-    # Whole channels are flattened, of which the block may be a part.
-    if isinstance(op, Flatten) and _is_flat(op):
-        return block[1][0] - needed[1][0] * math.prod(op.input_shape[1:])
-    return 0
+class _Edge(NamedTuple):
+    """From the blocks of layer `source`, surrounded by `fill`, to the boxes that a layer reads.
 
-
-def _restricted(op: Operator, needed: Box, block: Box) -> Operator:
-    """Return the operator that computes a block from the box that it needs."""
-    size = shape_of(needed)[1:]
-    if isinstance(op, Conv2d) and _slides(op):
-        return op.restrict(size, slice(*block[1]), padding=0)
-    if isinstance(op, Linear) and _is_flat(op):
-        return op.restrict(op.input_shape, slice(*block[1]))
-    if _slides(op):
-        return op.restrict(size, padding=0)
-    if _is_pointwise(op) or _is_flat(op) or _is_norm(op):
-        return op.restrict(size)
-    return op
-
-
-class _Edge:
-    """From the blocks of layer `source` to the boxes of it that another layer reads.
-
-    All ranks have all of the input, layer 0. The output of the layer is surrounded by `fill`.
+    All ranks have all of the input, layer 0.
     """
 
-    def __init__(
-        self, source: int, owned: Sequence[Box], needed: Sequence[Box], fill: float
-    ) -> None:
-        self.source, self.needed, self._fill = source, needed, fill
-        self._moves = Redistribution(owned, needed)
+    source: int
+    moves: Redistribution
+    fill: float
 
     def forward(
         self, communicator: Communicator, outputs: Mapping[int, Array], dtype: DTypeLike
@@ -237,12 +216,8 @@ class _Edge:
         """Return the box that this rank reads, from its blocks of the outputs of all layers."""
         block = outputs[self.source]
         if self.source == 0:
-            return cut(block, self.needed[communicator.rank], self._fill)
-        return self._moves.forward(communicator, block, dtype, self._fill)
-
-    def backward(self, communicator: Communicator, grad: Array, dtype: DTypeLike) -> Array:
-        """Return gradients of the block that this rank owns, from those of the box."""
-        return self._moves.backward(communicator, grad, dtype)
+            return cut(block, self.moves.needed[communicator.rank], self.fill)
+        return self.moves.forward(communicator, block, dtype, self.fill)
 
 
 def _copies(
@@ -259,34 +234,38 @@ def _copies(
 class Partitioned(Training):
     """Training in which every layer is divided between the ranks in a way of its own.
 
-    Parameters
-    ----------
-    job : Job
-        What is trained.
-    division : Division
-        How ranks divide it.
+    The last layer of the graph is the loss; input, sums and the loss have no operator. Layers that
+    share parameters have one configuration.
     """
 
-    def __init__(self, job: Job, division: Division) -> None:
-        graph, ops, batch = division.graph, division.ops, job.batch
-        self.communicator, self._learning_rate = job.communicator, job.rate
-        communicator = job.communicator
-        self._layers, self._shape = graph.layers, (batch, *division.input_shape)
+    def __init__(
+        self,
+        job: Job,
+        graph: Graph,
+        ops: Sequence[Operator | None],
+        chosen: Sequence[Configuration],
+    ) -> None:
+        batch, communicator = job.batch, job.communicator
+        self.communicator, self._learning_rate = communicator, job.rate
+        self._graph, self._shape = graph, (batch, *job.network.input_shape)
         owned = [
             blocks((batch, *image_of(layer.shape)), one, communicator.size)
-            for layer, one in zip(graph.layers, division.configurations, strict=True)
+            for layer, one in zip(graph.layers, chosen, strict=True)
         ]
         self._blocks = [boxes[communicator.rank] for boxes in owned]
         self._steps = [k for k, op in enumerate(ops) if isinstance(op, Step)]
         # If whole states are computed, the last step of a cell stands for all of them.
-        self._at_once = bool(self._steps) and division.configurations[1][1] == 1
+        self._at_once = bool(self._steps) and chosen[1][1] == 1
         before = set(self._steps[:-1]) if self._at_once else set()
         self._order = [k for k in range(1, len(ops)) if k not in before]
-        apart = {k for k in self._order if not (self._at_once and k in self._steps)}
-        self._edges = [
-            [_edge(graph, op, owned, j, k) for j in layer.inputs] if k in apart else []
-            for k, (op, layer) in enumerate(zip(ops, graph.layers, strict=True))
-        ]
+        apart = [k for k in self._order if not (self._at_once and k in self._steps)]
+        self._edges: list[list[_Edge]] = [[] for _ in ops]
+        for k in apart:
+            op, layer = ops[k], graph.layers[k]
+            fill = -np.inf if isinstance(op, MaxPool2d) else 0.0
+            for j in layer.inputs:
+                needed = [_needed(op, layer, graph.layers[j], box) for box in owned[k]]
+                self._edges[k].append(_Edge(j, Redistribution(owned[j], needed), fill))
         self._weighted = [k for k, layer in enumerate(graph.layers) if layer.weights]
         self._sums = Sums(
             communicator, [_copies(graph.layers[k], owned[k], communicator) for k in self._weighted]
@@ -310,13 +289,13 @@ class Partitioned(Training):
         for k, op in enumerate(ops):
             if op is None or not volume(self._blocks[k]) or not self._edges[k]:
                 continue
-            needed = self._edges[k][0].needed[rank]
+            needed = self._edges[k][0].moves.needed[rank]
             if isinstance(op, Step):
                 # All steps have the same part of the cell.
                 own[k] = Step(cells[0], op.t), needed, 0
             else:
-                first = _first(op, needed, self._blocks[k])
-                own[k] = _restricted(op, needed, self._blocks[k]), needed, first
+                part, first = _restricted(op, needed, self._blocks[k])
+                own[k] = part, needed, first
         mine = copies([part for part, _, _ in own.values()])
         for (k, (_, needed, first)), part in zip(own.items(), mine, strict=True):
             deep = self._edges[k][0].source > 0
@@ -330,8 +309,7 @@ class Partitioned(Training):
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Run one training step; see :class:`Training`."""
-        classes = math.prod(self._layers[-1].shape)
-        x, labels = check_samples(x, labels, self._shape, classes)
+        x, labels = check_samples(x, labels, self._shape, self._graph.layers[-1].size)
         with self.communicator.ending("a training step"):
             return self._step(x, labels)
 
@@ -359,7 +337,7 @@ class Partitioned(Training):
         outputs = {0: x.reshape(len(x), *image_of(x.shape[1:]))}
         if self._steps and not self._at_once:
             # Their first state.
-            outputs[0] = np.zeros((len(x), *image_of(self._layers[0].shape)), x.dtype)
+            outputs[0] = np.zeros((len(x), *image_of(self._graph.layers[0].shape)), x.dtype)
         for k in self._order:
             edges, part = self._edges[k], self._parts[k]
             if edges and isinstance(part, _Block):
@@ -374,14 +352,13 @@ class Partitioned(Training):
         grads: dict[int, Array] = {len(self._parts) - 1: grad}
         for k in reversed(self._order):
             grad, own = self._parts[k].backward(grads.pop(k))
-            shares = self._layers[k].shares
-            owner = k if shares is None else shares
+            owner = self._graph.owner(k)
             later = sums.get(owner)
             sums[owner] = own if later is None else {n: later[n] + g for n, g in own.items()}
             for edge in self._edges[k]:
                 j = edge.source
                 if j > 0:
-                    below = edge.backward(self.communicator, grad, dtype)
+                    below = edge.moves.backward(self.communicator, grad, dtype)
                     grads[j] = grads[j] + below if j in grads else below
         return sums
 
@@ -396,14 +373,6 @@ class Partitioned(Training):
             _joined([shares for shares in layer if shares is not None])
             for layer in zip(*ranks, strict=True)
         ]
-
-
-def _edge(
-    graph: Graph, op: Operator | None, owned: Sequence[Sequence[Box]], source: int, k: int
-) -> _Edge:
-    """Return the edge from layer `source` to layer `k`, whose blocks ranks own."""
-    needed = [_needed(op, graph.layers[k], graph.layers[source], box) for box in owned[k]]
-    return _Edge(source, owned[source], needed, -np.inf if isinstance(op, MaxPool2d) else 0.0)
 
 
 def _joined(shares: Sequence[tuple[Range, dict[str, Array]]]) -> dict[str, Array]:

@@ -193,8 +193,6 @@ class StageCosts:
                 layer = self._layers[k]
                 size = layer.size * (k == part.stop and stage < last)
                 size += self.entering[stage] * (k == part.start + 1 and stage > 0)
-                sent, memory = (
-                    batch * machine.itemsize * size,
-                    machine.needed(layer.weights, batch * layer.size),
-                )
+                sent = batch * machine.itemsize * size
+                memory = machine.needed(layer.weights, batch * layer.size)
                 yield LayerPlan(layer.name, (1, 1, 1, 1), range(stage, stage + 1), sent, memory)

@@ -14,13 +14,10 @@ from ...parallel.exchange import exscan_messages
 from ...parallel.forecast import CLOSE, OPEN
 from ...parallel.grid import Grid
 from ...parallel.maps import Capacity, Terms, vector_words
-from ..collectives import sum_words
+from ..exchanges import sum_words
 from ..graph import Graph, blocks
 from ..machine import Machine
-from ..strategy import (
-    LayerPlan,
-    Prediction,
-)
+from ..strategy import LayerPlan, Prediction
 
 __all__ = ["NAME", "Division", "most_parts", "parts_of"]
 
@@ -54,10 +51,7 @@ def most_parts(network: Graph) -> int:
 
 
 class Division:
-    """Costs of a step by one grid.
-
-    Parts are numbered as the positions of the scan: from the end of the chain on.
-    """
+    """Costs of a step by one grid, whose parts are numbered from the end of the chain on."""
 
     def __init__(self, network: Graph, machine: Machine, grid: Grid, batch: int) -> None:
         self._graph, self._machine, self._grid = network, machine, grid
@@ -87,13 +81,14 @@ class Division:
         elements = 4 * self._message(self._samples) if by_products else 0
         held = [self._held(part) + elements for part in self._parts]
         times = {
-            "forward": sum(self._one(self._each("forward", part)) for part in self._parts),
+            # One part after the other, in each group; Jacobians of all parts at once.
+            "forward": sum(self._at_once(self._each("forward", part)) for part in self._parts),
             "activations": sum(
                 network.message(self._samples * size * machine.itemsize) for size in self._sizes
             ),
-            "Jacobians": self._all([self._each("values", part) for part in self._parts]),
+            "Jacobians": self._at_once(*(self._each("values", part) for part in self._parts)),
             "scan": working + waiting,
-            "parameters": self._all([self._param_grads(part) for part in self._parts]),
+            "parameters": self._at_once(*map(self._param_grads, self._parts)),
             "weights": max(map(self._updating, reduced, self._parts)),
             "loss": machine.loss(self._samples) + machine.collective("gather", grid.size),
         }
@@ -120,29 +115,18 @@ class Division:
                 devices = range(position, grid.size, grid.chain)
                 yield LayerPlan(layer.name, one, devices, sent, needed)
 
-    def _time(self, multiply_adds: float, nbytes: float) -> float:
-        machine = self._machine
-        return max(multiply_adds / machine.multiply_adds, nbytes / machine.bandwidth)
-
-    def _one(self, work: float) -> float:
-        """Return nanoseconds of work that one part after the other does, in each group."""
-        return self._machine.shared([work], self._grid.chain)
-
-    def _all(self, work: Sequence[float]) -> float:
-        """Return nanoseconds of work that all parts do at once."""
+    def _at_once(self, *work: float) -> float:
+        """Return nanoseconds of work that some parts do at once."""
         return self._machine.shared(work, self._grid.chain)
 
     def _each(self, part: str, layers: Sequence[int]) -> float:
         """Return nanoseconds of some layers; those that share parameters are one call."""
         graph, machine, samples = self._graph, self._machine, self._samples
-        owners = {k if (own := self._layers[k].shares) is None else own for k in layers}
-        calls = sum(machine.call(part, graph, k, samples) for k in owners)
+        calls = sum(machine.call(part, graph, k, samples) for k in set(map(graph.owner, layers)))
         return calls + math.fsum(machine.step(part, graph, k, samples) for k in layers)
 
     def _param_grads(self, part: Sequence[int]) -> float:
-        layers = self._layers
-        own = [k for k in part if layers[k].weights or layers[k].shares is not None]
-        return self._each("params", own)
+        return self._each("params", [k for k in part if self._layers[k].learns])
 
     def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
         """Return nanoseconds of sums of parameter gradients, and of updates."""
@@ -166,7 +150,7 @@ class Division:
         """Nanoseconds of work and of messages, every part after the one before."""
         message = self._machine.network.message
         terms = self._terms(self._samples)
-        return sum(map(self._one, self._sweeps)), sum(
+        return sum(map(self._at_once, self._sweeps)), sum(
             message(8 * vector_words(n, terms)) for n in self._sizes
         )
 
@@ -187,10 +171,10 @@ class Division:
         size = max(self._sizes)
         # With three parts, only gradients are combined.
         columns = size if count > 3 else 1
-        entries = size * size + 2 * size * columns if inner else 0
-        merging = self._time(
-            self._samples * size * size * columns if inner else 0,
-            machine.itemsize * self._samples * entries,
+        entries = self._samples * (size * size + 2 * size * columns if inner else 0)
+        merging = max(
+            self._samples * size * size * columns * bool(inner) / machine.multiply_adds,
+            machine.itemsize * entries / machine.bandwidth,
         )
         work = max([self._sweeps[0], *reducing]) + rounds * (network.call + merging)
         work += max(self._sweeps[1:])

@@ -9,12 +9,7 @@ from ...symbolic.schedule import check_count
 from ..graph import Graph
 from ..machine import Machine
 from ..recurrent import Trainable, as_graph, graph_of
-from ..strategy import (
-    Job,
-    Prediction,
-    Strategy,
-    Training,
-)
+from ..strategy import Job, Prediction, Strategy, Training
 from .costs import NAME, Division, most_parts
 from .train import ScanTraining
 
@@ -48,11 +43,7 @@ class Scan(Strategy):
 
     name = NAME
 
-    def __init__(
-        self,
-        grid: tuple[int, int] | None = None,
-        schedule: str | None = None,
-    ) -> None:
+    def __init__(self, grid: tuple[int, int] | None = None, schedule: str | None = None) -> None:
         self.grid = None if grid is None else Grid(*grid)
         if schedule not in (None, "vectors", "products"):
             raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
@@ -70,7 +61,9 @@ class Scan(Strategy):
         workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
         most, machine = most_parts(network), machine.among(workers)
         ways: list[tuple[Grid, str, Prediction]] = []
-        for grid in _grids(workers) if self.grid is None else [check_grid(self.grid, workers)]:
+        chains = [n for n in range(min(workers, 2), workers + 1) if workers % n == 0]
+        grids = [Grid(n, workers // n) for n in chains]
+        for grid in grids if self.grid is None else [check_grid(self.grid, workers)]:
             if grid.chain > most or grid.batch > batch:
                 continue
             division = Division(network, machine, grid, batch)
@@ -92,9 +85,3 @@ class Scan(Strategy):
         graph, workers = graph_of(job.network), job.communicator.size
         grid, schedule, _ = self._best(graph, job.machine, workers, job.batch)
         return ScanTraining(job, grid, schedule)
-
-
-def _grids(workers: int) -> list[Grid]:
-    least = min(workers, 2)
-    chains = [chain for chain in range(least, workers + 1) if workers % chain == 0]
-    return [Grid(chain, workers // chain) for chain in chains]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...parallel.api import plan
 from ...parallel.grid import Grid
-from ..collectives import Sums, descend
+from ..exchanges import Sums, descend
 from ..recurrent import graph_of
 from ..stage import Gradients, StageTraining
 from ..strategy import Job, cross_entropy
