@@ -456,9 +456,10 @@ def _branch_layer(builder: Builder, text: str, x: int) -> int:
         return builder.pool(3, 1, 1, x=x) if text == "mean" else builder.pool(3, 2, x=x)
     channels, _, sizes = text.partition("@")
     kernel, _, stride = sizes.partition("/")
-    ends = pair([int(size) for size in kernel.split("x") * 2][:2])
-    padding = (0, 0) if stride else pair([k // 2 for k in ends])
-    return builder.conv(int(channels), ends, int(stride or 1), padding, norm=True, x=x)
+    height, _, width = kernel.partition("x")
+    size = int(height), int(width or height)
+    padding = (0, 0) if stride else (size[0] // 2, size[1] // 2)
+    return builder.conv(int(channels), size, int(stride or 1), padding, norm=True, x=x)
 
 
 def _recurrent(name: str, kind: str, steps: int) -> Graph:
