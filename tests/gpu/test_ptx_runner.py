@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import Any
 
@@ -16,8 +17,10 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("numba_cuda")
 
 from numba import cuda, float32, int32, int64  # noqa: E402
-from ptx import FaultError, Program, Traffic, compile_kernel  # noqa: E402
+from ptx import FaultError, Program, Traffic, compile_kernel, kept  # noqa: E402
 
+from sparsescan.kernels.cuda.checks import check_kernel  # noqa: E402
+from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)
@@ -511,3 +514,48 @@ def test_sectors_and_bank_conflicts(by: int, ways: int) -> None:
     assert together.sectors == min(4 * by, 32) + 4
     assert together.turns == 2 * ways
     assert together.conflicts == 2 * (ways - 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# On disk
+# ---------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_kept_for_what_they_are_made_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for other constants, options or sources; and a file that was cut off is made anew."""
+    made: list[str] = []
+    monkeypatch.setattr(kept, "_FOLDER", tmp_path)
+
+    def ask(size: int, options: Any = ()) -> str:
+        kernel = chunk_kernels(size, size * size, np.dtype(np.float32)).sweep
+        return str(kept.keep(kernel, options, lambda: made.append(f"{size} {options}") or made[-1]))
+
+    for _ in range(2):
+        assert [ask(2), ask(3), ask(2, 1)] == ["2 ()", "3 ()", "2 1"]
+    assert made == ["2 ()", "3 ()", "2 1"]
+    for file in tmp_path.glob("*.ptx"):
+        file.write_bytes(file.read_bytes()[:-9])
+    assert ask(2) == "2 ()"
+    assert len(made) == 4
+    monkeypatch.setattr(kept, "_origin", lambda: "another source")
+    assert [ask(2), ask(2)] == ["2 ()", "2 ()"]
+    assert len(made) == 5
+    assert len(list(tmp_path.iterdir())) == 3
+    assert kept.keep(scaled, (), lambda: "not kept") == "not kept"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_kernel_from_disk_runs_as_it_did() -> None:
+    program = compile_kernel(check_kernel(np.dtype(np.int32)), 6)
+    again = pickle.loads(pickle.dumps(program))
+    indptr, indices = np.array([0, 2, 3], np.int32), np.array([0, 4, 1], np.int32)
+    for cols, expected in ((5, 0), (4, 1)):
+        for one in (program, again):
+            fault = np.zeros(1, np.int32)
+            arrays = indptr, indices, fault
+            places = [array.ctypes.data for array in arrays]
+            memory = [(array.ctypes.data, array.nbytes) for array in arrays]
+            one.launch(1, 32, [places[0], 2, places[1], 3, cols, places[2]], memory)
+            assert fault[0] == expected

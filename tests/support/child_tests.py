@@ -1,7 +1,7 @@
 """Run ``mpi_*.py`` on the ranks of mpiexec and ``cuda_*.py`` without a GPU, test by test.
 
-The latter run in Numba's simulator; and those of :data:`AS_PTX` once more, as slow tests, with
-their kernels as compiled (:mod:`ptx`), but no more examples than by default.
+The latter run in Numba's simulator; and once more, as slow tests, with their kernels as compiled
+(:mod:`ptx`), but no more examples than by default.
 
 Both take processes of their own. The parent reads the names and marks of their tests from the
 source, starts one child for all tests that are run in one way (on so many ranks, in the simulator),
@@ -46,8 +46,6 @@ __all__ = [
 
 # Seconds without the report of any test behind which a child hangs; many examples take longer.
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
-# Files whose tests run with compiled kernels as well; others do with ``SPARSESCAN_PTX=1``.
-AS_PTX = ("cuda_interop.py", "cuda_parallel.py", "cuda_recurrent.py")
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
 
@@ -150,8 +148,7 @@ class ChildFile(pytest.File):
             asked = "SPARSESCAN_PTX" in os.environ
             if not asked:
                 yield Variant(simulator=True), False
-            if asked or self.path.name in AS_PTX:
-                yield Variant(ptx=True), not asked
+            yield Variant(ptx=True), not asked
         simulator = any(mark.name == "cudasim" for mark in others)
         for mark in ranks:
             options = dict(mark.kwargs)

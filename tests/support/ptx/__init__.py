@@ -2,7 +2,8 @@
 
 Numba makes PTX of a kernel, which takes no GPU. :mod:`parse` reads it; :mod:`translate` makes LLVM
 IR of it, which llvmlite compiles for the host; :mod:`machine` runs its threads, and checks what
-they do; :mod:`runner` is the way in; :mod:`stand_in` runs `sparsescan` on it.
+they do; :mod:`runner` is the way in, :mod:`kept` keeps what it compiled; :mod:`stand_in` runs
+`sparsescan` on it.
 
 A launch has its real blocks and threads. Those of a block run from one barrier to the next, one
 after the other in a random order; blocks run one after the other in a random order, as none may

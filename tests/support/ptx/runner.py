@@ -14,6 +14,7 @@ import numba.cuda.dispatcher
 import numpy as np
 from numba import cuda, int64, void
 
+from .kept import keep
 from .machine import (
     CELL,
     FAULTS,
@@ -35,7 +36,7 @@ __all__ = ["FaultError", "Program", "Together", "Traffic", "compile_kernel", "co
 # Jumps back that all threads of a launch may make.
 PATIENCE = 1 << 40
 # Releases by atomic operations, and accesses of a warp between barriers, that there is room for.
-RELEASES, TRACE = 1 << 16, 1 << 18
+RELEASES, TRACE = 1 << 16, 1 << 22
 CAPABILITY = (9, 0)
 
 
@@ -134,11 +135,20 @@ class Program:
         self.text, self.name = text, name
         self.kernel: Kernel = parse(text)
         self._made: Translation = translate(self.kernel, GUARD, mutable=mutable)
-        self._engine, self._function = _to_host(self._made.ir)
+        self._code = _to_host(self._made.ir)
+        self._engine, self._function = _load(self._code)
         # What a launch may change, if the program is a `mutable` one; and of the latest launch, how
         # often each would make a difference, and how often threads jumped back.
         self.mutations = self._made.mutations
         self.different, self.jumps = np.zeros(len(self.mutations), np.int64), 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = self._made._replace(ir="")
+        return {**vars(self), "_made": made, "_engine": None, "_function": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._engine, self._function = _load(self._code)
 
     def launch(
         self,
@@ -289,24 +299,36 @@ llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
 
-def _to_host(text: str) -> tuple[Any, int]:
-    """Compile LLVM IR, and return what keeps the code, and where it begins.
+def _machine() -> Any:
+    """Return the host, for which nothing is optimised."""
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=0,
+        jit=True,
+    )
+
+
+def _to_host(text: str) -> bytes:
+    """Compile LLVM IR to an object file.
 
     Registers become values, and nothing is optimised beyond that: a kernel of 15,000 lines then
     takes 2 seconds, not 15, and runs most of its time in the helpers anyway.
     """
     module = llvm.parse_assembly(text)
     module.verify()
-    features = llvm.get_host_cpu_features().flatten()
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=0, jit=True
-    )
+    machine = _machine()
     passes = llvm.create_new_function_pass_manager()
     passes.add_sroa_pass()
     options = llvm.create_pipeline_tuning_options()
     passes.run(module.get_function("kernel"), llvm.create_pass_builder(machine, options))
-    engine = llvm.create_mcjit_compiler(module, machine)
+    return bytes(machine.emit_object(module))
+
+
+def _load(code: bytes) -> tuple[Any, int]:
+    """Return what keeps the code of an object file, and where the kernel begins."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine, engine.get_function_address("kernel")
 
@@ -330,11 +352,17 @@ def compile_ptx(function: Callable[..., Any], signature: Any, capability: Any = 
     return str(text)
 
 
-def compile_kernel(kernel: Any, count: int, capability: Any = CAPABILITY) -> Program:
-    """Return a kernel of `count` int64 as host code, compiled once in a process."""
-    key = kernel, count, capability
+def compile_kernel(
+    kernel: Any, count: int, capability: Any = CAPABILITY, *, mutable: bool = False
+) -> Program:
+    """Return a kernel of `count` int64 as host code, compiled once, and kept on disk."""
+    key = kernel, count, capability, mutable
+
+    def make() -> Program:
+        text = compile_ptx(kernel.py_func, void(*[int64] * count), capability)
+        return Program(text, kernel.py_func.__name__, mutable=mutable)
+
     with _compiling:
         if key not in _programs:
-            text = compile_ptx(kernel.py_func, void(*[int64] * count), capability)
-            _programs[key] = Program(text, kernel.py_func.__name__)
+            _programs[key] = keep(kernel, key[1:], make)
         return _programs[key]
