@@ -771,8 +771,9 @@ def _sweeps(
         chain = block_index() * chains + group
         c, sample = chain // batch, chain % batch
         first, last = 0, 0
-        if group < chains and c < chunks:
-            # The gradient at the end of a chunk is the first of the next one, from `carry`.
+        if group < chains:
+            # The gradient at the end of a chunk is the first of the next one, from `carry`. Behind
+            # the last chunk no steps are left.
             first = c * chunk
             last = first + chunk - 1 if c < chunks - 1 else steps
         walk_chunk(run, places, steps, batch, first, last, chunk, sample, group, lane)

@@ -50,10 +50,13 @@ class Tried:
         for kind in KINDS:
             every = range(1, len(self.program.mutations) + 1)
             numbers = [k for k in every if self.mutation(k).kind == kind]
+            choices = [self.is_choice(k) for k in self.undetected(kind)]
+            ranges = [self.is_of_range(k) for k in self.undetected(kind)]
             found[kind] = {
                 "mutants": len(numbers),
                 "detected": sum(k in self.told for k in numbers),
-                "min or max": sum(self.is_choice(k) for k in self.undetected(kind)),
+                "min or max": sum(choices),
+                "range": sum(b and not a for a, b in zip(choices, ranges, strict=True)),
                 "no difference": sum(self.left.get(k) == 0 for k in numbers),
             }
         return found
@@ -63,16 +66,36 @@ class Tried:
 
         Where they are equal both choices are.
         """
+        compared, users = self._used(number)
+        return bool(users) and all(
+            x.parts[0] == "selp" and set(x.operands[1:3]) == set(compared) for x in users
+        )
+
+    def is_of_range(self, number: int) -> bool:
+        """Return whether a comparison with 0 is one of those in Numba's ``range(a, b, step)``.
+
+        Before a loop it compares ``b - a`` and the step, whose signs must be equal; at 0 there are
+        no turns, whichever sign that has. In a turn it compares the number of those that are left:
+        after the last one neither that nor the next number is looked at again.
+        """
+        compared, users = self._used(number)
+        if not users or compared[1] != "0":
+            return False
+        chosen = [x for x in users if x.parts[0] == "selp"]
+        others = [x for x in users if x.parts[0] != "selp"]
+        if others:
+            return all(x.parts[0] == "xor" for x in others)
+        return all(x.operands[2] == "0" for x in chosen)
+
+    def _used(self, number: int) -> tuple[tuple[str, ...], list[Any]]:
+        """Return what is compared where a bound is shifted, and the instructions that read it."""
         line = self.mutation(number).line
         instructions = self.program.kernel.instructions()
         (one,) = (x for x in instructions if x.line == line)
         if one.parts[0] != "setp":
-            return False
+            return (), []
         target, *compared = one.operands
-        users = [x for x in instructions if _reads(x, target)]
-        return bool(users) and all(
-            x.parts[0] == "selp" and set(x.operands[1:3]) == set(compared) for x in users
-        )
+        return tuple(compared), [x for x in instructions if _reads(x, target)]
 
     def lines(self, kind: str) -> list[str]:
         """Return a few lines around each mutation that was not detected."""
@@ -80,7 +103,7 @@ class Tried:
         return [
             f"{self.mutation(k)}:\n" + "\n".join(text[self.mutation(k).line - 9 :][:17])
             for k in self.undetected(kind)
-            if not self.is_choice(k)
+            if not (self.is_choice(k) or self.is_of_range(k))
         ]
 
 
@@ -133,11 +156,9 @@ class Mutants:
 
     def _tried(self, kernel: Any, count: int) -> Tried:
         """Return the mutations of a kernel; of the first of a name, whose others are left alone."""
-        right = compile_kernel(kernel, count)
-        if right.name not in self.kernels:
-            self.kernels[right.name] = Tried(Program(right.text, right.name, mutable=True))
-        known = self.kernels[right.name]
-        return known if known.program.text == right.text else Tried(right)
+        own = compile_kernel(kernel, count, mutable=True)
+        known = self.kernels.setdefault(own.name, Tried(own))
+        return known if known.program.text == own.text else Tried(compile_kernel(kernel, count))
 
     def _to_try(self, tried: Tried, different: np.ndarray[Any, Any]) -> Iterator[int]:
         for number, tries in list(tried.left.items()):

@@ -43,7 +43,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
     for grad, jacobians, local in chunked_chains():
         schedule = Schedule.chunked(len(jacobians), 4)
         for added in (local, None):
-            sparsescan.exclusive_scan(
+            # Inclusive, so that nothing is left to read behind the last step.
+            sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
     # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are.
@@ -81,12 +82,20 @@ def check_index_arrays(cupy: Any) -> None:
 
 def chunked_chains() -> Iterator[tuple[Any, Any, Any]]:
     """Chains of small steps: usual ones, with columns that leave the band, and one with ∞."""
-    size, steps, batch = 5, 23, 13
-    for seed, scale in enumerate((1.0, 1e9, 1e-9, np.inf)):
+    size, batch = 5, 13
+    # The last chunk ends at each place of the loop over steps that are loaded ahead.
+    cases = (
+        (23, 1.0),
+        (22, 1e9),
+        (28, 1e-9),
+        (24, 1.0),
+        *((steps, np.inf) for steps in range(21, 25)),
+    )
+    for seed, (steps, scale) in enumerate(cases):
         rng = np.random.default_rng(seed)
         jacobians = rng.standard_normal((steps, batch, size, size)) / np.sqrt(size)
         grad, jacobians = rng.standard_normal((batch, size)).astype(F4), jacobians.astype(F4)
-        local = list(rng.standard_normal((steps, batch, size)).astype(F4))
+        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
         if np.isfinite(scale):
             # Large and small steps in turn: columns leave the band, gradients do not.
             jacobians[::2] *= F4(scale)
@@ -95,16 +104,21 @@ def chunked_chains() -> Iterator[tuple[Any, Any, Any]]:
             jacobians[5, 0, 0, 0] = scale
         # One gradient stays zero: `carry` then looks for terms that got lost.
         jacobians[:, 1, 2] = 0
+        if steps == 24 and np.isfinite(scale):
+            # A product has an entry which must not meet that of a step behind its chunk.
+            jacobians[5, :, 0], jacobians[6, :, 0, 0] = 2.0**-79, 2.0**-60
         yield grad, jacobians, local
 
 
 def level_chains() -> Iterator[tuple[Any, Any, Any, Any]]:
     """Chains of steps of all structures, of one size or several, small and large values."""
     schedules = "blelloch", "chunked:2", "blelloch", "linear"
-    for seed in range(44):
+    # In long ones a level has products with products, and vectors, out of the band.
+    long = 50, 52, 64, 68
+    for seed in (*range(44), *long):
         rng = np.random.default_rng(seed)
         most = (8, 14, 40, 14, 30, 120)[seed % 6]
-        n, batch = int(rng.integers(3, 8)), int(rng.integers(1, 3))
+        n, batch = 9 if seed in long else int(rng.integers(3, 8)), int(rng.integers(1, 3))
         sizes = rng.integers(1 + most // 2, most + 1, n + 1)
         sizes = np.full(n + 1, sizes[0]) if seed % 5 < 2 else sizes
         jacobians = []
