@@ -38,6 +38,7 @@ NAMES = (
     "pipeline",
     "strategies",
     "published",
+    "traffic",
 )
 
 
@@ -83,6 +84,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A table of something else than times; rows of one first cell stand below it."""
+
+    heads: list[str]
+    rows: list[list[str]]
+    numbers: list[str]  # heads of columns of numbers
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment that the command line runs by its name."""
 
@@ -92,6 +102,7 @@ class Experiment:
     about: Callable[[Options], Results]  # what holds for all: sizes, settings, data
     drawings: Callable[[Results], list[Drawing]]  # from a file of however many pieces
     rows: Callable[[Results], list[Row]]
+    tables: Callable[[Results], list[Table]] = lambda results: []
 
 
 def load(name: str) -> Experiment:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import page, sections
-from .experiment import NAMES, Drawing, Results, Row, load
+from .experiment import NAMES, Drawing, Results, Row, Table, load
 from .files import File, lines, newest, read
 from .page import Html, join, listed, table, tag
 
@@ -64,6 +64,7 @@ class _Run:
 
     file: File
     rows: list[Row]
+    tables: list[Table]
     drawings: list[Drawing]
     broken: str = ""
 
@@ -163,12 +164,12 @@ def _unproven(of: dict[str, list[File]]) -> Html:
 
 def _run(file: File) -> _Run:
     try:
-        experiment = load(file.kind)
-        return _Run(file, experiment.rows(file.results), experiment.drawings(file.results))
+        one, results = load(file.kind), file.results
+        return _Run(file, one.rows(results), one.tables(results), one.drawings(results))
     except Exception as error:
         why = f"{file.path.name} cannot be shown: {type(error).__name__}: {error}"
         print(why, file=sys.stderr)
-        return _Run(file, [], [], why)
+        return _Run(file, [], [], [], why)
 
 
 def _beside_the_paper(runs: Iterable[list[_Run]]) -> Html:
@@ -201,6 +202,7 @@ def _experiment(runs: list[_Run]) -> Html:
             parts.append(tag("p", run.broken, kind="warn"))
         parts += map(page.figure, run.drawings)
         parts.append(sections.row_table([(row, "") for row in run.rows]))
+        parts += [table(one.heads, one.rows, one.numbers, grouped=True) for one in run.tables]
         parts.append(sections.missing_peers(_missing(results["pieces"])))
     return join(*parts)
 
