@@ -102,7 +102,9 @@ def layout_of(kind: str, units: int, dtype: np.dtype[Any]) -> Layout:
     lanes = _LANES
     while lanes > 1 and units * lanes > _THREADS:
         lanes //= 2
-    threads = min(-(-units * lanes // _WARP) * _WARP, _THREADS)
+    # Rounds of about as many units: threads without one read weights, too.
+    even = -(-units // -(-units * lanes // _THREADS))
+    threads = -(-even * lanes // _WARP) * _WARP
     rounds = -(-units // (threads // lanes))
     return Layout(units, lanes, threads, rounds, -(-whole // lanes), False)
 
