@@ -161,19 +161,28 @@ def keep_formulas(
 
 
 def show_signature(
-    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, returned: str
-) -> tuple[str, str]:
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returned: str | None,
+) -> tuple[str, str | None] | None:
     """Show dtypes by name, and no arguments of errors and of a class that other calls make."""
+    if signature is None:  # of a module or an attribute
+        return None
     if what == "exception" or signature == "(*_, **__)":
         return "", ""
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature or ""), returned
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature), returned
 
 
 def skip_alias(
     app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
 ) -> bool | None:
-    """Leave out the fields of a named tuple, which its docstring lists."""
-    return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field") else None
+    """Leave out fields of named tuples, which docstrings list, and classes by another name."""
+    is_field = str(getattr(obj, "__doc__", "")).startswith("Alias for field")
+    return True if is_field or (isinstance(obj, type) and obj.__name__ != name) else None
 
 
 def list_errors_once(app: Sphinx, page: nodes.document) -> None:
