@@ -221,9 +221,9 @@ def test_a_long_plan_is_saved_and_loaded_fast(tmp_path: Path, kind: str) -> None
         [Pattern.diagonal(3), Pattern.dense((3, 3))] * (n // 2),
         schedule=tree if kind == "levels" else kind,
     )
-    start = time.perf_counter()
+    start = time.process_time()
     loaded = reloaded(plan, tmp_path)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert_same(loaded, plan)
     assert seconds < 3  # measured: 0.07, 0.25, 0.22
     assert (tmp_path / "plan").stat().st_size < 2 * n * (3 * 2 + 2) + n + 10_000
