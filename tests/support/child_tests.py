@@ -195,15 +195,19 @@ class ChildTest(pytest.Item):
 
 
 def takes_more(item: pytest.Item) -> bool:
-    """Return whether ``--all`` gives a test more examples, of Hypothesis or by ``seeds``.
+    """Return whether ``--all`` gives a test more examples.
 
+    Of Hypothesis, by the fixture ``seeds``, or since it or a fixture of its file calls `examples`.
     A function that a child runs may have more cases, too.
     """
     if isinstance(item, ChildTest):
         return item.takes_more
-    function = getattr(item, "obj", None)
-    given = getattr(function, "is_hypothesis_test", False)
-    return given or "seeds" in getattr(item, "fixturenames", ())
+    function, names = getattr(item, "obj", None), getattr(item, "fixturenames", ())
+    given = getattr(function, "is_hypothesis_test", False) or "seeds" in names
+    own = [getattr(getattr(item, "module", None), name, None) for name in names]
+    functions = [function, *(getattr(each, "__wrapped__", each) for each in own)]
+    codes = [getattr(each, "__code__", None) for each in functions]
+    return given or any(code and "examples" in code.co_names for code in codes)
 
 
 # ---------------------------------------------------------------------------------------------
