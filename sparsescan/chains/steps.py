@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InputError, PatternMismatchError
-from ..symbolic.implicit import ImplicitPattern, Step, factor_starts, factors_of
+from ..symbolic.implicit import ImplicitPattern, Step, contains, factor_starts, factors_of
 from ..symbolic.pattern import Pattern
 from .chain import is_stack, length, steps_of
 from .implicit import ImplicitChain, ImplicitStep
@@ -33,7 +33,7 @@ def unfold(jacobians: Any, reverse: bool = False) -> tuple[Any, Sequence[Implici
     """
     if isinstance(jacobians, ImplicitChain):
         return jacobians.factors(reverse), [jacobians.pattern] * len(jacobians)
-    if is_stack(jacobians) or not any(isinstance(step, ImplicitStep) for step in jacobians):
+    if is_stack(jacobians) or not contains(jacobians, ImplicitStep):
         return jacobians, ()
     factors: list[Any] = []
     implicit: list[ImplicitPattern | None] = []
@@ -74,9 +74,11 @@ class Steps:
 
     def __init__(self, patterns: Sequence[Step]) -> None:
         self.n, self._patterns = len(patterns), patterns
-        self.factors = [factor for step in patterns for factor in factors_of(step)]
-        is_implicit = any(isinstance(step, ImplicitPattern) for step in patterns)
-        self.starts = factor_starts(patterns) if is_implicit else None
+        self.factors: list[Any] = list(patterns)
+        self.starts = None
+        if contains(patterns, ImplicitPattern):
+            self.factors = [factor for step in patterns for factor in factors_of(step)]
+            self.starts = factor_starts(patterns)
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
     def unfold(self, jacobians: Any, reverse: bool = False) -> Any:

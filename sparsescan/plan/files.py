@@ -66,6 +66,7 @@ from ..planning.search import Alternative
 from ..symbolic.implicit import (
     ImplicitPattern,
     Step,
+    contains,
     factor_starts,
     factors_of,
     indexed_of,
@@ -115,7 +116,7 @@ def save_spec(path: Path, spec: PlanSpec) -> None:
     arrays["dense"] = np.array(sorted(spec.dense), np.int64).reshape(-1, 2)
     arrays["version"] = np.array(_VERSION)
     arrays["steps"] = np.array(steps, np.min_scalar_type(len(unique)))
-    if any(isinstance(step, ImplicitPattern) for step in spec.patterns):
+    if contains(spec.patterns, ImplicitPattern):
         counts = np.diff(factor_starts(spec.patterns))
         arrays["factors"] = counts.astype(np.min_scalar_type(counts.max()))
         flags = [

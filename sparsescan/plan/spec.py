@@ -10,7 +10,7 @@ import numpy as np
 
 from ..planning.costs.cpu import Model
 from ..planning.search import Alternative, Choice, model_for
-from ..symbolic.implicit import ImplicitPattern, Step, shared_of
+from ..symbolic.implicit import ImplicitPattern, Step, contains, shared_of
 from ..symbolic.schedule import Schedule
 
 __all__ = ["Kind", "PlanSpec"]
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     ) -> Kind:
         """Return what is known of input before it comes: which factors samples will share."""
         shared = np.zeros(0, bool)
-        if batch > 1 and any(isinstance(step, ImplicitPattern) for step in patterns):
+        if batch > 1 and contains(patterns, ImplicitPattern):
             shared = np.array([flag for step in patterns for flag in shared_of(step)])
         return cls(batch, dtype, on_device, (~shared).tobytes() if shared.any() else None)
 

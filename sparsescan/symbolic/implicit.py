@@ -23,6 +23,7 @@ from .schedule import Level, Schedule, schedule_of
 __all__ = [
     "ImplicitPattern",
     "Step",
+    "contains",
     "count",
     "explicit",
     "factor_starts",
@@ -223,6 +224,11 @@ def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:
             f"{name} has {short(min(unknown, key=repr))}; expected positions from 0 to {count - 1}"
         )
     return tuple(k in chosen for k in range(count))
+
+
+def contains(steps: Iterable[Any], kind: type) -> bool:
+    """Return whether any of these is of a class; of many, only their classes are looked at."""
+    return any(issubclass(each, kind) for each in set(map(type, steps)))
 
 
 def factors_of(step: Step) -> tuple[Pattern, ...]:

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..kernels.cpu.tables import SLOTS, Op
 from .factorisation import Factorisation, factorisation_of
-from .implicit import Step, factor_starts, factors_of, indexed_of, refine, solved_of
+from .implicit import (
+    ImplicitPattern,
+    Step,
+    contains,
+    factor_starts,
+    factors_of,
+    indexed_of,
+    refine,
+    solved_of,
+)
 from .indexed import IndexedPattern
 from .pattern import Pattern, Products, multiply_adds
 from .schedule import Schedule
@@ -77,16 +86,21 @@ class Program:
     ) -> None:
         if schedule.n != len(steps):
             raise InputError(f"schedule is for {schedule.n} Jacobians; expected {len(steps)}")
-        patterns = [factor for step in steps for factor in factors_of(step)]
+        patterns: list[Any] = list(steps)
+        indices: list[IndexedPattern | None] = []
+        flags: list[bool] = []
+        if contains(steps, ImplicitPattern):
+            patterns = [factor for step in steps for factor in factors_of(step)]
+            indices = [index for step in steps for index in indexed_of(step)]
+            flags = [flag for step in steps for flag in solved_of(step)]
+            schedule = refine(schedule, factor_starts(steps))
         self.n = n = len(patterns)
-        indices = [index for step in steps for index in indexed_of(step)]
         self.indexed = [(k, index) for k, index in enumerate(indices) if index is not None]
-        self.schedule = schedule = refine(schedule, factor_starts(steps))
+        self.schedule = schedule
         self.patterns: list[Pattern] = list(patterns)
         self.levels: list[tuple[str, NDArray[np.int64]]] = []
         # The exact pattern of every node: its entries may be stored among zeros.
         exact: list[Pattern] = list(patterns)
-        flags = [flag for step in steps for flag in solved_of(step)]
         self.solved: dict[int, Factorisation] = {
             k: factorisation_of(patterns[k]) for k in np.flatnonzero(flags).tolist()
         }
