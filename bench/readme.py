@@ -1,4 +1,4 @@
-"""Tables of the README and the site: chosen lines of full runs of what is committed.
+"""Tables of the README and the site: chosen lines of the latest full runs of what is committed.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
@@ -195,13 +195,13 @@ def _rows(file: File) -> list[Row]:
 
 
 def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
-    for file, row in measured:
-        if (row.work, row.peer) == (line.work, line.peer):
-            return file, row
-    raise ValueError(
-        f"no complete results without changed files for {line.work!r} beside {line.peer!r}; "
-        f"expected them from the experiment {line.experiment!r}"
-    )
+    rows = [each for each in measured if (each[1].work, each[1].peer) == (line.work, line.peer)]
+    if not rows:
+        raise ValueError(
+            f"no complete results without changed files for {line.work!r} beside {line.peer!r}; "
+            f"expected them from the experiment {line.experiment!r}"
+        )
+    return max(rows, key=lambda each: each[0].results["date"])
 
 
 def _table(table: Table, rows: list[Row]) -> str:

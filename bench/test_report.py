@@ -777,6 +777,18 @@ def test_tables_replace_what_is_between_their_markers_and_nothing_else(
     assert copy.read_text() == text
 
 
+@pytest.mark.parametrize("late", ["old machine", "new machine"])
+def test_a_line_that_several_machines_have_is_that_of_the_latest_run(
+    late: str, folder: Path, copy: Path, rng: np.random.Generator
+):
+    for cpu in ("old machine", "new machine"):
+        date = f"2030-01-0{1 + (cpu == late)}T00:00:00+00:00"
+        save(folder, cpu, experiment(rng, "T=30"), date=date, device={"cpu": cpu})
+    copy.write_text("<!-- table: second one -->\n<!-- end -->\n")
+    readme.update_tables(copy, folder)
+    assert f"({folder.name}/{late}.json), {late}, 2030-01-02." in copy.read_text()
+
+
 @pytest.mark.parametrize("bad", [{"dirty": True}, {"quick": True}, {"done": False}])
 def test_tables_show_clean_and_complete_results_only(
     bad: Results, folder: Path, copy: Path, rng: np.random.Generator
