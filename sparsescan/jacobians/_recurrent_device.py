@@ -70,25 +70,20 @@ class DeviceDirection:
             for back in (False, True)
         ]
 
-    def weights(self, xp: Any) -> _Weights:
+    def weights(self, xp: Any, params: list[Array]) -> _Weights:
         """Return a copy of the parameters, as :class:`_Weights` of one direction."""
-        cell = self.cell
-        w_in, w_hidden = (
-            cell.read_parameter(name).astype(self.dtype) for name in ("weight_ih", "weight_hh")
-        )
+        w_in, w_hidden, *biases = (param.astype(self.dtype) for param in params)
         flat = xp.concatenate([w_hidden.reshape(-1), xp.zeros(1, self.dtype)])
         forward, back = (flat.take(order.on(xp)) for order in self._orders)
-        w_in = masked(xp, w_in, cell._masks["weight_ih"])
-        return _Weights([w_in], forward, back, self._bias(xp))
+        w_in = masked(xp, w_in, self.cell._masks["weight_ih"])
+        return _Weights([w_in], forward, back, self._bias(xp, biases))
 
-    def _bias(self, xp: Any) -> Array:
+    def _bias(self, xp: Any, biases: list[Array]) -> Array:
         """Return what is added to each product: of a GRU, ``v_n`` has its own."""
         cell, units = self.cell, self.cell.hidden_size
-        if not cell.bias:
+        if not biases:
             return xp.zeros((max(cell._hh) + 1) * units, self.dtype)
-        of_x, of_h = (
-            cell.read_parameter(name).astype(self.dtype) for name in ("bias_ih", "bias_hh")
-        )
+        of_x, of_h = biases
         if self.kind != "gru":
             return of_x + of_h
         both = 2 * units
@@ -159,6 +154,7 @@ class DeviceMemory:
         self._gates, self._last, self._grads = arrays["gates"], arrays["last"], arrays["grads"]
         (self._ones,) = arrays["ones"]  # whose products with rows add them up
         self._ones.fill(1)
+        self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
         self._home = self._latest = self._xp.cuda.get_current_stream()
 
     @contextmanager
@@ -182,30 +178,30 @@ class DeviceMemory:
 
     # -- Input and results ------------------------------------------------------------------------
 
-    def weights(self) -> list[_Weights]:
+    def weights(self, params: list[list[Array]]) -> list[_Weights]:
         """Return a copy of the parameters of each layer."""
         xp, width, found = self._xp, self._per_layer, []
-        each = [one.weights(xp) for one in self.directions]
+        pairs = zip(self.directions, params, strict=True)
+        each = [one.weights(xp, own) for one, own in pairs]
         for k in range(0, len(each), width):
             w_in, *packed = zip(*each[k : k + width], strict=True)
             joined = [parts[0] if width == 1 else xp.concatenate(parts) for parts in packed]
             found.append(_Weights([w for (w,) in w_in], *joined))
         return found
 
-    def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
-        """Take over inputs, initial states and lengths."""
+    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
         xp = self._xp
-        shorter = bool(np.any(lengths < self.steps))
         self._lengths, self._has = xp.full(self.batch, self.steps, np.int64), None
-        if shorter:
+        if lengths is not None:
             self._lengths = xp.asarray(lengths)
             self._has = xp.arange(self.steps)[:, None, None] < self._lengths[:, None]
         # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
         self._inputs[...] = x if self._has is None else xp.where(self._has, x, self.dtype.type(0))
-        for part, where in self._state_parts(state, last=False):
-            where[...] = part
+        for k, columns, where in self._firsts:
+            where[...] = 0 if state is None else state[k, :, columns]
 
-    def results(self, lengths: NDArray[np.int64]) -> tuple[Array, Array]:
+    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
         xp, output = self._xp, self._states[-1][1:-1]
         if self._has is None:
@@ -213,8 +209,8 @@ class DeviceMemory:
         else:
             output = xp.where(self._has, output, self.dtype.type(0))
         last = xp.empty(self._state_shape, self.dtype)
-        for part, where in self._state_parts(last, last=True):
-            part[...] = where
+        for k, columns, where in self._lasts:
+            last[k, :, columns] = where
         return output, last
 
     def every_state(self) -> Array:
@@ -222,15 +218,17 @@ class DeviceMemory:
         parts = [self._states, self._cells][: self._parts]
         return self._xp.concatenate([slots[0][:-1] for slots in parts], axis=-1)
 
-    def _state_parts(self, states: Array, last: bool) -> Iterator[tuple[Array, Array]]:
-        """Yield each part of the first or the last states, and where it is in the slots."""
-        units = self._units
+    def _state_places(self, last: bool) -> list[tuple[int, slice, Array]]:
+        """Return, for each part of the first or last states, its direction, columns and slot."""
+        units, places = self._units, []
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             columns = slice(one.back * units, (one.back + 1) * units)
             for part, arrays in enumerate([self._states, self._cells][: self._parts]):
                 where = arrays[one.layer - 1][last_slot if last else first_slot]
-                yield states[k, :, part * units : (part + 1) * units], where[:, columns]
+                own = slice(part * units, (part + 1) * units)
+                places.append((k, own, where[:, columns]))
+        return places
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""

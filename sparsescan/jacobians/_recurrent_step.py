@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
@@ -84,16 +84,16 @@ class Memory(Protocol):
     def here(self) -> AbstractContextManager[None]:
         """Return a context for work on this memory."""
 
-    def weights(self) -> list[Any]:
-        """Return a copy of the parameters."""
+    def weights(self, params: list[list[Array]]) -> list[Any]:
+        """Return the parameters as kernels read them; the next call may overwrite them."""
 
-    def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
-        """Take over inputs, initial states and lengths."""
+    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
 
     def run(self, ks: range, weights: Any) -> None:
         """Compute all states of the directions of a layer."""
 
-    def results(self, lengths: NDArray[np.int64]) -> tuple[Array, Array]:
+    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
 
     def every_state(self) -> Array:
@@ -182,11 +182,21 @@ class TrainingStep:
         self.network, self.memory_limit = network, memory_limit
         width, self._count = len(network.cells[0]), len(network.cells) * len(network.cells[0])
         self._layers = [range(k, k + width) for k in range(0, self._count, width)]
+        self._shapes = [
+            {network.name_of(own, layer, back): shape for own, shape in cell._shapes.items()}
+            for layer, cells in enumerate(network.cells)
+            for back, cell in enumerate(cells)
+        ]
         self._directions: list[Any] = []
         self._made_for: tuple[np.dtype[Any], bool] | None = None
         self._memory: Memory | None = None
         self._weights: list[Any] | None = None
         self._is_batched = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles take: no memory, whose views would lose their arrays."""
+        none = dict.fromkeys(("_made_for", "_memory", "_weights"))
+        return vars(self) | none | {"_directions": []}
 
     @property
     def nbytes(self) -> int:
@@ -208,8 +218,6 @@ class TrainingStep:
 
     # -- Forward ----------------------------------------------------------------------------------
 
-    @Allocating("a training step")
-    @quiet
     def forward(
         self, x: ArrayLike, state: ArrayLike | None = None, lengths: ArrayLike | None = None
     ) -> tuple[Array, Array]:
@@ -242,16 +250,25 @@ class TrainingStep:
         MemoryLimitError
             If the states take more memory than `memory_limit`, or than there is.
         """
+        return self._forward(self.network.params, x, state, lengths)
+
+    @Allocating("a training step")
+    @quiet
+    def _forward(
+        self, given: Mapping[str, Array], x: Any, state: Any, lengths: Any
+    ) -> tuple[Array, Array]:
+        """Compute what :meth:`forward` does, with parameters that may be another network's."""
         self._weights = None
         x = read_array("x", x)
         with streams.place("x", x, None, None):
-            x, state, lengths = self._read(x, state, lengths)
+            params = [_read_params(given, shapes) for shapes in self._shapes]
+            x, state, lengths = self._read(x, state, lengths, params)
             memory = self._memory
             if memory is None or not memory.fits(x):
                 self._memory = None  # before there is another
                 memory = self._memory = self._allocate(x)
             with memory.here():
-                weights = memory.weights()
+                weights = memory.weights(params)
                 memory.read(x, state, lengths)
                 for ks in self._layers:
                     memory.run(ks, weights)
@@ -348,8 +365,14 @@ class TrainingStep:
         memory.allocate()
         return memory
 
-    def _read(self, x: Any, state: Any, lengths: Any) -> tuple[Array, Array, NDArray[np.int64]]:
-        """Return the input with an axis of samples, the states in its dtype, and the lengths."""
+    def _read(
+        self, x: Any, state: Any, lengths: Any, params: list[list[Array]]
+    ) -> tuple[Array, Array | None, NDArray[np.int64] | None]:
+        """Return the input with an axis of samples, the states, and the lengths.
+
+        Input and states have the dtype to which they and the parameters promote. States that are
+        not given are None, and so are lengths if each sample has all steps.
+        """
         net = self.network
         if x.ndim not in (2, 3) or x.shape[-1] != net.input_size:
             raise InputError(
@@ -357,22 +380,22 @@ class TrainingStep:
                 f"(T, {net.input_size})"
             )
         self._is_batched = x.ndim == 3
-        params = [read_array(name, array) for name, array in net.params.items()]
         steps, batch = x.shape[0], x.shape[1] if x.ndim == 3 else 1
         lead = (self._count, *x.shape[1:-1])
         expected = (*lead, net.state_size)
         state = None if state is None else read_array("state", state)
-        xp = namespace(x, *params, state)
+        every = [param for own in params for param in own]
+        namespace(x, *every, state)  # which raises if they are not in one place
         if state is not None and state.shape != expected:
             raise InputError(
                 f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
             )
-        given = [x, *params, *([] if state is None else [state])]
-        dtype = np.result_type(*(array.dtype for array in given))
-        inner = (self._count, batch, net.state_size)
-        state = xp.zeros(inner, dtype) if state is None else state.reshape(inner)
+        arrays = [x, *every, *([] if state is None else [state])]
+        dtype = np.result_type(*(array.dtype for array in arrays))
         x = contiguous(x.reshape(steps, batch, net.input_size), dtype)
-        return x, contiguous(state, dtype), _read_lengths(lengths, steps, batch)
+        if state is not None:
+            state = contiguous(state.reshape(self._count, batch, net.state_size), dtype)
+        return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
     def _read_grads(self, memory: Memory, output: Any, state: Any) -> tuple[Array, Array]:
         """Return the gradients in both results of the forward pass, with an axis of samples."""
@@ -397,9 +420,19 @@ class TrainingStep:
         return array if self._is_batched else array[:, 0]
 
 
-def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64]:
-    if lengths is None:
-        return np.full(batch, steps)
+def _read_params(given: Mapping[str, Array], shapes: dict[str, tuple[int, ...]]) -> list[Array]:
+    """Return the parameters of a direction."""
+    params = []
+    for name, shape in shapes.items():
+        array = read_array(name, given[name])
+        if array.shape != shape:
+            raise InputError(f"{name} has shape {array.shape}; expected {shape}")
+        params.append(array)
+    return params
+
+
+def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | None:
+    """Return the steps that each sample has; None if each has all."""
     try:
         array = np.array(lengths)
     except Exception:  # a caller's own class may raise any
@@ -410,7 +443,7 @@ def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64]:
         raise InputError(f"lengths has shape {array.shape}; expected {(batch,)}, one for a sample")
     if batch and not (array.min() >= 0 and array.max() <= steps):
         raise InputError(f"lengths is {short(lengths)}; expected integers from 0 to {steps}")
-    return array.astype(np.int64)
+    return None if (array == steps).all() else array.astype(np.int64)
 
 
 class _OneCell:
@@ -427,15 +460,16 @@ def unroll(cell: Cell, x: Array, state: Array) -> Array:
 
     The inputs are ``(T, batch, input_size)``, in the dtype of the result, as is the state.
     """
-    steps, batch, _ = x.shape
+    steps = len(x)
     with streams.place("x", x, None, None):
         network = _OneCell(cell)
         segment = max(1, min(steps, _SEGMENT))
         memory = _memory_for(network, _directions_of(network, x), x, segment)
         memory.allocate()
         with memory.here():
-            memory.read(x, state[None], np.full(batch, steps))
-            memory.run(range(1), memory.weights())
+            memory.read(x, state[None], None)
+            params = [cell.read_parameter(name) for name in cell.parameter_names]
+            memory.run(range(1), memory.weights([params]))
             return memory.every_state()
 
 
@@ -588,7 +622,8 @@ class _Packing:
             grad[self.order] = sums
         else:
             grad = sums.take(self._sums).astype(dtype)
-            grad[self._pruned] = 0
+            if len(self._pruned):
+                grad[self._pruned] = 0
         return grad.reshape(shape)
 
 
@@ -632,7 +667,7 @@ class _Direction:
         self.stride = (-(-max(ends) // self.lanes) + 1) * self.lanes
         every = *self.packings, self._in_back, self._hidden_back
         self.room = max(packing.room for packing in every)
-        self._order = self._whole_order()
+        self._pack()
 
     def _packings(
         self, name: str, order: NDArray[np.int64], first: int
@@ -665,18 +700,35 @@ class _Direction:
         rest = np.full(2 * self.lanes, end)
         return parts + [np.append(np.where(b < 0, end, b), rest) for b in biases]
 
-    def weights(self) -> _Weights:
-        """Return a copy of the parameters."""
-        params = [self.cell.read_parameter(name).reshape(-1) for name in self.cell.parameter_names]
-        every = np.concatenate([*params, np.zeros(1, self.dtype)], dtype=self.dtype)
-        w_in, w_hidden, w_in_back, w_back, *biases = map(every.take, self._order)
-        return _Weights(
+    def _pack(self) -> None:
+        """Take memory for the parameters, and for what kernels read, which lines begin."""
+        orders, line = self._whole_order(), LINE // self.dtype.itemsize
+        sizes = [math.prod(shape) for shape in self.cell._shapes.values()]
+        self._params = np.zeros(sum(sizes) + 1, self.dtype)
+        self._param_parts = np.split(self._params, np.cumsum(sizes))[:-1]
+        padded = [np.pad(each, (0, -len(each) % line), mode="edge") for each in orders]
+        self._order = np.concatenate(padded)
+        self._packed = aligned_zeros(len(self._order), self.dtype)
+        places = np.split(self._packed, np.cumsum([len(each) for each in padded])[:-1])
+        parts = [place[: len(each)] for place, each in zip(places, orders, strict=True)]
+        w_in, w_hidden, w_in_back, w_back, *self._biases = parts
+        self._weights = _Weights(
             self.in_packing.matrix(w_in),
             self.hidden_packing.matrix(w_hidden),
-            np.add(*biases),
+            np.empty_like(self._biases[0]),
             self._in_back.matrix(w_in_back),
             self._hidden_back.matrix(w_back),
         )
+
+    def weights(self, params: list[Array]) -> _Weights:
+        """Return a copy of the parameters, which the next call overwrites."""
+        for part, param in zip(self._param_parts, params, strict=True):
+            part[:] = param.reshape(-1)
+        # Every place is one of the parameters; "raise" would make another copy.
+        self._params.take(self._order, out=self._packed, mode="clip")
+        first, second = self._biases
+        np.add(first, second, out=self._weights.bias)
+        return self._weights
 
     def zeros(self) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
@@ -747,9 +799,9 @@ class _Memory:
         """Return a context for work on this memory."""
         return nullcontext()
 
-    def weights(self) -> list[_Weights]:
-        """Return a copy of the parameters of each direction."""
-        return [one.weights() for one in self.directions]
+    def weights(self, params: list[list[Array]]) -> list[_Weights]:
+        """Return a copy of the parameters of each direction, which the next call overwrites."""
+        return [one.weights(own) for one, own in zip(self.directions, params, strict=True)]
 
     def _sizes(self) -> list[tuple[str, int]]:
         """Return, for each array, what it holds, and how many numbers.
@@ -801,45 +853,47 @@ class _Memory:
             _Group(self, first, min(self._samples, self.batch - first), own)
             for first in range(0, self.batch, self._samples)
         ]
+        self._inputs = self._slots(self.states[0], 0)[1:-1]
+        self._outputs = self._slots(self.states[-1], len(self.widths) - 1)[1:-1]
+        self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
 
     def _slots(self, array: Array, layer: int) -> Array:
         """Return the states of a layer with axes of slots, samples and units."""
         shape = self.steps + 2, self.batch, self.widths[layer]
         return array[: math.prod(shape)].reshape(shape)
 
-    def _state_parts(self, states: Array, last: bool) -> list[tuple[Array, Array]]:
-        """Return each part of the first or the last states, and where it is in the slots."""
-        pairs = []
+    def _state_places(self, last: bool) -> list[tuple[int, slice, Array]]:
+        """Return, for each part of the first or last states, its direction, columns and slot."""
+        places = []
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             slot = last_slot if last else first_slot
             columns = slice(one.back * one.units, (one.back + 1) * one.units)
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
                 place = self._slots(arrays[one.layer], one.layer)[slot, :, columns]
-                pairs.append((states[k, :, part * one.units : (part + 1) * one.units], place))
-        return pairs
+                places.append((k, slice(part * one.units, (part + 1) * one.units), place))
+        return places
 
-    def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
-        """Take over inputs, initial states and lengths."""
-        slots = self._slots(self.states[0], 0)[1:-1]
-        slots[:] = x
-        if np.any(lengths < self.steps):
+    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
+        self._inputs[:] = x
+        each = self.lengths[: self.batch * self.units].reshape(self.batch, self.units)
+        each[:] = self.steps if lengths is None else lengths[:, None]
+        if lengths is not None:
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
-            slots[np.arange(self.steps)[:, None] >= lengths] = 0
-        for part, place in self._state_parts(state, last=False):
-            place[:] = part
-        count = self.batch * self.units
-        self.lengths[:count].reshape(-1, self.units)[:] = lengths[:, None]
+            self._inputs[np.arange(self.steps)[:, None] >= lengths] = 0
+        for k, columns, place in self._firsts:
+            place[:] = 0 if state is None else state[k, :, columns]
 
-    def results(self, lengths: NDArray[np.int64]) -> tuple[Array, Array]:
+    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
-        output = self._slots(self.states[-1], len(self.widths) - 1)[1:-1].copy()
-        if np.any(lengths < self.steps):
+        output = self._outputs.copy()
+        if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
         parts = self.directions[0].cell._parts
         last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        for part, place in self._state_parts(last, last=True):
-            part[:] = place
+        for k, columns, place in self._lasts:
+            last[k, :, columns] = place
         return output, last
 
     # -- Threads ----------------------------------------------------------------------------------

@@ -56,9 +56,7 @@ def run_forward(
 ) -> tuple[TrainingStep, NDArray[Any], NDArray[Any]]:
     """Return a step that has run forward with these parameters, and what it has returned."""
     step = pool.take()
-    for name, param in params.items():
-        setattr(step.network, name, param)
-    return step, *step.forward(x, state, lengths)
+    return step, *step._forward(params, x, state, lengths)
 
 
 def runs_on_gpu(kind: str, units: int, dtype: DTypeLike) -> bool:

@@ -200,7 +200,7 @@ def _forward(
     with _here(x):
         step, *arrays = _run(steps, x, state, lengths, params, _names_of(shape))
         output, last = map(_tensor, arrays)
-    token = torch.zeros(1)
+    token = x.new_zeros(1)
     if about[5]:
         address = token.data_ptr()
         _waiting[address] = steps, step
@@ -246,7 +246,7 @@ def _fake_forward(
     shape, (steps, batch, _) = Shape.of(x, about[:5]), x.shape
     output = x.new_empty((steps, batch, shape.directions * shape.hidden_size))
     last = x.new_empty((shape.num_layers * shape.directions, batch, shape.state_size))
-    return output, last, torch.empty(1)
+    return output, last, x.new_empty(1)
 
 
 def _fake_backward(

@@ -94,12 +94,13 @@ class _Recurrent(nn.RNNBase):
     ) -> tuple[Tensor, Tensor]:
         """Run all layers at once; one after the other if there is dropout between them."""
         weights, flags = self._weights(), (bool(self.bias), bool(self.bidirectional))
-        shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
-        names = shape.names()
+        masks: list[Tensor | None] = [None] * len(weights)
         buffers = dict(self.named_buffers(recurse=False))
-        masks = [buffers.get(f"{name}_mask") for name in names]
+        if buffers:
+            shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
+            masks = [buffers.get(f"{name}_mask") for name in shape.names()]
         calls = self.num_layers if self.dropout > 0 and self.training else 1
-        width, states = len(names) // calls, self.num_layers // calls * (1 + self.bidirectional)
+        width, states = len(weights) // calls, self.num_layers // calls * (1 + self.bidirectional)
         lasts = []
         for call in range(calls):
             own = slice(call * width, (call + 1) * width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -277,3 +278,34 @@ def test_a_training_step_says_what_it_keeps() -> None:
     assert "GRU(3, 4" in repr(step)
     step.forward(X)
     assert "5 steps of 2 samples, states and gates kept in" in repr(step)
+
+
+def test_lengths_that_are_all_steps_change_no_bit() -> None:
+    """Also in memory that has just run shorter sequences."""
+    step = LSTM(3, 5, 2, rng=0, bidirectional=True).training_step()
+    x = np.random.default_rng().standard_normal((7, 4, 3), np.float32)
+    expected = step.forward(x)
+    for lengths in ([7, 7, 7, 7], [2, 7, 0, 5], [7, 7, 7, 7], [1, 1, 7, 7], None):
+        found = step.forward(x, lengths=lengths)
+        if lengths is None or min(lengths) == 7:
+            np.testing.assert_array_equal(found[0], expected[0])
+            np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_copied_step_computes_the_same() -> None:
+    """Copies of a step that has run see other parameters and inputs, and need a forward pass."""
+    net = GRU(3, 5, 2, rng=0, bidirectional=True)
+    step = net.training_step()
+    rng = np.random.default_rng()
+    step.forward(rng.standard_normal((7, 4, 3), np.float32))
+    twin = copy.deepcopy(step)
+    with pytest.raises(InputError, match="without a forward pass"):
+        twin.backward()
+    for own, name in ((net, "weight_hh_l0"), (twin.network, "weight_hh_l0")):
+        setattr(own, name, np.linspace(-1, 1, 75, dtype=np.float32).reshape(15, 5))
+    x = rng.standard_normal((7, 4, 3), np.float32)
+    expected, found = step.forward(x), twin.forward(x)
+    np.testing.assert_array_equal(found[0], expected[0])
+    grads, copied = step.backward(*expected), twin.backward(*expected)
+    for name, grad in grads.params.items():
+        np.testing.assert_array_equal(copied.params[name], grad)

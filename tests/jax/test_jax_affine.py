@@ -21,8 +21,11 @@ from sparsescan.symbolic.pattern import of_mask
 
 @pytest.fixture(autouse=True, scope="module")
 def double() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+    """Allow float64 on all threads: callbacks run on those of JAX, too."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
 
 
 class Case:

@@ -18,8 +18,11 @@ from sparsescan.jax import recurrent
 
 @pytest.fixture(autouse=True, scope="module")
 def double() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+    """Allow float64 on all threads: callbacks run on those of JAX, too."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
