@@ -454,6 +454,30 @@ def test_the_second_run_is_one_graph(cupy: Any, launches: Any) -> None:
 
 
 @simulated
+def test_calls_of_cublas_are_between_graphs(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any
+) -> None:
+    """No stream captures them; what comes before, between and after them is a graph each."""
+    rng, called = np.random.default_rng(), []
+    multiply = cupy.matmul
+    monkeypatch.setattr(cupy, "matmul", lambda *a, out: called.append(a) or multiply(*a, out=out))
+    steps = rng.standard_normal((8, 2, BLAS_SIZE, BLAS_SIZE)) / np.sqrt(BLAS_SIZE)
+    plan = sparsescan.plan(cupy.asarray(steps), schedule=Schedule.blelloch(8))
+    counts = []
+    for run in range(3):
+        launches.clear(), called.clear()
+        grad, values = rng.standard_normal((2, BLAS_SIZE)), steps * 0.5**run
+        found = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(values))
+        assert_within(to_host(found), sequential(grad, values), np.float64)
+        counts.append(([launch.kernel for launch in launches if not launch.captured], len(called)))
+    (first, products), *others = counts
+    assert "graph" not in first
+    # The up-sweep has levels of three products and of one; the down-sweep has vectors only.
+    assert products == 4
+    assert others == [(["graph"] * 3, products)] * 2
+
+
+@simulated
 def test_where_nothing_can_be_captured_kernels_are_launched(
     monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any
 ) -> None:

@@ -17,6 +17,7 @@ from .device import intrinsic, load
 __all__ = [
     "barrier",
     "block_index",
+    "block_size",
     "exchange",
     "exponent_field",
     "get",
@@ -24,6 +25,7 @@ __all__ = [
     "load_vector",
     "power_of_two",
     "put",
+    "quotient",
     "read_vector",
     "thread_index",
     "vote",
@@ -247,3 +249,16 @@ def thread_index():
 def block_index():
     """Return the number of the block, for the compiler never negative."""
     return np.int64(np.uint32(cuda.blockIdx.x))
+
+
+@cuda.jit(device=True)
+def block_size():
+    """Return the number of threads of a block, for the compiler never negative."""
+    return np.int64(np.uint32(cuda.blockDim.x))
+
+
+@cuda.jit(device=True)
+def quotient(a, b):
+    """Return ``a // b`` and ``a % b`` of a number below 2^16 and a positive one, in 32 bits."""
+    divisor = np.uint32(min(b, np.int64(1 << 16)))
+    return np.int64(np.uint32(a) // divisor), np.int64(np.uint32(a) % divisor)
