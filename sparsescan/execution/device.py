@@ -34,7 +34,7 @@ from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, Terms, Unit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, index_dtype, rows_of
 from ..symbolic.program import Program
-from ..symbolic.terms import TermCounts, count_terms, lay_out_terms
+from ..symbolic.terms import ALIGNED, LONG, TermCounts, count_terms, lay_out_terms
 
 __all__ = [
     "BLAS_SIZE",
@@ -770,7 +770,9 @@ class _Launches:
         # Each thread has a few entries of a tile, or of a product; or a warp, or some lanes of one,
         # have a segment.
         wanted = np.minimum(self._nnz[right] // 4, STAGE // 4)
-        wanted = np.where(self._wanted[out] > 0, self._wanted[out], wanted)
+        sparse = self._wanted[out]
+        # More of them than a sparse product has work for only load what they do not need.
+        wanted = sparse[sparse > 0] if sparse.any() else wanted
         threads = min(32, THREADS)
         while threads < min(int(np.median(wanted)), THREADS):
             threads *= 2
@@ -853,7 +855,7 @@ class _Launches:
         while 1 << shift < min(mean, WARP):
             shift += 1
         groups = segments_at_once(self._dtype, longest)
-        aligned = 32 // self._dtype.itemsize - 1 if mean > WARP else 0
+        aligned = ALIGNED - 1 if x.nnz > LONG * x.shape[0] and 1 << shift > ALIGNED else 0
         table = np.zeros(Terms.WIDTH, np.int64)
         table[: Terms.A_STARTS] = len(terms.firsts), shift, groups, longest, aligned
         *arrays, work = terms

