@@ -12,8 +12,8 @@ from .device import exponent_of, load, scale, store
 from .nodes import (
     INT,
     WORD,
-    column,
     gradient_at,
+    index_at,
     local_of,
     matrix_at,
     raise_flag,
@@ -99,7 +99,7 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
             # Neighbouring threads read neighbouring entries, whatever the lengths of the rows.
             p = begin + me
             while p < end:
-                j = column(t, matrix, p)
+                j = index_at(t, matrix, p)
                 put(stage, p - begin, load(m, p, t.zero) * load(x, j, t.zero))
                 p += threads
             cuda.syncthreads()
@@ -112,7 +112,7 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
             total, top, p = t.zero, int64(NONE), start + lane
             if e != 0:
                 while p < stop:
-                    j = p - start if dense else column(t, matrix, p)
+                    j = p - start if dense else index_at(t, matrix, p)
                     top = max(top, power(t, run, m, e, x, p, j))
                     p += lanes
                 put(tops, me, int32(top))
@@ -125,7 +125,7 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
                     half >>= 1
                 top, p = int64(get(tops, me - lane)), start + lane
                 while p < stop:
-                    j = p - start if dense else column(t, matrix, p)
+                    j = p - start if dense else index_at(t, matrix, p)
                     total += term(t, m, e, x, p, j, top)
                     p += lanes
             elif staged:
@@ -134,7 +134,7 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
                     p += lanes
             else:
                 while p < stop:
-                    j = p - start if dense else column(t, matrix, p)
+                    j = p - start if dense else index_at(t, matrix, p)
                     total += load(m, p, t.zero) * load(x, j, t.zero)
                     p += lanes
             put(partial, me, total)

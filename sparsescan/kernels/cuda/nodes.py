@@ -24,6 +24,7 @@ __all__ = [
     "entry_of",
     "exponents_of",
     "gradient_at",
+    "index_at",
     "local_of",
     "lower_bound",
     "matrix_at",
@@ -137,6 +138,12 @@ def column(t, matrix, p):
         return p % matrix.cols
     if matrix.kind == Kind.DIAGONAL:
         return p
+    return index_at(t, matrix, p)
+
+
+@cuda.jit(device=True)
+def index_at(t, matrix, p):
+    """Return the column of entry `p` of a matrix that is neither dense nor diagonal."""
     return int64(load(matrix.indices, p, t.no_index))
 
 

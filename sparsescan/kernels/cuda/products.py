@@ -15,6 +15,7 @@ from .nodes import (
     column,
     entry_of,
     exponents_of,
+    index_at,
     local_of,
     matrix_at,
     raise_flag,
@@ -68,7 +69,7 @@ def multiply_dense(t, a_node, a, x, c_node, c, first, last):
             total = t.zero
             start, stop = row_start(t, left, i), row_start(t, left, i + 1)
             for p in range(start, stop):
-                k = p - start if dense else column(t, left, p)
+                k = p - start if dense else index_at(t, left, p)
                 total += load(a, p, t.zero) * load(x, k * cols + j, t.zero)
             store(c, place + j, total, t.zero)
             worst = max(worst, range_of(t, total))
