@@ -153,12 +153,13 @@ class Shares(NamedTuple):
     def of(cls, program: Program) -> Shares:
         """Return the launches of `program`, on a device of any size."""
         ops, patterns = program.ops, program.patterns
-        left, right, product = ops[:, Op.LEFT], ops[:, Op.RIGHT], ops[:, Op.VECTOR] == 0
+        product, (_, left, right, out) = ops[:, Op.VECTOR] == 0, ops.T
         tiles = {pattern: len(_tiles_of(pattern)) - 1 for pattern in set(patterns)}
         count = np.array([tiles[pattern] for pattern in patterns], np.int64)[right]
         rows = np.array([pattern.shape[0] for pattern in patterns], np.int64)[right]
         large = np.array([_is_large(pattern) for pattern in patterns])
-        blas = product & large[left] & large[right]
+        # Of what is dense some entries may be known to be zero, and left out of the product.
+        blas = product & large[left] & large[right] & large[np.where(product, out, 0)]
         blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
         return cls(np.maximum(blocks, 1), (count > LARGE) | blas, blas)
 

@@ -193,7 +193,8 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
     alike : ndarray
         A number for each segment; the columns of those with equal numbers are equal.
     a, x, c : tuple
-        Row pointers, columns, and whether all entries are there, and the columns are not.
+        Row pointers, columns, and whether all entries are there, and the columns are not. Where `A`
+        has all and `C` has not, terms that are not in `C` are known to be zero, and left out.
     cols : int
         Columns of the product.
     aligned : int
@@ -215,14 +216,19 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
     entries, x_starts, slot_starts, counts = factors
     fill = len(slots) > 0
     of_row, at = np.full(len(x_indptr), -1, np.int64), np.empty(len(x_indptr), np.int64)
-    place = np.empty(cols if fill and not c_dense else 0, np.int64)
+    # Which columns a segment has may be all that tells which terms there are.
+    partial = a_dense and not c_dense
+    place = np.full(0 if c_dense or not (fill or partial) else cols, -1, np.int64)
     factor, slot, before = np.int64(0), np.int64(0), np.int64(-1)
     for n in order:
         i, start, stop = rows[n], starts[n], starts[n + 1]
         a_start, a_stop = np.int64(a_indptr[i]), np.int64(a_indptr[i + 1])
         a_starts[n] = a_start
         if before < 0 or alike[n] != alike[before]:
-            for e in range(start, stop if fill and not c_dense else start):
+            if partial and before >= 0:
+                for e in range(starts[before], starts[before + 1]):
+                    place[c_indices[e]] = -1
+            for e in range(start, stop if len(place) > 0 else start):
                 place[c_indices[e]] = e - start
         else:
             other = a_starts[before]
@@ -252,10 +258,21 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
                     j = x_indices[q]
                     slots[slot + q - first] = j - low if c_dense else place[j]
                 slot += last - first
-            if fill:
-                entries[factor], x_starts[factor] = p - a_start, first
-                slot_starts[factor], counts[factor] = at[k], last - first
-            factor += 1
-            terms += last - first
+            q, slots_at = first, at[k] - first
+            while q < last:
+                stop_at = last
+                if partial:
+                    while q < last and place[x_indices[q]] < 0:
+                        q += 1
+                    stop_at = q
+                    while stop_at < last and place[x_indices[stop_at]] >= 0:
+                        stop_at += 1
+                if q < stop_at:
+                    if fill:
+                        entries[factor], x_starts[factor] = p - a_start, q
+                        slot_starts[factor], counts[factor] = slots_at + q, stop_at - q
+                    factor += 1
+                    terms += stop_at - q
+                q = stop_at
         lasts[n], work[n], before = factor, terms, n
     return factor, slot

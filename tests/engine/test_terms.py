@@ -69,6 +69,30 @@ def test_products_that_follow_the_tables(data: Any) -> None:
     assert counts.nbytes(dtype.itemsize) == [array.nbytes for array in arrays]
 
 
+@settings(max_examples=examples(100))
+@given(st.data())
+def test_terms_of_zeros_that_are_stored_are_left_out(data: Any) -> None:
+    """Where `A` is stored densely, though not all of it is an entry, and `C` is not."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    rows, inner, cols = (data.draw(st.integers(1, 14)) for _ in range(3))
+    exact, x = (
+        of_mask(mask(rng, data.draw(st.sampled_from(STRUCTURES)), *shape))
+        for shape in ((rows, inner), (inner, cols))
+    )
+    if exact.kind == "diagonal" or x.kind != "general":
+        return
+    a, c, longest = Pattern.dense((rows, inner)), product(exact, x), data.draw(st.integers(1, 9))
+    terms, counts = lay_out_terms(a, x, c, longest, I4), count_terms(a, x, c, longest)
+    own, others = rng.standard_normal(exact.nnz), rng.standard_normal(x.nnz)
+    wanted = matrix(exact, own) @ matrix(x, others)
+    followed_values = followed(terms, matrix(exact, own).toarray().ravel(), others, c.nnz, longest)
+    found = matrix(c, followed_values).toarray()
+    sizes_of_terms = (matrix(exact, abs(own)) @ matrix(x, abs(others))).toarray()
+    assert (abs(found - wanted.toarray()) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
+    assert multiply_adds(exact, x) <= int(terms.work.sum()) <= multiply_adds(a, x)
+    assert counts == (len(terms.firsts), len(terms.entries), len(terms.slots))
+
+
 def test_rows_of_a_dense_product_share_slots() -> None:
     rng = np.random.default_rng()
     a, x = of_mask(rng.random((40, 30)) < 0.5), of_mask(rng.random((30, 20)) < 0.3)

@@ -39,7 +39,7 @@ from .scaling import (
     range_of,
 )
 from .tables import Mode, Node, Plan, Terms
-from .vectors import barrier, block_size, get, put, quotient, thread_index, vote
+from .vectors import any_of, barrier, block_size, get, put, quotient, thread_index, vote
 
 __all__ = ["WARP", "product"]
 
@@ -58,26 +58,31 @@ def multiply_dense(t, a_node, a, x, c_node, c, first, last):
     left, product = matrix_at(a_node), matrix_at(c_node)
     cols, dense = product.cols, left.kind == Kind.DENSE
     worst = IN_BAND
-    # Entry after entry of the rows, `threads` apart, with one division.
+    # Place after place of the rows, `threads` apart, with one division.
     rows_on, cols_on = quotient(threads, cols)
-    i, j = quotient(me, cols)
+    i, n = quotient(me, cols)
     i += first
     while i < last:
-        # An empty row of A gives a row of zeros if C is stored densely.
-        place = row_start(t, product, i)
+        place = row_start(t, product, i) + n
         if place < row_start(t, product, i + 1):
+            # What is known to be zero may be stored in the operands, and not in C.
+            j = n
+            if product.kind == Kind.CSR:
+                j = index_at(t, product, place)
+            elif product.kind == Kind.DIAGONAL:
+                j = place
             total = t.zero
             start, stop = row_start(t, left, i), row_start(t, left, i + 1)
             for p in range(start, stop):
                 k = p - start if dense else index_at(t, left, p)
                 total += load(a, p, t.zero) * load(x, k * cols + j, t.zero)
-            store(c, place + j, total, t.zero)
+            store(c, place, total, t.zero)
             worst = max(worst, range_of(t, total))
         i += rows_on
-        j += cols_on
-        if j >= cols:
+        n += cols_on
+        if n >= cols:
             i += 1
-            j -= cols
+            n -= cols
     return worst
 
 
@@ -127,7 +132,7 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
         if n < last:
             f, stop = int64(load(firsts, n, t.no_index)), int64(load(lasts, n, t.no_index))
             a_start = int64(load(a_starts, n, t.no_index))
-        while vote(f < stop, True):
+        while any_of(f < stop):
             count = min(lanes, stop - f)
             if lane < count:
                 entry = a_start + int64(load(entries, f + lane, t.no_index))
@@ -135,9 +140,10 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
                 put(starts, me, load(x_starts, f + lane, t.no_index))
                 put(slot_starts, me, load(slots_at, f + lane, t.no_index))
                 put(counts, me, int32(load(counts_at, f + lane, HALF)))
+            barrier(True)
             f += lanes
             k = int64(0)
-            while vote(k < count, True):
+            while any_of(k < count):
                 for ahead in range(_AHEAD):
                     places[ahead] = -1
                     if k + ahead < count:
@@ -211,7 +217,7 @@ def multiply_scaled(t, run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
     """Make ``C diag(2^e) = A diag(2^a_e) X diag(2^x_e)`` for any range, by one block.
 
     An entry is summed relative to its largest term. `span` is as for `normalise`, before and
-    afterwards.
+    afterwards; that begins with the entries that this thread has made.
     """
     me, threads = thread_index(), block_size()
     left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
@@ -301,7 +307,6 @@ def multiply_scaled(t, run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
             total = scale(total, top - exponent_of(total) - by)
         store(c, q, total, t.zero)
         q += threads
-    cuda.syncthreads()
 
 
 @cuda.jit(device=True)
@@ -338,10 +343,8 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
     c = values_of(run, plan, c_node, part, sample)
     # State: the worst range of the operands and of the result, and how many parts are done.
     state = load(c_node, Node.STATE, WORD) + 12 * sample
-    if me < 3:
-        seen[me] = 0
     if me < 2:
-        span[me] = NONE
+        seen[me], span[me] = 0, NONE
     cuda.syncthreads()
     operands = IN_BAND
     if mode != Mode.SETTLE:
@@ -408,7 +411,6 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
     if seen[0] == OUT_OF_BAND or (seen[0] == IN_BAND and seen[1] == OUT_OF_BAND):
         normalise(t, run, matrix_at(c_node), c, e, span)
     if load(plan, Plan.LOCAL, WORD) != 0:
-        cuda.syncthreads()
         # Samples that share a product do not share its local gradients.
         batched = load(c_node, Node.BATCHED, WORD) != 0
         stop = sample + 1 if batched else load(plan, Plan.BATCH, WORD)

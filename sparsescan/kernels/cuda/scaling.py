@@ -76,8 +76,6 @@ def normalise(t, run, matrix, c, e, span):
     flag = load(e, cols, INT)
     cuda.syncthreads()
     top, bottom = int64(span[0]), -int64(span[1])
-    # A thread may note there that a column is wide: all read before.
-    cuda.syncthreads()
     if top == NONE:
         return
     together = flag != EACH and bottom - (top - t.target) >= t.low_exponent

@@ -15,6 +15,7 @@ from ...arrays.cuda import SIMULATED, cuda
 from .device import intrinsic, load
 
 __all__ = [
+    "any_of",
     "barrier",
     "block_index",
     "block_size",
@@ -221,6 +222,14 @@ def vote(predicate, warp):
         cuda.syncwarp()
         return holds
     return cuda.syncthreads_or(np.int32(predicate)) != 0
+
+
+@cuda.jit(device=True)
+def any_of(predicate):
+    """Return whether the predicate holds for any thread of the warp, which orders no memory."""
+    if SIMULATED:
+        return cuda.syncthreads_or(np.int32(predicate)) != 0
+    return cuda.any_sync(0xFFFFFFFF, predicate)
 
 
 @cuda.jit(device=True)
