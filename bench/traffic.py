@@ -93,7 +93,7 @@ def _chains(quick: bool) -> list[Chain]:
     """Return the chains at full size, or as small as kernels can be told apart on."""
     count = chunk_count(_LONG, _BATCH, HIDDEN, _MULTIPROCESSORS)
     chunk = -(-_LONG // count)
-    side, channels = (6, (4, 8, 16)) if quick else (4, (64, 128, 256))
+    side, channels = (6, (4, 8, 16)) if quick else (8, (64, 128, 256))
     short, long = (5, 3) if quick else (200, 5)
     chunks, chunk = (3, 4) if quick else (4, chunk)
     wide = 32 if quick else 256

@@ -6,7 +6,9 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,14 +19,22 @@ from ..arrays.cuda import SIMULATED
 from ..errors import MemoryLimitError
 from ..execution.workspace import KINDS, Parts, places
 from ..formatting import format_bytes
-from ..kernels.cpu.tables import SLOTS, Kind, Op, Store
+from ..kernels.cpu.tables import SLOTS, Op, Store
 from ..kernels.cuda import chunks as cuda_chunks
 from ..kernels.cuda import device as _device
-from ..kernels.cuda.levels import STAGE, THREADS, level_kernels
-from ..kernels.cuda.tables import Mode, Node, Plan, Run, Unit
+from ..kernels.cuda.levels import (
+    STAGE,
+    THREADS,
+    WARP,
+    level_kernels,
+    longest_segment,
+    segments_at_once,
+)
+from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, Terms, Unit
 from ..symbolic.implicit import ImplicitPattern, Step
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import Pattern, index_dtype, rows_of
 from ..symbolic.program import Program
+from ..symbolic.terms import ALIGNED, LONG, TermCounts, count_terms, lay_out_terms
 
 __all__ = [
     "BLAS_SIZE",
@@ -50,8 +60,8 @@ BLAS_SIZE = 6 if SIMULATED else 128
 # Bytes of which CuPy's memory pool gives a multiple.
 _UNIT = 512
 
-# One of the things that a run does in turn, given the handle of a stream.
-Action = Callable[[int], None]
+# One of the things that a run does in turn, given a stream.
+Action = Callable[[Any], None]
 
 
 class StepValues(Protocol):
@@ -98,6 +108,10 @@ _counts: dict[int, int] = {}
 # Uploaded patterns, by device and index dtype.
 _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
 _tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
+# Counts of terms by the product's pattern, then by those of its operands and the longest segment.
+_term_counts: weakref.WeakKeyDictionary[Pattern, dict[Any, TermCounts]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def chunk_count(patterns: Sequence[Step], batch: int) -> int | None:
@@ -139,12 +153,13 @@ class Shares(NamedTuple):
     def of(cls, program: Program) -> Shares:
         """Return the launches of `program`, on a device of any size."""
         ops, patterns = program.ops, program.patterns
-        left, right, product = ops[:, Op.LEFT], ops[:, Op.RIGHT], ops[:, Op.VECTOR] == 0
+        product, (_, left, right, out) = ops[:, Op.VECTOR] == 0, ops.T
         tiles = {pattern: len(_tiles_of(pattern)) - 1 for pattern in set(patterns)}
         count = np.array([tiles[pattern] for pattern in patterns], np.int64)[right]
         rows = np.array([pattern.shape[0] for pattern in patterns], np.int64)[right]
         large = np.array([_is_large(pattern) for pattern in patterns])
-        blas = product & large[left] & large[right]
+        # Of what is dense some entries may be known to be zero, and left out of the product.
+        blas = product & large[left] & large[right] & large[np.where(product, out, 0)]
         blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
         return cls(np.maximum(blocks, 1), (count > LARGE) | blas, blas)
 
@@ -167,6 +182,7 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
         sizes += [] if first.kind == "dense" else [4 * first.nnz]
     else:
         sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
+        sizes += _term_bytes(program, dtype)
         tables = [Node.WIDTH * len(program.patterns), len(program.offsets), program.ops.size]
         tables += [Op.WIDTH * n, Plan.WIDTH, Plan.WIDTH]
         sizes += [8 * table for table in tables]
@@ -230,13 +246,40 @@ def _product_bytes(program: Program, itemsize: int, batch: int) -> list[int]:
 
 def _pattern_bytes(program: Program) -> list[int]:
     """Return bytes of the tiles of every pattern, and of index arrays."""
-    sizes = []
+    sizes, width = [], _index_dtype(program).itemsize
     for pattern in set(program.patterns):
         sizes.append(8 * len(_tiles_of(pattern)))
         if pattern.kind == "general":
-            width = program.index_dtype.itemsize
             sizes += [width * (pattern.shape[0] + 1), width * pattern.nnz]
     return sizes
+
+
+def _term_bytes(program: Program, dtype: np.dtype[Any]) -> list[int]:
+    """Return bytes of the terms of every sparse product."""
+    longest, width, sizes = longest_segment(dtype), _index_dtype(program).itemsize, []
+    for a, x, c in _sparse_products(program):
+        known, key = _term_counts.setdefault(c, {}), (a.key, x.key, longest)
+        if key not in known:
+            known[key] = count_terms(a, x, c, longest)
+        sizes += [8 * Terms.WIDTH, *known[key].nbytes(width)]
+    return sizes
+
+
+def _sparse_products(program: Program) -> dict[tuple[Pattern, Pattern, Pattern], list[int]]:
+    """Return the nodes of the sparse products ``C = A X``, by the patterns of `A`, `X` and `C`."""
+    found: dict[tuple[Pattern, Pattern, Pattern], list[int]] = {}
+    nodes = program.ops[program.ops[:, Op.VECTOR] == 0][:, [Op.RIGHT, Op.LEFT, Op.OUT]]
+    for a, x, c in nodes.tolist():
+        patterns = program.patterns[a], program.patterns[x], program.patterns[c]
+        if patterns[0].kind != "diagonal" and patterns[1].kind == "general" and patterns[2].nnz:
+            found.setdefault(patterns, []).append(c)
+    return found
+
+
+def _index_dtype(program: Program) -> np.dtype[Any]:
+    """Return the dtype of index arrays, which count terms of products as well."""
+    terms = int(program.work[program.ops[:, Op.VECTOR] == 0].max(initial=0))
+    return np.promote_types(program.index_dtype, index_dtype((0, 0), terms))
 
 
 def _unit_counts(program: Program) -> list[int]:
@@ -336,7 +379,7 @@ class DeviceWorkspace:
         self._launches = _Launches(program, dtype, batch, batched, local is not None, self)
         # One entry is for exclusive scans, one for inclusive ones; a second run makes a graph.
         self._actions: list[list[Action] | None] = [None, None]
-        self._graphs: list[Any] = [None, None]
+        self._graphs: list[list[Action] | None] = [None, None]
 
     def __del__(self) -> None:
         # CuPy gives freed memory to others on the stream it was made on; a null stream is that of
@@ -431,26 +474,43 @@ class DeviceWorkspace:
             self._done.record(stream)
 
     def _start(self, stream: Any, inclusive: bool) -> None:
-        actions, graph = self._actions[inclusive], self._graphs[inclusive]
-        if graph is None and actions is not None and self._may_capture:
+        actions, graphs = self._actions[inclusive], self._graphs[inclusive]
+        if graphs is None and actions is not None and self._may_capture:
             # Kernels have been compiled and loaded, which no capture allows.
-            graph = self._graphs[inclusive] = self._capture(actions)
-        if graph is not None:
-            graph.launch(stream)
+            graphs = self._graphs[inclusive] = self._captured(actions)
+        if graphs is not None:
+            for start in graphs:
+                start(stream)
             return
         if actions is None:
             actions = self._actions[inclusive] = self._launches.actions(inclusive)
         for action in actions:
-            action(stream.ptr)
+            action(stream)
+
+    def _captured(self, actions: list[Action]) -> list[Action] | None:
+        """Return a graph of all launches, or of those before, between and after calls of cuBLAS.
+
+        CuPy makes none of those while a stream captures. None where no graph can be made.
+        """
+        graphs: list[Action] = []
+        for apart, some in groupby(actions, lambda action: isinstance(action, _Matmul)):
+            if apart:
+                graphs += some
+                continue
+            graph = self._capture(list(some))
+            if graph is None:
+                return None
+            graphs.append(graph.launch)
+        return graphs
 
     def _capture(self, actions: list[Action]) -> Any:
-        """Return a graph of a run, or None where none can be made."""
+        """Return a graph of launches, or None where none can be made."""
         stream = self._cupy.cuda.Stream(non_blocking=True)
         try:
             stream.begin_capture()
             try:
                 for action in actions:
-                    action(stream.ptr)
+                    action(stream)
             finally:
                 graph = stream.end_capture()
         except Exception:
@@ -459,23 +519,29 @@ class DeviceWorkspace:
             return None
         return graph
 
-    def matmul(
+    def multiply(
         self, left: Callable[[StepValues], Any], right: Callable[[StepValues], Any], out: Any
-    ) -> Action:
-        """Return ``out = left @ right`` by cuBLAS, of arrays that are known when a chain is."""
-        # A graph would keep the addresses of this chain.
-        self._may_capture = False
-        # The workspace keeps the action: a reference back would keep its memory from being freed.
-        workspace = weakref.proxy(self)
+    ) -> None:
+        """Make ``out = left @ right`` by cuBLAS, of arrays that are known when a chain is."""
+        assert self._chain is not None
+        a, b = left(self._chain), right(self._chain)
+        # CuPy 13 writes to arrays of the product's own shape only.
+        target = out if max(a.ndim, b.ndim) > 2 else out[0]
+        self._cupy.matmul(a, b, out=target)
 
-        def action(stream: int) -> None:
-            chain = workspace._chain
-            a, b = left(chain), right(chain)
-            # CuPy 13 writes to arrays of the product's own shape only.
-            target = out if max(a.ndim, b.ndim) > 2 else out[0]
-            workspace._cupy.matmul(a, b, out=target)
 
-        return action
+@dataclass(frozen=True)
+class _Matmul:
+    """A call of cuBLAS."""
+
+    # The workspace keeps it: a reference back would keep its memory from being freed.
+    workspace: DeviceWorkspace
+    left: Callable[[StepValues], Any]
+    right: Callable[[StepValues], Any]
+    out: Any
+
+    def __call__(self, stream: Any) -> None:
+        self.workspace.multiply(self.left, self.right, self.out)
 
 
 class _Chunked(NamedTuple):
@@ -511,10 +577,10 @@ class _Launches:
         if chunks is not None and chunk_size(program.patterns[:n]) is not None:
             self._chunked = self._make_room(chunks)
             return
-        self._kernels = level_kernels(dtype, program.index_dtype)
+        self._index_dtype = _index_dtype(program)
+        self._kernels = level_kernels(dtype, self._index_dtype)
         nodes = self._nodes()
-        self._kinds, self._nnz = nodes[:, Node.KIND], nodes[:, Node.NNZ]
-        self._rows = nodes[:, Node.ROWS]
+        self._nnz = nodes[:, Node.NNZ]
         self._shares = Shares.of(program)
         self._views: dict[int, Any] = {}
         # For values, exponents and local gradients: the pool, where each product has its place in
@@ -523,6 +589,12 @@ class _Launches:
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched
         self._place_products(nodes, local)
+        # Of sparse products the terms before each segment, and the threads that a block has work
+        # for.
+        self._terms: dict[int, NDArray[np.int64]] = {}
+        self._wanted = np.zeros(len(nodes), np.int64)
+        for patterns, numbers in _sparse_products(program).items():
+            nodes[numbers, Node.TERMS] = self._place_terms(*patterns, numbers)
         place = workspace.place
         common = {
             Plan.BATCH: batch,
@@ -564,7 +636,12 @@ class _Launches:
         # A program that makes no gradients has none to make again.
         if program.products and program.ops[:-1, Op.VECTOR].any():
             # One block for each sample makes them again if the flag is raised.
-            unit = np.array([[0, program.n - (not inclusive), 0, 1, 0, Mode.ALL]], np.int64)
+            steps, one, first = (
+                program.n - (not inclusive),
+                np.ones(1, np.int64),
+                np.zeros(1, np.int64),
+            )
+            unit = self._units(np.array([[0, steps]]), one, first, Mode.ALL + first)
             actions.append(
                 self._launch(self._kernels.vectors, self._batch, THREADS, self._linear, unit, 1)
             )
@@ -630,11 +707,12 @@ class _Launches:
         mode = np.where(blas, Mode.CHECK, Mode.ALL)
         kernel = self._kernels.vectors if vector.all() else self._kernels.level
         threads = self._threads(runs)
-        units = _units(runs, blocks, part, mode)
+        units = self._units(runs, blocks, part, mode)
         actions = [self._launch(kernel, batch, threads, self._plan, units, 0)]
         if blas.any():
             actions += [self._matmul(int(op)) for op in only[blas]]
-            units = _units(runs[blas], blocks[blas], part[blas], np.full(blas.sum(), Mode.SETTLE))
+            mode = np.full(blas.sum(), Mode.SETTLE)
+            units = self._units(runs[blas], blocks[blas], part[blas], mode)
             actions.append(self._launch(kernel, batch, threads, self._plan, units, 0))
         return actions
 
@@ -644,21 +722,58 @@ class _Launches:
         # More of them only wait for each other; a block goes through several tiles.
         return np.where(vector, np.minimum(blocks, _WAVES * self._processors), blocks)
 
+    def _units(
+        self,
+        runs: NDArray[np.int64],
+        blocks: NDArray[np.int64],
+        part: NDArray[np.int64],
+        mode: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Return a unit for each of the `blocks` parts of each run."""
+        run, firsts = np.repeat(np.arange(len(runs)), blocks), np.cumsum(blocks) - blocks
+        units = np.empty((len(run), Unit.WIDTH), np.int64)
+        units[:, [Unit.FIRST, Unit.LAST]] = runs[run]
+        units[:, Unit.BLOCK] = np.arange(len(run)) - firsts[run]
+        units[:, Unit.BLOCKS] = blocks[run]
+        units[:, Unit.START], units[:, Unit.STOP] = 0, EVERY
+        units[:, Unit.PART] = part[run]
+        units[:, Unit.MODE] = mode[run]
+        for k in np.flatnonzero(blocks > 1).tolist():
+            bounds = self._bounds(int(runs[k, 0]), int(blocks[k]))
+            own = slice(firsts[k], firsts[k] + blocks[k])
+            units[own, Unit.START], units[own, Unit.STOP] = bounds[:-1], bounds[1:]
+        return units
+
+    def _bounds(self, op: int, blocks: int) -> NDArray[np.int64]:
+        """Return what comes before each of `blocks` parts of an operation, and all there is.
+
+        That is tiles, or segments or rows with about as many terms or entries in each part.
+        """
+        vector, _, right, out = self._program.ops[op].tolist()
+        pattern, parts = self._program.patterns[right], np.arange(blocks + 1)
+        if vector:
+            return np.asarray((len(_tiles_of(pattern)) - 1) * parts // blocks)
+        if out in self._terms:
+            before = self._terms[out]
+        elif pattern.kind == "general":
+            before = pattern.indptr
+        else:
+            return np.asarray(pattern.shape[0] * parts // blocks)
+        bounds = np.searchsorted(before, int(before[-1]) * parts // blocks)
+        bounds[-1] = len(before) - 1
+        return bounds
+
     def _threads(self, runs: NDArray[np.int64]) -> int:
         """Return threads of a block: fewer where there would be nothing to do for more."""
         program = self._program
         ops = program.ops[runs[:, 0]]
-        left, right = np.where(ops[:, Op.VECTOR] == 1, 0, ops[:, Op.LEFT]), ops[:, Op.RIGHT]
-        nnz = self._nnz
-        # Each thread has a few entries of a tile, or of a product; or one of each row, where rows
-        # are added up one after the other.
-        wanted = np.minimum(nnz[right] // 4, STAGE // 4)
-        added = (
-            (ops[:, Op.VECTOR] == 0)
-            & (self._kinds[left] == Kind.CSR)
-            & (self._kinds[right] != Kind.DIAGONAL)
-        )
-        wanted = np.where(added, nnz[left] // np.maximum(self._rows[left], 1), wanted)
+        right, out = ops[:, Op.RIGHT], np.where(ops[:, Op.VECTOR] == 1, 0, ops[:, Op.OUT])
+        # Each thread has a few entries of a tile, or of a product; or a warp, or some lanes of one,
+        # have a segment.
+        wanted = np.minimum(self._nnz[right] // 4, STAGE // 4)
+        sparse = self._wanted[out]
+        # More of them than a sparse product has work for only load what they do not need.
+        wanted = sparse[sparse > 0] if sparse.any() else wanted
         threads = min(32, THREADS)
         while threads < min(int(np.median(wanted)), THREADS):
             threads *= 2
@@ -666,7 +781,8 @@ class _Launches:
 
     def _matmul(self, op: int) -> Action:
         left, right, out = self._program.ops[op, [Op.LEFT, Op.RIGHT, Op.OUT]].tolist()
-        return self._workspace.matmul(self._matrix(right), self._matrix(left), self._views[out])
+        # A weak reference, as the workspace is here.
+        return _Matmul(self._workspace, self._matrix(right), self._matrix(left), self._views[out])
 
     def _matrix(self, node: int) -> Callable[[StepValues], Any]:
         """Return a dense node as an array ``(rows, cols)`` or ``(batch, rows, cols)``."""
@@ -688,7 +804,7 @@ class _Launches:
         program, n = self._program, self._program.n
         rows: dict[Pattern, list[int]] = {}
         for pattern in set(program.patterns):
-            kept = _keep(pattern, program.index_dtype)
+            kept = _keep(pattern, self._index_dtype)
             self._workspace.keep(kept)
             arrays = kept.indptr, kept.indices, kept.tiles
             rows[pattern] = [
@@ -731,6 +847,24 @@ class _Launches:
         state = self._workspace.room("the state of the products", int(total), np.int32, zeros=True)
         products[:, Node.STATE] = state.data.ptr + 4 * first
 
+    def _place_terms(self, a: Pattern, x: Pattern, c: Pattern, numbers: list[int]) -> int:
+        """Upload the terms of a sparse product, which nodes of these `numbers` are."""
+        terms = lay_out_terms(a, x, c, longest_segment(self._dtype), self._index_dtype)
+        longest = int(np.diff(terms.starts).max())
+        mean = float(terms.counts.mean()) if len(terms.counts) else 0.0
+        shift = 2
+        while 1 << shift < min(mean, WARP):
+            shift += 1
+        groups = segments_at_once(self._dtype, longest)
+        aligned = ALIGNED - 1 if x.nnz > LONG * x.shape[0] and 1 << shift > ALIGNED else 0
+        table = np.zeros(Terms.WIDTH, np.int64)
+        table[: Terms.A_STARTS] = len(terms.firsts), shift, groups, longest, aligned
+        *arrays, work = terms
+        table[Terms.A_STARTS :] = [self._workspace.place(array) for array in arrays]
+        self._terms |= dict.fromkeys(numbers, np.append(0, np.cumsum(work)))
+        self._wanted[numbers] = min(len(terms.firsts), groups) << shift
+        return self._workspace.place(table)
+
     def product(self, k: int) -> Parts:
         """Return a product as :meth:`DeviceWorkspace.product` does."""
         pattern = self._program.patterns[self._program.n + k]
@@ -766,26 +900,9 @@ class _Launches:
 
 
 def _launch(
-    kernel: Any, blocks: int, threads: int, arguments: tuple[int, ...], stream: int
+    kernel: Any, blocks: int, threads: int, arguments: tuple[int, ...], stream: Any
 ) -> None:
-    _device.launch(kernel, blocks, threads, stream, *arguments)
-
-
-def _units(
-    runs: NDArray[np.int64],
-    blocks: NDArray[np.int64],
-    part: NDArray[np.int64],
-    mode: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Return a unit for each of the `blocks` parts of each run."""
-    run = np.repeat(np.arange(len(runs)), blocks)
-    units = np.empty((len(run), Unit.WIDTH), np.int64)
-    units[:, [Unit.FIRST, Unit.LAST]] = runs[run]
-    units[:, Unit.BLOCK] = np.arange(len(run)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    units[:, Unit.BLOCKS] = blocks[run]
-    units[:, Unit.PART] = part[run]
-    units[:, Unit.MODE] = mode[run]
-    return units
+    _device.launch(kernel, blocks, threads, stream.ptr, *arguments)
 
 
 def _keep(pattern: Pattern, index_dtype: np.dtype[Any]) -> Kept:

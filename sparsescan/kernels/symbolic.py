@@ -14,7 +14,10 @@ __all__ = [
     "count_entries",
     "count_terms",
     "find_fault",
+    "first_alike",
+    "hash_columns",
     "is_diagonal",
+    "lay_out_terms",
     "product_indices",
     "product_indptr",
     "unsorted_row",
@@ -130,3 +133,146 @@ def product_indices(a_indptr, a_indices, b_indptr, b_indices, cols, indptr, indi
                     out += 1
         else:
             indices[start:stop].sort()
+
+
+@njit(nogil=True, cache=True)
+def hash_columns(starts, indices):
+    """Return a hash of the columns of each segment, which begins at ``starts[n]`` in `indices`."""
+    hashes = np.empty(len(starts) - 1, np.uint64)
+    for n in range(len(hashes)):
+        mixed = np.uint64(14695981039346656037)
+        for e in range(starts[n], starts[n + 1]):
+            mixed = (mixed ^ np.uint64(indices[e])) * np.uint64(1099511628211)
+        hashes[n] = mixed
+    return hashes
+
+
+@njit(nogil=True, cache=True)
+def first_alike(starts, indices, guesses):
+    """Replace each guess of an earlier segment in the same columns by `n` itself if it is wrong."""
+    for n in range(len(guesses)):
+        other = guesses[n]
+        if not _equal(indices, starts[n], starts[n + 1], starts[other], starts[other + 1]):
+            guesses[n] = n
+
+
+@njit(nogil=True, cache=True)
+def _equal(indices, start, stop, other, other_stop):
+    """Return whether two ranges of `indices` have equal numbers."""
+    if stop - start != other_stop - other:
+        return False
+    for p in range(stop - start):
+        if indices[start + p] != indices[other + p]:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _lower_bound(indices, first, last, value):
+    """Return where `value` would stand among the sorted ``indices[first:last]``."""
+    while first < last:
+        middle = (first + last) // 2
+        if indices[middle] < value:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@njit(nogil=True, cache=True)
+def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots, work):
+    """Lay out the terms of ``C = A @ X``, as :class:`~sparsescan.symbolic.terms.Terms` has them.
+
+    Parameters
+    ----------
+    segments : tuple
+        Of each segment its row, and where it starts in `C`; then arrays for where the row starts
+        in `A`, and for its first and last-plus-one factor.
+    order : ndarray
+        All segments, those that are `alike` one after the other.
+    alike : ndarray
+        A number for each segment; the columns of those with equal numbers are equal.
+    a, x, c : tuple
+        Row pointers, columns, and whether all entries are there, and the columns are not. Where `A`
+        has all and `C` has not, terms that are not in `C` are known to be zero, and left out.
+    cols : int
+        Columns of the product.
+    aligned : int
+        A power of two: modulo that, slots start where their entries of `X` do.
+    factors, slots : tuple, ndarray
+        Arrays that are filled, unless `slots` is empty.
+    work : ndarray
+        Terms of each segment.
+
+    Returns
+    -------
+    tuple of int
+        How many factors and slots there are.
+    """
+    rows, starts, a_starts, firsts, lasts = segments
+    a_indptr, a_indices, a_dense = a
+    x_indptr, x_indices, _ = x
+    c_indptr, c_indices, c_dense = c
+    entries, x_starts, slot_starts, counts = factors
+    fill = len(slots) > 0
+    of_row, at = np.full(len(x_indptr), -1, np.int64), np.empty(len(x_indptr), np.int64)
+    # Which columns a segment has may be all that tells which terms there are.
+    partial = a_dense and not c_dense
+    place = np.full(0 if c_dense or not (fill or partial) else cols, -1, np.int64)
+    factor, slot, before = np.int64(0), np.int64(0), np.int64(-1)
+    for n in order:
+        i, start, stop = rows[n], starts[n], starts[n + 1]
+        a_start, a_stop = np.int64(a_indptr[i]), np.int64(a_indptr[i + 1])
+        a_starts[n] = a_start
+        if before < 0 or alike[n] != alike[before]:
+            if partial and before >= 0:
+                for e in range(starts[before], starts[before + 1]):
+                    place[c_indices[e]] = -1
+            for e in range(start, stop if len(place) > 0 else start):
+                place[c_indices[e]] = e - start
+        else:
+            other = a_starts[before]
+            other_stop = np.int64(a_indptr[rows[before] + 1])
+            if a_dense or _equal(a_indices, a_start, a_stop, other, other_stop):
+                firsts[n], lasts[n], work[n] = firsts[before], lasts[before], work[before]
+                continue
+        row_start, row_stop = np.int64(c_indptr[i]), np.int64(c_indptr[i + 1])
+        low, high = np.int64(0), np.int64(cols)
+        if start > row_start:
+            low = start - row_start if c_dense else np.int64(c_indices[start])
+        if stop < row_stop:
+            high = stop - row_start if c_dense else np.int64(c_indices[stop])
+        firsts[n], terms = factor, np.int64(0)
+        for p in range(a_start, a_stop):
+            k = p - a_start if a_dense else np.int64(a_indices[p])
+            first, last = np.int64(x_indptr[k]), np.int64(x_indptr[k + 1])
+            if high - low < cols:
+                first = _lower_bound(x_indices, first, last, low)
+                last = _lower_bound(x_indices, first, last, high)
+            if first == last:
+                continue
+            if of_row[k] != alike[n]:
+                slot += (first - slot) & (aligned - 1)
+                of_row[k], at[k] = alike[n], slot
+                for q in range(first, last if fill else first):
+                    j = x_indices[q]
+                    slots[slot + q - first] = j - low if c_dense else place[j]
+                slot += last - first
+            q, slots_at = first, at[k] - first
+            while q < last:
+                stop_at = last
+                if partial:
+                    while q < last and place[x_indices[q]] < 0:
+                        q += 1
+                    stop_at = q
+                    while stop_at < last and place[x_indices[stop_at]] >= 0:
+                        stop_at += 1
+                if q < stop_at:
+                    if fill:
+                        entries[factor], x_starts[factor] = p - a_start, q
+                        slot_starts[factor], counts[factor] = slots_at + q, stop_at - q
+                    factor += 1
+                    terms += stop_at - q
+                q = stop_at
+        lasts[n], work[n], before = factor, terms, n
+    return factor, slot

@@ -142,6 +142,32 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
     assert not any(flags)
 
 
+@pytest.mark.parametrize("size", [4, BLAS_SIZE if SIMULATED else 12])
+@pytest.mark.parametrize("dense", [[(1, 3)], [(3, 5)], [(1, 3), (3, 5)]])
+def test_dense_operands_of_a_product_that_is_stored_sparsely(
+    cupy: Any, flags: list[int], dense: list[tuple[int, int]], size: int
+) -> None:
+    """What is known to be zero is in the operands, and has no place in the product."""
+    rng, blocks = np.random.default_rng(), np.kron(np.eye(3), np.ones((size, size)))
+    # Blocks of a diagonal, of which some are in other columns: the products have them, too.
+    masks = [np.roll(blocks, size * int(rng.integers(3)), axis=1) for _ in range(5)]
+    masks[1] = masks[1] * (rng.random(blocks.shape) < 0.7)
+    steps = [sp.csr_array(m * rng.standard_normal(m.shape)) for m in masks]
+    patterns = [Pattern(step.indptr, step.indices, step.shape) for step in steps]
+    levels = [
+        ("pairs", [[(1, 2, 3)], [(3, 4, 5)]]),
+        ("all", [[(1, 3, 5)]]),
+        ("gradients", [[(0, 1, 2)], [(0, 1, 3)], [(0, 1, 5)]]),
+        ("the last", [[(0, 3, 4)]]),
+    ]
+    schedule = Schedule.from_levels(5, levels)
+    plan = ScanPlan(PlanSpec(patterns, schedule, dense=frozenset(dense)))
+    grad = rng.standard_normal(3 * size)
+    found = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
+    assert_within(to_host(found), sequential(grad, steps), np.float64)
+    assert not any(flags)
+
+
 def test_empty_rows_of_a_product_that_is_stored_densely(cupy: Any, flags: list[int]) -> None:
     rng = np.random.default_rng()
     sparse = sp.csr_array(rng.standard_normal((5, 5)) * (np.arange(5) % 2)[:, None])
@@ -451,6 +477,30 @@ def test_the_second_run_is_one_graph(cupy: Any, launches: Any) -> None:
     assert [launch for launch in second if not launch.captured] == third
     assert [launch.kernel for launch in third] == ["graph"]
     assert fake_cupy.state.waits == 0
+
+
+@simulated
+def test_calls_of_cublas_are_between_graphs(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any
+) -> None:
+    """No stream captures them; what comes before, between and after them is a graph each."""
+    rng, called = np.random.default_rng(), []
+    multiply = cupy.matmul
+    monkeypatch.setattr(cupy, "matmul", lambda *a, out: called.append(a) or multiply(*a, out=out))
+    steps = rng.standard_normal((8, 2, BLAS_SIZE, BLAS_SIZE)) / np.sqrt(BLAS_SIZE)
+    plan = sparsescan.plan(cupy.asarray(steps), schedule=Schedule.blelloch(8))
+    counts = []
+    for run in range(3):
+        launches.clear(), called.clear()
+        grad, values = rng.standard_normal((2, BLAS_SIZE)), steps * 0.5**run
+        found = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(values))
+        assert_within(to_host(found), sequential(grad, values), np.float64)
+        counts.append(([launch.kernel for launch in launches if not launch.captured], len(called)))
+    (first, products), *others = counts
+    assert "graph" not in first
+    # The up-sweep has levels of three products and of one; the down-sweep has vectors only.
+    assert products == 4
+    assert others == [(["graph"] * 3, products)] * 2
 
 
 @simulated

@@ -118,7 +118,7 @@ def test_a_level_is_one_launch_as_long_as_its_longest_run() -> None:
 
 
 def test_large_dense_products_are_those_of_cublas() -> None:
-    """Without a graph: of the launches before and after it, and its own."""
+    """Between two graphs: the call of each, and the start of the second."""
     gpu = replace(BUILT_IN, launch=0, plain=1e9, blocks=1e9)
     pattern = Pattern.dense((256, 256))
     levels = [
@@ -128,7 +128,7 @@ def test_large_dense_products_are_those_of_cublas() -> None:
     ]
     schedule = Schedule.from_levels(4, levels)
     _, times = GpuModel(gpu, F4, 1).level_times(Program([pattern] * 4, schedule))
-    assert times[0] == 3e9
+    assert times[0] == 2e9
     slow = replace(gpu, plain=0, matmul={"float32": 1.0})
     _, times = GpuModel(slow, F4, 10).level_times(Program([pattern] * 4, schedule))
     assert times[0] == pytest.approx(10 * 256**3, rel=0.01)

@@ -1,4 +1,5 @@
-"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
+"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it,
+and how many divisions of 64 bits are in it, each of which is a hundred instructions.
 
 ``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
 Numba compiles with the suffix ``a``, for that very one.
@@ -6,6 +7,7 @@ Numba compiles with the suffix ``a``, for that very one.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types as python
@@ -94,7 +96,9 @@ def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
             architecture = f"-arch=sm_{digits}"
             command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            print(f"KERNEL {name} for {capability}:", done.stderr.replace("\n", " "), flush=True)
+            divisions = len(re.findall(rb"\b(?:div|rem)\.[su]64\b", ptx))
+            about = f"{divisions} divisions of 64 bits", done.stderr.replace("\n", " ")
+            print(f"KERNEL {name} for {capability}:", *about, flush=True)
 
 
 if __name__ == "__main__":

@@ -1036,7 +1036,9 @@ _SAME = "bool_ float32 float64 inf int32 int64 intp nan newaxis pi result_type"
 
 
 def _matmul(x1: np.ndarray, x2: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """CuPy 13 takes no `out` of another shape than that of the product."""
+    """CuPy 13 takes no `out` of another shape than that of the product; and captures no cuBLAS."""
+    if _current_stream().ptr in state.captures:
+        raise NotImplementedError("calling cuBLAS while the stream captures")
     if out is not None:
         shape = np.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         if out.shape != (*shape, x1.shape[-2], x2.shape[-1]):

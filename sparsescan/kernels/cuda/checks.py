@@ -59,11 +59,14 @@ def check_kernel(dtype: np.dtype[Any]) -> Any:
         bad = False
         if first == 0:
             bad = load(indptr, 0, zero) != 0 or load(indptr, rows, zero) != nnz
-        for row in range(first, rows, step):
+        row = p = first
+        while row < rows:
             bad |= load(indptr, row + 1, zero) < load(indptr, row, zero)
-        for p in range(first, nnz, step):
+            row += step
+        while p < nnz:
             column = load(indices, p, zero)
             bad |= column < 0 or column >= cols
+            p += step
         if bad:
             atomic_max(fault, 0, one)
 

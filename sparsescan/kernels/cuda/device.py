@@ -35,6 +35,7 @@ if SIMULATED:
         np.float64: ctypes.c_double,
         np.int32: ctypes.c_int32,
         np.int64: ctypes.c_int64,
+        np.uint16: ctypes.c_uint16,
     }
     _lock = threading.Lock()
 

@@ -8,8 +8,9 @@ finish: it is rare, and no launch is spent on it. A value that is not finite rai
 which a last launch lets the linear scan decide what it reaches.
 
 Rows of unequal length are balanced by *tiles* (Greathouse and Daga, SC 2014, CSR-Adaptive): rows
-with about as many entries in all as a block has room for, or one long row. A row of a product is
-added up in shared memory, a column a place, one row of the other operand after the other: so no sum
+with about as many entries in all as a block has room for, or one long row. A row of a sparse
+product is added up in shared memory by a warp or some of its lanes, one row of the other operand
+after the other, in places that were worked out once (:mod:`sparsescan.symbolic.terms`): so no sum
 depends on timing, and no float is added atomically.
 
 A kernel gets addresses and sizes only: see :mod:`sparsescan.kernels.cuda.tables`.
@@ -28,14 +29,32 @@ from ..cpu.tables import Op
 from .device import load
 from .matvec import STAGE, vector_operation
 from .nodes import WORD, Shared, dtypes_of
-from .products import product
+from .products import WARP, product
 from .tables import Node, Plan, Run, Unit
 
-__all__ = ["STAGE", "THREADS", "LevelKernels", "level_kernels"]
+__all__ = [
+    "STAGE",
+    "THREADS",
+    "WARP",
+    "LevelKernels",
+    "level_kernels",
+    "longest_segment",
+    "segments_at_once",
+]
 
-# Threads of a block at most, and bytes of columns that a row is added up in.
-# Small in the simulator, so that small matrices have several tiles.
-THREADS, _TILE_BYTES = (8, 32) if SIMULATED else (256, 16384)
+# Threads of a block at most; bytes of a segment of a row, and of all segments that a block adds up
+# at once. Small in the simulator, so that small rows have several segments.
+THREADS, _SEGMENT, _POOL = (8, 32, 128) if SIMULATED else (256, 8192, 32768)
+
+
+def longest_segment(dtype: np.dtype[Any]) -> int:
+    """Return how many values of a row of a product a group of threads adds up at once, at most."""
+    return _SEGMENT // dtype.itemsize
+
+
+def segments_at_once(dtype: np.dtype[Any], longest: int) -> int:
+    """Return how many segments of so many values a block has room for."""
+    return _POOL // (dtype.itemsize * longest)
 
 
 class LevelKernels(NamedTuple):
@@ -56,12 +75,19 @@ class LevelKernels(NamedTuple):
     level: Any
 
 
+@cuda.jit(device=True)
+def unit_and_sample(batch):
+    """Return which unit this block works on, and for which sample."""
+    number = np.uint32(cuda.blockIdx.x) // np.uint32(batch)
+    return int64(number), int64(np.uint32(cuda.blockIdx.x) - number * np.uint32(batch))
+
+
 @cache
 def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKernels:
     """Return the kernels for values of `dtype` and index arrays of `index_dtype`."""
     kind, index_kind = from_dtype(dtype), from_dtype(index_dtype)
-    t = dtypes_of(dtype, index_dtype, _TILE_BYTES)
-    tile_size = t.tile_size
+    t = dtypes_of(dtype, index_dtype)
+    pool = _POOL // dtype.itemsize
 
     @cuda.jit
     def vectors(run, plan, units, batch, guarded):
@@ -70,40 +96,44 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         stage = cuda.shared.array(STAGE, kind)
         partial = cuda.shared.array(THREADS, kind)
         tops = cuda.shared.array(THREADS, int32)
-        shared = Shared(stage, partial, tops, None, None, None)
-        number, sample = int64(cuda.blockIdx.x) // batch, int64(cuda.blockIdx.x) % batch
+        shared = Shared(stage, partial, tops, None, None, None, None)
+        number, sample = unit_and_sample(batch)
         unit = units + number * Unit.WIDTH * 8
         ops = load(plan, Plan.OPS, WORD)
-        block, blocks = load(unit, Unit.BLOCK, WORD), load(unit, Unit.BLOCKS, WORD)
+        start, stop = load(unit, Unit.START, WORD), load(unit, Unit.STOP, WORD)
         for i in range(load(unit, Unit.FIRST, WORD), load(unit, Unit.LAST, WORD)):
             op = ops + i * Op.WIDTH * 8
-            vector_operation(t, run, plan, op, int64(0), sample, block, blocks, shared)
+            vector_operation(t, run, plan, op, int64(0), sample, start, stop, shared)
             cuda.syncthreads()
 
     @cuda.jit
     def level(run, plan, units, batch, guarded):
         # Shared memory is given to functions: Numba cannot link one that has its own twice.
-        columns = cuda.shared.array(tile_size, kind)
+        columns = cuda.shared.array(pool, kind)
         partial = cuda.shared.array(THREADS, kind)
         tops = cuda.shared.array(THREADS, int32)
         factor = cuda.shared.array(THREADS, kind)
         starts = cuda.shared.array(THREADS, index_kind)
-        stops = cuda.shared.array(THREADS, index_kind)
-        shared = Shared(columns, partial, tops, factor, starts, stops)
-        number, sample = int64(cuda.blockIdx.x) // batch, int64(cuda.blockIdx.x) % batch
+        slot_starts = cuda.shared.array(THREADS, index_kind)
+        counts = cuda.shared.array(THREADS, int32)
+        shared = Shared(columns, partial, tops, factor, starts, slot_starts, counts)
+        number, sample = unit_and_sample(batch)
         unit = units + number * Unit.WIDTH * 8
         ops = load(plan, Plan.OPS, WORD)
         block, blocks = load(unit, Unit.BLOCK, WORD), load(unit, Unit.BLOCKS, WORD)
+        start, stop = load(unit, Unit.START, WORD), load(unit, Unit.STOP, WORD)
         part, mode = load(unit, Unit.PART, WORD), load(unit, Unit.MODE, WORD)
         for i in range(load(unit, Unit.FIRST, WORD), load(unit, Unit.LAST, WORD)):
             op = ops + i * Op.WIDTH * 8
             if load(op, Op.VECTOR, WORD) != 0:
-                vector_operation(t, run, plan, op, part, sample, block, blocks, shared)
+                vector_operation(t, run, plan, op, part, sample, start, stop, shared)
             else:
                 out = load(op, Op.OUT, WORD) * Node.WIDTH * 8
                 node = load(plan, Plan.NODES, WORD) + out
                 if sample == 0 or load(node, Node.BATCHED, WORD) != 0:
-                    product(t, run, plan, op, part, sample, block, blocks, mode, shared)
+                    product(
+                        t, run, plan, op, part, sample, block, blocks, start, stop, mode, shared
+                    )
             cuda.syncthreads()
 
     return LevelKernels(vectors, level)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from numba import int64
+from numba import int32, int64
 
 from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import Kind, Op
@@ -12,9 +12,10 @@ from .device import exponent_of, load, scale, store
 from .nodes import (
     INT,
     WORD,
-    column,
     gradient_at,
+    index_at,
     local_of,
+    matrix_at,
     raise_flag,
     row_start,
     scaled_by,
@@ -22,6 +23,7 @@ from .nodes import (
 )
 from .scaling import NONE
 from .tables import Node, Plan
+from .vectors import block_size, get, put, thread_index
 
 __all__ = ["STAGE", "finish", "matvec", "vector_operation"]
 
@@ -69,83 +71,93 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
     exponents. All threads of the block take part.
     """
     stage, partial, tops = shared.columns, shared.partial, shared.tops
-    me, threads = int64(cuda.threadIdx.x), int64(cuda.blockDim.x)
-    tiles = load(node, Node.TILES, WORD)
-    diagonal = load(node, Node.KIND, WORD) == Kind.DIAGONAL
-    dense = load(node, Node.KIND, WORD) == Kind.DENSE
+    me, threads = thread_index(), block_size()
+    tiles, matrix = load(node, Node.TILES, WORD), matrix_at(node)
+    dense = matrix.kind == Kind.DENSE
     for tile in range(first_tile, last_tile):
         first, last = load(tiles, tile, WORD), load(tiles, tile + 1, WORD)
-        if diagonal:
-            for i in range(first + me, last, threads):
+        if matrix.kind == Kind.DIAGONAL:
+            i = first + me
+            while i < last:
                 if e != 0:
                     top = power(t, run, m, e, x, i, i)
                     total = scale(term(t, m, e, x, i, i, top), top)
                 else:
                     total = load(m, i, t.zero) * load(x, i, t.zero)
                 finish(t, run, i, total, y, local, checked)
+                i += threads
             continue
         # Each row gets as many lanes as there are threads for, and at least one.
-        lanes = int64(1)
+        lanes, shift = int64(1), 0
         while 2 * lanes * (last - first) <= threads:
             lanes *= 2
-        lane = me % lanes
-        begin, end = row_start(t, node, first), row_start(t, node, last)
+            shift += 1
+        lane = me & (lanes - 1)
+        begin, end = row_start(t, matrix, first), row_start(t, matrix, last)
         staged = e == 0 and not dense and end - begin <= STAGE
         if staged:
             # Neighbouring threads read neighbouring entries, whatever the lengths of the rows.
-            for p in range(begin + me, end, threads):
-                stage[p - begin] = load(m, p, t.zero) * load(x, column(t, node, p), t.zero)
+            p = begin + me
+            while p < end:
+                j = index_at(t, matrix, p)
+                put(stage, p - begin, load(m, p, t.zero) * load(x, j, t.zero))
+                p += threads
             cuda.syncthreads()
-        for group in range(first, last, threads // lanes):
-            i = group + me // lanes
+        group = first
+        while group < last:
+            i = group + (me >> shift)
             start = stop = int64(0)
             if i < last:
-                start, stop = row_start(t, node, i), row_start(t, node, i + 1)
-            total, top = t.zero, int64(NONE)
+                start, stop = row_start(t, matrix, i), row_start(t, matrix, i + 1)
+            total, top, p = t.zero, int64(NONE), start + lane
             if e != 0:
-                for p in range(start + lane, stop, lanes):
-                    top = max(top, power(t, run, m, e, x, p, column(t, node, p)))
-                tops[me] = top
+                while p < stop:
+                    j = p - start if dense else index_at(t, matrix, p)
+                    top = max(top, power(t, run, m, e, x, p, j))
+                    p += lanes
+                put(tops, me, int32(top))
                 cuda.syncthreads()
-                half = lanes // 2
+                half = lanes >> 1
                 while half > 0:
                     if lane < half:
-                        tops[me] = max(tops[me], tops[me + half])
+                        put(tops, me, max(get(tops, me), get(tops, me + half)))
                     cuda.syncthreads()
-                    half //= 2
-                top = int64(tops[me - lane])
-                for p in range(start + lane, stop, lanes):
-                    total += term(t, m, e, x, p, column(t, node, p), top)
+                    half >>= 1
+                top, p = int64(get(tops, me - lane)), start + lane
+                while p < stop:
+                    j = p - start if dense else index_at(t, matrix, p)
+                    total += term(t, m, e, x, p, j, top)
+                    p += lanes
             elif staged:
-                for p in range(start + lane, stop, lanes):
-                    total += stage[p - begin]
-            elif dense:
-                for j in range(lane, stop - start, lanes):
-                    total += load(m, start + j, t.zero) * load(x, j, t.zero)
+                while p < stop:
+                    total += get(stage, p - begin)
+                    p += lanes
             else:
-                for p in range(start + lane, stop, lanes):
-                    total += load(m, p, t.zero) * load(x, column(t, node, p), t.zero)
-            partial[me] = total
+                while p < stop:
+                    j = p - start if dense else index_at(t, matrix, p)
+                    total += load(m, p, t.zero) * load(x, j, t.zero)
+                    p += lanes
+            put(partial, me, total)
             cuda.syncthreads()
-            half = lanes // 2
+            half = lanes >> 1
             while half > 0:
                 if lane < half:
-                    partial[me] += partial[me + half]
+                    put(partial, me, get(partial, me) + get(partial, me + half))
                 cuda.syncthreads()
-                half //= 2
+                half >>= 1
             if lane == 0 and i < last:
-                total = partial[me]
+                total = get(partial, me)
                 if total != 0 and e != 0:
                     total = scale(total, top)
                 finish(t, run, i, total, y, local, checked)
-            cuda.syncthreads()
+            # No other thread reads that place, and all pass a barrier before they use others.
+            group += threads >> shift
 
 
 @cuda.jit(device=True)
-def vector_operation(t, run, plan, op, part, sample, block, blocks, shared):
-    """Make a part of the rows of one gradient."""
+def vector_operation(t, run, plan, op, part, sample, start, stop, shared):
+    """Make the tiles of one gradient from `start` on, and before `stop`."""
     node = load(plan, Plan.NODES, WORD) + load(op, Op.RIGHT, WORD) * Node.WIDTH * 8
-    count = load(node, Node.TILE_COUNT, WORD)
     matvec(
         t,
         run,
@@ -155,8 +167,8 @@ def vector_operation(t, run, plan, op, part, sample, block, blocks, shared):
         gradient_at(t, run, plan, load(op, Op.LEFT, WORD), sample),
         gradient_at(t, run, plan, load(op, Op.OUT, WORD), sample),
         local_of(t, run, plan, node, part, sample),
-        count * block // blocks,
-        count * (block + 1) // blocks,
+        start,
+        min(stop, load(node, Node.TILE_COUNT, WORD)),
         int64(1),
         shared,
     )

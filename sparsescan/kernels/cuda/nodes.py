@@ -13,18 +13,21 @@ from .device import load, store
 from .tables import Node, Plan, Run, jacobian_at, local_at
 
 __all__ = [
+    "HALF",
     "INT",
     "WORD",
     "Dtypes",
+    "Matrix",
     "Shared",
-    "balanced_row",
     "column",
     "dtypes_of",
     "entry_of",
     "exponents_of",
     "gradient_at",
+    "index_at",
     "local_of",
     "lower_bound",
+    "matrix_at",
     "raise_flag",
     "row_of",
     "row_start",
@@ -33,7 +36,7 @@ __all__ = [
 ]
 
 # Zeros whose types select what is loaded.
-WORD, INT = np.int64(0), np.int32(0)
+WORD, INT, HALF = np.int64(0), np.int32(0), np.uint16(0)
 
 
 class Dtypes(NamedTuple):
@@ -45,8 +48,6 @@ class Dtypes(NamedTuple):
         Zeros of the dtypes of values and of index arrays, which select what is loaded.
     itemsize : int
         Bytes of a value.
-    tile_size : int
-        Columns that a row is added up in at a time.
     low, high : scalar
         The ends of the band, powers of two.
     high_exponent, low_exponent, target, normal, negligible : int
@@ -56,7 +57,6 @@ class Dtypes(NamedTuple):
     zero: Any
     no_index: Any
     itemsize: int
-    tile_size: int
     low: Any
     high: Any
     high_exponent: int
@@ -66,12 +66,12 @@ class Dtypes(NamedTuple):
     negligible: int
 
 
-def dtypes_of(dtype: np.dtype[Any], index_dtype: np.dtype[Any], tile_bytes: int) -> Dtypes:
+def dtypes_of(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> Dtypes:
     """Return what depends on the dtypes of values and of index arrays."""
     high, low, *others = (int(number) for number in BAND[dtype][3:])
     ends = dtype.type(2.0**low), dtype.type(2.0**high)
     zeros = dtype.type(0), index_dtype.type(0)
-    return Dtypes(*zeros, dtype.itemsize, tile_bytes // dtype.itemsize, *ends, high, low, *others)
+    return Dtypes(*zeros, dtype.itemsize, *ends, high, low, *others)
 
 
 class Shared(NamedTuple):
@@ -80,11 +80,12 @@ class Shared(NamedTuple):
     Attributes
     ----------
     columns : array
-        Columns of a row that is added up, or terms of the rows of a tile; as many as those have.
+        Segments of rows that are added up, or terms of the rows of a tile; as many as those have.
     partial, tops : array
         Sums of values, and largest exponents.
-    factor, starts, stops : array
-        Entries of a row, and where the rows begin and end that they are multiplied by.
+    factor, starts, slot_starts, counts : array
+        Factors of a segment: entries of a row, where the entries begin that they are multiplied by,
+        and the slots of those, and how many there are.
     """
 
     columns: Any
@@ -92,36 +93,65 @@ class Shared(NamedTuple):
     tops: Any
     factor: Any
     starts: Any
-    stops: Any
+    slot_starts: Any
+    counts: Any
+
+
+class Matrix(NamedTuple):
+    """Columns of the node table that loops read, loaded once: no store can change them."""
+
+    kind: Any
+    rows: Any
+    cols: Any
+    nnz: Any
+    indptr: Any
+    indices: Any
 
 
 @cuda.jit(device=True)
-def row_start(t, node, i):
+def matrix_at(node):
+    """Return the matrix of a node."""
+    return Matrix(
+        load(node, Node.KIND, WORD),
+        load(node, Node.ROWS, WORD),
+        load(node, Node.COLS, WORD),
+        load(node, Node.NNZ, WORD),
+        load(node, Node.INDPTR, WORD),
+        load(node, Node.INDICES, WORD),
+    )
+
+
+@cuda.jit(device=True)
+def row_start(t, matrix, i):
     """Return the first entry of row `i`."""
-    kind = load(node, Node.KIND, WORD)
-    if kind == Kind.DENSE:
-        return i * load(node, Node.COLS, WORD)
-    if kind == Kind.DIAGONAL:
+    if matrix.kind == Kind.DENSE:
+        return i * matrix.cols
+    if matrix.kind == Kind.DIAGONAL:
         return i
-    return int64(load(load(node, Node.INDPTR, WORD), i, t.no_index))
+    return int64(load(matrix.indptr, i, t.no_index))
 
 
 @cuda.jit(device=True)
-def column(t, node, p):
+def column(t, matrix, p):
     """Return the column of entry `p`."""
-    kind = load(node, Node.KIND, WORD)
-    if kind == Kind.DENSE:
-        return p % load(node, Node.COLS, WORD)
-    if kind == Kind.DIAGONAL:
+    if matrix.kind == Kind.DENSE:
+        return p % matrix.cols
+    if matrix.kind == Kind.DIAGONAL:
         return p
-    return int64(load(load(node, Node.INDICES, WORD), p, t.no_index))
+    return index_at(t, matrix, p)
+
+
+@cuda.jit(device=True)
+def index_at(t, matrix, p):
+    """Return the column of entry `p` of a matrix that is neither dense nor diagonal."""
+    return int64(load(matrix.indices, p, t.no_index))
 
 
 @cuda.jit(device=True)
 def lower_bound(t, array, first, last, value):
     """Return where `value` would stand among sorted indices ``array[first:last]``."""
     while first < last:
-        middle = (first + last) // 2
+        middle = (first + last) >> 1
         if int64(load(array, middle, t.no_index)) < value:
             first = middle + 1
         else:
@@ -130,15 +160,13 @@ def lower_bound(t, array, first, last, value):
 
 
 @cuda.jit(device=True)
-def row_of(t, node, p):
+def row_of(t, matrix, p):
     """Return the row of entry `p`."""
-    kind = load(node, Node.KIND, WORD)
-    if kind == Kind.DENSE:
-        return p // load(node, Node.COLS, WORD)
-    if kind == Kind.DIAGONAL:
+    if matrix.kind == Kind.DENSE:
+        return p // matrix.cols
+    if matrix.kind == Kind.DIAGONAL:
         return p
-    rows = load(node, Node.ROWS, WORD)
-    return lower_bound(t, load(node, Node.INDPTR, WORD), int64(0), rows + 1, p + 1) - 1
+    return lower_bound(t, matrix.indptr, int64(0), matrix.rows + 1, p + 1) - 1
 
 
 @cuda.jit(device=True)
@@ -205,28 +233,14 @@ def raise_flag(run):
 
 
 @cuda.jit(device=True)
-def entry_of(t, node, k, j):
-    """Return the place of entry ``(k, j)`` of a node, or -1."""
-    start, stop = row_start(t, node, k), row_start(t, node, k + 1)
-    kind = load(node, Node.KIND, WORD)
-    if kind == Kind.DENSE:
+def entry_of(t, matrix, k, j):
+    """Return the place of entry ``(k, j)`` of a matrix, or -1."""
+    start, stop = row_start(t, matrix, k), row_start(t, matrix, k + 1)
+    if matrix.kind == Kind.DENSE:
         return start + j
-    if kind == Kind.DIAGONAL:
+    if matrix.kind == Kind.DIAGONAL:
         return start if k == j else int64(-1)
-    indices = load(node, Node.INDICES, WORD)
-    p = lower_bound(t, indices, start, stop, j)
-    if p < stop and int64(load(indices, p, t.no_index)) == j:
+    p = lower_bound(t, matrix.indices, start, stop, j)
+    if p < stop and int64(load(matrix.indices, p, t.no_index)) == j:
         return p
     return int64(-1)
-
-
-@cuda.jit(device=True)
-def balanced_row(t, node, block, blocks):
-    """Return the first row of one of `blocks` parts that have about as many entries each."""
-    rows = load(node, Node.ROWS, WORD)
-    if block == blocks:
-        return rows
-    if load(node, Node.KIND, WORD) != Kind.CSR:
-        return rows * block // blocks
-    wanted = load(node, Node.NNZ, WORD) * block // blocks
-    return lower_bound(t, load(node, Node.INDPTR, WORD), int64(0), rows, wanted)

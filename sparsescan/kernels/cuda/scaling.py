@@ -11,6 +11,7 @@ from ..cpu.tables import Store
 from .device import atomic_max, exponent_of, load, scale, store
 from .nodes import INT, WORD, column, raise_flag, scaled_by
 from .tables import Node
+from .vectors import block_size, thread_index
 
 __all__ = [
     "ALL",
@@ -55,69 +56,85 @@ def check_bits(t, run, exponent, by):
 
 
 @cuda.jit(device=True)
-def normalise(t, run, node, c, e, span):
+def normalise(t, run, matrix, c, e, span):
     """Bring every column with an entry outside the band to the target, and note it in `e`.
 
     All columns by one power of two, if that will do: what a product is multiplied by then needs
     no more care. `span`, two integers of shared memory, are less than any exponent.
     """
-    me, threads = int64(cuda.threadIdx.x), int64(cuda.blockDim.x)
-    nnz, cols = load(node, Node.NNZ, WORD), load(node, Node.COLS, WORD)
-    # After the exponents and their flag: the largest exponent of each column, and minus the
-    # smallest.
-    highs, lows = e + 4 * (cols + 1), e + 4 * (2 * cols + 1)
-    for j in range(me, cols, threads):
-        store(highs, j, int32(NONE), INT)
-        store(lows, j, int32(NONE), INT)
-    cuda.syncthreads()
-    for p in range(me, nnz, threads):
+    me, threads, cols = thread_index(), block_size(), matrix.cols
+    top, bottom, p = int64(NONE), int64(NONE), me
+    while p < matrix.nnz:
         value = load(c, p, t.zero)
         if value != 0:
-            j, own = column(t, node, p), exponent_of(value)
-            atomic_max(highs, j, int32(own))
-            atomic_max(lows, j, int32(-own))
-    cuda.syncthreads()
-    for j in range(me, cols, threads):
-        cuda.atomic.max(span, 0, load(highs, j, INT))
-        cuda.atomic.max(span, 1, load(lows, j, INT))
+            own = exponent_of(value)
+            top, bottom = max(top, own), max(bottom, -own)
+        p += threads
+    if top != NONE:
+        cuda.atomic.max(span, 0, int32(top))
+        cuda.atomic.max(span, 1, int32(bottom))
     flag = load(e, cols, INT)
     cuda.syncthreads()
     top, bottom = int64(span[0]), -int64(span[1])
-    # A thread may note there that a column is wide: all read before.
-    cuda.syncthreads()
     if top == NONE:
         return
     together = flag != EACH and bottom - (top - t.target) >= t.low_exponent
-    for j in range(me, cols, threads):
-        largest, smallest = int64(load(highs, j, INT)), -int64(load(lows, j, INT))
-        shift = int64(0)
-        if together:
-            shift = top - t.target
-        elif largest != NONE and (largest > t.high_exponent or smallest < t.low_exponent):
-            shift = largest - t.target
-            if smallest - shift < t.low_exponent:
-                cuda.atomic.max(span, 0, int32(_WIDTH))
+    # After the exponents and their flag: the largest exponent of each column, then by how much it
+    # is shifted; and whether it has an entry below the band.
+    highs, below = e + 4 * (cols + 1), e + 4 * (2 * cols + 1)
+    if not together:
+        j = me
+        while j < cols:
+            store(highs, j, int32(NONE), INT)
+            store(below, j, INT, INT)
+            j += threads
+        cuda.syncthreads()
+        p = me
+        while p < matrix.nnz:
+            value = load(c, p, t.zero)
+            if value != 0:
+                j, own = column(t, matrix, p), exponent_of(value)
+                atomic_max(highs, j, int32(own))
+                if own < t.low_exponent:
+                    atomic_max(below, j, int32(1))
+            p += threads
+        cuda.syncthreads()
+    j = me
+    while j < cols:
+        shift = top - t.target
+        if not together:
+            largest, shift = int64(load(highs, j, INT)), int64(0)
+            if largest > t.high_exponent or load(below, j, INT) != 0:
+                shift = largest - t.target
+            store(highs, j, int32(shift), INT)
         store(e, j, int32(load(e, j, INT) + shift), INT)
-        store(highs, j, int32(shift), INT)
+        j += threads
+    cuda.syncthreads()
+    p, wide = me, False
+    while p < matrix.nnz:
+        j, value = column(t, matrix, p), load(c, p, t.zero)
+        shift = top - t.target if together else int64(load(highs, j, INT))
+        if shift != 0 and value != 0:
+            by, own = int64(load(e, j, INT)), exponent_of(value)
+            wide |= own - shift < t.low_exponent
+            check_bits(t, run, own + by - shift, by)
+            store(c, p, scale(value, -shift), t.zero)
+        p += threads
+    if wide:
+        cuda.atomic.max(span, 0, int32(_WIDTH))
     cuda.syncthreads()
     if me == 0:
         flag = ALL if together else EACH
         store(e, cols, int32(_WIDE if span[0] == _WIDTH else flag), INT)
-    for p in range(me, nnz, threads):
-        j = column(t, node, p)
-        shift, value = int64(load(highs, j, INT)), load(c, p, t.zero)
-        if shift != 0 and value != 0:
-            by = int64(load(e, j, INT))
-            check_bits(t, run, exponent_of(value) + by - shift, by)
-            store(c, p, scale(value, -shift), t.zero)
 
 
 @cuda.jit(device=True)
-def range_in(t, values, first, last):
-    """Return how the range of what this thread reads of ``values[first:last]`` is."""
+def range_in(t, values, first, last, step):
+    """Return how the range of every `step`-th of ``values[first:last]`` is."""
     worst = IN_BAND
-    for p in range(first + cuda.threadIdx.x, last, cuda.blockDim.x):
-        worst = max(worst, range_of(t, load(values, p, t.zero)))
+    while first < last:
+        worst = max(worst, range_of(t, load(values, first, t.zero)))
+        first += step
     return worst
 
 
@@ -134,5 +151,6 @@ def operand_in(t, plan, node, values, part, sample, block, blocks, later):
             return IN_BAND
         flag = load(e, load(node, Node.COLS, WORD), INT)
         return OUT_OF_BAND if flag == _WIDE or (later and flag == EACH) else IN_BAND
-    nnz = load(node, Node.NNZ, WORD)
-    return range_in(t, values, nnz * block // blocks, nnz * (block + 1) // blocks)
+    threads = block_size()
+    own = block * threads + thread_index()
+    return range_in(t, values, own, load(node, Node.NNZ, WORD), blocks * threads)

@@ -13,9 +13,12 @@ import numpy as np
 from ...arrays.cuda import cuda
 from .device import load
 
-__all__ = ["Mode", "Node", "Plan", "Run", "Unit", "jacobian_at", "local_at"]
+__all__ = ["EVERY", "Mode", "Node", "Plan", "Run", "Terms", "Unit", "jacobian_at", "local_at"]
 
 _WORD = np.int64(0)
+
+# The end of a unit that does all rows of each operation.
+EVERY = np.iinfo(np.int64).max
 
 
 class _Run(NamedTuple):
@@ -90,25 +93,57 @@ class _Node(NamedTuple):
     LOCAL_STEP: int = 15
     # int32, three a sample, zero between runs
     STATE: int = 16
-    WIDTH: int = 17
+    # address of the terms of a sparse product
+    TERMS: int = 17
+    WIDTH: int = 18
 
 
 Node = _Node()
 
 
-class _Unit(NamedTuple):
-    """Columns of the unit table: operations, which `BLOCK` of `BLOCKS` parts of their rows.
+class _Terms(NamedTuple):
+    """Slots of the table of a sparse product's terms, :class:`~sparsescan.symbolic.terms.Terms`."""
 
-    `PART` numbers the units of a level that use scratch.
+    # Segments; 2^SHIFT threads make one; at most GROUPS of them at once, in LONGEST values each.
+    SEGMENTS: int = 0
+    SHIFT: int = 1
+    GROUPS: int = 2
+    LONGEST: int = 3
+    # Values of which threads read an aligned group first, less one: 0 where rows are short.
+    ALIGNED: int = 4
+    # Addresses of the arrays.
+    A_STARTS: int = 5
+    FIRSTS: int = 6
+    LASTS: int = 7
+    STARTS: int = 8
+    ENTRIES: int = 9
+    X_STARTS: int = 10
+    SLOT_STARTS: int = 11
+    COUNTS: int = 12
+    SLOTS: int = 13
+    WIDTH: int = 14
+
+
+Terms = _Terms()
+
+
+class _Unit(NamedTuple):
+    """Columns of the unit table: operations, and which `BLOCK` of `BLOCKS` parts of them.
+
+    From `START` on, and before `STOP`, are the tiles of a matrix that is applied to a vector, the
+    segments of a sparse product, or the rows of another one. `PART` numbers the units of a level
+    that use scratch.
     """
 
     FIRST: int = 0
     LAST: int = 1
     BLOCK: int = 2
     BLOCKS: int = 3
-    PART: int = 4
-    MODE: int = 5
-    WIDTH: int = 6
+    START: int = 4
+    STOP: int = 5
+    PART: int = 6
+    MODE: int = 7
+    WIDTH: int = 8
 
 
 Unit = _Unit()

@@ -15,8 +15,10 @@ from ...arrays.cuda import SIMULATED, cuda
 from .device import intrinsic, load
 
 __all__ = [
+    "any_of",
     "barrier",
     "block_index",
+    "block_size",
     "exchange",
     "exponent_field",
     "get",
@@ -24,6 +26,7 @@ __all__ = [
     "load_vector",
     "power_of_two",
     "put",
+    "quotient",
     "read_vector",
     "thread_index",
     "vote",
@@ -222,6 +225,14 @@ def vote(predicate, warp):
 
 
 @cuda.jit(device=True)
+def any_of(predicate):
+    """Return whether the predicate holds for any thread of the warp, which orders no memory."""
+    if SIMULATED:
+        return cuda.syncthreads_or(np.int32(predicate)) != 0
+    return cuda.any_sync(0xFFFFFFFF, predicate)
+
+
+@cuda.jit(device=True)
 def exchange(value, distance, thread, scratch):
     """Return the value of the thread of the warp whose number differs in the bit `distance`.
 
@@ -247,3 +258,16 @@ def thread_index():
 def block_index():
     """Return the number of the block, for the compiler never negative."""
     return np.int64(np.uint32(cuda.blockIdx.x))
+
+
+@cuda.jit(device=True)
+def block_size():
+    """Return the number of threads of a block, for the compiler never negative."""
+    return np.int64(np.uint32(cuda.blockDim.x))
+
+
+@cuda.jit(device=True)
+def quotient(a, b):
+    """Return ``a // b`` and ``a % b`` of a number below 2^16 and a positive one, in 32 bits."""
+    divisor = np.uint32(min(b, np.int64(1 << 16)))
+    return np.int64(np.uint32(a) // divisor), np.int64(np.uint32(a) % divisor)

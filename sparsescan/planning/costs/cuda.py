@@ -31,6 +31,12 @@ _DENSE, _CSR, _SHARED_CSR, _SHARED_DENSE = map(
     FAMILIES.index, ("dense·x", "csr·x", "shared csr·x", "shared dense·x")
 )
 _DENSE_PRODUCT = FAMILIES.index("dense·dense")
+# Products whose terms are laid out beforehand, in two bytes each.
+_SPARSE_PRODUCTS = tuple(map(FAMILIES.index, ("dense·csr", "csr·csr", "csr·csr, dense")))
+_TERM = 2
+# The kernel of products takes up to 128 registers, that of vectors up to 64: of blocks of the same
+# size half as many fit beside each other.
+_FEWER = 2
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,12 @@ class Gpu:
     matmul : dict of str to float
         For each dtype nanoseconds of a multiply-add by cuBLAS.
     blocks : float
-        Blocks that work at once.
+        Blocks of matrix-vector products that work at once; of products half as many do.
     run : float
         Nanoseconds of a run beside its launches.
     launch, plain : float
-        Nanoseconds of a launch in a graph beside its work; and from one launch to the next outside
-        of graphs, with its work where that takes no longer.
+        Nanoseconds of a launch in a graph beside its work; and from one call of cuBLAS, or start of
+        a graph, to the next, with its work where that takes no longer.
     cache : float
         Bytes beyond which values come from memory.
     bandwidth : float
@@ -131,10 +137,11 @@ class _Work(NamedTuple):
     each: NDArray[np.float64]  # of every block
     samples: NDArray[np.float64]
     matmul: NDArray[np.float64]  # of cuBLAS, for all samples
+    at_once: NDArray[np.float64]  # blocks
 
     def in_blocks(self, blocks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the time of all blocks together, if each operation is divided among so many."""
-        return (self.divided + blocks * self.each) * self.samples
+        """Return the time of all blocks, if each operation is divided among so many."""
+        return (self.divided + blocks * self.each) * self.samples / self.at_once
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ class GpuModel:
         shares = _shares(operations)
         work = self._work(operations, shares.blas)
         longest = work.divided / shares.blocks + work.each
-        longest = np.maximum(longest, work.in_blocks(shares.blocks) / self.gpu.blocks)
+        longest = np.maximum(longest, work.in_blocks(shares.blocks))
         # Before and after cuBLAS, blocks look at the range.
         return longest + work.matmul + self.gpu.launch * np.where(shares.blas, 3, shares.large)
 
@@ -178,7 +185,7 @@ class GpuModel:
         """Return the time of all blocks of each, divided by those that work at once."""
         shares = _shares(operations)
         work = self._work(operations, shares.blas)
-        return work.in_blocks(shares.blocks) / self.gpu.blocks + work.matmul
+        return work.in_blocks(shares.blocks) + work.matmul
 
     def level_times(self, program: Program) -> tuple[float, list[float]]:
         """Return the times of a launch for each level, or for each large operation."""
@@ -188,14 +195,13 @@ class GpuModel:
         operations = Operations.of(program, self.dtype.itemsize, self.batch, self.differs)
         shares = Shares.of(program)
         work = self._work(operations, shares.blas)
-        moved = operations.bytes / self.gpu.bandwidth
+        sparse = np.isin(operations.family, _SPARSE_PRODUCTS)
+        moved = (operations.bytes + _TERM * sparse * program.work) / self.gpu.bandwidth
         if operations.bytes[:-1].sum() <= self.gpu.cache:
             moved[:] = 0
-        # No graph has calls of cuBLAS.
-        plain = self.gpu.plain if shares.blas.any() else 0.0
-        times = [self._level(runs, work, shares, moved, plain) for _, runs in program.levels]
+        times = [self._level(runs, work, shares, moved) for _, runs in program.levels]
         # The linear scan in the end, which waits for a value that is not finite.
-        guard = max(self.gpu.launch, plain) if program.products else 0.0
+        guard = self.gpu.launch if program.products else 0.0
         return self.gpu.run + guard, times
 
     def _level(
@@ -204,9 +210,8 @@ class GpuModel:
         work: _Work,
         shares: Shares,
         moved: NDArray[np.float64],
-        plain: float,
     ) -> float:
-        """Return nanoseconds of a level: `moved` for memory, at least `plain` for a launch."""
+        """Return nanoseconds of a level, of which memory takes `moved`."""
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         level, starts, length = slice(first, last), runs[:, 0] - first, runs[:, 1] - runs[:, 0]
         # A launch does one large operation of each run, so that none has to wait.
@@ -219,13 +224,15 @@ class GpuModel:
             launch = np.arange(last - first) - np.repeat(starts, length)
         else:
             launch, longest = np.zeros(last - first, np.int64), np.add.reduceat(longest, starts)
-        total = np.bincount(launch, work.in_blocks(blocks)) / self.gpu.blocks
+        total = np.bincount(launch, work.in_blocks(blocks))
         times = np.maximum(total, np.bincount(launch, moved[level]))
         np.maximum.at(times, launch[: len(longest)], longest)
         calls = np.bincount(launch, shares.blas[level] & alone)
         launches = 1 + calls + (calls > 0)
         times += np.bincount(launch, work.matmul) + launches * self.gpu.launch
-        return float(np.maximum(times, launches * plain).sum())
+        # Calls of cuBLAS are between graphs, of which the next one is started after them.
+        starts = calls + (calls > 0)
+        return float(np.maximum(times, starts * self.gpu.plain).sum())
 
     def _chunked(self, program: Program, chunks: int, size: int) -> list[float]:
         """Return the times of the launches of small steps; the last two are one level."""
@@ -255,7 +262,8 @@ class GpuModel:
         macs, entries, samples = _of_a_sample(operations)
         divided = np.where(blas, 0.0, a * macs) + b * entries
         matmul = np.where(blas, self.gpu.matmul[self.dtype.name] * macs * samples, 0.0)
-        return _Work(divided, c, samples, matmul)
+        at_once = self.gpu.blocks / np.where(operations.family > _SHARED_DENSE, _FEWER, 1)
+        return _Work(divided, c, samples, matmul, at_once)
 
 
 def _of_a_sample(operations: Operations) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -296,10 +304,10 @@ _BUILT_IN = Gpu(
             [0.0, 1.5, 3000],
             [0.0, 0.8, 3000],
             [0.05, 0.5, 3000],
-            [1.5, 3.0, 3500],
+            [0.7, 0.3, 3500],
             [0.08, 1.0, 3000],
-            [1.5, 5.0, 3500],
-            [1.5, 5.0, 3500],
+            [0.7, 0.3, 3500],
+            [0.7, 0.3, 3500],
         ],
         "float64": [
             [0.7, 0.0, 1000],
@@ -310,10 +318,10 @@ _BUILT_IN = Gpu(
             [0.0, 2.0, 3000],
             [0.0, 1.0, 3000],
             [0.1, 0.7, 3000],
-            [2.0, 4.0, 3500],
+            [0.8, 0.4, 3500],
             [0.16, 1.3, 3000],
-            [2.0, 6.0, 3500],
-            [2.0, 6.0, 3500],
+            [0.8, 0.4, 3500],
+            [0.8, 0.4, 3500],
         ],
     },
     product_step={"float32": [6.1e-5, 32, 170], "float64": [1.2e-4, 45, 200]},

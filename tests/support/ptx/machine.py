@@ -375,7 +375,8 @@ def _place(m: Any, site: int, space: int, address: int, width: int) -> tuple[int
 def _load(m: Any, site: int, space: int, address: int, width: int) -> int:
     place, cell = _place(m, site, space, address, width)
     if place and cell and m[Slot.RACES]:
-        for k in range(width >> 2):
+        # Two bytes are a part of one cell.
+        for k in range((width + 3) >> 2):
             if not _touch(m, site, address, cell + k * 8 * CELL, 0):
                 return 0
     return place

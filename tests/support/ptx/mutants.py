@@ -7,6 +7,7 @@ A mutation leaves out one barrier (of a block or a warp, without a vote) or one 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,13 +125,24 @@ class Mutants:
     ----------
     kernels : dict of str to Tried
         By the name of the kernel.
+    about : str
+        What follows it, where kernels of one name differ.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: dict[str, Tried] = {}
+        self.about = ""
         monkeypatch.setattr(stand_in, "launch", self._launch)
 
     def _launch(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
+        # What is freed meanwhile, in a cycle of references, would be written to again.
+        gc.disable()
+        try:
+            self._launch_all(kernel, blocks, threads, *arguments)
+        finally:
+            gc.enable()
+
+    def _launch_all(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
         tried = self._tried(kernel, len(arguments))
         program, memory = tried.program, fake_cupy.state.memory()
         before = [ctypes.string_at(*span) for span in memory]
@@ -157,7 +169,7 @@ class Mutants:
     def _tried(self, kernel: Any, count: int) -> Tried:
         """Return the mutations of a kernel; of the first of a name, whose others are left alone."""
         own = compile_kernel(kernel, count, mutable=True)
-        known = self.kernels.setdefault(own.name, Tried(own))
+        known = self.kernels.setdefault(own.name + self.about, Tried(own))
         return known if known.program.text == own.text else Tried(compile_kernel(kernel, count))
 
     def _to_try(self, tried: Tried, different: np.ndarray[Any, Any]) -> Iterator[int]:

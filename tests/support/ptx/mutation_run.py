@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_cupy
 import numpy as np
@@ -20,7 +20,10 @@ from oracles import STRUCTURES, mask
 import sparsescan
 from sparsescan import BatchedCSR, Schedule
 from sparsescan.execution import device
+from sparsescan.jacobians import GRU, LSTM, _recurrent_device
 from sparsescan.kernels.cuda.checks import is_safe
+from sparsescan.plan.scan_plan import ScanPlan
+from sparsescan.plan.spec import PlanSpec
 from sparsescan.symbolic.pattern import of_mask
 
 from . import stand_in
@@ -30,16 +33,23 @@ __all__ = ["KERNELS", "TABLE", "run", "table_of"]
 
 TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 
-KERNELS = ("check_indices", "vectors", "level", "multiply", "carry", "sweep", "repair")
+# Kernels of whole sequences, whose weights are in registers, or read in each step.
+_HELD, _READ = " of a GRU", " of an LSTM"
+KERNELS = (
+    *("check_indices", "vectors", "level", "multiply", "carry", "sweep", "repair"),
+    *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
+)
 F4 = np.float32
 
 
 def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
-    """Return what became of all mutations of :data:`KERNELS`, for float32 and int32 indices."""
+    """Return what became of all mutations of :data:`KERNELS`, of few types of values."""
     stand_in.install(monkeypatch)
     cupy = fake_cupy.install(monkeypatch)
     mutants = Mutants(monkeypatch)
     check_index_arrays(cupy)
+    for case in odd_products():
+        case.run()
     for grad, jacobians, local in chunked_chains():
         schedule = Schedule.chunked(len(jacobians), 4)
         for added in (local, None):
@@ -47,6 +57,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
+    # Blocks of several samples, which have more lanes than those, or as many.
+    monkeypatch.setattr(_recurrent_device, "samples_of", lambda *about: 2)
+    for mutants.about, net in (
+        (_HELD, GRU(2, 40, bidirectional=True, dtype=F4, rng=0)),
+        (_READ, LSTM(2, 50, dtype=np.float64, rng=0)),
+    ):
+        train(cupy, net)
+    mutants.about = ""
     # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are.
     monkeypatch.setattr(device, "GRAIN", 64)
     monkeypatch.setattr(device, "BLAS_SIZE", 12)
@@ -55,6 +73,107 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             grad, jacobians, local_grads=local, schedule=schedule, device="cuda"
         )
     return mutants
+
+
+class Case(NamedTuple):
+    """Steps whose gradients are made by a schedule, with some products stored densely."""
+
+    masks: list[Any]
+    values: list[Any]  # of each step, of one sample or several
+    levels: list[tuple[str, Any]]
+    local: list[Any] | None = None
+    dense: tuple[tuple[int, int], ...] = ()
+
+    def run(self) -> None:
+        """Scan from a gradient of ones."""
+        patterns = [of_mask(np.asarray(each) > 0) for each in self.masks]
+        schedule = Schedule.from_levels(len(patterns), self.levels)
+        spec = PlanSpec(patterns, schedule, dense=frozenset(self.dense), device="cuda")
+        values = [np.asarray(each, F4) for each in self.values]
+        batch = max((len(each) for each in values if each.ndim == 2), default=None)
+        shape = [size for size in (batch, patterns[0].shape[1]) if size is not None]
+        ScanPlan(spec).inclusive_scan(np.ones(shape, F4), values, local_grads=self.local)
+
+
+# Gradients of four steps, and of five, by the product of the second and third, or with one more.
+_PAIR = [
+    ("product", [[(2, 3, 4)]]),
+    ("gradients", [[(0, 1, 2)]]),
+    ("the others", [[(0, 2, 3)], [(0, 2, 4)]]),
+]
+_TRIPLE = [
+    ("pair", [[(2, 3, 4)]]),
+    ("triple", [[(1, 2, 4)]]),
+    ("gradients", [[(0, 1, 2), (0, 2, 3)], [(0, 1, 4)]]),
+    ("the last", [[(0, 4, 5)]]),
+]
+
+# One run of vectors beside a product, which makes it a launch of any operations.
+_SWEEP = [
+    ("beside a product", [[(0, 1, 2), (0, 2, 3)], [(3, 4, 5)]]),
+    ("the others", [[(0, 3, 4)], [(0, 3, 5)]]),
+]
+
+
+def odd_products() -> Iterator[Case]:
+    """Products that few chains have: each lets a bound or a barrier make a difference."""
+    rng = np.random.default_rng(0)
+    # Rows without terms, stored densely, of which a warp makes several. It begins where a sector
+    # of memory does, which is elsewhere in each.
+    full = rng.random((40, 6)) < 0.7
+    full[rng.permutation(40)[:20]] = False
+    masks = [np.eye(1101) > 0, rng.random((6, 1101)) < 0.2, full, np.eye(40) > 0]
+    yield Case(masks, [rng.standard_normal(each.sum()) for each in masks], _PAIR, dense=((2, 4),))
+    # Several entries of a row of a dense product for each thread.
+    for left in (np.ones((4, 12)), np.eye(4, 12), np.eye(4, 12, k=-1)):
+        masks = [np.eye(64), np.ones((12, 64)), left, np.eye(4)]
+        yield Case(masks, [rng.standard_normal(int(each.sum())) for each in masks], _PAIR)
+    # The next sample is out of the band, this one is not: few entries, and more than threads.
+    for step in (np.roll(np.eye(6), 1, axis=1) > 0, rng.random((20, 20)) < 0.9):
+        masks = [np.eye(len(step)) > 0, step, step, np.eye(len(step)) > 0]
+        for k in (1, 2):
+            values = [rng.standard_normal((2, int(each.sum()))) for each in masks]
+            values[k][1, 0] = 2.0**55
+            yield Case(masks, values, _PAIR)
+    # Entries at the ends of the band, and the least that is a normal number, once columns are
+    # brought to the target, as 2^60 is. Rows of one entry each are multiplied by `left`.
+    for left, right in (
+        ([30, 0], [[30, 0], [-46, 0]]),
+        ([30, -56], [[30, 0], [-56, 0]]),
+        ([24, -31], [[None, 24], [-31, None]]),
+    ):
+        entry = np.array([[x is not None for x in row] for row in right])
+        powers = [2.0**x for row in right for x in row if x is not None]
+        turned = np.eye(2)[::-1] > 0
+        masks = [np.eye(2) > 0, entry, turned, np.eye(2) > 0]
+        yield Case(masks, [np.ones(2), powers, 2.0 ** np.array(left[::-1]), np.ones(2)], _PAIR)
+    # A product by one that has an exponent, with fewer or more columns than threads; and rows of
+    # one entry, of which the next is so much larger that beside it nothing of this one is left.
+    turned = np.roll(np.eye(6), 1, axis=1) > 0
+    powers = 2.0 ** np.array([-22, 30, 0, 0, 0, 0])
+    for cols in (40, 300):
+        masks = [rng.random((6, cols)) < 0.5, turned, turned, np.eye(6) > 0, np.eye(6) > 0]
+        values = [np.ones(int(each.sum())) for each in masks]
+        values[1], values[2] = np.roll(powers, 1), powers
+        local = [np.zeros(6 if k else cols, F4) for k in range(6)]
+        local[1] = np.roll(2.0 ** np.array([-60, 40, 0, 0, 0, 0]), 2).astype(F4)
+        yield Case(masks, values, _TRIPLE, local)
+    # Few entries in each row, for which there are many lanes.
+    sizes = (9, 2, 3, 1, 4, 2)
+    masks = [np.ones((rows, cols)) for cols, rows in pairwise(sizes)]
+    yield Case(masks, [rng.standard_normal(each.size) for each in masks], _SWEEP)
+
+
+def train(cupy: Any, net: Any) -> None:
+    """Run some sequences of different lengths forward and backward."""
+    rng, steps, batch = np.random.default_rng(0), 11, 3
+    for name, array in net.params.items():
+        setattr(net, name, cupy.asarray(array))
+    step = net.training_step()
+    x = rng.standard_normal((steps, batch, net.input_size)).astype(array.dtype)
+    state = rng.standard_normal((1 + net.bidirectional, batch, net.state_size)).astype(x.dtype)
+    output, _ = step.forward(cupy.asarray(x), cupy.asarray(state), np.array([11, 4, 9]))
+    step.backward(output)
 
 
 def check_index_arrays(cupy: Any) -> None:

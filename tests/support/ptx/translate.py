@@ -583,7 +583,7 @@ class _Translator:
             self._write(one.operands[0], self._convert(word, "b64", kind), kind)
             return
         targets = re.findall(r"%\w+", one.operands[0])
-        size = self._size(kind, one)
+        size = self._size(kind, one, 2 if "global" in one.parts else 4)
         width = size * len(targets)
         space = self._space(one)
         address = self._address(one.operands[1], one)
@@ -592,7 +592,7 @@ class _Translator:
         place = self._let(f"inttoptr i64 {self._helper(Slot.LOAD, *arguments)} to ptr")
         for k, target in enumerate(targets):
             own = self._let(f"getelementptr i8, ptr {place}, i64 {k * size}")
-            value = self._let(f"load {_llvm(kind)}, ptr {own}, align 4")
+            value = self._let(f"load {_llvm(kind)}, ptr {own}, align {min(size, 4)}")
             if _llvm(kind).startswith("i"):
                 value = self._widen(value, kind, self._kernel.registers[target])
                 self._write(target, value, self._kernel.registers[target])
@@ -639,9 +639,9 @@ class _Translator:
         if target:
             self._write(target, self._convert(self._get_slot(Slot.RESULT), "b64", kind), kind)
 
-    def _size(self, kind: str, one: Instruction) -> int:
+    def _size(self, kind: str, one: Instruction, least: int = 4) -> int:
         size = _bits(kind) // 8
-        if size < 4:
+        if size < least:
             raise PtxError(f"line {one.line}: no model of an access to {size} bytes")
         return size
 

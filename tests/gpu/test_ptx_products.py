@@ -1,0 +1,85 @@
+"""What the kernel of sparse products moves, as compiled, beside what it must move."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the test extra installs numba-cuda on Linux only"
+)
+pytest.importorskip("numba_cuda")
+
+import fake_cupy  # noqa: E402
+import ptx.stand_in  # noqa: E402
+from oracles import assert_within, sequential  # noqa: E402
+from ptx.runner import Traffic, compile_kernel  # noqa: E402
+
+import sparsescan  # noqa: E402
+from sparsescan import Pattern, Schedule  # noqa: E402
+from sparsescan.symbolic.pattern import multiply_adds, product  # noqa: E402
+
+SECTOR = 32
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
+    """Of every launch its kernel, blocks and threads, and what it did."""
+    found: list[tuple[str, int, int, Traffic]] = []
+
+    def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
+        program = compile_kernel(kernel, len(arguments))
+        memory = fake_cupy.state.memory()
+        did = program.launch(blocks, threads, arguments, memory, races=False, traffic=True)
+        found.append((program.name, blocks, threads, did))
+
+    monkeypatch.setattr(ptx.stand_in, "launch", launch)
+    ptx.stand_in.install(monkeypatch)
+    fake_cupy.install(monkeypatch)
+    return found
+
+
+def scattered(rng: np.random.Generator, rows: int, cols: int, in_row: int) -> Any:
+    """A matrix with about as many entries in each row, anywhere."""
+    counts = rng.integers(in_row // 2, in_row + in_row // 2 + 1, rows)
+    columns = [np.sort(rng.choice(cols, count, replace=False)) for count in counts]
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    values = rng.standard_normal(indptr[-1])
+    return sp.csr_array((values, np.concatenate(columns), indptr), shape=(rows, cols))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+def test_products_of_pruned_layers_move_little_more_than_they_must(
+    traffic: list[tuple[str, int, int, Traffic]], dtype: Any
+) -> None:
+    """Rows as those of convolutions of which 97% are pruned: 1.3 terms for each entry."""
+    rng = np.random.default_rng()
+    a, x = scattered(rng, 96, 200, 32), scattered(rng, 200, 4096, 64)
+    steps = [sp.eye_array(4096), x, a, sp.eye_array(96)]
+    steps = [sp.csr_array(matrix).astype(dtype) for matrix in steps]
+    grad = rng.standard_normal(4096).astype(dtype)
+    levels = [
+        ("product", [[(2, 3, 4)]]),
+        ("first", [[(0, 1, 2)]]),
+        ("others", [[(0, 2, 3)], [(0, 2, 4)]]),
+    ]
+    schedule = Schedule.from_levels(4, levels)
+    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    assert_within(found, sequential(grad, steps, dtype=dtype), dtype)
+    name, blocks, threads, did = traffic[0]
+    assert name == "level"
+    assert blocks > 8
+    # A term reads an entry of X, and where it is added, two bytes; and once each: the entries of A,
+    # with two numbers more and a count, and those of C; and again A and X, to see their range.
+    patterns = [Pattern(matrix.indptr, matrix.indices, matrix.shape) for matrix in (a, x)]
+    terms, entries = multiply_adds(*patterns), product(*patterns).nnz
+    size = np.dtype(dtype).itemsize
+    needed = terms * (size + 2) + a.nnz * (size + 14) + entries * size + (a.nnz + x.nnz) * size
+    print(f"{did.together.sectors * SECTOR / needed:.3f} times the bytes needed")
+    assert did.together.sectors <= 1.3 * needed / SECTOR
+    # Five before and behind the rows of a block, and two more of the last one to be done.
+    assert did.instructions["bar.sync"] == (5 * blocks + 2) * threads
