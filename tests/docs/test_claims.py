@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 import sparsescan
+from bench import density
+from bench.density import OURS, PYTORCH
+from bench.experiment import NAMES, RESULTS
+from bench.files import newest, read
+from bench.readme import update_tables
 from sparsescan.jacobians import RNNCell
 
 ROOT = Path(sparsescan.__file__).parent
@@ -43,6 +48,34 @@ def test_one_worker_takes_nearly_twice_the_steps_and_a_handful_break_even() -> N
     plan = sparsescan.plan([sparsescan.Pattern.diagonal(8)] * n, schedule="blelloch")
     assert 1.9 * n < plan.predict(1).steps < 2 * n
     assert plan.predict(4).steps < n - 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/for-me.md"])
+def test_tables_are_those_of_the_results(page: str, tmp_path: Path) -> None:
+    copy = tmp_path / page
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text((DOCS.parent / page).read_text())
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "results").symlink_to(RESULTS)
+    update_tables(copy, tmp_path / "bench" / "results")
+    assert copy.read_text() == (DOCS.parent / page).read_text()
+
+
+def test_pruned_layers_gain_with_a_quarter_of_their_weights_and_dense_ones_do_not() -> None:
+    assert "with at most a quarter of their weights left" in (DOCS.parent / "README.md").read_text()
+    assert "at most a quarter of the weights is left" in (DOCS / "for-me.md").read_text()
+    results = [file.results for file in newest(read(RESULTS)[0]).values() if file.kind == "density"]
+    assert results
+    for each in results:
+        for layer in density.LAYERS:
+            curves = density._curves(each, layer)
+            assert 0.25 <= density.crossing(curves[OURS], curves[PYTORCH]) < 1, layer.name
+
+
+def test_all_experiments_are_listed() -> None:
+    page = (DOCS / "benchmarks" / "index.md").read_text()
+    (sentence,) = re.findall(r"Experiments are (.*?)\.", page, re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(NAMES)
 
 
 def test_the_table_of_rooms_has_every_folder_and_file_of_the_root() -> None:
