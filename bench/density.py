@@ -76,7 +76,7 @@ def taken_as(density: float) -> Iterator[None]:
 
 
 def measure(layer: Layer, density: float) -> Results:
-    """The times of a step as chosen, by kept weights, by all, and of PyTorch, who take turns.
+    """Time a step as chosen, by kept weights, by all, and by PyTorch, who take turns.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def _curves(results: Results, layer: Layer) -> dict[str, list[tuple[float, float
 
 
 def crossing(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float | None:
-    """The density from which on theirs are faster, between logarithms; None if they never are."""
+    """Return the density from which on theirs are faster, by logarithms; None if they never are."""
     gain = [np.log(mine / other) for (_, mine), (_, other) in zip(ours, theirs, strict=True)]
     if gain[-1] <= 0:
         return None

@@ -78,8 +78,10 @@ class Images(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Losses of every iteration on the batch it learns from; of every epoch on the test images, and
-    the share of these that is recognised.
+    """How a training went.
+
+    Losses of every iteration on the batch that it learns from, and of every epoch on the test
+    images, with the share of these that is recognised.
     """
 
     train: list[float]
@@ -312,7 +314,7 @@ def _about(options: Options) -> dict[str, Any]:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    """The curves of both trainings of each network, and how far they are apart."""
+    """Return the curves of both trainings of each network, and how far they are apart."""
     pieces = results["pieces"]
     if not pieces:
         return []
