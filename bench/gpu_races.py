@@ -51,7 +51,7 @@ _INPUTS = 12  # of the networks whose whole training steps are timed
 # -- A tanh RNN against PyTorch -------------------------------------------------------------------
 
 
-class _Network:
+class _TanhNetwork:
     """One RNN in PyTorch and as a cell, its states, and the Jacobians' values, on the device."""
 
     def __init__(self, gpu: Any, steps: int, batch: int) -> None:
@@ -120,7 +120,7 @@ class _Network:
 
 def rnn(gpu: Any, steps: int, batch: int) -> Race:
     """Return the gradient of the first state from that of the last; forward is not timed."""
-    net = _Network(gpu, steps, batch)
+    net = _TanhNetwork(gpu, steps, batch)
     first = gpu.get(net.values[0]).reshape(batch, HIDDEN, HIDDEN)
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
@@ -157,7 +157,7 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
 
 def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
     """Return the gradients of all parameters, from that of the last state."""
-    net = _Network(gpu, steps, batch)
+    net = _TanhNetwork(gpu, steps, batch)
     names = list(net.cell.params)
 
     def answer(contender: str, result: Any) -> NDArray[Any]:

@@ -211,12 +211,12 @@ def _table(table: Table, rows: list[Row]) -> str:
     for line, row in zip(table.lines, rows, strict=True):
         work, *more = line.cells
         times = [significant(1e3 * seconds) for seconds in (row.theirs, row.ours)]
-        lines.append([work, _ratio(row.theirs / row.ours), *more, row.peer, *times])
+        lines.append([work, ratio(row.theirs / row.ours), *more, row.peer, *times])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _ratio(x: float) -> str:
-    """Two digits, and three where they are before the point."""
+def ratio(x: float) -> str:
+    """Return a ratio with two digits, and three where they are before the point."""
     return f"{significant(x, 3 if 100 <= x < 1000 else 2)}×"
 
 

@@ -36,7 +36,7 @@ from .gpu_device import device_of
 from .peers import MissingPeerError
 from .timing import PAUSE, THREADS, Call, fastest, finished, rounded
 
-Layer = nn.RNN | nn.GRU
+TorchLayer = nn.RNN | nn.GRU
 Batch = tuple[Tensor, Tensor]
 
 HIDDEN = 20
@@ -91,7 +91,7 @@ class Model:
     def classifier(self, sizes: tuple[int, int] | None = None) -> Classifier:
         """Return a classifier with its initial parameters, backward by a scan if it has sizes."""
         torch.manual_seed(0)
-        layer: Layer = getattr(nn, self.kind)(self.inputs, HIDDEN)
+        layer: TorchLayer = getattr(nn, self.kind)(self.inputs, HIDDEN)
         return Classifier(layer, self.classes).to(self.device).by_scan(sizes)
 
     def trainer(self, sizes: tuple[int, int] | None = None) -> Trainer:
@@ -110,7 +110,7 @@ class Recurrence:
     parameters are shared, so it must stay where it is.
     """
 
-    def __init__(self, layer: Layer, steps: int, batch: int) -> None:
+    def __init__(self, layer: TorchLayer, steps: int, batch: int) -> None:
         weight = layer.weight_hh_l0
         self.layer = layer
         self.device: torch.device = weight.device
@@ -210,7 +210,7 @@ class LastState(torch.autograd.Function):
 class Classifier(nn.Module):
     """A recurrent layer, and a linear map of its last state to the scores of the classes."""
 
-    def __init__(self, layer: Layer, classes: int) -> None:
+    def __init__(self, layer: TorchLayer, classes: int) -> None:
         super().__init__()
         self.layer = layer
         self.linear = nn.Linear(layer.hidden_size, classes)
