@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
     for name in NAMES:
         command = commands.add_parser(name)
-        command.add_argument("--quick", action="store_true", help="less than two minutes")
+        command.add_argument("--quick", action="store_true", help="small sizes: does it work?")
         command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
         command.add_argument("--data", type=Path, help="folder with the data set")
         command.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")

@@ -81,7 +81,7 @@ def features(recordings: Recordings, setting: Setting) -> Array:
 
 
 def mfcc(clip: Array, setting: Setting) -> Array:
-    """The coefficients of a clip, each with zero mean and unit variance over the frames.
+    """Return the coefficients of a clip, each with zero mean and unit variance over the frames.
 
     The first one, which is the power, is left out; those of the channels stand side by side.
     """
@@ -102,7 +102,7 @@ def mfcc(clip: Array, setting: Setting) -> Array:
 
 
 def load_irmas(folder: Path, per_class: int | None = None) -> Recordings:
-    """The training set: a folder of WAV files for each instrument."""
+    """Return the training set: a folder of WAV files for each instrument."""
     files = {
         each.name: sorted(each.glob("*.wav"))[:per_class]
         for each in sorted(folder.iterdir())
@@ -163,7 +163,7 @@ def load_notes(per_class: int) -> Recordings:
 
 
 def instruments(font: bytes) -> dict[str, list[Array]]:
-    """The notes of each instrument of a sound font, at our sample rate.
+    """Return the notes of each instrument of a sound font, at our sample rate.
 
     The format is SoundFont 2.01: of ``sdta`` the chunk ``smpl`` with all samples, and of ``pdta``
     the chunk ``shdr`` with a record of 46 bytes for each note.
@@ -182,7 +182,7 @@ def instruments(font: bytes) -> dict[str, list[Array]]:
 
 
 def _chunks(data: bytes, start: int, stop: int | None = None) -> Iterator[tuple[bytes, int, int]]:
-    """The name, beginning and end of every chunk of a RIFF file."""
+    """Yield the name, beginning and end of every chunk of a RIFF file."""
     while start < (stop or len(data)):
         name, size = struct.unpack_from("<4sI", data, start)
         yield name, start + 8, start + 8 + size
@@ -190,7 +190,7 @@ def _chunks(data: bytes, start: int, stop: int | None = None) -> Iterator[tuple[
 
 
 def _sequence(rng: np.random.Generator, notes: list[Array]) -> Array:
-    """Notes one after the other, each faded in and out."""
+    """Return notes one after the other, each faded in and out."""
     ramp = np.linspace(0, 1, _FADE, dtype=np.float32)
     wave, filled = np.empty(LENGTH, np.float32), 0
     while filled < LENGTH:

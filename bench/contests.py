@@ -73,7 +73,7 @@ class Work:
             )
 
     def variant(self, contender: str, device: Any, trials: int) -> tuple[str, Call]:
-        """The name and call of a contender's fastest variant, once all were found to be right."""
+        """Return the name and call of a contender's fastest variant, if all are right."""
         variants = self.contenders[contender]()
         for call in variants.values():
             self.check(contender, finished(device, call))
@@ -105,7 +105,7 @@ class Contest:
 
 
 def plan_of(jacobians: Sequence[Any], *levels: list[Op], device: str | None = None) -> ScanPlan:
-    """A plan of these levels of operations and no others, so not all of its gradients are made."""
+    """Return a plan of these levels of operations alone, so not all of its gradients are made."""
     tables = [
         Level(f"level {k}", np.array(ops), np.arange(len(ops) + 1)) for k, ops in enumerate(levels)
     ]
@@ -123,7 +123,7 @@ def product_flops(a: sp.csr_array, b: sp.csr_array) -> int:
 
 
 def spgemm(reduced: bool) -> Work:
-    """The numeric product of two Jacobians; the engine knows its pattern.
+    """Return the numeric product of two Jacobians; the engine knows its pattern.
 
     A plan offers no bare product, so this one has a schedule that is nothing else: the product
     ``[1, 3)`` of the first two Jacobians, and no gradient but the first. A second plan applies the
@@ -159,7 +159,7 @@ def spgemm(reduced: bool) -> Work:
 
 
 def stencil(n: int, side: int, dtype: DTypeLike, *, one_shot: bool = False) -> MakeWork:
-    """Steps of one pattern: a :class:`CSRChain` and a plan, or a list of matrices without either.
+    """Make steps of one pattern: a :class:`CSRChain` and a plan, or a list of matrices alone.
 
     The matrices of the list have index arrays of their own; those of the chain's peer share them.
     """

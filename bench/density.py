@@ -33,7 +33,7 @@ _ROUNDS, _TURN = 5, 0.05
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCase:
     """A layer and the shape of its batch."""
 
     name: str
@@ -55,12 +55,12 @@ class Layer:
 
 # Layers of VGG-11 for images of 32×32 pixels, and of the perceptron beside it.
 LAYERS = (
-    Layer("64 → 128 channels, 16×16, B=16", (64, 128), 16, 16),
-    Layer("256 → 256 channels, 8×8, B=16", (256, 256), 8, 16),
-    Layer("512 → 512 channels, 4×4, B=16", (512, 512), 4, 16),
-    Layer("512 → 512 channels, 2×2, B=16", (512, 512), 2, 16),
-    Layer("512 → 512 channels, 4×4, B=64", (512, 512), 4, 64),
-    Layer("2,048 → 2,048 features, B=64", (2048, 2048), 0, 64),
+    LayerCase("64 → 128 channels, 16×16, B=16", (64, 128), 16, 16),
+    LayerCase("256 → 256 channels, 8×8, B=16", (256, 256), 8, 16),
+    LayerCase("512 → 512 channels, 4×4, B=16", (512, 512), 4, 16),
+    LayerCase("512 → 512 channels, 2×2, B=16", (512, 512), 2, 16),
+    LayerCase("512 → 512 channels, 4×4, B=64", (512, 512), 4, 64),
+    LayerCase("2,048 → 2,048 features, B=64", (2048, 2048), 0, 64),
 )
 
 
@@ -75,8 +75,8 @@ def taken_as(density: float) -> Iterator[None]:
         _weighted.DENSITY, _weighted.MATRIX_DENSITY = before
 
 
-def measure(layer: Layer, density: float) -> Results:
-    """The times of a step as chosen, by kept weights, by all, and of PyTorch, who take turns.
+def measure(layer: LayerCase, density: float) -> Results:
+    """Time a step as chosen, by kept weights, by all, and by PyTorch, who take turns.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def _theirs(module: nn.Module, x: Array, grad: Array) -> dict[str, Call]:
 # -- The experiment -------------------------------------------------------------------------------
 
 
-def _key(layer: Layer, density: float) -> str:
+def _key(layer: LayerCase, density: float) -> str:
     return f"{layer.name}, {density:g}"
 
 
@@ -162,7 +162,7 @@ def _about(options: Options) -> Results:
     }
 
 
-def _curves(results: Results, layer: Layer) -> dict[str, list[tuple[float, float]]]:
+def _curves(results: Results, layer: LayerCase) -> dict[str, list[tuple[float, float]]]:
     """Density and median seconds of each contender, for what was measured of a layer."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for density in _DENSITIES:
@@ -173,7 +173,7 @@ def _curves(results: Results, layer: Layer) -> dict[str, list[tuple[float, float
 
 
 def crossing(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> float | None:
-    """The density from which on theirs are faster, between logarithms; None if they never are."""
+    """Return the density from which on theirs are faster, by logarithms; None if they never are."""
     gain = [np.log(mine / other) for (_, mine), (_, other) in zip(ours, theirs, strict=True)]
     if gain[-1] <= 0:
         return None

@@ -36,7 +36,7 @@ _CALLS = 2000
 
 
 def measure(makers: dict[str, Callable[[], dict[str, Call]]], quick: bool) -> Results:
-    """The times of all contenders, who take turns, each in its fastest variant.
+    """Time all contenders, who take turns, each in its fastest variant.
 
     Returns
     -------

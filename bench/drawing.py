@@ -22,7 +22,7 @@ Spread = tuple[float, float, float]  # the low end, the middle and the high end
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> Any:
-    """A figure, and an array of its axes, ``(rows, columns)``; sizes are in inches."""
+    """Return a figure, and an array of its axes, ``(rows, columns)``; sizes are in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -60,13 +60,13 @@ def decades(axis: Any, text: str, digits: tuple[int, ...] = (1, 2, 5)) -> None:
 
 
 def quartiles(samples: ArrayLike, unit: float = 1) -> Spread:
-    """The quartiles of samples in multiples of a unit, the median in the middle."""
+    """Return the quartiles of samples in multiples of a unit, the median in the middle."""
     low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75)) / unit
     return float(low), float(middle), float(high)
 
 
 def ratio(theirs: Spread, ours: Spread) -> Spread:
-    """The ratio of the medians; how low and how high it may be, by the quartiles."""
+    """Return the ratio of the medians; how low and how high it may be, by the quartiles."""
     low, middle, high = (x / y for x, y in zip(theirs, ours[::-1], strict=True))
     return low, middle, high
 
@@ -80,7 +80,7 @@ def plot_with_spread(axes: Axes, points: Mapping[Any, Spread], **style: Any) -> 
 
 
 def bar(axes: Axes, y: float, samples: ArrayLike, unit: float, middle: float) -> None:
-    """A row: a dot at the middle, and a pale bar for the middle half of the samples."""
+    """Draw a row: a dot at the middle, and a pale bar for the middle half of the samples."""
     low, _, high = quartiles(samples, unit)
     axes.hlines(y, low, high, color=BLUE, lw=5, alpha=0.3, zorder=1)
     axes.plot(middle, y, "o", color=BLUE, ms=4.5)

@@ -46,7 +46,7 @@ NAMES = (
 class Options:
     """The user's choices."""
 
-    quick: bool  # sizes that fit two minutes on two cores
+    quick: bool  # small sizes, to see that it works
     device: str  # "cpu" or "cuda"
     data: Path | None = None  # a folder with the data set, where there is one to be had
 
@@ -106,7 +106,7 @@ class Experiment:
 
 
 def load(name: str) -> Experiment:
-    """The experiment of this name."""
+    """Return the experiment of this name."""
     experiment: Experiment = importlib.import_module(f"bench.{name}").EXPERIMENT
     return experiment
 
@@ -153,7 +153,7 @@ def run(experiment: Experiment, options: Options, folder: Path) -> Path:
 
 
 def _cut_off(folder: Path, name: str, data: str | None) -> tuple[Path, Results] | None:
-    """A file of the same data, whatever its date, that is not done; and its pieces."""
+    """Return a file of the same data, whatever its date, that is not done; and its pieces."""
     names = re.sub(r"-\d{4}-\d\d-\d\d-", "-????-??-??-", name)
     for path in sorted(folder.glob(names), reverse=True):
         results = json.loads(path.read_text())

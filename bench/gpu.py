@@ -177,7 +177,7 @@ _LINE = re.compile(
 
 
 def _outcomes(output: str) -> Report:
-    """What tests have said that were stopped before they could write their results."""
+    """Return what tests have said that were stopped before they could write their results."""
     ends: dict[str, list[str]] = {}
     for before, after_it, before_it, after in _LINE.findall(output):
         ends.setdefault(before or after, []).append((after_it or before_it).rpartition("::")[2])
@@ -188,7 +188,7 @@ def _outcomes(output: str) -> Report:
 
 
 def run_sanitizer(tool: str, folder: Path, seconds: float) -> Report:
-    """A few scans and training steps under compute-sanitizer."""
+    """Run a few scans and training steps under compute-sanitizer."""
     program = find_sanitizer()
     if program is None:
         return {
@@ -227,7 +227,7 @@ def find_sanitizer() -> str | None:
 
 
 def find_toolkit() -> Path | None:
-    """The CUDA toolkit whose NVVM Numba is to use; None if a wheel has it, or there is none.
+    """Return the CUDA toolkit whose NVVM Numba is to use; None if a wheel has it, or there is none.
 
     Numba looks in ``CUDA_HOME``, for which some machines name no toolkit, or one without NVVM.
     """
@@ -343,7 +343,7 @@ def run(folder: Path) -> int:
 
 
 def _checks(scratch: Path) -> dict[str, Callable[[float], Report]]:
-    """The parts that can run at once, as nothing of them is timed; the longest ones first."""
+    """Return the parts that can run at once, since none is timed; the longest ones first."""
     tests = [*(_ROOT / "tests" / "gpu").glob("cuda_*.py")]
     tests.sort(key=lambda test: (-WORKERS.get(test.stem, 0), test))
     tests.append(_ROOT / "tests" / "jacobians" / "test_device.py")
@@ -355,7 +355,7 @@ def _checks(scratch: Path) -> dict[str, Callable[[float], Report]]:
 
 
 def _commit() -> tuple[str, bool]:
-    """The commit, and whether files differ from it; from COMMIT where git does not say."""
+    """Return the commit, and whether files differ from it; from COMMIT where git does not say."""
     given = os.environ.get("COMMIT", "")
     if given or shutil.which("git") is None:
         return given.removesuffix("-dirty") or "unknown", given.endswith("-dirty")
@@ -364,7 +364,7 @@ def _commit() -> tuple[str, bool]:
 
 
 def _write(folder: Path, commit: tuple[str, bool], reports: dict[str, Report]) -> Path:
-    """The JSON file; its path."""
+    """Write the JSON file, and return its path."""
     described = [report["gpu"] for report in reports.values() if "gpu" in report]
     gpu = described[-1] if described else {"device": {"gpu": "unknown"}, "versions": {}}
     parts = {
@@ -377,7 +377,7 @@ def _write(folder: Path, commit: tuple[str, bool], reports: dict[str, Report]) -
 
 
 def _finish(path: Path, reports: dict[str, Report]) -> int:
-    """Plots and table; 1 if anything failed."""
+    """Write plots and a table; return 1 if anything failed."""
     races, bad = all_races(reports), [what for what, report in reports.items() if not report["ok"]]
     try:
         if sweep(races, "T"):
@@ -402,7 +402,7 @@ def _part_line(what: str, report: Report) -> str:
 
 
 def all_races(reports: dict[str, Report]) -> list[Report]:
-    """The races of all parts."""
+    """Return the races of all parts."""
     return [race for part in LIMITS for race in reports.get(part, {}).get("races", [])]
 
 

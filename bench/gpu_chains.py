@@ -159,14 +159,14 @@ def _step_is_right(gpu: Any, kind: str, units: int, dtype: Any) -> bool:
         grads = step.backward(put(above))
         return [*map(gpu.get, (output, last, grads.input, grads.state, *grads.params.values()))]
 
-    expected, found = run(lambda array: array), run(gpu.put)
+    expected, actual = run(lambda array: array), run(gpu.put)
     bound = 1e4 * np.finfo(dtype).eps
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return all(np.abs(a - b).max() <= bound * np.abs(b).max(initial=0) for a, b in pairs)
 
 
 def prepare(gpu: Any, chain: RandomChain) -> Callable[[], Iterable[Any]]:
-    """A scan of the chain with a plan, all on the device."""
+    """Return a scan of the chain with a plan, all on the device."""
     plan = sparsescan.plan(chain.jacobians, schedule=chain.schedule, device=gpu.device)
     jacobians = changed(chain.jacobians, gpu.put, gpu.csr)
     local = chain.local_grads
@@ -262,7 +262,7 @@ def _step(draw: _Values, form: str, shape: tuple[int, int], lead: tuple[int, ...
 
 
 def _pattern(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Array, Array, float]:
-    """Indices, row pointers, and the mean number of entries in a row, some rows being empty."""
+    """Return indices, row pointers, and the mean entries of a row, of which some are empty."""
     mask = rng.random(shape) < rng.choice([0.05, 0.2, 0.6])
     mask[rng.random(shape[0]) < 0.1] = False
     indptr = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]).astype(np.int32)

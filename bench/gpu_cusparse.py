@@ -100,7 +100,7 @@ class NumericSpGEMM:
         return self
 
     def get(self) -> sp.csr_array:
-        """The product on the host."""
+        """Return the product on the host."""
         host = [
             array.get() if hasattr(array, "get") else array
             for array in (self._data, self._indices, self._indptr)

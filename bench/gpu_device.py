@@ -100,15 +100,15 @@ class Cuda:
     # -- Arrays ---------------------------------------------------------------------------------
 
     def put(self, array: Any) -> Any:
-        """A copy on the device."""
+        """Return a copy on the device."""
         return self.xp.asarray(array)
 
     def get(self, array: Any) -> NDArray[Any]:
-        """A copy on the host, of an array of any library."""
+        """Return a copy on the host, of an array of any library."""
         return self.xp.asnumpy(self.xp.asarray(array))
 
     def csr(self, matrix: Any) -> Any:
-        """A SciPy CSR array as one of CuPy."""
+        """Return a SciPy CSR array as one of CuPy."""
         from cupyx.scipy.sparse import csr_matrix
 
         return csr_matrix(matrix)
@@ -134,7 +134,7 @@ class Cuda:
         return int(array.data.ptr)
 
     def stream(self) -> int:
-        """The current stream's handle."""
+        """Return the current stream's handle."""
         return int(self.xp.cuda.get_current_stream().ptr)
 
     def free(self) -> None:
@@ -223,7 +223,7 @@ class Cuda:
     # -- Ceilings -------------------------------------------------------------------------------
 
     def ceilings(self, moved: int = 0) -> Ceilings:
-        """The best rates, which do not depend on how much is moved."""
+        """Return the best rates, which do not depend on how much is moved."""
         if self._ceilings is None:
             flops_per_second = self._flop_rate()  # first, which gets the clocks up
             self._ceilings = Ceilings(self._bandwidth(), flops_per_second)
@@ -249,7 +249,7 @@ class Cuda:
 
 @cache
 def device_of(name: str) -> Cpu | Cuda:
-    """The device of an experiment; PyTorch computes in full float32 there, as everybody does."""
+    """Return the device of an experiment, where PyTorch computes in full float32, as all do."""
     if name == "cpu":
         return Cpu()
     torch = load_torch()

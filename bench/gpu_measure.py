@@ -81,7 +81,7 @@ def measure(
 def _start(
     race: Race, gpu: Any, broken: dict[str, str]
 ) -> tuple[dict[str, Call], dict[str, str], dict[str, str]]:
-    """The calls and variants of the contenders that are there, and why others are not."""
+    """Return the calls and variants of the contenders that are there, and why others are not."""
     calls: dict[str, Call] = {}
     variants: dict[str, str] = {}
     skipped = dict(broken)
@@ -103,7 +103,7 @@ def _start(
 def _take_turns(
     race: Race, gpu: Any, calls: Mapping[str, Call], rounds: int
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Samples by clock and state of the cache, of each contender and round."""
+    """Return samples by clock and state of the cache, of each contender and round."""
     times = {
         name: calls_in(_SECONDS_A_TURN, gpu, call, _FEWEST, _MOST) for name, call in calls.items()
     }
@@ -145,7 +145,7 @@ def _ratio(
 def _floor(
     moved: int, flops: int, medians: dict[str, dict[str, float]], ceilings: Ceilings
 ) -> dict[str, Any]:
-    """The floor, and which multiple of it each contender of ours takes in each mode."""
+    """Return the floor, and which multiple of it each contender of ours takes in each mode."""
     least = ceilings.seconds(moved, flops)
     multiples = {
         mode: {name: taken / least for name, taken in of.items() if name.startswith(OURS)}

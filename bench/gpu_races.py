@@ -51,7 +51,7 @@ _INPUTS = 12  # of the networks whose whole training steps are timed
 # -- A tanh RNN against PyTorch -------------------------------------------------------------------
 
 
-class _Network:
+class _TanhNetwork:
     """One RNN in PyTorch and as a cell, its states, and the Jacobians' values, on the device."""
 
     def __init__(self, gpu: Any, steps: int, batch: int) -> None:
@@ -96,7 +96,7 @@ class _Network:
         return grad(self.last, sources, self.grad, retain_graph=True)
 
     def graphed(self) -> Call:
-        """The backward pass, captured once; its forward has to be on the stream of the capture."""
+        """Capture the backward pass once; its forward has to be on the stream of the capture."""
         cuda = self.torch.cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -119,8 +119,8 @@ class _Network:
 
 
 def rnn(gpu: Any, steps: int, batch: int) -> Race:
-    """The gradient of the first state, from that of the last; the forward pass is not timed."""
-    net = _Network(gpu, steps, batch)
+    """Return the gradient of the first state from that of the last; forward is not timed."""
+    net = _TanhNetwork(gpu, steps, batch)
     first = gpu.get(net.values[0]).reshape(batch, HIDDEN, HIDDEN)
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
@@ -156,8 +156,8 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
 
 
 def rnn_parameters(gpu: Any, steps: int, batch: int) -> Race:
-    """The gradients of all parameters, from that of the last state."""
-    net = _Network(gpu, steps, batch)
+    """Return the gradients of all parameters, from that of the last state."""
+    net = _TanhNetwork(gpu, steps, batch)
     names = list(net.cell.params)
 
     def answer(contender: str, result: Any) -> NDArray[Any]:
@@ -235,7 +235,7 @@ def training_step(gpu: Any, kind: str, units: int, steps: int, batch: int = 16) 
 
 
 def jax_scan(gpu: Any, steps: int, batch: int) -> Race:
-    """A race by the host's clock, as JAX has streams of its own."""
+    """Return a race by the host's clock, as JAX has streams of its own."""
     jax = peers.load_jax()
     if jax.default_backend() != gpu.jax_name:
         raise MissingPeerError(
@@ -266,7 +266,7 @@ def _patterns(steps: int) -> list[Pattern]:
 
 
 def _sizes(data: workloads.Dense) -> dict[str, Any]:
-    """The sizes of a race over dense Jacobians."""
+    """Return the sizes of a race over dense Jacobians."""
     steps, batch, *_ = data.jacobians.shape
     read = data.jacobians[1:].size
     return {
@@ -333,7 +333,7 @@ def one_level(
 
 
 def spgemm(gpu: Any, work: str, jacobians: Sequence[sp.csr_array], products: Sequence[int]) -> Race:
-    """The values of a level's products, of which the plan and SpGEMMreuse know the patterns."""
+    """Race for the values of a level's products; the plan and SpGEMMreuse know the patterns."""
     ours, apply = one_level(gpu, jacobians, products)
     grad = np.ones(jacobians[0].shape[1], np.float32)
     pairs = [(jacobians[k], jacobians[k - 1]) for k in products]
@@ -397,7 +397,7 @@ def spgemm_level(gpu: Any, reduced: bool = False) -> Race:
 
 
 def with_graph(plan: ScanPlan, scan: Call) -> Call:
-    """The scan, if a graph of it is replayed."""
+    """Return the scan, if a graph of it is replayed."""
     for _ in range(3):
         scan()
     graphs = [graph for kept in _workspaces(plan) for graph in getattr(kept, "_graphs", ())]
@@ -407,7 +407,7 @@ def with_graph(plan: ScanPlan, scan: Call) -> Call:
 
 
 def without_graph(plan: ScanPlan, scan: Call) -> Call:
-    """The scan, with every kernel launched by itself."""
+    """Return the scan, with every kernel launched by itself."""
     scan()
     for workspace in _workspaces(plan):
         if not hasattr(workspace, "_may_capture"):

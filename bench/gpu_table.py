@@ -63,7 +63,7 @@ def _wanted(
 
 
 def table(races: list[Report]) -> list[str]:
-    """The lines to print."""
+    """Return the lines to print."""
     heads = "T B cuDNN graphed ours +values ratio +values /graphed +params device floor ×warm ×cold"
     row = "{:>6} {:>4} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6}"
     lines = [
@@ -126,7 +126,7 @@ def _mark(race: Report, contender: str) -> str:
 
 
 def _notes(races: list[Report]) -> list[str]:
-    """What the marks mean, and what contenders do beside the work."""
+    """Say what the marks mean, and what contenders do beside the work."""
     notes = [f"{name} {note}." for race in races for name, note in race.get("notes", {}).items()]
     marked = any(race.get("waits_inside") for race in races)
     mark = ["* waits for the device inside, so that its device time has its launches too."] * marked

@@ -142,7 +142,7 @@ def schedules(patterns: list[Pattern], batch: int) -> list[Schedule]:
 
 
 def measure(make: Callable[[], Chain], rounds: int, device: str) -> dict[str, Any]:
-    """Times of all schedules of one chain, and of ``auto``."""
+    """Time all schedules of one chain, and ``auto``."""
     patterns, batch = make()
     grad = np.random.default_rng(2).standard_normal((batch, patterns[0].shape[1])).astype("f4")
     values = made_up(patterns, grad.dtype, batch)

@@ -181,7 +181,7 @@ def _rows(results: Results) -> list[Row]:
 
 
 def _measured(results: Results) -> dict[tuple[str, int], Results]:
-    """The pieces but the trainings, by set and batch, in that order."""
+    """Return the pieces but the trainings, by set and batch, in that order."""
     every = {
         (name, batch): results["pieces"].get(_key(name, batch))
         for name, batch in product(audio.SETS, BATCHES)

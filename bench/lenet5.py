@@ -52,7 +52,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-class Network(NamedTuple):
+class LayerTypes(NamedTuple):
     """The layers that LeNet-5 is made of, and its type of numbers."""
 
     activation: type[nn.Module]
@@ -78,8 +78,10 @@ class Images(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Losses of every iteration on the batch it learns from; of every epoch on the test images, and
-    the share of these that is recognised.
+    """How a training went.
+
+    Losses of every iteration on the batch that it learns from, and of every epoch on the test
+    images, with the share of these that is recognised.
     """
 
     train: list[float]
@@ -88,8 +90,8 @@ class Curves(NamedTuple):
 
 
 NETWORKS = {
-    "tanh and averages, float32": Network(nn.Tanh, nn.AvgPool2d, torch.float32),
-    "ReLU and maxima, float64": Network(nn.ReLU, nn.MaxPool2d, torch.float64),
+    "tanh and averages, float32": LayerTypes(nn.Tanh, nn.AvgPool2d, torch.float32),
+    "ReLU and maxima, float64": LayerTypes(nn.ReLU, nn.MaxPool2d, torch.float64),
 }
 # The paper's batches, but for a quick run, which has no time for many epochs.
 _FULL = {"cifar10": Settings(epochs=10, batch=256), "digits": Settings(epochs=60, batch=256)}
@@ -99,7 +101,7 @@ _QUICK = Settings(epochs=2, batch=32)
 # -- The networks ---------------------------------------------------------------------------------
 
 
-def lenet5(network: Network, channels: int) -> nn.Sequential:
+def lenet5(network: LayerTypes, channels: int) -> nn.Sequential:
     """LeNet-5 for images of 32×32, the same every time."""
     torch.manual_seed(0)
     activation, pool, dtype = network
@@ -127,7 +129,7 @@ def lenet5(network: Network, channels: int) -> nn.Sequential:
 
 
 def train(
-    contender: str, network: Network, images: Images, settings: Settings, device: str
+    contender: str, network: LayerTypes, images: Images, settings: Settings, device: str
 ) -> Curves:
     """Train a network, from the same parameters on the same batches for all contenders."""
     trainer = (_Scan if contender == SCAN else _Autograd)(network, images, device)
@@ -150,7 +152,7 @@ def train(
 class _Autograd:
     """A network that learns by PyTorch's back-propagation."""
 
-    def __init__(self, network: Network, images: Images, device: str) -> None:
+    def __init__(self, network: LayerTypes, images: Images, device: str) -> None:
         self.device = device
         self.dtype = network.dtype
         self.module = lenet5(network, images.train.shape[1]).to(device)
@@ -179,7 +181,7 @@ class _Autograd:
 class _Scan(_Autograd):
     """Such a network, whose gradients are a scan over its Jacobians."""
 
-    def __init__(self, network: Network, images: Images, device: str) -> None:
+    def __init__(self, network: LayerTypes, images: Images, device: str) -> None:
         super().__init__(network, images, device)
         self.xp = load_cupy() if device == "cuda" else np
         self.net = Sequential(from_torch(self.module, images.train.shape[1:]))
@@ -266,7 +268,7 @@ def _pieces(options: Options) -> list[Piece]:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     images = cache(partial(load_images, options.data))
 
-    def piece(network: Network) -> dict[str, Any]:
+    def piece(network: LayerTypes) -> dict[str, Any]:
         settings = _settings(options, images())
         curves = {
             name: train(name, network, images(), settings, options.device)._asdict()
@@ -312,7 +314,7 @@ def _about(options: Options) -> dict[str, Any]:
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    """The curves of both trainings of each network, and how far they are apart."""
+    """Return the curves of both trainings of each network, and how far they are apart."""
     pieces = results["pieces"]
     if not pieces:
         return []

@@ -76,7 +76,7 @@ def describe() -> dict[str, Any]:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """The current CUDA device, its driver, and versions of the libraries for it."""
+    """Return the current CUDA device, its driver, and versions of the libraries for it."""
     import cupy
 
     runtime, device = cupy.cuda.runtime, cupy.cuda.Device()
@@ -102,7 +102,7 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit that is checked out, and whether files differ from it, but for results."""
+    """Return the commit that is checked out, and whether files differ from it, but for results."""
     changes = _output("git", "status", "--porcelain", "--", ".", ":(exclude)bench/results")
     return _output("git", "rev-parse", "HEAD"), bool(changes)
 
@@ -131,7 +131,7 @@ def now() -> str:
 
 
 def file_name(prefix: str, device: str, commit: tuple[str, bool]) -> str:
-    """The name of a file of results."""
+    """Return the name of a file of results."""
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return f"{prefix}-{device}-{now()[:10]}-{commit[0][:8]}{'-dirty' * commit[1]}.json"
 
@@ -190,7 +190,7 @@ class Cpu:
         return seconds(call, times)
 
     def ceilings(self, moved: int, dtype: Any = np.float32) -> Ceilings:
-        """The rates of work that moves so many bytes."""
+        """Return the rates of work that moves so many bytes."""
         return Ceilings(bandwidth(moved), flop_rate(np.dtype(dtype)))
 
 

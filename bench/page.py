@@ -113,26 +113,26 @@ def join(*parts: str) -> Html:
 
 
 def tag(name: str, *parts: str, **attributes: str) -> Html:
-    """An element; `kind` is its class."""
+    """Return an element; `kind` is its class."""
     names = {"kind": "class"}
     said = "".join(f' {names.get(key, key)}="{escape(v)}"' for key, v in attributes.items())
     return Html(f"<{name}{said}>{join(*parts)}</{name}>")
 
 
 def listed(items: Sequence[str]) -> Html:
-    """An unordered list."""
+    """Return an unordered list."""
     return tag("ul", *(tag("li", item) for item in items))
 
 
 def significant(x: float, digits: int = 3) -> str:
-    """Rounded to so many digits, with thousands set apart: ``49.6``, ``0.940``, ``79,700``."""
+    """Round to so many digits, with thousands set apart: ``49.6``, ``0.940``, ``79,700``."""
     rounded = float(f"{x:.{digits - 1}e}")
     places = digits - 1 - floor(log10(abs(rounded))) if rounded else 0
     return f"{rounded:,.{max(places, 0)}f}"
 
 
 def exactly(x: float | None) -> str:
-    """A ratio that was published or is asked for."""
+    """Return a ratio that was published or is asked for."""
     return "" if x is None else f"{x:,.10g}×"
 
 
@@ -143,7 +143,7 @@ def table(
     *,
     grouped: bool = False,
 ) -> Html:
-    """A table; the columns whose heads are `numbers` are aligned on the decimal point.
+    """Return a table; the columns whose heads are `numbers` are aligned on the decimal point.
 
     Rows that are grouped stand below their first cell, which has a line of its own. Columns that
     are empty are left out; without rows there is no table.
@@ -182,7 +182,7 @@ def _aligned(cells: Sequence[str]) -> list[str]:
 
 
 def figure(drawing: Drawing) -> Html:
-    """A picture with its caption."""
+    """Return a picture with its caption."""
     kind, data = _picture(drawing.figure)
     width = round(96 * drawing.figure.get_size_inches()[0])
     source = f"data:image/{kind};base64,{b64encode(data).decode()}"
@@ -192,7 +192,7 @@ def figure(drawing: Drawing) -> Html:
 
 
 def _picture(drawn: Any) -> tuple[str, bytes]:
-    """A matplotlib figure as SVG, the same bytes every time; as PNG if that would be large."""
+    """Return a figure as SVG, the same bytes every time, or as PNG if that would be large."""
     from matplotlib import rc_context
 
     svg, png = BytesIO(), BytesIO()
@@ -210,7 +210,7 @@ def anchor(title: str) -> str:
 
 
 def page(title: str, head: Html, sections: dict[str, Html]) -> str:
-    """The whole page; sections by their titles."""
+    """Return the whole page; sections by their titles."""
     links, body = [], []
     for name, section in sections.items():
         links.append(join(tag("a", name, href=f"#{anchor(name)}"), " "))

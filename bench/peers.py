@@ -29,7 +29,7 @@ class MissingPeerError(Exception):
 
 
 def require(module: str, hint: str) -> Any:
-    """The module; or MissingPeerError, with how to get it."""
+    """Return the module; or MissingPeerError, with how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -40,7 +40,7 @@ def require(module: str, hint: str) -> Any:
 def fastest_of_each(
     makers: Mapping[str, Callable[[], dict[str, Call]]], trials: int
 ) -> tuple[dict[str, Call], dict[str, dict[str, str]]]:
-    """The fastest call of each contender; and ``variants``, their names, and ``missing`` peers."""
+    """Return the fastest call of each contender, the names of ``variants``, and ``missing``."""
     calls: dict[str, Call] = {}
     variants: dict[str, str] = {}
     missing: dict[str, str] = {}
@@ -53,7 +53,7 @@ def fastest_of_each(
 
 
 def loop(first: Any, steps: Iterable[Callable[[Any], Any]]) -> Call:
-    """A call that makes each gradient from the one before, and returns all of them."""
+    """Return a call that makes each gradient from the one before, and returns all of them."""
     steps = list(steps)
 
     def run() -> list[Any]:
@@ -71,7 +71,7 @@ def scipy_loop(grad: NDArray[Any], matrices: Sequence[sp.csr_array]) -> Call:
 
 
 def of_sample(jacobian: sp.csr_array | BatchedCSR, b: int) -> sp.csr_array:
-    """The Jacobian of sample `b`, which shares its values."""
+    """Return the Jacobian of sample `b`, which shares its values."""
     return jacobian[b] if isinstance(jacobian, BatchedCSR) else jacobian
 
 
@@ -245,7 +245,7 @@ def jax_associative_scans(grad: NDArray[Any], jacobians: NDArray[Any]) -> dict[s
 
 
 def mkl_products(a: sp.csr_array, b: sp.csr_array) -> dict[str, Call]:
-    """``A @ B`` in MKL: as `sparse_dot_mkl` offers it, and with handles that are made only once.
+    """Multiply ``A @ B`` in MKL: by `sparse_dot_mkl`, and with handles that are made only once.
 
     The second neither creates its operands nor exports its result to SciPy.
     """
@@ -279,7 +279,7 @@ def load_mkl() -> ModuleType:
 def torch_columns(
     module: Any, x: NDArray[Any], columns: NDArray[np.int64], way: str
 ) -> dict[str, Call]:
-    """Some columns of the transposed Jacobian of a layer.
+    """Return some columns of the transposed Jacobian of a layer.
 
     One at a time, kept without their zeros ("csr") or as they are and then forgotten ("column"); or
     all at once ("vmap").
@@ -300,7 +300,7 @@ def torch_columns(
         return [column(j) for j in columns.tolist()]
 
     def as_csr() -> tuple[NDArray[Any], ...]:
-        """Data, indices and indptr of the Jacobian, whose rows are these columns."""
+        """Return data, indices and indptr of the Jacobian, whose rows are these columns."""
         places, entries, ends = [], [], [0]
         for grad in map(column, columns.tolist()):
             flat = grad.view(-1)

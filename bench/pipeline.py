@@ -135,7 +135,7 @@ class TorchStage:
         return grads[0].numpy(), [{"": grad} for grad in grads[1:]]
 
     def descend(self, grads: list[dict[str, Any]], learning_rate: float) -> None:
-        """A step of SGD with momentum and weight decay."""
+        """Take a step of SGD with momentum and weight decay."""
         for p, v, grad in zip(self.module.parameters(), self._velocities, grads, strict=True):
             v.mul_(self._momentum).add_(grad[""]).add_(p.data, alpha=self._decay)
             p.data.sub_(v, alpha=learning_rate)
@@ -198,11 +198,11 @@ def folds(images: Images, count: int) -> list[Images]:
     """All images, each once among those to test on."""
     x = np.concatenate([images.train, images.test])
     labels = np.concatenate([images.train_labels, images.test_labels])
-    found = []
+    parts = []
     for part in np.array_split(np.arange(len(x)), count):
         rest = np.delete(np.arange(len(x)), part)
-        found.append(Images(images.name, x[rest], labels[rest], x[part], labels[part]))
-    return found
+        parts.append(Images(images.name, x[rest], labels[rest], x[part], labels[part]))
+    return parts
 
 
 def coloured(images: Images) -> Images:
@@ -279,7 +279,7 @@ def _saturated(module: nn.Sequential, x: Array) -> float | None:
 
 
 def check(images: Images, iterations: int) -> Results:
-    """The operators in the pipeline of ten stages, and PyTorch in the same, by plain SGD.
+    """Return the operators in the pipeline of ten stages, and PyTorch in the same, by plain SGD.
 
     Raises
     ------
@@ -380,7 +380,7 @@ def _about(options: Options) -> dict[str, Any]:
 
 
 def weights() -> list[int]:
-    """Number of each layer's."""
+    """Return how many parameters each layer has."""
     return [sum(p.numel() for p in layer.parameters()) for layer in network(0)]
 
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def sweep(races: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
-    """The races against PyTorch along T (B=16) or B (T=1,000), to the first state."""
+    """Return the races against PyTorch along T (B=16) or B (T=1,000), to the first state."""
     other, fixed = ("B", 16) if axis == "T" else ("T", 1000)
     along = [
         race
@@ -50,7 +50,7 @@ def draw(races: list[dict[str, Any]], path: Path) -> None:
 
 
 def figure(races: list[dict[str, Any]]) -> Figure:
-    """Times above, speedups over PyTorch below; over T on the left, over B on the right."""
+    """Draw times above, speedups over PyTorch below; over T on the left, over B on the right."""
     drawn, axes = drawing.panels(2, 2, 11, 7.5, sharex="col", sharey="row")
     for axis, (times, ratios) in zip("TB", axes.T, strict=True):
         along = {race["about"][axis]: race for race in sweep(races, axis)}
@@ -89,7 +89,7 @@ def figure(races: list[dict[str, Any]]) -> Figure:
 
 
 def _quartiles(along: dict[int, dict[str, Any]], name: str, unit: float = 1) -> dict[int, Spread]:
-    """The quartiles of the calls, by sizes, where there were any."""
+    """Return the quartiles of the calls, by sizes, where there were any."""
     calls = {size: race["samples_seconds"]["call, warm"] for size, race in along.items()}
     return {
         size: drawing.quartiles([*chain(*turns[name])], unit)

@@ -99,22 +99,24 @@ def _pieces(options: Options) -> list[Piece]:
 
 
 def _step(strategy: Strategy, graph: Graph, machine: Machine, workers: int, batch: int) -> Results:
-    found: Prediction = strategy.predict(graph, machine, workers, batch)
-    sending = sum(found.nanoseconds.get(part, 0.0) for part in ("weights", "activations", "halo"))
-    return {"how": found.how, "nanoseconds": found.total, "communicating": sending}
+    predicted: Prediction = strategy.predict(graph, machine, workers, batch)
+    sending = sum(
+        predicted.nanoseconds.get(part, 0.0) for part in ("weights", "activations", "halo")
+    )
+    return {"how": predicted.how, "nanoseconds": predicted.total, "communicating": sending}
 
 
 def _by_batch() -> Results:
     """Nanoseconds of a sample on one worker."""
     machines = {machine.name: machine for machine in (Machine(), _CORI, load_machine("v100"))}
-    found = {
+    nanoseconds = {
         f"{name}, {machine.name}": [
             BatchParallel().predict(build(name), machine, 1, size).total / size for size in _SIZES
         ]
         for name in ("alexnet", "lenet5", "resnet-20")
         for machine in machines.values()
     }
-    return {"sizes": list(_SIZES), "nanoseconds of a sample": found}
+    return {"sizes": list(_SIZES), "nanoseconds of a sample": nanoseconds}
 
 
 def _measured(name: str, sizes: Sequence[int]) -> Results:
@@ -133,14 +135,14 @@ def _measured(name: str, sizes: Sequence[int]) -> Results:
 
 
 def _grids() -> Results:
-    graph, found = build("alexnet"), {}
+    graph, steps = build("alexnet"), {}
     for overlap in (False, True):
         machine = replace(_CORI, overlap=overlap)
         batch = _step(BatchParallel(), graph, machine, _MANY, _IMAGES)
         every = {"batch": batch}
         every |= {name: _step(one, graph, machine, _MANY, _IMAGES) for name, one in _ONES.items()}
-        found["overlap" if overlap else "no overlap"] = every
-    return found
+        steps["overlap" if overlap else "no overlap"] = every
+    return steps
 
 
 # -- DeePa ----------------------------------------------------------------------------------------
@@ -180,14 +182,14 @@ def _throughput(graph: Graph, machine: Machine, workers: int, batch: int) -> Res
 
 def _gpus(name: str) -> Results:
     graph = build(name)
-    found = {str(size): _throughput(graph, _K80, _GPUS, size) for size in _MINIBATCHES}
-    return {"network": name, "images a second": found}
+    rates = {str(size): _throughput(graph, _K80, _GPUS, size) for size in _MINIBATCHES}
+    return {"network": name, "images a second": rates}
 
 
 def _nodes(name: str) -> Results:
     graph, machine = build(name), load_machine("p100")
-    found = {str(count): _throughput(graph, machine, count, _EACH * count) for count in _SCALES}
-    return {"network": name, "images a second": found}
+    rates = {str(count): _throughput(graph, machine, count, _EACH * count) for count in _SCALES}
+    return {"network": name, "images a second": rates}
 
 
 # -- Pipelines with stale weights -----------------------------------------------------------------
@@ -196,7 +198,7 @@ def _nodes(name: str) -> Results:
 def _pairs(depths: Sequence[int]) -> Results:
     """Speed-ups on two workers; hybrid training is pipelined for half of the epochs."""
     machines = {"p100": load_machine("p100"), "built in": Machine()}
-    found: dict[str, Results] = {name: {} for name in machines}
+    gains: dict[str, Results] = {name: {} for name in machines}
     for name, machine in machines.items():
         for depth in depths:
             graph = build(f"resnet-{depth}")
@@ -204,8 +206,8 @@ def _pairs(depths: Sequence[int]) -> Results:
             both = Pipeline().predict(graph, machine, 2, _BATCH)
             speedup = alone / both.total
             hybrid = 2 / (1 + 1 / speedup)
-            found[name][str(depth)] = {"speedup": speedup, "hybrid": hybrid, "how": both.how}
-    return found
+            gains[name][str(depth)] = {"speedup": speedup, "hybrid": hybrid, "how": both.how}
+    return gains
 
 
 def _memory(depths: Sequence[int]) -> Results:
@@ -214,7 +216,7 @@ def _memory(depths: Sequence[int]) -> Results:
     Activations and their gradients count, and weights, as in the paper; registers stand behind the
     first group of blocks, or the second layer of LeNet-5. PipeDream keeps four copies of weights.
     """
-    found = {}
+    memory = {}
     for name in ("lenet5", *(f"resnet-{depth}" for depth in depths)):
         graph = build(name)
         # Others have no output of their own in what PyTorch sums up.
@@ -228,12 +230,12 @@ def _memory(depths: Sequence[int]) -> Results:
             for degree, part in zip(placement.degrees, placement.parts, strict=True)
         )
         one = 2 * outputs + graph.weights
-        found[name] = {
+        memory[name] = {
             "stale": kept / one,
             "stashing": (kept + placement.stages * graph.weights) / one,
             "stale weights": placement.stale([each.weights for each in layers]),
         }
-    return found
+    return memory
 
 
 # -- What is shown --------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def _drawings(results: Results) -> list[Drawing]:
         (title, [one for key, one in pieces.items() if key.startswith(title)])
         for title in ("16 GPUs", "P100 in nodes of four")
     ]
-    return [*drawings, *(_rates(title, found) for title, found in rates if found)]
+    return [*drawings, *(_rates(title, parts) for title, parts in rates if parts)]
 
 
 def _batches(pieces: Results) -> Drawing:
@@ -283,9 +285,9 @@ def _batches(pieces: Results) -> Drawing:
     return Drawing("Time over the batch size", caption, figure)
 
 
-def _rates(title: str, found: list[Results]) -> Drawing:
-    figure, (every,) = panels(1, len(found), 3.7 * len(found), 3.6)
-    for axes, piece in zip(every, found, strict=True):
+def _rates(title: str, parts: list[Results]) -> Drawing:
+    figure, (every,) = panels(1, len(parts), 3.7 * len(parts), 3.6)
+    for axes, piece in zip(every, parts, strict=True):
         counts, rates = zip(*piece["images a second"].items(), strict=True)
         for name in _WAYS:
             for key, style in (("overlap", "o-"), ("no overlap", "o:")):

@@ -18,7 +18,6 @@ from .page import significant
 
 _TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 130
-_HEADS = ("against", "theirs, ms", "ours, ms", "ratio")
 
 
 @dataclass(frozen=True)
@@ -205,16 +204,19 @@ def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
 
 
 def _table(table: Table, rows: list[Row]) -> str:
-    """Return a table as Markdown."""
-    lines = [[*table.heads, *_HEADS], ["---"] * (len(table.heads) + len(_HEADS))]
+    """Return a table as Markdown; ratios come second, where a narrow screen shows them."""
+    work, *more = table.heads
+    heads = [work, "ratio", *more, "against", "theirs, ms", "ours, ms"]
+    lines = [heads, ["---"] * len(heads)]
     for line, row in zip(table.lines, rows, strict=True):
+        work, *more = line.cells
         times = [significant(1e3 * seconds) for seconds in (row.theirs, row.ours)]
-        lines.append([*line.cells, row.peer, *times, _ratio(row.theirs / row.ours)])
+        lines.append([work, ratio(row.theirs / row.ours), *more, row.peer, *times])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _ratio(x: float) -> str:
-    """Two digits, and three where they are before the point."""
+def ratio(x: float) -> str:
+    """Return a ratio with two digits, and three where they are before the point."""
     return f"{significant(x, 3 if 100 <= x < 1000 else 2)}×"
 
 

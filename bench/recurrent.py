@@ -36,7 +36,7 @@ from .gpu_device import device_of
 from .peers import MissingPeerError
 from .timing import PAUSE, THREADS, Call, fastest, finished, rounded
 
-Layer = nn.RNN | nn.GRU
+TorchLayer = nn.RNN | nn.GRU
 Batch = tuple[Tensor, Tensor]
 
 HIDDEN = 20
@@ -89,9 +89,9 @@ class Model:
     device: str  # "cpu" or "cuda"
 
     def classifier(self, sizes: tuple[int, int] | None = None) -> Classifier:
-        """A classifier with its initial parameters, backward by a scan if it has sizes."""
+        """Return a classifier with its initial parameters, backward by a scan if it has sizes."""
         torch.manual_seed(0)
-        layer: Layer = getattr(nn, self.kind)(self.inputs, HIDDEN)
+        layer: TorchLayer = getattr(nn, self.kind)(self.inputs, HIDDEN)
         return Classifier(layer, self.classes).to(self.device).by_scan(sizes)
 
     def trainer(self, sizes: tuple[int, int] | None = None) -> Trainer:
@@ -110,7 +110,7 @@ class Recurrence:
     parameters are shared, so it must stay where it is.
     """
 
-    def __init__(self, layer: Layer, steps: int, batch: int) -> None:
+    def __init__(self, layer: TorchLayer, steps: int, batch: int) -> None:
         weight = layer.weight_hh_l0
         self.layer = layer
         self.device: torch.device = weight.device
@@ -128,26 +128,26 @@ class Recurrence:
         )
 
     def array(self, tensor: Tensor) -> Any:
-        """The tensor's memory as an array of NumPy or CuPy."""
+        """Return the tensor's memory as an array of NumPy or CuPy."""
         return self.xp.asarray(tensor.detach())
 
     def tensor(self, array: Any) -> Tensor:
-        """The array's memory as a tensor."""
+        """Return the array's memory as a tensor."""
         return torch.as_tensor(array, device=self.device)
 
     def host(self, array: Any) -> NDArray[Any]:
-        """The array for NumPy."""
+        """Return the array for NumPy."""
         return np.asarray(array if self.xp is np else self.xp.asnumpy(array))
 
     def linearize(self, x: Tensor, outputs: Tensor) -> Linearization:
-        """The layer at its inputs and outputs."""
+        """Return the layer at its inputs and outputs."""
         after = self.array(outputs)
         before = self.xp.zeros_like(after)
         before[1:] = after[:-1]
         return self.cell.linearize(self.array(x), before)
 
     def jacobians(self, steps: Linearization) -> ImplicitChain | CSRChain:
-        """The Jacobians, as the plan takes them."""
+        """Return the Jacobians, as the plan takes them."""
         return steps.implicit() if self.xp is np else steps.jacobian()
 
     def scan(self, grad: Any, jacobians: ImplicitChain | CSRChain) -> Any:
@@ -175,7 +175,7 @@ def about(kind: str, options: Options) -> Results:
 def in_random_order(
     rng: np.random.Generator, samples: int, batch: int, count: int
 ) -> list[NDArray[np.int64]]:
-    """The indices of so many batches, from as many epochs as that takes."""
+    """Return the indices of so many batches, from as many epochs as that takes."""
     epochs = -(-count * batch // samples)
     order = np.concatenate([rng.permutation(samples) for _ in range(epochs)])
     return [order[k * batch : (k + 1) * batch] for k in range(count)]
@@ -210,7 +210,7 @@ class LastState(torch.autograd.Function):
 class Classifier(nn.Module):
     """A recurrent layer, and a linear map of its last state to the scores of the classes."""
 
-    def __init__(self, layer: Layer, classes: int) -> None:
+    def __init__(self, layer: TorchLayer, classes: int) -> None:
         super().__init__()
         self.layer = layer
         self.linear = nn.Linear(layer.hidden_size, classes)
@@ -240,7 +240,7 @@ class Trainer:
         self.threads = THREADS
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch, with its gradients left in the parameters."""
+        """Return the loss of a batch, with its gradients left in the parameters."""
         torch.set_num_threads(self.threads)
         self.optimiser.zero_grad()
         loss = nn.functional.cross_entropy(self.classifier(x), labels)
@@ -258,7 +258,7 @@ class Trainer:
 
 
 def measure(model: Model, batch: Batch, *, quick: bool, jax: bool = True) -> Results:
-    """The times of forward and backward passes and of training steps, of one batch.
+    """Return the times of forward and backward passes and of training steps, of one batch.
 
     The batch is an input ``(steps, batch, inputs)`` and labels ``(batch,)``. A quick run takes
     fewer samples. Without `jax`, JAX is left out, which compiles its variants first.
@@ -371,7 +371,7 @@ class _Race:
         }
 
     def jax(self, name: str) -> dict[str, Call]:
-        """The pure chain: the gradients of all states from dense Jacobians."""
+        """Return the pure chain: the gradients of all states from dense Jacobians."""
         if self.model.device == "cuda":
             # Or it takes most of the device's memory for itself.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -561,19 +561,19 @@ def _choose_threads(trainer: Trainer, batch: Batch, device: str) -> None:
 
 
 def speedup(piece: Results, theirs: str, ours: str) -> Spread:
-    """The ratio of the medians in the middle; from the quartiles how low and how high it may be."""
+    """Return the ratio of medians, and between how low and how high it may be, by quartiles."""
     return drawing.ratio(quartiles(piece, theirs), quartiles(piece, ours))
 
 
 def quartiles(piece: Results, name: str, unit: float = 1) -> Spread:
-    """The quartiles of a contender's samples, the median in the middle."""
+    """Return the quartiles of a contender's samples, the median in the middle."""
     return drawing.quartiles(piece["samples"][name], unit)
 
 
 def row(
     what: str, piece: Results, theirs: str, ours: str, paper: float | None = None
 ) -> Row | None:
-    """A line of a table, if this peer is there."""
+    """Return a line of a table, if this peer is there."""
     if theirs not in piece["samples"]:
         return None
     their_median, our_median = (quartiles(piece, name)[1] for name in (theirs, ours))

@@ -99,7 +99,10 @@ def _sections(results: Path) -> dict[str, Html]:
         of[file.kind].append(file)
     engine, startups = lines(files, "engine"), lines(files, "startup")
     of["engine"] = list(dict.fromkeys(file for file, _ in engine + startups))
-    titles = {name: of[name][0].results["title"] if of[name] else name for name in NAMES} | _TITLES
+    titles = {
+        name: of[name][0].results["title"] if of[name] else load(name).title for name in NAMES
+    }
+    titles |= _TITLES
 
     runs = {name: [_run(file) for file in of[name]] for name in NAMES}
     bodies = {name: _experiment(runs[name]) for name in NAMES}

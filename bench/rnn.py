@@ -195,7 +195,7 @@ def _best(pieces: Results, what: str, peer: str, ours: str, paper: float) -> Row
 
 
 def _measured(results: Results) -> Results:
-    """The pieces of the sweeps."""
+    """Return the pieces of the sweeps."""
     return {key: piece for key, piece in results["pieces"].items() if "samples" in piece}
 
 
@@ -299,14 +299,14 @@ def _overall(pieces: Results) -> Drawing:
 
 
 def _along(pieces: Results, along: str) -> dict[int, Results]:
-    """The sizes of a sweep in their order."""
+    """Return the sizes of a sweep in their order."""
     size, other, fixed = ("steps", "batch", BATCH) if along == "T" else ("batch", "steps", STEPS)
     chosen = [piece for piece in pieces.values() if piece[other] == fixed]
     return {piece[size]: piece for piece in sorted(chosen, key=lambda piece: piece[size])}
 
 
 def _sweeps(label: str) -> tuple[Any, Any]:
-    """A figure with a panel over T and one over 1/B."""
+    """Return a figure with a panel over T and one over 1/B."""
     from matplotlib.ticker import NullLocator
 
     figure, [panels] = drawing.panels(1, 2, 11, 4.6, sharey=True)

@@ -44,7 +44,7 @@ def go_on(experiment: Experiment, options: Options, folder: Path, file: Path) ->
 
 
 def draw(experiment: Experiment, results: Results, folder: Path) -> list[Any]:
-    """The drawings of results, all of which can be saved."""
+    """Return the drawings of results, all of which can be saved."""
     drawings = experiment.drawings(results)
     for drawing in drawings:
         drawing.figure.savefig(folder / "picture.png")

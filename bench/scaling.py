@@ -68,13 +68,13 @@ def cores() -> int:
 
 
 def _mpiexec() -> str | None:
-    """The one that was installed beside this Python comes first."""
+    """Return the path of mpiexec; the one that was installed beside this Python comes first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return shutil.which("mpiexec", path=folders)
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """The environment of processes with one thread each, whose cache folder is this one."""
+    """Return the environment of processes with one thread each, whose cache folder is this one."""
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     return {
         "XDG_CACHE_HOME": str(folder),
@@ -106,7 +106,7 @@ def _on_ranks(ranks: int) -> list[str]:
 
 @cache
 def _machine() -> bytes:
-    """The constants of this machine with one thread, as they are kept."""
+    """Return the constants of this machine with one thread, as they are kept."""
     with tempfile.TemporaryDirectory() as name:
         _call([sys.executable, "-m", "sparsescan", "calibrate"], Path(name))
         return (Path(name) / "sparsescan" / "machine.json").read_bytes()
@@ -114,7 +114,7 @@ def _machine() -> bytes:
 
 @contextmanager
 def _calibrated() -> Iterator[Path]:
-    """A cache folder with them, and nothing else."""
+    """Yield a cache folder with them, and nothing else."""
     machine = _machine()
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "sparsescan" / "machine.json"
@@ -145,7 +145,7 @@ def _measure(ranks: int, what: str, **options: Any) -> Results:
 def _answer(
     program: list[str], what: list[str], options: Results, folder: Path, memory: dict[str, str]
 ) -> Results:
-    """The results of a program, which writes them to the file that it is told."""
+    """Return the results of a program, which writes them to the file that it is told."""
     file = folder / "results.json"
     _call([*program, str(file), *what, json.dumps(options)], folder, memory)
     results: Results = json.loads(file.read_text())
@@ -199,7 +199,7 @@ def _about(options: Options) -> Results:
 
 
 def _rows(results: Results) -> list[Row]:
-    """The best way to combine the parts, beside one process."""
+    """Return the best way to combine the parts, beside one process."""
     rows = []
     for piece in results["pieces"].values():
         for scan in piece.get("scans", ()):

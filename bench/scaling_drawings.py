@@ -96,7 +96,7 @@ def _over_predicted(times: list[Results]) -> str:
 def _measured(
     times: list[Results], names: Sequence[str], steps: Callable[[str, int], int]
 ) -> Figure:
-    """A panel for each chain: milliseconds over ranks."""
+    """Return a panel for each chain: milliseconds over ranks."""
     rows = -(-len(names) // 2)
     figure, panels = _panels(max(rows, 1), min(len(names), 2) or 1)
     for axes, name in zip(panels, names, strict=False):

@@ -103,7 +103,7 @@ def curves(
 
 
 def logarithm(ranks: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
-    """``a + b·log2 p`` by least squares, and how far it is off at most, relative to the time."""
+    """Fit ``a + b·log2 p`` by least squares, and say how far it is off at most, relatively."""
     logs, y = np.log2(ranks), np.asarray(seconds)
     b, a = np.polyfit(logs, y, 1)
     return {"a": float(a), "b": float(b), "off": float(np.abs((a + b * logs) / y - 1).max())}

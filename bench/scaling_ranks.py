@@ -39,7 +39,7 @@ _WRONG = float(np.sqrt(np.finfo(np.float64).eps))
 
 
 def part(name: str, steps: slice, samples: slice | None = None) -> NDArray[Any] | CSRChain:
-    """Steps of a chain, for some of its samples."""
+    """Return steps of a chain, for some of its samples."""
     about, every = CHAINS[name], range(steps.start, steps.stop)
     if about.kind == "dense":
         batch = (about.batch,) if about.batch else ()
@@ -57,7 +57,7 @@ def part(name: str, steps: slice, samples: slice | None = None) -> NDArray[Any] 
 
 
 def _dense(step: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """A step that on the whole keeps the length of a gradient."""
+    """Return a step that on the whole keeps the length of a gradient."""
     return np.random.default_rng([0, step]).standard_normal(shape) / math.sqrt(shape[-1])
 
 
@@ -78,7 +78,7 @@ def difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
 
 
 def times(chains: list[tuple[str, int]], rounds: int, seconds: float) -> dict[str, Any]:
-    """Scans of these chains of so many steps, on all ranks and, of all of it, on one."""
+    """Time scans of these chains of so many steps, on all ranks, and of the whole on one."""
     network = parallel.measure(parallel.Communicator.of(WORLD))
     if WORLD.rank == 0:
         parallel.save_network(network)
@@ -143,7 +143,7 @@ def _scan(name: str, n: int, rounds: int, seconds: float) -> dict[str, Any]:
 def _race(
     names: list[str], calls: dict[str, Callable[[], Any]], rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Samples of calls, which take turns in another order each time.
+    """Time calls, which take turns in another order each time.
 
     A sample is of so many calls, one after the other, that they take some time; it ends when the
     last rank has it. Ranks that have no part in a call sleep.
@@ -240,7 +240,7 @@ def _solve(size: int, steps: slice, schedule: str) -> tuple[tuple[int, ...], NDA
 
 
 def _one_by_one(size: int, n: int) -> NDArray[np.float64]:
-    """The linear scan, for which no more than one step is held."""
+    """Return the linear scan, for which no more than one step is held."""
     y, gradients = _gradient(size), np.empty((n, size))
     for k in range(n):
         gradients[k] = y

@@ -20,7 +20,7 @@ _TIMES = ["theirs, ms", "ours, ms"]
 
 
 def origin(file: File) -> Html:
-    """The line that says where numbers come from."""
+    """Return the line that says where numbers come from."""
     said = f"{file.place} · {file.day} · commit {file.commit} · "
     marks = join(" · ", state(file)) if file.marks else ""
     return tag("p", said, tag("code", file.path.name), marks, kind="soft")
@@ -32,7 +32,7 @@ def state(file: File) -> Html:
 
 
 def missing_peers(missing: Iterable[tuple[str, str, str]]) -> Html:
-    """The list of missing peers, from the peer, the reason, and where it is missing."""
+    """Return the list of missing peers, from the peer, the reason, and where it is missing."""
     places: dict[str, list[str]] = {}
     for peer, why, where in missing:
         places.setdefault(f"{peer}: {why}", []).append(where)

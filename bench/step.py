@@ -216,7 +216,7 @@ def _jax_step(jax: Any, kind: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
-    """The times of a training step of each contender, who take turns.
+    """Return the times of a training step of each contender, who take turns.
 
     Returns
     -------
@@ -323,7 +323,7 @@ def _about(options: Options) -> Results:
 
 
 def races(results: Results) -> Results:
-    """The pieces in which contenders took turns."""
+    """Return the pieces in which contenders took turns."""
     return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
 
 

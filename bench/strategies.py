@@ -259,7 +259,7 @@ def _order_said(pieces: list[Results]) -> str:
 
 
 def _rows(results: Results) -> list[Row]:
-    """The scan beside the best of the others that fit, be it faster or slower."""
+    """Return the scan beside the best of the others that fit, be it faster or slower."""
     rows = []
     for piece in results["pieces"].values():
         for one in piece.get("comparisons", ()):

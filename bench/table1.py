@@ -180,7 +180,7 @@ def _drawings(results: Results) -> list[Drawing]:
 
 
 def _ratios(axes: Any, y: int, piece: Results) -> None:
-    """A row of the picture."""
+    """Draw a row of the picture."""
     medians, counts = piece["median_seconds"], piece["rounds_that_count"]
     counts = counts if any(counts) else [True] * len(counts)
     for k, (peer, style) in enumerate(_STYLES.items()):

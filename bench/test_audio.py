@@ -23,7 +23,7 @@ needs_librosa = pytest.mark.skipif(
 
 
 def write(path: Path, samples: np.ndarray, rate: int = audio.RATE) -> None:
-    """A WAV file of 16 bits from samples ``(channels, n)``."""
+    """Write a WAV file of 16 bits from samples ``(channels, n)``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(len(samples))
@@ -118,7 +118,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def sound_font(notes: list[tuple[bytes, int, np.ndarray]]) -> bytes:
-    """A font with notes of a name, a rate, and samples of 16 bits; 46 zeros after each of them."""
+    """Return a font of notes, each a name, a rate and samples of 16 bits, with 46 zeros behind."""
     samples, headers = b"", b""
     for name, rate, note in notes:
         start = len(samples) // 2

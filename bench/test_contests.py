@@ -43,7 +43,7 @@ def test_pruning_drops_the_smallest_weights(pruned: float) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[NDArray[Any], list[Any], list[NDArray[Any]]]:
-    """A gradient, Jacobians of which some are shared, and all of them as dense arrays."""
+    """Return a gradient, Jacobians of which some are shared, and all of them as dense arrays."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     batch = draw(st.integers(1, 4))
     kinds = draw(st.lists(st.sampled_from(["shared", "own", "diagonal"]), min_size=1, max_size=6))

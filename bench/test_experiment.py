@@ -195,7 +195,7 @@ def test_quick_results_have_a_file_of_their_own(tmp_path: Path):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """An experiment that has a name on the command line."""
+    """Return an experiment that has a name on the command line."""
     fake, module = Fake(), types.ModuleType("bench.made")
     module.EXPERIMENT = fake.experiment  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "bench.made", module)

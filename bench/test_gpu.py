@@ -59,7 +59,7 @@ def run_race(race: Race, broken: dict[str, str] | None = None) -> dict[str, Any]
 
 
 def made_up(seconds: dict[str, float], **fields: Any) -> Race:
-    """A race whose contenders are as slow as they are told to be, and right."""
+    """Return a race whose contenders are as slow as they are told to be, and right."""
 
     def call(name: str) -> Any:
         time.sleep(seconds[name])
@@ -334,7 +334,7 @@ def test_the_bounds_of_positive_chains_are_tight():
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of a stand-in for CuPy, on whose device a clock ticks in milliseconds."""
+    """Return calls of a stand-in for CuPy, on whose device a clock ticks in milliseconds."""
     calls: list[str] = []
 
     class Event:
@@ -519,7 +519,7 @@ def test_tests_that_are_stopped_have_said_what_passed(
 
 @pytest.fixture
 def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which there are no toolkits yet, on a machine that has none, and no wheels."""
+    """Return a folder without toolkits yet, on a machine that has none, and no wheels."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "with nvcc" / "bin"))
@@ -598,7 +598,7 @@ CLEAN = "ERROR SUMMARY: 0 errors"
 
 @pytest.fixture
 def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Runs a stand-in for compute-sanitizer that says what it is told to say."""
+    """Run a stand-in for compute-sanitizer that says what it is told to say."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def run(summary: str = CLEAN, code: int = 0, said: str = SCANS) -> Any:
@@ -746,7 +746,7 @@ def test_plots_are_drawn_again_from_a_file(tmp_path: Path):
 
 
 def stand_ins(monkeypatch: pytest.MonkeyPatch, *, draw: bool = False, **parts: Any) -> None:
-    """Checks and parts that say what they are told to say."""
+    """Let checks and parts say what they are told to say."""
     if not draw:
         monkeypatch.setattr(plots, "draw", lambda races, path: None)
 

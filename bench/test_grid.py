@@ -16,9 +16,9 @@ from . import grid
 
 
 def test_every_chain_can_be_planned() -> None:
-    made = {name: make() for name, make in grid.chains().items() if "VGG" not in name}
+    chains = {name: make() for name, make in grid.chains().items() if "VGG" not in name}
     assert len(grid.chains()) >= 30
-    for name, (patterns, batch) in made.items():
+    for name, (patterns, batch) in chains.items():
         assert batch >= 1, name
         for later, earlier in pairwise(patterns):
             assert later.shape[0] == earlier.shape[1], name

@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parent
 
 
 def imported(path: Path) -> set[str]:
-    """The files of this folder that a file imports."""
+    """Return the files of this folder that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:

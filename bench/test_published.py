@@ -31,13 +31,13 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_that_of_tables_7_and_9() -> None:
-    found = published._memory((20, 56))
-    assert 0.57 <= found["resnet-56"]["stale"] <= 0.58
+    memory = published._memory((20, 56))
+    assert 0.57 <= memory["resnet-56"]["stale"] <= 0.58
     # From activations of a sample that are rounded to 0.06 MB, the paper has 97% and 109%.
-    assert 100 * found["lenet5"]["stale"] == pytest.approx(97, rel=0.03)
-    assert 100 * found["lenet5"]["stashing"] == pytest.approx(109, rel=0.03)
+    assert 100 * memory["lenet5"]["stale"] == pytest.approx(97, rel=0.03)
+    assert 100 * memory["lenet5"]["stashing"] == pytest.approx(109, rel=0.03)
     # Here normalisations have no activations of their own: the paper has 60% and 61%.
-    assert 100 * found["resnet-20"]["stale"] == pytest.approx(60, rel=0.04)
+    assert 100 * memory["resnet-20"]["stale"] == pytest.approx(60, rel=0.04)
 
 
 def test_a_weird_trick_is_one_of_the_plans_per_layer() -> None:

@@ -253,7 +253,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def whole(name: str, options: Options) -> Results:
-    """A file of which all pieces have been measured."""
+    """Return a file of which all pieces have been measured."""
     one: Experiment = EXPERIMENTS[name].EXPERIMENT
     pieces = {piece.key: piece.measure() for piece in one.pieces(options)}
     return {"about": one.about(options), "pieces": pieces, "done": True}

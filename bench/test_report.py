@@ -68,12 +68,12 @@ class Page(HTMLParser):
             self.tables[self._title][-1][-1] += text
 
     def row(self, section: str, *starts: str) -> list[str]:
-        """The only row that begins with these cells."""
+        """Return the only row that begins with these cells."""
         (row,) = [row for row in self.tables[section] if tuple(row[: len(starts)]) == starts]
         return row
 
     def after(self, section: str, name: str) -> list[list[str]]:
-        """The cells behind the one with this name, in every row that has it."""
+        """Return the cells behind the one with this name, in every row that has it."""
         rows = self.tables[section]
         return [row[row.index(name) + 1 :] for row in rows if name in row]
 
@@ -117,7 +117,7 @@ def show(folder: Path) -> Page:
 
 
 def contest(rng: np.random.Generator, name: str, *peers: str, missing: str = "") -> Results:
-    """A line as the engine's comparison writes it; every peer is asked to be twice as slow."""
+    """Return a line as the engine's comparison writes it; peers are asked to be twice as slow."""
     scale = 10 ** rng.uniform(-5, 2)
     samples = {
         contender: (scale * rng.uniform(0.1, 50) * rng.uniform(1, 1.2, (3, 5))).tolist()
@@ -202,7 +202,7 @@ def drawings_of(results: Results) -> list[Drawing]:
 
 
 def experiment(rng: np.random.Generator, *keys: str) -> Results:
-    """A whole one; every piece takes times of its own."""
+    """Return a whole one; every piece takes times of its own."""
     pieces = {
         key: {"theirs": 10 ** rng.uniform(-4, 2), "ours": 10 ** rng.uniform(-4, 2)} for key in keys
     }
@@ -212,8 +212,8 @@ def experiment(rng: np.random.Generator, *keys: str) -> Results:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def made() -> Iterator[None]:
-    """The only experiment there is."""
+def only_experiment() -> Iterator[None]:
+    """Let there be one experiment only."""
     module = types.ModuleType("bench.made")
     module.EXPERIMENT = Experiment(  # type: ignore[attr-defined]
         "made", "Made up", lambda options: [], lambda options: {}, drawings_of, rows_of
@@ -230,7 +230,14 @@ def made() -> Iterator[None]:
 
 def test_without_any_file_the_page_says_what_has_not_been_run(tmp_path: Path):
     shown = show(tmp_path)
-    measured = ["made", "The engine", "Schedules", "Memory", "Code in LLVM's language", "On a GPU"]
+    measured = [
+        "Made up",
+        "The engine",
+        "Schedules",
+        "Memory",
+        "Code in LLVM's language",
+        "On a GPU",
+    ]
     assert list(shown.sections) == ["", "Overview", "Unproven", *measured]
     assert shown.tables["Overview"][1:] == [[title, "not run yet"] for title in measured]
     commands = ["bench made", *(f"bench.{name}" for name in ("compare", "grid", "memory"))]
@@ -242,7 +249,7 @@ def test_without_any_file_the_page_says_what_has_not_been_run(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with results of all kinds."""
+    """Return a folder with results of all kinds."""
     folder, rng = tmp_path_factory.mktemp("everything"), np.random.default_rng()
     save(folder, "made", experiment(rng, "T=10", "T=30"))
     line = contest(rng, "a", "SciPy @", missing="MKL")
@@ -518,7 +525,7 @@ def test_the_engine_beside_its_peers(tmp_path: Path, rng: np.random.Generator):
 
 
 def shares(result: Any) -> list[str]:
-    """The ratios of a chain's linear and best schedules, as they are written."""
+    """Return the ratios of a chain's linear and best schedules, as they are written."""
     relative = grid.ratios(result["samples_seconds"])
     return [f"{relative[key]:#.3g}×" for key in ("auto/linear", "auto/best")]
 
@@ -753,21 +760,22 @@ def test_tables_replace_what_is_between_their_markers_and_nothing_else(
     assert text.endswith("\n<!-- end -->" + after)
     first, second = text.removeprefix(before).split(between)
     heads, rule, *rows = cells_of(first)
-    assert heads == ["you have", "use", "against", "theirs, ms", "ours, ms", "ratio"]
+    assert heads == ["you have", "ratio", "use", "against", "theirs, ms", "ours, ms"]
     assert set(rule) == {"---"}
     seconds = [(piece["theirs"], piece["ours"]) for piece in results["pieces"].values()]
     seconds.insert(1, (linear, auto))
-    assert [row[:3] for row in rows] == [
+    assert [[row[0], *row[2:4]] for row in rows] == [
         ["A", "a", "autograd"],
         ["B", "b", "Schedule.linear(3)"],
         ["C", "c", "autograd"],
     ]
     for row, (theirs, ours) in zip(rows, seconds, strict=True):
-        assert close(row[3], 1e3 * theirs)
-        assert close(row[4], 1e3 * ours)
-        assert close(row[5], theirs / ours, 2)
-        assert row[5].endswith("×")
-    assert list(cells_of(second))[2][:2] == ["D", "autograd"]
+        assert close(row[1], theirs / ours, 2)
+        assert row[1].endswith("×")
+        assert close(row[4], 1e3 * theirs)
+        assert close(row[5], 1e3 * ours)
+    *_, row = cells_of(second)
+    assert [row[0], row[2]] == ["D", "autograd"]
     said = " ".join(first.split())
     assert "[lines 1, 3](results/made.json), Made-up CPU, 2 cores, 2030-01-02;" in said
     assert "[line 2](results/grid.json), Made-up CPU, 2 cores, 2030-02-03." in said
@@ -819,8 +827,8 @@ def test_each_section_is_a_page_of_the_site(tmp_path: Path, rng: np.random.Gener
     assert sorted(pages.iterdir()) == sorted(written)
     titles = [path.read_text().splitlines()[0] for path in written]
     assert {"# Overview", "# Made up", "# Files"} <= set(titles)
-    made = (pages / "made-up.md").read_text()
-    assert "made.json" in made
+    text = (pages / "made-up.md").read_text()
+    assert "made.json" in text
     (pages / "gone.md").touch()
     before = {path: path.stat().st_mtime_ns for path in written}
     assert report.write_pages(results, pages) == written

@@ -24,8 +24,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(file: Path) -> Results:
-    found: Results = json.loads(file.read_text())
-    return found
+    results: Results = json.loads(file.read_text())
+    return results
 
 
 def test_every_kernel_moves_what_must_move(results: Results) -> None:

@@ -23,7 +23,7 @@ class Ceilings:
     flops_per_second: float
 
     def seconds(self, moved: int, flops: int) -> float:
-        """The floor: the longer of moving so many bytes and computing so many FLOPs."""
+        """Return the floor: the longer of moving so many bytes and computing so many FLOPs."""
         return max(moved / self.bytes_per_second, flops / self.flops_per_second)
 
 
@@ -39,7 +39,7 @@ def seconds(call: Call, times: int) -> list[float]:
 
 
 def fastest(variants: dict[str, Call], trials: int = 3) -> tuple[str, Call]:
-    """The variant with the shortest call, and its name; the first one without trials."""
+    """Return the variant with the shortest call, and its name; the first one without trials."""
     if len(variants) == 1 or trials == 0:
         return next(iter(variants.items()))
     return min(variants.items(), key=lambda item: min(seconds(item[1], trials)))
@@ -59,5 +59,5 @@ def calls_in(length: float, device: Any, call: Call, fewest: int, most: int) -> 
 
 
 def rounded(samples: list[float]) -> list[float]:
-    """Samples to the nanosecond, which makes files shorter."""
+    """Round samples to the nanosecond, which makes files shorter."""
     return [round(taken, 9) for taken in samples]

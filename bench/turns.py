@@ -101,7 +101,7 @@ def quiet(others: list[float]) -> list[bool]:
 
 
 def counting(turns: list[list[float]], counted: list[bool]) -> list[float]:
-    """The samples of the rounds that count."""
+    """Return the samples of the rounds that count."""
     return [*chain(*compress(turns, counted))]
 
 

@@ -134,7 +134,7 @@ def train_epoch(
 
 
 def accuracy(net: nn.Sequential, x: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The share of some images that a network recognises."""
+    """Return the share of some images that a network recognises."""
     with torch.no_grad():
         kinds = torch.cat([net(part).argmax(1) for part in x.split(500)])
     return float((kinds == wanted).float().mean())
@@ -142,7 +142,7 @@ def accuracy(net: nn.Sequential, x: torch.Tensor, wanted: torch.Tensor) -> float
 
 @cache
 def trained(options: Options) -> tuple[nn.Sequential, dict[str, Any]]:
-    """The pruned network, and how its training went.
+    """Return the pruned network, and how its training went.
 
     It is kept in a temporary file, so that a run that goes on where it was cut off has it at once.
     """
@@ -274,7 +274,7 @@ def _rounds(options: Options) -> int:
 
 @cache
 def _chain(options: Options, batch: int) -> vgg11_timing.Chain:
-    """The Jacobians at the first test images."""
+    """Return the Jacobians at the first test images."""
     net, _ = trained(options)
     images = images_of(options.data)
     labels = torch.from_numpy(images.test_labels[:batch])

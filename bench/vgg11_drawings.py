@@ -47,7 +47,7 @@ _PUBLISHED: dict[str, Any] = {"color": "grey", "ls": "--", "lw": 1.2}
 
 
 def drawings(results: Results) -> list[Drawing]:
-    """The pictures of those pieces that there are."""
+    """Return the pictures of those pieces that there are."""
     pieces, about = results["pieces"], results["about"]
     drawings = []
     if "training" in pieces:
@@ -292,7 +292,7 @@ def _count(number: float) -> str:
 
 
 def rows(results: Results) -> list[Row]:
-    """The backward pass, and the largest products that were timed."""
+    """Return the backward pass, and the largest products that were timed."""
     table = []
     net = f"pruned {_name(results['about'])}"
     for key, piece in results["pieces"].items():

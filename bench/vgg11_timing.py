@@ -110,7 +110,7 @@ class Nodes:
         }
 
     def matrix(self, interval: Interval) -> sp.csr_array:
-        """The matrix as SciPy multiplies it up, sorted, without entries that happen to be zero."""
+        """Return the matrix as SciPy multiplies it up, sorted, without entries that are zero."""
         if interval not in self._matrices:
             left, right = self._products[interval].operands
             product = self._matrices[interval] = self.matrix(right) @ self.matrix(left)
@@ -118,7 +118,7 @@ class Nodes:
         return self._matrices[interval]
 
     def values(self, interval: Interval) -> Array:
-        """The values in the order of the pattern, zeros included."""
+        """Return the values in the order of the pattern, zeros included."""
         return in_pattern(self.matrix(interval), self.patterns[interval])
 
     def too_large(self, step: Step) -> str | None:
@@ -136,7 +136,7 @@ class Nodes:
 
 
 def in_pattern(matrix: sp.csr_array, pattern: Pattern) -> Array:
-    """The values of a sorted matrix in the order of a pattern that has all of its entries."""
+    """Return values of a sorted matrix in the order of a pattern that has all of its entries."""
     if matrix.nnz == pattern.nnz:
         return matrix.data
     values = np.empty(pattern.nnz, matrix.dtype)
@@ -156,7 +156,7 @@ def step_work(nodes: Nodes, step: Step) -> Work:
 
 
 def _vector_work(nodes: Nodes, step: Step) -> Work:
-    """A gradient multiplied by a layer's Jacobian, or by a product."""
+    """Return a gradient multiplied by a layer's Jacobian, or by a product."""
     device, interval = nodes.chain.device, step.operands[1]
     pattern, matrix = nodes.patterns[interval], nodes.matrix(interval)
     x = nodes.chain.grads[step.mid - 1][0].astype(np.float32)
@@ -190,7 +190,7 @@ def _vector_work(nodes: Nodes, step: Step) -> Work:
 
 
 def _product_work(nodes: Nodes, step: Step) -> Work:
-    """The product of two matrices, checked by what it makes of a vector."""
+    """Return the product of two matrices, checked by what it makes of a vector."""
     device = nodes.chain.device
     left, right = (nodes.matrix(interval) for interval in step.operands)
     last = Pattern.diagonal(right.shape[0])
@@ -317,7 +317,7 @@ def _bytes(pattern: Pattern) -> int:
 
 
 def _mkl_vectors(matrix: sp.csr_array, x: Array) -> dict[str, Call]:
-    """``A @ x`` as `sparse_dot_mkl` offers it, and with a handle that is made only once."""
+    """Multiply ``A @ x`` by `sparse_dot_mkl`, and with a handle that is made only once."""
     mkl = load_mkl()
     from sparse_dot_mkl._mkl_interface import MKL as FUNCTIONS
     from sparse_dot_mkl._mkl_interface import _create_mkl_sparse, matrix_descr
@@ -419,7 +419,7 @@ def _in_formats(variant: Callable[[torch.memory_format], Call]) -> dict[str, Cal
 
 
 def _copied(features: nn.Sequential) -> nn.Sequential:
-    """Copies of the layers; ``deepcopy`` refuses the weights that pruning has made."""
+    """Copy the layers; ``deepcopy`` refuses the weights that pruning has made."""
     layers: list[nn.Module] = []
     for layer in features:
         if not isinstance(layer, nn.Conv2d):
@@ -480,7 +480,7 @@ def race(works: Mapping[str, Work], device: Any, rounds: int) -> dict[str, Any]:
 def _take_turns(
     calls: dict[str, dict[str, Call]], device: Any, rounds: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Samples of each contender and work."""
+    """Return samples of each contender and work."""
     times = {
         (contender, name): calls_in(_SECONDS_A_TURN, device, call, _FEWEST, _MOST)
         for contender, by_work in calls.items()

@@ -35,7 +35,7 @@ class Stencil(NamedTuple):
     chain: sparsescan.CSRChain
 
     def matrices(self, *, shared: bool) -> list[sp.csr_array]:
-        """The steps as SciPy arrays, with one copy of the index arrays or one each."""
+        """Return the steps as SciPy arrays, with one copy of the index arrays or one each."""
         chain, matrices = self.chain, []
         for values in chain.data:
             indices, indptr = chain.indices, chain.indptr
@@ -48,7 +48,7 @@ class Stencil(NamedTuple):
 def pruned_conv(
     weight: NDArray[Any], shape: tuple[int, ...], pruned: float, rng: Any = 0
 ) -> tuple[Conv2d, NDArray[np.bool_]]:
-    """A Conv2d, 3×3 with padding 1, for images of a shape; and which of the weights it keeps.
+    """Return a Conv2d, 3×3 with padding 1, for images of a shape, and which weights it keeps.
 
     The fraction `pruned` of the weights with the smallest magnitude is dropped.
     """
@@ -62,7 +62,7 @@ def pruned_conv(
 def pruned_jacobian(
     rng: np.random.Generator, channels: tuple[int, int], side: int, pruned: float = 0.97
 ) -> sp.csr_array:
-    """The transposed Jacobian of a pruned convolution with random normal weights."""
+    """Return the transposed Jacobian of a pruned convolution with random normal weights."""
     weight = rng.standard_normal((channels[1], channels[0], 3, 3))
     return pruned_conv(weight, (channels[0], side, side), pruned)[0].jacobian()
 
@@ -70,20 +70,20 @@ def pruned_jacobian(
 def conv_pair(
     side: int = 16, channels: tuple[int, int, int] = (64, 128, 256)
 ) -> list[sp.csr_array]:
-    """The transposed Jacobians ``[J₂, J₁]`` of two pruned convolutions, with int64 indices."""
+    """Return transposed Jacobians ``[J₂, J₁]`` of two pruned convolutions, with int64 indices."""
     rng = np.random.default_rng(0)
     jacobians = [pruned_jacobian(rng, pair, side) for pair in pairwise(channels)]
     return [with_indices(jacobian, np.int64) for jacobian in reversed(jacobians)]
 
 
 def with_indices(matrix: sp.csr_array, dtype: DTypeLike) -> sp.csr_array:
-    """The matrix, whose index arrays are changed to another type."""
+    """Return the matrix, whose index arrays are changed to another type."""
     matrix.indices, matrix.indptr = (x.astype(dtype) for x in (matrix.indices, matrix.indptr))
     return matrix
 
 
 def vgg11(pruned: float, side: int = 32, narrow: int = 1) -> Sequential:
-    """The convolutional part of VGG-11, for ``side × side`` images, maybe `narrow` times narrower.
+    """Return the convolutions of VGG-11, for ``side × side`` images, maybe `narrow` times narrower.
 
     The fraction `pruned` of each layer's random normal weights, those of the smallest magnitude, is
     dropped. The others are scaled as by He et al. (2015), so that activations keep their size.

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["COLUMNS"] = "80"  # of what commands say
 
+_filters = contextlib.ExitStack()
+
+
+def raise_warnings(gallery_conf: object, script: str, when: str) -> None:
+    """Let a warning end a script of the gallery, as an error does."""
+    if when == "before":
+        _filters.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive", UserWarning)
+    else:
+        _filters.close()
+
+
 project = "sparsescan"
 author = "the authors of sparsescan"
 html_title = "sparsescan"
@@ -37,12 +51,12 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["gallery", "_drawn", "**/sg_execution_times.rst"]
+exclude_patterns = ["gallery", "_drawn"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
-# README and CONTRIBUTING are read on GitHub, too, where links to files are what is meant.
+# Functions and the order of the gallery are not kept with the configuration.
 suppress_warnings = ["config.cache"]
 
 # Members of a class stand on its page, each with its docstring.
@@ -69,12 +83,14 @@ sphinx_gallery_conf = {
         ]
     ),
     "abort_on_example_error": True,
+    "reset_modules": ("matplotlib", raise_warnings),
+    "reset_modules_order": "both",
     "capture_repr": (),
     "download_all_examples": False,
     "copyfile_regex": r".*\.md",
     "show_signature": False,
     "remove_config_comments": True,
-    "min_reported_time": 0,
+    "write_computation_times": False,
     "plot_gallery": "True",
 }
 

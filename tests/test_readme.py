@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import pydoc
 import re
-import subprocess
 import sys
 import traceback
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -115,37 +112,3 @@ def test_the_reference_has_every_name_of_a_front_door(name: str) -> None:
     module = __import__(f"sparsescan.{name}", fromlist=["__all__"])
     listed = re.findall(r"^   (\w+)$", (DOCS / "reference" / f"{name}.md").read_text(), re.M)
     assert set(module.__all__) == set(listed)
-
-
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("sphinx_gallery")
-    output, trees = tmp_path / "site", tmp_path / "trees"
-    # Without the gallery's programs, which .ci/run runs.
-    options = f"-q -W -E -D plot_gallery=0 -b html -d {trees}".split()
-    command = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(output)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    pages = {path: path.read_text() for path in output.rglob("*.html")}
-    anchors = {path: set(re.findall(r' id="([^"]+)"', text)) for path, text in pages.items()}
-    broken = []
-    for path, text in pages.items():
-        for link in re.findall(r'<(?:a|img)[^>]*? (?:href|src)="([^"]+)"', text):
-            where, _, anchor = link.partition("#")
-            if re.match(r"[a-z]+:", where):
-                continue
-            target = (path.parent / where).resolve() if where else path
-            known = anchors.get(target)
-            if not target.exists() or (anchor and known is not None and anchor not in known):
-                broken.append(f"{path.relative_to(output)}: {link}")
-    assert not broken
-    # Names that docstrings refer to have a page, but for those of other packages and of Python.
-    code = r'<code class="xref py[^"]*"><span class="pre">([^<]+)</span></code>(?!</a>)'
-    unknown = {
-        f"{path.relative_to(output)}: {unescape(name)}"
-        for path, text in pages.items()
-        for name in re.findall(code, text)
-        if name.startswith("sparsescan") or "." not in name.removeprefix(".")
-        if not hasattr(builtins, name)
-    }
-    assert not unknown

@@ -50,21 +50,21 @@ print(f"{len(patterns)} layers; the first Jacobian is {patterns[-1]}")
 
 def steps(schedule):
     """Return of each step: whether it is a matrix-vector product, FLOP, and FLOP if dense."""
-    made = {(k, k + 1): as_csr(pattern) for k, pattern in enumerate(patterns, 1)}
+    matrices = {(k, k + 1): as_csr(pattern) for k, pattern in enumerate(patterns, 1)}
     rows = []
     for level in schedule.levels:
         for start, mid, stop in level.ops.tolist():
-            right = made[mid, stop]
+            right = matrices[mid, stop]
             if start == 0:
                 rows.append((True, 2 * right.nnz, 2 * np.prod(right.shape)))
                 continue
-            left = made[start, mid]
+            left = matrices[start, mid]
             multiply_adds = np.diff(left.indptr) @ np.bincount(
                 right.indices, minlength=left.shape[0]
             )
             rows.append((False, 2 * multiply_adds, 2 * np.prod(right.shape) * left.shape[1]))
-            if (start, stop) not in made:
-                made[start, stop] = right @ left
+            if (start, stop) not in matrices:
+                matrices[start, stop] = right @ left
     return np.array(rows)
 
 

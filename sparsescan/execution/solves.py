@@ -163,7 +163,7 @@ class Solves:
 
     def _factorise(self, nodes: Sequence[int], given: Given) -> None:
         """Make factors of these Jacobians, if there are none of their values."""
-        made: list[tuple[_Factors, int]] = []
+        new: list[tuple[_Factors, int]] = []
         while len(self._kept) > _capacity(self._threads) - len(nodes):
             # Addresses of this run may still lead there.
             self._kept.pop(0).solvers = []
@@ -178,16 +178,16 @@ class Solves:
             factors = next(equal, None)
             if factors is None:
                 factors = _Factors(form, values, some)
-                made += [(factors, sample) for sample in range(len(factors.solvers))]
+                new += [(factors, sample) for sample in range(len(factors.solvers))]
             else:
                 self._kept.remove(factors)
             self._kept.append(factors)
             self._by_key[self._keys[k]] = factors
         try:
-            if len(made) > 1 and is_long(made[0][0].form):
-                share(lambda i: made[i][0].make(made[i][1]), len(made))
+            if len(new) > 1 and is_long(new[0][0].form):
+                share(lambda i: new[i][0].make(new[i][1]), len(new))
             else:
-                for factors, sample in made:
+                for factors, sample in new:
                     factors.make(sample)
         except BaseException:
             # Those that were not made must not be taken for those of a singular matrix.

@@ -76,9 +76,9 @@ def choose_segments(
             while end > 0:
                 ends.append(end)
                 end = int(came_from[end])
-            found = ends[::-1]
-            if _better(found, best, maps, kept, limit):
-                best = found
+            segments = ends[::-1]
+            if _better(segments, best, maps, kept, limit):
+                best = segments
     return best
 
 
@@ -102,22 +102,22 @@ def _least(
     least[0] = 0
     for end in np.flatnonzero(may_end) + 1:
         fits = before[end] - before[:end] - maps[end - 1] <= shared
-        found = np.where(fits, least[:end], np.inf)
-        came_from[end] = found.argmin()
-        least[end] = found.min() + maps[end - 1]
+        bytes_between = np.where(fits, least[:end], np.inf)
+        came_from[end] = bytes_between.argmin()
+        least[end] = bytes_between.min() + maps[end - 1]
     return least, came_from
 
 
 def _better(
-    found: list[int],
+    segments: list[int],
     best: list[int],
     maps: NDArray[np.int64],
     kept: NDArray[np.int64],
     limit: int,
 ) -> bool:
     """Return whether segments fit where others do not, or leave less to compute again."""
-    needs, needed = (needed_bytes(each, maps, kept) for each in (found, best))
+    needs, needed = (needed_bytes(each, maps, kept) for each in (segments, best))
     if needs > limit or needed > limit:
         return needs < needed
-    again, before = ((each[-2] if len(each) > 1 else 0) for each in (found, best))
+    again, before = ((each[-2] if len(each) > 1 else 0) for each in (segments, best))
     return (again, needs) < (before, needed)

@@ -3,7 +3,9 @@
 Numba keeps what it has compiled in an index (``.nbi``) and in data files (``.nbc``), and trusts
 them: a truncated file raises whatever ``pickle`` stumbles over, and a flipped bit is run as machine
 code. Here each file ends with a checksum, and one that is damaged counts as missing: the function
-is compiled anew, and the file replaced.
+is compiled anew, and the file replaced. One process at a time compiles and saves a function, and
+others that wait for it read what it has saved: two that save at once would give their files one
+name, and an index to code for other types.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
+
+try:
+    import fcntl
+except ImportError:  # not POSIX, where processes may compile a function at once
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["njit"]
 
@@ -42,22 +50,46 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
         dispatcher = numba.njit(**options)(function)
         # Where NUMBA_DISABLE_JIT is set, it is the function itself.
         if cache and hasattr(dispatcher, "_cache"):
-            dispatcher._cache = _Cache(function)
+            dispatcher._cache = kept = _Cache(function)
+            compile_or_load = dispatcher.compile
+
+            def compile_alone(signature: Any) -> Any:
+                # This lock comes first, or two threads could wait for each other.
+                with global_compiler_lock, kept.lock:
+                    return compile_or_load(signature)
+
+            dispatcher.compile = compile_alone
         return dispatcher
 
     return compiled if function is None else compiled(function)
 
 
 class _Cache(FunctionCache):
-    """Keep the compiled code of one function, if the disk can be written."""
+    """Keep the compiled code of one function, if the disk can be written.
+
+    `lock` holds other processes up from when code is missing to the end of its ``with``.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
+        self.lock = ExitStack()
         self._cache_file = _CheckedFiles(  # type: ignore[no-untyped-call]
             cache_path=self._cache_path,
             filename_base=self._impl.filename_base,
             source_stamp=_source_stamp(Path(function.__code__.co_filename).parent),
         )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        load = super().load_overload
+        code = load(sig, target_context)  # type: ignore[no-untyped-call]
+        if code is None and fcntl is not None:
+            with suppress(OSError):
+                self._impl.locator.ensure_cache_path()
+                path = Path(f"{self._cache_file._index_path}.lock")
+                file = self.lock.enter_context(path.open("ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                code = load(sig, target_context)  # type: ignore[no-untyped-call]
+        return code
 
     def save_overload(self, sig: Any, data: Any) -> None:
         # A folder that cannot be written, or a full disk, takes time and nothing else.

@@ -265,12 +265,12 @@ def _unpack_indices(
     source_ends = _sum_up("weights", [count for _, count in sizes], len(arrays.integers("sources")))
     row_starts = arrays.integers("row_starts")
     check_used("row_starts", len(row_starts), int(row_ends[-1]))
-    made = {}
+    by_number = {}
     for k, (size, _) in enumerate(sizes):
         starts = row_starts[row_ends[k] : row_ends[k + 1]]
         sources = arrays["sources"][source_ends[k] : source_ends[k + 1]]
-        made[k + 1] = indexed(of[k + 1], starts, sources, check_count("weights", size, 0))
-    return [made.get(number, factor) for number, factor in zip(numbers, factors, strict=True)]
+        by_number[k + 1] = indexed(of[k + 1], starts, sources, check_count("weights", size, 0))
+    return [by_number.get(number, factor) for number, factor in zip(numbers, factors, strict=True)]
 
 
 def _unpack_kind(arrays: Arrays, options: dict[str, Any], n: int) -> Kind:

@@ -223,8 +223,8 @@ class Strategy(ABC):
             :func:`~sparsescan.strategies.load_machine` on the first rank.
         """
         communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
-        found = communicator.together(lambda: load_machine() if machine is None else machine)
-        agreed: Machine = communicator.broadcast(found, 0)
+        own = communicator.together(lambda: load_machine() if machine is None else machine)
+        agreed: Machine = communicator.broadcast(own, 0)
         return self._train(Job(comm, network, batch, learning_rate, agreed))
 
     @abstractmethod

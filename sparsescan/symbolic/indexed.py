@@ -173,10 +173,10 @@ def indexed(
         ends = starts[used].astype(np.int64) + counts[used]
         if starts[used].min() < 0 or ends.max() > len(sources):
             raise InputError(f"starts has rows outside of sources, which has {len(sources)}")
-    made = object.__new__(IndexedPattern)
+    result = object.__new__(IndexedPattern)
     # Rows without entries begin anywhere.
-    made._adopt(pattern, np.where(used, starts, 0), sources, size)
-    return made
+    result._adopt(pattern, np.where(used, starts, 0), sources, size)
+    return result
 
 
 def _check_range(name: str, array: NDArray[Any], size: int) -> None:

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 import sparsescan
+from bench import density
+from bench.density import OURS, PYTORCH
+from bench.experiment import NAMES, RESULTS, load
+from bench.files import newest, read
+from bench.readme import ratio, update_tables
 from sparsescan.jacobians import RNNCell
 
 ROOT = Path(sparsescan.__file__).parent
@@ -43,6 +48,88 @@ def test_one_worker_takes_nearly_twice_the_steps_and_a_handful_break_even() -> N
     plan = sparsescan.plan([sparsescan.Pattern.diagonal(8)] * n, schedule="blelloch")
     assert 1.9 * n < plan.predict(1).steps < 2 * n
     assert plan.predict(4).steps < n - 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/for-me.md"])
+def test_tables_are_those_of_the_results(page: str, tmp_path: Path) -> None:
+    copy = tmp_path / page
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text((DOCS.parent / page).read_text())
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "results").symlink_to(RESULTS)
+    update_tables(copy, tmp_path / "bench" / "results")
+    assert copy.read_text() == (DOCS.parent / page).read_text()
+
+
+def test_pruned_layers_gain_with_a_quarter_of_their_weights_and_dense_ones_do_not() -> None:
+    assert "with at most a quarter of their weights left" in (DOCS.parent / "README.md").read_text()
+    assert "at most a quarter of the weights is left" in (DOCS / "for-me.md").read_text()
+    results = [file.results for file in newest(read(RESULTS)[0]).values() if file.kind == "density"]
+    assert results
+    for each in results:
+        for layer in density.LAYERS:
+            curves = density._curves(each, layer)
+            assert 0.25 <= density.crossing(curves[OURS], curves[PYTORCH]) < 1, layer.name
+
+
+def test_what_a_paper_publishes_stands_beside_the_results() -> None:
+    text = (DOCS / "papers.md").read_text()
+    first = text[: text.index("## Integrated model, batch and domain parallelism")]
+    files, name = {file.path.name: file for file in read(RESULTS)[0]}, ""
+    lines = re.findall(r"^\| .* \| ([\d,.]+)× \| (\S+×) \| (.*) \|$", first, re.MULTILINE)
+    assert len(lines) == 9
+    for published, ours, where in lines:
+        name = name if where == "the same" else where.strip("`")
+        rows = load(files[name].kind).rows(files[name].results)
+        shown = {(row.paper, ratio(row.theirs / row.ours)) for row in rows}
+        assert (float(published.replace(",", "")), ours) in shown
+
+
+def test_the_fastest_strategies_are_those_of_the_results() -> None:
+    text = (DOCS / "papers.md").read_text()
+    last = text[text.index("## Which of them is fastest, and where") :]
+    (name,) = re.findall(r"`(strategies-.*?\.json)`", last)
+    (file,) = (file for file in read(RESULTS)[0] if file.path.name == name)
+    cell = r"([\d.,]+|too large|–)"
+    lines = re.findall(rf"^\| (.+?) \| (\d+) \| {cell}: (.+) \| {cell} \| {cell} \|$", last, re.M)
+    assert len(lines) == 21
+    slower: dict[str, list[float]] = {"images": [], "recurrent": []}
+    for network, workers, fastest, names, *others in lines:
+        key = network.lower().replace(", t = ", ":").replace(",", "")
+        key = re.sub(r"(lenet|vgg)-", r"\1", key)
+        every = file.results["pieces"][f"predicted, {key}"]["comparisons"]
+        (compared,) = (each for each in every if each["workers"] == int(workers))
+        known = {each["strategy"]: each for each in compared["predictions"]}
+        least = min(each["total"] for each in known.values() if each["fits"])
+        assert is_shown(fastest, least)
+        assert all(
+            is_shown(fastest, known[each]["total"]) for each in re.split(", (?!stale)", names)
+        )
+        for strategy, shown in zip(("batch", "scan"), others, strict=True):
+            if shown == "–":
+                assert strategy not in known
+            elif shown == "too large":
+                assert not known[strategy]["fits"]
+            else:
+                assert is_shown(shown, known[strategy]["total"])
+        if known["scan"]["fits"]:
+            kind = "recurrent" if ":" in key else "images"
+            slower[kind].append(known["scan"]["total"] / least)
+    assert "within 4% of the fastest" in last
+    assert max(slower["recurrent"]) < 1.04
+    assert "takes 1.1 to 21 times as long as the fastest" in last
+    assert [float(f"{limit(slower['images']):.2g}") for limit in (min, max)] == [1.1, 21]
+
+
+def is_shown(milliseconds: str, nanoseconds: float) -> bool:
+    """Return whether a page shows a time as it is, but for rounding to three digits."""
+    return float(milliseconds.replace(",", "")) == pytest.approx(nanoseconds / 1e6, rel=0.005)
+
+
+def test_all_experiments_are_listed() -> None:
+    page = (DOCS / "benchmarks" / "index.md").read_text()
+    (sentence,) = re.findall(r"Experiments are (.*?)\.", page, re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(NAMES)
 
 
 def test_the_table_of_rooms_has_every_folder_and_file_of_the_root() -> None:

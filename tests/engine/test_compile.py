@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,9 +72,9 @@ def test_a_damaged_cache_is_compiled_anew(tmp_path):
 @pytest.fixture
 def cache(tmp_path):
     """The files of one function, with something in them."""
-    made = compiling._CheckedFiles(str(tmp_path), "function", source_stamp=(1, 2))
-    made.save("key", {"code": b"x" * 1000})
-    return made
+    files_of_one = compiling._CheckedFiles(str(tmp_path), "function", source_stamp=(1, 2))
+    files_of_one.save("key", {"code": b"x" * 1000})
+    return files_of_one
 
 
 def test_what_is_kept_is_found_again(cache):
@@ -144,6 +148,47 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
 
 def refuse() -> None:
     raise PermissionError("read-only")
+
+
+TOGETHER = """
+    import sys, time
+    from pathlib import Path
+    import numpy as np
+    from sparsescan.jacobians._kernels.values import relu
+
+    folder, number, count = Path.cwd(), int(sys.argv[1]), int(sys.argv[2])
+    (folder / f"{number}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < count:
+        time.sleep(0.001)
+    x = np.array([-1.0, 0.0, 2.0], ["f4", "f8"][number % 2])
+    relu(x, out := np.full_like(x, np.nan))
+    assert out.tolist() == [0, 0, 1]
+    print(sum(relu.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiling.fcntl is None, reason="files cannot be locked here")
+def test_processes_that_start_together_compile_a_function_once_for_each_type(tmp_path):
+    """None of them finds the others' code missing, nor code for other types in its place."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(TOGETHER))
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(tmp_path / "kernels"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+
+    def start(number):
+        command = [sys.executable, "-W", "error", script, str(number), "4"]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    together = [start(number) for number in range(4)]
+    missed = [int(process.communicate()[0]) for process in together]
+    assert sum(missed[::2]) == sum(missed[1::2]) == 1
+    later = [start(number) for number in (4, 5)]
+    assert [int(process.communicate()[0]) for process in later] == [0, 0]
 
 
 def test_every_kernel_that_is_kept_is_checked():

@@ -73,7 +73,7 @@ def test_a_refined_schedule_gives_the_prefixes_in_the_free_monoid(seed: int, n: 
                 for start, mid, stop in level.ops[first:last].tolist():
                     run[start, stop] = run[start, mid] + run[mid, stop]
                 nodes |= run
-        assert all(word[slice(*key)] == made for key, made in nodes.items())
+        assert all(word[slice(*key)] == part for key, part in nodes.items())
         # An inclusive scan takes one operation more, by the last factor.
         assert {(0, 1 + start) for start in starts[:-1]} | {(0, starts[-1])} <= set(nodes)
 

@@ -297,8 +297,8 @@ def test_local_gradients():
 @pytest.mark.parametrize("form", ["coo", "csc", "bsr", "dia", "dok", "lil"])
 @pytest.mark.parametrize("kind", ["array", "matrix"])
 def test_other_sparse_formats_are_told_the_way(form, kind):
-    made = getattr(sp, f"{form}_{kind}")(np.eye(3))
-    message = refused(np.ones(3), [csr(), made, csr()])
+    matrix = getattr(sp, f"{form}_{kind}")(np.eye(3))
+    message = refused(np.ones(3), [csr(), matrix, csr()])
     assert message == (
         f"InputTypeError: jacobians[1] is a {form}_{kind}; expected CSR: convert it with .tocsr()"
     )
@@ -774,9 +774,9 @@ def test_a_message_is_short_whatever_it_shows():
 
 def masked(*shape: int, dtype: Any = np.float64) -> np.ma.MaskedArray:
     """An array of ones, of which the first is masked."""
-    made = np.ma.ones(shape, dtype)
-    made[(0,) * len(shape)] = np.ma.masked
-    return made
+    masked = np.ma.ones(shape, dtype)
+    masked[(0,) * len(shape)] = np.ma.masked
+    return masked
 
 
 MASK_LOST = r"has a mask, which would be lost; expected an array without one: \.filled\(value\) ma"

@@ -60,13 +60,13 @@ class Case:
             plan = sparsescan.plan(
                 self.patterns, schedule=self.schedule, batch=self.batch, dtype=self.dtype
             )
-            made = tracemalloc.get_traced_memory()[1]
+            planned = tracemalloc.get_traced_memory()[1]
             tracemalloc.reset_peak()
             grads = plan.exclusive_scan(self.grad, self.values, local_grads=self.local)
             ran = tracemalloc.get_traced_memory()[1] - sum(array.nbytes for array in grads)
         finally:
             tracemalloc.stop()
-        return max(made, ran), plan
+        return max(planned, ran), plan
 
 
 def any_schedule(rng: np.random.Generator, n: int) -> Schedule:

@@ -303,8 +303,8 @@ def test_a_plan_multiplies_patterns_once_and_values_each_time(counted):
 
 def structure(a, b):
     """Where SciPy has entries in a product, and how many terms they sum; by ones, exactly."""
-    made = ones(a) @ ones(b)
-    return made.toarray() > 0, round(float(made.sum()))
+    product = ones(a) @ ones(b)
+    return product.toarray() > 0, round(float(product.sum()))
 
 
 @given(st.sampled_from(STRUCTURES), st.tuples(SIZES, SIZES, SIZES), st.booleans(), SEEDS)
@@ -337,13 +337,13 @@ def test_entries_of_a_larger_product_are_estimated(seed):
         of_mask(rng.random(shape) < rng.uniform(0, 20, (shape[0], 1)) / shape[1])
         for shape in ((rows, inner), (inner, cols))
     )
-    made = ones(a) @ ones(b)
-    made.sum_duplicates()
-    lengths = np.diff(made.indptr)
+    product = ones(a) @ ones(b)
+    product.sum_duplicates()
+    lengths = np.diff(product.indptr)
     estimate = product_nnz(a, b)
     assert estimate == product_nnz(a, b)
     error = 6 * rows * lengths.std() / 64**0.5
-    assert abs(estimate - made.nnz) <= error + 0.02 * made.nnz
+    assert abs(estimate - product.nnz) <= error + 0.02 * product.nnz
 
 
 def test_an_estimate_takes_no_memory_that_grows_with_the_product():

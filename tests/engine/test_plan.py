@@ -43,10 +43,10 @@ def test_costs_are_those_of_the_products_that_scipy_would_make(chunks: int) -> N
                 macs.append(right.nnz)
                 continue
             left = nodes[start, mid]
-            made = right @ left
-            macs.append(int(made.sum()))  # of ones: how many terms each entry sums
-            nodes[start, stop] = made.sign()
-            nnz_in, nnz_out = nnz_in + left.nnz + right.nnz, nnz_out + made.nnz
+            result = right @ left
+            macs.append(int(result.sum()))  # of ones: how many terms each entry sums
+            nodes[start, stop] = result.sign()
+            nnz_in, nnz_out = nnz_in + left.nnz + right.nnz, nnz_out + result.nnz
             products += 1
         assert (cost.name, cost.operations, cost.products) == (level.name, len(macs), products)
         assert (cost.multiply_adds, cost.nnz_in, cost.nnz_out) == (sum(macs), nnz_in, nnz_out)

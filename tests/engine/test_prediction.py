@@ -21,9 +21,9 @@ def plan(n: int, schedule: Schedule, size: int = 3) -> sparsescan.ScanPlan:
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 100, 1000, 1023, 1024])
 def test_steps_of_the_blelloch_scan(n: int) -> None:
     """Equation 6: Θ(log n) steps for more workers than steps, else Θ(n/p + log p)."""
-    made = plan(n, Schedule.blelloch(n))
+    scan = plan(n, Schedule.blelloch(n))
     for workers in sorted({1, 2, 3, 10, max(n // 3, 1), n, n + 1, 10 * n}):
-        steps = made.predict(workers).steps
+        steps = scan.predict(workers).steps
         assert steps >= (n - 1) / workers
         if workers > n:
             assert steps <= 2 * math.ceil(math.log2(n + 1)) - 1
@@ -39,8 +39,8 @@ def test_steps_of_the_blelloch_scan(n: int) -> None:
 def test_work_of_scans(n: int) -> None:
     """Equation 7: Θ(n) operations, whoever does them; twice those of the linear scan at most."""
     for schedule in every_schedule(n):
-        made = plan(n, schedule)
-        counts = {made.predict(workers).operations for workers in (1, 2, n, 2 * n)}
+        scan = plan(n, schedule)
+        counts = {scan.predict(workers).operations for workers in (1, 2, n, 2 * n)}
         assert counts == {schedule.operations}
         assert n - 1 <= schedule.operations <= 2 * n
 
@@ -48,11 +48,11 @@ def test_work_of_scans(n: int) -> None:
 @given(st.integers(0, 60), st.integers(1, 70))
 def test_bounds_of_any_schedule(n: int, workers: int) -> None:
     for schedule in every_schedule(n):
-        made = plan(n, schedule)
-        result, alone = made.predict(workers), made.predict(1)
+        scan = plan(n, schedule)
+        result, alone = scan.predict(workers), scan.predict(1)
         assert alone.steps == alone.operations == schedule.operations
         assert alone.critical_multiply_adds == alone.multiply_adds
-        unbounded = made.predict(10**6)
+        unbounded = scan.predict(10**6)
         assert unbounded.steps == schedule.depth
         assert unbounded.steps <= result.steps <= alone.steps
         # Nobody works on more than one thing at a time, and no greedy order is twice the best.
@@ -72,27 +72,27 @@ def test_multiply_adds_are_those_of_the_matrices() -> None:
 
 
 def test_workers_that_cannot_be() -> None:
-    made = plan(3, Schedule.linear(3))
+    scan = plan(3, Schedule.linear(3))
     with pytest.raises(InputError, match="workers is 0; expected at least 1"):
-        made.predict(0)
+        scan.predict(0)
     with pytest.raises(InputTypeError, match="workers is 'all'; expected an integer"):
-        made.predict("all")
+        scan.predict("all")
 
 
 def test_a_plan_as_a_dictionary() -> None:
     import json
 
-    made = sparsescan.plan(
+    scan = sparsescan.plan(
         [Pattern.dense((3, 3))] * 4, schedule="blelloch", batch=2, dtype=np.float32
     )
-    saved = json.loads(json.dumps(made.to_dict()))
+    saved = json.loads(json.dumps(scan.to_dict()))
     assert saved["n"] == 4
     assert saved["schedule"] == "Schedule.blelloch(4)"
     assert (saved["batch"], saved["dtype"], saved["device"]) == (2, "float32", None)
-    assert saved["workspace_bytes"] == made.workspace_bytes
+    assert saved["workspace_bytes"] == scan.workspace_bytes
     assert [level["name"] for level in saved["levels"]] == [
-        level.name for level in made.schedule.levels
+        level.name for level in scan.schedule.levels
     ]
-    assert sum(level["multiply_adds"] for level in saved["levels"]) == made.predict(1).multiply_adds
+    assert sum(level["multiply_adds"] for level in saved["levels"]) == scan.predict(1).multiply_adds
     assert saved["patterns"] == [{"count": 4, "shape": [3, 3], "nnz": 9, "kind": "dense"}]
     assert sparsescan.plan([]).to_dict()["levels"] == []

@@ -111,9 +111,9 @@ def test_every_small_length_and_schedule(n):
     jacobians = rng.standard_normal((n, 2, 3, 3))
     grad = rng.standard_normal((2, 3))
     local = rng.standard_normal((n + 1, 2, 3))
-    made = [Schedule.truncated(n, k) for k in range(5)]
-    made += [Schedule.chunked(n, c) for c in range(1, n + 3)]
-    for schedule in (Schedule.linear(n), Schedule.blelloch(n), *made):
+    schedules = [Schedule.truncated(n, k) for k in range(5)]
+    schedules += [Schedule.chunked(n, c) for c in range(1, n + 3)]
+    for schedule in (Schedule.linear(n), Schedule.blelloch(n), *schedules):
         result = sparsescan.inclusive_scan(grad, jacobians, local_grads=local, schedule=schedule)
         assert_within(result, sequential(grad, jacobians, local, inclusive=True), np.float64)
         assert result.shape == (n + 1, 2, 3)

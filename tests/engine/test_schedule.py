@@ -91,11 +91,13 @@ def test_every_prefix_is_made_once_and_every_product_is_used(family):
     for n in LENGTHS:
         for schedule in members(family, n):
             ops = operations(schedule)
-            made = [(start, stop) for start, _, stop in ops]
-            assert len(set(made)) == len(made), schedule
-            assert {stop for start, stop in made if start == 0} == set(range(2, n + 1)), schedule
+            products = [(start, stop) for start, _, stop in ops]
+            assert len(set(products)) == len(products), schedule
+            assert {stop for start, stop in products if start == 0} == set(range(2, n + 1)), (
+                schedule
+            )
             read = {(start, mid) for start, mid, _ in ops} | {(mid, stop) for _, mid, stop in ops}
-            assert {node for node in made if node[0] > 0} <= read, schedule
+            assert {node for node in products if node[0] > 0} <= read, schedule
             assert schedule.operations == len(ops)
 
 
@@ -272,9 +274,9 @@ def as_given(levels: tuple[Level, ...]) -> list[tuple[str, Runs]]:
 def test_every_schedule_can_be_made_from_its_levels(family):
     for n in LENGTHS:
         for schedule in members(family, n):
-            made = Schedule.from_levels(n, schedule.levels)
-            assert (made.n, made.depth, made.chunks) == (n, schedule.depth, None)
-            for actual, level in zip(made.levels, schedule.levels, strict=True):
+            again = Schedule.from_levels(n, schedule.levels)
+            assert (again.n, again.depth, again.chunks) == (n, schedule.depth, None)
+            for actual, level in zip(again.levels, schedule.levels, strict=True):
                 assert actual.name == level.name
                 assert np.array_equal(actual.ops, level.ops)
                 assert np.array_equal(actual.runs, level.runs)
@@ -371,8 +373,8 @@ def test_long_schedules_are_checked_fast():
     schedule = Schedule.blelloch(30_000)
     given = as_given(schedule.levels)
     start = time.perf_counter()
-    made = Schedule.from_levels(30_000, given)
-    assert made == Schedule.from_levels(30_000, schedule.levels)
+    built = Schedule.from_levels(30_000, given)
+    assert built == Schedule.from_levels(30_000, schedule.levels)
     assert time.perf_counter() - start < 1  # measured: 0.07
 
 
@@ -474,7 +476,7 @@ def test_the_runs_of_a_level_are_offsets(runs):
 @given(st.integers(0, 40), st.integers(0, 60), st.booleans())
 def test_a_name_is_the_schedule_that_its_method_makes(n: int, count: int, inclusive: bool) -> None:
     """In every call that takes one, and with the same gradients."""
-    made = {
+    schedules = {
         "linear": Schedule.linear(n),
         "blelloch": Schedule.blelloch(n),
         f"truncated:{count}": Schedule.truncated(n, count),
@@ -482,7 +484,7 @@ def test_a_name_is_the_schedule_that_its_method_makes(n: int, count: int, inclus
     }
     scan = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
     values = np.random.default_rng(n).standard_normal((n, 2, 2))
-    for name, schedule in made.items():
+    for name, schedule in schedules.items():
         plan = sparsescan.plan([Pattern.dense((2, 2))] * n, schedule=name)
         assert plan.schedule == schedule
         assert plan.reason == "asked for"

@@ -71,16 +71,16 @@ def assert_all_sound(
     write: Callable[[], None], make: Callable[[], Iterable[Pattern]], refusal: str
 ) -> None:
     """Patterns made beside a writer are safe to follow, and what their own arrays describe."""
-    made: set[Pattern] = set()
+    patterns: set[Pattern] = set()
     with written_to(write):
         end = time.perf_counter() + SECONDS
         while time.perf_counter() < end:
             try:
-                made.update(make())
+                patterns.update(make())
             except InputError as error:
                 assert refusal in str(error)  # noqa: PT017
-    assert made
-    for pattern in made:
+    assert patterns
+    for pattern in patterns:
         assert pattern.indices.min() >= 0
         assert pattern.indices.max() < pattern.shape[1]
         again = Pattern(pattern.indptr.copy(), pattern.indices.copy(), pattern.shape)
@@ -263,11 +263,11 @@ def test_they_are_copied_and_pickled(copied):
     lower = Pattern([0, 1, 3], [0, 0, 1], (2, 2))
     assert copied(lower) is lower
     for schedule in (Schedule.blelloch(9), Schedule.chunked(9, 2)):
-        made = copied(schedule)
-        assert made == schedule
-        assert made.chunks == schedule.chunks
-        assert repr(made) == repr(schedule)
-        assert made.scan("abcdefghi", str.__add__) == schedule.scan("abcdefghi", str.__add__)
+        copy = copied(schedule)
+        assert copy == schedule
+        assert copy.chunks == schedule.chunks
+        assert repr(copy) == repr(schedule)
+        assert copy.scan("abcdefghi", str.__add__) == schedule.scan("abcdefghi", str.__add__)
     chain = copied(PeriodicChain([np.ones((4, 3))], [lower]))
     assert (chain.steps, chain.batch, chain.patterns) == (4, None, [lower])
 

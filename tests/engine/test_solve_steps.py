@@ -64,31 +64,31 @@ def where(rng: np.random.Generator, structure: str, n: int) -> np.ndarray:
         return np.ones((n, n), bool)
     if structure in ("diagonal", "tridiagonal", "banded", "cyclic"):
         below, above = {"diagonal": (0, 0), "banded": (3, 2)}.get(structure, (1, 1))
-        found = (distance <= below) & (-distance <= above)
+        entries = (distance <= below) & (-distance <= above)
         if structure == "cyclic":
-            found[0, -1] = found[-1, 0] = True
-        return found
-    found = (rng.random((n, n)) < 2 / n) | np.eye(n, dtype=bool)
+            entries[0, -1] = entries[-1, 0] = True
+        return entries
+    entries = (rng.random((n, n)) < 2 / n) | np.eye(n, dtype=bool)
     # No entry need be on the diagonal, so that rows are exchanged.
-    return found[rng.permutation(n)] if structure == "turned" else found
+    return entries[rng.permutation(n)] if structure == "turned" else entries
 
 
-def regular(rng: np.random.Generator, found: np.ndarray, dtype: Any, *lead: int) -> np.ndarray:
+def regular(rng: np.random.Generator, entries: np.ndarray, dtype: Any, *lead: int) -> np.ndarray:
     """Return dense matrices with entries there, far from singular."""
-    n = len(found)
+    n = len(entries)
     # A permutation within the pattern has the large entries.
-    rows, cols = sp.csgraph.maximum_bipartite_matching(sp.csr_array(found)), np.arange(n)
-    made = rng.uniform(-1, 1, (*lead, n, n)) * found
+    rows, cols = sp.csgraph.maximum_bipartite_matching(sp.csr_array(entries)), np.arange(n)
+    values = rng.uniform(-1, 1, (*lead, n, n)) * entries
     large = np.zeros((n, n))
     large[rows, cols] = 1
-    made += large * (np.abs(made).sum(-1, keepdims=True) + 1) * rng.choice([-1, 1], (n, 1))
-    return made.astype(dtype)
+    values += large * (np.abs(values).sum(-1, keepdims=True) + 1) * rng.choice([-1, 1], (n, 1))
+    return values.astype(dtype)
 
 
-def packed(dense: np.ndarray, found: np.ndarray, form: str) -> Any:
+def packed(dense: np.ndarray, entries: np.ndarray, form: str) -> Any:
     """Return matrices of a pattern in some form."""
-    pattern = of_mask(found)
-    data = np.ascontiguousarray(dense[..., found])
+    pattern = of_mask(entries)
+    data = np.ascontiguousarray(dense[..., entries])
     if form == "dense":
         return dense
     if dense.ndim == 3:
@@ -126,17 +126,17 @@ def any_step(
     lead = () if batch is None or rng.random() < 0.4 else (batch,)
     form = rng.choice(["sparse", "dense"])
     if kind == "explicit":
-        found = mask(rng, "sparse", rows, cols)
-        dense = (rng.uniform(-1, 1, (*lead, rows, cols)) * found).astype(dtype)
-        return Step(packed(dense, found, form), [(dense, False)])
-    found = where(rng, str(rng.choice(STRUCTURES)), rows)
-    solved = regular(rng, found, dtype, *lead)
+        entries = mask(rng, "sparse", rows, cols)
+        dense = (rng.uniform(-1, 1, (*lead, rows, cols)) * entries).astype(dtype)
+        return Step(packed(dense, entries, form), [(dense, False)])
+    entries = where(rng, str(rng.choice(STRUCTURES)), rows)
+    solved = regular(rng, entries, dtype, *lead)
     if kind == "solve":
-        given = SolveStep(packed(solved, found, form))
+        given = SolveStep(packed(solved, entries, form))
         return Step(given, [(solved, True)])
     other = mask(rng, "sparse", rows, rows)
     dense = (rng.uniform(-1, 1, (*lead, rows, rows)) * other).astype(dtype)
-    pairs = [(solved, found, True), (dense, other, False)]
+    pairs = [(solved, entries, True), (dense, other, False)]
     pairs = pairs[::-1] if rng.random() < 0.5 else pairs
     pattern = ImplicitPattern(
         [of_mask(each) for _, each, _ in pairs],
@@ -181,7 +181,7 @@ class Case:
 
     def expected(self) -> list[tuple[np.ndarray, np.ndarray]]:
         eps = float(np.finfo(self.dtype).eps)
-        x, found = self.grad.astype(np.float64), []
+        x, gradients = self.grad.astype(np.float64), []
         error = np.zeros_like(x)
         for k in range(self.count):
             if k > 0:
@@ -189,8 +189,8 @@ class Case:
             if self.local is not None and self.local[k] is not None:
                 x = x + self.local[k]
                 error = error + eps * np.abs(x)
-            found.append((x, error))
-        return found
+            gradients.append((x, error))
+        return gradients
 
     def scan(self, plan: ScanPlan | None = None) -> Any:
         name = "inclusive_scan" if self.inclusive else "exclusive_scan"
@@ -206,11 +206,15 @@ class Case:
     def check(self, result: Any) -> None:
         expected = self.expected()
         assert len(result) == len(expected)
-        for k, (found, (exact, error)) in enumerate(zip(result, expected, strict=True)):
-            assert found.dtype == self.dtype, k
-            assert found.shape == exact.shape, k
+        for k, (actual, (exact, error)) in enumerate(zip(result, expected, strict=True)):
+            assert actual.dtype == self.dtype, k
+            assert actual.shape == exact.shape, k
             tiny = np.finfo(self.dtype).tiny
-            assert (np.abs(found - exact) <= error + tiny).all(), (k, np.abs(found - exact), error)
+            assert (np.abs(actual - exact) <= error + tiny).all(), (
+                k,
+                np.abs(actual - exact),
+                error,
+            )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,12 +245,12 @@ def test_chains_in_a_few_arrays(seed: int, reverse: bool) -> None:
     """An ImplicitChain of ``[Mᵀ, Nᵀ]``, with the matrices of each step, of each sample, or one."""
     rng = np.random.default_rng(seed)
     n, size, batch = int(rng.integers(1, 7)), int(rng.integers(1, 8)), 3
-    found, other = where(rng, str(rng.choice(STRUCTURES)), size), np.ones((size, size), bool)
+    entries, other = where(rng, str(rng.choice(STRUCTURES)), size), np.ones((size, size), bool)
     lead = [(), (n,), (n, batch)][rng.integers(3)]
-    solved = regular(rng, found, "f8", *lead)
+    solved = regular(rng, entries, "f8", *lead)
     dense = rng.uniform(-1, 1, (n, batch, size, size))
-    pattern = ImplicitPattern([of_mask(found), of_mask(other)], solved=[0])
-    chain = ImplicitChain([solved[..., found], dense.reshape(n, batch, -1)], pattern)
+    pattern = ImplicitPattern([of_mask(entries), of_mask(other)], solved=[0])
+    chain = ImplicitChain([solved[..., entries], dense.reshape(n, batch, -1)], pattern)
     grad = rng.standard_normal((batch, size))
     result = sparsescan.inclusive_scan(grad, chain, reverse=reverse)
     assert result.shape == (n + 1, batch, size)
@@ -263,9 +267,9 @@ def test_chains_in_a_few_arrays(seed: int, reverse: bool) -> None:
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_method_solves(structure: str, size: int, dtype: Any) -> None:
     rng = np.random.default_rng(size)
-    found = where(rng, structure, size)
-    matrix = regular(rng, found, dtype)
-    step = SolveStep(packed(matrix, found, "sparse"))
+    entries = where(rng, structure, size)
+    matrix = regular(rng, entries, dtype)
+    step = SolveStep(packed(matrix, entries, "sparse"))
     for samples in (1, 5):
         x = rng.standard_normal((samples, size)).astype(dtype)
         y = sparsescan.inclusive_scan(x, [step])[1]
@@ -291,12 +295,12 @@ def test_the_methods_are_those_that_are_documented() -> None:
 def test_factors_of_a_pattern_take_as_much_as_is_said() -> None:
     """Fill-in and multiply-adds of sparse factors, for values that need no exchange of rows."""
     rng = np.random.default_rng(1)
-    found = where(rng, "cyclic", 300) | (rng.random((300, 300)) < 5e-4)
-    form = factorisation_of(of_mask(found))
+    entries = where(rng, "cyclic", 300) | (rng.random((300, 300)) < 5e-4)
+    form = factorisation_of(of_mask(entries))
     assert form.method == "sparse"
     # The rows in this order, and the columns in the order in which they get their pivots: those
     # of the same numbers, since the diagonal is large.
-    lower = found[np.ix_(form.order, form.order)]
+    lower = entries[np.ix_(form.order, form.order)]
     work = 0
     for k in range(300):
         rows, cols = np.flatnonzero(lower[k + 1 :, k]) + k + 1, np.flatnonzero(lower[k, k + 1 :])
@@ -318,7 +322,7 @@ def test_factors_of_a_pattern_take_as_much_as_is_said() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count numeric factorisations, and patterns that are analysed."""
     counts = {"factorised": 0, "analysed": 0}
 
@@ -340,40 +344,40 @@ def random_steps(
     rng: np.random.Generator, n: int, structure: str = "scattered", size: int = 120
 ) -> tuple[np.ndarray, Pattern, np.ndarray]:
     """Return values of `n` matrices, their pattern, and where it has entries."""
-    found = where(rng, structure, size)
-    values = np.ascontiguousarray(regular(rng, found, "f8", n)[:, found])
-    return values, of_mask(found), found
+    entries = where(rng, structure, size)
+    values = np.ascontiguousarray(regular(rng, entries, "f8", n)[:, entries])
+    return values, of_mask(entries), entries
 
 
 def solve_steps(values: Any, pattern: Pattern) -> list[SolveStep]:
     return [SolveStep(BatchedCSR.from_pattern(one[None], pattern)) for one in values]
 
 
-def test_a_pattern_is_ordered_once(made: dict[str, int]) -> None:
+def test_a_pattern_is_ordered_once(counts: dict[str, int]) -> None:
     rng = np.random.default_rng(2)
     values, pattern, _ = random_steps(rng, 20)
     plan = sparsescan.plan([ImplicitPattern([pattern], solved=[0])] * 20)
-    assert made == {"factorised": 0, "analysed": 1}
+    assert counts == {"factorised": 0, "analysed": 1}
     grad = rng.standard_normal((1, 120))
     plan.inclusive_scan(grad, solve_steps(values, pattern))
-    assert made == {"factorised": 20, "analysed": 1}
+    assert counts == {"factorised": 20, "analysed": 1}
     plan.inclusive_scan(grad, solve_steps(2 * values, pattern))
     sparsescan.exclusive_scan(grad, solve_steps(3 * values, pattern))
     # The last step does not enter an exclusive scan.
-    assert made == {"factorised": 59, "analysed": 1}
+    assert counts == {"factorised": 59, "analysed": 1}
 
 
-def test_equal_matrices_are_factorised_once(made: dict[str, int]) -> None:
+def test_equal_matrices_are_factorised_once(counts: dict[str, int]) -> None:
     rng = np.random.default_rng(3)
     (a, b, c, d), pattern, _ = random_steps(rng, 4)
     plan = sparsescan.plan([ImplicitPattern([pattern], solved=[0])] * 8)
     grad = rng.standard_normal((1, 120))
 
     def factorised(*values: np.ndarray) -> int:
-        before = made["factorised"]
+        before = counts["factorised"]
         result = plan.inclusive_scan(grad, solve_steps(values, pattern))
         once = sparsescan.plan([step.pattern for step in solve_steps(values, pattern)])
-        count = made["factorised"] - before
+        count = counts["factorised"] - before
         assert same_bits(result, once.inclusive_scan(grad, solve_steps(values, pattern)))
         return count
 
@@ -382,50 +386,50 @@ def test_equal_matrices_are_factorised_once(made: dict[str, int]) -> None:
     assert factorised(b, c, b, c, c, b, b, c) == 2  # in turns
     assert factorised(*[d.copy(), a.copy()] * 4) == 1
     step = solve_steps([c * 2], pattern)[0]
-    before = made["factorised"]
+    before = counts["factorised"]
     plan.inclusive_scan(grad, [step] * 8)
-    assert made["factorised"] == before + 1
+    assert counts["factorised"] == before + 1
     # Values that the caller has changed since.
     step.values[0][...] *= 3
     result = plan.inclusive_scan(grad, [step] * 8)
-    assert made["factorised"] == before + 2
+    assert counts["factorised"] == before + 2
     assert same_bits(result, sparsescan.inclusive_scan(grad, [step] * 8))
 
 
-def test_a_sample_for_each_matrix_or_one_for_all(made: dict[str, int]) -> None:
+def test_a_sample_for_each_matrix_or_one_for_all(counts: dict[str, int]) -> None:
     rng = np.random.default_rng(4)
     values, pattern, _ = random_steps(rng, 3)
     grad = rng.standard_normal((3, 120))
     step = SolveStep(BatchedCSR.from_pattern(values, pattern))
     result = sparsescan.inclusive_scan(grad, [step] * 4)
-    assert made["factorised"] == 3
+    assert counts["factorised"] == 3
     one_by_one = [
         sparsescan.inclusive_scan(grad[b : b + 1], solve_steps([values[b]] * 4, pattern))
         for b in range(3)
     ]
     for k in range(5):
         assert same_bits(result[k], [each[k][0] for each in one_by_one])
-    before = made["factorised"]
+    before = counts["factorised"]
     same = BatchedCSR.from_pattern(np.broadcast_to(values[0], values.shape), pattern)
     sparsescan.inclusive_scan(grad, [SolveStep(same)] * 4)
-    assert made["factorised"] == before + 1
+    assert counts["factorised"] == before + 1
 
 
-def test_more_matrices_than_are_kept(made: dict[str, int]) -> None:
+def test_more_matrices_than_are_kept(counts: dict[str, int]) -> None:
     rng = np.random.default_rng(5)
-    values, pattern, found = random_steps(rng, 40)
+    values, pattern, entries = random_steps(rng, 40)
     order = rng.integers(0, 40, 200)
     steps = solve_steps(values, pattern)
     result = sparsescan.inclusive_scan(rng.standard_normal((1, 120)), [steps[k] for k in order])
     x = result[0][0]
     dense = np.zeros((40, 120, 120))
-    dense[:, found] = values
+    dense[:, entries] = values
     inverses = np.linalg.inv(dense)
     for one, k in zip(result[1:], order, strict=True):
         x = inverses[k] @ x
         assert np.abs(one[0] - x).max() <= 1e-11 * np.abs(x).max()
         x = one[0]
-    assert made["analysed"] == 1
+    assert counts["analysed"] == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -556,13 +560,13 @@ def test_the_adjoint_of_burgers_equation(periodic: bool) -> None:
 def test_gradients_are_finite_where_back_propagations_are(size: int) -> None:
     """Long chains that take the gradient to the ends of the range and back."""
     rng = np.random.default_rng(8)
-    values, pattern, found = random_steps(rng, 1, size=size)
+    values, pattern, entries = random_steps(rng, 1, size=size)
     values = values / np.abs(values).max()
     scales = [1e-30, 1e-30, 1e30, 1e30] * 30
     steps = [solve_steps(values * scale, pattern)[0] for scale in scales]
     result = sparsescan.inclusive_scan(np.full((1, size), 1e-200), steps)
     dense = np.zeros((size, size))
-    dense[found] = values[0]
+    dense[entries] = values[0]
     x, inverse = np.full(size, 1e-200), np.linalg.inv(dense)
     for one, scale in zip(result[1:], scales, strict=True):
         x = inverse @ x / scale
@@ -592,10 +596,10 @@ def test_what_is_not_finite_is_nan(structure: str, bad: float) -> None:
 def test_a_singular_matrix_is_named(structure: str) -> None:
     rng = np.random.default_rng(10)
     for size in (1, 4, 130):
-        found = where(rng, structure, size)
-        values = regular(rng, found, "f8", 3)
+        entries = where(rng, structure, size)
+        values = regular(rng, entries, "f8", 3)
         values[2, :, size // 2] = 0
-        good, singular = (packed(values[k], found, "sparse") for k in (0, 2))
+        good, singular = (packed(values[k], entries, "sparse") for k in (0, 2))
         steps = [SolveStep(good)] * 4 + [SolveStep(singular)]
         plan = sparsescan.plan([steps[0].pattern] * 5)
         grad = np.ones((3, size))
@@ -606,7 +610,7 @@ def test_a_singular_matrix_is_named(structure: str) -> None:
             assert isinstance(info.value, InputError)
         with pytest.raises(SingularMatrixError, match=r"^jacobians\[1\] is singular: "):
             sparsescan.inclusive_scan(grad, [good, SolveStep(singular), good], reverse=True)
-        batch = SolveStep(packed(values, found, "sparse"))
+        batch = SolveStep(packed(values, entries, "sparse"))
         with pytest.raises(SingularMatrixError, match=r"^jacobians\[0\] is singular in sample 2: "):
             sparsescan.inclusive_scan(grad, [batch])
         # It does not enter, and the plan goes on.
@@ -619,9 +623,9 @@ def test_a_singular_matrix_is_named(structure: str) -> None:
 
 def test_a_pattern_of_singular_matrices() -> None:
     """None of its matrices is regular, which the order of its columns cannot say."""
-    found = np.zeros((200, 200), bool)
-    found[0], found[:, 0], found[5, 5] = True, True, True
-    step = SolveStep(sp.csr_array(found.astype(float)))
+    entries = np.zeros((200, 200), bool)
+    entries[0], entries[:, 0], entries[5, 5] = True, True, True
+    step = SolveStep(sp.csr_array(entries.astype(float)))
     assert factorisation_of(step.pattern.factors[0]).method == "sparse"
     with pytest.raises(SingularMatrixError, match=r"jacobians\[0\]"):
         sparsescan.inclusive_scan(np.ones(200), [step])
@@ -748,8 +752,8 @@ def test_predicted_times_grow_with_the_work() -> None:
     """By factorisations, by solves, and by samples with matrices of their own."""
 
     def predicted(structure: str, size: int, batch: int = 1, shared: bool = False) -> float:
-        found = where(np.random.default_rng(0), structure, size)
-        step = ImplicitPattern([of_mask(found)], shared=[0] * shared, solved=[0])
+        entries = where(np.random.default_rng(0), structure, size)
+        step = ImplicitPattern([of_mask(entries)], shared=[0] * shared, solved=[0])
         plan = sparsescan.plan([step] * 5, batch=batch)
         return sum(level["nanoseconds"] for level in plan.to_dict()["levels"])
 
@@ -788,11 +792,11 @@ def test_memory_is_what_the_plan_says(structure: str, batch: int) -> None:
     """LAPACK's, which NumPy allocates. Nothing is made for gradients but what is returned."""
     rng = np.random.default_rng(12)
     size = 120 if structure == "full" else 2000
-    found = where(rng, structure, size)
-    pattern = of_mask(found)
+    entries = where(rng, structure, size)
+    pattern = of_mask(entries)
     values = np.empty((12, batch, pattern.nnz))
     for k in range(12):
-        values[k] = regular(rng, found, "f8")[found] * (1 + np.arange(batch))[:, None]
+        values[k] = regular(rng, entries, "f8")[entries] * (1 + np.arange(batch))[:, None]
     steps = [SolveStep(BatchedCSR.from_pattern(one, pattern)) for one in values]
     grad = rng.standard_normal((batch, size))
     sparsescan.inclusive_scan(grad, steps)  # what is imported and compiled late
@@ -854,7 +858,7 @@ def test_superlu_takes_what_is_said(tmp_path: Path) -> None:
 def test_bits_do_not_depend_on_threads(
     with_threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
-    made: dict[str, int],
+    counts: dict[str, int],
     least: int,
 ) -> None:
     """Nor does what is factorised, nor which error comes first, by one thread or by many."""
@@ -869,9 +873,9 @@ def test_bits_do_not_depend_on_threads(
     results = []
     for count in (1, 2, 3, 7):
         with_threads(count)
-        before = made["factorised"]
+        before = counts["factorised"]
         results.append(sparsescan.inclusive_scan(grad, chain, schedule="linear"))
-        assert made["factorised"] == before + 30
+        assert counts["factorised"] == before + 30
     assert all(same_bits(results[0], other) for other in results[1:])
     singular = solve_steps([0 * values[0], 0 * values[1]], pattern)
     for count in (1, 3, 7):

@@ -31,10 +31,10 @@ def pattern_of(method: str, size: int) -> tuple[Pattern, np.ndarray]:
     """Return a pattern whose matrices are factorised so, and where it has entries."""
     below, above = SHAPES[method]
     distance = np.subtract.outer(np.arange(size), np.arange(size))
-    found = (distance <= below) & (-distance <= above)
-    pattern = of_mask(found)
+    entries = (distance <= below) & (-distance <= above)
+    pattern = of_mask(entries)
     assert factorisation_of(pattern).method == method
-    return pattern, found
+    return pattern, entries
 
 
 def steps_of(values: np.ndarray, pattern: Pattern) -> list[Any]:
@@ -42,24 +42,24 @@ def steps_of(values: np.ndarray, pattern: Pattern) -> list[Any]:
     return [SolveStep(BatchedCSR.from_pattern(one, pattern)) for one in values]
 
 
-def dominant(rng: np.random.Generator, lead: tuple[int, ...], found: np.ndarray) -> np.ndarray:
+def dominant(rng: np.random.Generator, lead: tuple[int, ...], entries: np.ndarray) -> np.ndarray:
     """Return values of matrices with a large diagonal."""
-    size = len(found)
+    size = len(entries)
     dense = rng.uniform(-1, 1, (*lead, size, size)) + 6 * np.eye(size)
-    return np.ascontiguousarray(dense[..., found])
+    return np.ascontiguousarray(dense[..., entries])
 
 
 @pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Sweeps]:
     """Return a list of the sweeps that are made from now on."""
-    made: list[Sweeps] = []
+    sweeps: list[Sweeps] = []
 
     def make(*arguments: Any) -> Sweeps:
-        made.append(Sweeps(*arguments))
-        return made[-1]
+        sweeps.append(Sweeps(*arguments))
+        return sweeps[-1]
 
     monkeypatch.setattr(workspace, "Sweeps", make)
-    return made
+    return sweeps
 
 
 @given(
@@ -73,14 +73,14 @@ def test_solves_are_backward_stable_where_rows_are_exchanged(
 ) -> None:
     """``|A x - b| <= c n eps ‖A‖ ‖x‖``: pivots are no larger than partial pivoting makes them."""
     rng = np.random.default_rng(seed)
-    pattern, found = pattern_of(method, int(rng.integers(9, 40)))
-    size, lead = len(found), [(), (batch,)][rng.integers(2)]
-    dense = (rng.standard_normal((*lead, size, size)) * found).astype(dtype)
+    pattern, entries = pattern_of(method, int(rng.integers(9, 40)))
+    size, lead = len(entries), [(), (batch,)][rng.integers(2)]
+    dense = (rng.standard_normal((*lead, size, size)) * entries).astype(dtype)
     # Small pivots, and zeros on the diagonal, ask for exchanges.
     dense *= rng.choice([0, 1e-6, 1], (*lead, size, 1)) * np.eye(size) + (1 - np.eye(size))
     dense = dense.astype(dtype)
     x = rng.standard_normal((batch, size)).astype(dtype)
-    values = np.ascontiguousarray(dense[..., found])
+    values = np.ascontiguousarray(dense[..., entries])
     step = SolveStep(BatchedCSR.from_pattern(values if lead else values[None], pattern))
     if not lead:
         step = SolveStep(np.ascontiguousarray(dense)) if method == "dense" else shared(step, values)
@@ -105,8 +105,8 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     """Nor do they on how many samples run at once; and the first singular matrix is named."""
     rng = np.random.default_rng(1)
-    pattern, found = pattern_of(method, 30)
-    values = dominant(rng, (12, 7), found)
+    pattern, entries = pattern_of(method, 30)
+    values = dominant(rng, (12, 7), entries)
     chain: list[Any] = steps_of(values, pattern)
     if between:
         wide, shared_step = rng.standard_normal((2, 30, 30))
@@ -152,8 +152,8 @@ def test_bits_do_not_depend_on_threads(
 def test_equal_matrices_keep_their_factors(sweeps: list[Sweeps], method: str, batch: int) -> None:
     """Factors that are spoilt are those of matrices with equal values, and of no others."""
     rng = np.random.default_rng(2)
-    pattern, found = pattern_of(method, 20)
-    values = dominant(rng, (40, batch), found)
+    pattern, entries = pattern_of(method, 20)
+    values = dominant(rng, (40, batch), entries)
     plan = sparsescan.plan([ImplicitPattern([pattern], solved=[0])] * 8)
     grad = rng.standard_normal((batch, 20))
 
@@ -177,8 +177,8 @@ def test_equal_matrices_keep_their_factors(sweeps: list[Sweeps], method: str, ba
 
 def test_one_array_is_read_once_in_a_run(sweeps: list[Sweeps]) -> None:
     rng = np.random.default_rng(3)
-    pattern, found = pattern_of("tridiagonal", 10)
-    values = dominant(rng, (9, 1), found)
+    pattern, entries = pattern_of("tridiagonal", 10)
+    values = dominant(rng, (9, 1), entries)
     a, b = steps_of(values[:2], pattern)
     plan = sparsescan.plan([a.pattern] * 5)
     plan.inclusive_scan(np.ones((1, 10)), [a, b, a, b, a])
@@ -201,16 +201,16 @@ def test_forms_of_all_methods_in_one_chain() -> None:
     expected = [x]
     for method, size in (("dense", 20), ("tridiagonal", 35), ("sparse", 150), ("banded", 20)) * 2:
         if method == "sparse":
-            found = np.eye(150, dtype=bool)
-            found[np.arange(150), rng.permutation(150)] = True
-            assert factorisation_of(of_mask(found)).method == "sparse"
+            entries = np.eye(150, dtype=bool)
+            entries[np.arange(150), rng.permutation(150)] = True
+            assert factorisation_of(of_mask(entries)).method == "sparse"
         else:
-            found = pattern_of(method, size)[1]
-        matrix = np.zeros(found.shape)
-        matrix[found] = dominant(rng, (), found)
+            entries = pattern_of(method, size)[1]
+        matrix = np.zeros(entries.shape)
+        matrix[entries] = dominant(rng, (), entries)
         link = rng.standard_normal((size, len(x)))
-        pattern = of_mask(found)
-        chain += [link, SolveStep(BatchedCSR.from_pattern(matrix[found][None], pattern))]
+        pattern = of_mask(entries)
+        chain += [link, SolveStep(BatchedCSR.from_pattern(matrix[entries][None], pattern))]
         expected.append(link @ expected[-1])
         expected.append(np.linalg.solve(matrix, expected[-1]))
         x = expected[-1]

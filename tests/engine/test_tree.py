@@ -28,7 +28,7 @@ def products_of(schedule: Schedule) -> set[Interval]:
 def read(text: str) -> tuple[list[Interval], set[Interval]]:
     """The text outside of all parentheses, and the products: the grammar of the docstring."""
     tokens = iter(re.findall(r"[()…]|\d+", text))
-    made: set[Interval] = set()
+    products: set[Interval] = set()
 
     def items() -> Iterator[Interval]:
         rest = False
@@ -51,10 +51,10 @@ def read(text: str) -> tuple[list[Interval], set[Interval]]:
         for left, right in inside:
             assert left == stop
             stop = right
-            made.add((start, stop))
+            products.add((start, stop))
         return start, stop
 
-    return list(items()), made
+    return list(items()), products
 
 
 def random_products(seed: int, n: int) -> Schedule:
@@ -79,16 +79,16 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
     n = draw(st.integers(0, 40))
     if draw(st.booleans()):
         return random_products(draw(st.integers(0, 2**32 - 1)), n)
-    made = draw(schedules(n))
-    if isinstance(made, Schedule):
-        return made
-    return Schedule.blelloch(n) if made == "blelloch" else Schedule.linear(n)
+    drawn = draw(schedules(n))
+    if isinstance(drawn, Schedule):
+        return drawn
+    return Schedule.blelloch(n) if drawn == "blelloch" else Schedule.linear(n)
 
 
 @given(any_schedule())
 def test_a_text_has_exactly_the_products(schedule: Schedule) -> None:
-    top, made = read(tree(schedule, EVERYTHING))
-    assert made == products_of(schedule)
+    top, products = read(tree(schedule, EVERYTHING))
+    assert products == products_of(schedule)
     assert {k for start, stop in top for k in range(start, stop)} == set(range(1, schedule.n))
     assert top == sorted(top)
 

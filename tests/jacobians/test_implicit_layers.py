@@ -66,13 +66,13 @@ def gradients(net: Sequential, x: np.ndarray, grad: np.ndarray, plan: ScanPlan) 
     return xs[-1], grads[-1].reshape(x.shape), net.param_grads(xs, grads)
 
 
-def check_params(found: Any, expected: dict[str, np.ndarray], what: Any, scale: float = 1) -> None:
+def check_params(params: Any, expected: dict[str, np.ndarray], what: Any, scale: float = 1) -> None:
     """Compare the gradients of all layers with those that PyTorch calls by their modules."""
     modules: dict[str, dict[str, np.ndarray]] = {}
     for name, array in expected.items():
         module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = array
-    layers = [layer for layer in found if layer]
+    layers = [layer for layer in params if layer]
     for layer, (module, arrays) in zip(layers, modules.items(), strict=True):
         assert layer.keys() == arrays.keys()
         for name, array in arrays.items():
@@ -208,8 +208,8 @@ def test_every_layer(name: str) -> None:
             assert step.pattern is op.implicit_pattern
             assert step.pattern.jacobian is op.pattern
         for schedule in ("linear", "blelloch"):
-            found = sparsescan.inclusive_scan(grad, [step], schedule=schedule)[1]
-            close(found, expected)
+            actual = sparsescan.inclusive_scan(grad, [step], schedule=schedule)[1]
+            close(actual, expected)
 
 
 def a_net(dtype: Any, keep: float = 0.4) -> Sequential:
@@ -250,11 +250,11 @@ def test_local_gradients_are_added(schedule: str) -> None:
     ]
     expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), local_grads=local)
     plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
-    for found in (
+    for actual in (
         plan.exclusive_scan(grad, net.implicit(xs), local_grads=local),
         sparsescan.exclusive_scan(grad, net.implicit(xs), local_grads=local, schedule=schedule),
     ):
-        for each, array in zip(found, expected, strict=True):
+        for each, array in zip(actual, expected, strict=True):
             close(each, array)
 
 
@@ -278,7 +278,7 @@ def test_float32_is_no_farther_off_than_explicit_steps(seed: int) -> None:
     for one, other, array in zip(explicit, implicit, exact, strict=True):
         assert other.dtype == F4
         scale = np.abs(array).max()
-        errors = [np.abs(found - array).max() for found in (one, other)]
+        errors = [np.abs(gradient - array).max() for gradient in (one, other)]
         assert errors[1] <= 2 * errors[0] + 10 * eps * scale
 
 
@@ -300,8 +300,8 @@ def test_convolutions_have_the_bits_of_explicit_ones(seed: int) -> None:
     expected = net.plan(schedule=schedule).inclusive_scan(grad.reshape(batch, -1), net.values(xs))
     plan = sparsescan.plan(net.implicit_patterns, schedule=schedule)
     for _ in range(2):
-        found = plan.inclusive_scan(grad.reshape(batch, -1), net.implicit(xs))
-        for one, other in zip(found, expected, strict=True):
+        actual = plan.inclusive_scan(grad.reshape(batch, -1), net.implicit(xs))
+        for one, other in zip(actual, expected, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -313,8 +313,8 @@ def test_bits_do_not_depend_on_threads(schedule: str, threads: int, with_threads
     with_threads(3)
     expected = plan.exclusive_scan(grad, net.implicit(xs))
     with_threads(threads)
-    for found, array in zip(plan.exclusive_scan(grad, net.implicit(xs)), expected, strict=True):
-        np.testing.assert_array_equal(found, array)
+    for gradient, array in zip(plan.exclusive_scan(grad, net.implicit(xs)), expected, strict=True):
+        np.testing.assert_array_equal(gradient, array)
 
 
 def test_a_value_that_is_not_finite_is_decided_by_the_linear_scan() -> None:
@@ -324,8 +324,8 @@ def test_a_value_that_is_not_finite_is_decided_by_the_linear_scan() -> None:
     grad[0, 3] = np.inf
     expected = sparsescan.exclusive_scan(grad, net.jacobians(xs), schedule="linear")
     for schedule in ("linear", "blelloch", "chunked:3"):
-        found = sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
-        for one, other in zip(found[4:], expected[4:], strict=True):
+        actual = sparsescan.exclusive_scan(grad, net.implicit(xs), schedule=schedule)
+        for one, other in zip(actual[4:], expected[4:], strict=True):
             np.testing.assert_array_equal(np.isfinite(one[0]), np.isfinite(other[0]))
             close(one[1:], other[1:])
 
@@ -360,8 +360,8 @@ def test_layers_of_cupy_give_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> 
         for name, param in op.params.items():
             setattr(op, name, cupy.asarray(param))
     steps = net.implicit([cupy.asarray(x) for x in xs])
-    found = [step.values for step in steps if isinstance(step, ImplicitStep)]
-    for one, other in zip(found, expected, strict=True):
+    actual = [step.values for step in steps if isinstance(step, ImplicitStep)]
+    for one, other in zip(actual, expected, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             close(mine.get(), theirs)
 
@@ -426,8 +426,10 @@ def test_plans_are_saved_and_loaded(schedule: str, tmp_path: Path) -> None:
     loaded = ScanPlan.load(tmp_path / "plan.npz")
     assert loaded.patterns == plan.patterns
     assert str(loaded) == str(plan)
-    for found, array in zip(loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True):
-        np.testing.assert_array_equal(found, array)
+    for gradient, array in zip(
+        loaded.exclusive_scan(grad, net.implicit(xs)), expected, strict=True
+    ):
+        np.testing.assert_array_equal(gradient, array)
 
 
 def test_steps_stay_explicit_where_factors_save_nothing() -> None:
@@ -463,13 +465,13 @@ def test_an_index_is_that_of_every_entry(seed: int) -> None:
     index = rng.integers(0, size, pattern.nnz)
     if rng.random() < 0.5 and pattern.nnz:
         index = np.nonzero(where)[1] % size
-    made = IndexedPattern(pattern, index, size)
-    np.testing.assert_array_equal(made.index, index)
+    indexed = IndexedPattern(pattern, index, size)
+    np.testing.assert_array_equal(indexed.index, index)
     used = np.split(index, pattern.indptr[1:-1])
-    assert made.distinct == sum(map(len, {tuple(row) for row in map(np.ndarray.tolist, used)}))
-    for other in (copy.deepcopy(made), IndexedPattern(pattern, index.astype(np.uint8), size)):
-        assert other == made
-        assert hash(other) == hash(made)
+    assert indexed.distinct == sum(map(len, {tuple(row) for row in map(np.ndarray.tolist, used)}))
+    for other in (copy.deepcopy(indexed), IndexedPattern(pattern, index.astype(np.uint8), size)):
+        assert other == indexed
+        assert hash(other) == hash(indexed)
 
 
 @pytest.mark.parametrize(

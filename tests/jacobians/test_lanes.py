@@ -53,29 +53,31 @@ def numbers(request: pytest.FixtureRequest) -> Array:
     return np.concatenate(parts).astype(request.param)
 
 
-def distance(found: Array, expected: Array) -> Array:
+def distance(actual: Array, expected: Array) -> Array:
     """Return the distance in units in the last place; there are none below normal numbers."""
-    unit = np.spacing(np.maximum(np.abs(expected).astype(found.dtype), np.finfo(found.dtype).tiny))
-    return np.abs(found - expected) / unit
+    unit = np.spacing(
+        np.maximum(np.abs(expected).astype(actual.dtype), np.finfo(actual.dtype).tiny)
+    )
+    return np.abs(actual - expected) / unit
 
 
 def test_tanh(numbers: Array) -> None:
-    found = values(write_tanh, numbers)
-    assert np.max(distance(found, np.tanh(numbers.astype(np.longdouble)))) < 1.1
-    assert np.array_equal(np.signbit(found), np.signbit(numbers))
-    assert np.max(np.abs(found)) == 1
+    actual = values(write_tanh, numbers)
+    assert np.max(distance(actual, np.tanh(numbers.astype(np.longdouble)))) < 1.1
+    assert np.array_equal(np.signbit(actual), np.signbit(numbers))
+    assert np.max(np.abs(actual)) == 1
 
 
 def test_sigmoid(numbers: Array) -> None:
-    found = values(write_sigmoid, numbers)
+    actual = values(write_sigmoid, numbers)
     with np.errstate(over="ignore", under="ignore"):
         expected = 1 / (1 + np.exp(-numbers.astype(np.longdouble)))
     tiny = np.finfo(numbers.dtype).tiny
-    assert np.max(distance(found, expected)[expected >= 1.01 * tiny]) < 4
+    assert np.max(distance(actual, expected)[expected >= 1.01 * tiny]) < 4
     # Below normal numbers it may be 0.
-    assert np.all(np.abs(found - expected)[expected < 1.01 * tiny] <= 1.01 * tiny)
-    assert np.min(found) == 0
-    assert np.max(found) == 1
+    assert np.all(np.abs(actual - expected)[expected < 1.01 * tiny] <= 1.01 * tiny)
+    assert np.min(actual) == 0
+    assert np.max(actual) == 1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -41,14 +41,14 @@ EPS64 = float(np.finfo(np.float64).eps)
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def close(found: Any, expected: Any, what: Any = "", scale: float = 1) -> None:
+def close(actual: Any, expected: Any, what: Any = "", scale: float = 1) -> None:
     """Equal to rounding, by the largest number of the array, or a larger one."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape, what
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, what
     if expected.size:
-        assert np.abs(found - expected).max() <= 1e3 * EPS64 * max(scale, np.abs(expected).max()), (
-            what
-        )
+        assert np.abs(actual - expected).max() <= 1e3 * EPS64 * max(
+            scale, np.abs(expected).max()
+        ), what
 
 
 def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -245,8 +245,8 @@ def test_every_layer(name: str) -> None:
     close(input_grad, np.reshape(grads[-1], x.shape))
     expected = [array for each in net.param_grads(xs, grads) for array in each.values()]
     assert len(params) == len(expected)
-    for found, array in zip(params.values(), expected, strict=True):
-        close(found, array)
+    for actual, array in zip(params.values(), expected, strict=True):
+        close(actual, array)
 
 
 class Block(nn.Module):
@@ -268,9 +268,9 @@ def residual(rng: np.random.Generator, narrow: int, wide: int, size: int, traini
         return masked(nn.Conv2d(a, b, kernel, stride, kernel // 2), rng).double()
 
     def norm(width: int) -> Any:
-        made = nn.BatchNorm2d(width).double().train(bool(training))
-        randomise(made, rng)
-        return made
+        module = nn.BatchNorm2d(width).double().train(bool(training))
+        randomise(module, rng)
+        return module
 
     stride = 1 if narrow == wide else 2
     body = nn.Sequential(
@@ -348,8 +348,8 @@ def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
         h = nn.functional.max_pool2d(h, 2)
         h = torch.relu(nn.functional.conv2d(h, w[2], w[3], padding=1))
         y = nn.functional.linear(h.flatten(1), w[4], w[5])
-        found = torch.autograd.grad(y, [given, *w], torch.tensor(grad, dtype=dtype))
-        return [each.numpy() for each in found]
+        grads = torch.autograd.grad(y, [given, *w], torch.tensor(grad, dtype=dtype))
+        return [each.numpy() for each in grads]
 
     return run
 
@@ -369,12 +369,12 @@ def test_float32_is_no_farther_off_than_pytorchs(batch: int, keep: float) -> Non
         input_grad, params = step.backward(grad)
         masks = [None, *itertools.chain(*([op.kept_weights(), None] for op in weighted(net)))]
         errors = []
-        for found, other, right, mask in zip(
+        for actual, other, right, mask in zip(
             [input_grad, *params.values()], theirs, exact, masks, strict=True
         ):
             kept = np.ones(right.shape, bool) if mask is None else mask
             scale = np.abs(right[kept]).max()
-            errors.append([np.abs(each - right)[kept].max() / scale for each in (found, other)])
+            errors.append([np.abs(each - right)[kept].max() / scale for each in (actual, other)])
         farthest.append(np.max(errors, axis=0))
     ours, theirs = np.median(farthest, axis=0)
     assert ours <= 1.5 * theirs
@@ -408,8 +408,8 @@ def test_bits_are_those_of_one_thread(
         grads = step.backward(grad)
         results.append([y, grads.input, *grads.params.values()])
     for each in results[1:]:
-        for found, expected in zip(each, results[0], strict=True):
-            assert found.tobytes() == expected.tobytes()
+        for actual, expected in zip(each, results[0], strict=True):
+            assert actual.tobytes() == expected.tobytes()
 
 
 def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,8 +436,8 @@ def test_places_of_an_image_are_not_taken_for_channels(monkeypatch: pytest.Monke
         (segment,) = step._segments
         assert max(len(group.parts) for group in segment.ahead) == threads
         results.append([y, grads.input, *grads.params.values()])
-    for found, expected in zip(*results, strict=True):
-        assert found.tobytes() == expected.tobytes()
+    for actual, expected in zip(*results, strict=True):
+        assert actual.tobytes() == expected.tobytes()
     assert not any(
         isinstance(group.stages[0], _weighted.Mix) and len(group.stages) > 1
         for group in (*segment.ahead, *segment.back)
@@ -451,13 +451,13 @@ def test_blocks_in_blocks_and_borders_behind_them() -> None:
     def conv(kernel: int = 3) -> nn.Conv2d:
         return masked(nn.Conv2d(2, 2, kernel, padding=kernel // 2), rng).double()
 
-    def made(*modules: nn.Module) -> list[Operator]:
+    def operators(*modules: nn.Module) -> list[Operator]:
         return from_torch(nn.Sequential(*modules), (2, 6, 6))
 
     a, b, c, last = conv(), conv(), conv(), conv(7)
     theirs = nn.Sequential(Block(nn.Sequential(a, Block(nn.Sequential(b), c)), None), last)
-    inner = Residual(*made(b), shortcut=made(c))
-    net = Sequential([Residual(*made(a), inner), *made(last)])
+    inner = Residual(*operators(b), shortcut=operators(c))
+    net = Sequential([Residual(*operators(a), inner), *operators(last)])
     x, grad = rng.standard_normal((3, 2, 6, 6)), rng.standard_normal((3, 2, 6, 6))
     expected = run_torch(theirs, x, grad)
     step = net.training_step()
@@ -538,10 +538,10 @@ def test_gradients_that_nobody_needs() -> None:
     step.forward(x)
     expected = step.backward(grad).params
     step.forward(x)
-    found = step.backward(grad, needs_input_grad=False)
-    assert found.input is None
-    assert list(found.params) == list(expected)
-    for name, array in found.params.items():
+    grads = step.backward(grad, needs_input_grad=False)
+    assert grads.input is None
+    assert list(grads.params) == list(expected)
+    for name, array in grads.params.items():
         assert array.tobytes() == expected[name].tobytes()
 
 
@@ -592,8 +592,8 @@ def test_results_belong_to_the_caller_and_parameters_are_read_in_forward(batch: 
     net.layers[3].weight *= 2
     again = step.backward(grad)
     step.forward(x + 1)
-    for found, expected in zip([y, grads.input, *grads.params.values()], kept, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip([y, grads.input, *grads.params.values()], kept, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(again.input, grads.input)
     net.layers[3].weight = before
     y[...] = 0  # and may be changed
@@ -680,8 +680,8 @@ def test_activations_that_are_computed_again(training: bool) -> None:
             input_grad, out = step.backward(grad, out=out)
             results = [y, input_grad, *out.values()]
             expected = expected or [array.copy() for array in results]
-            for found, right in zip(results, expected, strict=True):
-                np.testing.assert_array_equal(found, right)
+            for actual, right in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(actual, right)
         assert limit is None or step.nbytes <= limit
         assert ("twice" in repr(step)) == (tried > 0)
         limit, least, tried = step.nbytes - 1, exact_bytes(step.nbytes), tried + 1

@@ -401,10 +401,10 @@ def test_cells(kind: Any) -> None:
     with torch.no_grad():
         module.weight_ih += 0.1  # the same memory
     state = None
-    for x_t, found in zip(torch.from_numpy(x), cell.unroll(x)[1:], strict=True):
+    for x_t, actual in zip(torch.from_numpy(x), cell.unroll(x)[1:], strict=True):
         state = module(x_t, state)
         expected = torch.cat(state, 1) if kind is nn.LSTMCell else state
-        close(found, expected.detach().numpy())
+        close(actual, expected.detach().numpy())
 
 
 def test_cells_that_are_refused() -> None:

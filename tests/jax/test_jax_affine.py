@@ -66,8 +66,8 @@ class Case:
         return jnp.stack(jnp.broadcast_arrays(*states))
 
 
-def close(found: Any, expected: Any) -> None:
-    trees = jax.tree.leaves(found), jax.tree.leaves(expected)
+def close(actual: Any, expected: Any) -> None:
+    trees = jax.tree.leaves(actual), jax.tree.leaves(expected)
     scale = max((float(jnp.abs(each).max()) for each in trees[1] if each.size), default=0) + 1
     for ours, theirs in zip(*trees, strict=True):
         assert ours.shape == theirs.shape
@@ -85,14 +85,14 @@ def test_what_numpy_has(seed: int) -> None:
     loss = case.rng.standard_normal(expected.shape)
     y, back = jax.vjp(case.run, case.inputs)
     assert np.array_equal(y, expected)
-    (found,) = back(loss)
+    (actual,) = back(loss)
     matrices, initial = case.inputs["matrices"], case.inputs.get("initial")
     grads = sparsescan.affine_scan_vjp(matrices, initial, expected, loss, **options)
     for name, exact in zip(("matrices", "offsets", "initial"), grads, strict=True):
-        if name in found:
+        if name in actual:
             axis = 1 if name == "offsets" else 0
-            whole = exact if found[name].ndim == exact.ndim else exact.sum(axis)
-            np.testing.assert_allclose(found[name], whole, rtol=1e-13, atol=1e-13)
+            whole = exact if actual[name].ndim == exact.ndim else exact.sum(axis)
+            np.testing.assert_allclose(actual[name], whole, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 4, 5)])
@@ -103,11 +103,11 @@ def test_jit_and_second_derivatives(seed: int) -> None:
         grads = jax.grad(lambda each: jnp.sin(function(each)).sum())(inputs)
         return sum(jnp.cos(each).sum() for each in jax.tree.leaves(grads))
 
-    found, expected = (
+    actual, expected = (
         jax.jit(jax.value_and_grad(penalty, argnums=1), static_argnums=0)(function, case.inputs)
         for function in (case.run, case.loop)
     )
-    close(found, expected)
+    close(actual, expected)
 
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])

@@ -63,8 +63,8 @@ def loop(net: Any, params: Any, x: Any, state: Any, lengths: Any = None) -> tupl
     return x, jnp.stack(lasts)
 
 
-def close(found: Any, expected: Any) -> None:
-    trees = jax.tree.leaves(found), jax.tree.leaves(expected)
+def close(actual: Any, expected: Any) -> None:
+    trees = jax.tree.leaves(actual), jax.tree.leaves(expected)
     for ours, theirs in zip(*trees, strict=True):
         scale = 1 + float(jnp.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * scale)
@@ -160,9 +160,9 @@ def test_training_reaches_what_the_loop_reaches() -> None:
             losses.append(float(value))
         return losses
 
-    found, expected = train(recurrent), train(loop)
-    assert found[-1] < 0.9 * found[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    losses, expected = train(recurrent), train(loop)
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-9)
 
 
 def test_no_second_derivative() -> None:

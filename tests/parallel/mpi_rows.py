@@ -156,10 +156,10 @@ def stencil(width: int, rng: np.random.Generator) -> sp.csr_array:
     """A step on a square of unknowns: each reads its neighbours above, below, left and right."""
     line = sp.diags_array([np.ones(width - 1)] * 2, offsets=[-1, 1])
     eye = sp.eye_array(width)
-    made = sp.csr_array(sp.kron(eye, line) + sp.kron(line, eye) + sp.kron(eye, eye))
-    made.sort_indices()
-    made.data = rng.uniform(-0.4, 0.4, made.nnz)
-    return made
+    matrix = sp.csr_array(sp.kron(eye, line) + sp.kron(line, eye) + sp.kron(eye, eye))
+    matrix.sort_indices()
+    matrix.data = rng.uniform(-0.4, 0.4, matrix.nnz)
+    return matrix
 
 
 def test_stencils() -> None:

@@ -80,15 +80,15 @@ def test_the_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_merges_make_every_prefix(algorithm: str) -> None:
     for size in range(1, 70):
-        made = [{(rank, rank + 1)} for rank in range(size)]
+        products = [{(rank, rank + 1)} for rank in range(size)]
         for ranks in rounds(algorithm, size):
-            everywhere = set().union(*made)
+            everywhere = set().union(*products)
             for rank, merges in enumerate(ranks):
                 for merge in merges:
                     operands = {(merge.start, merge.mid), (merge.mid, merge.stop)}
                     assert operands <= everywhere
-                    made[rank].add((merge.start, merge.stop))
-        everywhere = set().union(*made)
+                    products[rank].add((merge.start, merge.stop))
+        everywhere = set().union(*products)
         assert {(0, rank) for rank in range(1, size)} <= everywhere
         sent = sum(exscan_messages(algorithm, size, rank) for rank in range(size))
         assert sent == (size - 1 if algorithm == "linear" else sent)
@@ -151,17 +151,17 @@ class Elements:
     def message(self, start: int, stop: int) -> Message:
         capacity = self.merger._capacity
         words = np.full(capacity.words(self.terms), -1)  # poisoned
-        made = Message(words, capacity, self.terms)
-        made.describe(start, stop, State.BAD)
-        return made
+        message = Message(words, capacity, self.terms)
+        message.describe(start, stop, State.BAD)
+        return message
 
     def merge(self, left: Message, right: Message) -> Message:
-        made = self.message(*right.range)
-        made.words[:] = right.words
-        self.merger(left.words, made.words)
+        merged = self.message(*right.range)
+        merged.words[:] = right.words
+        self.merger(left.words, merged.words)
         assert self.merger.error is None
-        assert made.range == (left.range[0], right.range[1])
-        return made
+        assert merged.range == (left.range[0], right.range[1])
+        return merged
 
     def leaves(self, rng: np.random.Generator, grad: np.ndarray) -> np.ndarray | None:
         """The result for a gradient, combined in any order; None if somebody gave up."""
@@ -207,10 +207,10 @@ def test_maps_combine_in_any_order(data: st.DataObject) -> None:
         ]
     pairs = list(pairwise(cuts))
     own = None if local is None else [local[a:b] for a, b in pairs]
-    made = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
+    elements = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
     last = None if local is None else [*local, None]
     expected = sequential(grad, steps, last, inclusive=True, dtype=dtype)
-    result = made.leaves(rng, grad)
+    result = elements.leaves(rng, grad)
     assert result is not None
     assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
 
@@ -228,21 +228,23 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         mixed = [step for pair in zip(steps(first), steps(second), strict=True) for step in pair]
         chain = [mixed[:1], mixed[1:-1], mixed[-1:]]
         grad = np.full(5, 1e-3, F4)
-        made = Elements(chain, None, None, F4, form)
+        elements = Elements(chain, None, None, F4, form)
         expected = sequential(grad, mixed, inclusive=True, dtype=F4)
-        result = made.leaves(rng, grad)
+        result = elements.leaves(rng, grad)
         assert result is not None
         assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
     # Three parts, each with products of 1e±60 a block.
     blocks = steps(two_blocks(60, 10, 0.1))
-    made = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
+    elements = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
     grad = np.repeat([1e-30, 1e30], 3).astype(F4)
     expected = sequential(grad, blocks, inclusive=True, dtype=F4)
     for _ in range(4):
-        result = made.leaves(rng, grad)
+        result = elements.leaves(rng, grad)
         assert result is not None
         assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
-    whole = made.merge(made.merge(made.messages[0], made.messages[1]), made.messages[2])
+    whole = elements.merge(
+        elements.merge(elements.messages[0], elements.messages[1]), elements.messages[2]
+    )
     assert abs(whole.exponents(6)[0, :-1]).max() > 100
 
 
@@ -256,23 +258,23 @@ def steps(chain) -> list[np.ndarray]:
 
 def test_what_no_operator_can_combine_is_bad() -> None:
     ones = [np.ones((2, 2))]
-    made = Elements([ones, ones, ones], None, None, F8, "exact")
-    first, second, third = made.messages
-    assert made.merge(first, second).state == State.MAP
+    elements = Elements([ones, ones, ones], None, None, F8, "exact")
+    first, second, third = elements.messages
+    assert elements.merge(first, second).state == State.MAP
     second.values(4)[0, 1] = np.nan
-    assert made.merge(first, second).state == State.BAD
+    assert elements.merge(first, second).state == State.BAD
     second.values(4)[0, 1] = 1
-    assert made.merge(made.merge(first, second), third).state == State.MAP
+    assert elements.merge(elements.merge(first, second), third).state == State.MAP
     for state, against in ((State.BAD, State.BAD), (State.UNUSED, State.UNUSED)):
         second.describe(1, 2, state)
-        assert made.merge(first, second).state == against
-        assert made.merge(second, third).state == against
+        assert elements.merge(first, second).state == against
+        assert elements.merge(second, third).state == against
     second.describe(1, 2, State.NOTHING)
-    assert made.merge(first, second).state == State.MAP
+    assert elements.merge(first, second).state == State.MAP
     # Not neighbours.
-    copy = made.message(2, 3)
+    copy = elements.message(2, 3)
     copy.words[:] = third.words
-    made.merger(first.words, copy.words)
+    elements.merger(first.words, copy.words)
     assert copy.state == State.BAD
 
 
@@ -291,9 +293,9 @@ def test_patterns_of_ranges_do_not_depend_on_how_they_are_split() -> None:
                 block = ranges(start, stop)
                 assert block is not None
                 entries = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr))
-                made = np.zeros(block.shape, bool)
-                made[entries, block.indices] = True
-                assert (made == whole).all()
+                present = np.zeros(block.shape, bool)
+                present[entries, block.indices] = True
+                assert (present == whole).all()
     assert Ranges([None, parts[0], None])(0, 3) is parts[0]
 
 

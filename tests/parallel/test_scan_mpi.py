@@ -291,7 +291,7 @@ def test_what_is_wrong_is_said_once_on_all_ranks(tmp_path: Path) -> None:
         (strategies(good, 3, 1, "--machine", missing), [f"{missing}: No such file"]),
         (command(["calibrate"], "no cache"), ["network.json: Not a directory; give a path"]),
     ]
-    commands += [made for made, _ in others]
+    commands += [each for each, _ in others]
     right = [command(["scan", good, "-o", out]), command(["calibrate"])]
     ended = run_all(3, tmp_path, [*commands, *right])
     assert_codes(ended, tmp_path, 3, [2] * len(commands) + [0, 0])
@@ -313,14 +313,14 @@ def test_what_one_rank_alone_meets_ends_all(name: str, tmp_path: Path) -> None:
     sparsescan.save_chain(file, np.ones(3), np.ones((30, 3, 3)))
     machine.write_text("{}")
     of_chain = strategies(file, 2, 1, "--machine", machine, how="bug")
-    made = {
+    commands = {
         "scan": command(["scan", file, "-o", tmp_path / "out.npz"], "bug"),
         "calibrate": command(["calibrate"], "bug"),
         "strategies": strategies("lenet5", 2, 4, how="bug"),
         "chain": of_chain,
         "alone": of_chain | {"how": "alone"},
     }
-    ended = run_all(2, tmp_path, [made[name]])
+    ended = run_all(2, tmp_path, [commands[name]])
     assert ended.code != 0
     assert "not done after" not in ended.output
     what = "directory: 'nowhere.npz'" if name == "alone" else "ValueError: a bug"

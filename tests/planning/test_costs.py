@@ -59,18 +59,18 @@ def test_counts_of_any_schedule(data: Any) -> None:
             else:
                 left, other = nodes[start, mid]
                 differs |= other
-                made = sparsescan.symbolic.pattern.product(right, left)
-                nodes[start, stop] = made, differs
+                pattern = sparsescan.symbolic.pattern.product(right, left)
+                nodes[start, stop] = pattern, differs
                 first = {"general": "csr"}.get(left.kind, left.kind)
                 name = f"{kind}·{first}"
-                name += ", dense" * (name == "csr·csr" and made.kind == "dense")
+                name += ", dense" * (name == "csr·csr" and pattern.kind == "dense")
                 name = "any·diagonal" if first == "diagonal" else name
                 name = "diagonal·any" if kind == "diagonal" else name
                 times = batch if differs else 1
                 looked = right.nnz * (stop == mid + 1) + left.nnz * (mid == start + 1)
                 counts = (
                     multiply_adds(right, left) * times,
-                    (made.nnz + looked) * times,
+                    (pattern.nnz + looked) * times,
                     times,
                 )
             expected[name, tuple(map(float, counts))] += 1

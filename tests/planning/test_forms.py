@@ -52,9 +52,9 @@ def sparse_products(program: Program) -> list[tuple[int, int]]:
     """The products that could also be stored densely."""
     none = np.empty((0, 3), np.int64)
     ops = np.concatenate([none, *[level.ops for level in program.schedule.levels]])
-    made = ops[ops[:, 0] > 0, ::2].tolist()
+    intervals = ops[ops[:, 0] > 0, ::2].tolist()
     kinds = [pattern.kind for pattern in program.patterns[program.n :]]
-    return [(a, b) for (a, b), kind in zip(made, kinds, strict=True) if kind == "general"]
+    return [(a, b) for (a, b), kind in zip(intervals, kinds, strict=True) if kind == "general"]
 
 
 def total(program: Program, model: CpuModel) -> float:

@@ -100,19 +100,19 @@ def test_on_recurrent_cells(
 ) -> None:
     """The weights of implicit steps, and of a chain of their factors, are shared by all samples."""
     as_if(threads)
-    made = cell(4, 12, rng=0)
+    layer = cell(4, 12, rng=0)
     steps = 40
     patterns: list[Any] = {
-        "explicit": [made.pattern],
-        "implicit": [made.implicit_pattern],
-        "factors": [*made.implicit_pattern.factors],
+        "explicit": [layer.pattern],
+        "implicit": [layer.implicit_pattern],
+        "factors": [*layer.implicit_pattern.factors],
     }[form] * steps
     plan = sparsescan.plan(patterns)
     differs = np.ones(steps, bool) if form == "explicit" else np.arange(2 * steps) % 2 == 0
     for batch, dtype in KINDS:
         x = np.random.default_rng(0).standard_normal((steps, batch, 4)).astype(dtype)
-        states = made.unroll(x)
-        linearized = made.linearize(x, states[:-1])
+        states = layer.unroll(x)
+        linearized = layer.linearize(x, states[:-1])
         chain: Any = linearized.implicit()
         chain = {"explicit": linearized.values()[::-1], "factors": chain.factors()}.get(form, chain)
         grads = plan.exclusive_scan(states[-1], chain)

@@ -97,8 +97,8 @@ def by_complex_steps(
         flat[k][at] += 1j * h
         grads[k, at] = loss(*batches[0]).imag / h
         flat[k][at] = flat[k][at].real
-    for found in WORLD.allgather(grads):
-        for (k, at), grad in found.items():
+    for entries in WORLD.allgather(grads):
+        for (k, at), grad in entries.items():
             flat[k][at] -= RATE * grad
     losses += [loss(*batch).real for batch in batches[1:]]
     return losses, [{name: p.real for name, p in layer.items()} for layer in params]
@@ -128,8 +128,8 @@ def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
     groups = zip(
         np.split(windows, op.groups, axis=1), np.split(params["weight"], op.groups), strict=True
     )
-    made = [np.einsum("bcyxij,ocij->boyx", part, weight) for part, weight in groups]
-    return np.concatenate(made, axis=1) + params["bias"][:, None, None]
+    outputs = [np.einsum("bcyxij,ocij->boyx", part, weight) for part, weight in groups]
+    return np.concatenate(outputs, axis=1) + params["bias"][:, None, None]
 
 
 def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any) -> Any:
@@ -272,33 +272,36 @@ def random_conv(
 
 def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]:
     """Convolutions, activations, and sums of any layers before them, the input included."""
-    made = Builder("sums", (2, 4, 5))
+    builder = Builder("sums", (2, 4, 5))
     ops: list[Operator | None] = [None]
 
     def add(*inputs: int) -> None:
         # The first has the most channels.
-        made.sum(*sorted(inputs, key=lambda j: -made.layers[j].shape[0]))
+        builder.sum(*sorted(inputs, key=lambda j: -builder.layers[j].shape[0]))
         ops.append(None)
 
     for _ in range(6):
-        x, kind = int(rng.integers(made.last + 1)), int(rng.integers(3))
-        shape = made.layers[x].shape
+        x, kind = int(rng.integers(builder.last + 1)), int(rng.integers(3))
+        shape = builder.layers[x].shape
         if kind == 0:
             ops.append(random_conv(rng, shape, int(rng.integers(1, 4)), 3))
-            made.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
+            builder.conv(ops[-1].output_shape[0], 3, padding=1, x=x)
         elif kind == 1:
             ops.append(Tanh(input_shape=shape))
-            made.elementwise(x=x)
+            builder.elementwise(x=x)
         else:
-            add(*rng.integers(made.last + 1, size=int(rng.integers(2, 4))).tolist())
+            add(*rng.integers(builder.last + 1, size=int(rng.integers(2, 4))).tolist())
     # What no layer has read yet.
-    add(*set(range(made.last + 1)) - {j for layer in made.layers for j in layer.inputs}, made.last)
-    shape = made.layers[-1].shape
-    made.flatten()
-    made.linear(3)
+    add(
+        *set(range(builder.last + 1)) - {j for layer in builder.layers for j in layer.inputs},
+        builder.last,
+    )
+    shape = builder.layers[-1].shape
+    builder.flatten()
+    builder.linear(3)
     size = math.prod(shape)
     ops += [Flatten(input_shape=shape), Linear(size, 3, dtype=np.float64, rng=rng), None]
-    return with_loss(made.graph()), ops
+    return with_loss(builder.graph()), ops
 
 
 def random_recurrent(rng: np.random.Generator) -> Recurrent:
@@ -312,12 +315,12 @@ def random_configurations(
     rng: np.random.Generator, graph: Graph, ops: Sequence[Operator | None], batch: int
 ) -> list[tuple[int, ...]]:
     every = Configurations(WORLD.size).all
-    found: list[tuple[int, ...]] = []
+    configurations: list[tuple[int, ...]] = []
     for op, layer in zip(ops, graph.layers, strict=True):
         possible = every[allowed(layer, limits_of(op, layer, batch), every)]
         one = tuple(int(d) for d in rng.choice(possible))
-        found.append(one if layer.shares is None else found[layer.shares])
-    return found
+        configurations.append(one if layer.shares is None else configurations[layer.shares])
+    return configurations
 
 
 def random_configurations_of(
@@ -366,18 +369,18 @@ def check(
     before = copy.deepcopy(given)
     traffic = training.communicator.traffic
     sent = traffic["exchange"].bytes if "exchange" in traffic else 0
-    found = []
+    steps = []
     for (x, labels), loss in zip(batches, losses, strict=True):
         np.testing.assert_allclose(training.step(x, labels), loss, rtol=rtol)
-        found.append(training.parameters())
-    for params, ours, theirs, old in zip(given, found[0], wanted, before, strict=True):
+        steps.append(training.parameters())
+    for params, ours, theirs, old in zip(given, steps[0], wanted, before, strict=True):
         assert set(ours) == set(theirs)
         for name in theirs:
             scale = np.abs(theirs[name]).max() + np.abs(theirs[name] - old[name]).max()
             np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=rtol * scale)
             # The caller's are as they were.
             np.testing.assert_array_equal(params[name], old[name])
-    digest = [p.tobytes() for step in found for layer in step for p in layer.values()]
+    digest = [p.tobytes() for step in steps for layer in step for p in layer.values()]
     assert all(other == digest for other in WORLD.allgather(digest)), "ranks differ"
     if moved is not None:
         sent = traffic["exchange"].bytes - sent
@@ -448,10 +451,10 @@ def test_redistributions(rng: np.random.Generator) -> None:
         )
         moves, fill = Redistribution(owned, needed), float(rng.standard_normal())
         block = tensor[tuple(slice(*ends) for ends in owned[WORLD.rank])]
-        found = moves.forward(communicator, block, np.float64, fill)
+        received = moves.forward(communicator, block, np.float64, fill)
         padded = np.pad(tensor, 3, constant_values=fill)
         at = tuple(slice(i + 3, j + 3) for i, j in needed[WORLD.rank])
-        np.testing.assert_array_equal(found, padded[at])
+        np.testing.assert_array_equal(received, padded[at])
         np.testing.assert_array_equal(cut(tensor, needed[WORLD.rank], fill), padded[at])
         total = np.zeros(padded.shape)
         for box, grad in zip(needed, grads, strict=True):
@@ -500,10 +503,10 @@ def test_random_networks(seeds: Callable[..., range]) -> None:
 def test_recurrent_and_residual_networks(seeds: Callable[..., range], make: Any) -> None:
     for seed in seeds(1, 3, 25):
         rng = np.random.default_rng([WORLD.size, seed])
-        made, batch = make(rng), int(rng.integers(1, 7))
-        batches = data(rng, made, batch, np.float64)
-        chosen = random_configurations_of(rng, made, batch)
-        check_network(made, [image_parallelism, chosen, None], batches, 1e4 * EPS)
+        network, batch = make(rng), int(rng.integers(1, 7))
+        batches = data(rng, network, batch, np.float64)
+        chosen = random_configurations_of(rng, network, batch)
+        check_network(network, [image_parallelism, chosen, None], batches, 1e4 * EPS)
 
 
 def test_graphs_with_sums(seeds: Callable[..., range]) -> None:

@@ -68,8 +68,8 @@ def recurrent(kind: Any, rng: np.random.Generator, dtype: Any) -> Recurrent:
 def random_network(kind: Any, rng: np.random.Generator) -> tuple[Trainable, Any, Any]:
     """A network, its dtype and that of its input."""
     dtype, x_dtype = rng.choice([np.float32, np.float64], 2)
-    made = images(rng, dtype) if kind is None else recurrent(kind, rng, dtype)
-    return made, dtype, x_dtype
+    ops = images(rng, dtype) if kind is None else recurrent(kind, rng, dtype)
+    return ops, dtype, x_dtype
 
 
 def random_registers(
@@ -96,15 +96,15 @@ def sent() -> int:
     return traffic["exchange"].bytes if "exchange" in traffic else 0
 
 
-def assert_same(found: Gradients, wanted: Gradients) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def assert_same(actual: Gradients, wanted: Gradients) -> None:
+    for a, b in zip(actual, wanted, strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert same_bits([a[name]], [b[name]]), name
 
 
-def assert_near(found: Gradients, wanted: Gradients, dtype: Any) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def assert_near(actual: Gradients, wanted: Gradients, dtype: Any) -> None:
+    for a, b in zip(actual, wanted, strict=True):
         assert a.keys() == b.keys()
         for name in a:
             np.testing.assert_allclose(a[name], b[name], rtol=0, atol=100 * np.finfo(dtype).eps)
@@ -236,9 +236,9 @@ def test_ranks_fail_together(kind: Any, rng: np.random.Generator) -> None:
 def goes_on(strategy: Any, training: Any, net: Trainable, rng: np.random.Generator) -> None:
     """After an error it trains as a new pipeline does, and it keeps no array of the caller's."""
     again = copy.deepcopy(net)
-    for params, found in zip(parameters(again), training.parameters(), strict=True):
+    for params, trained in zip(parameters(again), training.parameters(), strict=True):
         for name, param in params.items():
-            param[...] = found[name]
+            param[...] = trained[name]
     new = strategy.start(WORLD, again, BATCH)
     place_of_x, place = (np.empty_like(array) for array in data(net, rng, np.float32))
     for _ in range(2 * WORLD.size):

@@ -97,10 +97,10 @@ def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]
         grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
         grad = grad @ readout.jacobian(states[-1][0]).toarray().T
         for before, now in zip(states[-2::-1], x[::-1], strict=True):
-            for name, found in cell.param_grads(now, before, grad).items():
-                grads[0][name] = grads[0][name] + found
-            made = zip(now, before, grad, strict=True)
-            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in made])
+            for name, grad_now in cell.param_grads(now, before, grad).items():
+                grads[0][name] = grads[0][name] + grad_now
+            steps = zip(now, before, grad, strict=True)
+            grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in steps])
         return loss, grads
     xs = network.activations(x)
     loss, grad = loss_and_output_grad(xs[-1], labels)
@@ -148,16 +148,16 @@ def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> 
         loss, grads = sgd(network, x.astype(dtype), labels)
         assert abs(losses[-1] - loss) < 300 * eps * max(1, loss), (losses, loss)
         expected = [
-            {name: value - RATE * found[name] for name, value in values.items()}
-            for values, found in zip(expected, grads, strict=True)
+            {name: value - RATE * grad[name] for name, value in values.items()}
+            for values, grad in zip(expected, grads, strict=True)
         ]
-    for found, values, start in zip(training.parameters(), expected, before, strict=True):
-        assert found.keys() == values.keys()
+    for params, values, start in zip(training.parameters(), expected, before, strict=True):
+        assert params.keys() == values.keys()
         for name, value in values.items():
-            np.testing.assert_allclose(found[name], value, rtol=0, atol=500 * eps)
+            np.testing.assert_allclose(params[name], value, rtol=0, atol=500 * eps)
             assert not np.array_equal(value, start[name]), "nothing was learned"
-    found = [{k: v.tobytes() for k, v in params.items()} for params in training.parameters()]
-    assert all(one == [losses, found] for one in WORLD.allgather([losses, found]))
+    bits = [{k: v.tobytes() for k, v in params.items()} for params in training.parameters()]
+    assert all(one == [losses, bits] for one in WORLD.allgather([losses, bits]))
 
 
 def test_refusals(rng: np.random.Generator) -> None:
@@ -207,9 +207,9 @@ def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
         training.step(x, labels)
         before = sent(training)
         training.step(x, labels)
-        found = max(WORLD.allgather(sent(training) - before))
+        taken = max(WORLD.allgather(sent(training) - before))
         expected = strategy.predict(graph, Machine(), WORLD.size, batch)
-        assert found == expected.bytes, (grid, schedule, found, expected)
+        assert taken == expected.bytes, (grid, schedule, taken, expected)
 
 
 def check_times(graph: Graph, machine: Machine) -> None:
@@ -231,35 +231,35 @@ def check_times(graph: Graph, machine: Machine) -> None:
 def check_run(name: str, batch: int) -> None:
     """Every strategy is measured or says why not; bytes are exact, and clear orders right."""
     machine = measure_here(WORLD, name, batch)
-    found = run(WORLD, name, machine, batch)
-    check_times(found.network, machine)
-    for one in found.measured:
+    results = run(WORLD, name, machine, batch)
+    check_times(results.network, machine)
+    for one in results.measured:
         assert one.bytes == one.prediction.bytes, one
         assert one.nanoseconds > 0
-    names = {one.prediction.strategy for one in found.measured}
+    names = {one.prediction.strategy for one in results.measured}
     every = {strategy.name for strategy in strategies()}
-    assert names | found.reasons.keys() == every
-    assert not names & found.reasons.keys()
+    assert names | results.reasons.keys() == every
+    assert not names & results.reasons.keys()
     images = ":" not in name
     # A recurrent network has no images, and two stages.
     others = {} if WORLD.size == 1 else {"domain"} if WORLD.size == 2 else {"domain", *PIPELINES}
-    assert found.reasons.keys() == (set() if images else set(others)), found.reasons
+    assert results.reasons.keys() == (set() if images else set(others)), results.reasons
     ranks = "1 rank" if WORLD.size == 1 else f"{WORLD.size} ranks"
-    assert str(found).startswith(f"{name}, {ranks}, {batch} samples")
-    right, pairs = found.pairs
+    assert str(results).startswith(f"{name}, {ranks}, {batch} samples")
+    right, pairs = results.pairs
     assert 0 <= right <= pairs <= len(names) * (len(names) - 1) / 2
-    wrong = disordered(found)
+    wrong = disordered(results)
     # On a busy machine the ranks of one strategy may have waited for a core, but not every time.
     for _ in range(2):
         wrong = wrong and disordered(run(WORLD, name, machine, batch))
     assert not wrong, wrong
 
 
-def disordered(found: Any) -> list[str]:
+def disordered(results: Any) -> list[str]:
     """Pairs of which the second took less time, although far more was predicted, on any rank."""
     pairs = [
         f"{a}, {b}"
-        for a, b in permutations(found.measured, 2)
+        for a, b in permutations(results.measured, 2)
         if b.prediction.total > CLEAR * a.prediction.total and b.nanoseconds <= a.nanoseconds
     ]
     return [pair for own in WORLD.allgather(pairs) for pair in own]

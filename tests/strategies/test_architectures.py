@@ -101,20 +101,20 @@ def test_inception_is_the_graph_of_the_paper():
 
 def test_layers_of_the_deepa_paper():
     """Table 1: input and output channels, height and width, of convolutions of three networks."""
-    found = set()
+    convolutions = set()
     for name in ("vgg16", "alexnet-owt", "inception-v3"):
         graph = build(name)
         for k, layer in enumerate(graph.layers):
             if layer.kind == "conv":
-                found.add((graph.input_shape(k)[0], *layer.shape, layer.kernel[0]))
-    assert (128, 128, 112, 112, 3) in found  # C1
-    assert (512, 512, 28, 28, 3) in found  # C2
-    assert (192, 64, 35, 35, 1) in found  # C3
-    assert (48, 64, 35, 35, 5) in found  # C4
-    assert (64, 192, 27, 27, 5) in found  # C5
-    assert (256, 256, 13, 13, 3) in found  # C6
-    assert (32, 64, 147, 147, 3) in found  # C7
-    assert (448, 384, 8, 8, 3) in found  # C8
+                convolutions.add((graph.input_shape(k)[0], *layer.shape, layer.kernel[0]))
+    assert (128, 128, 112, 112, 3) in convolutions  # C1
+    assert (512, 512, 28, 28, 3) in convolutions  # C2
+    assert (192, 64, 35, 35, 1) in convolutions  # C3
+    assert (48, 64, 35, 35, 5) in convolutions  # C4
+    assert (64, 192, 27, 27, 5) in convolutions  # C5
+    assert (256, 256, 13, 13, 3) in convolutions  # C6
+    assert (32, 64, 147, 147, 3) in convolutions  # C7
+    assert (448, 384, 8, 8, 3) in convolutions  # C8
 
 
 @pytest.mark.parametrize(("kind", "cell"), [("rnn", RNNCell(1, 20)), ("gru", GRUCell(20, 20))])
@@ -157,8 +157,8 @@ def test_what_cannot_be_run_is_told():
 
 def test_all_names_are_built():
     for name in NAMES:
-        made = name.replace("T", "3").replace("-N", "-14")
-        assert build(made).name == made
+        one = name.replace("T", "3").replace("-N", "-14")
+        assert build(one).name == one
 
 
 @given(
@@ -171,22 +171,22 @@ def test_all_names_are_built():
 def test_layers_have_the_entries_of_their_operators(size, kernel, stride, padding, channels):
     kernel = tuple(min(k, n + 2 * p) for k, n, p in zip(kernel, size, padding, strict=True))
     groups, ins, outs = channels
-    made = Builder("test", (ins, *size))
-    made.conv(outs, kernel, stride, padding, groups=groups)
+    builder = Builder("test", (ins, *size))
+    builder.conv(outs, kernel, stride, padding, groups=groups)
     conv = Conv2d(
         ins, outs, kernel, stride, padding, groups=groups, input_shape=(ins, *size), rng=0
     )
-    assert made.layers[1].shape == conv.output_shape
-    assert made.layers[1].nnz == conv.pattern.nnz
-    assert made.layers[1].weights == conv.weight.size + conv.bias.size
+    assert builder.layers[1].shape == conv.output_shape
+    assert builder.layers[1].nnz == conv.pattern.nnz
+    assert builder.layers[1].weights == conv.weight.size + conv.bias.size
     # A weight is multiplied once for every output of its channel.
-    assert made.layers[1].multiply_adds == conv.weight.size * math.prod(conv.output_shape[1:])
+    assert builder.layers[1].multiply_adds == conv.weight.size * math.prod(conv.output_shape[1:])
     half = tuple(min(p, k // 2) for p, k in zip(padding, kernel, strict=True))
     if all(n + 2 * p >= k for n, p, k in zip(size, half, kernel, strict=True)):
-        made.pool(kernel, stride, half, x=0)
+        builder.pool(kernel, stride, half, x=0)
         pool = MaxPool2d(kernel, stride, half, input_shape=(ins, *size))
-        assert made.layers[-1].shape == pool.output_shape
-        assert made.layers[-1].nnz == pool.pattern.nnz
+        assert builder.layers[-1].shape == pool.output_shape
+        assert builder.layers[-1].nnz == pool.pattern.nnz
 
 
 @pytest.fixture
@@ -215,8 +215,8 @@ def test_residual_networks_that_run_are_those_of_the_graph(name):
     assert graph.weights == folded.weights
     assert graph.multiply_adds == folded.multiply_adds
 
-    def of(made, *kinds):
-        layers = [layer for layer in made.layers if layer.kind in kinds]
+    def of(graph, *kinds):
+        layers = [layer for layer in graph.layers if layer.kind in kinds]
         return [(layer.shape, layer.multiply_adds, layer.nnz) for layer in layers]
 
     for kind in ("conv", "pool", "linear", "flatten"):

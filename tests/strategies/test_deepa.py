@@ -68,27 +68,27 @@ def test_blocks_tile_the_tensor(shape, data):
 
 def random_graph(rng, layers=6):
     """Branches of layers of all kinds that join, and a linear end."""
-    made = Builder("random", (2, int(rng.integers(5, 9)), int(rng.integers(5, 9))))
-    made.conv(4, 3, padding=1)
+    builder = Builder("random", (2, int(rng.integers(5, 9)), int(rng.integers(5, 9))))
+    builder.conv(4, 3, padding=1)
     for _ in range(layers):
-        x = made.last
-        height, width = made.layers[x].shape[1:]
+        x = builder.last
+        height, width = builder.layers[x].shape[1:]
         kind = rng.integers(6)
         if kind == 0:
-            made.conv(int(rng.integers(1, 4)) * 2, (1, 3), padding=(0, 1), groups=2)
+            builder.conv(int(rng.integers(1, 4)) * 2, (1, 3), padding=(0, 1), groups=2)
         elif kind == 1 and min(height, width) > 3:
-            made.pool(2)
+            builder.pool(2)
         elif kind == 2:
-            made.elementwise()
+            builder.elementwise()
         elif kind == 3:
-            made.concat(made.pool(3, 1, 1, x=x), made.conv(2, 1, x=x), x)
+            builder.concat(builder.pool(3, 1, 1, x=x), builder.conv(2, 1, x=x), x)
         elif kind == 4:
-            made.sum(made.conv(made.layers[x].shape[0], 3, padding=1, x=x), x)
+            builder.sum(builder.conv(builder.layers[x].shape[0], 3, padding=1, x=x), x)
         elif kind == 5:
-            made.conv(4, 3, (1, 2), 1)
-    made.flatten()
-    made.linear(6)
-    return with_loss(made.graph())
+            builder.conv(4, 3, (1, 2), 1)
+    builder.flatten()
+    builder.linear(6)
+    return with_loss(builder.graph())
 
 
 def block_of(of, layer, number, batch):
@@ -123,9 +123,9 @@ def test_tables_count_what_boxes_have_in_common(seed, workers, batch):
             boxes = [
                 needed_of(layer, source, one, first) for one in block_of(of, layer, b[y], batch)
             ]
-            found = Redistribution(owned, boxes)
-            assert [found.sent(r) for r in everyone] == sent[x, :, y].tolist()
-            assert [found.received(r) for r in everyone] == received[x, :, y].tolist()
+            moved = Redistribution(owned, boxes)
+            assert [moved.sent(r) for r in everyone] == sent[x, :, y].tolist()
+            assert [moved.received(r) for r in everyone] == received[x, :, y].tolist()
             assert [volume(box) for box in boxes] == needed[y].tolist()
             meets = np.array([[volume(intersection(p, q)) > 0 for q in boxes] for p in owned])
             common = np.array([[volume(intersection(p, q)) for q in boxes] for p in owned])
@@ -147,11 +147,11 @@ def test_configurations_are_blocks_of_workers(seed, workers, batch):
     number = rng.choice(np.flatnonzero(allowed(layer, limits(layer, batch), of.all)), 1)
     lengths = of.lengths((batch, 5, 6, 7), number, np.arange(workers))[0]
     wanted = block_of(of, layer, number[0], batch)
-    for found, box in zip(lengths.tolist(), wanted, strict=True):
+    for sides, box in zip(lengths.tolist(), wanted, strict=True):
         if volume(box):
-            assert found == [stop - start for start, stop in box]
+            assert sides == [stop - start for start, stop in box]
         else:
-            assert found[0] == 0
+            assert sides[0] == 0
 
 
 def test_there_are_as_many_configurations_as_factorisations():
@@ -187,14 +187,14 @@ def all_choices(graph, workers, batch):
 
 def small_graph(rng):
     """Two branches that join, one of them a layer longer than the other."""
-    made = Builder("small", (2, 4, 4))
-    first = made.conv(2, 3, padding=1)
-    made.conv(2, 1, x=first)
+    builder = Builder("small", (2, 4, 4))
+    first = builder.conv(2, 3, padding=1)
+    builder.conv(2, 1, x=first)
     if rng.random() < 0.5:
-        made.sum(made.last, first)
+        builder.sum(builder.last, first)
     else:
-        made.concat(first, made.last)
-    return with_loss(made.graph())
+        builder.concat(first, builder.last)
+    return with_loss(builder.graph())
 
 
 @pytest.mark.slow
@@ -205,14 +205,14 @@ def test_no_configurations_cost_less(seed, kind):
     rng = np.random.default_rng(seed)
     workers, batch = int(rng.choice([2, 3])), int(rng.integers(1, 7))
     graph, costs = small_graph(rng), kind(machine(rng))
-    found, total = optimise(graph, costs, workers, batch)
+    chosen, total = optimise(graph, costs, workers, batch)
 
     def taken(chosen):
         return PerLayer(chosen, kind).predict(graph, costs.machine, workers, batch).total
 
     least = min(map(taken, itertools.product(*all_choices(graph, workers, batch))))
     assert total == pytest.approx(least, rel=1e-12)
-    assert taken(found) == pytest.approx(total, rel=1e-12)
+    assert taken(chosen) == pytest.approx(total, rel=1e-12)
 
 
 @settings(max_examples=examples(15))
@@ -247,8 +247,8 @@ def test_cells_that_share_parameters_have_one_configuration():
     graph = with_loss(build("rnn:20"))
     # Updates are dear, so that one worker would do, but not for the last layer.
     costs = LayerCosts(Machine(multiply_adds=1e-3, network=Network("slow", 1e5, 10.0, 0.0, 0.0)))
-    found, _ = optimise(graph, costs, 8, 64)
-    cells = {one for layer, one in zip(graph.layers, found, strict=True) if layer.kind == "cell"}
+    chosen, _ = optimise(graph, costs, 8, 64)
+    cells = {one for layer, one in zip(graph.layers, chosen, strict=True) if layer.kind == "cell"}
     assert len(cells) == 1
 
 
@@ -256,8 +256,8 @@ def test_measured_times_come_before_the_model():
     graph = with_loss(build("lenet5"))
     of = Configurations(4)
     slow = {("conv1", tuple(one)): 1e12 for one in of.all.tolist() if one != [1, 1, 2, 2]}
-    found, _ = optimise(graph, MeasuredCosts(Machine(), slow), 4, 64)
-    assert found[1] == (1, 1, 2, 2)
+    chosen, _ = optimise(graph, MeasuredCosts(Machine(), slow), 4, 64)
+    assert chosen[1] == (1, 1, 2, 2)
 
 
 def test_inception_on_16_devices_takes_a_fraction_of_a_second():
@@ -285,17 +285,17 @@ def test_many_workers():
 
 def test_image_parallelism_moves_parameters_alone():
     graph, workers, batch = build("vgg11"), 4, 32
-    found = PerLayer(image_parallelism).predict(graph, Machine(), workers, batch)
+    prediction = PerLayer(image_parallelism).predict(graph, Machine(), workers, batch)
     # Each worker sends all but its piece, and its piece to all others: equation 4 of integrated
     # parallelism, with the messages of one layer.
     numbers, network = 2 * graph.weights * 3 / 4, Machine().network
     wanted = 2 * 2 * network.latency + network.inverse_bandwidth * 4 * numbers
-    assert found.nanoseconds["weights"] == pytest.approx(wanted)
-    assert found.bytes == pytest.approx(2 * graph.weights * 3 / 4 * 4, rel=1e-4)
-    assert found.nanoseconds["activations"] == 0
-    assert found.how == "9x n=4"
+    assert prediction.nanoseconds["weights"] == pytest.approx(wanted)
+    assert prediction.bytes == pytest.approx(2 * graph.weights * 3 / 4 * 4, rel=1e-4)
+    assert prediction.nanoseconds["activations"] == 0
+    assert prediction.how == "9x n=4"
     # Parameters, activations of a quarter of the samples, and gradients of both.
-    assert found.memory == 4 * 2 * (graph.weights + batch // 4 * graph.activations)
+    assert prediction.memory == 4 * 2 * (graph.weights + batch // 4 * graph.activations)
 
 
 def test_one_weird_trick_moves_what_its_linear_layers_read():
@@ -379,25 +379,25 @@ def test_table_2():
     costs = shared_link(BATCH * 9216 * 4, 8.4, times)
     totals = []
     for chosen, (transfer, _, update, total) in TABLE_2.items():
-        found = parts_of_cost(graph, costs, 2, chosen)
-        assert found == pytest.approx((transfer, update), rel=5e-4)
-        totals.append(sum(found) + compute[chosen])
+        cost = parts_of_cost(graph, costs, 2, chosen)
+        assert cost == pytest.approx((transfer, update), rel=5e-4)
+        totals.append(sum(cost) + compute[chosen])
         assert totals[-1] == pytest.approx(total, rel=2e-3)
     published = [row[-1] for row in TABLE_2.values()]
     assert np.argsort(totals).tolist() == np.argsort(published).tolist()
-    found, best = optimise(graph, costs, GPUS, BATCH)
-    assert found[1:] == [IMAGES, (1, 2, 1, 1)]
+    cheapest, best = optimise(graph, costs, GPUS, BATCH)
+    assert cheapest[1:] == [IMAGES, (1, 2, 1, 1)]
     assert best == pytest.approx(27.0, rel=1e-3)
     # "DeePa reduces the total cost by 5x compared to other approaches".
     assert TABLE_2[1, 16, 1, 1][-1] / best == pytest.approx(5, rel=0.01)
 
 
 def last_convolutions():
-    made = Builder("VGG-16", (512, 14, 14))
-    made.elementwise()
+    builder = Builder("VGG-16", (512, 14, 14))
+    builder.elementwise()
     for _ in range(3):
-        made.conv(512, 3, padding=1)
-    return made.graph()
+        builder.conv(512, 3, padding=1)
+    return builder.graph()
 
 
 def three_convolutions(link):
@@ -417,11 +417,11 @@ def three_convolutions(link):
         # Between layers that are divided alike nothing moves.
         transfer, update = parts[0][0], sum(part[1] for part in parts)
         rows[chosen] = transfer, update, transfer + compute + update
-    found, total = optimise(graph, costs, GPUS, BATCH)
-    assert len(set(found[2:])) == 1
-    assert total == pytest.approx(rows[found[2]][-1], rel=1e-9)
+    cheapest, total = optimise(graph, costs, GPUS, BATCH)
+    assert len(set(cheapest[2:])) == 1
+    assert total == pytest.approx(rows[cheapest[2]][-1], rel=1e-9)
     assert total == pytest.approx(min(row[-1] for row in rows.values()), rel=1e-9)
-    return rows, found[2]
+    return rows, cheapest[2]
 
 
 def cheapest_first(totals):
@@ -516,13 +516,13 @@ def test_figure_8():
     """
     tricks, best = [], []
     for name in NAMES:
-        graph, found, _, _ = best_of(name)
+        graph, configurations, _, _ = best_of(name)
         images, trick = (
             gigabytes(graph, strategy(graph, GPUS, BATCH))
             for strategy in (image_parallelism, one_weird_trick)
         )
         tricks.append(images / trick)
-        best.append(trick / gigabytes(graph, found))
+        best.append(trick / gigabytes(graph, configurations))
     assert tricks == pytest.approx([9.17, 6.09, 1.069], rel=1e-3)
     assert best == pytest.approx([2.342, 1.459, 1.346], rel=1e-3)
     assert (min(tricks), max(tricks)) == pytest.approx((1.05, 8.4), rel=0.1)
@@ -531,11 +531,11 @@ def test_figure_8():
 
 
 def test_choices_for_whole_networks():
-    """Sections 7.1.1 to 7.1.4: what is found as described, and where it differs."""
+    """Sections 7.1.1 to 7.1.4: what is configurations as described, and where it differs."""
     chosen = {}
     for name in NAMES:
-        graph, found, total, gpu = best_of(name)
-        chosen[name] = list(zip(graph.layers, found, strict=True))
+        graph, configurations, total, gpu = best_of(name)
+        chosen[name] = list(zip(graph.layers, configurations, strict=True))
         for strategy in (one_weird_trick, image_parallelism):
             other = PerLayer(strategy, SharedLink).predict(graph, gpu, GPUS, BATCH).total
             assert total < other
@@ -566,6 +566,8 @@ def test_choices_for_whole_networks():
     }
     # Their branches are not divided in different ways as in Figure 12. With half of the copies they
     # move 50 % less, and not 30 %; all layers together 31 % less, and not 20 %.
-    graph, found, _, _ = best_of("inception-v3")
-    saved = gigabytes(graph, found) / gigabytes(graph, image_parallelism(graph, GPUS, BATCH))
+    graph, configurations, _, _ = best_of("inception-v3")
+    saved = gigabytes(graph, configurations) / gigabytes(
+        graph, image_parallelism(graph, GPUS, BATCH)
+    )
     assert 1 - saved == pytest.approx(0.305, rel=1e-2)

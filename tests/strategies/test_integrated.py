@@ -67,18 +67,18 @@ def test_what_a_sum_sends_in_all(length: int, ranks: int) -> None:
 
 def even_chain(side: int) -> Graph:
     """Sizes that up to 4 rows and 4 columns divide."""
-    made = Builder("even", (8, side, side))
+    builder = Builder("even", (8, side, side))
     for channels in (16, 32):
-        made.conv(channels, 3, padding=1)
-        made.elementwise()
-    made.pool(2)
-    made.conv(16, 5, padding=2)
-    made.flatten()
+        builder.conv(channels, 3, padding=1)
+        builder.elementwise()
+    builder.pool(2)
+    builder.conv(16, 5, padding=2)
+    builder.flatten()
     for k, features in enumerate((64, 16)):
         if k:
-            made.elementwise()
-        made.linear(features)
-    return made.graph()
+            builder.elementwise()
+        builder.linear(features)
+    return builder.graph()
 
 
 GRIDS_OF_EVEN = [(1, 4), (2, 2), (4, 1), (2, 4), (4, 4), (8, 2)]
@@ -99,26 +99,26 @@ def test_costs_are_those_of_the_equations(rows: int, columns: int) -> None:
         layers = with_loss(graph).layers
         whole = [(1, 1, 1, 1), *[configuration] * (len(layers) - 2), (size, 1, 1, 1)]
         sent = footprint(with_loss(graph), whole, size, batch)[0]
-        found = PerLayer(whole).predict(graph, SENDING, size, batch)
-        assert found.bytes == 4 * sent.max()
-        return found, sent
+        prediction = PerLayer(whole).predict(graph, SENDING, size, batch)
+        assert prediction.bytes == 4 * sent.max()
+        return prediction, sent
 
-    found, sent = of((size, 1, 1, 1))
+    prediction, sent = of((size, 1, 1, 1))
     by_batch = all_reduce(size, graph.weights)
     assert (sent == by_batch.words).all()
-    assert found.nanoseconds["weights"] == pytest.approx(by_batch.time(CORI))
-    assert found.nanoseconds["activations"] == found.nanoseconds["halo"] == 0
+    assert prediction.nanoseconds["weights"] == pytest.approx(by_batch.time(CORI))
+    assert prediction.nanoseconds["activations"] == prediction.nanoseconds["halo"] == 0
     if rows == 1:
         return
-    found, sent = of((columns, rows, 1, 1))
+    prediction, sent = of((columns, rows, 1, 1))
     gathers = [all_gather(rows, samples * layer.read) for layer in layers[1:]]
     last = samples * layers[-1].made * (rows - 1) / rows / rows
     weights = all_reduce(columns, graph.weights / rows)
     words = 2 * sum(each.words for each in gathers) + weights.words
     assert (sent == words + 2 * last).all()
     ours = (sum(gathers, Volume()) + Volume(log(rows), last)) * 2
-    assert found.nanoseconds["activations"] == pytest.approx(ours.time(CORI))
-    assert found.nanoseconds["weights"] == pytest.approx(weights.time(CORI))
+    assert prediction.nanoseconds["activations"] == pytest.approx(ours.time(CORI))
+    assert prediction.nanoseconds["weights"] == pytest.approx(weights.time(CORI))
     equation = combined_equation(layers, rows, columns, batch)
     # But for the loss, which needs all channels of some samples instead of all.
     both = equation.words - samples * layers[-1].made * (rows - 1) / rows
@@ -133,16 +133,16 @@ def test_a_halo_has_two_neighbours(rows: int) -> None:
     middle has two.
     """
     for kernel, beyond in (((5, 3), 2), ((3, 7), 1), ((1, 7), 0)):
-        made = Builder("rows", (8, 24, 24))
-        made.elementwise()
-        made.conv(8, kernel, padding=(kernel[0] // 2, kernel[1] // 2))
-        graph, batch = made.graph(), 6
+        builder = Builder("rows", (8, 24, 24))
+        builder.elementwise()
+        builder.conv(8, kernel, padding=(kernel[0] // 2, kernel[1] // 2))
+        graph, batch = builder.graph(), 6
         chosen = [(1, 1, 1, 1), (1, 1, rows, 1), (1, 1, rows, 1), (1, 1, 1, 1)]
-        found = PerLayer(chosen).predict(graph, SENDING, rows, batch)
+        prediction = PerLayer(chosen).predict(graph, SENDING, rows, batch)
         neighbours = min(2, rows - 1)
         one = Volume(log(neighbours + 1), neighbours * beyond * batch * 8 * 24)
         expected = 2 * one.time(CORI) if beyond else 0
-        assert found.nanoseconds["halo"] == pytest.approx(expected)
+        assert prediction.nanoseconds["halo"] == pytest.approx(expected)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -193,27 +193,27 @@ def test_a_share_of_a_cell(kind, features, hidden, bias, pruned, dtype, seed) ->
     x = rng.standard_normal((5, *network.input_shape)).astype(dtype)
     state = rng.uniform(-1, 1, (5, hidden)).astype(dtype)
     grad = rng.standard_normal((5, stop - start)).astype(dtype)
-    found = Step(cell.restrict(slice(start, stop)), 1)
-    found.read(x)
+    step = Step(cell.restrict(slice(start, stop)), 1)
+    step.read(x)
     tolerance = {"rtol": 0, "atol": 30 * np.finfo(dtype).eps * (hidden + features)}
-    made = found.forward(state)
-    np.testing.assert_allclose(made, cell.forward(x[:, 1], state)[:, start:stop], **tolerance)
-    jacobians = found.values(state).reshape(5, hidden, -1)
+    output = step.forward(state)
+    np.testing.assert_allclose(output, cell.forward(x[:, 1], state)[:, start:stop], **tolerance)
+    jacobians = step.values(state).reshape(5, hidden, -1)
     for k in range(5):
         whole = cell.jacobian(x[k, 1], state[k]).toarray()
         np.testing.assert_allclose(jacobians[k], whole[:, start:stop], **tolerance)
     full = np.zeros_like(state)
     full[:, start:stop] = grad
     expected = cell.param_grads(x[:, 1], state, full)
-    grads = found.param_grads(state, grad)
-    assert grads.keys() == expected.keys() == found.params.keys()
+    grads = step.param_grads(state, grad)
+    assert grads.keys() == expected.keys() == step.params.keys()
     for name, one in expected.items():
-        assert made.dtype == jacobians.dtype == grads[name].dtype == dtype
+        assert output.dtype == jacobians.dtype == grads[name].dtype == dtype
         np.testing.assert_allclose(grads[name], one[rows], **tolerance)
         assert not np.delete(one, rows, axis=0).any()
-        np.testing.assert_array_equal(found.params[name], before[name][rows])
+        np.testing.assert_array_equal(step.params[name], before[name][rows])
         # They are its own.
-        found.params[name] += 1
+        step.params[name] += 1
         np.testing.assert_array_equal(cell.params[name], before[name])
 
 
@@ -269,12 +269,12 @@ def test_memory_of_weights_is_divided_by_rows() -> None:
 
 def test_equation_5() -> None:
     """3×3 filters on 13×13×384: the equation gives 13.6, where the text says 12."""
-    made = Builder("13", (384, 13, 13))
-    made.add(
+    builder = Builder("13", (384, 13, 13))
+    builder.add(
         Layer("conv", "conv", (0,), (384, 13, 13), weights=9 * 384 * 384, kernel=(3, 3),
               padding=(1, 1))
     )  # fmt: skip
-    layer = products(made.graph())[0]
+    layer = products(builder.graph())[0]
     crossover = 2 * layer.weights / (3 * layer.output_row * layer.output_rows)
     assert math.isclose(crossover, 2 * 9 * 384 / (3 * 13 * 13))
     assert abs(crossover - 12) < 0.15 * 12
@@ -310,7 +310,7 @@ def readings() -> dict[tuple[object, ...], tuple[float, dict[int, float], dict[i
     number; whether messages have a latency. Speed-ups by ``P_r``, with all layers by model, and
     with the linear ones alone (the first of which then reads what is redistributed).
     """
-    found = {}
+    by_reading = {}
     terms = (1, 2), (1, 1), (1, 0), (0, 1), (0, 2), (2, 2)
     for net, sides, sent, last, itemsize, latency in product(
         NETWORKS, SIDES, terms, (True, False), (2, 4, 8), (2000.0, 0.0)
@@ -318,11 +318,11 @@ def readings() -> dict[tuple[object, ...], tuple[float, dict[int, float], dict[i
         network = Network("reading", latency, 1 / 6, 0.0, 0.0)
         convolutions, channels = NETWORKS[net]
         weights = convolutions + LINEAR
-        made = [c * s * s for c, s in zip(channels, SIDES[sides], strict=True)]
-        made += [4096, 4096, 1000 if last else 0]
-        read = [0, *made[:4], 9216, *made[5:7]]
+        outputs = [c * s * s for c, s in zip(channels, SIDES[sides], strict=True)]
+        outputs += [4096, 4096, 1000 if last else 0]
+        read = [0, *outputs[:4], 9216, *outputs[5:7]]
 
-        def total(rows: int, by_model: int, weights=weights, made=made, read=read, sent=sent,
+        def total(rows: int, by_model: int, weights=weights, outputs=outputs, read=read, sent=sent,
                   itemsize=itemsize, network=network) -> float:  # fmt: skip
             columns, volume = 512 // rows, Volume()
             for i in range(8):
@@ -332,17 +332,17 @@ def readings() -> dict[tuple[object, ...], tuple[float, dict[int, float], dict[i
                     continue
                 volume += combined_equation([layer], 1, columns, 1) * (1 / rows)
                 volume += Volume(2 * log(columns) * (1 - 1 / rows))
-                volume += all_gather(rows, made[i] * 2048 / columns) * sent[0]
+                volume += all_gather(rows, outputs[i] * 2048 / columns) * sent[0]
                 volume += all_gather(rows, read[i] * 2048 / columns) * (sent[1] * (i > 0))
             return volume.time(network, itemsize)
 
         batch = total(1, 8)
-        found[net, sides, sent, last, itemsize, latency] = (
+        by_reading[net, sides, sent, last, itemsize, latency] = (
             batch / 1e6,
             {rows: batch / total(rows, 0) for rows, _ in GRIDS},
             {rows: batch / total(rows, 5) for rows, _ in GRIDS},
         )
-    return found
+    return by_reading
 
 
 def test_no_reading_gives_the_published_speedups() -> None:
@@ -350,17 +350,19 @@ def test_no_reading_gives_the_published_speedups() -> None:
 
     Equation 8 as it stands gives 2.2× (3.3× on 8 × 64, the best) and 8.2× (8.7× on 32 × 16).
     """
-    found = readings()
+    by_reading = readings()
     print()
-    for reading, (batch, every, linear) in found.items():
+    for reading, (batch, every, linear) in by_reading.items():
         if reading[4:] == (4, 2000.0):
             both = ", ".join(f"{every[rows]:.1f}/{linear[rows]:.1f}" for rows, _ in GRIDS)
             print(*reading[:4], f"{batch:.1f} ms: {both}")
-    batch, every, linear = found["in groups", "after pooling", (1, 2), True, 4, 2000.0]
+    batch, every, linear = by_reading["in groups", "after pooling", (1, 2), True, 4, 2000.0]
     assert abs(batch - 81.4) < 0.1
     assert abs(every[16] - 2.23) < 0.01
     # Before pooling, as the text's d_i is to the letter, nothing is gained.
-    assert abs(found["in groups", "before pooling", (1, 2), True, 4, 2000.0][1][16] - 1.0) < 0.01
+    assert (
+        abs(by_reading["in groups", "before pooling", (1, 2), True, 4, 2000.0][1][16] - 1.0) < 0.01
+    )
     assert (max(every, key=every.__getitem__), round(max(every.values()), 1)) == (8, 3.3)
     assert abs(linear[16] - 8.21) < 0.01
     assert (max(linear, key=linear.__getitem__), round(max(linear.values()), 1)) == (32, 8.7)
@@ -372,12 +374,12 @@ def test_no_reading_gives_the_published_speedups() -> None:
     assert abs(both - every[16]) < 0.01
     near = [
         reading
-        for reading, (_, every, linear) in found.items()
+        for reading, (_, every, linear) in by_reading.items()
         if abs(every[16] - 5.0) <= 0.05 and any(abs(x - 9.7) <= 0.05 for x in linear.values())
     ]
     assert near == []
     # Nearest: activations gathered forward, and nothing sent back.
-    _, every, linear = found["in groups", "after pooling", (1, 0), False, 4, 2000.0]
+    _, every, linear = by_reading["in groups", "after pooling", (1, 0), False, 4, 2000.0]
     assert (round(every[16], 1), round(linear[16], 1)) == (5.2, 9.7)
 
 
@@ -441,23 +443,23 @@ def test_more_workers_than_samples() -> None:
 
 def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -> None:
     """Equation 7, whatever else would be faster."""
-    made = Builder("images", (3, 32, 32))
+    builder = Builder("images", (3, 32, 32))
     for stride in (1, 2, 4):
-        made.conv(8, 3, stride, padding=1)
-        made.elementwise()
-    made.flatten()
-    made.linear(10)
-    graph, machine = made.graph(), Machine(network=CORI)
-    found = DomainParallel().predict(graph, machine, 8, 16)
+        builder.conv(8, 3, stride, padding=1)
+        builder.elementwise()
+    builder.flatten()
+    builder.linear(10)
+    graph, machine = builder.graph(), Machine(network=CORI)
+    prediction = DomainParallel().predict(graph, machine, 8, 16)
     # 32, 16 and 4 rows for 8 workers.
-    cuts = [layer.configuration for layer in found.layers]
+    cuts = [layer.configuration for layer in prediction.layers]
     assert cuts[:4] == [(1, 1, 8, 1)] * 4
     assert set(cuts[4:]) == {(8, 1, 1, 1)}
-    assert found.how == "8 × 1, domain in conv1–conv2, batch in conv3–linear1"
+    assert prediction.how == "8 × 1, domain in conv1–conv2, batch in conv3–linear1"
     # The first reads the input, which all workers have; the second, whose stride is 2, needs one
     # row from the slab above, and gives its gradient back.
     time = 2 * (CORI.latency + 4 * CORI.inverse_bandwidth * 16 * 8 * 32)
-    assert found.nanoseconds["halo"] == pytest.approx(time)
+    assert prediction.nanoseconds["halo"] == pytest.approx(time)
     with pytest.raises(InputError, match="no layer has images of so many rows"):
         DomainParallel().predict(graph, machine, 64, 64)
     assert DomainParallel().predict(graph, machine, 1, 16).nanoseconds["halo"] == 0
@@ -465,13 +467,13 @@ def test_pure_domain_parallelism_has_rows_of_all_images_that_are_high_enough() -
 
 def test_domain_where_it_pays() -> None:
     """Large images, few weights, and fewer samples than workers."""
-    made = Builder("wide", (3, 256, 256))
+    builder = Builder("wide", (3, 256, 256))
     for _ in range(3):
-        made.conv(32, 3, padding=1)
-        made.elementwise()
-    made.pool(32)
-    made.flatten()
-    made.linear(512)
-    found = Integrated().predict(made.graph(), Machine(network=CORI), 8, 2)
-    assert found.how == "8 × 1, domain in conv1–conv3, model in linear1"
-    assert found.nanoseconds["halo"] > 0
+        builder.conv(32, 3, padding=1)
+        builder.elementwise()
+    builder.pool(32)
+    builder.flatten()
+    builder.linear(512)
+    prediction = Integrated().predict(builder.graph(), Machine(network=CORI), 8, 2)
+    assert prediction.how == "8 × 1, domain in conv1–conv3, model in linear1"
+    assert prediction.nanoseconds["halo"] > 0

@@ -38,8 +38,8 @@ BATCH, RATE = 3, 0.2
 def problems(draw: st.DrawFn) -> tuple[Sequence[Operator], tuple[int, ...], list[Any]]:
     """A network in float64, registers between its operators, and minibatches."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    made = draw(st.sampled_from([_layers, _cells]))
-    ops, shape, places = made(draw, rng)
+    network = draw(st.sampled_from([_layers, _cells]))
+    ops, shape, places = network(draw, rng)
     registers = draw(st.sets(st.sampled_from(places))) if places else set()
     classes = ops[-1].output_shape[0]
     batches = [
@@ -78,18 +78,18 @@ def stages(ops: Sequence[Operator], registers: tuple[int, ...]) -> list[Stage]:
 
 
 def with_weights(parameters: Gradients) -> Gradients:
-    return [found for found in parameters if found]
+    return [each for each in parameters if each]
 
 
-def assert_close(found: Gradients, wanted: Gradients, scale: float = 1e3) -> None:
-    for a, b in zip(with_weights(found), with_weights(wanted), strict=True):
+def assert_close(actual: Gradients, wanted: Gradients, scale: float = 1e3) -> None:
+    for a, b in zip(with_weights(actual), with_weights(wanted), strict=True):
         for name, array in b.items():
             bound = scale * np.finfo(array.dtype).eps * max(1.0, float(np.abs(array).max()))
             np.testing.assert_allclose(a[name], array, rtol=0, atol=bound)
 
 
-def assert_same_bits(found: Gradients, wanted: Gradients) -> None:
-    for a, b in zip(with_weights(found), with_weights(wanted), strict=True):
+def assert_same_bits(actual: Gradients, wanted: Gradients) -> None:
+    for a, b in zip(with_weights(actual), with_weights(wanted), strict=True):
         for name, array in b.items():
             np.testing.assert_array_equal(a[name], array)
 
@@ -278,9 +278,9 @@ def test_what_weight_stashing_needs_more(network: str) -> None:
     # Half of the activations are their gradients.
     outputs, numbers = [round(5e5 * activations), 0], [round(1e6 * weights), 0]
     memory = Memory(Placement(2, (1,)), outputs, numbers, batch)
-    found = 100 * (memory.stashing - memory.stale) / memory.one
+    percent = 100 * (memory.stashing - memory.stale) / memory.one
     # Both are rounded.
-    assert abs(found - (stashing - stale)) <= 1
+    assert abs(percent - (stashing - stale)) <= 1
 
 
 def test_memory_of_lenet5() -> None:
@@ -367,14 +367,14 @@ def test_memory_predicted_is_that_of_the_arrays(
         stale.append(weights + entries(kept) + entries([gradients_of(stage, kept[-1])]))
         # The input of the one that is run again is among those that are kept.
         again = stage.forward(inputs[0])
-        made = entries([inputs, again[1:], gradients_of(stage, again)])
-        exact.append(weights + made)
+        activations = entries([inputs, again[1:], gradients_of(stage, again)])
+        exact.append(weights + activations)
         inputs = [stage.forward(one)[-1] for one in inputs]
     graph, machine = from_sequential(Sequential(ops)), Machine()
-    found = Pipeline(registers).predict(graph, machine, workers, batch)
-    assert found.memory == 4 * max(stale)
-    found = MicroBatches(registers, count).predict(graph, machine, workers, batch)
-    assert found.memory == 4 * max(exact)
+    prediction = Pipeline(registers).predict(graph, machine, workers, batch)
+    assert prediction.memory == 4 * max(stale)
+    prediction = MicroBatches(registers, count).predict(graph, machine, workers, batch)
+    assert prediction.memory == 4 * max(exact)
     if workers == count == 1:
         assert stale == exact
 
@@ -405,10 +405,10 @@ def test_balance_is_the_best_of_all_placements(n: int, count: int, seed: int) ->
 
     every = [slowest(cuts) for cuts in itertools.combinations(range(1, n), count - 1)]
     best = min(every, default=np.inf)
-    found = balance(costs, count)
-    assert (found is None) == (best == np.inf)
-    if found is not None:
-        assert slowest(found) == best
+    parts = balance(costs, count)
+    assert (parts is None) == (best == np.inf)
+    if parts is not None:
+        assert slowest(parts) == best
 
 
 def test_a_prediction_by_hand() -> None:
@@ -421,21 +421,21 @@ def test_a_prediction_by_hand() -> None:
     machine = Machine(
         multiply_adds=1, bandwidth=1e9, overhead=7, network=Network("", 100, 0.5, 0, 0)
     )
-    found = Pipeline().predict(Graph("two", layers), machine, 2, 4)
-    assert found.how == "4 stages, registers after layer 1"
+    prediction = Pipeline().predict(Graph("two", layers), machine, 2, 4)
+    assert prediction.how == "4 stages, registers after layer 1"
     message = 100 + 0.5 * 4 * 20 * 4
     # A maximum there and back, and the loss.
     agreeing = 3 * 100
-    assert found.nanoseconds == {
+    assert prediction.nanoseconds == {
         "forward": 807,
         "backward": 1614,
         "activations": message,
         "loss": agreeing,
     }
-    assert found.bytes == 4 * 20 * 4
+    assert prediction.bytes == 4 * 20 * 4
     # Weights and their gradients; the input and the output of three minibatches, and one gradient.
-    assert found.memory == 4 * (2 * 200 + 4 * 4 * 30)
-    assert found.stale == 200 / 300
+    assert prediction.memory == 4 * (2 * 200 + 4 * 4 * 30)
+    assert prediction.stale == 200 / 300
     exact = MicroBatches(count=2).predict(Graph("two", layers), machine, 2, 4)
     message = 100 + 0.5 * 2 * 20 * 4
     # Forward on the first worker, both times; then both on the second, which runs forward but once,
@@ -455,16 +455,16 @@ def test_a_prediction_by_hand() -> None:
 def test_more_workers_are_no_slower(network: str) -> None:
     """But for the loss, on which more of them agree."""
     graph, machine = build(network), Machine()
-    found = [Pipeline().predict(graph, machine, workers, 64) for workers in (1, 2, 4, 8)]
-    times = [one.total - one.nanoseconds["loss"] for one in found]
+    predictions = [Pipeline().predict(graph, machine, workers, 64) for workers in (1, 2, 4, 8)]
+    times = [one.total - one.nanoseconds["loss"] for one in predictions]
     assert times == sorted(times, reverse=True)
     assert times[0] / times[2] < 4
 
 
 def test_steps_that_share_their_weights_stay_together() -> None:
     machine, graph = Machine(), build("rnn:50")
-    found = Pipeline().predict(graph, machine, 2, 16)
-    assert found.how == "4 stages, registers after layer 50"
+    prediction = Pipeline().predict(graph, machine, 2, 16)
+    assert prediction.how == "4 stages, registers after layer 50"
     together = "(?m:layers that share their weights stay together$)"
     for kind in (Pipeline, MicroBatches):
         with pytest.raises(InputError, match=f"which are 2: {together}"):

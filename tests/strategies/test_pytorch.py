@@ -63,10 +63,10 @@ def lenet5() -> nn.Sequential:
 
 def test_the_graph_of_lenet5_is_the_one_that_is_built_in() -> None:
     """But for the names: multiply-adds, entries of Jacobians, windows and shapes."""
-    found, wanted = from_torch(lenet5(), (1, 32, 32)), build("lenet5")
-    layers = [replace(layer, name=other.name) for layer, other in zip(found.layers, wanted.layers)]  # noqa: B905
+    actual, wanted = from_torch(lenet5(), (1, 32, 32)), build("lenet5")
+    layers = [replace(layer, name=other.name) for layer, other in zip(actual.layers, wanted.layers)]  # noqa: B905
     assert layers == list(wanted.layers)
-    assert [layer.name for layer in found.layers[1:]] == [str(k) for k in range(12)]
+    assert [layer.name for layer in actual.layers[1:]] == [str(k) for k in range(12)]
 
 
 @settings(max_examples=examples(20))
@@ -130,8 +130,8 @@ def planned(grid: tuple[int, int]) -> tuple[nn.Sequential, Graph, Prediction]:
     torch.manual_seed(0)
     net = perceptron()
     graph = from_torch(net, (12,))
-    found = Integrated(grid, ("model",)).predict(graph, Machine(), math.prod(grid), 16)
-    return net, graph, found
+    prediction = Integrated(grid, ("model",)).predict(graph, Machine(), math.prod(grid), 16)
+    return net, graph, prediction
 
 
 def test_a_module_without_a_shape_is_told_what_makes_its_graph() -> None:
@@ -144,8 +144,8 @@ def test_a_module_without_a_shape_is_told_what_makes_its_graph() -> None:
 
 
 def test_channels_are_an_axis_of_the_mesh() -> None:
-    net, graph, found = planned((2, 4))
-    plan = to_torch(found, net, 8)
+    net, graph, prediction = planned((2, 4))
+    plan = to_torch(prediction, net, 8)
     assert plan.mesh == {"samples": 4, "channels": 2}
     assert set(plan.parallelize) == {"0", "2", "4"}
     assert not plan.split_points
@@ -177,8 +177,8 @@ def test_stages_are_cut_by_pytorch(stages: int) -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 1), Block(2), nn.Flatten(), nn.Linear(54, 5), nn.Tanh())
     net.eval()
     graph, x = from_torch(net, (1, 3, 3)), torch.randn(4, 1, 3, 3)
-    found = MicroBatches().predict(graph, Machine(), stages, 4)
-    plan = to_torch(found, net, stages)
+    prediction = MicroBatches().predict(graph, Machine(), stages, 4)
+    plan = to_torch(prediction, net, stages)
     assert plan.mesh == {"stages": stages}
     # A call of a function is with the stage before.
     assert set(plan.left) <= {"1.relu", "relu"} - set(plan.split_points)
@@ -190,13 +190,13 @@ def test_stages_are_cut_by_pytorch(stages: int) -> None:
 
 def _rank(rank: int, path: str) -> None:
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=2)
-    net, _, found = planned((2, 1))
+    net, _, prediction = planned((2, 1))
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((16, 12), np.float32))
     wanted = net(x)
     wanted.square().sum().backward()
     grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
-    plan = to_torch(found, net, 2)
+    plan = to_torch(prediction, net, 2)
     mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     parallel: Any = parallelize_module(net, mesh["channels"], plan.parallelize)
     assert parallel[0].weight.to_local().shape == (4, 12)

@@ -91,9 +91,9 @@ def test_networks_that_cannot_be_trained_are_refused() -> None:
         compare("lenet5", Machine(), 4, 8)  # type: ignore[arg-type]
     # One that is trained needs no graph.
     network = Sequential([linear, Tanh(input_shape=(3,))])
-    found = compare(network, Machine(), 2, 8).predictions
+    predictions = compare(network, Machine(), 2, 8).predictions
     wanted = compare(from_sequential(network), Machine(), 2, 8).predictions
-    assert found == wanted
+    assert predictions == wanted
     # Only what is trained has to be there once.
     act = Tanh(input_shape=(3,))
     assert len(graph_of(Sequential([act, linear, act])).layers) == 4
@@ -123,19 +123,19 @@ def test_a_chain_is_cut_wherever_one_output_goes_on(graph: Graph) -> None:
     last = len(graph.layers) - 1
     edges = [(i, k) for k, layer in enumerate(graph.layers) for i in layer.inputs]
     cuts = [k for k in range(1, last + 1) if not any(i < k < j for i, j in edges)]
-    found = blocks(graph)
-    assert [block[-1] for block in found] == cuts
-    assert [k for block in found for k in block] == list(range(1, last + 1))
+    parts = blocks(graph)
+    assert [block[-1] for block in parts] == cuts
+    assert [k for block in parts for k in block] == list(range(1, last + 1))
 
 
 @given(graphs(), st.data())
 def test_parts_follow_each_other_and_none_is_empty(graph: Graph, data: st.DataObject) -> None:
     units = len(blocks(graph))
     count = data.draw(st.integers(1, units))
-    found = parts_of(graph, count)
-    assert len(found) == count
-    assert all(found)
-    assert [k for part in found for k in part] == list(range(units))
+    parts = parts_of(graph, count)
+    assert len(parts) == count
+    assert all(parts)
+    assert [k for part in parts for k in part] == list(range(units))
 
 
 def test_equal_steps_are_cut_equally() -> None:
@@ -150,11 +150,11 @@ def test_products_take_a_constant_more_for_twice_the_steps_and_workers() -> None
     steps = [2**k for k in range(3, 10)]
 
     def scans(schedule: str) -> Any:
-        found = [
+        times = [
             Scan((n, 1), schedule).predict(build(f"rnn:{n}"), machine, n, 1).nanoseconds["scan"]
             for n in steps
         ]
-        return np.diff(found)
+        return np.diff(times)
 
     more = scans("products")
     np.testing.assert_allclose(more, more[0], rtol=1e-9)
@@ -179,11 +179,11 @@ def test_more_workers_than_parts_and_samples_are_refused(name: str) -> None:
 
 def test_where_nothing_fits_the_least_memory_is_predicted() -> None:
     machine = Machine(memory=1000)
-    found = Scan().predict(build("lenet5"), machine, 4, 16)
+    prediction = Scan().predict(build("lenet5"), machine, 4, 16)
     others = [
         Scan(grid, "vectors").predict(build("lenet5"), machine, 4, 16) for grid in ((2, 2), (4, 1))
     ]
-    assert found.memory == min(other.memory for other in others) > machine.memory
+    assert prediction.memory == min(other.memory for other in others) > machine.memory
 
 
 def test_two_workers_or_more_share_the_chain() -> None:
@@ -224,9 +224,9 @@ def test_the_best_is_first_and_what_does_not_fit_is_last() -> None:
         Fixed("fast", 2e3, 1000, stale=0.25),
         Never("never", 0, 0),
     ]
-    found = compare(build("lenet5"), Machine(memory=1000), 4, 8, chosen)
-    assert [one.strategy for one in found.predictions] == ["fast", "slow", "fast but large"]
-    text = str(found).splitlines()
+    comparison = compare(build("lenet5"), Machine(memory=1000), 4, 8, chosen)
+    assert [one.strategy for one in comparison.predictions] == ["fast", "slow", "fast but large"]
+    text = str(comparison).splitlines()
     assert text[0] == "lenet5, 4 workers, 8 samples a step; a worker has 1000 B (built in)"
     names = [line.split("  ")[1].strip() for line in text[2:6]]
     assert names == ["one worker", "fast", "slow", "fast but large"]
@@ -238,15 +238,15 @@ def test_the_best_is_first_and_what_does_not_fit_is_last() -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_parts_of_all_predictions_are_printed_and_add_up(name: str) -> None:
-    found = compare(build(name), Machine(), 4, 16)
-    assert len(found.predictions) + len(found.reasons) == len(strategies())
-    assert "scan" in [one.strategy for one in found.predictions]
-    for one in found.predictions:
+    comparison = compare(build(name), Machine(), 4, 16)
+    assert len(comparison.predictions) + len(comparison.reasons) == len(strategies())
+    assert "scan" in [one.strategy for one in comparison.predictions]
+    for one in comparison.predictions:
         assert one.total == sum(one.nanoseconds.values()) > 0
         assert min(one.nanoseconds.values()) >= 0
         assert one.bytes >= 0
         assert one.memory > 0
-        assert f"\n  {one.strategy}" in str(found)
+        assert f"\n  {one.strategy}" in str(comparison)
 
 
 @pytest.mark.parametrize("option", ["workers", "batch"])
@@ -265,10 +265,15 @@ def test_a_picture_is_drawn(tmp_path: Any) -> None:
 
 def test_numbers_of_a_prediction_are_those_of_python() -> None:
     times = {"forward": np.float64(2), "loss": np.float32(1)}
-    found = Prediction("any", "", times, np.int64(3), np.int32(4), np.float64(0.5))  # type: ignore[arg-type]
-    numbers = [found.bytes, found.memory, found.stale, *found.nanoseconds.values()]
+    prediction = Prediction("any", "", times, np.int64(3), np.int32(4), np.float64(0.5))  # type: ignore[arg-type]
+    numbers = [
+        prediction.bytes,
+        prediction.memory,
+        prediction.stale,
+        *prediction.nanoseconds.values(),
+    ]
     assert [type(number) for number in numbers] == [int, int, float, float, float]
-    assert found == Prediction("any", "", {"forward": 2.0, "loss": 1.0}, 3, 4, 0.5)
+    assert prediction == Prediction("any", "", {"forward": 2.0, "loss": 1.0}, 3, 4, 0.5)
 
 
 @pytest.mark.slow
@@ -280,9 +285,9 @@ def test_long_networks_take_linear_time(workers: int) -> None:
         network, samples = build(f"rnn:{steps}"), []
         for _ in range(3):
             start = time.process_time()
-            found = compare(network, Machine(), workers, 16)
+            comparison = compare(network, Machine(), workers, 16)
             samples.append(time.process_time() - start)
-            assert len(found.predictions) == (7 if workers == 2 else 5)
+            assert len(comparison.predictions) == (7 if workers == 2 else 5)
         taken.append(min(samples))
     assert taken[1] < max(4 * taken[0], 1)
     assert taken[1] < 10
@@ -293,9 +298,9 @@ def test_long_networks_take_linear_time(workers: int) -> None:
 def test_many_workers_take_seconds(name: str, workers: int) -> None:
     """And per layer is still no slower than what it contains."""
     start = time.process_time()
-    found = compare(build(name), Machine(), workers, 256)
+    comparison = compare(build(name), Machine(), workers, 256)
     assert time.process_time() - start < 30
-    totals = {one.strategy: one.total for one in found.predictions}
+    totals = {one.strategy: one.total for one in comparison.predictions}
     assert totals["per layer"] <= min(totals.get(row, np.inf) for row in ("batch", "integrated"))
 
 
@@ -304,8 +309,8 @@ def test_a_pipeline_of_too_many_places_is_refused() -> None:
     layers += [Layer(f"l{k}", "linear", (k - 1,), (3,), 9, 9, 9) for k in range(1, 5000)]
     with pytest.raises(InputError, match="cut in 4998 places; expected 4096 at most"):
         Pipeline().predict(Graph("long", layers), Machine(), 4, 8)
-    found = Pipeline((1000, 2000, 3000)).predict(Graph("long", layers), Machine(), 4, 8)
-    assert found.how == "8 stages, registers after layers 1000, 2000, 3000"
+    prediction = Pipeline((1000, 2000, 3000)).predict(Graph("long", layers), Machine(), 4, 8)
+    assert prediction.how == "8 stages, registers after layers 1000, 2000, 3000"
 
 
 @given(graphs())
@@ -321,11 +326,11 @@ def test_layers_that_are_alike_cost_the_same(graph: Graph) -> None:
 # -- Like with like -------------------------------------------------------------------------------
 
 
-def costs_of(found: Prediction) -> tuple[Any, ...]:
+def costs_of(prediction: Prediction) -> tuple[Any, ...]:
     return (
-        {part: time for part, time in found.nanoseconds.items() if time},
-        found.bytes,
-        found.memory,
+        {part: time for part, time in prediction.nanoseconds.items() if time},
+        prediction.bytes,
+        prediction.memory,
     )
 
 
@@ -339,11 +344,11 @@ def test_equal_plans_cost_and_need_the_same_in_every_row(name: str) -> None:
     if name.startswith(("alexnet", "vgg")):
         rows.append(DomainParallel())
     for row in rows:
-        found = row.predict(graph, machine, workers, batch)
-        chosen = [(1, 1, 1, 1), *(layer.configuration for layer in found.layers)]
+        prediction = row.predict(graph, machine, workers, batch)
+        chosen = [(1, 1, 1, 1), *(layer.configuration for layer in prediction.layers)]
         again = PerLayer(chosen).predict(graph, machine, workers, batch)
-        assert costs_of(found) == costs_of(again)
-        assert (found.layers, sum(times := found.nanoseconds.values())) == (
+        assert costs_of(prediction) == costs_of(again)
+        assert (prediction.layers, sum(times := prediction.nanoseconds.values())) == (
             again.layers,
             sum(times),
         )
@@ -351,9 +356,9 @@ def test_equal_plans_cost_and_need_the_same_in_every_row(name: str) -> None:
     rows = [BatchParallel(), ModelParallel(), PerLayer(), Integrated()]
     alone = compare(graph, machine, 1, batch).single
     for row in [*rows, Pipeline(()), MicroBatches((), 1)]:
-        found = row.predict(graph, machine, 1, batch)
-        assert (found.bytes, found.memory) == (0, alone.memory)
-        assert found.total == pytest.approx(alone.total)
+        prediction = row.predict(graph, machine, 1, batch)
+        assert (prediction.bytes, prediction.memory) == (0, alone.memory)
+        assert prediction.total == pytest.approx(alone.total)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -433,13 +438,13 @@ def test_predictions_from_what_was_measured() -> None:
     layers = 4.5 + 4500 + 45_000 + 5.5 * (1 + 10 + 100 + 1000)
     update = (1.5 + 2.5) * 10**4
     layers += update - 45_000 + 3 + 8
-    found = {one.strategy: one.total for one in compare(graph, machine, 1, 4).predictions}
+    totals = {one.strategy: one.total for one in compare(graph, machine, 1, 4).predictions}
     # All of them gather the losses of workers.
     for name in ("batch", "model", "integrated", "per layer"):
-        assert found[name] == pytest.approx(layers + 13), name
-    assert found["pipeline, stale weights"] == pytest.approx(layers + 7 + 11)
+        assert totals[name] == pytest.approx(layers + 13), name
+    assert totals["pipeline, stale weights"] == pytest.approx(layers + 7 + 11)
     # The Jacobian of the first layer is written, and multiplied by none.
-    assert found["scan"] == pytest.approx(layers + 45 + 450 + 2 * 7 + 13)
+    assert totals["scan"] == pytest.approx(layers + 45 + 450 + 2 * 7 + 13)
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=6), st.integers(0, 6), st.floats(1, 6))
@@ -448,9 +453,9 @@ def test_workers_that_wait_leave_their_cores_to_others(
 ) -> None:
     _, machine = measured(contention)
     workers = len(work) + waiting
-    found = machine.shared(work, workers)
+    taken = machine.shared(work, workers)
     # One alone is as much faster as it was measured to be; all together are as fast as all are.
-    assert found == pytest.approx(max(max(work) / contention, sum(work) / workers))
+    assert taken == pytest.approx(max(max(work) / contention, sum(work) / workers))
     assert replace(machine, times=None).shared(work, workers) == max(work)
 
 
@@ -518,10 +523,10 @@ def test_a_sum_over_nodes_is_that_of_each_and_that_of_their_pieces(
 def test_what_a_machine_file_leaves_out_is_built_in(tmp_path: Any) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"memory": 5, "network": {"latency": 7}}))
-    found = load_machine(path)
-    assert (found.memory, found.network.latency) == (5, 7)
-    assert found.network.inverse_bandwidth == Machine().network.inverse_bandwidth
-    assert found.multiply_adds == Machine().multiply_adds
+    machine = load_machine(path)
+    assert (machine.memory, machine.network.latency) == (5, 7)
+    assert machine.network.inverse_bandwidth == Machine().network.inverse_bandwidth
+    assert machine.multiply_adds == Machine().multiply_adds
 
 
 @pytest.mark.parametrize(
@@ -553,10 +558,10 @@ def test_bad_machine_files_are_refused(tmp_path: Any, text: str, wrong: str) -> 
 
 
 def test_this_machine_is_measured() -> None:
-    found = measure_machine(NETWORK)
-    assert found.network == NETWORK
+    machine = measure_machine(NETWORK)
+    assert machine.network == NETWORK
     measured = ("multiply_adds", "bandwidth", "overhead", "memory", "itemsize")
-    assert all(asdict(found)[name] > 0 for name in measured)
+    assert all(asdict(machine)[name] > 0 for name in measured)
 
 
 # -- The command line -----------------------------------------------------------------------------
@@ -596,17 +601,17 @@ def test_the_command_writes_plans(tmp_path: Any, capsys: Any) -> None:
     out, _ = capsys.readouterr()
     assert str(path) in out
     assert "pipeline" not in out
-    found, graph = json.loads(path.read_text()), build("alexnet")
-    assert found["machine"]["overlap"] is True
-    assert {one["strategy"] for one in found["predictions"]} == {"batch", "per layer", "scan"}
-    for one in found["predictions"]:
+    written, graph = json.loads(path.read_text()), build("alexnet")
+    assert written["machine"]["overlap"] is True
+    assert {one["strategy"] for one in written["predictions"]} == {"batch", "per layer", "scan"}
+    for one in written["predictions"]:
         names = [layer["name"] for layer in one["layers"]]
         assert [name for name in names if name != "loss"] == [x.name for x in graph.layers[1:]]
         for layer in one["layers"]:
             assert set(layer["devices"]) <= set(range(workers))
             if one["strategy"] != "scan":
                 assert len(layer["devices"]) == np.prod(layer["configuration"])
-    (batch,) = [one for one in found["predictions"] if one["strategy"] == "batch"]
+    (batch,) = [one for one in written["predictions"] if one["strategy"] == "batch"]
     # All workers send and need the same.
     assert sum(layer["memory"] for layer in batch["layers"]) == batch["memory"]
     assert sum(layer["bytes"] for layer in batch["layers"]) == pytest.approx(

@@ -72,10 +72,10 @@ def floats(value: Any) -> np.ndarray:
         raise NotDocumentedError(f"{type(value)} was read as an array")
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.numpy()
-    made = np.asarray(value)
-    if made.dtype.newbyteorder("=") not in (np.float32, np.float64):
-        raise NotDocumentedError(f"dtype {made.dtype} was read as floats")
-    return made.astype(made.dtype.newbyteorder("="), copy=False)
+    array = np.asarray(value)
+    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+        raise NotDocumentedError(f"dtype {array.dtype} was read as floats")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
@@ -91,9 +91,9 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
         return second @ first
     if sp.issparse(jacobian):
         parts = floats(jacobian.data), np.asarray(jacobian.indices), np.asarray(jacobian.indptr)
-        made = sp.csr_array(tuple(map(np.ascontiguousarray, parts)), shape=jacobian.shape)
-        made.sum_duplicates()
-        return made
+        matrix = sp.csr_array(tuple(map(np.ascontiguousarray, parts)), shape=jacobian.shape)
+        matrix.sum_duplicates()
+        return matrix
     values = floats(jacobian)
     if pattern is None or (
         values.ndim in (2, 3)
@@ -177,11 +177,11 @@ def check_scan(
     arrays = [x, *(step.data if hasattr(step, "indptr") else step for step in chain)]
     dtype = np.result_type(*(each.dtype for each in arrays), *_dtypes(local))
     expected = oracles.sequential(x, chain, local, inclusive=inclusive, dtype=dtype)
-    found = flat(result, jacobians, count)
-    found = [*reversed(found)] if reverse else found
-    assert len(found) == len(expected.exact) == count
+    actual = flat(result, jacobians, count)
+    actual = [*reversed(actual)] if reverse else actual
+    assert len(actual) == len(expected.exact) == count
     for k, (one, exact, bound) in enumerate(
-        zip(found, expected.exact, expected.bounds, strict=True)
+        zip(actual, expected.exact, expected.bounds, strict=True)
     ):
         assert one.shape == exact.shape, (k, one.shape, exact.shape)
         assert one.dtype == dtype, (k, one.dtype, dtype)
@@ -272,9 +272,9 @@ def good_chain(rng: np.random.Generator) -> Chain:
                 data = draw(batch, len(indices))
                 jacobians.append(BatchedCSR(data, indices, indptr, where.shape))
             elif kind.startswith("csr"):
-                made = getattr(sp, kind)(where.astype(dtype))
-                made.data[:] = draw(len(made.data))
-                jacobians.append(made)
+                matrix = getattr(sp, kind)(where.astype(dtype))
+                matrix.data[:] = draw(len(matrix.data))
+                jacobians.append(matrix)
             else:
                 jacobians.append(draw(rows, cols))
     return Chain(draw(*lead, sizes[0]), jacobians)
@@ -364,9 +364,9 @@ def planned(rng: np.random.Generator) -> Call:
             result = call(**arguments)
         return plan, result
 
-    def check(found: Any) -> None:
-        if found is not None:
-            plan, result = found
+    def check(returned: Any) -> None:
+        if returned is not None:
+            plan, result = returned
             given = arguments["jacobians"], arguments.get("local_grads")
             patterns, reverse = plan.patterns, plan.reverse
             check_scan(result, arguments["grad"], *given, inclusive, patterns, reverse=reverse)
@@ -448,7 +448,7 @@ def pattern(rng: np.random.Generator) -> Call:
         return Call(
             lambda: Pattern.diagonal(**arguments),
             f"Pattern.diagonal({told(arguments)})",
-            lambda made: check_pattern(made, "diagonal", (arguments["size"],) * 2),
+            lambda pattern: check_pattern(pattern, "diagonal", (arguments["size"],) * 2),
         )
     if kind == 1:
         arguments = {"shape": (rows, cols)}
@@ -456,37 +456,37 @@ def pattern(rng: np.random.Generator) -> Call:
         return Call(
             lambda: Pattern.dense(**arguments),
             f"Pattern.dense({told(arguments)})",
-            lambda made: check_pattern(made, "dense", arguments["shape"]),
+            lambda pattern: check_pattern(pattern, "dense", arguments["shape"]),
         )
     arguments = {"indptr": indptr, "indices": indices, "shape": (rows, cols)}
     spoil(rng, arguments)
 
-    def check(made: Pattern) -> None:
-        found = [entry.__index__() for entry in arguments["shape"]]
-        assert made.shape == tuple(found)
+    def check(pattern: Pattern) -> None:
+        shape = [entry.__index__() for entry in arguments["shape"]]
+        assert pattern.shape == tuple(shape)
         for name in ("indptr", "indices"):
             given = arguments[name]
             if isinstance(given, np.ma.MaskedArray) or sp.issparse(given):
                 raise NotDocumentedError(f"{type(given)} was read as {name}")
             given = np.asarray(given)
             assert given.dtype.kind in "iu" or given.size == 0
-            assert getattr(made, name).tolist() == given.tolist()
-        assert pickle.loads(pickle.dumps(made)) is made is copy.deepcopy(made)
+            assert getattr(pattern, name).tolist() == given.tolist()
+        assert pickle.loads(pickle.dumps(pattern)) is pattern is copy.deepcopy(pattern)
 
     return Call(lambda: Pattern(**arguments), f"Pattern({told(arguments)})", check)
 
 
-def check_pattern(made: Pattern, kind: str, shape: Any) -> None:
+def check_pattern(pattern: Pattern, kind: str, shape: Any) -> None:
     """Raise unless a pattern is what was asked for; and its arrays, where they are small."""
-    rows, cols = made.shape
+    rows, cols = pattern.shape
     assert (rows, cols) == tuple(entry.__index__() for entry in shape)
-    assert made.nnz == (rows if kind == "diagonal" else rows * cols)
+    assert pattern.nnz == (rows if kind == "diagonal" else rows * cols)
     if max(rows, cols) < 100:
         full = np.eye(rows) if kind == "diagonal" else np.ones((rows, cols))
-        assert made.indices.tolist() == sp.csr_array(full).indices.tolist()
+        assert pattern.indices.tolist() == sp.csr_array(full).indices.tolist()
     elif rows >= 2**40:
         try:
-            made.indptr  # noqa: B018
+            pattern.indptr  # noqa: B018
         except sparsescan.MemoryLimitError:
             return
         raise AssertionError("that much memory was found")
@@ -504,12 +504,12 @@ def container(rng: np.random.Generator) -> Call:
     elif kind == 1:
         name, arguments = "CSRChain", {"data": rng.standard_normal((n, len(indices)))} | index
     elif kind == 2:
-        made = Pattern(indptr, indices, (size, size))
+        pattern = Pattern(indptr, indices, (size, size))
         name = "CSRChain.from_pattern"
-        arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": made}
+        arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": pattern}
     elif kind < 5:
-        made = Pattern(indptr, indices, (size, size))
-        patterns = [made, Pattern.diagonal(size)]
+        pattern = Pattern(indptr, indices, (size, size))
+        patterns = [pattern, Pattern.diagonal(size)]
         values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
         name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
     elif kind == 7:
@@ -543,8 +543,8 @@ def container(rng: np.random.Generator) -> Call:
         grad = np.broadcast_to(1.0, (*lead, cols))
         return jacobians, grad, sparsescan.inclusive_scan(grad, jacobians)
 
-    def check(found: Any) -> None:
-        jacobians, grad, result = found
+    def check(returned: Any) -> None:
+        jacobians, grad, result = returned
         check_scan(result, grad, jacobians, None, True)
 
     return Call(run, f"{name}({told(arguments)})", check)
@@ -578,8 +578,8 @@ def solve_step(rng: np.random.Generator) -> Call:
         chain = [step, other_step, step] if step.shape[0] == size else [step]
         return grad, chain, sparsescan.inclusive_scan(grad, chain, **options)
 
-    def check(found: Any) -> None:
-        grad, chain, result = found
+    def check(returned: Any) -> None:
+        grad, chain, result = returned
         if not np.isfinite(floats(chain[0].values[0])).all():
             assert np.isnan(result[0 if options["reverse"] else -1]).any()
             return
@@ -610,8 +610,8 @@ def indexed_step(arguments: dict[str, Any]) -> Call:
         step = ImplicitStep([weights], ImplicitPattern([index]))
         return index, weights, grad, sparsescan.inclusive_scan(grad, [step])
 
-    def check(found: Any) -> None:
-        index, weights, grad, result = found
+    def check(returned: Any) -> None:
+        index, weights, grad, result = returned
         values = weights[np.asarray(arguments["index"]).astype(int)]
         parts = values, index.pattern.indices, index.pattern.indptr
         check_scan(result, grad, [sp.csr_array(parts, shape=index.shape)], None, True)
@@ -656,13 +656,13 @@ def schedule(rng: np.random.Generator) -> Call:
         arguments["levels"] = odd_levels(rng, arguments["levels"])
     make = getattr(Schedule, name) if name else Schedule
 
-    def check(made: Schedule) -> None:
-        assert made.n == arguments["n"].__index__()
-        if made.n <= 100:
-            letters = [f"{k}," for k in range(made.n)]
-            found = made.scan(letters, lambda a, b: a + b)
-            assert found == list(itertools.accumulate(letters))
-        assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made)
+    def check(schedule: Schedule) -> None:
+        assert schedule.n == arguments["n"].__index__()
+        if schedule.n <= 100:
+            letters = [f"{k}," for k in range(schedule.n)]
+            scanned = schedule.scan(letters, lambda a, b: a + b)
+            assert scanned == list(itertools.accumulate(letters))
+        assert pickle.loads(pickle.dumps(schedule)) == schedule == copy.deepcopy(schedule)
 
     return Call(lambda: make(**arguments), f"Schedule.{name}({told(arguments)})", check)
 
@@ -697,13 +697,13 @@ def scan_of_a_schedule(rng: np.random.Generator) -> Call:
     """A schedule run in any monoid."""
     n = int(rng.integers(0, 9))
     arguments: dict[str, Any] = {"items": list("abcdefghi"[:n]), "combine": None}
-    made = oracles.every_schedule(n)[0]
+    schedule = oracles.every_schedule(n)[0]
     name = list(arguments)[rng.integers(2)]
     arguments["combine"] = lambda a, b: (a, b)
     arguments[name] = other_sequence(rng, arguments["items"]) if name == "items" else odd(rng)
     if isinstance(arguments["combine"], (type, Hostile)):
         arguments["combine"] = None
-    return Call(lambda: made.scan(**arguments), f"{made}.scan({told(arguments)})")
+    return Call(lambda: schedule.scan(**arguments), f"{schedule}.scan({told(arguments)})")
 
 
 def predicted(rng: np.random.Generator) -> Call:
@@ -738,8 +738,8 @@ def file_call(rng: np.random.Generator) -> Call:
             sparsescan.save_chain(**arguments)
             return sparsescan.load_chain(path)
 
-        def check(found: Any) -> None:
-            grad, jacobians = found
+        def check(returned: Any) -> None:
+            grad, jacobians = returned
             result = sparsescan.inclusive_scan(grad, jacobians)
             check_scan(result, arguments["grad"], arguments["jacobians"], None, True)
 
@@ -771,14 +771,14 @@ def file_call(rng: np.random.Generator) -> Call:
     path.write_bytes(content)
     load = sparsescan.load_chain if kind == 2 else sparsescan.ScanPlan.load
 
-    def same(found: Any) -> None:
+    def same(returned: Any) -> None:
         # A flipped bit may be in what nobody reads, such as the time of an entry.
         if kind == 2:
-            grad, jacobians = found
+            grad, jacobians = returned
             result = sparsescan.inclusive_scan(grad, jacobians)
             check_scan(result, chain.grad, chain.jacobians, None, True)
         else:
-            assert found.patterns == sparsescan.plan(chain.jacobians).patterns
+            assert returned.patterns == sparsescan.plan(chain.jacobians).patterns
 
     return Call(lambda: load(path), f"a damaged file of {in_words(chain.jacobians)}", same)
 
@@ -898,9 +898,9 @@ def check_cell(rng: np.random.Generator, cell: Any) -> None:
     """Check a recurrent cell."""
     repr(cell)
     x, h = rng.standard_normal(cell.input_size), rng.standard_normal(cell.state_size)
-    found = cell.jacobian(x, h).toarray()
+    actual = cell.jacobian(x, h).toarray()
     exact = [(cell.forward(x, h + d) - cell.forward(x, h - d)) / 2e-6 for d in bumps(h)]
-    assert np.allclose(found, np.array(exact), atol=1e-3, rtol=1e-3)
+    assert np.allclose(actual, np.array(exact), atol=1e-3, rtol=1e-3)
 
 
 def bumps(x: np.ndarray) -> Iterator[np.ndarray]:
@@ -962,23 +962,23 @@ def layer_called(rng: np.random.Generator) -> Call:
 def parameter(rng: np.random.Generator) -> Call:
     """A parameter that is set, and then read by a kernel."""
     name = ("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "GRUCell", "RNNCell")[rng.integers(6)]
-    made = getattr(layers, name)(**(LAYERS | CELLS)[name])
-    attribute = list(made.params)[rng.integers(len(made.params))]
-    value = other(rng, made.params[attribute].copy())
+    layer = getattr(layers, name)(**(LAYERS | CELLS)[name])
+    attribute = list(layer.params)[rng.integers(len(layer.params))]
+    value = other(rng, layer.params[attribute].copy())
 
     def run() -> Any:
-        setattr(made, attribute, value)
+        setattr(layer, attribute, value)
         if rng.random() < 0.2 and isinstance(value, np.ndarray) and value.flags.c_contiguous:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 value.shape = (value.size,)
         if name in CELLS:
-            return made.values(np.ones((2, 2)), np.ones((2, 3)))
-        return made.values(np.ones(made.input_shape))
+            return layer.values(np.ones((2, 2)), np.ones((2, 3)))
+        return layer.values(np.ones(layer.input_shape))
 
     def check(result: Any) -> None:
-        found = getattr(made, attribute).reshape(-1)
-        assert np.array_equal(found, floats(value).reshape(-1), equal_nan=True)
+        actual = getattr(layer, attribute).reshape(-1)
+        assert np.array_equal(actual, floats(value).reshape(-1), equal_nan=True)
         assert result.dtype in (np.float32, np.float64)
 
     return Call(run, f"{name}.{attribute} = {in_words(value)}", check)
@@ -995,7 +995,7 @@ def sequential(rng: np.random.Generator) -> Call:
         make = (lambda: layers.Residual(*wrong)) if cls is layers.Residual else (lambda: cls(wrong))
         if not isinstance(wrong, (list, tuple)):
             make = lambda: layers.Sequential(wrong)  # noqa: E731
-        return Call(make, f"{cls.__name__}({in_words(wrong)})", lambda made: repr(made))
+        return Call(make, f"{cls.__name__}({in_words(wrong)})", lambda layer: repr(layer))
     net = layers.Sequential(ops)
     x = rng.standard_normal((2, 3))
     xs = net.activations(x)
@@ -1062,7 +1062,7 @@ KINDS: dict[Callable[[np.random.Generator], Call], int] = {
 
 def make(seed: int, i: int) -> Call:
     """Call number `i`."""
-    Changing.made = 0
+    Changing.instances = 0
     rng = np.random.default_rng([seed, i])
     kinds = list(KINDS)
     odds = np.array([*KINDS.values()], float)
@@ -1083,7 +1083,7 @@ def outcome(call: Call) -> str:
             return "refused"
         except call.allowed:
             return "refused"
-    if Changing.made:
+    if Changing.instances:
         return "right"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the oracle

@@ -62,15 +62,15 @@ class Product(NamedTuple):
 def products(graph: Graph) -> list[Product]:
     """Those of a chain; a layer's outputs are read behind activations and pooling."""
     assert all(layer.inputs == (k,) for k, layer in enumerate(graph.layers[1:]))
-    layers, found = graph.layers, []
+    layers, multiplied = graph.layers, []
     numbers = [k for k, layer in enumerate(layers) if layer.kind in MIXING]
     for k, after in pairwise([*numbers, len(layers)]):
         layer, shape = layers[k], graph.input_shape(k)
         sizes = layer.weights, math.prod(shape), layers[after - 1].size
         rows = (shape[0] * shape[2], layer.shape[0] * layer.shape[2]) if len(shape) == 3 else (0, 0)
         height = layer.shape[1] if len(shape) == 3 else 1
-        found.append(Product(*sizes, *rows, layer.kernel, height))
-    return found
+        multiplied.append(Product(*sizes, *rows, layer.kernel, height))
+    return multiplied
 
 
 def combined_equation(layers, rows: int, columns: int, batch: int, domain=()) -> Volume:

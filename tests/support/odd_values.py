@@ -61,11 +61,11 @@ class Lying(collections.abc.Sequence):
 class Changing(list):
     """A list that gives other items each time it is read: which are right, nobody can say."""
 
-    made = 0
+    instances = 0
 
     def __init__(self, items: Sequence[Any]) -> None:
         super().__init__(items)
-        Changing.made += 1
+        Changing.instances += 1
 
     def __iter__(self) -> Iterator[Any]:
         items = list(super().__iter__())
@@ -77,11 +77,11 @@ class Changing(list):
 class OfArray:
     """An object that NumPy reads as an array."""
 
-    def __init__(self, made: Any) -> None:
-        self.made = made
+    def __init__(self, array: Any) -> None:
+        self.array = array
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.made
+        return self.array
 
 
 class Hostile:
@@ -109,25 +109,25 @@ class Text(str):
 
 def masked(values: Any) -> np.ma.MaskedArray:
     """An array with a mask over its first entry."""
-    made = np.ma.array(np.asarray(values))
-    if made.size:
-        made[(0,) * made.ndim] = np.ma.masked
-    return made
+    array = np.ma.array(np.asarray(values))
+    if array.size:
+        array[(0,) * array.ndim] = np.ma.masked
+    return array
 
 
 def nested(depth: int) -> list[Any]:
     """A list in a list, so deep."""
-    made: list[Any] = [1.0]
+    items: list[Any] = [1.0]
     for _ in range(depth):
-        made = [made]
-    return made
+        items = [items]
+    return items
 
 
 def itself() -> list[Any]:
     """A list that holds itself."""
-    made: list[Any] = []
-    made.append(made)
-    return made
+    items: list[Any] = []
+    items.append(items)
+    return items
 
 
 NUMBERS: list[Any] = [
@@ -146,10 +146,10 @@ CLASSES: list[Any] = [
 def odd_array(rng: np.random.Generator) -> Any:
     """An array that few arguments can be."""
     shape = tuple(rng.integers(0, 4, rng.integers(0, 5)))
-    made = np.zeros(shape, DTYPES[rng.integers(len(DTYPES))])
-    if made.dtype.kind in "fiu":
-        made = made + rng.integers(0, 3, shape).astype(made.dtype)
-    return made
+    array = np.zeros(shape, DTYPES[rng.integers(len(DTYPES))])
+    if array.dtype.kind in "fiu":
+        array = array + rng.integers(0, 3, shape).astype(array.dtype)
+    return array
 
 
 def huge_array(rng: np.random.Generator) -> Any:
@@ -244,9 +244,9 @@ def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any
 def unaligned(values: np.ndarray) -> np.ndarray:
     """A copy at an address that is no multiple of the item size."""
     room = np.zeros(values.nbytes + 1, np.uint8)
-    made = room[1:].view(values.dtype).reshape(values.shape)
-    made[...] = values
-    return made
+    copy = room[1:].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
 
 
 def other_array(rng: np.random.Generator, given: Any) -> Any:
@@ -295,11 +295,11 @@ def other_array(rng: np.random.Generator, given: Any) -> Any:
 
 def with_odd_entry(rng: np.random.Generator, given: np.ndarray) -> np.ndarray:
     """A copy with one entry that is not finite, or for integers out of range."""
-    made = given.copy()
-    if made.size and made.dtype.kind in "fi":
-        entries = [np.nan, np.inf, -np.inf] if made.dtype.kind == "f" else [-1, 7, 2**31 - 1]
-        made.flat[rng.integers(made.size)] = entries[rng.integers(3)]
-    return made
+    changed = given.copy()
+    if changed.size and changed.dtype.kind in "fi":
+        entries = [np.nan, np.inf, -np.inf] if changed.dtype.kind == "f" else [-1, 7, 2**31 - 1]
+        changed.flat[rng.integers(changed.size)] = entries[rng.integers(3)]
+    return changed
 
 
 def other_matrix(rng: np.random.Generator, given: Any) -> Any:
@@ -312,7 +312,7 @@ def other_matrix(rng: np.random.Generator, given: Any) -> Any:
         ]
     if not (sp.issparse(given) and given.format == "csr"):
         return odd(rng)
-    made = given.copy()
+    changed = given.copy()
     choice = rng.integers(8)
     if choice == 0:
         return given.asformat(FORMATS[rng.integers(len(FORMATS))])
@@ -321,20 +321,23 @@ def other_matrix(rng: np.random.Generator, given: Any) -> Any:
     if choice == 2:
         return MatrixSubclass(given)
     if choice == 3:
-        made.indices, made.indptr = made.indices.astype(np.int64), made.indptr.astype(np.int64)
-        return made
+        changed.indices, changed.indptr = (
+            changed.indices.astype(np.int64),
+            changed.indptr.astype(np.int64),
+        )
+        return changed
     if choice == 4:
         # Unsorted, and with an entry in two parts.
         data = np.concatenate([given.data[::-1], given.data])
         rows = np.repeat(np.arange(given.shape[0]), np.diff(given.indptr))
         order = np.argsort(np.concatenate([rows[::-1], rows]), kind="stable")
-        made.data = data[order]
-        made.indices = np.concatenate([given.indices[::-1], given.indices])[order]
-        made.indptr = given.indptr * 2
-        return made
+        changed.data = data[order]
+        changed.indices = np.concatenate([given.indices[::-1], given.indices])[order]
+        changed.indptr = given.indptr * 2
+        return changed
     name = ("data", "indices", "indptr")[rng.integers(3)]
-    setattr(made, name, other_array(rng, getattr(made, name)) if choice < 7 else odd(rng))
-    return made
+    setattr(changed, name, other_array(rng, getattr(changed, name)) if choice < 7 else odd(rng))
+    return changed
 
 
 def other_sequence(rng: np.random.Generator, given: Any) -> Any:
@@ -365,10 +368,10 @@ def other_sequence(rng: np.random.Generator, given: Any) -> Any:
 
 def as_objects(items: Sequence[Any]) -> np.ndarray:
     """An array whose entries are these objects."""
-    made = np.empty(len(items), object)
+    array = np.empty(len(items), object)
     for k, item in enumerate(items):
-        made[k] = item
-    return made
+        array[k] = item
+    return array
 
 
 def other(rng: np.random.Generator, given: Any) -> Any:

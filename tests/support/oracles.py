@@ -184,10 +184,12 @@ def jacobian(
     data = values(rng, (*leading, len(indices)), dtype)
     if leading:
         return BatchedCSR(data, indices, indptr, shape)
-    made = (sp.csr_matrix if form == "csr_matrix" else sp.csr_array)((data, indices, indptr), shape)
+    matrix = (sp.csr_matrix if form == "csr_matrix" else sp.csr_array)(
+        (data, indices, indptr), shape
+    )
     # SciPy picks its own index dtype; a caller may have set another.
-    made.indices, made.indptr = indices, indptr
-    return made
+    matrix.indices, matrix.indptr = indices, indptr
+    return matrix
 
 
 @dataclass

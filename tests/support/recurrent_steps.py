@@ -51,9 +51,9 @@ def autograd(
     last = torch.cat(last, dim=-1) if kind == "LSTM" else last
     grads = [torch.tensor(array, dtype=dtype) for array in (above, carry)]
     torch.autograd.backward([output, last], grads)
-    found = {"output": output, "last": last, "input": given[0].grad, "state": given[1].grad}
-    found |= {name: getattr(layer, name).grad for name in net.params}
-    arrays = {name: tensor.detach().numpy() for name, tensor in found.items()}
+    tensors = {"output": output, "last": last, "input": given[0].grad, "state": given[1].grad}
+    tensors |= {name: getattr(layer, name).grad for name in net.params}
+    arrays = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
     return {name: np.where(kept(net, name), array, 0) for name, array in arrays.items()}
 
 

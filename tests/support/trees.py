@@ -50,9 +50,12 @@ def random_levels(rng: np.random.Generator, n: int) -> list[tuple[str, Runs]]:
         bounds = ends
     linear = [(0, mid, stop) for mid, stop in itertools.pairwise(bounds[1:])]
     # The first group of each level has made its prefixes already.
-    made = {(0, k) for _, runs in up for run in runs for start, _, k in run if start == 0}
+    prefixes = {(0, k) for _, runs in up for run in runs for start, _, k in run if start == 0}
     levels = [*up, ("linear", [linear]), *reversed(down)]
     return [
-        (name, [[op for op in run if name[:2] == "up" or (0, op[2]) not in made] for run in runs])
+        (
+            name,
+            [[op for op in run if name[:2] == "up" or (0, op[2]) not in prefixes] for run in runs],
+        )
         for name, runs in levels
     ]

@@ -70,7 +70,7 @@ class Integrated(Divided):
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
     ) -> list[Configuration]:
         """Return the best grid's configurations, or raise an `InputError` if there are none."""
-        found: list[tuple[float, list[Configuration]]] = []
+        candidates: list[tuple[float, list[Configuration]]] = []
         reason = ""
         for rows, columns in self._grids(workers):
             if columns > batch:
@@ -90,10 +90,10 @@ class Integrated(Divided):
                 continue
             model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
             chosen, total = model.cheapest(choices)
-            found.append((total, chosen))
-        if not found:
+            candidates.append((total, chosen))
+        if not candidates:
             raise InputError(f"workers is {workers}: {reason}")
-        return min(found)[1]
+        return min(candidates)[1]
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         if self.grid is None:

@@ -186,8 +186,8 @@ class NetworkCosts:
         """Return the result of the first call for a key."""
         if key not in self._known:
             self._known[key] = call()
-        found: Times = self._known[key]
-        return found
+        times: Times = self._known[key]
+        return times
 
     def update(self, k: int, chosen: Chosen) -> Times:
         """Return times of the sum of its parameter gradients."""
@@ -220,9 +220,9 @@ class NetworkCosts:
         ends: list[tuple[float, float]] = []
         weight = 1.0
         for _ in range(_SEARCHES):
-            found = list(self._by_copies(choices, weight, 1 - weight))
-            yield from found
-            corners = [self._both(best) for _, best in found]
+            ways = list(self._by_copies(choices, weight, 1 - weight))
+            yield from ways
+            corners = [self._both(best) for _, best in ways]
             corner = min(corners, key=lambda both: weight * both[0] + (1 - weight) * both[1])
             if corner in ends:
                 return
@@ -312,8 +312,8 @@ class NetworkCosts:
         every = self.of.all
         few = [np.all(every[choice, 1:] == 1, axis=1) for choice in choices]
         cheap = [mask | (cost == cost.min()) for mask, cost in zip(few, nodes, strict=True)]
-        found = self._best(_masked(choices, cheap), _masked(nodes, cheap))
-        yield found
+        best = self._best(_masked(choices, cheap), _masked(nodes, cheap))
+        yield best
         if self.of.workers <= MANY:
             return
         for columns in self.of.divisors.tolist():
@@ -328,11 +328,9 @@ class NetworkCosts:
                 continue
             # Transfers are left out: what costs more without them is no better.
             costs = _masked(nodes, some)
-            if math.fsum(cost.min() for cost in costs) < found[1]:
-                found = min(
-                    found, self._best(_masked(choices, some), costs), key=lambda way: way[1]
-                )
-                yield found
+            if math.fsum(cost.min() for cost in costs) < best[1]:
+                best = min(best, self._best(_masked(choices, some), costs), key=lambda way: way[1])
+                yield best
 
     def _least_transfer(self, moves: Moves, b: Chosen) -> Times:
         key = id(moves), b.tobytes()

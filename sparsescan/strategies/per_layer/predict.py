@@ -198,8 +198,8 @@ def footprints(
                     # All workers have the samples, and read what they need.
                     moved, needed = 0 * moved, moves.needed(numbers[k], everyone)[0]
                 # Every entry that is received comes back as a gradient.
-                found = np.stack([moved, 0 * moved, needed])
-                known[key] = found.round().astype(np.int64)
+                entries = np.stack([moved, 0 * moved, needed])
+                known[key] = entries.round().astype(np.int64)
             total += known[key]
         yield k, total
 
