@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ._recurrent_op import Shape, has_kernels, recurrent
+from ._recurrent_op import Shape, has_kernels, recurrent, recurrent_forward
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -94,7 +94,7 @@ class _Recurrent(nn.RNNBase):
     ) -> tuple[Tensor, Tensor]:
         """Run all layers at once; one after the other if there is dropout between them."""
         weights, flags = self._weights(), (bool(self.bias), bool(self.bidirectional))
-        masks: list[Tensor | None] = [None] * len(weights)
+        masks: list[Tensor | None] = []
         buffers = dict(self.named_buffers(recurse=False))
         if buffers:
             shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
@@ -107,7 +107,9 @@ class _Recurrent(nn.RNNBase):
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-            x, last, _ = recurrent(
+            # Without a graph there is one call less through PyTorch's dispatcher.
+            run = recurrent if keeps else recurrent_forward
+            x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, keeps),
             )
