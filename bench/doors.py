@@ -6,6 +6,7 @@ A step of a module is all that a user of PyTorch waits for: forward, loss, backw
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -176,7 +177,7 @@ class Recurrence:
         """Return matrices, offsets, the first state, and gradients in all states."""
         rng = np.random.default_rng(0)
         lead, own = (self.steps, self.batch), (self.size,) * (1 if self.is_diagonal else 2)
-        a = rng.standard_normal((*lead, *own), np.float32) / np.sqrt(own[0]) / 2
+        a = rng.standard_normal((*lead, *own), np.float32) / (2 * math.sqrt(own[0]))
         b, loss = (rng.standard_normal((*lead, self.size), np.float32) for _ in range(2))
         return a, b, np.zeros((self.batch, self.size), np.float32), loss
 
