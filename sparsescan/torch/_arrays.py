@@ -18,7 +18,7 @@ __all__ = ["array_of", "here", "tensor_of"]
 
 def here(x: Tensor) -> AbstractContextManager[None]:
     """Return a context for work where a tensor is: with PyTorch's threads, or on its stream."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return pytorchs_threads()
     stream = torch.cuda.current_stream(x.device)
     return place("x", on_device(x.detach()), None, stream)
@@ -28,7 +28,7 @@ def array_of(tensor: Tensor | None) -> Any:
     """Return a tensor's memory as an array of NumPy or CuPy."""
     if tensor is None:
         return None
-    return tensor.detach().numpy() if tensor.device.type == "cpu" else on_device(tensor.detach())
+    return tensor.detach().numpy() if tensor.is_cpu else on_device(tensor.detach())
 
 
 def tensor_of(array: Any) -> Tensor:
