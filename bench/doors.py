@@ -6,6 +6,7 @@ A step of a module is all that a user of PyTorch waits for: forward, loss, backw
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class Stack:
         return {**measure(makers, quick), "wanted": self.case.wanted}
 
 
-# Residual blocks are no stacks, and batch normalisation in training is PyTorch's.
+# Residual blocks are no stacks.
 STACKS = tuple(Stack(case) for case in step_networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
 
 
@@ -176,7 +177,7 @@ class Recurrence:
         """Return matrices, offsets, the first state, and gradients in all states."""
         rng = np.random.default_rng(0)
         lead, own = (self.steps, self.batch), (self.size,) * (1 if self.is_diagonal else 2)
-        a = rng.standard_normal((*lead, *own), np.float32) / np.sqrt(own[0]) / 2
+        a = rng.standard_normal((*lead, *own), np.float32) / (2 * math.sqrt(own[0]))
         b, loss = (rng.standard_normal((*lead, self.size), np.float32) for _ in range(2))
         return a, b, np.zeros((self.batch, self.size), np.float32), loss
 
@@ -263,18 +264,59 @@ RECURRENCES = (
 # -- The operator ---------------------------------------------------------------------------------
 
 
+class _Empty(torch.autograd.Function):
+    """A function of tensors that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*params)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(torch.empty_like(param) for param in ctx.saved_tensors))
+
+
 def measure_overhead(calls: int) -> Results:
-    """``seconds`` of a call, of a tiny network by the module and by the step it runs."""
+    """Times of a tiny network by the module, by the operator behind it, and by the step it runs.
+
+    What the operator takes beside the step is PyTorch's dispatcher, its graph, and the way from
+    tensors to arrays and back.
+
+    Returns
+    -------
+    dict
+        ``seconds`` of a call without a graph, and ``seconds_with_gradients`` of one with the
+        gradients in the parameters, where a function of these tensors that computes nothing is a
+        peer.
+    """
     net = sparsescan.torch.GRU(3, 4)
-    x = torch.randn(2, 1, 3)
-    engine = GRU(3, 4).training_step()
-    array = x.numpy()
+    x, params = torch.randn(2, 1, 3), list(net.parameters())
+    array, grad = x.numpy(), torch.ones(2, 1, 4)
+    step, above = GRU(3, 4).training_step(), grad.numpy()
+    about: tuple[Any, ...] = (x, None, None, params, [], net.mode, 4, 1, True, False)
+    operators = torch.ops.sparsescan
+
+    def gradients(output: torch.Tensor) -> None:
+        torch.autograd.grad(output, params, grad)
+
+    def run_step() -> None:
+        step.forward(array)
+        step.backward(above, needs_input_grad=False)
+
     with torch.no_grad():
-        result = {
-            "module": _each(partial(net, x), calls),
-            "training step": _each(partial(engine.forward, array), calls),
+        alone = {
+            "module": _each(lambda: net(x), calls),
+            "operator": _each(lambda: operators.recurrent_forward(*about, False), calls),
+            "training step": _each(lambda: step.forward(array), calls),
         }
-    return {"seconds": result}
+    both = {
+        "module": _each(lambda: gradients(net(x)[0]), calls),
+        "operator": _each(lambda: gradients(operators.recurrent(*about, True)[0]), calls),
+        "training step": _each(run_step, calls),
+        "empty function": _each(lambda: gradients(_Empty.apply(grad, *params)), calls),
+    }
+    return {"seconds": alone, "seconds_with_gradients": both}
 
 
 def _each(call: Call, times: int) -> float:

@@ -46,8 +46,10 @@ def test_what_was_measured_is_shown(results: Results) -> None:
     (drawing,) = doors._drawings(results)
     (axes,) = drawing.figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(results["pieces"])[:2]
-    seconds = results["pieces"]["overhead of a call"]["seconds"]
-    assert 0 < seconds["training step"] < seconds["module"]
+    overhead = results["pieces"]["overhead of a call"]
+    for seconds in (overhead["seconds"], overhead["seconds_with_gradients"]):
+        assert 0 < seconds["training step"] < seconds["module"]
+        assert seconds["operator"] > 0
 
 
 def test_pieces_have_names_of_their_own() -> None:

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .api import inclusive_scan
-from .arrays.arrays import is_on_device, output, read_array
+from .arrays.arrays import contiguous, namespace, output, read_array
+from .arrays.streams import place
 from .chains.containers import CSRChain
-from .errors import Allocating, DeviceError, InputError, InputTypeError, short
+from .errors import Allocating, InputError, InputTypeError, short
 from .execution.threads import share, thread_count
 from .execution.workspace import KINDS
 from .kernels.cpu.recurrence import (
@@ -79,7 +80,8 @@ def affine_scan(
         ``(T, batch, size, size)``; or their values in the order of `pattern`, ``(T, nnz)`` or
         ``(T, batch, nnz)``; or both in a :class:`CSRChain`, which here is in the order of time.
         Samples share matrices without a batch axis. Any strides will do: steps that share a matrix
-        come as ``np.broadcast_to(A, (T, size, size))``.
+        come as ``np.broadcast_to(A, (T, size, size))``. All arrays may be CuPy's, as the result
+        then is.
     offsets : array_like, shape (T, size) or (T, batch, size), optional
         The terms ``b_1, …, b_T``; zeros by default.
     initial : array_like, shape (size,) or (batch, size), optional
@@ -88,7 +90,7 @@ def affine_scan(
         The pattern of the matrices, if their values are given: ``Pattern.diagonal(size)`` for
         diagonals.
     transposed : bool, default False
-        Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy.
+        Whether a step applies ``A_tᵀ`` in place of ``A_t``, which takes no copy in host memory.
     schedule : Schedule or str, default "auto"
         As for :func:`exclusive_scan`. ``"auto"`` goes from step to step, and shares out samples, or
         elements of diagonals, and rows of one large state; that is the least work. Any other but
@@ -107,7 +109,7 @@ def affine_scan(
     InputTypeError
         If a type or a dtype is not supported.
     DeviceError
-        If an array is on a CUDA device.
+        If arrays are not in one place.
 
     See Also
     --------
@@ -118,7 +120,8 @@ def affine_scan(
     -----
     This is the inclusive scan of ``[y_0, A_1, …, A_T]``, with the offsets as local gradients. By a
     schedule that is named the bits do not depend on the number of threads; nor do those of
-    ``"auto"``, but for rows of a large state that are shared out.
+    ``"auto"``, but for rows of a large state that are shared out. On a CUDA device it is
+    :func:`inclusive_scan` that runs, by any schedule, on the current stream.
 
     Examples
     --------
@@ -141,16 +144,17 @@ def affine_scan(
     steps, size = given.steps, given.size
     b = None if offsets is None else _read_vectors("offsets", offsets, steps, size)
     y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    xp = namespace(given.values, b, y0)
     batch = _batch_of(
         matrices=given.batch,
         offsets=() if b is None else b.shape[1:-1],
         initial=() if y0 is None else y0.shape[:-1],
     )
     chosen = read_schedule(schedule, steps)
-    dtype = np.result_type(*(each for each in (given.values, b, y0) if each is not None))
-    with Allocating("the scan"):
-        states: Array = output(np, None, (steps, *batch, size), dtype, what="the states")
-        begin = np.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
+    dtype = np.result_type(*(each.dtype for each in (given.values, b, y0) if each is not None))
+    with place("matrices", given.values, None, None), Allocating("the scan"):
+        states: Array = output(xp, None, (steps, *batch, size), dtype, what="the states")
+        begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
         added = None if b is None else _converted(b, dtype)
         _recur(given.converted(dtype), added, begin, states, chosen)
     return states
@@ -213,6 +217,7 @@ def affine_scan_vjp(
     y = _read_vectors("states", states, steps, size)
     loss = _read_vectors("grads", grads, steps, size)
     y0 = None if initial is None else _read_vectors("initial", initial, None, size)
+    xp = namespace(given.values, y, loss, y0)
     batch = _batch_of(
         matrices=given.batch,
         initial=() if y0 is None else y0.shape[:-1],
@@ -226,24 +231,25 @@ def affine_scan_vjp(
                 "each step and sample"
             )
     chosen = read_schedule(schedule, steps)
-    dtype = np.result_type(*(each for each in (given.values, y, loss, y0) if each is not None))
-    with Allocating("the gradients"):
+    read = (given.values, y, loss, y0)
+    dtype = np.result_type(*(each.dtype for each in read if each is not None))
+    with place("matrices", given.values, None, None), Allocating("the gradients"):
         given, y, loss = given.converted(dtype), _converted(y, dtype), _converted(loss, dtype)
-        begin = np.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
-        in_offsets = output(np, None, loss.shape, dtype, what="the gradients")
-        in_initial = np.zeros((1, *batch, size), dtype)
+        begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
+        in_offsets = output(xp, None, loss.shape, dtype, what="the gradients")
+        in_initial = xp.zeros((1, *batch, size), dtype)
         if steps:
             in_offsets[-1] = loss[-1]
             back = given.adjoint()
-            if chosen is None:
+            if chosen is None and xp is np:
                 _recur(back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1], None)
                 _recur(back.part(-1, None), None, in_offsets[0], in_initial, None)
             else:
                 # A schedule is for all steps, of which the last one adds nothing.
-                later = np.concatenate([loss[-2::-1], np.zeros_like(loss[:1])])
-                every = np.empty_like(loss)
-                _recur(back, later, loss[-1], every, chosen)
-                in_offsets[:-1], in_initial[0] = every[-2::-1], every[-1]
+                later = xp.concatenate([loss[-2::-1], xp.zeros_like(loss[:1])])
+                carried = xp.empty_like(loss)
+                _recur(back, later, loss[-1], carried, chosen)
+                in_offsets[:-1], in_initial[0] = carried[-2::-1], carried[-1]
         in_matrices = _outer(given, in_offsets, y, begin) if needs_matrices_grad else None
         return AffineGrads(in_matrices, in_offsets, in_initial[0])
 
@@ -346,7 +352,7 @@ class _Matrices(NamedTuple):
             if pattern is not None:
                 raise InputError("pattern is given for a CSRChain, which has one; expected None")
             pattern, matrices = matrices.pattern, matrices.read()
-        array = _read("matrices", matrices)
+        array = read_array("matrices", matrices)
         size = _check_matrices(array.shape, pattern)
         if pattern is not None:
             return cls(pattern, _walkable(array), transposed, array.shape, False)
@@ -391,29 +397,21 @@ class _Matrices(NamedTuple):
         return values.reshape(self.shape)
 
 
-def _read(name: str, given: Any) -> Array:
-    """Return an array in host memory whose form nobody else can change."""
-    if is_on_device(given):
-        raise DeviceError(
-            f"{name} is on a CUDA device; expected host memory: inclusive_scan(initial, matrices, "
-            "local_grads=…) runs there"
-        )
-    array: Array = read_array(name, given)
-    return array
-
-
 def _read_vectors(name: str, given: ArrayLike, steps: int | None, size: int) -> Array:
     """Return vectors, of every step or of none."""
-    array = _read(name, given)
+    array = read_array(name, given)
     _check_vectors(name, array.shape, steps, size)
     return _walkable(array)
 
 
 def _walkable(array: Array) -> Array:
     """Return an array whose last axis is contiguous and aligned: a copy if it has to be."""
-    if array.flags.aligned and (array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
+    is_on_host = namespace(array) is np
+    aligned = not is_on_host or array.flags.aligned  # on a device all are
+    if aligned and (array.shape[-1] <= 1 or array.strides[-1] == array.itemsize):
         return array
-    return np.array(array, order="C")
+    copy: Array = np.array(array, order="C") if is_on_host else contiguous(array, array.dtype)
+    return copy
 
 
 def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
@@ -429,6 +427,9 @@ def _recur(
 ) -> None:
     """Write all states, from step to step unless a schedule says otherwise."""
     if out.size == 0:
+        return
+    if namespace(out) is not np:
+        _recur_by_plan(given, offsets, start, out, schedule)
         return
     samples = out.shape[1] if out.ndim == 3 else 1
     threads = thread_count()
@@ -459,15 +460,15 @@ def _recur_by_plan(
     given: _Matrices, offsets: Array | None, start: Array, out: Array, schedule: Schedule | None
 ) -> None:
     """Write all states by the scan of a plan, which takes matrices that are not transposed."""
-    pattern, values = given.pattern, given.values
-    if given.transposed:
+    pattern, values, xp = given.pattern, given.values, namespace(out)
+    if given.transposed and pattern.kind != "diagonal":
         pattern, order = _transposed(pattern)
-        values = np.take(values, order, axis=-1)
+        values = values.take(xp.asarray(order), axis=-1)
     added = None
     if offsets is not None:
-        added = np.zeros((given.steps + 1, *out.shape[1:]), out.dtype)
+        added = xp.zeros((given.steps + 1, *out.shape[1:]), out.dtype)
         added[1:] = offsets if offsets.ndim == out.ndim else offsets[:, None]
-    begin = np.broadcast_to(start, out.shape[1:])
+    begin = xp.broadcast_to(start, out.shape[1:])
     chain = CSRChain.from_pattern(values, pattern)
     states = inclusive_scan(
         begin, chain, local_grads=added, schedule="auto" if schedule is None else schedule
@@ -529,6 +530,8 @@ def _share(call: Callable[[int, int], None], count: int, threads: int, least: in
 
 def _outer(given: _Matrices, grads: Array, states: Array, start: Array) -> Array:
     """Return the gradients in the matrices."""
+    if namespace(grads) is not np:
+        return given.as_given(_outer_on_device(given, grads, states, start))
     out = output(np, None, given.values.shape, grads.dtype, what="the gradients in the matrices")
     samples = grads.shape[1] if grads.ndim == 3 else 1
     if samples == 0:
@@ -540,3 +543,24 @@ def _outer(given: _Matrices, grads: Array, states: Array, start: Array) -> Array
         loss, to = _stack(grads), _stack(out)
         _share(lambda i, j: outer_products(steps, loss, to, samples, i, j), given.steps, threads, 1)
     return given.as_given(out)
+
+
+def _outer_on_device(given: _Matrices, grads: Array, states: Array, start: Array) -> Array:
+    """Return the gradients in the matrices, in the order of their pattern."""
+    xp, pattern = namespace(grads), given.pattern
+    before = xp.concatenate([xp.broadcast_to(start, states.shape[1:])[None], states[:-1]])
+    before = before[: given.steps]  # none if there are no steps
+    left, right = (before, grads) if given.transposed else (grads, before)
+    is_shared = grads.ndim == 3 > given.values.ndim
+    found: Array
+    if pattern.kind == "dense" and is_shared:
+        found = xp.matmul(left.swapaxes(1, 2), right)
+    elif pattern.kind == "dense":
+        found = left[..., :, None] * right[..., None, :]
+    else:
+        if pattern.kind == "general":
+            left = left.take(xp.asarray(rows_of(pattern)), axis=-1)
+            right = right.take(xp.asarray(pattern.indices), axis=-1)
+        products = left * right
+        found = products.sum(axis=1) if is_shared else products
+    return found

@@ -127,9 +127,9 @@ class DeviceError(SparseScanError, RuntimeError):
       ``[cuda12]`` for older drivers. ``sparsescan info`` prints what is found.
     - Some arrays are in host memory and some on the device. ``cupy.asarray`` and
       ``cupy.asnumpy`` move them.
-    - The call runs on the CPU only, as ``affine_scan``, steps to solve with, and training steps
-      of a :class:`~sparsescan.jacobians.Sequential` do. The page on what is promised has a table of
-      what runs where.
+    - The call runs on the CPU only, as steps to solve with, and training steps of a
+      :class:`~sparsescan.jacobians.Sequential` do. The page on what is promised has a table of what
+      runs where.
     """
 
 

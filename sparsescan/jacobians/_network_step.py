@@ -363,6 +363,29 @@ class NetworkStep:
         y = samples_of(self._last, self._last.x, samples)
         return y.reshape(*lead, *self.network.output_shape)
 
+    def update_running_stats(self) -> None:
+        """Let running statistics take in the batch that has run forward, as PyTorch does.
+
+        Those of each :class:`BatchNorm2d` in training that has some, as its own
+        :meth:`~BatchNorm2d.update_running_stats` does; called between :meth:`forward` and
+        :meth:`backward`.
+
+        Raises
+        ------
+        InputError
+            If there was no forward pass, or some layer does not keep the axis of samples first.
+        """
+        if not self._is_forward:
+            raise InputError("update_running_stats was called without a forward pass before it")
+        if not self._has_batch_axis and any(map(_couples, self.network.layers)):
+            raise InputError(
+                "update_running_stats needs layers that all keep the axis of samples first; "
+                f"their outputs are {[op.output_shape for op in self.network.layers]}"
+            )
+        for stage in self._stages:
+            if isinstance(stage, Normalise):
+                stage.update_running_stats()
+
     # -- Backward ---------------------------------------------------------------------------------
 
     @Allocating("the gradients of a training step")
@@ -565,7 +588,12 @@ def _groups(stages: Sequence[Stage], *, back: bool = False) -> list[_Group]:
 
 def _holds_batch(layers: Sequence[Operator]) -> bool:
     """Return whether the first axis of every layer is that of the samples of a batch."""
-    if not any(isinstance(op, BatchNorm2d) and op.training for op in layers):
+    if not any(map(_couples, layers)):
         return False
     first = {shape[:1] for op in layers for shape in (op.input_shape, op.output_shape)}
     return len(first) == 1 and all(len(op.output_shape) > 1 for op in layers)
+
+
+def _couples(op: Operator) -> bool:
+    """Return whether a layer normalises by the statistics of a batch."""
+    return isinstance(op, BatchNorm2d) and op.training

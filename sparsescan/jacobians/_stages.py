@@ -337,6 +337,11 @@ class Normalise(Stage):
         self._is_given = True
         return False
 
+    def update_running_stats(self) -> None:
+        """Let the running statistics, if there are any, take in the batch that has run forward."""
+        if self.op.training and self.op.track_running_stats:
+            self.op._take_in(self._mean, self._variance)
+
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         lots = self.samples.lots(source, self.result)

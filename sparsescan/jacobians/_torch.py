@@ -80,10 +80,10 @@ def from_torch(module: Any, input_shape: Any = None) -> list[Any]:
     -------
     list of Operator, or of Cell
         One operator for each call of a layer, without those that do nothing (``Identity``), for
-        :class:`Sequential`; or the cell. Their parameters, and running statistics, are the module's
-        memory, not copies: what an optimiser does in place is seen at once. Operators of a layer
-        that is called twice share its parameters, whose gradient is the sum of theirs. The counter
-        ``num_batches_tracked`` of a ``BatchNorm2d`` is copied, not shared.
+        :class:`Sequential`; or the cell. Their parameters, and running statistics with the count of
+        batches, are the module's memory, not copies: what an optimiser does in place is seen at
+        once. Operators of a layer that is called twice share its parameters, whose gradient is the
+        sum of theirs.
 
     Raises
     ------
@@ -193,7 +193,8 @@ def _operator(operator: Callable[..., Operator], layer: Any, shape: Shape, joint
     for name, array in arrays.items():
         setattr(converted, name, array)
     if isinstance(converted, BatchNorm2d) and layer.num_batches_tracked is not None:
-        converted.num_batches_tracked = int(layer.num_batches_tracked)
+        count = layer.num_batches_tracked
+        converted._batches = on_device(count) if count.is_cuda else count.numpy()
     return converted
 
 

@@ -195,7 +195,7 @@ class BatchNorm2d(Parametrised, Operator):
         The running statistics, initially 0 and 1, which are no parameters; an array that is set is
         shared, not copied. They have no say in the dtype of a result.
     num_batches_tracked : int
-        Batches that :meth:`update_running_stats` has seen.
+        Batches that the running statistics have taken in.
 
     Raises
     ------
@@ -205,7 +205,7 @@ class BatchNorm2d(Parametrised, Operator):
     Notes
     -----
     As :class:`torch.nn.BatchNorm2d`, except that ``forward`` never changes the running statistics:
-    :meth:`update_running_stats` does.
+    :meth:`update_running_stats` does, here and of a :class:`NetworkStep`.
 
     In training, the batch axis that ``forward`` and ``values`` accept before `input_shape` counts
     batches, not samples: each is normalised by itself.
@@ -244,7 +244,7 @@ class BatchNorm2d(Parametrised, Operator):
         self.momentum = None if momentum is None else check_number("momentum", momentum)
         self.track_running_stats = check_flag("track_running_stats", track_running_stats)
         self.training = check_flag("training", training)
-        self._batches = 0
+        self._batches = np.zeros((), np.int64)  # or the memory of a module of PyTorch
         self._set_shapes(input_shape, None if self.training else 3)
         self._check_arguments()
         self._set_output(self._core)
@@ -309,11 +309,11 @@ class BatchNorm2d(Parametrised, Operator):
     @property
     def num_batches_tracked(self) -> int:
         """Batches that the running statistics have taken in."""
-        return self._batches
+        return int(self._batches)
 
     @num_batches_tracked.setter
     def num_batches_tracked(self, count: int) -> None:
-        self._batches = check_count("num_batches_tracked", count, 0)
+        self._batches = np.array(check_count("num_batches_tracked", count, 0))
 
     @quiet
     def update_running_stats(self, x: Array) -> None:
@@ -345,13 +345,17 @@ class BatchNorm2d(Parametrised, Operator):
         x, _ = self._read("x", x, self.input_shape)
         namespace(x, self.running_mean, self.running_var)
         x = x.reshape(-1, *self._core).astype(np.float64, copy=False)
-        means, variances = x.mean(axis=_JOINT), x.var(axis=_JOINT, ddof=1)
-        for mean, variance in zip(means, variances, strict=True):
-            self.num_batches_tracked += 1
-            part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-                running *= 1 - part
-                running += part * new
+        for mean, variance in zip(x.mean(axis=_JOINT), x.var(axis=_JOINT), strict=True):
+            self._take_in(mean, variance)
+
+    def _take_in(self, mean: Array, variance: Array) -> None:
+        """Let the running statistics take in the mean and variance of the elements of a batch."""
+        self._batches += 1  # in place, as it may be shared
+        part = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        unbiased = variance * (self._count / (self._count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running *= 1 - part
+            running += part * new
 
     @property
     def _count(self) -> int:

@@ -6,22 +6,18 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from ..arrays.arrays import is_cupy, on_device
-from ..arrays.streams import place
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
 from ..jacobians.step_pool import StepPool, run_forward, runs_on_gpu
+from ._arrays import array_of, here, tensor_of
 from ._once import Once
-from ._team import pytorchs_threads
 
-__all__ = ["Shape", "has_kernels", "recurrent"]
+__all__ = ["Shape", "has_kernels", "recurrent", "recurrent_forward"]
 
 _NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RNN_TANH": (RNN, {"nonlinearity": "tanh"}),
@@ -80,8 +76,6 @@ class Shape(NamedTuple):
 
 # Which `torch.compile` need not look into.
 _runs_on_gpu: Callable[[str, int, str], bool] = torch.compiler.assume_constant_result(runs_on_gpu)
-# Those of a network that has been called; `torch.compile` does not trace a cache.
-_names_of = lru_cache(maxsize=256)(Shape.names)
 
 
 def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
@@ -93,29 +87,9 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
     return _runs_on_gpu(mode.lower().removeprefix("rnn_"), hidden_size, str(x.dtype)[6:])
 
 
-def _here(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context for work where a tensor is: with PyTorch's threads, or on its stream."""
-    if x.device.type == "cpu":
-        return pytorchs_threads()
-    stream = torch.cuda.current_stream(x.device)
-    return place("x", on_device(x.detach()), None, stream)
-
-
-def _array(tensor: Tensor | None) -> Any:
-    """Return a tensor's memory as an array of NumPy or CuPy."""
-    if tensor is None:
-        return None
-    return tensor.detach().numpy() if tensor.device.type == "cpu" else on_device(tensor.detach())
-
-
-def _tensor(array: Any) -> Tensor:
-    """Return an array's memory as a tensor."""
-    return from_dlpack(array) if is_cupy(array) else torch.from_numpy(array)
-
-
 def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
     kind, options = _NETWORKS[shape.mode]
-    named = zip(shape.names(), masks, strict=True)
+    named = zip(shape.names(), masks, strict=bool(masks))
     network: Recurrent = kind(
         *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
         bidirectional=shape.bidirectional,
@@ -126,27 +100,36 @@ def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
     return network.training_step()
 
 
-def _run(
-    steps: StepPool[TrainingStep],
-    x: Tensor,
-    state: Tensor | None,
-    lengths: Tensor | None,
-    params: Sequence[Tensor],
-    names: Sequence[str],
-) -> tuple[TrainingStep, Any, Any]:
-    """Return a training step that has run forward, and what it has returned."""
-    counts = None if lengths is None else lengths.numpy()
-    arrays = {name: _array(param) for name, param in zip(names, params, strict=True)}
-    return run_forward(steps, _array(x), _array(state), counts, arrays)
+class _Steps(StepPool[TrainingStep]):
+    """Training steps of one network, and the names of its parameters in PyTorch's order."""
+
+    def __init__(self, shape: Shape, masks: Sequence[Tensor | None]) -> None:
+        super().__init__(partial(_make, shape, masks))
+        self._names = shape.names()
+
+    def run(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, params: Sequence[Tensor]
+    ) -> tuple[TrainingStep, Any, Any]:
+        """Return a training step that has run forward, and what it has returned."""
+        counts = None if lengths is None else lengths.numpy()
+        arrays = dict(zip(self._names, map(array_of, params), strict=True))
+        return run_forward(self, array_of(x), array_of(state), counts, arrays)
+
+
+class _Waiting(NamedTuple):
+    """A training step that waits for its backward pass, and a reference to what stands for it."""
+
+    steps: _Steps
+    step: TrainingStep
+    token: weakref.ref[Tensor]
 
 
 _lock = threading.Lock()
-_steps: OrderedDict[Any, StepPool[TrainingStep]] = OrderedDict()
-# Steps that wait for their backward pass, by the address of the tensor that stands for each.
-_waiting: dict[int, tuple[StepPool[TrainingStep], TrainingStep]] = {}
+_steps: OrderedDict[Any, _Steps] = OrderedDict()
+_waiting: dict[int, _Waiting] = {}  # by the address of the token
 
 
-def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> StepPool[TrainingStep]:
+def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> _Steps:
     # A mask that is kept has an address of its own, and a count of its changes.
     contents = tuple(
         None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))
@@ -156,18 +139,18 @@ def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> StepPo
     with _lock:
         steps = _steps.get(key)
         if steps is None:
-            steps = _steps[key] = StepPool(partial(_make, shape, masks))
+            steps = _steps[key] = _Steps(shape, masks)
             if len(_steps) > _KEPT:
                 _steps.popitem(last=False)
         _steps.move_to_end(key)
         return steps
 
 
-def _forget(address: int) -> None:
+def _forget(address: int, _: Any) -> None:
     """Let another call use a step whose graph is gone, without a backward pass."""
     found = _waiting.pop(address, None)
     if found is not None:
-        found[0].give_back(found[1])
+        found.steps.give_back(found.step)
 
 
 # -- The operators --------------------------------------------------------------------------------
@@ -181,9 +164,10 @@ _library.define(
     f"recurrent_backward(Tensor? grad_output, Tensor? grad_state, Tensor token, {_GIVEN}, {_ABOUT},"
     " bool needs_input_grad) -> Tensor[]"
 )
-# Outputs, last states, and a tensor that stands for what backward needs; see `_Recurrent`.
+# Both return outputs, last states, and a token that stands for what backward needs, if that is
+# kept. They take a mask, or None, for each parameter, or no mask at all. The first has gradients.
 recurrent = torch.ops.sparsescan.recurrent.default
-_recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
+recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
 _recurrent_backward = torch.ops.sparsescan.recurrent_backward.default
 
 
@@ -195,16 +179,14 @@ def _forward(
     masks: list[Tensor | None],
     *about: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = Shape.of(x, about[:5])
-    steps = _steps_of(shape, x, masks)
-    with _here(x):
-        step, *arrays = _run(steps, x, state, lengths, params, _names_of(shape))
-        output, last = map(_tensor, arrays)
+    steps = _steps_of(Shape.of(x, about[:5]), x, masks)
+    with here(x):
+        step, *arrays = steps.run(x, state, lengths, params)
+        output, last = map(tensor_of, arrays)
     token = x.new_zeros(1)
     if about[5]:
         address = token.data_ptr()
-        _waiting[address] = steps, step
-        weakref.finalize(token, _forget, address).atexit = False
+        _waiting[address] = _Waiting(steps, step, weakref.ref(token, partial(_forget, address)))
     else:
         steps.give_back(step)
     return output, last, token
@@ -222,20 +204,20 @@ def _backward(
     *about: Any,
 ) -> list[Tensor]:
     """Return the gradients in the initial states, in all parameters, and in the input."""
-    shape, found = Shape.of(x, about[:5]), _waiting.pop(token.data_ptr(), None)
-    with _here(x):
+    found = _waiting.pop(token.data_ptr(), None)
+    with here(x):
         if found is None:
             # Another backward pass has used it, or another tensor stands for it.
-            steps = _steps_of(shape, x, masks)
-            step, _, _ = _run(steps, x, state, lengths, params, _names_of(shape))
+            steps = _steps_of(Shape.of(x, about[:5]), x, masks)
+            step, _, _ = steps.run(x, state, lengths, params)
         else:
-            steps, step = found
-        above = map(_array, (grad_output, grad_state))
+            steps, step, _ = found
+        above = map(array_of, (grad_output, grad_state))
         grads = step.backward(*above, needs_input_grad=about[5])
-        arrays = [grads.state, *map(grads.params.get, _names_of(shape))]
+        arrays = [grads.state, *grads.params.values()]
         if grads.input is not None:
             arrays.append(grads.input)
-        tensors = [_tensor(array) for array in arrays]
+        tensors = [tensor_of(array) for array in arrays]
     steps.give_back(step)
     return tensors
 
@@ -276,7 +258,7 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         given = _Recurrent.given(counts, tensors)
-        output: tuple[Tensor, ...] = _recurrent_forward(x, *given, *about)
+        output: tuple[Tensor, ...] = recurrent_forward(x, *given, *about)
         ctx.about, ctx.counts = about[:5], counts
         ctx.save_for_backward(output[2], x, *tensors)
         ctx.mark_non_differentiable(output[2])
@@ -310,7 +292,7 @@ def _with_graph(
 ) -> Any:
     if not about[5]:
         with torch.no_grad():
-            return _recurrent_forward(x, state, lengths, params, masks, *about)
+            return recurrent_forward(x, state, lengths, params, masks, *about)
     return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks)
 
 

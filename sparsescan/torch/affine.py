@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import affine
 from ..errors import DeviceError, InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern
-from ._team import pytorchs_threads
+from ._arrays import array_of, here, tensor_of
 
 __all__ = ["affine_scan"]
 
@@ -30,7 +30,8 @@ def affine_scan(
     As :func:`sparsescan.affine_scan`, for tensors of PyTorch, and differentiable any number of
     times in all of them. It is one operator, registered with ``torch.library``, so that
     ``torch.compile`` keeps a graph whole. Contiguous tensors are not copied, nor are transposed
-    dense matrices.
+    dense matrices in host memory. Tensors on a CUDA device are scanned there, on PyTorch's current
+    stream, where CuPy is installed.
 
     Parameters
     ----------
@@ -60,7 +61,7 @@ def affine_scan(
     InputTypeError
         If a type is not supported, or dtypes differ.
     DeviceError
-        If a tensor is not in host memory.
+        If the tensors are not all in host memory or on one CUDA device, or that cannot be used.
 
     Examples
     --------
@@ -84,9 +85,15 @@ def affine_scan(
             raise InputTypeError(
                 f"{name} has dtype {tensor.dtype}; expected float32 or float64, one for all tensors"
             )
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise DeviceError(
-                f"{name} is on {tensor.device}; expected a tensor on the CPU ({name}.cpu())"
+                f"{name} is on {tensor.device}; expected a tensor on the CPU ({name}.cpu()) or a "
+                "CUDA device"
+            )
+        if tensor.device != matrices.device:
+            raise DeviceError(
+                f"{name} is on {tensor.device}, matrices on {matrices.device}; expected all on one "
+                "device"
             )
     indptr, indices = None, None
     if pattern is not None and not isinstance(pattern, Pattern):
@@ -130,10 +137,6 @@ def _pattern(indptr: Tensor | None, indices: Tensor | None) -> Pattern | None:
     return Pattern(indptr.numpy(), indices.numpy(), (size, size))
 
 
-def _array(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach().numpy()
-
-
 def _forward(
     matrices: Tensor,
     offsets: Tensor | None,
@@ -142,11 +145,10 @@ def _forward(
     indices: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    given = (_array(tensor) for tensor in (matrices, offsets, initial))
     pattern = _pattern(indptr, indices)
-    with pytorchs_threads():
-        states = affine.affine_scan(*given, pattern=pattern, transposed=transposed)
-    return torch.from_numpy(states)
+    with here(matrices):
+        given = map(array_of, (matrices, offsets, initial))
+        return tensor_of(affine.affine_scan(*given, pattern=pattern, transposed=transposed))
 
 
 def _backward(
@@ -160,18 +162,17 @@ def _backward(
     needs_matrices_grad: bool,
 ) -> list[Tensor]:
     """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
-    given = (_array(tensor) for tensor in (matrices, initial, states, grads))
-    with pytorchs_threads():
+    with here(matrices):
         found = affine.affine_scan_vjp(
-            *given,
+            *map(array_of, (matrices, initial, states, grads)),
             pattern=_pattern(indptr, indices),
             transposed=transposed,
             needs_matrices_grad=needs_matrices_grad,
         )
-    arrays = [found.offsets, found.initial]
-    if found.matrices is not None:
-        arrays.append(found.matrices)
-    return [torch.from_numpy(array) for array in arrays]
+        arrays = [found.offsets, found.initial]
+        if found.matrices is not None:
+            arrays.append(found.matrices)
+        return [tensor_of(array) for array in arrays]
 
 
 def _fake_forward(
@@ -247,8 +248,9 @@ def _differentiable_backward(
     return [in_offsets, back[-1], in_matrices]
 
 
-_library.impl("affine_scan", _forward, "CPU")
-_library.impl("affine_scan_backward", _backward, "CPU")
+for _kind in ("CPU", "CUDA"):
+    _library.impl("affine_scan", _forward, _kind)
+    _library.impl("affine_scan_backward", _backward, _kind)
 torch.library.register_fake("sparsescan::affine_scan", _fake_forward, lib=_library)
 torch.library.register_fake("sparsescan::affine_scan_backward", _fake_backward, lib=_library)
 torch.library.register_autograd(

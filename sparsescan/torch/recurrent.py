@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ._recurrent_op import Shape, has_kernels, recurrent
+from ._recurrent_op import Shape, has_kernels, recurrent, recurrent_forward
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -24,10 +24,11 @@ class _Recurrent(nn.RNNBase):
     _theirs: ClassVar[Any]
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
-        if not self._takes(input, hx):
+        weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
+        if not self._takes(input, hx, weights):
             return self._theirs.forward(self, input, hx)
         if isinstance(input, PackedSequence):
-            return self._packed(input, hx)
+            return self._packed(input, hx, weights)
         is_batched = input.dim() == 3
         x = input if is_batched else input.unsqueeze(1)
         if self.batch_first and is_batched:
@@ -35,25 +36,24 @@ class _Recurrent(nn.RNNBase):
         state = None if hx is None else _joined(hx)
         if state is not None and not is_batched:
             state = state.unsqueeze(1)
-        output, last = self._run(x, state, None)
+        output, last = self._run(x, state, None, weights)
         if not is_batched:
             output, last = output.squeeze(1), last.squeeze(1)
         elif self.batch_first:
             output = output.transpose(0, 1)
         return output, self._parted(last)
 
-    def _takes(self, given: Any, hx: Any) -> bool:
+    def _takes(self, given: Any, hx: Any, weights: list[Tensor]) -> bool:
         """Return whether there are kernels for this; PyTorch computes, or refuses, the rest."""
         is_packed = isinstance(given, PackedSequence)
         x = given.data if is_packed else given
         states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-        tensors = (x, *states, *self._weights())
         if (
             self.proj_size
             or (states and len(states) != 1 + (self.mode == "LSTM"))
-            or not all(isinstance(each, Tensor) for each in tensors)
+            or not all(isinstance(each, Tensor) for each in (x, *states))
             or x.dtype not in _DTYPES
-            or any(each.device != x.device or each.dtype != x.dtype for each in tensors)
+            or any(each.dtype != x.dtype or each.device != x.device for each in (*states, *weights))
             or not has_kernels(self.mode, self.hidden_size, x)
             or torch.is_autocast_enabled(x.device.type)
             or x.dim() not in ((2,) if is_packed else (2, 3))
@@ -69,14 +69,13 @@ class _Recurrent(nn.RNNBase):
         expected = (self.num_layers * (1 + self.bidirectional), *batch, self.hidden_size)
         return all(tuple(each.shape) == expected for each in states)
 
-    def _weights(self) -> list[Tensor]:
-        return [weight for weights in self.all_weights for weight in weights]
-
     def _parted(self, last: Tensor) -> Any:
         """Return the last states as PyTorch does: those of an LSTM as a pair."""
         return last.chunk(2, -1) if self.mode == "LSTM" else last
 
-    def _packed(self, given: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+    def _packed(
+        self, given: PackedSequence, hx: Any, weights: list[Tensor]
+    ) -> tuple[PackedSequence, Any]:
         """Run samples of different lengths, which are sorted and packed step by step."""
         data, sizes, order, back = given  # sizes are on the CPU
         steps, batch = len(sizes), int(sizes[0])
@@ -84,17 +83,17 @@ class _Recurrent(nn.RNNBase):
         places = torch.nonzero_static(has.flatten(), size=len(data))[:, 0].to(data.device)
         x = data.new_zeros(steps * batch, self.input_size).index_copy(0, places, data)
         state = None if hx is None else _joined(self.permute_hidden(hx, order))
-        output, last = self._run(x.reshape(steps, batch, -1), state, has.sum(0))
+        output, last = self._run(x.reshape(steps, batch, -1), state, has.sum(0), weights)
         rows = output.flatten(0, 1).index_select(0, places)
         states = self.permute_hidden(self._parted(last), back)
         return PackedSequence(rows, sizes, order, back), states
 
     def _run(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, weights: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run all layers at once; one after the other if there is dropout between them."""
-        weights, flags = self._weights(), (bool(self.bias), bool(self.bidirectional))
-        masks: list[Tensor | None] = [None] * len(weights)
+        flags = bool(self.bias), bool(self.bidirectional)
+        masks: list[Tensor | None] = []
         buffers = dict(self.named_buffers(recurse=False))
         if buffers:
             shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
@@ -107,7 +106,9 @@ class _Recurrent(nn.RNNBase):
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-            x, last, _ = recurrent(
+            # Without a graph there is one call less through PyTorch's dispatcher.
+            run = recurrent if keeps else recurrent_forward
+            x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, keeps),
             )

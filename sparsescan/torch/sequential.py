@@ -32,8 +32,9 @@ class Sequential(nn.Sequential):
     Where :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
     training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
     layers compute with the weights that ``torch.nn.utils.prune`` has kept. A mask that changes is
-    seen at the next call. What has no kernel PyTorch computes: other layers, devices and dtypes,
-    dropout and batch normalisation in training mode, and calls within a graph of ``torch.compile``.
+    seen at the next call, and running statistics of a ``BatchNorm2d`` in training take in each
+    batch. What has no kernel PyTorch computes: other layers, devices and dtypes, dropout in
+    training mode, and calls within a graph of ``torch.compile``.
 
     Parameters
     ----------
@@ -74,6 +75,7 @@ class Sequential(nn.Sequential):
             return _Step.apply(pool, tuple(params), *some)
         step = pool.take()
         output = _forward(step, input)
+        step.update_running_stats()
         pool.give_back(step)
         return output
 
@@ -90,9 +92,6 @@ class Sequential(nn.Sequential):
         ):
             return False
         for layer in _flat(self):
-            if isinstance(layer, nn.BatchNorm2d) and layer.training:
-                # Its running statistics are PyTorch's to update.
-                return False
             tensors = _parameters(layer).values()
             if any(each.device.type != "cpu" or each.dtype != given.dtype for each in tensors):
                 return False
@@ -167,7 +166,9 @@ _pools = weakref.WeakKeyDictionary()
 
 def _pool_of(module: nn.Sequential, layers: list[nn.Module], x: Tensor) -> _Pool | None:
     """Return the steps for an input and the present masks; None if there is no operator for it."""
-    shape = tuple(x.shape[1:])
+    # A normalisation in training couples the samples of a batch, whose number then counts.
+    joint = any(isinstance(layer, nn.BatchNorm2d) and layer.training for layer in layers)
+    shape = tuple(x.shape if joint else x.shape[1:])
     arrays = [
         (each.data_ptr(), tuple(each.shape), each._version if each is _mask(layer) else 0)
         for layer in layers
@@ -179,17 +180,20 @@ def _pool_of(module: nn.Sequential, layers: list[nn.Module], x: Tensor) -> _Pool
         if key not in known:
             while len(known) >= _KEPT:
                 known.pop(next(iter(known)))
-            known[key] = _make(layers, shape)
+            known[key] = _make(layers, shape, joint)
         return known[key]
 
 
-def _make(layers: list[nn.Module], shape: tuple[int, ...]) -> _Pool | None:
+def _make(layers: list[nn.Module], shape: tuple[int, ...], joint: bool) -> _Pool | None:
     try:
         network = jacobians.Sequential(from_torch(nn.Sequential(*layers), shape))
         pool = StepPool(network.training_step)
         pool.give_back(pool.take())
     except SparseScanError:
         return None
+    outputs = [op.output_shape for op in network.layers]
+    if joint and any(len(output) < 2 or output[0] != shape[0] for output in outputs):
+        return None  # such a step does not know the statistics of the batch
     return pool
 
 
@@ -211,6 +215,7 @@ class _Step(torch.autograd.Function):
     ) -> Tensor:
         step = pool.take()
         output = _forward(step, x)
+        step.update_running_stats()
         ctx.lease = _Lease(pool, [step])
         weakref.finalize(ctx, ctx.lease.end).atexit = False
         ctx.names = names

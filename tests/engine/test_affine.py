@@ -296,3 +296,17 @@ def test_gradients_need_the_states_of_the_call() -> None:
     chain = CSRChain.from_pattern(np.ones((4, 3)), Pattern.diagonal(3))
     with pytest.raises(InputError, match="pattern is given for a CSRChain"):
         affine_scan(chain, pattern=Pattern.diagonal(3))
+
+
+@pytest.mark.parametrize("size", [8, 9, 31, 32, 33, 47, 65])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_columns_in_vectors(size: int, dtype: Any) -> None:
+    """A transposed product takes columns eight by eight, the last of which may overlap."""
+    rng = np.random.default_rng()
+    a = (rng.standard_normal((3, 2, size, size)) / np.sqrt(size)).astype(dtype)
+    b = rng.standard_normal((3, 2, size)).astype(dtype)
+    states, expected = affine_scan(a, b, transposed=True), np.zeros((2, size))
+    for matrix, added, y in zip(a.astype(np.float64), b, states, strict=True):
+        expected = np.einsum("bij,bi->bj", matrix, expected) + added
+        bound = 12 * (size + 4) * np.finfo(dtype).eps * (1 + np.abs(expected).max())
+        assert np.abs(y - expected).max() <= bound

@@ -335,8 +335,8 @@ def test_modules_of_pytorch(
     def array(tensor: Any) -> Any:
         return None if tensor is None else cupy.asarray(tensor.detach().numpy())
 
-    monkeypatch.setattr(op, "_array", array)
-    monkeypatch.setattr(op, "_tensor", lambda array: torch.from_numpy(array.get()))
+    monkeypatch.setattr(op, "array_of", array)
+    monkeypatch.setattr(op, "tensor_of", lambda array: torch.from_numpy(array.get()))
     monkeypatch.setattr(op, "_steps", OrderedDict())
     torch.manual_seed(0)
     theirs, ours = (

@@ -729,3 +729,39 @@ def test_a_batch_of_another_size() -> None:
     step = Sequential([norm]).training_step()
     with pytest.raises(InputError, match=r"x has shape \(5, 2, 3, 3\); expected \(4, 2, 3, 3\)"):
         step.forward(np.ones((5, 2, 3, 3)))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_running_statistics_take_in_a_batch(limited: bool) -> None:
+    """As in PyTorch's forward pass, also in blocks, and if activations are computed again."""
+    pairs = []
+    for _ in range(2):  # PyTorch copies no pruned layer
+        torch.manual_seed(0)
+        rng = np.random.default_rng(0)
+        pairs.append([residual(rng, 3, 4, 8, 5), residual(rng, 4, 4, 4, 5)])
+    theirs = nn.Sequential(*(block for block, _ in pairs[0]))
+    net = Sequential([ours for _, ours in pairs[1]])
+    step = net.training_step()
+    x = rng.standard_normal((3, 5, 3, 8, 8))
+    if limited:
+        step.forward(x[0])
+        step = net.training_step(memory_limit=step.nbytes - 1)
+    for batch in x:
+        y = step.forward(batch)
+        step.update_running_stats()
+        theirs(torch.from_numpy(batch))
+        step.backward(np.ones_like(y))
+    ours = nn.Sequential(*(block for block, _ in pairs[1]))
+    for (name, found), right in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        close(found.numpy(), right.numpy(), name)
+    with pytest.raises(InputError, match="update_running_stats was called without a forward pass"):
+        step.update_running_stats()
+
+
+def test_running_statistics_of_samples_that_are_joined() -> None:
+    shape = (2, 2, 3, 3)
+    norm = BatchNorm2d(2, input_shape=shape, training=True)
+    step = Sequential([norm, Flatten(input_shape=shape)]).training_step()
+    step.forward(np.ones(shape))
+    with pytest.raises(InputError, match=r"keep the axis of samples first; .*\(36,\)"):
+        step.update_running_stats()

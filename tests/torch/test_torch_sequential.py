@@ -61,10 +61,11 @@ def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * loss).sum(), [x, *params])]
 
 
-def close(found: list[Tensor], expected: list[Tensor]) -> None:
+def close(found: list[Tensor], expected: list[Tensor], terms: float = 1.0) -> None:
+    """Both agree, up to the rounding of what is summed up, if that is as large as `terms`."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
-        scale = max(1.0, float(theirs.abs().max()))
+        scale = max(terms, float(theirs.abs().max()))
         assert float((ours - theirs).abs().max()) <= 1e4 * EPS * scale
 
 
@@ -83,6 +84,121 @@ def test_results_and_gradients(seed: int) -> None:
     assert ran_here(ours)
     with torch.no_grad():
         close([ours(x)], [net(x)])
+
+
+def normalised(seed: int) -> tuple[list[nn.Module], Tensor]:
+    """Layers of a stack with batch normalisations in training, some weights pruned; an input."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    batch, channels, size = (
+        int(rng.integers(2, 20)),
+        int(rng.integers(1, 4)),
+        int(rng.integers(2, 7)),
+    )
+    x = 3 * torch.randn(batch, channels, size, size, dtype=torch.float64) + 2
+    layers: list[nn.Module] = []
+    for _ in range(int(rng.integers(1, 3))):
+        wide = int(rng.integers(1, 6))
+        layers += [
+            nn.Conv2d(channels, wide, 3, padding=1),
+            nn.BatchNorm2d(
+                wide,
+                momentum=rng.choice([None, 0.0, 0.1, 1.0]),
+                affine=bool(rng.random() < 0.7),
+                track_running_stats=bool(rng.random() < 0.8),
+            ),
+        ]
+        if rng.random() < 0.3:
+            layers.append(layers[-1])  # a layer that is called twice
+        layers.append(nn.ReLU() if rng.random() < 0.5 else nn.Tanh())
+        channels = wide
+    if rng.random() < 0.7:
+        layers += [nn.Flatten(), nn.Linear(channels * size * size, 3)]
+    for layer in layers:
+        layer.double()
+        if isinstance(layer, nn.BatchNorm2d) and layer.affine:
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and rng.random() < 0.8:
+            prune.random_unstructured(layer, "weight", 0.8)
+    return layers, x
+
+
+def same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    expected = dict(theirs.named_buffers())
+    for name, found in ours.named_buffers():
+        close([found], [expected.pop(name)])
+    assert not expected
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 2**32))
+def test_batch_normalisation_in_training(seed: int) -> None:
+    """Several batches, also without a graph; then in evaluation."""
+    layers, x = normalised(seed)
+    ours, theirs = Sequential(*layers), nn.Sequential(*normalised(seed)[0])
+    for size in (len(x), max(2, len(x) // 2), len(x)):
+        part = x[:size] * torch.rand(1, dtype=torch.float64)
+        loss = torch.randn_like(theirs(part)[:1])
+        ours(part)
+        expected = gradients(theirs, part, loss)
+        # Some are sums of large numbers that are 0: a bias has no effect before a normalisation.
+        terms = size * max(1.0, *(float(each.abs().max()) for each in expected))
+        close(gradients(ours, part, loss), expected, terms)
+        assert ran_here(ours)
+        same_buffers(ours, theirs)
+    with torch.no_grad():
+        for _ in range(2):
+            close([ours(x)], [theirs(x)])
+        same_buffers(ours, theirs)
+        ours.eval()
+        theirs.eval()
+        close([ours(x)], [theirs(x)])
+        same_buffers(ours, theirs)
+
+
+def test_running_statistics_take_in_a_batch_once() -> None:
+    """A second backward pass runs forward again, and is no new batch."""
+    norm = nn.BatchNorm2d(3)
+    ours = Sequential(nn.Conv2d(2, 3, 3), norm)
+    y = ours(torch.randn(4, 2, 5, 5)).square().sum()
+    assert ran_here(ours)
+    mean = norm.running_mean.clone()
+    params = list(ours.parameters())
+    first = torch.autograd.grad(y, params, retain_graph=True)
+    again = torch.autograd.grad(y, params)
+    torch.testing.assert_close(again, first)
+    assert int(norm.num_batches_tracked) == 1
+    assert torch.equal(norm.running_mean, mean)
+
+
+def test_copies_and_files_of_running_statistics() -> None:
+    x = normalised(3)[1]
+    with torch.no_grad():
+        ours = Sequential(nn.Conv2d(x.shape[1], 2, 3, padding=1), nn.BatchNorm2d(2)).double()
+        ours(x)
+        states = copy.deepcopy(ours.state_dict())
+        again = copy.deepcopy(ours)
+        again(x)
+        assert int(again[1].num_batches_tracked) == 2
+        same_buffers(ours, ours_of(ours))
+        assert int(ours[1].num_batches_tracked) == 1
+        expected = ours(x)
+        ours.load_state_dict(states)
+        assert int(ours[1].num_batches_tracked) == 1
+        assert torch.equal(ours(x), expected)
+        close([ours[1].running_mean], [again[1].running_mean])
+        assert ran_here(ours)
+
+
+def test_what_batch_normalisation_cannot_be_is_pytorchs() -> None:
+    one = Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        one(torch.randn(1, 2, 3, 3))
+    joined = Sequential(nn.BatchNorm2d(2), nn.Flatten(0))
+    assert joined(torch.randn(2, 2, 3, 3)).shape == (36,)
+    assert not ran_here(joined)
+    assert int(joined[0].num_batches_tracked) == 1
 
 
 def test_single_precision_is_kept() -> None:

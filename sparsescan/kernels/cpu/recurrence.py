@@ -85,22 +85,35 @@ def _before(s, t, b):
     return _vector(s, s.states, t - 1, b, s.size)
 
 
+@njit(inline="always")
+def _eight(s, m, p):
+    """Return eight elements of an array, from `p` on."""
+    return eights_at(np.uint64(m.ctypes.data) + p * np.uint64(s.like.itemsize), 1, s.like)
+
+
 @njit
 def _apply_transposed(s, m, x, y):
     """Set ``y = Mᵀ x``."""
     rows, eight = np.uint64(s.size), np.uint64(LANES)
     if s.kind == Kind.DENSE and rows >= eight:
-        # Eight columns at once; the last eight may be partly those before.
-        row, j = rows * np.uint64(s.like.itemsize), np.uint64(0)
+        # Four times eight columns at once; the last ones may be partly those before.
+        one, last, j = np.uint64(1), rows - eight, np.uint64(0)
         while j < rows:
-            j = min(j, rows - eight)
-            place = m.ctypes.data + j * s.like.itemsize
-            total = zero(eights_at(place, 1, s.like))
+            j0, j1 = min(j, last), min(j + eight, last)
+            j2, j3 = min(j + np.uint64(2) * eight, last), min(j + np.uint64(3) * eight, last)
+            t0 = t1 = t2 = t3 = zero(eights_at(m.ctypes.data, 1, s.like))
+            p = np.uint64(0)
             for i in range(rows):
-                total = add_fused_term(total, x, i, eights_at(place, 1, s.like), np.uint64(0))
-                place += row
-            store(y, j, total, np.uint64(1), eight)
-            j += eight
+                t0 = add_fused_term(t0, x, i, _eight(s, m, p + j0), np.uint64(0))
+                t1 = add_fused_term(t1, x, i, _eight(s, m, p + j1), np.uint64(0))
+                t2 = add_fused_term(t2, x, i, _eight(s, m, p + j2), np.uint64(0))
+                t3 = add_fused_term(t3, x, i, _eight(s, m, p + j3), np.uint64(0))
+                p += rows
+            store(y, j0, t0, one, eight)
+            store(y, j1, t1, one, eight)
+            store(y, j2, t2, one, eight)
+            store(y, j3, t3, one, eight)
+            j += np.uint64(4) * eight
         return
     y[:] = 0
     if s.kind == Kind.DENSE:
