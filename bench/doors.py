@@ -278,7 +278,7 @@ class _Empty(torch.autograd.Function):
 
 
 def measure_overhead(calls: int) -> Results:
-    """Times of a tiny network by the module, by the operator behind it, and by the step it runs.
+    """Time a tiny network by the module, by the operator behind it, and by the step it runs.
 
     What the operator takes beside the step is PyTorch's dispatcher, its graph, and the way from
     tensors to arrays and back.
