@@ -27,9 +27,9 @@ from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
 from ._kernels import sequences as kernels
-from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
+from ._kernels.lanes import SAMPLE_ROWS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
-from ._kernels.sequences import Gates, Matrix, Sequence
+from ._kernels.sequences import Gates, Matrix, Sequence, Sums
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
@@ -37,7 +37,9 @@ __all__ = ["Gradients", "TrainingStep", "unroll"]
 Array = NDArray[Any]
 
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
+_MOST_UNITS = 32  # with more, lanes are units, and samples are for more threads
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
+_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
 _SMALL = 1 << 20  # multiply-adds of a direction below which other threads would come too late
 
@@ -188,7 +190,7 @@ class TrainingStep:
             for back, cell in enumerate(cells)
         ]
         self._directions: list[Any] = []
-        self._made_for: tuple[np.dtype[Any], bool] | None = None
+        self._made_for: tuple[np.dtype[Any], bool, bool] | None = None
         self._memory: Memory | None = None
         self._weights: list[Any] | None = None
         self._is_batched = True
@@ -350,7 +352,8 @@ class TrainingStep:
     def _allocate(self, x: Array) -> Memory:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
-        key = x.dtype, device_of(x) is None
+        on_host = device_of(x) is None
+        key = x.dtype, on_host, on_host and _has_sample_lanes(self.network, x)
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
@@ -481,11 +484,27 @@ def _directions_of(network: Layers, x: Array) -> list[Any]:
         from ._recurrent_device import DeviceDirection
 
         kind = DeviceDirection
+    else:
+        kind = partial(_Direction, has_sample_lanes=_has_sample_lanes(network, x))
     return [
         kind(cell, layer, back, x.dtype)
         for layer, cells in enumerate(network.cells, start=1)
         for back, cell in enumerate(cells)
     ]
+
+
+def _has_sample_lanes(network: Layers, x: Array) -> bool:
+    """Return whether lanes are samples: where they fill some vectors, or weights are sparse."""
+    cells = [cell for layer in network.cells for cell in layer]
+    masks = [cell._masks[name] for cell in cells for name in ("weight_ih", "weight_hh")]
+    if any(mask is not None and _is_sparse(mask.on(np)) for mask in masks):
+        return True
+    return x.shape[1] > sample_lanes(x.dtype) and cells[0].hidden_size <= _MOST_UNITS
+
+
+def _is_sparse(kept: NDArray[np.bool_]) -> bool:
+    """Return whether only the entries of a weight are stored."""
+    return bool(np.count_nonzero(kept) < _SPARSE * kept.size)
 
 
 def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) -> Memory:
@@ -496,6 +515,22 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     from ._recurrent_device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
+
+
+def _forward(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
+    """Compute some states of one direction, in its order, and their gates.
+
+    Where samples are lanes, from the caller's inputs if no other direction has them, and to the
+    outputs.
+    """
+    memory, one = group.memory, group.memory.directions[k]
+    begin = memory.times(one, span)
+    end = begin + span[1] - span[0]
+    if memory.has_sample_lanes and one.layer == 1 and memory.per_layer == 1:
+        memory.turn_in(group, k, begin, end)
+    _run(group, k, all_weights, span)
+    if memory.has_sample_lanes and one.layer == len(memory.widths) - 1:
+        memory.turn_out(group, k, begin, end)
 
 
 def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
@@ -516,21 +551,25 @@ def _back(
     group: _Group,
     k: int,
     all_weights: list[_Weights],
+    sums: dict[int, _Sums],
     above: Array,
     parts: list[Array],
     span: tuple[int, int],
 ) -> None:
     """Compute the gradients in products and inputs of some steps of one direction."""
-    one, weights = group.memory.directions[k], all_weights[k]
-    if one.cell._writes_gates and not group.memory.keeps_gates:
+    memory = group.memory
+    one, weights = memory.directions[k], all_weights[k]
+    if one.cell._writes_gates and not memory.keeps_gates:
         _run(group, k, all_weights, span)
-    carry, w_in, below = group.carries[k], weights.w_in_back._replace(rows=0), above
+    carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
     one.cell._back_kernel(
         group.sequence(k, span),
         weights.w_back,
         w_in,
+        memory.states[one.layer - 1],
+        memory.sums(one, sums[k]),
         above.reshape(-1),
         below.reshape(-1),
         carry[0],
@@ -559,6 +598,8 @@ class _Packing:
         Rows in a vector.
     block : int
         Columns that read neighbours.
+    has_sample_lanes : bool
+        Whether lanes are samples.
     first, whole : int
         Which row of all products of a step is the first one here, and how many those are.
     """
@@ -569,21 +610,24 @@ class _Packing:
         kept: NDArray[np.bool_],
         lanes: int,
         block: int,
+        has_sample_lanes: bool,
         first: int,
         whole: int,
     ) -> None:
         self.rows, self.cols = places.shape
         self.first, self.stride = first, -(-whole // lanes) * lanes
         self._lanes, self._block = lanes, block
-        self.is_sparse = bool(np.count_nonzero(kept) < _SPARSE * kept.size)
-        self.room = (self.rows + self.cols + 2 * lanes) * lanes if self.is_sparse else 0
+        self.is_sparse = _is_sparse(kept)
+        # Few rows that fill up the last tile, and few tiles.
+        heights = range(4, SAMPLE_ROWS + 1, 4)
+        best = min(heights, key=lambda height: -(-self.rows // height) * (height + 2))
+        self.tile = size = best if has_sample_lanes else TILE_VECTORS * lanes
         if self.is_sparse:
             self.order = places[kept]
             self.indices = np.nonzero(kept)[1]
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             return
         # Where an entry is pruned, or fills up a vector, a zero behind the weight.
-        size = TILE_VECTORS * lanes
         filled = np.full((-(-self.rows // size) * size, self.cols), places.size)
         filled[: self.rows] = np.where(kept, places, places.size)
         tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
@@ -604,16 +648,17 @@ class _Packing:
             -(-self.rows // self._lanes),
             self.cols // self._block,
             self._block,
+            self.tile,
             values,
             self.indices,
             self.indptr,
         )
 
-    def zeros(self, row_sums: Array) -> tuple[Array, Array]:
+    def zeros(self, lots: int, row_sums: Array) -> tuple[Array, Array]:
         """Return what sums of gradients of the entries, and of all rows, begin with."""
         if self.is_sparse:
             return np.zeros(len(self.order)), np.zeros(self.stride)
-        return aligned_zeros(self.cols * self.stride, float), row_sums
+        return aligned_zeros(lots * self.cols * self.stride, float), row_sums
 
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
@@ -621,7 +666,8 @@ class _Packing:
             grad = np.zeros(math.prod(shape), dtype)
             grad[self.order] = sums
         else:
-            grad = sums.take(self._sums).astype(dtype)
+            whole = sums.reshape(-1, self.cols * self.stride).sum(axis=0)
+            grad = whole.take(self._sums).astype(dtype)
             if len(self._pruned):
                 grad[self._pruned] = 0
         return grad.reshape(shape)
@@ -638,15 +684,18 @@ class _Weights(NamedTuple):
 
 
 # Sums over steps and samples, for the weights of input and state: of their entries, and of all
-# products of a step, which both have in common if they are dense.
+# products of a step, which both have in common if they are dense; of each lot of samples.
 _Sums = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 
 class _Direction:
     """One direction of one layer: a cell, and how its weights are packed for a dtype."""
 
-    def __init__(self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any], *, has_sample_lanes: bool
+    ) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
+        self.has_sample_lanes = has_sample_lanes
         self.is_relu = getattr(cell, "nonlinearity", None) == "relu"
         self.lanes = lanes_of(dtype)
         self.units = cell.hidden_size
@@ -665,8 +714,6 @@ class _Direction:
         vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
         ends = self.first_hidden + vectors * self.lanes, self.products, self._in_back.rows
         self.stride = (-(-max(ends) // self.lanes) + 1) * self.lanes
-        every = *self.packings, self._in_back, self._hidden_back
-        self.room = max(packing.room for packing in every)
         self._pack()
 
     def _packings(
@@ -677,9 +724,10 @@ class _Direction:
         places = places[order].reshape(shape)
         kept = np.ones(shape, bool) if mask is None else mask.on(np)
         kept = kept.reshape(-1)[places]
+        lanes = self.has_sample_lanes
         return (
-            _Packing(places, kept, self.lanes, shape[1], first, self.products),
-            _Packing(places.T, kept.T, self.lanes, self.units, 0, shape[1]),
+            _Packing(places, kept, self.lanes, shape[1], lanes, first, self.products),
+            _Packing(places.T, kept.T, self.lanes, self.units, lanes, 0, shape[1]),
         )
 
     def _whole_order(self) -> list[NDArray[np.int64]]:
@@ -696,9 +744,12 @@ class _Direction:
         for packings in (self.packings, (self._in_back, self._hidden_back)):
             for packing, start, size in zip(packings, starts, sizes, strict=True):
                 parts.append(np.where(packing.order == size, end, packing.order + start))
-        # Vectors of rows are read, and what is too much is not used.
-        rest = np.full(2 * self.lanes, end)
-        return parts + [np.append(np.where(b < 0, end, b), rest) for b in biases]
+        # Whole vectors or tiles are read, and what is too much is not used.
+        copies, more = 1, 2 * self.lanes
+        if self.has_sample_lanes:
+            copies, more = sample_lanes(self.dtype), SAMPLE_ROWS
+        padded = [np.append(np.where(b < 0, end, b), np.full(more, end)) for b in biases]
+        return parts + [np.repeat(each, copies) for each in padded]
 
     def _pack(self) -> None:
         """Take memory for the parameters, and for what kernels read, which lines begin."""
@@ -730,10 +781,10 @@ class _Direction:
         np.add(first, second, out=self._weights.bias)
         return self._weights
 
-    def zeros(self) -> _Sums:
+    def zeros(self, lots: int) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
-        row_sums = aligned_zeros(self.in_packing.stride, float)
-        return self.in_packing.zeros(row_sums), self.hidden_packing.zeros(row_sums)
+        row_sums = aligned_zeros(lots * self.in_packing.stride, float)
+        return self.in_packing.zeros(lots, row_sums), self.hidden_packing.zeros(lots, row_sums)
 
     def param_grads(self, sums: _Sums) -> dict[str, Array]:
         """Return the gradients of the parameters by their names."""
@@ -742,6 +793,7 @@ class _Direction:
         for name, packing, (entries, rows) in zip(("ih", "hh"), self.packings, sums, strict=True):
             weight = f"weight_{name}"
             grads[weight] = packing.unpack(entries, cell._shapes[weight], self.dtype)
+            rows = rows.reshape(-1, packing.stride).sum(axis=0)
             rows = rows[packing.first : packing.first + packing.rows]
             grads[f"bias_{name}"] = rows.astype(self.dtype)
         products = grads["bias_ih"].reshape(-1, self.units)
@@ -769,26 +821,34 @@ class _Memory:
         batch: int,
         segment: int,
     ) -> None:
-        self.directions, self._per_layer = directions, len(network.cells[0])
+        self.directions, self.per_layer = directions, len(network.cells[0])
         self.steps, self.batch, self.segment = steps, batch, segment
         self.keeps_gates = segment >= steps
-        self.units, self.dtype, self.lanes = (
-            directions[0].units,
-            directions[0].dtype,
-            directions[0].lanes,
-        )
+        one = directions[0]
+        self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
         self._all_threads = thread_count()
-        one = directions[0]
         work = steps * batch * one.products * (one.in_packing.cols + one.units)
         self.threads = 1 if work < _SMALL else self._all_threads
-        parts = max(1, self.threads // self._per_layer)
-        # A sparse product has samples as lanes, and a dense one takes half a tile at least.
-        fewest = self.lanes if any(one.room for one in directions) else TILE_ROWS // 2
-        self._samples = max(1, -(-batch // (parts * fewest))) * fewest
+        parts = max(1, self.threads // self.per_layer)
+        self.has_sample_lanes = one.has_sample_lanes
+        if self.has_sample_lanes:
+            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
+            # are as they are whatever the threads.
+            self.group = sample_lanes(self.dtype)
+            groups = -(-batch // self.group)
+            lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
+            self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
+            self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
+        else:
+            # A product takes half a tile at least.
+            fewest = TILE_ROWS // 2
+            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
+            self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
         self.groups: list[_Group] = []
         self._rooms: list[Array] = []
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
+        self._ones = aligned_zeros(self.group, self.dtype) + self.dtype.type(1)
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
@@ -808,32 +868,39 @@ class _Memory:
 
         Kernels read some rows more than there are, and do not use them.
         """
-        more, rows = self.lanes + 1, self.batch * (self.steps + 2)
-        has_cells = self.directions[0].cell._parts == 2
-        sizes = [("lengths", self.batch * self.units + self.lanes)]
-        sizes += [("zeros", max(one.stride for one in self.directions))]
+        rows, has_cells = self.padded * (self.steps + 2), self.directions[0].cell._parts == 2
+        if self.has_sample_lanes:
+            longest = max(max(self.units, one.in_packing.cols) for one in self.directions)
+            more, zeros = 0, (longest + SAMPLE_ROWS) * self.group
+        else:
+            more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
+        count = self.padded * self.units + self.lanes
+        parts = sum(one.cell._parts for one in self.directions)
+        sizes = [("lengths", count), ("zeros", zeros), *[("carries", count)] * parts]
         sizes += [("states", (rows + more) * width) for width in self.widths]
         sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
         sizes = [(name, count + self.lanes) for name, count in sizes]
-        gates = [self.segment * self.batch * one.units * one.kept for one in self.directions]
-        gates = [count + (more + 1) * self.units for count in gates]
+        gates = [self.segment * self.padded * one.units * one.kept for one in self.directions]
+        rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
+        gates = [count + rest for count in gates]
         # Where not all are kept, layers take turns.
-        some = gates if self.keeps_gates else [max(gates)] * self._per_layer
+        some = gates if self.keeps_gates else [max(gates)] * self.per_layer
         sizes += [("gates", count + self.lanes) for count in some]
         inner = max(self.widths[1:-1], default=0)
         sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
-        if self._per_layer > 1:
+        if self.per_layer > 1:
             sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
-        for first in range(0, self.batch, self._samples):
-            count = min(self._samples, self.batch - first)
+        for first in range(0, self.padded, self._samples):
+            count = min(self._samples, self.padded - first)
             for one in self.directions:
                 part = (-(-count * one.units // self.lanes) + 2) * self.lanes
-                sizes += [
-                    ("products", (count + self.lanes) * one.stride),
-                    ("parts", (one.products // one.units + 1) * part),
-                    ("room", one.room),
-                ]
-                sizes += [("carries", part)] * one.cell._parts
+                if self.has_sample_lanes:
+                    products = max(zeros, kernels.STEPS * SUM_ROWS * self.group)
+                    parts = (one.products + one.units + SAMPLE_ROWS) * self.group + self.lanes
+                else:
+                    products = (count + self.lanes) * one.stride
+                    parts = (one.products // one.units + 1) * part
+                sizes += [("products", products), ("parts", parts)]
         return sizes
 
     def allocate(self) -> None:
@@ -847,53 +914,100 @@ class _Memory:
         self._grads, self._parts = arrays["grads"], arrays["part"]
         gates = arrays["gates"]
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
-        names = "products", "parts", "room", "carries"
-        own = {name: iter(arrays.get(name, ())) for name in names}
+        carries = iter(arrays["carries"])
+        self.carries = [[next(carries) for _ in range(one.cell._parts)] for one in self.directions]
+        own = {name: iter(arrays.get(name, ())) for name in ("products", "parts")}
         self.groups = [
-            _Group(self, first, min(self._samples, self.batch - first), own)
-            for first in range(0, self.batch, self._samples)
+            _Group(self, first, min(self._samples, self.padded - first), own)
+            for first in range(0, self.padded, self._samples)
         ]
-        self._inputs = self._slots(self.states[0], 0)[1:-1]
-        self._outputs = self._slots(self.states[-1], len(self.widths) - 1)[1:-1]
         self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
+        self._carry_places = [
+            (k, samples, slice(part * self.units, (part + 1) * self.units), place)
+            for k, parts in enumerate(self.carries)
+            for part, array in enumerate(parts)
+            for samples, place in self._each_group(self._by_sample(array, self.units))
+        ]
+        self._all_steps = False
+
+    def _by_sample(self, array: Array, *lead: int) -> Array:
+        """Return a view with axes of groups, samples and units behind others."""
+        *steps, width = lead
+        if not self.has_sample_lanes:
+            shape = *steps, 1, self.batch, width
+            return array[: math.prod(shape)].reshape(shape)
+        shape = *steps, self.padded // self.group, width, self.group
+        return array[: math.prod(shape)].reshape(shape).swapaxes(-1, -2)
 
     def _slots(self, array: Array, layer: int) -> Array:
-        """Return the states of a layer with axes of slots, samples and units."""
-        shape = self.steps + 2, self.batch, self.widths[layer]
-        return array[: math.prod(shape)].reshape(shape)
+        """Return the states of a layer with axes of slots, groups, samples and units."""
+        return self._by_sample(array, self.steps + 2, self.widths[layer])
 
-    def _state_places(self, last: bool) -> list[tuple[int, slice, Array]]:
-        """Return, for each part of the first or last states, its direction, columns and slot."""
+    def _each_group(self, places: Array) -> Iterator[tuple[slice, Array]]:
+        """Yield the samples of each group, and what they have of an array of all groups."""
+        size = places.shape[1]
+        for k, place in enumerate(places):
+            samples = slice(k * size, min((k + 1) * size, self.batch))
+            yield samples, place[: samples.stop - samples.start]
+
+    def _state_places(self, last: bool) -> list[tuple[int, slice, slice, Array]]:
+        """Return the direction, samples and columns of each part of the first or last states.
+
+        And where it is in the slots.
+        """
         places = []
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             slot = last_slot if last else first_slot
             columns = slice(one.back * one.units, (one.back + 1) * one.units)
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                place = self._slots(arrays[one.layer], one.layer)[slot, :, columns]
-                places.append((k, slice(part * one.units, (part + 1) * one.units), place))
+                slots = self._slots(arrays[one.layer], one.layer)[slot, ..., columns]
+                own = slice(part * one.units, (part + 1) * one.units)
+                places += [(k, samples, own, place) for samples, place in self._each_group(slots)]
         return places
 
     def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
-        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
-        self._inputs[:] = x
-        each = self.lengths[: self.batch * self.units].reshape(self.batch, self.units)
-        each[:] = self.steps if lengths is None else lengths[:, None]
+        """Take over inputs, initial states, which are zeros by default, and lengths."""
+        self._x, self._is_shorter = x.reshape(-1), lengths is not None
+        for k, samples, columns, place in self._firsts:
+            place[:] = 0 if state is None else state[k, samples, columns]
+        if lengths is not None or not self._all_steps:
+            for samples, place in self._each_group(self._by_sample(self.lengths, self.units)):
+                place[:] = self.steps if lengths is None else lengths[samples, None]
+        self._all_steps = lengths is None
+        if self.has_sample_lanes:
+            if self.per_layer > 1:
+                self.for_each_group(range(1), self.turn_in, 0, self.steps)
+            return
+        inputs = self._slots(self.states[0], 0)[1:-1, 0]
+        inputs[:] = x
         if lengths is not None:
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
-            self._inputs[np.arange(self.steps)[:, None] >= lengths] = 0
-        for k, columns, place in self._firsts:
-            place[:] = 0 if state is None else state[k, :, columns]
+            inputs[np.arange(self.steps)[:, None] >= lengths] = 0
+
+    def turn_in(self, group: _Group, k: int, begin: int, end: int) -> None:
+        """Take over the inputs of some steps and samples, which become lanes."""
+        sequence, out = group.sequence(k, (begin, end)), self.states[0]
+        kernels.turn_in(self._x, sequence, self.widths[0], self._is_shorter, out, begin, end)
+
+    def turn_out(self, group: _Group, k: int, begin: int, end: int) -> None:
+        """Write the outputs of some steps and samples, which are lanes."""
+        one, out = self.directions[k], self._output[begin:end]
+        where = begin + 1, end + 1, out.reshape(-1), self.widths[-1], one.back * one.units
+        kernels.turn_out(self.states[-1], group.sequence(k, (begin, end)), *where)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
-        output = self._outputs.copy()
+        output = self._output
+        del self._output, self._x
+        if not self.has_sample_lanes:
+            output[:] = self._slots(self.states[-1], len(self.widths) - 1)[1:-1, 0]
         if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
         parts = self.directions[0].cell._parts
         last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        for k, columns, place in self._lasts:
-            last[k, :, columns] = place
+        for k, samples, columns, place in self._lasts:
+            last[k, samples, columns] = place
         return output, last
 
     # -- Threads ----------------------------------------------------------------------------------
@@ -919,29 +1033,37 @@ class _Memory:
 
     def run(self, ks: range, weights: list[_Weights]) -> None:
         """Compute all states of the directions of a layer, and the gates of the last segment."""
+        if self.directions[ks.start].layer == len(self.widths) - 1:
+            self._output = np.empty((self.steps, self.batch, self.widths[-1]), self.dtype)
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, _run, weights, span)
+            self.for_each_group(ks, _forward, weights, span)
 
     def every_state(self) -> Array:
         """Return the states of the only direction: before the first step, and after each."""
         parts = [self.states, self.cells][: self.directions[0].cell._parts]
-        slots = [self._slots(arrays[1], 1)[: self.steps + 1] for arrays in parts]
-        return np.concatenate(slots, axis=-1)
+        states = np.empty((self.steps + 1, self.batch, len(parts) * self.units), self.dtype)
+        for part, arrays in enumerate(parts):
+            if self.has_sample_lanes:
+                sequence = self.groups[0].sequence(0, (0, 0))._replace(first=0, count=self.padded)
+                where = 0, self.steps + 1, states.reshape(-1), states.shape[2], part * self.units
+                kernels.turn_out(arrays[1], sequence, *where)
+            else:
+                columns = slice(part * self.units, (part + 1) * self.units)
+                states[..., columns] = self._slots(arrays[1], 1)[:-1, 0]
+        return states
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""
-        for group in self.groups:
-            for part, place in group.carry_parts(carry):
-                place[:] = part
+        for k, samples, columns, place in self._carry_places:
+            place[:] = carry[k, samples, columns]
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
         parts = self.directions[0].cell._parts
         grad = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        for group in self.groups:
-            for part, place in group.carry_parts(grad):
-                part[:] = place
+        for k, samples, columns, place in self._carry_places:
+            grad[k, samples, columns] = place
         return grad
 
     def below(self, k: int) -> Array:
@@ -958,30 +1080,31 @@ class _Memory:
         `above` holds the gradients in its outputs, and `below` gets those in its inputs.
         """
         parts = self._input_parts(below)
-        sums = {k: self.directions[k].zeros() for k in ks}
+        sums = {k: self.directions[k].zeros(-(-self.padded // self.lot)) for k in ks}
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, _back, weights, above, parts, span)
+            self.for_each_group(ks, _back, weights, sums, above, parts, span)
             self._sum_up(ks, sums, span)
         for part in parts[1:]:
             parts[0] += part
         return [self.directions[k].param_grads(sums[k]) for k in ks]
 
     def _sum_up(self, ks: range, sums: dict[int, _Sums], span: tuple[int, int]) -> None:
-        """Add the gradients of the parameters over some steps."""
+        """Add the gradients of the parameters over some steps that the backward pass has not."""
         tasks: list[Callable[[], None]] = []
         for k in ks:
             one, lanes = self.directions[k], self.lanes
             vectors = -(-one.products // lanes)
             parts = even_slices(vectors, min(vectors, 2 * self.threads))
-            for part in parts if one.is_dense else ():
+            for part in () if self.has_sample_lanes else parts:
                 rows = part.start * lanes, min(part.stop * lanes, one.products)
                 tasks.append(partial(self.add_grads, k, sums[k], rows, span))
             for which, packing in enumerate(one.packings):
                 for row in range(0, packing.rows, _TASK_ROWS) if packing.is_sparse else ():
                     rows = row, min(row + _TASK_ROWS, packing.rows)
                     tasks.append(partial(self.add_sparse_grads, k, which, sums[k], rows, span))
-        self.call_all(tasks)
+        if tasks:
+            self.call_all(tasks)
 
     def _input_parts(self, below: Array | None) -> list[Array]:
         """Return an array for each direction, whose sum `below` will be; it is the first."""
@@ -1008,28 +1131,41 @@ class _Memory:
         one = self.directions[k]
         t, layer = self.times(one, span), one.layer
         gates = Gates(
-            *(self.gates[k], self.segment, one.kept, one.units, self._samples),
+            *(self.gates[k], self.segment, one.kept, one.units, self.group),
             *(t - self.first_gates(one, span), first // one.units),
         )
         read, width = self.widths[layer - 1 : layer + 1]
-        before = (t + 2 * one.back) * self.batch * width + one.back * one.units
+        before = (t + 2 * one.back) * self.padded * width + self.column(one)
         return gates, [
-            (self.states[layer - 1], (t + 1) * self.batch * read, read),
+            (self.states[layer - 1], (t + 1) * self.padded * read, read),
             (self.states[layer], before, width),
         ]
 
+    def column(self, one: _Direction) -> int:
+        """Return where the states of a direction begin behind those of a group."""
+        return one.back * one.units * (self.group if self.has_sample_lanes else 1)
+
+    def sums(self, one: _Direction, sums: _Sums) -> Sums:
+        """Return the sums that the backward pass adds up where samples are lanes."""
+        (x_out, x_rows), (h_out, h_rows) = sums
+        x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
+        return Sums(
+            one.products if one.is_dense else 0,
+            *(one.in_packing.stride, x_cols, one.in_packing.rows, h_cols, one.first_hidden),
+            *(self.lot, x_out, h_out, x_rows if x_cols else h_rows, self._ones),
+        )
+
     def add_grads(self, k: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
-        """Add gradients over some steps to rows of the sums of a direction that are dense."""
+        """Add gradients over some steps to rows of the sums of a direction."""
         one, terms = self.directions[k], max(self.batch, kernels.BLOCK)
         gates, ((x, x_at, _), (h, h_at, h_step)) = self._terms(k, span, 0)
-        x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
-        (x_out, x_rows), (h_out, h_rows) = sums
+        (x_out, row_sums), (h_out, _) = sums
         room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes)
         room[: TILE_VECTORS * self.lanes] = 0
         kernels.sum_products(
-            *(gates, x, x_at, x_cols, one.in_packing.rows, x_out),
-            *(h, h_at, h_step, h_cols, one.first_hidden, h_out),
-            x_rows if x_cols else h_rows,
+            *(gates, x, x_at, one.in_packing.cols, one.in_packing.rows, x_out),
+            *(h, h_at, h_step, one.hidden_packing.cols, one.first_hidden, h_out),
+            row_sums,
             *(self.batch, span[1] - span[0], room, *rows),
         )
         self._rooms.append(room)
@@ -1041,11 +1177,10 @@ class _Memory:
         packing = self.directions[k].packings[which]
         gates, factors = self._terms(k, span, packing.first)
         entries, row_sums = sums[which]
-        stride = max(self.batch, kernels.BLOCK) + 2 * self.lanes
-        size = rows[1] - rows[0] + self.lanes
-        room = self._borrow((2 * size + packing.cols + self.lanes) * stride)
+        stride = max(self.padded, kernels.BLOCK) + 2 * self.lanes
+        room = self._borrow((rows[1] - rows[0] + packing.cols) * stride)
         kernels.sum_sparse_products(
-            *(gates, *factors[which], packing.cols, self.batch, span[1] - span[0]),
+            *(gates, *factors[which], packing.cols, self.padded, span[1] - span[0]),
             *(packing.indptr, packing.indices, room),
             *(entries, row_sums[packing.first :], *rows),
         )
@@ -1059,43 +1194,33 @@ class _Group:
         self, memory: _Memory, first: int, samples: int, own: dict[str, Iterator[Array]]
     ) -> None:
         self.memory, self.first, self.samples = memory, first, samples
-        self._scratch, self.carries = [], []
-        for one in memory.directions:
-            self._scratch.append((next(own["products"]), next(own["parts"]), next(own["room"])))
-            self.carries.append([next(own["carries"]) for _ in range(one.cell._parts)])
+        self._scratch = [(next(own["products"]), next(own["parts"])) for _ in memory.directions]
 
     def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
         """Return a direction for the kernels, with the gates of some steps."""
         memory, one = self.memory, self.memory.directions[k]
-        products, parts, room = self._scratch[k]
+        products, parts = self._scratch[k]
         return Sequence(
             memory.steps,
             one.back,
             one.units,
+            memory.padded,
             memory.batch,
             self.first,
             self.samples,
+            min(self.samples, memory.group),
+            memory.has_sample_lanes,
             memory.lengths,
             memory.states[one.layer],
             memory.widths[one.layer],
-            one.back * one.units,
+            memory.column(one),
             memory.cells[one.layer] if one.cell._parts == 2 else memory.cells[0],
             memory.gates[k],
-            self.first * memory.segment * one.kept * one.units,
+            memory.segment,
             memory.first_gates(one, span),
             one.kept,
             products,
             one.stride,
             parts,
-            room,
             memory.zeros,
         )
-
-    def carry_parts(self, whole: Array) -> Iterator[tuple[Array, Array]]:
-        """Return what belongs to these samples in the gradients in states, and its place here."""
-        samples = slice(self.first, self.first + self.samples)
-        for k, carries in enumerate(self.carries):
-            units = self.memory.units
-            for part, array in enumerate(carries):
-                place = array[: self.samples * units].reshape(-1, units)
-                yield whole[k, samples, part * units : (part + 1) * units], place

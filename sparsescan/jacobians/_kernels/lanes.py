@@ -9,6 +9,7 @@ Vectors are values of compiled functions only; ``+ - * /`` work on them.
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import llvmlite.binding
 import numpy as np
@@ -22,8 +23,13 @@ from ...kernels.compile import njit
 
 __all__ = [
     "ROWS",
+    "SAMPLE_ROWS",
+    "SUM_COLUMNS",
+    "SUM_ROWS",
     "TILE_ROWS",
     "TILE_VECTORS",
+    "add_sample_products",
+    "add_sample_tile",
     "add_tile",
     "add_to",
     "correlate_1",
@@ -47,13 +53,17 @@ __all__ = [
     "lanes",
     "less_or",
     "load",
+    "load_samples",
     "load_some",
     "load_square",
     "number",
     "number_or",
     "put_four",
+    "sample_count",
+    "sample_lanes",
     "sigmoid",
     "splat",
+    "splat_samples",
     "store",
     "store_some",
     "store_square",
@@ -65,6 +75,8 @@ __all__ = [
 
 # A register: 64 bytes with AVX-512, else 32.
 _BYTES = 64 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 32
+# Where samples are lanes, 32: a batch of 16 is enough for two threads.
+_SAMPLE_BYTES = 32
 
 
 def lanes(dtype: np.dtype) -> int:
@@ -72,11 +84,16 @@ def lanes(dtype: np.dtype) -> int:
     return _BYTES // np.dtype(dtype).itemsize
 
 
+def sample_lanes(dtype: np.dtype) -> int:
+    """Return how many samples are in a vector where samples are lanes."""
+    return _SAMPLE_BYTES // np.dtype(dtype).itemsize
+
+
 class _Lanes(types.Type):
     """A vector of numbers."""
 
-    def __init__(self, dtype):
-        self.dtype, self.count = dtype, 8 * _BYTES // dtype.bitwidth
+    def __init__(self, dtype, size=_BYTES):
+        self.dtype, self.count = dtype, 8 * size // dtype.bitwidth
         super().__init__(name=f"Lanes({dtype} x {self.count})")
 
 
@@ -98,6 +115,17 @@ def _lane_count_of(array):
     return lambda array: count
 
 
+def sample_count(array):
+    """Return how many samples are in a vector, in compiled functions."""
+    return sample_lanes(array.dtype)
+
+
+@overload(sample_count)
+def _sample_count_of(array):
+    count = sample_lanes(numpy_support.as_dtype(array.dtype))
+    return lambda array: count
+
+
 # -- Memory ----------------------------------------------------------------------------------------
 
 
@@ -108,18 +136,25 @@ def _pointer(context, builder, array_type, array, index, vector=None):
     return place if vector is None else builder.bitcast(place, vector.as_pointer())
 
 
-@intrinsic
-def load(typingctx, array, index):
-    """Return the vector that begins at ``array[index]``."""
-    vector = _Lanes(array.dtype)
+def _loading(size):
+    """Return an intrinsic of an array and an index: the vector of so many bytes there."""
 
-    def codegen(context, builder, signature, args):
-        value = context.get_value_type(vector)
-        loaded = builder.load(_pointer(context, builder, signature.args[0], *args, value))
-        loaded.align = array.dtype.bitwidth // 8
-        return loaded
+    @intrinsic
+    def load(typingctx, array, index):
+        vector = _Lanes(array.dtype, size)
 
-    return vector(array, types.intp), codegen
+        def codegen(context, builder, signature, args):
+            value = context.get_value_type(vector)
+            loaded = builder.load(_pointer(context, builder, signature.args[0], *args, value))
+            loaded.align = array.dtype.bitwidth // 8
+            return loaded
+
+        return vector(array, types.intp), codegen
+
+    return load
+
+
+load, load_samples = _loading(_BYTES), _loading(_SAMPLE_BYTES)
 
 
 @intrinsic
@@ -142,16 +177,23 @@ def _broadcast(builder, value, vector):
     return builder.shuffle_vector(first, first, every)
 
 
-@intrinsic
-def splat(typingctx, array, index):
-    """Return a vector of ``array[index]``."""
-    vector = _Lanes(array.dtype)
+def _splatting(size):
+    """Return an intrinsic of an array and an index: a vector of the number there."""
 
-    def codegen(context, builder, signature, args):
-        value = builder.load(_pointer(context, builder, signature.args[0], *args))
-        return _broadcast(builder, value, context.get_value_type(vector))
+    @intrinsic
+    def splat(typingctx, array, index):
+        vector = _Lanes(array.dtype, size)
 
-    return vector(array, types.intp), codegen
+        def codegen(context, builder, signature, args):
+            value = builder.load(_pointer(context, builder, signature.args[0], *args))
+            return _broadcast(builder, value, context.get_value_type(vector))
+
+        return vector(array, types.intp), codegen
+
+    return splat
+
+
+splat, splat_samples = _splatting(_BYTES), _splatting(_SAMPLE_BYTES)
 
 
 @intrinsic
@@ -222,17 +264,20 @@ def store_some(typingctx, array, index, vector, count):
             with then:
                 builder.store(vector, place).align = bits // 8
             with otherwise:
-                mask = _first_lanes(builder, count, shape)
-                kinds = [shape, shape.as_pointer(), ir.IntType(32), mask.type]
-                store = cgutils.get_or_insert_function(
-                    builder.module,
-                    ir.FunctionType(ir.VoidType(), kinds),
-                    f"llvm.masked.store.v{shape.count}f{bits}.p0",
-                )
-                builder.call(store, [vector, place, ir.IntType(32)(bits // 8), mask])
+                _masked_store(builder, vector, place, _first_lanes(builder, count, shape))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector, types.intp), codegen
+
+
+def _masked_store(builder, vector, place, mask):
+    """Write the lanes of a vector that are in a mask."""
+    bytes_, align = _align(vector.type), ir.IntType(32)
+    name = f"llvm.masked.store.v{vector.type.count}f{8 * bytes_}.p0"
+    kinds = [vector.type, place.type, align, mask.type]
+    shape = ir.FunctionType(ir.VoidType(), kinds)
+    store = cgutils.get_or_insert_function(builder.module, shape, name)
+    builder.call(store, [vector, place, align(bytes_), mask])
 
 
 def _first_lanes(builder, count, vector):
@@ -267,38 +312,74 @@ def number(typingctx, like, value):
 
 
 @intrinsic
-def load_square(typingctx, array, index, step):
-    """Return as many vectors as one has lanes, `step` apart from ``array[index]`` on."""
-    vector = _Lanes(array.dtype)
+def load_square(typingctx, array, index, step, rows, count):
+    """Return as many vectors of samples as one has lanes, `step` apart from ``array[index]`` on.
+
+    Only the first `count` lanes of the first `rows` are read, and all others are 0.
+    """
+    vector = _Lanes(array.dtype, _SAMPLE_BYTES)
     square = types.UniTuple(vector, vector.count)
 
     def codegen(context, builder, signature, args):
-        array, index, step = args
-        value, rows = context.get_value_type(vector), []
-        for k in range(vector.count):
-            place = builder.add(index, builder.mul(step, step.type(k)))
-            row = builder.load(_pointer(context, builder, signature.args[0], array, place, value))
-            row.align = vector.dtype.bitwidth // 8
-            rows.append(row)
-        return context.make_tuple(builder, square, rows)
+        array, index, step, rows, count = args
+        value = context.get_value_type(vector)
+        found = [cgutils.alloca_once(builder, value) for _ in range(vector.count)]
 
-    return square(array, types.intp, types.intp), codegen
+        def load(k, mask):
+            at = builder.add(index, builder.mul(step, step.type(k)))
+            place = _pointer(context, builder, signature.args[0], array, at, value)
+            if mask is None:
+                row = builder.load(place)
+                row.align = _align(value)
+            else:
+                row = _masked_load(builder, place, mask)
+            builder.store(row, found[k])
+
+        _for_rows(builder, value, rows, count, load)
+        return context.make_tuple(builder, square, [builder.load(each) for each in found])
+
+    return square(array, *[types.intp] * 4), codegen
 
 
 @intrinsic
-def store_square(typingctx, array, index, step, square):
-    """Write as many vectors as one has lanes, `step` apart from ``array[index]`` on."""
+def store_square(typingctx, array, index, step, square, rows, count):
+    """Write the first `count` lanes of the first `rows` vectors, from ``array[index]`` on."""
 
     def codegen(context, builder, signature, args):
-        array, index, step, square = args
-        for k in range(len(signature.args[3])):
-            vector = builder.extract_value(square, k)
-            place = builder.add(index, builder.mul(step, step.type(k)))
-            to = _pointer(context, builder, signature.args[0], array, place, vector.type)
-            builder.store(vector, to).align = signature.args[0].dtype.bitwidth // 8
+        array, index, step, square, rows, count = args
+        vectors = [builder.extract_value(square, k) for k in range(len(signature.args[3]))]
+        value = vectors[0].type
+
+        def store(k, mask):
+            at = builder.add(index, builder.mul(step, step.type(k)))
+            place = _pointer(context, builder, signature.args[0], array, at, value)
+            if mask is None:
+                builder.store(vectors[k], place).align = _align(value)
+            else:
+                _masked_store(builder, vectors[k], place, mask)
+
+        _for_rows(builder, value, rows, count, store)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp, square), codegen
+    return types.void(array, types.intp, types.intp, square, types.intp, types.intp), codegen
+
+
+def _for_rows(builder, vector, rows, count, do):
+    """Call ``do(k, mask)`` for all rows of a square; the mask is None where all of it is meant."""
+    size = rows.type(vector.count)
+    whole = builder.and_(
+        builder.icmp_signed(">=", rows, size), builder.icmp_signed(">=", count, size)
+    )
+    with builder.if_else(whole, likely=True) as (then, otherwise):
+        with then:
+            for k in range(vector.count):
+                do(k, None)
+        with otherwise:
+            for k in range(vector.count):
+                left = builder.select(
+                    builder.icmp_signed(">", rows, size.type(k)), count, size.type(0)
+                )
+                do(k, _first_lanes(builder, left, vector))
 
 
 @intrinsic
@@ -479,15 +560,21 @@ def add_to(typingctx, array, index, vector):
     """Add a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
 
     def codegen(context, builder, signature, args):
-        wide = ir.VectorType(context.get_value_type(signature.args[0].dtype), args[2].type.count)
-        place = _pointer(context, builder, signature.args[0], *args[:2], wide)
-        before = builder.load(place)
-        before.align = _align(wide)
-        added = args[2] if wide == args[2].type else builder.fpext(args[2], wide)
-        builder.store(builder.fadd(before, added), place).align = _align(wide)
+        place = _pointer(context, builder, signature.args[0], *args[:2])
+        _add_in_place(builder, place, args[2])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), codegen
+
+
+def _add_in_place(builder, place, vector):
+    """Add a vector to the numbers from a pointer on, whose type may be a wider one."""
+    wide = ir.VectorType(place.type.pointee, vector.type.count)
+    place = builder.bitcast(place, wide.as_pointer())
+    before = builder.load(place)
+    before.align = _align(wide)
+    added = vector if wide == vector.type else builder.fpext(vector, wide)
+    builder.store(builder.fadd(before, added), place).align = _align(wide)
 
 
 # -- Functions -------------------------------------------------------------------------------------
@@ -675,59 +762,82 @@ def add_tile(
 
 
 def _tiles(module, vector, size):
-    """Return the function that writes a tile; inlined it would crowd its callers' registers."""
-    name = f"sparsescan.tile.{vector.element}"
+    """Return the function that writes a tile."""
+
+    def write(builder, args, columns, rows):
+        steps = _Steps(size(TILE_VECTORS * vector.count), *args[4:])
+        _tile(builder, vector, columns, rows, args[:4], steps)
+
+    kinds = [*[vector.element.as_pointer()] * 4, *[size] * 8]
+    widths, heights = range(TILE_VECTORS, 0, -1), (TILE_ROWS, TILE_ROWS // 2, 1)
+    return _by_shape(module, f"sparsescan.tile.{vector}", kinds, size, widths, heights, write)
+
+
+def _by_shape(module, name, kinds, size, widths, heights, write):
+    """Return a function of arguments, a width and a height, with code for each of both.
+
+    ``write(builder, args, width, height)`` writes that; the height may be more than is needed.
+    Inlined it would crowd its callers' registers.
+    """
     if name in module.globals:
         return module.globals[name]
-    pointer = vector.element.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [*[pointer] * 4, *[size] * 10])
+    kind = ir.FunctionType(ir.VoidType(), [*kinds, size, size])
     function = ir.Function(module, kind, name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    width, height = function.args[-2:]
-    for columns in range(TILE_VECTORS, 0, -1):
+    *args, width, height = function.args
+    for columns in widths:
         with builder.if_then(builder.icmp_signed(">=", width, size(columns))):
-            for rows, fewer in ((TILE_ROWS, TILE_ROWS // 2), (TILE_ROWS // 2, 1), (1, 0)):
+            for rows, fewer in zip(heights, (*heights[1:], 0), strict=True):
                 with builder.if_then(builder.icmp_signed(">", height, size(fewer))):
-                    _tile(builder, function.args, vector, columns, rows)
+                    write(builder, args, columns, rows)
                     builder.ret_void()
             builder.ret_void()
     builder.ret_void()
     return function
 
 
-def _tile(builder, args, vector, columns, rows):
+class _Steps(NamedTuple):
+    """From each vector, row or number of a tile to the next, and how many numbers there are."""
+
+    vector: ir.Value
+    out: ir.Value
+    start: ir.Value
+    numbers: ir.Value
+    number: ir.Value
+    block: ir.Value
+    blocks: ir.Value
+    count: ir.Value
+    part: ir.Value
+
+
+def _tile(builder, vector, columns, rows, places, steps):
     """Write a tile of so many vectors and rows."""
-    out, start, vectors, numbers, out_step, start_step, numbers_step = args[:7]
-    number_step, block_step, blocks, count, part = args[7:12]
+    out, start, vectors, numbers = places
+    count, part = steps.count, steps.part
     size = count.type
     zero = ir.Constant(vector, [0.0] * vector.count)
     sums = [cgutils.alloca_once(builder, vector) for _ in range(rows * columns)]
 
-    def vector_at(pointer, index):
-        return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-
-    def load(pointer, index):
-        loaded = builder.load(vector_at(pointer, index))
-        loaded.align = _align(vector)
-        return loaded
-
-    firsts = [builder.gep(numbers, [builder.mul(numbers_step, size(n))]) for n in range(rows)]
-    every_block = cgutils.for_range(builder, blocks)
+    firsts = [builder.gep(numbers, [builder.mul(steps.numbers, size(n))]) for n in range(rows)]
+    every_block = cgutils.for_range(builder, steps.blocks)
     every_part = cgutils.for_range_slice(builder, size(0), count, part, intp=size, inc=True)
     with every_block as block, every_part as (done, _):
         left = builder.sub(count, done)
         some = builder.select(builder.icmp_signed("<", left, part), left, part)
         before = builder.add(builder.mul(block.index, count), done)
-        offset = builder.mul(block.index, block_step)
-        offset = builder.add(offset, builder.mul(done, number_step))
+        offset = builder.mul(block.index, steps.block)
+        offset = builder.add(offset, builder.mul(done, steps.number))
         for each in sums:
             builder.store(zero, each)
         with cgutils.for_range(builder, some) as loop:
-            k = builder.mul(builder.add(before, loop.index), size(TILE_VECTORS * vector.count))
-            loaded = [load(vectors, builder.add(k, size(c * vector.count))) for c in range(columns)]
-            index = builder.add(offset, builder.mul(loop.index, number_step))
+            k = builder.mul(builder.add(before, loop.index), steps.vector)
+            loaded = [
+                _load_at(builder, vectors, builder.add(k, size(c * vector.count)), vector)
+                for c in range(columns)
+            ]
+            index = builder.add(offset, builder.mul(loop.index, steps.number))
             for n, first in enumerate(firsts):
                 factor = _broadcast(builder, builder.load(builder.gep(first, [index])), vector)
                 for c, each in enumerate(loaded):
@@ -736,14 +846,127 @@ def _tile(builder, args, vector, columns, rows):
                     builder.store(added, to)
         begins = builder.icmp_signed("==", before, size(0))
         begin = builder.select(begins, start, out)
-        begin_step = builder.select(begins, start_step, out_step)
+        begin_step = builder.select(begins, steps.start, steps.out)
         for n in range(rows):
             for c in range(columns):
                 added = builder.load(sums[n * columns + c])
                 index = builder.add(builder.mul(begin_step, size(n)), size(c * vector.count))
-                added = builder.fadd(load(begin, index), added)
-                index = builder.add(builder.mul(out_step, size(n)), size(c * vector.count))
-                builder.store(added, vector_at(out, index)).align = _align(vector)
+                added = builder.fadd(_load_at(builder, begin, index, vector), added)
+                index = builder.add(builder.mul(steps.out, size(n)), size(c * vector.count))
+                place = builder.bitcast(builder.gep(out, [index]), vector.as_pointer())
+                builder.store(added, place).align = _align(vector)
+
+
+# Where samples are lanes, a tile has one vector for each of so many rows, or fewer by fours.
+SAMPLE_ROWS = 24 if _BYTES == 64 else 12
+
+
+@intrinsic
+def add_sample_tile(
+    typingctx, out, out_at, start, start_at, x, x_at, numbers, numbers_at, count, part, height
+):
+    """Write ``start[n] + Σ numbers[n, k]·x[k]`` to the vectors of samples ``out[n]`` of a tile.
+
+    Parameters
+    ----------
+    out, out_at, start, start_at, x, x_at : array, int, array, int, array, int
+        Where vectors begin, each of which follows the one before; `start` may be `out`.
+    numbers, numbers_at : array, int
+        Where ``numbers[0, 0]`` is; ``numbers[:, k]`` are neighbours, one tile at a time.
+    count, part : int
+        Of so many `k` so many are summed up before they are added to the others.
+    height : int
+        Vectors of the tile, a multiple of 4.
+    """
+
+    def codegen(context, builder, signature, args):
+        places = [
+            _pointer(context, builder, signature.args[k], *args[k : k + 2]) for k in range(0, 8, 2)
+        ]
+        vector = context.get_value_type(_Lanes(x.dtype, _SAMPLE_BYTES))
+        size = args[-1].type
+        step, one = size(vector.count), size(1)
+
+        def write(builder, args, columns, rows):
+            steps = _Steps(step, step, step, one, size(rows), size(0), one, *args[4:])
+            _tile(builder, vector, columns, rows, args[:4], steps)
+
+        kinds = [*[vector.element.as_pointer()] * 4, size, size]
+        name, heights = f"sparsescan.samples.{vector}", range(SAMPLE_ROWS, 0, -4)
+        function = _by_shape(builder.module, name, kinds, size, (1,), heights, write)
+        builder.call(function, [*places, *args[8:10], one, args[10]])
+        return context.get_dummy_value()
+
+    arrays = out, start, x, numbers
+    kinds = [kind for array in arrays for kind in (array, types.intp)]
+    return types.void(*kinds, *[types.intp] * 3), codegen
+
+
+# Sums over samples are kept in registers for so many rows and columns, or fewer columns.
+SUM_ROWS, SUM_COLUMNS = (8, 3) if _BYTES == 64 else (4, 3)
+
+
+@intrinsic
+def add_sample_products(
+    typingctx, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width
+):
+    """Add ``Σ a[t, i]·b[t, j]``, over steps `t` and the samples, to ``out[j, i]``.
+
+    Parameters
+    ----------
+    out, out_at, out_step : array, int, int
+        Where ``out[0, 0]`` is, and how far it is from there to the next `j`; `i` are neighbours.
+    a, a_at, a_step, b, b_at, b_step : array, int, int, array, int, int
+        Where vectors of samples of the first step begin, and how far it is to the next step.
+    count, width : int
+        How many steps `t` and columns `j` there are, of which `SUM_COLUMNS` are taken. The rows `i`
+        are `SUM_ROWS`.
+    """
+
+    def codegen(context, builder, signature, args):
+        places, steps = [], []
+        for k in (0, 3, 6):
+            places.append(_pointer(context, builder, signature.args[k], *args[k : k + 2]))
+            steps.append(args[k + 2])
+        vector = context.get_value_type(_Lanes(a.dtype, _SAMPLE_BYTES))
+        size = args[-1].type
+
+        def write(builder, args, columns, rows):
+            _sum_products(builder, vector, columns, rows, *args)
+
+        kinds = [*(place.type for place in places), *[size] * 4]
+        widths = range(SUM_COLUMNS, 0, -1)
+        name = f"sparsescan.sums.{vector}"
+        function = _by_shape(builder.module, name, kinds, size, widths, (SUM_ROWS,), write)
+        builder.call(function, [*places, *steps, *args[9:], size(SUM_ROWS)])
+        return context.get_dummy_value()
+
+    kinds = [kind for array in (out, a, b) for kind in (array, types.intp, types.intp)]
+    return types.void(*kinds, types.intp, types.intp), codegen
+
+
+def _sum_products(builder, vector, columns, rows, out, a, b, out_step, a_step, b_step, count):
+    """Add the sums for so many columns and rows."""
+    size = count.type
+    zero = ir.Constant(vector, [0.0] * vector.count)
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
+
+    def vectors_at(pointer, step, index, number):
+        at = builder.gep(pointer, [builder.mul(step, index)])
+        return (_load_at(builder, at, size(k * vector.count), vector) for k in range(number))
+
+    with cgutils.for_range(builder, count) as loop:
+        loaded = list(vectors_at(b, b_step, loop.index, columns))
+        for n, factor in enumerate(vectors_at(a, a_step, loop.index, rows)):
+            for c, each in enumerate(loaded):
+                to = sums[n * columns + c]
+                builder.store(_llvm(builder, "fma", vector, [factor, each, builder.load(to)]), to)
+    for c in range(columns):
+        first = builder.gep(out, [builder.mul(out_step, size(c))])
+        for n in range(0, rows, vector.count):
+            some = range(n, min(n + vector.count, rows))
+            totals = _totals(builder, [builder.load(sums[m * columns + c]) for m in some])
+            _add_in_place(builder, builder.gep(first, [size(n)]), totals)
 
 
 def _gathering(places, terms):

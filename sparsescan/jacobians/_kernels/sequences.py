@@ -1,13 +1,17 @@
 """Whole sequences of recurrent cells: all states, and the gradients of all of them.
 
-Units are lanes: states are ``[step][sample][unit]``, as in the caller's arrays, and arrays are
-flat. There is a slot of states for each step, and one before and behind for those with which the
-two directions begin. Samples do not depend on each other, so threads share them, and each runs
-through all steps without waiting for another.
+Arrays are flat. There is a slot of states for each step, and one before and behind for those with
+which the two directions begin. Samples do not depend on each other, so threads share them, and each
+runs through all steps without waiting for another.
 
-A product takes 16 units of float32 at once, so a step has rows of all its products, filled up; what
-is computed unit by unit takes them gate by gate instead, as ``[gate][sample][unit]``, so that no
-lane is empty where `units` is no multiple of 16.
+Lanes of vectors are samples or units. Where samples are lanes, states are ``[step][group][unit]``
+of vectors of a group's samples: every weight is multiplied by a vector, and no lane is empty
+but for those that fill up the last group.
+
+A batch that is too small for that has units as lanes, and states ``[step][sample][unit]``, as in
+the caller's arrays. A product takes 16 units of float32 at once, so a step has rows of all its
+products, filled up; what is computed unit by unit takes them gate by gate instead, as
+``[gate][sample][unit]``, so that no lane is empty where `units` is no multiple of 16.
 
 A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
 """
@@ -18,8 +22,12 @@ from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
 from .lanes import (
+    SUM_COLUMNS,
+    SUM_ROWS,
     TILE_ROWS,
     TILE_VECTORS,
+    add_sample_products,
+    add_sample_tile,
     add_tile,
     add_to,
     fma,
@@ -27,11 +35,13 @@ from .lanes import (
     lane_count,
     less_or,
     load,
+    load_samples,
     load_some,
     load_square,
     number,
+    sample_count,
     sigmoid,
-    splat,
+    splat_samples,
     store,
     store_some,
     store_square,
@@ -42,9 +52,11 @@ from .lanes import (
 
 __all__ = [
     "BLOCK",
+    "STEPS",
     "Gates",
     "Matrix",
     "Sequence",
+    "Sums",
     "back_gru",
     "back_lstm",
     "back_rnn",
@@ -53,6 +65,8 @@ __all__ = [
     "run_rnn",
     "sum_products",
     "sum_sparse_products",
+    "turn_in",
+    "turn_out",
 ]
 
 Array = Any
@@ -65,19 +79,21 @@ _PART, _STEPS_PART = 64, 32
 
 
 class Matrix(NamedTuple):
-    """A matrix that multiplies the rows of all samples.
+    """A matrix that multiplies the vectors of all samples.
 
     Attributes
     ----------
     is_sparse : bool
-        Whether only entries are stored.
+        Whether only entries are stored; then samples are lanes.
     rows, cols, vectors : int
-        Its shape, and how many vectors the rows are.
+        Its shape, and how many vectors the rows are, where units are lanes.
     blocks, block : int
         The columns are so many blocks of so many.
+    tile : int
+        Rows that are neighbours in a column.
     values : ndarray
-        Of a dense matrix `TILE_VECTORS` vectors of rows after as many others, and of those column
-        by column; the last are filled up with zeros. Of a sparse one the entries.
+        Of a dense matrix `tile` rows after as many others, and of those column by column; the last
+        are filled up with zeros. Of a sparse one the entries.
     indices, indptr : ndarray of int64
         Of a sparse matrix, as in CSR; empty for a dense one.
     """
@@ -88,13 +104,14 @@ class Matrix(NamedTuple):
     vectors: int
     blocks: int
     block: int
+    tile: int
     values: Array
     indices: Array
     indptr: Array
 
 
 class Gates(NamedTuple):
-    """The gates of some steps, ``[step][gate][sample][unit]`` for each group of samples.
+    """The gates of some steps, ``[step][gate]`` for each group of samples, as in a sequence.
 
     Attributes
     ----------
@@ -117,7 +134,7 @@ class Gates(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Some samples of one direction of one layer.
+    """Some samples of one direction of one layer, in groups that are computed one after another.
 
     Attributes
     ----------
@@ -127,53 +144,92 @@ class Sequence(NamedTuple):
         1 if the last step comes first, else 0.
     units : int
         Length of a state ``h``.
-    batch, first, samples : int
-        How many samples there are; the first of these, and how many they are.
+    batch, given : int
+        How many samples there are, filled up to whole groups, and how many the caller has.
+    first, count, samples : int
+        The first of these samples, how many they are, and how many are computed at once.
+    sample_lanes : bool
+        Whether lanes are samples, or units.
     lengths : ndarray
-        ``[sample][unit]``: how many steps the sample has, as a number of its dtype.
+        ``[sample][unit]`` or ``[unit][sample]``: how many steps the sample has, as a number of its
+        dtype.
     states : ndarray
-        ``[steps + 2][batch][width]``; the states of this direction from column `column` on.
+        ``[steps + 2][batch][width]``, or in groups; the states of this direction begin `column`
+        numbers behind those of the group.
     width, column : int
         Length of a row of states, and where those of this direction begin.
     cells : ndarray
         The cell states of an LSTM, in the same places.
     gates : ndarray
-        What the backward pass needs of a step: ``[step][gate][sample][unit]`` for these samples,
-        all of which are neighbours, since few things are as slow as memory.
-    gates_at, begin, kept : int
-        Where the gates of these samples begin, with which step, and how many gates a step has.
+        What the backward pass needs of a step, as ``[step][gate]`` of each group's samples, all of
+        which are neighbours, since few things are as slow as memory.
+    segment, begin, kept : int
+        How many steps there are gates of, the first of them, and how many gates a step has.
     products : ndarray
-        ``[sample][products]``, the products of one step.
+        ``[sample][products]``, the products of one step, where units are lanes; otherwise gradients
+        in the states and inputs of one, and some rows of the gates of `STEPS`.
     stride : int
         From the products of a sample to those of the next.
     parts : ndarray
-        ``[gate][sample][unit]``: the same, as it is computed with unit by unit.
-    room : ndarray
-        For products of sparse matrices.
+        The products gate by gate, as they are computed with unit by unit.
     zeros : ndarray
-        A row of zeros.
+        Zeros for a product to begin with.
     """
 
     steps: int
     back: int
     units: int
     batch: int
+    given: int
     first: int
+    count: int
     samples: int
+    sample_lanes: bool
     lengths: Array
     states: Array
     width: int
     column: int
     cells: Array
     gates: Array
-    gates_at: int
+    segment: int
     begin: int
     kept: int
     products: Array
     stride: int
     parts: Array
-    room: Array
     zeros: Array
+
+
+class Sums(NamedTuple):
+    """Sums of gradients of weights over steps and samples, where samples are lanes.
+
+    Attributes
+    ----------
+    rows, stride : int
+        How many products of a step have sums, and how many numbers there are for them.
+    x_cols, x_rows : int
+        How many columns the weights of the input have, and up to which product.
+    h_cols, h_first : int
+        Those of the state, and from which product on.
+    lot : int
+        Samples whose sums are added up, in this order; each lot has sums of its own.
+    x_out, h_out, row_sums : ndarray of float64
+        The sums for weights, ``[lot][column][product]``, and for biases.
+    ones : ndarray
+        A one for each sample of a group.
+    """
+
+    rows: int
+    stride: int
+    x_cols: int
+    x_rows: int
+    h_cols: int
+    h_first: int
+    lot: int
+    x_out: Array
+    h_out: Array
+    row_sums: Array
+    ones: Array
 
 
 @_inline
@@ -193,20 +249,12 @@ def _copy(x, at, out, to, count, room):
 
 
 @_inline
-def _multiply(m, x, at, step, jump, bias, begins, out, to, stride, samples, room):
-    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x`` to what is there.
+def _multiply(m, x, at, step, jump, bias, begins, out, to, stride, samples):
+    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x``, with units as lanes.
 
     From a sample to the next it is `step` in `x`, and `stride` in `out`. The numbers of a sample
     are in blocks, as the columns of `m`, which begin `jump` apart.
     """
-    if m.is_sparse:
-        _multiply_sparse(m, x, at, step, jump, bias, begins, out, to, stride, samples, room)
-    else:
-        _multiply_dense(m, x, at, step, jump, bias, begins, out, to, stride, samples)
-
-
-@_inline
-def _multiply_dense(m, x, at, step, jump, bias, begins, out, to, stride, samples):
     lanes = lane_count(x)
     v = 0
     while v < m.vectors:
@@ -231,82 +279,143 @@ def _tile_width(vectors):
     return 2 if vectors == 4 else min(TILE_VECTORS, vectors)
 
 
-@_helper
-def _multiply_sparse(m, x, at, step, jump, bias, begins, out, to, stride, samples, room):
-    """Multiply with samples as lanes, in which every weight meets a vector.
+@_inline
+def _multiply_samples(m, x, at, start, start_at, out, to):
+    """Write ``start + m x`` with samples as lanes; `start` may be `out`."""
+    if m.is_sparse:
+        _multiply_sparse(m, x, at, start, start_at, out, to)
+    else:
+        samples = sample_count(x)
+        for row in range(0, m.rows, m.tile):
+            add_sample_tile(
+                *(out, to + row * samples, start, start_at + row * samples),
+                *(x, at, m.values, row * m.cols, m.cols, min(_PART, m.block), m.tile),
+            )
 
-    That takes a `room` of one more vector of columns, and of rows, than there are, times lanes.
-    """
-    lanes = lane_count(x)
-    sums = (m.cols + lanes) * lanes
-    for b in range(0, samples, lanes):
-        for k in range(m.blocks):
-            start = at + b * step + k * jump
-            _turn(x, start, step, lanes, m.block, room, k * m.block * lanes, lanes)
-        for row in range(m.rows):
-            # Four sums, none of which waits for the one before.
-            zero = number(x, 0.0)
-            s0, s1, s2, s3 = zero, zero, zero, zero
-            p, end = m.indptr[row], m.indptr[row + 1]
-            while p + 4 <= end:
-                s0 = fma(splat(m.values, p), load(room, m.indices[p] * lanes), s0)
-                s1 = fma(splat(m.values, p + 1), load(room, m.indices[p + 1] * lanes), s1)
-                s2 = fma(splat(m.values, p + 2), load(room, m.indices[p + 2] * lanes), s2)
-                s3 = fma(splat(m.values, p + 3), load(room, m.indices[p + 3] * lanes), s3)
-                p += 4
-            while p < end:
-                s0 = fma(splat(m.values, p), load(room, m.indices[p] * lanes), s0)
-                p += 1
-            store(room, sums + row * lanes, (s0 + s1) + (s2 + s3))
-        for row in range(0, m.rows, lanes):
-            square = transpose(load_square(room, sums + row * lanes, lanes))
-            store_square(room, 0, lanes, square)
-            for i in range(min(lanes, samples - b)):
-                place = to + (b + i) * stride + row
-                before = load(bias, row) if begins else load(out, place)
-                added = before + load(room, i * lanes)
-                store_some(out, place, added, m.rows - row)
+
+@_helper
+def _multiply_sparse(m, x, at, start, start_at, out, to):
+    samples = sample_count(x)
+    for row in range(m.rows):
+        # Four sums, none of which waits for the one before.
+        zero = number(load_samples(start, start_at), 0.0)
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        p, end = m.indptr[row], m.indptr[row + 1]
+        while p + 4 <= end:
+            x0 = load_samples(x, at + m.indices[p] * samples)
+            x1 = load_samples(x, at + m.indices[p + 1] * samples)
+            x2 = load_samples(x, at + m.indices[p + 2] * samples)
+            x3 = load_samples(x, at + m.indices[p + 3] * samples)
+            s0 = fma(splat_samples(m.values, p), x0, s0)
+            s1 = fma(splat_samples(m.values, p + 1), x1, s1)
+            s2 = fma(splat_samples(m.values, p + 2), x2, s2)
+            s3 = fma(splat_samples(m.values, p + 3), x3, s3)
+            p += 4
+        while p < end:
+            x0 = load_samples(x, at + m.indices[p] * samples)
+            s0 = fma(splat_samples(m.values, p), x0, s0)
+            p += 1
+        before = load_samples(start, start_at + row * samples)
+        store(out, to + row * samples, before + ((s0 + s1) + (s2 + s3)))
+
+
+# -- The caller's arrays ---------------------------------------------------------------------------
+
+
+@_inline
+def _turn_row_in(x, at, row, samples, cols, out, to):
+    """Write a step of a group, whose samples are `row` apart, with samples as lanes."""
+    lanes = sample_count(x)
+    for j in range(0, cols, lanes):
+        square = transpose(load_square(x, at + j, row, samples, cols - j))
+        store_square(out, to + j * lanes, lanes, square, cols - j, lanes)
+
+
+@_inline
+def _turn_row_out(x, at, cols, out, to, row, samples):
+    """Write a step of a group, which has samples as lanes, in rows of the samples."""
+    lanes = sample_count(x)
+    for j in range(0, cols, lanes):
+        square = transpose(load_square(x, at + j * lanes, lanes, cols - j, lanes))
+        store_square(out, to + j, row, square, samples, cols - j)
+
+
+@_kernel
+def turn_in(x, s, cols, is_shorter, out, begin, end):
+    """Write the inputs of some steps, of the samples of a sequence, filled up with zeros."""
+    for t in range(begin, end):
+        for first in range(s.first, s.first + s.count, s.samples):
+            to = ((t + 1) * s.batch + first) * cols
+            _turn_row_in(x, (t * s.given + first) * cols, cols, s.given - first, cols, out, to)
+            length = load_samples(s.lengths, first * s.units)
+            at, zero = number(length, t), number(length, 0.0)
+            # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+            for i in range(to, to + cols * s.samples if is_shorter else to, s.samples):
+                store(out, i, less_or(at, length, load_samples(out, i), zero))
+
+
+@_kernel
+def turn_out(states, s, begin, end, out, width, column):
+    """Write the states in some slots, of the samples of a sequence, to columns of an array."""
+    for slot in range(begin, end):
+        for first in range(s.first, s.first + s.count, s.samples):
+            at = (slot * s.batch + first) * s.width + s.column
+            to = ((slot - begin) * s.given + first) * width + column
+            _turn_row_out(states, at, s.units, out, to, width, s.given - first)
 
 
 # -- States ----------------------------------------------------------------------------------------
 
 
 @_inline
-def _places(s, k):
+def _places(s, first, k):
     """Return the `k`-th step in the direction, and where these begin.
 
     Its state, the state before, and its gates.
     """
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
-    here = ((t + 1) * s.batch + s.first) * s.width + s.column
-    gates = s.gates_at + (t - s.begin) * s.kept * s.samples * s.units
-    return t, here, (before * s.batch + s.first) * s.width + s.column, gates
+    here = ((t + 1) * s.batch + first) * s.width + s.column
+    gates = (first * s.segment + (t - s.begin) * s.samples) * s.kept * s.units
+    return t, here, (before * s.batch + first) * s.width + s.column, gates
 
 
 @_inline
 def _runs(s):
     """Return how many runs of neighbours the states of a step are, and how long each is."""
-    if s.width == s.units:
+    if s.sample_lanes or s.width == s.units:
         return 1, s.samples * s.units
     return s.samples, s.units
 
 
 @_inline
 def _part(s):
-    """Return the numbers from one gate to the next in the parts: whole vectors, and one more."""
+    """Return the numbers from one gate to the next in the parts.
+
+    Where units are lanes, whole vectors, and one more.
+    """
+    if s.sample_lanes:
+        return s.samples * s.units
     lanes = lane_count(s.parts)
     return -(-s.samples * s.units // lanes) * lanes + lanes
 
 
 @_inline
-def _make_products(s, w_in, w_hidden, bias, x, t, before, gates):
+def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     """Compute all products of a step: those that read the input come first, of states last."""
     lanes, rows = lane_count(x), gates * s.units
-    at = ((t + 1) * s.batch + s.first) * w_in.cols
+    at = ((t + 1) * s.batch + first) * w_in.cols
+    hidden = rows - w_hidden.rows
+    if s.sample_lanes:
+        _multiply_samples(w_in, x, at, bias, 0, s.parts, 0)
+        for i in range(w_in.rows * s.samples, rows * s.samples, lanes):
+            store(s.parts, i, load(bias, i))
+        place = hidden * s.samples
+        _multiply_samples(w_hidden, s.states, before, s.parts, place, s.parts, place)
+        return
     _multiply(
         *(w_in, x, at, w_in.cols, 0),
-        *(bias, True, s.products, 0, s.stride, s.samples, s.room),
+        *(bias, True, s.products, 0, s.stride, s.samples),
     )
     # What is written beyond its rows is 0·x, which may be no number.
     for b in range(s.samples):
@@ -314,7 +423,7 @@ def _make_products(s, w_in, w_hidden, bias, x, t, before, gates):
             store(s.products, b * s.stride + i, load(bias, i))
     _multiply(
         *(w_hidden, s.states, before, s.width, 0),
-        *(bias, False, s.products, rows - w_hidden.rows, s.stride, s.samples, s.room),
+        *(bias, False, s.products, hidden, s.stride, s.samples),
     )
     _take_apart(s, gates)
 
@@ -332,25 +441,52 @@ def _take_apart(s, gates):
 
 
 @_inline
+def _take_above(s, first, above, t):
+    """Return where the gradients in the states of a step begin that are not of later steps.
+
+    With samples as lanes they are put where products are.
+    """
+    at = (t * s.given + first) * s.width + s.back * s.units
+    if s.sample_lanes:
+        _turn_row_in(above, at, s.width, s.given - first, s.units, s.products, 0)
+    return at
+
+
+@_inline
+def _above(s, above, top, n, left):
+    """Return a vector of these gradients, of which there are so many left."""
+    if s.sample_lanes:
+        return load(s.products, n)
+    return load_some(above, top + n, left)
+
+
+@_inline
 def _back_products(s, w_back, gates):
     """Compute the gradient in the state before from those in the products that read it."""
+    if s.sample_lanes:
+        _multiply_samples(w_back, s.gates, gates, s.zeros, 0, s.parts, 0)
+        return
     _multiply(
         *(w_back, s.gates, gates, s.units, s.samples * s.units),
-        *(s.zeros, True, s.products, 0, s.stride, s.samples, s.room),
+        *(s.zeros, True, s.products, 0, s.stride, s.samples),
     )
     _take_apart(s, 1)
 
 
 @_inline
-def _back_input(s, w, t, gates, below):
+def _back_input(s, first, w, t, gates, below):
     """Write the gradients in the inputs of a step if `w`, which they are products with, has any."""
     if w.rows == 0:
         return
+    at = (t * s.given + first) * w.rows
+    if s.sample_lanes:
+        _multiply_samples(w, s.gates, gates, s.zeros, 0, s.products, 0)
+        _turn_row_out(s.products, 0, w.rows, below, at, w.rows, s.given - first)
+        return
     _multiply(
         *(w, s.gates, gates, s.units, s.samples * s.units),
-        *(s.zeros, True, s.products, 0, s.stride, s.samples, s.room),
+        *(s.zeros, True, s.products, 0, s.stride, s.samples),
     )
-    at = (t * s.batch + s.first) * w.rows
     for b in range(s.samples):
         room = (s.samples - b) * w.rows
         _copy(s.products, b * s.stride, below, at + b * w.rows, w.rows, room)
@@ -365,11 +501,12 @@ def _clear_parts(s):
 
 
 @_inline
-def _add_parts(s, carry):
+def _add_parts(s, carry, own):
     """Add what was computed last to the gradient in the state."""
     lanes = lane_count(carry)
     for i in range(0, s.samples * s.units, lanes):
-        store_some(carry, i, load(carry, i) + load(s.parts, i), s.samples * s.units - i)
+        added = load(carry, own + i) + load(s.parts, i)
+        store_some(carry, own + i, added, s.samples * s.units - i)
 
 
 @_kernel
@@ -377,21 +514,23 @@ def run_rnn(s, w_in, w_hidden, bias, x, relu, begin, end):
     """Write the states of some steps of an RNN."""
     lanes = lane_count(x)
     runs, size = _runs(s)
-    for k in range(begin, end):
-        t, here, before, _ = _places(s, k)
-        at = number(x, t)
-        _make_products(s, w_in, w_hidden, bias, x, t, before, 1)
-        for r in range(runs):
-            for i in range(0, size, lanes):
-                j, n = r * size + i, r * s.width + i
-                length, v = load(s.lengths, s.first * s.units + j), load(s.parts, j)
-                h = keep_positive(v, v) if relu else tanh(v)
-                h = less_or(at, length, h, load(s.states, before + n))
-                store_some(s.states, here + n, h, size - i)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        for k in range(begin, end):
+            t, here, before, _ = _places(s, first, k)
+            at = number(x, t)
+            _make_products(s, first, w_in, w_hidden, bias, x, t, before, 1)
+            for r in range(runs):
+                for i in range(0, size, lanes):
+                    j, n = r * size + i, r * s.width + i
+                    length, v = load(s.lengths, own + j), load(s.parts, j)
+                    h = keep_positive(v, v) if relu else tanh(v)
+                    h = less_or(at, length, h, load(s.states, before + n))
+                    store_some(s.states, here + n, h, size - i)
 
 
 @_kernel
-def back_rnn(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the products and inputs of some steps of an RNN, the last step first.
 
     `above` holds the gradients in the outputs, `below` gets those in the inputs, and `carry` holds
@@ -400,22 +539,25 @@ def back_rnn(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, en
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     runs, size = _runs(s)
-    _clear_parts(s)
-    for k in range(end - 1, begin - 1, -1):
-        t, here, _, to = _places(s, k)
-        at, top = number(carry, t), here - s.batch * s.width
-        for r in range(runs):
-            for i in range(0, size, lanes):
-                j, n, left = r * size + i, r * s.width + i, size - i
-                length, h = load(s.lengths, s.first * s.units + j), load(s.states, here + n)
-                later = load(carry, j) + load(s.parts, j)
-                g = later + load_some(above, top + n, left)
-                in_a = keep_positive(h, g) if relu else g * (one - h * h)
-                store_some(s.gates, to + j, less_or(at, length, in_a, zero), left)
-                store_some(carry, j, less_or(at, length, zero, later), left)
-        _back_products(s, w_back, to)
-        _back_input(s, w_in_back, t, to, below)
-    _add_parts(s, carry)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        _clear_parts(s)
+        for k in range(end - 1, begin - 1, -1):
+            t, here, _, to = _places(s, first, k)
+            at, top = number(carry, t), _take_above(s, first, above, t)
+            for r in range(runs):
+                for i in range(0, size, lanes):
+                    j, n, left = r * size + i, r * s.width + i, size - i
+                    length, h = load(s.lengths, own + j), load(s.states, here + n)
+                    later = load(carry, own + j) + load(s.parts, j)
+                    g = later + _above(s, above, top, n, left)
+                    in_a = keep_positive(h, g) if relu else g * (one - h * h)
+                    store_some(s.gates, to + j, less_or(at, length, in_a, zero), left)
+                    store_some(carry, own + j, less_or(at, length, zero, later), left)
+            _back_products(s, w_back, to)
+            _back_input(s, first, w_in_back, t, to, below)
+            _add_block(s, sums, x, first, k, begin, end)
+        _add_parts(s, carry, own)
 
 
 @_kernel
@@ -425,62 +567,68 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
     runs, size = _runs(s)
     part, whole = _part(s), s.samples * s.units
     gate = s.samples * s.units
-    for k in range(begin, end):
-        t, here, before, to = _places(s, k)
-        at = number(x, t)
-        _make_products(s, w_in, w_hidden, bias, x, t, before, 4)
-        # A loop for each function: what does not wait for each other is computed at once.
-        for g in range(1, 3):
-            for j in range(g * part, g * part + whole, lanes):
-                store(s.parts, j, sigmoid(load(s.parts, j)))
-        for j in range(0, whole, lanes):
-            r, v = load(s.parts, part + j), load(s.parts, 3 * part + j)
-            store(s.parts, j, tanh(fma(r, v, load(s.parts, j))))
-        for run in range(runs):
-            for i in range(0, size, lanes):
-                j, n, left = run * size + i, run * s.width + i, size - i
-                length, old = load(s.lengths, s.first * s.units + j), load(s.states, before + n)
-                a, z = load(s.parts, j), load(s.parts, 2 * part + j)
-                h = less_or(at, length, fma(z, old - a, a), old)
-                store_some(s.states, here + n, h, left)
-                store_some(s.gates, to + j, a, left)
-                store_some(s.gates, to + gate + j, load(s.parts, part + j), left)
-                store_some(s.gates, to + 2 * gate + j, z, left)
-                store_some(s.gates, to + 3 * gate + j, load(s.parts, 3 * part + j), left)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        for k in range(begin, end):
+            t, here, before, to = _places(s, first, k)
+            at = number(x, t)
+            _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
+            # A loop for each function: what does not wait for each other is computed at once.
+            for g in range(1, 3):
+                for j in range(0, whole, lanes):
+                    v = sigmoid(load(s.parts, g * part + j))
+                    store_some(s.parts, g * part + j, v, part - j)
+            for j in range(0, whole, lanes):
+                r, v = load(s.parts, part + j), load(s.parts, 3 * part + j)
+                store_some(s.parts, j, tanh(fma(r, v, load(s.parts, j))), part - j)
+            for run in range(runs):
+                for i in range(0, size, lanes):
+                    j, n, left = run * size + i, run * s.width + i, size - i
+                    length, old = load(s.lengths, own + j), load(s.states, before + n)
+                    a, z = load(s.parts, j), load(s.parts, 2 * part + j)
+                    h = less_or(at, length, fma(z, old - a, a), old)
+                    store_some(s.states, here + n, h, left)
+                    store_some(s.gates, to + j, a, left)
+                    store_some(s.gates, to + gate + j, load(s.parts, part + j), left)
+                    store_some(s.gates, to + 2 * gate + j, z, left)
+                    store_some(s.gates, to + 3 * gate + j, load(s.parts, 3 * part + j), left)
 
 
 @_kernel
-def back_gru(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the inputs of a GRU; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     runs, size = _runs(s)
     gate = s.samples * s.units
-    _clear_parts(s)
-    for k in range(end - 1, begin - 1, -1):
-        t, here, before, to = _places(s, k)
-        at, top = number(carry, t), here - s.batch * s.width
-        for run in range(runs):
-            for i in range(0, size, lanes):
-                j, m, left = run * size + i, run * s.width + i, size - i
-                length = load(s.lengths, s.first * s.units + j)
-                later = load(carry, j) + load(s.parts, j)
-                g = later + load_some(above, top + m, left)
-                n, r = load(s.gates, to + j), load(s.gates, to + gate + j)
-                z, v = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
-                rest = one - z
-                in_n = g * rest * (one - n * n)
-                in_z = g * (load(s.states, before + m) - n) * z * rest
-                in_v = in_n * r
-                in_r = in_v * v * (one - r)
-                store_some(s.gates, to + j, less_or(at, length, in_n, zero), left)
-                store_some(s.gates, to + gate + j, less_or(at, length, in_r, zero), left)
-                store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
-                store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
-                store_some(carry, j, less_or(at, length, g * z, later), left)
-        _back_products(s, w_back, to + gate)
-        _back_input(s, w_in_back, t, to, below)
-    _add_parts(s, carry)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        _clear_parts(s)
+        for k in range(end - 1, begin - 1, -1):
+            t, _, before, to = _places(s, first, k)
+            at, top = number(carry, t), _take_above(s, first, above, t)
+            for run in range(runs):
+                for i in range(0, size, lanes):
+                    j, m, left = run * size + i, run * s.width + i, size - i
+                    length = load(s.lengths, own + j)
+                    later = load(carry, own + j) + load(s.parts, j)
+                    g = later + _above(s, above, top, m, left)
+                    n, r = load(s.gates, to + j), load(s.gates, to + gate + j)
+                    z, v = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                    rest = one - z
+                    in_n = g * rest * (one - n * n)
+                    in_z = g * (load(s.states, before + m) - n) * z * rest
+                    in_v = in_n * r
+                    in_r = in_v * v * (one - r)
+                    store_some(s.gates, to + j, less_or(at, length, in_n, zero), left)
+                    store_some(s.gates, to + gate + j, less_or(at, length, in_r, zero), left)
+                    store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
+                    store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
+                    store_some(carry, own + j, less_or(at, length, g * z, later), left)
+            _back_products(s, w_back, to + gate)
+            _back_input(s, first, w_in_back, t, to, below)
+            _add_block(s, sums, x, first, k, begin, end)
+        _add_parts(s, carry, own)
 
 
 @_kernel
@@ -490,77 +638,86 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
     runs, size = _runs(s)
     part, whole = _part(s), s.samples * s.units
     gate = s.samples * s.units
-    for k in range(begin, end):
-        t, here, before, to = _places(s, k)
-        at = number(x, t)
-        _make_products(s, w_in, w_hidden, bias, x, t, before, 4)
-        # A loop for each function: what does not wait for each other is computed at once.
-        for g in (0, 1, 3):
-            for j in range(g * part, g * part + whole, lanes):
-                store(s.parts, j, sigmoid(load(s.parts, j)))
-        for j in range(2 * part, 2 * part + whole, lanes):
-            store(s.parts, j, tanh(load(s.parts, j)))
-        for r in range(runs):
-            for i in range(0, size, lanes):
-                j, n, left = r * size + i, r * s.width + i, size - i
-                length, old = load(s.lengths, s.first * s.units + j), load(s.cells, before + n)
-                added = load(s.parts, j) * load(s.parts, 2 * part + j)
-                c = fma(load(s.parts, part + j), old, added)
-                store_some(s.parts, 4 * part + j, c, left)
-                store_some(s.cells, here + n, less_or(at, length, c, old), left)
-        for j in range(4 * part, 4 * part + whole, lanes):
-            store(s.parts, j, tanh(load(s.parts, j)))
-        for r in range(runs):
-            for i in range(0, size, lanes):
-                j, n, left = r * size + i, r * s.width + i, size - i
-                length, old = load(s.lengths, s.first * s.units + j), load(s.states, before + n)
-                h = load(s.parts, 3 * part + j) * load(s.parts, 4 * part + j)
-                store_some(s.states, here + n, less_or(at, length, h, old), left)
-                for g in range(4):
-                    store_some(s.gates, to + g * gate + j, load(s.parts, g * part + j), left)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        for k in range(begin, end):
+            t, here, before, to = _places(s, first, k)
+            at = number(x, t)
+            _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
+            # A loop for each function: what does not wait for each other is computed at once.
+            for g in (0, 1, 3):
+                for j in range(0, whole, lanes):
+                    v = sigmoid(load(s.parts, g * part + j))
+                    store_some(s.parts, g * part + j, v, part - j)
+            for j in range(0, whole, lanes):
+                v = tanh(load(s.parts, 2 * part + j))
+                store_some(s.parts, 2 * part + j, v, part - j)
+            for r in range(runs):
+                for i in range(0, size, lanes):
+                    j, n, left = r * size + i, r * s.width + i, size - i
+                    length, old = load(s.lengths, own + j), load(s.cells, before + n)
+                    added = load(s.parts, j) * load(s.parts, 2 * part + j)
+                    c = fma(load(s.parts, part + j), old, added)
+                    store_some(s.parts, 4 * part + j, c, left)
+                    store_some(s.cells, here + n, less_or(at, length, c, old), left)
+            for j in range(4 * part, 4 * part + whole, lanes):
+                store(s.parts, j, tanh(load(s.parts, j)))
+            for r in range(runs):
+                for i in range(0, size, lanes):
+                    j, n, left = r * size + i, r * s.width + i, size - i
+                    length, old = load(s.lengths, own + j), load(s.states, before + n)
+                    h = load(s.parts, 3 * part + j) * load(s.parts, 4 * part + j)
+                    store_some(s.states, here + n, less_or(at, length, h, old), left)
+                    for g in range(4):
+                        store_some(s.gates, to + g * gate + j, load(s.parts, g * part + j), left)
 
 
 @_kernel
-def back_lstm(s, w_back, w_in_back, above, below, carry, carry_c, relu, begin, end):
+def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the inputs of an LSTM; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     runs, size = _runs(s)
     gate = s.samples * s.units
-    _clear_parts(s)
-    for k in range(end - 1, begin - 1, -1):
-        t, here, before, to = _places(s, k)
-        at, top = number(carry, t), here - s.batch * s.width
-        for run in range(runs):
-            for n in range(0, size, lanes):
-                j, m, left = run * size + n, run * s.width + n, size - n
-                length = load(s.lengths, s.first * s.units + j)
-                later = load(carry, j) + load(s.parts, j)
-                total_g = later + load_some(above, top + m, left)
-                i, f = load(s.gates, to + j), load(s.gates, to + gate + j)
-                g, o = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
-                tanh_c, g_c = tanh(load(s.cells, here + m)), load(carry_c, j)
-                in_c = fma(total_g * o, one - tanh_c * tanh_c, g_c)
-                in_i = in_c * g * i * (one - i)
-                in_f = in_c * load(s.cells, before + m) * f * (one - f)
-                in_g = in_c * i * (one - g * g)
-                in_o = total_g * tanh_c * o * (one - o)
-                store_some(s.gates, to + j, less_or(at, length, in_i, zero), left)
-                store_some(s.gates, to + gate + j, less_or(at, length, in_f, zero), left)
-                store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
-                store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
-                store_some(carry_c, j, less_or(at, length, in_c * f, g_c), left)
-                store_some(carry, j, less_or(at, length, zero, later), left)
-        _back_products(s, w_back, to)
-        _back_input(s, w_in_back, t, to, below)
-    _add_parts(s, carry)
+    for first in range(s.first, s.first + s.count, s.samples):
+        own = first * s.units
+        _clear_parts(s)
+        for k in range(end - 1, begin - 1, -1):
+            t, here, before, to = _places(s, first, k)
+            at, top = number(carry, t), _take_above(s, first, above, t)
+            for run in range(runs):
+                for n in range(0, size, lanes):
+                    j, m, left = run * size + n, run * s.width + n, size - n
+                    length = load(s.lengths, own + j)
+                    later = load(carry, own + j) + load(s.parts, j)
+                    total_g = later + _above(s, above, top, m, left)
+                    i, f = load(s.gates, to + j), load(s.gates, to + gate + j)
+                    g, o = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                    h, g_c = load(s.states, here + m), load(carry_c, own + j)
+                    # h = o·tanh(c), and 0 where o is 0.
+                    tanh_c = less_or(zero, o, h / o, zero)
+                    in_c = fma(total_g, o - h * tanh_c, g_c)
+                    in_i = in_c * g * i * (one - i)
+                    in_f = in_c * load(s.cells, before + m) * f * (one - f)
+                    in_g = in_c * i * (one - g * g)
+                    in_o = total_g * h * (one - o)
+                    store_some(s.gates, to + j, less_or(at, length, in_i, zero), left)
+                    store_some(s.gates, to + gate + j, less_or(at, length, in_f, zero), left)
+                    store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
+                    store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
+                    store_some(carry_c, own + j, less_or(at, length, in_c * f, g_c), left)
+                    store_some(carry, own + j, less_or(at, length, zero, later), left)
+            _back_products(s, w_back, to)
+            _back_input(s, first, w_in_back, t, to, below)
+            _add_block(s, sums, x, first, k, begin, end)
+        _add_parts(s, carry, own)
 
 
 # -- Parameters ------------------------------------------------------------------------------------
 
-# Samples of steps that are summed up at once, in the cache. What is summed before is kept in double
-# precision.
-BLOCK = 256
+# Samples of steps that are summed up at once, in the cache, and steps of a group whose lanes are
+# samples. What is summed before is kept in double precision.
+BLOCK, STEPS = 256, 32
 
 
 @_kernel
@@ -611,6 +768,40 @@ def sum_products(
             at, skip = h_at + first * h_step, max(0, h_first - i) // lanes * lanes
             _add_columns(room, terms, skip, size, h, at, h_step, h_cols, h_out, i, stride)
             i += size
+
+
+@_inline
+def _add_block(s, sums, x, first, k, begin, end):
+    """Add the sums over a block of steps, the first in the direction of which is `k`, if any is."""
+    if s.sample_lanes and (k == begin or k % STEPS == 0):
+        stop = min((k // STEPS + 1) * STEPS, end)
+        _add_steps(s, sums, x, first, s.steps - stop if s.back else k, stop - k)
+
+
+@_helper
+def _add_steps(s, sums, x, first, t, count):
+    """Add the sums over so many steps from `t` on, of a group whose lanes are samples."""
+    samples, stride, lot, lanes = s.samples, sums.stride, first // sums.lot, lane_count(x)
+    size, step = SUM_ROWS * samples, s.kept * s.units * samples
+    gates = (first * s.segment + (t - s.begin) * samples) * s.kept * s.units
+    x_at, x_step = ((t + 1) * s.batch + first) * sums.x_cols, s.batch * sums.x_cols
+    h_at, h_step = ((t + 2 * s.back) * s.batch + first) * s.width + s.column, s.batch * s.width
+    for i in range(0, sums.rows, SUM_ROWS):
+        # Steps of the gates are often a power of two apart, which caches are slow at.
+        for k in range(count):
+            for j in range(0, size, lanes):
+                store(s.products, k * size + j, load(s.gates, gates + k * step + i * samples + j))
+        a = s.products
+        out = lot * stride + i
+        add_sample_products(sums.row_sums, out, 0, a, 0, size, sums.ones, 0, 0, count, 1)
+        for j in range(0, sums.x_cols if i < sums.x_rows else 0, SUM_COLUMNS):
+            out, left = (lot * sums.x_cols + j) * stride + i, sums.x_cols - j
+            at = x_at + j * samples
+            add_sample_products(sums.x_out, out, stride, a, 0, size, x, at, x_step, count, left)
+        for j in range(0, sums.h_cols if i + SUM_ROWS > sums.h_first else 0, SUM_COLUMNS):
+            out, left = (lot * sums.h_cols + j) * stride + i, sums.h_cols - j
+            at, h = h_at + j * samples, s.states
+            add_sample_products(sums.h_out, out, stride, a, 0, size, h, at, h_step, count, left)
 
 
 @_helper
@@ -691,22 +882,28 @@ def sum_sparse_products(
     begin,
     end,
 ):
-    """Add the sums of :func:`sum_products` for the entries of a sparse matrix, and of its rows."""
-    lanes, zero = lane_count(b), number(b, 0.0)
+    """Add the sums of a sparse matrix's entries, and of its rows, with samples as lanes."""
+    lanes, samples, zero = lane_count(b), gates.samples, number(b, 0.0)
     block = max(1, BLOCK // batch)
-    size = -(-(end - begin) // lanes) * lanes
-    # The terms of a sum are lanes. Rows are no power of two apart, which caches are slow at.
+    gate_step = gates.kept * gates.units * samples
+    # The terms of a sum are neighbours. Rows are no power of two apart, which caches are slow at.
     stride = -(-block * batch // lanes) * lanes + lanes
-    turned_a = (stride + 1) * size
-    turned_b = turned_a + size * stride
+    turned = (end - begin) * stride
     for start in range(0, steps, block):
         count = min(steps - start, block)
         terms = count * batch
-        _take_together(gates, batch, start, count, begin, end - begin, room, 0, size)
-        _turn(room, 0, size, terms, size, room, turned_a, stride)
-        _turn(b, b_at + start * batch * b_step, b_step, terms, cols, room, turned_b, stride)
+        for first in range(0, batch, samples):
+            at = first * gates.steps * gates.kept * gates.units + (gates.step + start) * gate_step
+            at += (gates.gate * gates.units + begin) * samples
+            to = first * count
+            _put_in_rows(gates.values, at, gate_step, count, end - begin, room, to, stride)
+            at = b_at + (start * batch + first) * b_step
+            _put_in_rows(b, at, batch * b_step, count, cols, room, turned + to, stride)
+        for row in range(end - begin + cols):
+            for k in range(terms, -(-terms // lanes) * lanes):
+                room[row * stride + k] = 0
         for i in range(begin, end):
-            row, sums = turned_a + (i - begin) * stride, zero
+            row, sums = (i - begin) * stride, zero
             for k in range(0, terms, lanes):
                 sums = sums + load(room, row + k)
             row_sums[i] += total(sums)
@@ -715,8 +912,8 @@ def sum_sparse_products(
                 # Beyond the end of the row the last entry is summed again, and not used.
                 q, r, u = min(p + 1, last - 1), min(p + 2, last - 1), min(p + 3, last - 1)
                 s0, s1, s2, s3 = zero, zero, zero, zero
-                at0, at1 = turned_b + indices[p] * stride, turned_b + indices[q] * stride
-                at2, at3 = turned_b + indices[r] * stride, turned_b + indices[u] * stride
+                at0, at1 = turned + indices[p] * stride, turned + indices[q] * stride
+                at2, at3 = turned + indices[r] * stride, turned + indices[u] * stride
                 for k in range(0, terms, lanes):
                     v = load(room, row + k)
                     s0 = fma(v, load(room, at0 + k), s0)
@@ -734,13 +931,10 @@ def sum_sparse_products(
 
 
 @_helper
-def _turn(x, at, step, rows, cols, out, to, stride):
-    """Transpose some rows, and fill up what comes out with zeros to whole vectors."""
-    lanes = lane_count(x)
-    for k in range(0, rows, lanes):
-        for j in range(0, cols, lanes):
-            square = transpose(load_square(x, at + k * step + j, step))
-            store_square(out, to + j * stride + k, stride, square)
-    for j in range(cols):
-        for k in range(rows, -(-rows // lanes) * lanes):
-            out[to + j * stride + k] = 0
+def _put_in_rows(x, at, step, steps, cols, out, to, stride):
+    """Write the vectors of samples of some steps one after the other, in a row for each column."""
+    samples = sample_count(x)
+    for t in range(steps):
+        for j in range(cols):
+            v = load_samples(x, at + t * step + j * samples)
+            store(out, to + j * stride + t * samples, v)
