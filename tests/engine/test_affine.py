@@ -310,3 +310,30 @@ def test_columns_in_vectors(size: int, dtype: Any) -> None:
         expected = np.einsum("bij,bi->bj", matrix, expected) + added
         bound = 12 * (size + 4) * np.finfo(dtype).eps * (1 + np.abs(expected).max())
         assert np.abs(y - expected).max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_states_that_are_one_number(dtype: Any, has_offsets: bool) -> None:
+    """Of one sample they stay in a register, from the first step to the last and back."""
+    rng = np.random.default_rng()
+    steps = 300
+    a = rng.uniform(-1, 1, (steps, 1)).astype(dtype)[::-1]
+    b = rng.standard_normal((steps, 1)).astype(dtype) if has_offsets else None
+    y0, loss = rng.standard_normal((1, 1)).astype(dtype), rng.standard_normal((steps, 1, 1))
+    y = affine_scan(a, b, y0, pattern=Pattern.diagonal(1))
+    grads = affine_scan_vjp(a, y0, y, loss.astype(dtype), pattern=Pattern.diagonal(1))
+    state, states = float(y0[0, 0]), []
+    for t in range(steps):
+        state = float(a[t, 0]) * state + (float(b[t, 0]) if b is not None else 0.0)
+        states.append(state)
+    carry, back = 0.0, np.zeros(steps)
+    for t in reversed(range(steps)):
+        back[t] = float(loss[t, 0, 0].astype(dtype)) + carry
+        carry = float(a[t, 0]) * back[t]
+    in_a = back * [float(y0[0, 0]), *states[:-1]]
+    assert grads.matrices is not None
+    found = y[:, 0, 0], grads.offsets[:, 0, 0], grads.matrices[:, 0], grads.initial[0]
+    for ours, exact in zip(found, (states, back, in_a, [carry]), strict=True):
+        bound = 8 * steps * np.finfo(dtype).eps * (1 + np.abs(exact).max())
+        assert np.abs(ours - np.array(exact)).max() <= bound

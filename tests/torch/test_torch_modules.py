@@ -125,7 +125,11 @@ def test_opcheck(kind: str) -> None:
     x, lengths = torch.randn(5, 4, 2, requires_grad=True), torch.tensor([5, 2, 3, 5])
     about = net.mode, 3, 1, True, False
     for more in ((None, None), (state, lengths)):
-        torch.library.opcheck(_recurrent_op.recurrent, (x, *more, params, [None] * 4, *about, True))
+        for masks in ([None] * 4, []):
+            given = x, *more, params, masks, *about, True
+            torch.library.opcheck(_recurrent_op.recurrent, given)
+    given = x.detach(), None, lengths, [each.detach() for each in params], [], *about, False
+    torch.library.opcheck(_recurrent_op.recurrent_forward, given)
 
 
 def test_compiled_models() -> None:
@@ -143,6 +147,8 @@ def test_compiled_models() -> None:
         found = torch.autograd.grad(compiled(x), list(model.parameters()))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), loss(x))
 
 
 def test_graphs_that_live_side_by_side_and_twice() -> None:

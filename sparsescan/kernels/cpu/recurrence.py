@@ -216,9 +216,23 @@ def sweep_shared(s, first, last, room):
         _sweep_eight(s, b, min(np.int64(LANES), last - b), room)
 
 
+@njit(fastmath={"contract"})
+def _sweep_number(s):
+    """Make all states of one sample that are one number, which stays in a register."""
+    state = _vector(s, s.start, ZERO, ZERO, 1)[0]
+    for t in range(s.count):
+        state = _vector(s, s.values, t, ZERO, 1)[0] * state
+        if s.offsets.at:
+            state += _vector(s, s.offsets, t, ZERO, 1)[0]
+        _vector(s, s.states, t, ZERO, 1)[0] = state
+
+
 @njit(nogil=True, cache=True)
 def sweep_columns(s, samples, first, last):
     """Make elements `first` to ``last - 1`` of all states, if the matrices are diagonal."""
+    if samples == 1 and s.size == 1:
+        _sweep_number(s)
+        return
     begin, end = np.uint64(first), np.uint64(last)
     for t in range(s.count):
         for b in range(samples):
@@ -242,6 +256,11 @@ def outer_products(s, grads, out, samples, first, last):
     over samples if they share the matrices, which `out` says.
     """
     rows = np.uint64(s.size)
+    if samples == 1 and s.size == 1 and s.nnz == 1:
+        for t in range(first, last):
+            g = _vector(s, grads, t, ZERO, 1)[0]
+            _vector(s, out, t, ZERO, 1)[0] = g * _before(s, t, ZERO)[0]
+        return
     for t in range(first, last):
         for b in range(samples):
             g, state = _vector(s, grads, t, b, s.size), _before(s, t, b)
