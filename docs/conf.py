@@ -99,6 +99,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_domain_indices = False
 html_math_renderer = "mathml"
 html_theme_options = {
     "logo": {"text": "sparsescan"},

@@ -11,9 +11,9 @@ import pytest
 import sparsescan
 from bench import density
 from bench.density import OURS, PYTORCH
-from bench.experiment import NAMES, RESULTS, load
+from bench.experiment import NAMES, RESULTS
 from bench.files import newest, read
-from bench.readme import ratio, update_tables
+from bench.readme import update_tables
 from sparsescan.jacobians import RNNCell
 
 ROOT = Path(sparsescan.__file__).parent
@@ -70,60 +70,6 @@ def test_pruned_layers_gain_with_a_quarter_of_their_weights_and_dense_ones_do_no
         for layer in density.LAYERS:
             curves = density._curves(each, layer)
             assert 0.25 <= density.crossing(curves[OURS], curves[PYTORCH]) < 1, layer.name
-
-
-def test_what_a_paper_publishes_stands_beside_the_results() -> None:
-    text = (DOCS / "papers.md").read_text()
-    first = text[: text.index("## Integrated model, batch and domain parallelism")]
-    files, name = {file.path.name: file for file in read(RESULTS)[0]}, ""
-    lines = re.findall(r"^\| .* \| ([\d,.]+)× \| (\S+×) \| (.*) \|$", first, re.MULTILINE)
-    assert len(lines) == 9
-    for published, ours, where in lines:
-        name = name if where == "the same" else where.strip("`")
-        rows = load(files[name].kind).rows(files[name].results)
-        shown = {(row.paper, ratio(row.theirs / row.ours)) for row in rows}
-        assert (float(published.replace(",", "")), ours) in shown
-
-
-def test_the_fastest_strategies_are_those_of_the_results() -> None:
-    text = (DOCS / "papers.md").read_text()
-    last = text[text.index("## Which of them is fastest, and where") :]
-    (name,) = re.findall(r"`(strategies-.*?\.json)`", last)
-    (file,) = (file for file in read(RESULTS)[0] if file.path.name == name)
-    cell = r"([\d.,]+|too large|–)"
-    lines = re.findall(rf"^\| (.+?) \| (\d+) \| {cell}: (.+) \| {cell} \| {cell} \|$", last, re.M)
-    assert len(lines) == 21
-    slower: dict[str, list[float]] = {"images": [], "recurrent": []}
-    for network, workers, fastest, names, *others in lines:
-        key = network.lower().replace(", t = ", ":").replace(",", "")
-        key = re.sub(r"(lenet|vgg)-", r"\1", key)
-        every = file.results["pieces"][f"predicted, {key}"]["comparisons"]
-        (compared,) = (each for each in every if each["workers"] == int(workers))
-        known = {each["strategy"]: each for each in compared["predictions"]}
-        least = min(each["total"] for each in known.values() if each["fits"])
-        assert is_shown(fastest, least)
-        assert all(
-            is_shown(fastest, known[each]["total"]) for each in re.split(", (?!stale)", names)
-        )
-        for strategy, shown in zip(("batch", "scan"), others, strict=True):
-            if shown == "–":
-                assert strategy not in known
-            elif shown == "too large":
-                assert not known[strategy]["fits"]
-            else:
-                assert is_shown(shown, known[strategy]["total"])
-        if known["scan"]["fits"]:
-            kind = "recurrent" if ":" in key else "images"
-            slower[kind].append(known["scan"]["total"] / least)
-    assert "within 4% of the fastest" in last
-    assert max(slower["recurrent"]) < 1.04
-    assert "takes 1.1 to 21 times as long as the fastest" in last
-    assert [float(f"{limit(slower['images']):.2g}") for limit in (min, max)] == [1.1, 21]
-
-
-def is_shown(milliseconds: str, nanoseconds: float) -> bool:
-    """Return whether a page shows a time as it is, but for rounding to three digits."""
-    return float(milliseconds.replace(",", "")) == pytest.approx(nanoseconds / 1e6, rel=0.005)
 
 
 def test_all_experiments_are_listed() -> None:
