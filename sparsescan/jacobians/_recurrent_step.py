@@ -41,7 +41,7 @@ _MOST_UNITS = 32  # with more, lanes are units, and samples are for more threads
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
-_SMALL = 1 << 20  # multiply-adds of a direction below which other threads would come too late
+_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
 
 
 class Layers(Protocol):
@@ -499,7 +499,9 @@ def _has_sample_lanes(network: Layers, x: Array) -> bool:
     masks = [cell._masks[name] for cell in cells for name in ("weight_ih", "weight_hh")]
     if any(mask is not None and _is_sparse(mask.on(np)) for mask in masks):
         return True
-    return x.shape[1] > sample_lanes(x.dtype) and cells[0].hidden_size <= _MOST_UNITS
+    # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
+    lanes = sample_lanes(x.dtype)
+    return lanes < min(lanes_of(x.dtype), x.shape[1]) and cells[0].hidden_size <= _MOST_UNITS
 
 
 def _is_sparse(kept: NDArray[np.bool_]) -> bool:
@@ -870,8 +872,7 @@ class _Memory:
         """
         rows, has_cells = self.padded * (self.steps + 2), self.directions[0].cell._parts == 2
         if self.has_sample_lanes:
-            longest = max(max(self.units, one.in_packing.cols) for one in self.directions)
-            more, zeros = 0, (longest + SAMPLE_ROWS) * self.group
+            more, zeros = 0, (max(self.units, *self.widths[:-1]) + SAMPLE_ROWS) * self.group
         else:
             more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
         count = self.padded * self.units + self.lanes
@@ -893,11 +894,11 @@ class _Memory:
         for first in range(0, self.padded, self._samples):
             count = min(self._samples, self.padded - first)
             for one in self.directions:
-                part = (-(-count * one.units // self.lanes) + 2) * self.lanes
                 if self.has_sample_lanes:
                     products = max(zeros, kernels.STEPS * SUM_ROWS * self.group)
                     parts = (one.products + one.units + SAMPLE_ROWS) * self.group + self.lanes
                 else:
+                    part = (-(-count * one.units // self.lanes) + 2) * self.lanes
                     products = (count + self.lanes) * one.stride
                     parts = (one.products // one.units + 1) * part
                 sizes += [("products", products), ("parts", parts)]
