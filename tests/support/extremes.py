@@ -20,7 +20,7 @@ Arguments = tuple[np.ndarray, Any, "np.ndarray | None"]
 
 
 def extreme_chain(rng: np.random.Generator) -> Arguments:
-    """A gradient, steps that take it from one size to the next, and maybe local gradients.
+    """Return a gradient, steps that take it from one size to the next, and maybe local gradients.
 
     Where gradients have entries of about ``2^g_k`` before a step and of ``2^h_i`` after it, entries
     of the step are at most ``2^(h_i - g_k)``, those on the diagonal about that.
@@ -72,7 +72,7 @@ extreme_chains = st.integers(0, 2**32 - 1).map(
 
 
 def oracle(grad: np.ndarray, steps: Any, local: Any) -> Gradients:
-    """The loop in the longest floating-point numbers there are, with bounds for `grad`'s."""
+    """Return the loop in the longest floating-point numbers there are, with bounds for `grad`'s."""
     if isinstance(steps, np.ndarray):
         steps = list(steps)
     return sequential(grad, steps, local, dtype=grad.dtype, precision=np.longdouble)

@@ -405,7 +405,7 @@ def _log(launch: Launch) -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """A list of all launches from now until the test ends; they can be captured meanwhile."""
+    """Return a list of all launches from now to the end of the test; they can be captured."""
     import sparsescan.kernels
     from sparsescan.kernels.cuda import device as _device
 
@@ -473,15 +473,15 @@ class ndarray:  # noqa: N801
 
     @classmethod
     def _of(cls, array: np.ndarray, device: int | None = None) -> ndarray:
-        """The array "on the device", by default the current one, whose memory this is."""
+        """Return the array "on the device", by default the current one, whose memory this is."""
         assert type(array) is np.ndarray
-        made = object.__new__(cls)
-        made._array = array
-        made._device = state.current.device if device is None else device
-        return made
+        result = object.__new__(cls)
+        result._array = array
+        result._device = state.current.device if device is None else device
+        return result
 
     def _view(self, array: np.ndarray) -> ndarray:
-        """A view; or a copy, where NumPy could not make one."""
+        """Return a view; or a copy, where NumPy could not make one."""
         if array.size and not np.may_share_memory(array, self._array):
             _here(self)
             _new(array)
@@ -500,7 +500,7 @@ class ndarray:  # noqa: N801
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> np.ndarray:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
         stream = _current_stream(self._device) if stream is None else stream
         if blocking:
             state.wait(stream.ptr)
@@ -557,11 +557,11 @@ class ndarray:  # noqa: N801
 
     def astype(self, dtype: Any, *, copy: bool = True) -> ndarray:
         with np.errstate(all="ignore"):
-            found = self._array.astype(dtype, copy=copy)
-        return self if found is self._array else _wrap(found, self)
+            cast = self._array.astype(dtype, copy=copy)
+        return self if cast is self._array else _wrap(cast, self)
 
     def copy(self) -> ndarray:
-        """A copy on the current device, of an array on any."""
+        """Return a copy on the current device, of an array on any."""
         return _wrap(self._array.copy())
 
     def fill(self, value: Any) -> None:
@@ -652,7 +652,7 @@ ndarray.__module__ = "cupy"
 
 
 def _here(array: ndarray) -> np.ndarray:
-    """The array of NumPy, if it is on the current device."""
+    """Return the array of NumPy, if it is on the current device."""
     if array._device != state.current.device:
         raise ValueError(
             f"The device where the array resides ({array._device}) is different from the current "
@@ -662,7 +662,7 @@ def _here(array: ndarray) -> np.ndarray:
 
 
 def _input(value: Any) -> Any:
-    """What NumPy computes with, for one of our arrays or a scalar; anything else is refused."""
+    """Return what NumPy computes with, for an array of ours or a scalar; refuse anything else."""
     if isinstance(value, ndarray):
         return _here(value)
     if isinstance(value, bool | int | float | np.generic):
@@ -680,7 +680,7 @@ def _output(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The same, without arrays: a shape, an axis, a dtype, a mode."""
+    """Return the same, without arrays: a shape, an axis, a dtype, a mode."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_plain(entry) for entry in value)
     if isinstance(value, np.ndarray | ndarray):
@@ -700,7 +700,7 @@ def _wrap(value: Any, *sources: ndarray) -> Any:
 def _at(
     ptr: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: Any, owner: Any, device: int
 ) -> ndarray:
-    """The array at an address."""
+    """Return the array at an address."""
 
     class Buffer:
         __array_interface__ = {  # noqa: RUF012
@@ -720,7 +720,7 @@ def _at(
 
 
 def _key(key: Any) -> tuple[Any, ...]:
-    """An index for NumPy."""
+    """Return an index for NumPy."""
     parts = []
     for part in key if isinstance(key, tuple) else (key,):
         if part is None or part is Ellipsis or isinstance(part, slice):
@@ -766,22 +766,22 @@ class _Ufunc:
 
 class _Add(_Ufunc):
     def at(self, a: ndarray, indices: Any, b: Any) -> None:
-        """Sums at places that may repeat; in what order is undefined."""
+        """Add at places that may repeat; in what order is undefined."""
         target, key, terms = _array("a", a), _key(indices), _input(b)
         with np.errstate(all="ignore"):
             _do(lambda: np.add.at(target, key, terms))
 
     def reduceat(self, array: ndarray, indices: ndarray, axis: int = 0) -> ndarray:
-        """Sums of parts, by differences of ``cumsum``: they cancel, and a NaN or ∞ spreads."""
+        """Sum parts by differences of ``cumsum``, which cancel, and a NaN or ∞ spreads."""
         axis %= array.ndim
         terms, starts = np.moveaxis(_input(array), axis, -1), _input(indices)
         with np.errstate(all="ignore"):
             upto = np.zeros((*terms.shape[:-1], terms.shape[-1] + 1), terms.dtype)
             np.cumsum(terms, axis=-1, out=upto[..., 1:])
             stops = np.append(starts[1:], terms.shape[-1])
-            found = upto[..., stops] - upto[..., starts]
-        found = np.where(starts >= stops, terms[..., starts], found)
-        return _wrap(np.moveaxis(found, -1, axis))
+            sums = upto[..., stops] - upto[..., starts]
+        sums = np.where(starts >= stops, terms[..., starts], sums)
+        return _wrap(np.moveaxis(sums, -1, axis))
 
 
 def _expit(x: Any, out: Any = None) -> Any:
@@ -790,7 +790,7 @@ def _expit(x: Any, out: Any = None) -> Any:
 
 
 def _function(function: Callable[..., Any], signature: str) -> Callable[..., ndarray]:
-    """A function with CuPy's parameters; ``*`` marks arrays or scalars, ``**`` lists of arrays."""
+    """Return a function with CuPy's parameters; ``*`` marks arrays or scalars, ``**`` lists."""
     names = signature.replace("*", "").split()
     stars = [name.count("*") for name in signature.split()]
 
@@ -838,7 +838,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _asarray(a: Any, dtype: Any = None) -> ndarray:
-    """A copy from the host or from another device; or what is on the current one already."""
+    """Return a copy from the host or from another device; or what is on the current one already."""
     if not isinstance(a, ndarray) and hasattr(a, "__cuda_array_interface__"):
         about = a.__cuda_array_interface__
         kind, strides = np.dtype(about["typestr"]), about.get("strides")
@@ -878,7 +878,7 @@ def _empty_like(prototype: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 
 def _as_strided(x: ndarray, shape: Any = None, strides: Any = None) -> ndarray:
-    """A view; an error if it leaves the array, read-only if two of its elements share a place."""
+    """Return a view that does not leave the array, read-only if two elements share a place."""
     whole = _array("x", x)
     view = np.lib.stride_tricks.as_strided(whole, shape, strides)
     if view.size:
@@ -1047,7 +1047,7 @@ def _matmul(x1: np.ndarray, x2: np.ndarray, out: np.ndarray | None = None) -> np
 
 
 def _pointer_attributes(ptr: int) -> types.SimpleNamespace:
-    """The device that an address lies on; less than 0 for one of the host."""
+    """Return the device that an address lies on; less than 0 for one of the host."""
     devices = [device for device, at, size in _spans.copy().values() if at <= ptr < at + size]
     return types.SimpleNamespace(device=devices[-1] if devices else -2, devicePointer=ptr)
 
@@ -1146,9 +1146,9 @@ state = State()
 def real() -> Any:
     """CuPy itself, if it is there and has a device; else None."""
     try:
-        import cupy as found
+        import cupy as module
 
-        return found if found.cuda.runtime.getDeviceCount() else None
+        return module if module.cuda.runtime.getDeviceCount() else None
     except Exception:
         return None
 

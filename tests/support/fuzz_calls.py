@@ -67,7 +67,7 @@ class NotDocumentedError(Exception):
 
 
 def floats(value: Any) -> np.ndarray:
-    """An array of float32 or float64, in its own dtype, as NumPy reads it."""
+    """Return an array of float32 or float64, in its own dtype, as NumPy reads it."""
     if isinstance(value, np.ma.MaskedArray) or sp.issparse(value):
         raise NotDocumentedError(f"{type(value)} was read as an array")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -79,7 +79,7 @@ def floats(value: Any) -> np.ndarray:
 
 
 def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
-    """A Jacobian as a CSR array, a BatchedCSR or a dense array that nobody can doubt."""
+    """Return a Jacobian as a CSR array, a BatchedCSR or a dense array that nobody can doubt."""
     if isinstance(jacobian, BatchedCSR):
         return jacobian
     if isinstance(jacobian, SolveStep):
@@ -105,7 +105,7 @@ def clean(jacobian: Any, pattern: Pattern | None = None) -> Any:
 
 
 def as_dense(jacobian: Any) -> np.ndarray:
-    """The matrix, or one for each sample."""
+    """Return the matrix, or one for each sample."""
     if isinstance(jacobian, BatchedCSR):
         samples = [jacobian[b].toarray() for b in range(jacobian.batch)]
         return np.array(samples, jacobian.dtype).reshape(-1, *jacobian.shape)
@@ -113,7 +113,7 @@ def as_dense(jacobian: Any) -> np.ndarray:
 
 
 def steps(jacobians: Any, patterns: Sequence[Pattern] | None = None) -> list[Any]:
-    """The Jacobians of a chain in any form, clean; `patterns` are those of bare values."""
+    """Return the Jacobians of a chain in any form, clean; `patterns` are those of bare values."""
     if isinstance(jacobians, np.ndarray):
         jacobians = np.asarray(jacobians)
     if isinstance(jacobians, CSRChain):
@@ -134,7 +134,7 @@ def steps(jacobians: Any, patterns: Sequence[Pattern] | None = None) -> list[Any
 
 
 def flat(result: Any, chain: Any, count: int) -> list[np.ndarray]:
-    """The gradients of a scan, one by one."""
+    """Return the gradients of a scan, one by one."""
     period = len(chain.patterns) if isinstance(chain, PeriodicChain) else 1
     if period == 1:
         return list(result)
@@ -234,7 +234,7 @@ class Chain:
 
 
 def good_chain(rng: np.random.Generator) -> Chain:
-    """A chain in any form."""
+    """Return a chain in any form."""
     n, batch = int(rng.integers(0, 5)), [None, None, 1, 3][rng.integers(4)]
     sizes = [int(size) for size in rng.integers(1, 5, n + 1)]
     form = ["list", "stack", "csr chain", "periodic", "list"][rng.integers(5)]
@@ -281,7 +281,7 @@ def good_chain(rng: np.random.Generator) -> Chain:
 
 
 def scan(rng: np.random.Generator) -> Call:
-    """A scan in one call."""
+    """Return a scan in one call."""
     chain = good_chain(rng)
     inclusive = bool(rng.integers(2))
     arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
@@ -330,7 +330,7 @@ def turn(rng: np.random.Generator, options: dict[str, Any], arguments: dict[str,
 
 
 def planned(rng: np.random.Generator) -> Call:
-    """A plan, and a scan by it."""
+    """Return a plan, and a scan by it."""
     chain = good_chain(rng)
     inclusive = bool(rng.integers(2))
     options: dict[str, Any] = {"jacobians": chain.jacobians}
@@ -375,7 +375,7 @@ def planned(rng: np.random.Generator) -> Call:
 
 
 def bare_values(jacobians: Any) -> Any:
-    """The values of a chain alone, if that is a form that a plan takes."""
+    """Return the values of a chain alone, if that is a form that a plan takes."""
     if isinstance(jacobians, list):
         return [
             item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
@@ -385,7 +385,7 @@ def bare_values(jacobians: Any) -> Any:
 
 
 def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -> dict[str, Any]:
-    """Some of the options that every scan takes."""
+    """Return some of the options that every scan takes."""
     options: dict[str, Any] = {}
     if rng.random() < 0.3 and not isinstance(chain.jacobians, PeriodicChain):
         shapes = [chain.grad.shape]
@@ -401,7 +401,7 @@ def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -
 
 
 def length(chain: Chain) -> int:
-    """Number of Jacobians."""
+    """Return the number of Jacobians."""
     return len(chain.jacobians)
 
 
@@ -414,12 +414,12 @@ def spoil(rng: np.random.Generator, arguments: dict[str, Any]) -> None:
 
 
 def told(arguments: dict[str, Any]) -> str:
-    """The arguments in words."""
+    """Return the arguments in words."""
     return ", ".join(f"{name}={in_words(value)}" for name, value in arguments.items())
 
 
 def in_words(value: Any, depth: int = 3) -> str:
-    """A value in words."""
+    """Return a value in words."""
     try:
         if isinstance(value, np.ndarray):
             text = f"<{type(value).__name__} {value.dtype} {value.shape} {value.strides}>"
@@ -437,7 +437,7 @@ def in_words(value: Any, depth: int = 3) -> str:
 
 
 def pattern(rng: np.random.Generator) -> Call:
-    """A pattern, from index arrays or by its kind."""
+    """Return a pattern, from index arrays or by its kind."""
     rows, cols = (int(size) for size in rng.integers(0, 5, 2))
     where = oracles.mask(rng, "sparse", rows, cols)
     indices, indptr = oracles.indices_of(where)
@@ -493,7 +493,7 @@ def check_pattern(pattern: Pattern, kind: str, shape: Any) -> None:
 
 
 def container(rng: np.random.Generator) -> Call:
-    """A container, and a scan of it."""
+    """Return a container, and a scan of it."""
     size, n, batch = (int(k) for k in rng.integers(1, 4, 3))
     where = oracles.mask(rng, "sparse", size, size)
     indices, indptr = oracles.indices_of(where)
@@ -551,7 +551,7 @@ def container(rng: np.random.Generator) -> Call:
 
 
 def solve_step(rng: np.random.Generator) -> Call:
-    """A step to solve with, among others, and a scan of it.
+    """Return a step to solve with, among others, and a scan of it.
 
     The matrices are orthogonal, but for what is odd, so that bounds are small.
     """
@@ -600,7 +600,7 @@ def solve_step(rng: np.random.Generator) -> Call:
 
 
 def indexed_step(arguments: dict[str, Any]) -> Call:
-    """A step of weights that are read through an index."""
+    """Return a step of weights that are read through an index."""
 
     def run() -> Any:
         index = IndexedPattern(**arguments)
@@ -637,7 +637,7 @@ def change_shapes(chain: Any) -> None:
 
 
 def schedule(rng: np.random.Generator) -> Call:
-    """A schedule."""
+    """Return a schedule."""
     n = int(rng.integers(0, 9))
     runs = [[(0, k, k + 1)] for k in range(1, n)]
     constructors: list[tuple[str, dict[str, Any]]] = [
@@ -694,7 +694,7 @@ def odd_levels(rng: np.random.Generator, levels: list[Any]) -> list[Any]:
 
 
 def scan_of_a_schedule(rng: np.random.Generator) -> Call:
-    """A schedule run in any monoid."""
+    """Return a schedule run in any monoid."""
     n = int(rng.integers(0, 9))
     arguments: dict[str, Any] = {"items": list("abcdefghi"[:n]), "combine": None}
     schedule = oracles.every_schedule(n)[0]
@@ -858,7 +858,7 @@ CELLS: dict[str, dict[str, Any]] = {
 
 
 def layer_made(rng: np.random.Generator) -> Call:
-    """A layer, whose Jacobian is the derivative of what it computes."""
+    """Return a layer, whose Jacobian is the derivative of what it computes."""
     everything = LAYERS | CELLS
     name = list(everything)[rng.integers(len(everything))]
     arguments = dict(everything[name])
@@ -904,7 +904,7 @@ def check_cell(rng: np.random.Generator, cell: Any) -> None:
 
 
 def bumps(x: np.ndarray) -> Iterator[np.ndarray]:
-    """A step along every axis."""
+    """Yield a step along every axis."""
     for k in range(x.size):
         bump = np.zeros(x.size)
         bump[k] = 1e-6
@@ -912,7 +912,7 @@ def bumps(x: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def layer_called(rng: np.random.Generator) -> Call:
-    """A good layer, called with odd arrays: what it accepts, it reads as NumPy does."""
+    """Return a good layer, called with odd arrays: what it accepts, it reads as NumPy does."""
     everything = LAYERS | CELLS
     name = list(everything)[rng.integers(len(everything))]
     layer = getattr(layers, name)(**everything[name])
@@ -960,7 +960,7 @@ def layer_called(rng: np.random.Generator) -> Call:
 
 
 def parameter(rng: np.random.Generator) -> Call:
-    """A parameter that is set, and then read by a kernel."""
+    """Return a parameter that is set, and then read by a kernel."""
     name = ("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "GRUCell", "RNNCell")[rng.integers(6)]
     layer = getattr(layers, name)(**(LAYERS | CELLS)[name])
     attribute = list(layer.params)[rng.integers(len(layer.params))]

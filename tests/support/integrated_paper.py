@@ -28,7 +28,7 @@ class Volume(NamedTuple):
 
 
 def log(count: int) -> int:
-    """⌈log₂⌉"""
+    """Return the logarithm to the base of two, rounded up."""
     return next(k for k in range(64) if 1 << k >= count)
 
 

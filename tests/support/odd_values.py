@@ -108,7 +108,7 @@ class Text(str):
 
 
 def masked(values: Any) -> np.ma.MaskedArray:
-    """An array with a mask over its first entry."""
+    """Return an array with a mask over its first entry."""
     array = np.ma.array(np.asarray(values))
     if array.size:
         array[(0,) * array.ndim] = np.ma.masked
@@ -116,7 +116,7 @@ def masked(values: Any) -> np.ma.MaskedArray:
 
 
 def nested(depth: int) -> list[Any]:
-    """A list in a list, so deep."""
+    """Return a list in a list, so deep."""
     items: list[Any] = [1.0]
     for _ in range(depth):
         items = [items]
@@ -124,7 +124,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def itself() -> list[Any]:
-    """A list that holds itself."""
+    """Return a list that holds itself."""
     items: list[Any] = []
     items.append(items)
     return items
@@ -144,7 +144,7 @@ CLASSES: list[Any] = [
 
 
 def odd_array(rng: np.random.Generator) -> Any:
-    """An array that few arguments can be."""
+    """Return an array that few arguments can be."""
     shape = tuple(rng.integers(0, 4, rng.integers(0, 5)))
     array = np.zeros(shape, DTYPES[rng.integers(len(DTYPES))])
     if array.dtype.kind in "fiu":
@@ -153,7 +153,7 @@ def odd_array(rng: np.random.Generator) -> Any:
 
 
 def huge_array(rng: np.random.Generator) -> Any:
-    """A view that shows far more entries than there are."""
+    """Return a view that shows far more entries than there are."""
     shapes = [(4, 2**20, 2**20), (2**40,), (2, 2**40), (2**29, 2**29), (3, 2, 2**20, 2**20)]
     kinds = [1.0, np.float32(1), 1, True, 1j]
     return np.broadcast_to(kinds[rng.integers(5)], shapes[rng.integers(len(shapes))])
@@ -209,7 +209,7 @@ def odd(rng: np.random.Generator) -> Any:
 
 
 def odd_tensor(rng: np.random.Generator) -> Any:
-    """A tensor of PyTorch."""
+    """Return a tensor of PyTorch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse CSR is in beta
         makers: list[Callable[[], Any]] = [
@@ -232,7 +232,7 @@ def odd_tensor(rng: np.random.Generator) -> Any:
 
 
 def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any:
-    """The result of one of some functions; anything at all, if it raises."""
+    """Return the result of one of some functions; anything at all, if it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -242,7 +242,7 @@ def one_of(rng: np.random.Generator, makers: Sequence[Callable[[], Any]]) -> Any
 
 
 def unaligned(values: np.ndarray) -> np.ndarray:
-    """A copy at an address that is no multiple of the item size."""
+    """Return a copy at an address that is no multiple of the item size."""
     room = np.zeros(values.nbytes + 1, np.uint8)
     copy = room[1:].view(values.dtype).reshape(values.shape)
     copy[...] = values
@@ -294,7 +294,7 @@ def other_array(rng: np.random.Generator, given: Any) -> Any:
 
 
 def with_odd_entry(rng: np.random.Generator, given: np.ndarray) -> np.ndarray:
-    """A copy with one entry that is not finite, or for integers out of range."""
+    """Return a copy with one entry that is not finite, or for integers out of range."""
     changed = given.copy()
     if changed.size and changed.dtype.kind in "fi":
         entries = [np.nan, np.inf, -np.inf] if changed.dtype.kind == "f" else [-1, 7, 2**31 - 1]
@@ -367,7 +367,7 @@ def other_sequence(rng: np.random.Generator, given: Any) -> Any:
 
 
 def as_objects(items: Sequence[Any]) -> np.ndarray:
-    """An array whose entries are these objects."""
+    """Return an array whose entries are these objects."""
     array = np.empty(len(items), object)
     for k, item in enumerate(items):
         array[k] = item
@@ -375,7 +375,7 @@ def as_objects(items: Sequence[Any]) -> np.ndarray:
 
 
 def other(rng: np.random.Generator, given: Any) -> Any:
-    """A value that takes the place of an argument."""
+    """Return a value that takes the place of an argument."""
     if rng.random() < 0.35:
         return odd(rng)
     if isinstance(given, list):
@@ -390,7 +390,7 @@ def other(rng: np.random.Generator, given: Any) -> Any:
 
 
 def changed_tuple(rng: np.random.Generator, given: tuple[Any, ...]) -> Any:
-    """A tuple with another entry, or one entry more or fewer; or an array of it."""
+    """Return a tuple with another entry, or one entry more or fewer; or an array of it."""
     at = rng.integers(len(given)) if given else 0
     makers: list[Callable[[], Any]] = [
         lambda: (*given[:at], other(rng, given[at]) if given else 1, *given[at + 1 :]),

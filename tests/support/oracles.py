@@ -32,7 +32,7 @@ from sparsescan.symbolic.pattern import of_mask
 
 
 def steps_of(jacobians: Any) -> list[Any]:
-    """The steps of a chain in any form, each a CSR matrix, a BatchedCSR or a dense array."""
+    """Return the steps of a chain in any form, each a CSR matrix, a BatchedCSR or a dense array."""
     if not isinstance(jacobians, CSRChain):
         return list(jacobians)
     chain = jacobians
@@ -43,7 +43,7 @@ def steps_of(jacobians: Any) -> list[Any]:
 
 
 def on_pattern(values: np.ndarray, pattern: Pattern) -> sp.csr_array | BatchedCSR:
-    """The matrix with these values, or one for each sample."""
+    """Return the matrix with these values, or one for each sample."""
     if values.ndim == 2:
         return BatchedCSR.from_pattern(values, pattern)
     return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
@@ -155,13 +155,13 @@ def mask(rng: np.random.Generator, structure: str, rows: int, cols: int) -> np.n
 
 
 def indices_of(where: np.ndarray, dtype: Any = np.int32) -> tuple[np.ndarray, np.ndarray]:
-    """``indices`` and ``indptr`` of the entries of a mask."""
+    """Return ``indices`` and ``indptr`` of the entries of a mask."""
     indptr = np.concatenate([[0], np.cumsum(where.sum(1))])
     return np.nonzero(where)[1].astype(dtype), indptr.astype(dtype)
 
 
 def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Normal values, some of them exactly zero, of a size with which no chain grows fast."""
+    """Return normal values, some of them zero, of a size with which no chain grows fast."""
     array = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 1.5])
     array[rng.random(shape) < 0.1] = 0
     return array.astype(dtype)
@@ -292,7 +292,7 @@ def every_schedule(n: int, chunks: Sequence[int] = (2, 5)) -> list[Schedule]:
 
 
 def values_only(jacobians: Any) -> Any:
-    """The values of a chain in the order of its patterns, in the same layout."""
+    """Return the values of a chain in the order of its patterns, in the same layout."""
     if isinstance(jacobians, CSRChain):
         return jacobians.data
     if isinstance(jacobians, np.ndarray):
@@ -306,7 +306,7 @@ def values_only(jacobians: Any) -> Any:
 
 
 def patterns_of(jacobians: Any) -> list[Pattern]:
-    """The bare patterns of a chain."""
+    """Return the bare patterns of a chain."""
     if isinstance(jacobians, CSRChain):
         return [jacobians.pattern] * len(jacobians)
     return [

@@ -26,7 +26,7 @@ F4 = np.dtype(np.float32)
 
 
 def positive_steps(kind: str, radii: np.ndarray, size: int, dtype=F4, seed: int = 0) -> CSRChain:
-    """Steps without negative entries whose rows sum to `radii`: their spectral radii.
+    """Return steps without negative entries whose rows sum to `radii`: their spectral radii.
 
     A diagonal has its radius in one place and less in the others.
     """
@@ -45,7 +45,7 @@ def positive_steps(kind: str, radii: np.ndarray, size: int, dtype=F4, seed: int 
 
 
 def as_dense(chain: CSRChain) -> np.ndarray:
-    """The chain as a dense array, with its zeros in place."""
+    """Return the chain as a dense array, with its zeros in place."""
     dense = np.zeros((*chain.data.shape[:-1], *chain.shape), chain.dtype)
     rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
     dense[..., rows, chain.indices] = chain.data
@@ -75,7 +75,7 @@ def two_blocks(n: int, up: float, down: float, size: int = 3) -> CSRChain:
 
 
 def shuffled(chain: CSRChain) -> CSRChain:
-    """The steps with rows and columns permuted: blocks that no pattern shows at once."""
+    """Return the steps with rows and columns permuted: blocks that no pattern shows at once."""
     order = np.random.default_rng(3).permutation(chain.shape[0])
     where = np.zeros(chain.shape, bool)
     rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
@@ -101,7 +101,7 @@ FORMS = {
 
 
 def reference(chain):
-    """The linear scan in the chain's own dtype, by SciPy and NumPy."""
+    """Return the linear scan in the chain's own dtype, by SciPy and NumPy."""
     x = np.asarray(chain.grad).astype(chain.dtype)
     steps = list(chain.jacobians)[: len(chain.jacobians) - (not chain.inclusive)]
     local = chain.local_grads or [None] * (len(steps) + 1)
@@ -141,7 +141,7 @@ def check_huge_and_tiny_steps(n, kind, batch, local, dtype, huge):
 
 
 def check_an_exploding_block_leaves_the_decaying_one_right(form, up, down):
-    """The blocks' products are 1e600 apart; with a gradient that is 1e30 apart both are finite."""
+    """Check blocks whose products are 1e600 apart, finite with a gradient that is 1e30 apart."""
     n = {10: 60, 2: 200, 1: 140, 1e6: 11}[max(up, down)]
     jacobians = FORMS[form](two_blocks(n, up, down))
     grad = np.repeat([1e-30 if up > 1 else 1e30, 1e30 if up >= 1 else 1e-30], 3).astype(F4)
@@ -281,7 +281,7 @@ def check_a_sample_that_is_not_finite_leaves_the_others_alone():
 
 
 def check_a_column_that_becomes_zero_forgets_how_large_it_was():
-    """A product of an exploding unit that is then masked has nothing left of it."""
+    """Check that a product has nothing left of an exploding unit that is then masked."""
     steps = np.stack([np.diag([2.0**30, 1.0])] * 8 + [np.diag([0.0, 1.0])] + [np.eye(2)] * 15)
     steps, grad = steps.astype(np.float32), np.array([0.0, 2.0**-121], np.float32)
     for schedule in (Schedule.blelloch(24), Schedule.chunked(24, 2), Schedule.truncated(24, 3)):

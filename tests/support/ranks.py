@@ -35,7 +35,7 @@ def grids() -> list[Grid]:
 
 
 def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
-    """A chain of any form; with a batch, some Jacobians may be shared."""
+    """Return a chain of any form; with a batch, some Jacobians may be shared."""
     n, whole = int(rng.integers(0, 15)), str(rng.choice(["list", "list", "CSRChain", "dense"]))
     dtypes = [["f4"], ["f8"], ["f4", "f8"]][rng.integers(3)]
     if whole == "list":
@@ -79,7 +79,7 @@ def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
 
 
 def samples_of(array: Any, some: slice, batch: int | None) -> Any:
-    """The part for some samples."""
+    """Return the part for some samples."""
     if isinstance(array, BatchedCSR):
         return BatchedCSR.from_pattern(array.data[some], array.pattern)
     has_axis = batch is not None and isinstance(array, np.ndarray) and array.ndim == 3
@@ -87,7 +87,7 @@ def samples_of(array: Any, some: slice, batch: int | None) -> Any:
 
 
 def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
-    """The steps of this rank, and which gradients of its samples it gets."""
+    """Return the steps of this rank, and which gradients of its samples it gets."""
     position = grid.position(WORLD.rank)
     steps = slice(cuts[position], cuts[position + 1])
     last = position == grid.chain - 1
@@ -112,7 +112,7 @@ def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
 def random_part(
     rng: np.random.Generator, grid: Grid, batch: int | None
 ) -> tuple[Chain, Gradients, list[int]]:
-    """What this rank has of a random chain that is cut at random, and the gradients it should get.
+    """Return what this rank has of a random chain, cut at random, and the gradients it should get.
 
     And all cuts. Ranks that do not begin the chain have no gradient.
     """
@@ -127,7 +127,7 @@ def random_part(
 
 
 def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
-    """The gradients that this rank should get."""
+    """Return the gradients that this rank should get."""
     some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
     whole = WORLD.bcast(chain.oracle() if WORLD.rank == 0 else None)
     pick = [

@@ -77,7 +77,7 @@ run_chain, measure = chain_run.run_chain, chain_run.measure_in_turns
 
 
 def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
-    """A run whose ways give what one process does, and send what is predicted."""
+    """Run the scan of a file, and check that all ways give, and send, what they should."""
 
     def checked_measure(ways: Any, *arguments: Any) -> Any:
         for _, way in ways:
@@ -99,7 +99,7 @@ def checked_run(comm: Any, path: str, batch: int, machine: Any) -> Any:
 
 
 def check_way(way: Any, path: str) -> None:
-    """This rank has its gradients of its samples, but for rounding."""
+    """Check that this rank has its gradients of its samples, but for rounding."""
     grad, jacobians = sparsescan.load_chain(path)
     grid, n = way.plan.grid, len(jacobians)
     expected = list(sparsescan.exclusive_scan(grad, jacobians))

@@ -128,7 +128,7 @@ _changed: ExitStack
 
 
 def _call(self: Any, *args: Any) -> Any:
-    """A kernel, alone: modules are changed while it runs. Or a function that a kernel calls."""
+    """Run a kernel, alone since modules are changed while it runs, or a function that it calls."""
     global _changed
     if self._device:
         simulated = kernel._get_kernel_context()
@@ -143,7 +143,7 @@ _configure = kernel.FakeCUDAKernel.__getitem__
 
 
 def _configured(self: Any, configuration: Any) -> Any:
-    """A kernel of its own for each grid, so that threads do not set each other's."""
+    """Return a kernel of its own for each grid, so that threads do not set each other's."""
     return _configure(copy.copy(self), configuration)
 
 

@@ -16,7 +16,7 @@ Runs = list[list[tuple[int, int, int]]]
 
 
 def random_levels(rng: np.random.Generator, n: int) -> list[tuple[str, Runs]]:
-    """A random tree between linear and Blelloch, level by level.
+    """Return a random tree between linear and Blelloch, level by level.
 
     Neighbours are joined into groups, the groups into larger ones, and so on; what is left in the
     end is scanned linearly, and each group then swept from its left end. A group is multiplied up

@@ -24,7 +24,7 @@ def transcription(
     batches: Sequence[tuple[Array, Array]],
     rate: float,
 ) -> list[Params]:
-    """The weights behind all updates; without registers, those of SGD.
+    """Return the weights behind all updates; without registers, those of SGD.
 
     Layer ``l`` is in stage ``i`` of ``K + 1``. Minibatch ``m`` goes through it forward in cycle
     ``m + i - 1`` and backward in cycle ``m + 2 K + 1 - i``, whose gradient it adds to the weights.
@@ -91,7 +91,7 @@ def _firsts(ops: Sequence[Operator]) -> list[int]:
 
 
 def forward(op: Operator, params: Params, x: Array) -> list[Array]:
-    """The input, the output, and between them what a backward pass reads."""
+    """Return the input, the output, and between them what a backward pass reads."""
     if isinstance(op, Tanh):
         return [x, np.tanh(x)]
     if isinstance(op, Linear):
@@ -134,7 +134,7 @@ def backward(op: Operator, params: Params, kept: list[Array], delta: Array) -> t
 def step(
     op: Step, params: Params, x: Array, h: Array, delta: Array = 0.0
 ) -> tuple[Array, Array, Array, Array]:
-    """The next state; gradients in ``W_ih x + b_ih`` and ``W_hh h + b_hh``, and in ``h`` itself."""
+    """Return the next state, and gradients in ``W_ih x + b_ih``, ``W_hh h + b_hh`` and ``h``."""
     u = x @ params["weight_ih"].T + params["bias_ih"]
     v = h @ params["weight_hh"].T + params["bias_hh"]
     if not isinstance(op.cell, GRUCell):
