@@ -1,5 +1,6 @@
-"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it,
-and how many divisions of 64 bits are in it, each of which is a hundred instructions.
+"""Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
+
+And how many divisions of 64 bits are in it, each of which is a hundred instructions.
 
 ``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
 Numba compiles with the suffix ``a``, for that very one.
