@@ -71,7 +71,9 @@ def _linear(steps: int, side: int, cupy: Any) -> Floors:
     grad, chain = workloads.stencil(steps, side, np.float32)
     sparsescan.exclusive_scan(grad, chain, schedule="linear", device="cuda")
     pattern = chain.indices.nbytes + chain.indptr.nbytes
-    return {"vectors": pattern + chain.data[:-1].nbytes + steps * grad.nbytes}
+    # One of them makes all gradients: which, depends on how large steps are.
+    needed = pattern + chain.data[:-1].nbytes + steps * grad.nbytes
+    return {"sweep_steps": needed, "vectors": needed}
 
 
 def _chunked(chunks: int, chunk: int, cupy: Any) -> Floors:

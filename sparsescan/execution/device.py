@@ -22,6 +22,7 @@ from ..formatting import format_bytes
 from ..kernels.cpu.tables import SLOTS, Op, Store
 from ..kernels.cuda import chunks as cuda_chunks
 from ..kernels.cuda import device as _device
+from ..kernels.cuda import sweeps as cuda_sweeps
 from ..kernels.cuda.levels import (
     STAGE,
     THREADS,
@@ -30,7 +31,7 @@ from ..kernels.cuda.levels import (
     longest_segment,
     segments_at_once,
 )
-from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, Terms, Unit
+from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, Sweep, Terms, Unit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, index_dtype, rows_of
 from ..symbolic.program import Program
@@ -161,7 +162,41 @@ class Shares(NamedTuple):
         # Of what is dense some entries may be known to be zero, and left out of the product.
         blas = product & large[left] & large[right] & large[np.where(product, out, 0)]
         blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
-        return cls(np.maximum(blocks, 1), (count > LARGE) | blas, blas)
+        small = np.array([_is_small(pattern) for pattern in patterns])[right]
+        many = (count > LARGE) & (product | ~small)
+        return cls(np.maximum(blocks, 1), many | blas, blas)
+
+
+class _Sweeps(NamedTuple):
+    """Which operations take a gradient through small steps, and can be those of a sweep."""
+
+    small: NDArray[np.bool_]  # which Jacobians
+    ops: NDArray[np.bool_]  # matrix-vector products by one of them
+    follows: NDArray[np.bool_]  # operations that are applied to what the one before has made
+    threads: int  # of a block
+
+    @classmethod
+    def of(cls, program: Program) -> _Sweeps:
+        """Return them for `program`."""
+        n, vector, left, right, out = program.n, *program.ops.T
+        sizes = np.array([(max(p.shape), p.nnz) for p in program.patterns[:n]], np.int64)
+        small = np.array([_is_small(pattern) for pattern in program.patterns[:n]])
+        ops = (vector == 1) & (right < n)
+        ops[ops] = small[right[ops]]
+        rows, entries = sizes[small].max(axis=0, initial=1).tolist()
+        threads = min(32, cuda_sweeps.THREADS)
+        while threads < min(max(rows, entries / cuda_sweeps.STAGED), cuda_sweeps.THREADS):
+            threads *= 2
+        return cls(small, ops, np.append(False, left[1:] == out[:-1]), threads)
+
+    def take(self, runs: NDArray[np.int64]) -> bool:
+        """Return whether the launch of these runs of a level is a sweep."""
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        if (runs[:, 1] - runs[:, 0]).max() == 1 or not self.ops[first:last].all():
+            return False
+        follows = self.follows[first:last].copy()
+        follows[runs[:, 0] - first] = True
+        return bool(follows.all())
 
 
 def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
@@ -184,7 +219,10 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
         sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
         sizes += _term_bytes(program, dtype)
         tables = [Node.WIDTH * len(program.patterns), len(program.offsets), program.ops.size]
-        tables += [Op.WIDTH * n, Plan.WIDTH, Plan.WIDTH]
+        sweeps = _Sweeps.of(program)
+        tables += [(Sweep if sweeps.small.all() else Op).WIDTH * n, Plan.WIDTH, Plan.WIDTH]
+        if any(sweeps.take(runs) for _, runs in program.levels):
+            tables += [Sweep.WIDTH * len(program.ops), Plan.WIDTH]
         sizes += [8 * table for table in tables]
         sizes += [8 * Unit.WIDTH * units for units in _unit_counts(program)]
         # Values that come as weights, and the index that reads them.
@@ -319,6 +357,13 @@ def _only(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 def _is_large(pattern: Pattern) -> bool:
     """Return whether products of such matrices are cuBLAS's to make."""
     return pattern.kind == "dense" and min(pattern.shape) >= BLAS_SIZE
+
+
+def _is_small(pattern: Pattern) -> bool:
+    """Return whether a sweep can apply such matrices."""
+    threads = cuda_sweeps.THREADS
+    rows, entries = cuda_sweeps.ROWS * threads, cuda_sweeps.STAGED * threads
+    return max(pattern.shape) <= rows and pattern.nnz <= entries
 
 
 def _in_scratch(program: Program) -> NDArray[np.bool_]:
@@ -579,9 +624,9 @@ class _Launches:
             return
         self._index_dtype = _index_dtype(program)
         self._kernels = level_kernels(dtype, self._index_dtype)
-        nodes = self._nodes()
+        self._nodes = nodes = self._table_of_nodes()
         self._nnz = nodes[:, Node.NNZ]
-        self._shares = Shares.of(program)
+        self._shares, self._sweeps = Shares.of(program), _Sweeps.of(program)
         self._views: dict[int, Any] = {}
         # For values, exponents and local gradients: the pool, where each product has its place in
         # it (-1 in scratch), and what a sample of it takes.
@@ -595,17 +640,17 @@ class _Launches:
         self._wanted = np.zeros(len(nodes), np.int64)
         for patterns, numbers in _sparse_products(program).items():
             nodes[numbers, Node.TERMS] = self._place_terms(*patterns, numbers)
-        place = workspace.place
-        common = {
+        self._common = {
             Plan.BATCH: batch,
             Plan.LOCAL: int(local),
-            Plan.NODES: place(nodes),
-            Plan.OFFSETS: place(program.offsets),
+            Plan.NODES: workspace.place(nodes),
+            Plan.OFFSETS: workspace.place(program.offsets),
         }
-        self._plan = place(self._slots(common | {Plan.OPS: place(program.ops)}))
+        self._plan, self._sweep_plan = self._place_plan(program.ops), 0
         steps = np.arange(n, dtype=np.int64)
         linear = np.stack([np.ones(n, np.int64), steps, steps, steps + 1], axis=1)
-        self._linear = place(self._slots(common | {Plan.OPS: place(linear)}))
+        is_sweep = bool(self._sweeps.small.all())
+        self._linear = self._place_plan(self._steps_of(linear) if is_sweep else linear)
 
     def _differ(self, batched: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which nodes differ between samples: all of a run whose last one does.
@@ -620,9 +665,28 @@ class _Launches:
                     batched[products] |= batched[products[-1]]
         return batched
 
-    @staticmethod
-    def _slots(plan: dict[int, int]) -> NDArray[np.int64]:
-        return np.array([plan[slot] for slot in range(Plan.WIDTH)], np.int64)
+    def _place_plan(self, ops: NDArray[np.int64]) -> int:
+        """Upload a plan of such operations."""
+        plan = self._common | {Plan.OPS: self._workspace.place(ops)}
+        return self._workspace.place(np.array([plan[k] for k in range(Plan.WIDTH)], np.int64))
+
+    def _steps_of(self, ops: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the table of steps of a sweep; rows of other operations say nothing."""
+        vector, left, right, out = ops.T
+        is_step = (vector == 1) & (right < self._program.n)
+        jacobian, left, out = (np.where(is_step, column, 0) for column in (right, left, out))
+        rows = np.zeros((len(ops), Sweep.WIDTH), np.int64)
+        rows[:, : Sweep.JACOBIAN] = self._nodes[jacobian, : Node.INDICES + 1]
+        rows[:, Sweep.JACOBIAN] = jacobian
+        rows[1:, Sweep.OTHER] = (np.diff(rows[:, : Sweep.JACOBIAN], axis=0) != 0).any(axis=1)
+        # As many lanes for each row as have two entries on average, and there are threads for.
+        size, entries = np.maximum(rows[:, Sweep.ROWS], 1), rows[:, Sweep.NNZ]
+        lanes = np.minimum(self._sweeps.threads // size, entries // size // 2)
+        for shift in range(1, cuda_sweeps.LANES.bit_length()):
+            rows[lanes >= 1 << shift, Sweep.SHIFT] = shift
+        offsets = self._program.offsets
+        rows[:, Sweep.BEFORE], rows[:, Sweep.AFTER] = offsets[left], offsets[out]
+        return rows
 
     def actions(self, inclusive: bool) -> list[Action]:
         """Return what an exclusive or an inclusive scan does."""
@@ -642,9 +706,10 @@ class _Launches:
                 np.zeros(1, np.int64),
             )
             unit = self._units(np.array([[0, steps]]), one, first, Mode.ALL + first)
-            actions.append(
-                self._launch(self._kernels.vectors, self._batch, THREADS, self._linear, unit, 1)
-            )
+            kernel, threads = self._kernels.vectors, THREADS
+            if self._sweeps.small.all():
+                kernel, threads = self._kernels.sweep_steps, self._sweeps.threads
+            actions.append(self._launch(kernel, self._batch, threads, self._linear, unit, 1))
         return actions
 
     def _launch(
@@ -703,6 +768,8 @@ class _Launches:
         vector = ops[runs[:, 0], Op.VECTOR] == 1
         out = ops[runs[:, 1] - 1, Op.OUT]
         batch = self._batch if vector.any() or self._batched[out].any() else 1
+        if self._sweeps.take(runs):
+            return [self._sweep(runs, part)]
         blas = (only >= 0) & self._shares.blas[only]
         mode = np.where(blas, Mode.CHECK, Mode.ALL)
         kernel = self._kernels.vectors if vector.all() else self._kernels.level
@@ -715,6 +782,14 @@ class _Launches:
             units = self._units(runs[blas], blocks[blas], part[blas], mode)
             actions.append(self._launch(kernel, batch, threads, self._plan, units, 0))
         return actions
+
+    def _sweep(self, runs: NDArray[np.int64], part: NDArray[np.int64]) -> Action:
+        """Return the launch of runs that take a gradient through small steps each."""
+        if self._sweep_plan == 0:
+            self._sweep_plan = self._place_plan(self._steps_of(self._program.ops))
+        units = self._units(runs, np.ones_like(part), part, np.full_like(part, Mode.ALL))
+        kernel, threads = self._kernels.sweep_steps, self._sweeps.threads
+        return self._launch(kernel, self._batch, threads, self._sweep_plan, units, 0)
 
     def _blocks(self, ops: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return into how many parts the rows of each operation are cut."""
@@ -799,7 +874,7 @@ class _Launches:
 
     # -- Tables ---------------------------------------------------------------------------------
 
-    def _nodes(self) -> NDArray[np.int64]:
+    def _table_of_nodes(self) -> NDArray[np.int64]:
         """Return the node table, as far as patterns and Jacobians go."""
         program, n = self._program, self._program.n
         rows: dict[Pattern, list[int]] = {}

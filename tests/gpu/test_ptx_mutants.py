@@ -33,7 +33,7 @@ GROUPS = "matvec, the end of the groups of rows: one turn more, past the last ro
 LDEXP = "scale: 2^100 is made exactly in either of the two ways that libdevice's ldexp has"
 TURNS = "the end of a loop over steps: each turn looks whether its step is there"
 SEGMENT = "whether the gates of all steps are kept: nothing comes before the one segment"
-CACHE = "a step more is brought to the cache, which nothing reads"
+CACHE = "a step, or a value, more is brought to the cache, which nothing reads"
 ANY_BOUND = {
     "vectors": [HALF, GROUPS, *4 * [LDEXP]],
     "level": [
@@ -43,6 +43,15 @@ ANY_BOUND = {
         *2 * ["multiply_sparse, the end of those that are loaded: one turn more, without factors"],
         "normalise, the exponents of the columns: one more is the flag, which is set afterwards",
         *[*2 * [LANES], *2 * [HALF], *2 * [GROUPS], *7 * [LDEXP]],
+    ],
+    "sweep_steps": [
+        *3 * ["a row of the table, or an address, of the step behind the last, which is not made"],
+        *9 * [CACHE],
+        *3 * ["values: one behind the last is loaded, and not multiplied"],
+        *6 * ["columns: that of an entry behind the last, which is not multiplied"],
+        *4 * ["where rows begin: one row more, which is not added up"],
+        "local gradients: one is loaded for a row that is not there",
+        *8 * ["terms: one behind the last, which no row has"],
     ],
     "multiply": [
         "the copy of `present` before a step: one chain more computes, and stores nothing",

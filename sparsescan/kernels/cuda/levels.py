@@ -28,8 +28,9 @@ from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import Op
 from .device import load
 from .matvec import STAGE, vector_operation
-from .nodes import WORD, Shared, dtypes_of
+from .nodes import WORD, Shared, dtypes_of, unit_and_sample
 from .products import WARP, product
+from .sweeps import sweep_kernel
 from .tables import Node, Plan, Run, Unit
 
 __all__ = [
@@ -60,26 +61,23 @@ def segments_at_once(dtype: np.dtype[Any], longest: int) -> int:
 class LevelKernels(NamedTuple):
     """Compiled for one dtype of values and one of indices.
 
-    Both take ``(run, plan, units, batch, guarded)``, the first three addresses; block ``unit·batch
-    + sample`` works on that unit for that sample.
+    All take ``(run, plan, units, batch, guarded)``, the first three addresses; block ``unit·batch
+    + sample`` works on that unit for that sample, with `guarded` only if the flag is raised.
 
     Attributes
     ----------
     vectors : callable
-        Units of matrix-vector products only; with `guarded`, only if the flag is raised.
+        Units of matrix-vector products only.
     level : callable
         Any units.
+    sweep_steps : callable
+        Units that take a gradient through small steps, of which the plan has a table instead of
+        operations.
     """
 
     vectors: Any
     level: Any
-
-
-@cuda.jit(device=True)
-def unit_and_sample(batch):
-    """Return which unit this block works on, and for which sample."""
-    number = np.uint32(cuda.blockIdx.x) // np.uint32(batch)
-    return int64(number), int64(np.uint32(cuda.blockIdx.x) - number * np.uint32(batch))
+    sweep_steps: Any
 
 
 @cache
@@ -136,4 +134,4 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                     )
             cuda.syncthreads()
 
-    return LevelKernels(vectors, level)
+    return LevelKernels(vectors, level, sweep_kernel(dtype, index_dtype))

@@ -32,6 +32,7 @@ __all__ = [
     "row_of",
     "row_start",
     "scaled_by",
+    "unit_and_sample",
     "values_of",
 ]
 
@@ -106,6 +107,13 @@ class Matrix(NamedTuple):
     nnz: Any
     indptr: Any
     indices: Any
+
+
+@cuda.jit(device=True)
+def unit_and_sample(batch):
+    """Return which unit this block works on, and for which sample."""
+    number = np.uint32(cuda.blockIdx.x) // np.uint32(batch)
+    return int64(number), int64(np.uint32(cuda.blockIdx.x) - number * np.uint32(batch))
 
 
 @cuda.jit(device=True)

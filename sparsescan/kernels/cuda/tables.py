@@ -13,7 +13,18 @@ import numpy as np
 from ...arrays.cuda import cuda
 from .device import load
 
-__all__ = ["EVERY", "Mode", "Node", "Plan", "Run", "Terms", "Unit", "jacobian_at", "local_at"]
+__all__ = [
+    "EVERY",
+    "Mode",
+    "Node",
+    "Plan",
+    "Run",
+    "Sweep",
+    "Terms",
+    "Unit",
+    "jacobian_at",
+    "local_at",
+]
 
 _WORD = np.int64(0)
 
@@ -125,6 +136,30 @@ class _Terms(NamedTuple):
 
 
 Terms = _Terms()
+
+
+class _Sweep(NamedTuple):
+    """Columns of the table of a sweep: a row for each matrix-vector product by a Jacobian."""
+
+    # as in the node table
+    KIND: int = 0
+    ROWS: int = 1
+    COLS: int = 2
+    NNZ: int = 3
+    INDPTR: int = 4
+    INDICES: int = 5
+    # which Jacobian it is; whether the row before has another pattern
+    JACOBIAN: int = 6
+    OTHER: int = 7
+    # 2^SHIFT threads add up a row
+    SHIFT: int = 8
+    # where the gradients before and after it start, for one sample
+    BEFORE: int = 9
+    AFTER: int = 10
+    WIDTH: int = 11
+
+
+Sweep = _Sweep()
 
 
 class _Unit(NamedTuple):

@@ -36,7 +36,8 @@ TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 # Kernels of whole sequences, whose weights are in registers, or read in each step.
 _HELD, _READ = " of a GRU", " of an LSTM"
 KERNELS = (
-    *("check_indices", "vectors", "level", "multiply", "carry", "sweep", "repair"),
+    *("check_indices", "vectors", "level", "sweep_steps"),
+    *("multiply", "carry", "sweep", "repair"),
     *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
 )
 F4 = np.float32
@@ -57,6 +58,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
+    for grad, jacobians, local in swept_chains():
+        sparsescan.exclusive_scan(
+            grad, jacobians, local_grads=local, schedule="linear", device="cuda"
+        )
     # Blocks of several samples, which have more lanes than those, or as many.
     monkeypatch.setattr(_recurrent_device, "samples_of", lambda *about: 2)
     for mutants.about, net in (
@@ -227,6 +232,22 @@ def chunked_chains() -> Iterator[tuple[Any, Any, Any]]:
             # A product has an entry which must not meet that of a step behind its chunk.
             jacobians[5, :, 0], jacobians[6, :, 0, 0] = 2.0**-79, 2.0**-60
         yield grad, jacobians, local
+
+
+def swept_chains() -> Iterator[tuple[Any, Any, Any]]:
+    """Chains longer than what a sweep loads ahead, of patterns that differ and of one alone."""
+    rng, batch, size = np.random.default_rng(0), 2, 40
+    for kinds in (STRUCTURES, ("sparse",), ("banded",), ("full",)):
+        some = [of_mask(mask(rng, kind, size, size)) for kind in kinds]
+        patterns = [some[k] for k in rng.integers(len(some), size=25)]
+        jacobians = [
+            BatchedCSR.from_pattern(
+                (rng.standard_normal((batch, p.nnz)) / np.sqrt(size)).astype(F4), p
+            )
+            for p in patterns
+        ]
+        local = list(rng.standard_normal((25, batch, size)).astype(F4))
+        yield rng.standard_normal((batch, size)).astype(F4), jacobians, local
 
 
 def level_chains() -> Iterator[tuple[Any, Any, Any, Any]]:
