@@ -24,6 +24,7 @@ from ._kernels.device_sequences import (
     sequence_kernels,
 )
 from ._parameters import masked
+from ._recurrent_step import state_parts
 
 __all__ = ["DeviceDirection", "DeviceMemory"]
 
@@ -223,14 +224,10 @@ class DeviceMemory:
         return self._xp.concatenate([slots[0][:-1] for slots in parts], axis=-1)
 
     def _state_parts(self, states: Array, last: bool) -> Iterator[tuple[Array, Array]]:
-        """Yield each part of the first or the last states, and where it is in the slots."""
-        units = self._units
-        for k, one in enumerate(self.directions):
-            first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
-            columns = slice(one.back * units, (one.back + 1) * units)
-            for part, arrays in enumerate([self._states, self._cells][: self._parts]):
-                where = arrays[one.layer - 1][last_slot if last else first_slot]
-                yield states[k, :, part * units : (part + 1) * units], where[:, columns]
+        """Return each part of the first or the last states, and where it is in the slots."""
+        parts = [self._states, self._cells][: self._parts]
+        slots = [[arrays[one.layer - 1] for arrays in parts] for one in self.directions]
+        return state_parts([one.back for one in self.directions], slots, states, last)
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""

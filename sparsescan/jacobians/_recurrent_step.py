@@ -32,7 +32,7 @@ from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
 
-__all__ = ["Gradients", "TrainingStep", "unroll"]
+__all__ = ["Gradients", "TrainingStep", "state_parts", "unroll"]
 
 Array = NDArray[Any]
 
@@ -700,6 +700,30 @@ class _Direction:
 # -- Memory ---------------------------------------------------------------------------------------
 
 
+def state_parts(
+    backs: list[int], slots: list[list[Array]], states: Array, last: bool
+) -> Iterator[tuple[Array, Array]]:
+    """Yield each part of the first or the last states of all directions, and where it is.
+
+    Parameters
+    ----------
+    backs : list of int
+        Of each direction whether it runs backward.
+    slots : list of list of array
+        Of each direction its parts, ``[step + 2][sample][width]``: a slot before the first step,
+        and one behind the last.
+    states : array, shape (directions, samples, parts · units)
+        The parts of each direction beside each other.
+    """
+    for k, (back, parts) in enumerate(zip(backs, slots, strict=True)):
+        steps, units = len(parts[0]) - 2, states.shape[-1] // len(parts)
+        first_slot, last_slot = (steps + 1, 1) if back else (0, steps)
+        columns = slice(back * units, (back + 1) * units)
+        for part, array in enumerate(parts):
+            place = array[last_slot if last else first_slot, :, columns]
+            yield states[k, :, part * units : (part + 1) * units], place
+
+
 class _Memory:
     """What is kept of all samples, and of the groups of them that threads share.
 
@@ -807,17 +831,14 @@ class _Memory:
         shape = self.steps + 2, self.batch, self.widths[layer]
         return array[: math.prod(shape)].reshape(shape)
 
-    def _state_parts(self, states: Array, last: bool) -> list[tuple[Array, Array]]:
+    def _state_parts(self, states: Array, last: bool) -> Iterator[tuple[Array, Array]]:
         """Return each part of the first or the last states, and where it is in the slots."""
-        pairs = []
-        for k, one in enumerate(self.directions):
-            first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
-            slot = last_slot if last else first_slot
-            columns = slice(one.back * one.units, (one.back + 1) * one.units)
-            for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                place = self._slots(arrays[one.layer], one.layer)[slot, :, columns]
-                pairs.append((states[k, :, part * one.units : (part + 1) * one.units], place))
-        return pairs
+        parts = [self.states, self.cells][: self.directions[0].cell._parts]
+        slots = [
+            [self._slots(arrays[one.layer], one.layer) for arrays in parts]
+            for one in self.directions
+        ]
+        return state_parts([one.back for one in self.directions], slots, states, last)
 
     def read(self, x: Array, state: Array, lengths: NDArray[np.int64]) -> None:
         """Take over inputs, initial states and lengths."""
