@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +37,7 @@ from ._operator import as_matrix
 from ._parameters import Parameter, Parametrised, check_mask, initial, masked
 from ._sharing import even_slices, map_shared, quiet
 
-__all__ = ["Cell", "Linearization", "Slopes"]
+__all__ = ["Cell", "Linearization", "Slopes", "state_parts"]
 
 # Rows of a block, which fits the cache with its products and slopes.
 _ROWS = 8192
@@ -822,3 +822,27 @@ def _fill_arrays(
             first += term
     if len(place):
         out[:, place] += direct[:, columns[place]]
+
+
+def state_parts(
+    backs: list[int], slots: list[list[Array]], states: Array, last: bool
+) -> Iterator[tuple[Array, Array]]:
+    """Yield each part of the first or the last states of all directions, and where it is.
+
+    Parameters
+    ----------
+    backs : list of int
+        Of each direction whether it runs backward.
+    slots : list of list of array
+        Of each direction its parts, ``[step + 2][sample][width]``: a slot before the first step,
+        and one behind the last.
+    states : array, shape (directions, samples, parts · units)
+        The parts of each direction beside each other.
+    """
+    for k, (back, parts) in enumerate(zip(backs, slots, strict=True)):
+        steps, units = len(parts[0]) - 2, states.shape[-1] // len(parts)
+        first_slot, last_slot = (steps + 1, 1) if back else (0, steps)
+        columns = slice(back * units, (back + 1) * units)
+        for part, array in enumerate(parts):
+            place = array[last_slot if last else first_slot, :, columns]
+            yield states[k, :, part * units : (part + 1) * units], place

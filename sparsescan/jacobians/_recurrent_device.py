@@ -15,7 +15,7 @@ from ..arrays.streams import place
 from ..errors import InputError
 from ..execution.device import multiprocessor_count
 from ..kernels.cuda import device as _device
-from ._cell import Cell
+from ._cell import Cell, state_parts
 from ._kernels.device_sequences import (
     Layout,
     layout_of,
@@ -24,7 +24,6 @@ from ._kernels.device_sequences import (
     sequence_kernels,
 )
 from ._parameters import masked
-from ._recurrent_step import state_parts
 
 __all__ = ["DeviceDirection", "DeviceMemory"]
 

@@ -25,14 +25,14 @@ from ..arrays.arrays import (
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
-from ._cell import Cell
+from ._cell import Cell, state_parts
 from ._kernels import sequences as kernels
 from ._kernels.lanes import TILE_ROWS, TILE_VECTORS
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Gates, Matrix, Sequence
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
 
-__all__ = ["Gradients", "TrainingStep", "state_parts", "unroll"]
+__all__ = ["Gradients", "TrainingStep", "unroll"]
 
 Array = NDArray[Any]
 
@@ -698,30 +698,6 @@ class _Direction:
 
 
 # -- Memory ---------------------------------------------------------------------------------------
-
-
-def state_parts(
-    backs: list[int], slots: list[list[Array]], states: Array, last: bool
-) -> Iterator[tuple[Array, Array]]:
-    """Yield each part of the first or the last states of all directions, and where it is.
-
-    Parameters
-    ----------
-    backs : list of int
-        Of each direction whether it runs backward.
-    slots : list of list of array
-        Of each direction its parts, ``[step + 2][sample][width]``: a slot before the first step,
-        and one behind the last.
-    states : array, shape (directions, samples, parts · units)
-        The parts of each direction beside each other.
-    """
-    for k, (back, parts) in enumerate(zip(backs, slots, strict=True)):
-        steps, units = len(parts[0]) - 2, states.shape[-1] // len(parts)
-        first_slot, last_slot = (steps + 1, 1) if back else (0, steps)
-        columns = slice(back * units, (back + 1) * units)
-        for part, array in enumerate(parts):
-            place = array[last_slot if last else first_slot, :, columns]
-            yield states[k, :, part * units : (part + 1) * units], place
 
 
 class _Memory:
