@@ -40,6 +40,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffi
     monkeypatch.setattr(ptx.stand_in, "launch", launch)
     ptx.stand_in.install(monkeypatch)
     fake_cupy.install(monkeypatch)
+    fake_cupy.align(monkeypatch)
     return found
 
 

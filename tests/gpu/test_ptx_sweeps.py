@@ -37,20 +37,10 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> list[Traffic]:
         memory = fake_cupy.state.memory()
         found.append(program.launch(blocks, threads, arguments, memory, races=False, traffic=True))
 
-    def wrap(value: Any, *sources: Any) -> Any:
-        """Give new arrays the alignment that CuPy's memory has, by which sectors are counted."""
-        array = np.asarray(value)
-        room = np.empty(array.nbytes + fake_cupy.UNIT, np.uint8)
-        first = -room.ctypes.data % fake_cupy.UNIT
-        aligned = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
-        aligned[...] = array
-        return unaligned(aligned, *sources)
-
-    unaligned = fake_cupy._wrap
-    monkeypatch.setattr(fake_cupy, "_wrap", wrap)
     monkeypatch.setattr(ptx.stand_in, "launch", launch)
     ptx.stand_in.install(monkeypatch)
     fake_cupy.install(monkeypatch)
+    fake_cupy.align(monkeypatch)
     return found
 
 

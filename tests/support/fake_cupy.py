@@ -48,7 +48,7 @@ import pytest
 import scipy.sparse as sp
 import scipy.special
 
-__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
+__all__ = ["DEVICES", "Launch", "Tensor", "align", "cupy", "install", "real", "state", "watch"]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
@@ -695,6 +695,21 @@ def _wrap(value: Any, *sources: ndarray) -> Any:
     array = np.asarray(value)
     _new(array)
     return ndarray._of(array)
+
+
+def align(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give new arrays the alignment of CuPy's memory, by which a test may count sectors."""
+
+    def wrap(value: Any, *sources: ndarray) -> Any:
+        array = np.asarray(value)
+        room = np.empty(array.nbytes + UNIT, np.uint8)
+        first = -room.ctypes.data % UNIT
+        aligned = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+        aligned[...] = array
+        return unaligned(aligned, *sources)
+
+    unaligned = _wrap
+    monkeypatch.setattr(sys.modules[__name__], "_wrap", wrap)
 
 
 def _at(
