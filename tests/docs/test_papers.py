@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import pipeline
 from bench.experiment import RESULTS, load
 from bench.files import read
 from bench.readme import ratio
@@ -154,3 +155,22 @@ def test_which_strategy_is_fastest() -> None:
 def is_shown(milliseconds: str, nanoseconds: float) -> bool:
     """Return whether a page shows a time as it is, but for rounding to three digits."""
     return float(milliseconds.replace(",", "")) == pytest.approx(nanoseconds / 1e6, rel=0.005)
+
+
+def test_accuracies_of_pipelines() -> None:
+    part = TEXT[TEXT.index("Points of accuracy lost") : TEXT.index("**Age matters**")]
+    (name,) = re.findall(r"`(pipeline-.*?\.json)`", part)
+    pieces = FILES[name].results["pieces"]
+    plain, deep = pieces.pop(pipeline.PLAIN), pieces["ResNet-20, not pipelined, rate 0.01"]
+    lost = [
+        (pipeline._lost(piece, deep if key.startswith("ResNet") else plain), len(piece["runs"]))
+        for key, piece in pieces.items()
+        if "runs" in piece and "not pipelined" not in key
+    ]
+    shown = re.findall(r"\| (−?[\d.]+) ± ([\d.]+) \| (\d+) \|$", part, re.MULTILINE)
+    assert len(shown) == len(lost) == 13
+    for (mean, error, runs), (told, count) in zip(shown, lost, strict=True):
+        assert int(runs) == count
+        for cell, number in zip((mean.replace("−", "-"), error), told.split(" ± "), strict=True):
+            decimals = len(cell.partition(".")[2])
+            assert float(cell) == pytest.approx(float(number), abs=0.5 * 10**-decimals + 0.005)
