@@ -14,10 +14,9 @@ pytestmark = pytest.mark.skipif(
 )
 pytest.importorskip("numba_cuda")
 
-import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
 from oracles import assert_within, sequential  # noqa: E402
-from ptx.runner import Traffic, compile_kernel  # noqa: E402
+from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Pattern, Schedule  # noqa: E402
@@ -29,19 +28,7 @@ SECTOR = 32
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
     """Of every launch its kernel, blocks and threads, and what it did."""
-    found: list[tuple[str, int, int, Traffic]] = []
-
-    def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        program = compile_kernel(kernel, len(arguments))
-        memory = fake_cupy.state.memory()
-        did = program.launch(blocks, threads, arguments, memory, races=False, traffic=True)
-        found.append((program.name, blocks, threads, did))
-
-    monkeypatch.setattr(ptx.stand_in, "launch", launch)
-    ptx.stand_in.install(monkeypatch)
-    fake_cupy.install(monkeypatch)
-    fake_cupy.align(monkeypatch)
-    return found
+    return ptx.stand_in.count(monkeypatch)
 
 
 def scattered(rng: np.random.Generator, rows: int, cols: int, in_row: int) -> Any:

@@ -14,10 +14,9 @@ pytestmark = pytest.mark.skipif(
 )
 pytest.importorskip("numba_cuda")
 
-import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
 from oracles import assert_within, sequential  # noqa: E402
-from ptx.runner import Traffic, compile_kernel  # noqa: E402
+from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import CSRChain, Pattern  # noqa: E402
@@ -27,26 +26,14 @@ SECTOR, UNKNOWNS, THREADS = 32, 256, 256
 
 
 @pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> list[Traffic]:
-    """What every launch did; there is one kernel, of one block."""
-    found: list[Traffic] = []
-
-    def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        program = compile_kernel(kernel, len(arguments))
-        assert (program.name, blocks, threads) == ("sweep_steps", 1, THREADS)
-        memory = fake_cupy.state.memory()
-        found.append(program.launch(blocks, threads, arguments, memory, races=False, traffic=True))
-
-    monkeypatch.setattr(ptx.stand_in, "launch", launch)
-    ptx.stand_in.install(monkeypatch)
-    fake_cupy.install(monkeypatch)
-    fake_cupy.align(monkeypatch)
-    return found
+def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
+    """Of every launch its kernel, blocks and threads, and what it did."""
+    return ptx.stand_in.count(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_step_has_two_barriers_and_moves_its_values_and_gradient(
-    traffic: list[Traffic], dtype: Any
+    traffic: list[tuple[str, int, int, Traffic]], dtype: Any
 ) -> None:
     """Steps of 256 unknowns that share a pattern, of which indices are loaded once."""
     rng = np.random.default_rng()
@@ -62,7 +49,8 @@ def test_a_step_has_two_barriers_and_moves_its_values_and_gradient(
         each = [sp.csr_array((row, stencil.indices, stencil.indptr), stencil.shape) for row in data]
         assert_within(found, sequential(grad, each, dtype=dtype), dtype)
     more = counts[1] - counts[0]
-    few, many = traffic
+    assert [launched for *launched, _ in traffic] == 2 * [["sweep_steps", 1, THREADS]]
+    few, many = (did for *_, did in traffic)
     assert many.barriers - few.barriers == 2 * THREADS * more
     size = np.dtype(dtype).itemsize
     # Values and the gradient; then a row of the table, and five words of the run's, which say

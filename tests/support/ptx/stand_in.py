@@ -15,9 +15,9 @@ import sparsescan.kernels
 from sparsescan.arrays import cuda as _door
 from sparsescan.kernels.cuda import device as _device
 
-from .runner import compile_kernel
+from .runner import Traffic, compile_kernel
 
-__all__ = ["install", "launch"]
+__all__ = ["count", "install", "launch"]
 
 # Bytes of memory from which on races are not looked for, as that takes eight times as much again.
 _RACES = 1 << 26
@@ -47,6 +47,23 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         for attribute, (before, after) in replaced.items():
             if vars(module).get(attribute) is before:
                 monkeypatch.setattr(module, attribute, after)
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
+    """Count what launches do until the test ends; return kernel, blocks, threads and traffic."""
+    counted: list[tuple[str, int, int, Traffic]] = []
+
+    def counting(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
+        program = compile_kernel(kernel, len(arguments))
+        memory = fake_cupy.state.memory()
+        did = program.launch(blocks, threads, arguments, memory, races=False, traffic=True)
+        counted.append((program.name, blocks, threads, did))
+
+    monkeypatch.setattr(sys.modules[__name__], "launch", counting)
+    install(monkeypatch)
+    fake_cupy.install(monkeypatch)
+    fake_cupy.align(monkeypatch)
+    return counted
 
 
 def _no_device(device: int) -> Any:
