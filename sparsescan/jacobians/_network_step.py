@@ -44,12 +44,12 @@ from .normalization import BatchNorm2d
 from .pooling import MaxPool2d
 from .reshape import Flatten
 
-__all__ = ["NetworkGradients", "NetworkStep", "Part"]
+__all__ = ["NamedLayer", "NetworkGradients", "NetworkStep"]
 
 Array = NDArray[Any]
 
 
-class Part(NamedTuple):
+class NamedLayer(NamedTuple):
     """A layer with its name; or the two branches of a residual block.
 
     Attributes
@@ -58,23 +58,23 @@ class Part(NamedTuple):
         Such as ``"2.0"``: the first layer in the third.
     op : Operator or None
         The layer; None for a block.
-    branches : tuple of list of Part
+    branches : tuple of list of NamedLayer
         The layers of a block, and those of its shortcut.
     """
 
     name: str
     op: Any
-    branches: tuple[list[Part], ...] = ()
+    branches: tuple[list[NamedLayer], ...] = ()
 
 
-class Network(Protocol):
-    """What a training step takes of a :class:`Sequential`."""
+class SequentialLike(Protocol):
+    """A :class:`Sequential`, as far as a training step reads it."""
 
     input_shape: Shape
     output_shape: Shape
 
     @property
-    def parts(self) -> list[Part]: ...
+    def parts(self) -> list[NamedLayer]: ...
 
     @property
     def layers(self) -> tuple[Operator, ...]: ...
@@ -148,7 +148,7 @@ class NetworkStep:
     (4, 1, 3, 3)
     """
 
-    def __init__(self, network: Network, memory_limit: int | None = None) -> None:
+    def __init__(self, network: SequentialLike, memory_limit: int | None = None) -> None:
         self.network = network
         self.memory_limit = (
             None if memory_limit is None else check_count("memory_limit", memory_limit, 0)
@@ -193,29 +193,29 @@ class NetworkStep:
         self._maps.append(Map(shape[1:] if self._has_batch_axis else shape))
         return self._maps[-1]
 
-    def _build(self, parts: Sequence[Part], source: Map, *, is_branch: bool = False) -> Map:
+    def _build(self, layers: Sequence[NamedLayer], source: Map, *, is_branch: bool = False) -> Map:
         """Add the stages of some layers; return what the last one writes."""
         alone = False  # whether nothing else reads what the layer before has written
-        flattened: Part | None = None  # a layer that was left out, since its places are the same
-        for part in parts:
-            op = part.op
+        flattened: NamedLayer | None = None  # left out, since its places are the same
+        for layer in layers:
+            op = layer.op
             if op is None:
                 if flattened is not None:
                     # Maps that are added have one shape.
                     result = self._map(flattened.op.output_shape)
                     self._stages.append(Apply(*flattened[:2], source, result))
                     source, flattened = result, None
-                ends = [self._build(branch, source, is_branch=True) for branch in part.branches]
+                ends = [self._build(branch, source, is_branch=True) for branch in layer.branches]
                 ends += [source] * (2 - len(ends))
                 result = self._map_like(ends[0])
                 for end in ends:
                     # Nothing else reads the end of a branch but the sum.
                     if end is not source and not end.rectified:
                         end.join(result)
-                self._stages.append(Add(part.name, (ends[0], ends[1]), result))
+                self._stages.append(Add(layer.name, (ends[0], ends[1]), result))
                 source, alone = result, True
             elif isinstance(op, Flatten) and not is_branch and self._keeps_places(op):
-                flattened = part
+                flattened = layer
             elif isinstance(op, ReLU) and alone:
                 source.rectified, alone = True, False
             else:
@@ -229,7 +229,7 @@ class NetworkStep:
                 elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
                 result = self._map(op.output_shape)
-                self._stages.append(kind(part.name, op, source, result))
+                self._stages.append(kind(layer.name, op, source, result))
                 source, flattened = result, None
                 alone = kind not in (Apply, Pool)
         return source

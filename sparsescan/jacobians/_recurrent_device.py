@@ -180,14 +180,14 @@ class DeviceMemory:
 
     def weights(self, params: list[list[Array]]) -> list[_Weights]:
         """Return a copy of the parameters of each layer."""
-        xp, width, found = self._xp, self._per_layer, []
+        xp, width, packed_weights = self._xp, self._per_layer, []
         pairs = zip(self.directions, params, strict=True)
         each = [one.weights(xp, own) for one, own in pairs]
         for k in range(0, len(each), width):
             w_in, *packed = zip(*each[k : k + width], strict=True)
             joined = [parts[0] if width == 1 else xp.concatenate(parts) for parts in packed]
-            found.append(_Weights([w for (w,) in w_in], *joined))
-        return found
+            packed_weights.append(_Weights([w for (w,) in w_in], *joined))
+        return packed_weights
 
     def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
         """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
@@ -337,17 +337,17 @@ class DeviceMemory:
         before = self._states[layer][begin : begin + times.stop - times.start]
         h = before[..., back * units : (back + 1) * units].reshape(-1, units)
         ones = self._ones[:, : len(grads)]
-        found = {
+        grads_of_span = {
             "weight_ih": xp.matmul(grads.T, self._inputs_of(layer, times)),
             "weight_hh": xp.matmul(grads.T, h),
             "bias_ih": xp.matmul(ones, grads)[0],
         }
-        found["bias_hh"] = found["bias_ih"].copy()
+        grads_of_span["bias_hh"] = grads_of_span["bias_ih"].copy()
         if self.directions[0].kind == "gru":
             last = self._of_gates(self._last, layer, back, span)
-            found["weight_hh"][2 * units :] = xp.matmul(last.T, h)
-            found["bias_hh"][2 * units :] = xp.matmul(ones, last)[0]
-        for name, grad in found.items():
+            grads_of_span["weight_hh"][2 * units :] = xp.matmul(last.T, h)
+            grads_of_span["bias_hh"][2 * units :] = xp.matmul(ones, last)[0]
+        for name, grad in grads_of_span.items():
             sums[name] = sums[name] + grad if name in sums else grad
 
     def _param_grads(self, cell: Cell, sums: dict[str, Array]) -> dict[str, Array]:

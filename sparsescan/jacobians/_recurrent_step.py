@@ -51,8 +51,8 @@ class Layers(Protocol):
     input_size: int
 
 
-class Network(Layers, Protocol):
-    """What a training step takes of a :class:`Recurrent`."""
+class RecurrentLike(Layers, Protocol):
+    """A :class:`Recurrent`, as far as a training step reads it."""
 
     state_size: int
 
@@ -180,7 +180,7 @@ class TrainingStep:
     (60, 20)
     """
 
-    def __init__(self, network: Network, memory_limit: int | None = None) -> None:
+    def __init__(self, network: RecurrentLike, memory_limit: int | None = None) -> None:
         self.network, self.memory_limit = network, memory_limit
         width, self._count = len(network.cells[0]), len(network.cells) * len(network.cells[0])
         self._layers = [range(k, k + width) for k in range(0, self._count, width)]

@@ -23,7 +23,7 @@ from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, multiply_adds, rows_of, trusted
 from ._fixed import Fixed
-from ._network_step import NetworkStep, Part
+from ._network_step import NamedLayer, NetworkStep
 from ._operator import Operator, as_matrix
 
 __all__ = ["Residual", "Sequential"]
@@ -146,7 +146,7 @@ class Sequential(Fixed):
         return NetworkStep(self, memory_limit)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[NamedLayer]:
         """The layers and residual blocks with their names."""
         return _parts(self.ops, "")
 
@@ -832,7 +832,7 @@ def _places(ops: Sequence[Operator]) -> Iterator[str]:
             yield str(k)
 
 
-def _parts(ops: Sequence[Operator], before: str) -> list[Part]:
+def _parts(ops: Sequence[Operator], before: str) -> list[NamedLayer]:
     """Return layers and blocks with their names, as :func:`_places` gives them."""
     parts = []
     for k, op in enumerate(ops):
@@ -841,9 +841,9 @@ def _parts(ops: Sequence[Operator], before: str) -> list[Part]:
             branches = [_parts(op.ops, f"{name}.")]
             if op.shortcut:
                 branches.append(_parts(op.shortcut, f"{name}.shortcut."))
-            parts.append(Part(name, None, tuple(branches)))
+            parts.append(NamedLayer(name, None, tuple(branches)))
         else:
-            parts.append(Part(name, op))
+            parts.append(NamedLayer(name, op))
     return parts
 
 

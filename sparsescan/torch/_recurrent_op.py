@@ -148,9 +148,9 @@ def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> _Steps
 
 def _forget(address: int, _: Any) -> None:
     """Let another call use a step whose graph is gone, without a backward pass."""
-    found = _waiting.pop(address, None)
-    if found is not None:
-        found.steps.give_back(found.step)
+    waiting = _waiting.pop(address, None)
+    if waiting is not None:
+        waiting.steps.give_back(waiting.step)
 
 
 # -- The operators --------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ def _backward(
     *about: Any,
 ) -> list[Tensor]:
     """Return the gradients in the initial states, in all parameters, and in the input."""
-    found = _waiting.pop(token.data_ptr(), None)
+    waiting = _waiting.pop(token.data_ptr(), None)
     with here(x):
-        if found is None:
+        if waiting is None:
             # Another backward pass has used it, or another tensor stands for it.
             steps = _steps_of(Shape.of(x, about[:5]), x, masks)
             step, _, _ = steps.run(x, state, lengths, params)
         else:
-            steps, step, _ = found
+            steps, step, _ = waiting
         above = map(array_of, (grad_output, grad_state))
         grads = step.backward(*above, needs_input_grad=about[5])
         arrays = [grads.state, *grads.params.values()]

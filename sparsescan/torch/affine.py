@@ -163,15 +163,15 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients in offsets and initial state, of every sample, and in the matrices."""
     with here(matrices):
-        found = affine.affine_scan_vjp(
+        gradients = affine.affine_scan_vjp(
             *map(array_of, (matrices, initial, states, grads)),
             pattern=_pattern(indptr, indices),
             transposed=transposed,
             needs_matrices_grad=needs_matrices_grad,
         )
-        arrays = [found.offsets, found.initial]
-        if found.matrices is not None:
-            arrays.append(found.matrices)
+        arrays = [gradients.offsets, gradients.initial]
+        if gradients.matrices is not None:
+            arrays.append(gradients.matrices)
         return [tensor_of(array) for array in arrays]
 
 
@@ -188,8 +188,8 @@ def _fake_forward(
 
 
 def _fake_backward(grads: Tensor, states: Any, matrices: Tensor, *others: Any) -> list[Tensor]:
-    found = [grads.new_empty(grads.shape), grads.new_empty(grads.shape[1:])]
-    return [*found, matrices.new_empty(matrices.shape)] if others[-1] else found
+    gradients = [grads.new_empty(grads.shape), grads.new_empty(grads.shape[1:])]
+    return [*gradients, matrices.new_empty(matrices.shape)] if others[-1] else gradients
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -203,17 +203,17 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     needs_matrices, needs_offsets, needs_initial = ctx.needs_input_grad[:3]
     about = indptr, indices, ctx.transposed
     if torch.is_grad_enabled():
-        found = _differentiable_backward(grads, states, matrices, initial, *about)
+        gradients = _differentiable_backward(grads, states, matrices, initial, *about)
     else:
-        found = _affine_scan_backward(grads, states, matrices, initial, *about, needs_matrices)
-    in_offsets, in_initial = found[:2]
+        gradients = _affine_scan_backward(grads, states, matrices, initial, *about, needs_matrices)
+    in_offsets, in_initial = gradients[:2]
     # What samples share has the sum of their gradients.
     if needs_offsets and ctx.offsets_dim < in_offsets.dim():
         in_offsets = in_offsets.sum(1)
     if needs_initial and initial.dim() < in_initial.dim():
         in_initial = in_initial.sum(0)
     return (
-        found[2] if needs_matrices else None,
+        gradients[2] if needs_matrices else None,
         in_offsets if needs_offsets else None,
         in_initial if needs_initial else None,
         *(None, None, None),

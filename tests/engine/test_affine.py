@@ -333,7 +333,7 @@ def test_states_that_are_one_number(dtype: Any, has_offsets: bool) -> None:
         carry = float(a[t, 0]) * back[t]
     in_a = back * [float(y0[0, 0]), *states[:-1]]
     assert grads.matrices is not None
-    found = y[:, 0, 0], grads.offsets[:, 0, 0], grads.matrices[:, 0], grads.initial[0]
-    for ours, exact in zip(found, (states, back, in_a, [carry]), strict=True):
+    results = y[:, 0, 0], grads.offsets[:, 0, 0], grads.matrices[:, 0], grads.initial[0]
+    for ours, exact in zip(results, (states, back, in_a, [carry]), strict=True):
         bound = 8 * steps * np.finfo(dtype).eps * (1 + np.abs(exact).max())
         assert np.abs(ours - np.array(exact)).max() <= bound

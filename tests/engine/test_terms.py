@@ -59,10 +59,10 @@ def test_products_that_follow_the_tables(data: Any) -> None:
     longest, dtype = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([I4, I8]))
     terms, counts = lay_out_terms(a, x, c, longest, dtype), count_terms(a, x, c, longest)
     own, others = rng.standard_normal(a.nnz), rng.standard_normal(x.nnz)
-    found = matrix(c, followed(terms, own, others, c.nnz, longest)).toarray()
+    computed = matrix(c, followed(terms, own, others, c.nnz, longest)).toarray()
     wanted = (matrix(a, own) @ matrix(x, others)).toarray()
     sizes_of_terms = (matrix(a, abs(own)) @ matrix(x, abs(others))).toarray()
-    assert (abs(found - wanted) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
+    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
     assert int(terms.work.sum()) == multiply_adds(a, x)
     assert counts == (len(terms.firsts), len(terms.entries), len(terms.slots))
     *arrays, _ = terms
@@ -86,9 +86,9 @@ def test_terms_of_zeros_that_are_stored_are_left_out(data: Any) -> None:
     own, others = rng.standard_normal(exact.nnz), rng.standard_normal(x.nnz)
     wanted = matrix(exact, own) @ matrix(x, others)
     followed_values = followed(terms, matrix(exact, own).toarray().ravel(), others, c.nnz, longest)
-    found = matrix(c, followed_values).toarray()
+    computed = matrix(c, followed_values).toarray()
     sizes_of_terms = (matrix(exact, abs(own)) @ matrix(x, abs(others))).toarray()
-    assert (abs(found - wanted.toarray()) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
+    assert (abs(computed - wanted.toarray()) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
     assert multiply_adds(exact, x) <= int(terms.work.sum()) <= multiply_adds(a, x)
     assert counts == (len(terms.firsts), len(terms.entries), len(terms.slots))
 
@@ -112,9 +112,9 @@ def test_slots_of_long_rows_are_aligned_as_their_entries_are() -> None:
     assert ((terms.slot_starts - terms.x_starts) % 16 == 0).all()
     assert counts.slots == len(terms.slots) > multiply_adds(a, x)
     own, others = rng.standard_normal(a.nnz), rng.standard_normal(x.nnz)
-    found = matrix(c, followed(terms, own, others, c.nnz, 80)).toarray()
+    computed = matrix(c, followed(terms, own, others, c.nnz, 80)).toarray()
     wanted = (matrix(a, own) @ matrix(x, others)).toarray()
-    assert (abs(found - wanted) <= 64 * np.finfo(F8).eps * 12 * 25).all()
+    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * 12 * 25).all()
 
 
 def test_rows_of_a_block_share_slots() -> None:

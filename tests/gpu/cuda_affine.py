@@ -94,9 +94,9 @@ class Case:
         return [each.detach().numpy() for each in (result, *grads)]
 
 
-def agree(found: list[Any], expected: list[Array], dtype: Any) -> None:
+def agree(actual: list[Any], expected: list[Array], dtype: Any) -> None:
     scale = max((float(np.abs(each).max(initial=0)) for each in expected), default=0) + 1
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert is_cupy(one)
         assert one.dtype == dtype
         assert one.shape == other.shape

@@ -93,7 +93,7 @@ def scan(
                 run[Run.LOCAL_BASE] += steps * stacked[0].nbytes
                 run[Run.LOCAL_STEP] *= -1
     run[Run.OUT] = device.place(out)
-    found = device._kept[-1]
+    gradients = device._kept[-1]
 
     places = 0
     if nnz < size * size:
@@ -104,11 +104,11 @@ def scan(
     powers = device.room(exponents, np.int32(99))
     table = device.place(run)
     flag = device._kept[-1]
-    made = launches(kernels, table, places, columns, powers, steps, batch, chunk)
-    assert len(made) == (4 if chunk < steps else 2)
-    for kernel, blocks, threads, arguments in made:
+    prepared = launches(kernels, table, places, columns, powers, steps, batch, chunk)
+    assert len(prepared) == (4 if chunk < steps else 2)
+    for kernel, blocks, threads, arguments in prepared:
         launch(kernel, blocks, threads, 0, *arguments)
-    return found.get(), bool(flag.get()[Run.FLAG])
+    return gradients.get(), bool(flag.get()[Run.FLAG])
 
 
 def chain_of(
@@ -135,9 +135,9 @@ def locals_of(steps: int, grad: np.ndarray, seed: int = 0) -> list[Any]:
 
 
 def check(
-    found: tuple[np.ndarray, bool], grad: np.ndarray, chain: CSRChain, local: Any = None
+    result: tuple[np.ndarray, bool], grad: np.ndarray, chain: CSRChain, local: Any = None
 ) -> None:
-    gradients, repaired = found
+    gradients, repaired = result
     assert not repaired
     expected = sequential(grad, chain, local, inclusive=True, dtype=chain.dtype)
     assert_within(gradients, expected, chain.dtype)
@@ -161,8 +161,8 @@ def test_where_arrays_are(cupy: Any, tables: bool, backwards: bool, batch: int |
     local = locals_of(7, grad)
     if tables:
         local[1] = local[4] = local[7] = None
-    found = scan(cupy, grad, chain, 3, local, tables=tables, backwards=backwards)
-    check(found, grad, chain, local)
+    result = scan(cupy, grad, chain, 3, local, tables=tables, backwards=backwards)
+    check(result, grad, chain, local)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,11 +254,11 @@ def test_columns_may_explode_and_decay_beside_each_other(cupy: Any) -> None:
     chain = CSRChain(np.zeros((40, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
     chain.data[:] = 8.0, 0.125
     grad = np.array([[2.0**-126, 1.0]], np.float32)
-    found, repaired = scan(cupy, grad, chain, 20)
+    gradients, repaired = scan(cupy, grad, chain, 20)
     assert not repaired
     powers = 3 * np.arange(41)
-    np.testing.assert_array_equal(found[:, 0, 0], np.ldexp(np.float32(1), powers - 126))
-    np.testing.assert_array_equal(found[:, 0, 1], np.ldexp(np.float32(1), -powers))
+    np.testing.assert_array_equal(gradients[:, 0, 0], np.ldexp(np.float32(1), powers - 126))
+    np.testing.assert_array_equal(gradients[:, 0, 1], np.ldexp(np.float32(1), -powers))
 
 
 def test_a_column_of_zeros_beside_a_decaying_one(cupy: Any) -> None:
@@ -266,10 +266,12 @@ def test_a_column_of_zeros_beside_a_decaying_one(cupy: Any) -> None:
     chain = CSRChain(np.zeros((26, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
     chain.data[:, :, 1] = 2.0**-8
     grad = np.array([[2.0**100, 2.0**90]], np.float32)
-    found, repaired = scan(cupy, grad, chain, 25)
+    gradients, repaired = scan(cupy, grad, chain, 25)
     assert not repaired
-    np.testing.assert_array_equal(found[1:, 0, 0], 0)
-    np.testing.assert_array_equal(found[:, 0, 1], np.ldexp(np.float32(1), 90 - 8 * np.arange(27)))
+    np.testing.assert_array_equal(gradients[1:, 0, 0], 0)
+    np.testing.assert_array_equal(
+        gradients[:, 0, 1], np.ldexp(np.float32(1), 90 - 8 * np.arange(27))
+    )
 
 
 def test_one_entry_of_a_column_may_be_far_below_the_others(cupy: Any) -> None:
@@ -304,9 +306,9 @@ def test_local_gradients_grow_and_decay(cupy: Any) -> None:
 def test_gradients_with_entries_far_from_each_other(cupy: Any) -> None:
     chain = CSRChain(np.ones((6, 1, 2), np.float32), [0, 1], [0, 1, 2], (2, 2))
     grad = np.array([[2.0**100, 2.0**-80]], np.float32)
-    found, repaired = scan(cupy, grad, chain, 2)
+    gradients, repaired = scan(cupy, grad, chain, 2)
     assert not repaired
-    np.testing.assert_array_equal(found, np.broadcast_to(grad, found.shape))
+    np.testing.assert_array_equal(gradients, np.broadcast_to(grad, gradients.shape))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -318,11 +320,11 @@ def test_what_is_not_finite_is_left_to_the_linear_scan(
     """Also where a pattern has no entry, which is not reached; in a product, or after the last."""
     grad, chain = chain_of(structure, 6, 2, 9, np.float64, 8)
     chain.data[step, 1, 0] = bad
-    found, repaired = scan(cupy, grad, chain, 2)
+    gradients, repaired = scan(cupy, grad, chain, 2)
     assert repaired
     with np.errstate(all="ignore"):
         expected = np.asarray(sparsescan.inclusive_scan(grad, chain, schedule="linear"))
-    np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_overflow_that_only_products_see(cupy: Any) -> None:
@@ -333,9 +335,9 @@ def test_overflow_that_only_products_see(cupy: Any) -> None:
     chain.data[2] *= np.float32(1e36)
     grad[:] = 0
     grad[0, 0] = 1e-30
-    found, _ = scan(cupy, grad, chain, 3)
+    gradients, _ = scan(cupy, grad, chain, 3)
     expected = sequential(grad, chain, inclusive=True, dtype=chain.dtype)
-    assert_within(found, expected, chain.dtype)
+    assert_within(gradients, expected, chain.dtype)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -54,15 +54,15 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_predicted_launches_are_those_that_are_made(cupy: Any, seed: int, batch: int) -> None:
     """Of kernels and of cuBLAS, whatever the blocks compute."""
     plan = random_plan(seed, 10, 12)
-    made = []
+    calls = []
     with pytest.MonkeyPatch.context() as patch:
         multiply = cupy.matmul
-        patch.setattr(device._device, "launch", lambda *arguments: made.append(arguments))
-        patch.setattr(cupy, "matmul", lambda *a, out: made.append(a) or multiply(*a, out=out))
+        patch.setattr(device._device, "launch", lambda *arguments: calls.append(arguments))
+        patch.setattr(cupy, "matmul", lambda *a, out: calls.append(a) or multiply(*a, out=out))
         (grad,) = gradients(cupy, plan, batch, 1)
         plan.exclusive_scan(grad, values(cupy, plan, batch))
     run, times = GpuModel(LAUNCHES, F4, batch).level_times(plan._latest.program)
-    assert run + sum(times) == len(made)
+    assert run + sum(times) == len(calls)
     assert len(times) == len(plan.schedule.levels)
 
 

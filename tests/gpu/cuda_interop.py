@@ -106,10 +106,10 @@ def put(cupy: Any, host: Any) -> Any:
         import cupyx.scipy.sparse
 
         arrays = tuple(cupy.asarray(array) for array in (host.data, host.indices, host.indptr))
-        made = cupyx.scipy.sparse.csr_matrix
+        container = cupyx.scipy.sparse.csr_matrix
         if isinstance(host, sp.csr_array):
-            made = getattr(cupyx.scipy.sparse, "csr_array", made)
-        return made(arrays, shape=host.shape)
+            container = getattr(cupyx.scipy.sparse, "csr_array", container)
+        return container(arrays, shape=host.shape)
     return host
 
 
@@ -125,13 +125,13 @@ def values_at(
     memory = cupy.cuda.UnownedMemory(address, nbytes, None, number)
     with cupy.cuda.Device(number):
         pointer = cupy.cuda.MemoryPointer(memory, 0)
-        found: np.ndarray = cupy.ndarray((size,), dtype, pointer).get()
-    return found
+        values: np.ndarray = cupy.ndarray((size,), dtype, pointer).get()
+    return values
 
 
 def all_values(cupy: Any, chain: Chain, patterns: Any) -> list[np.ndarray]:
     """The values of every step, (batch, nnz), by the addresses that kernels get."""
-    found = []
+    values = []
     for k, pattern in enumerate(patterns):
         if chain.stack is not None:
             base, step, sample = chain.stack
@@ -142,12 +142,12 @@ def all_values(cupy: Any, chain: Chain, patterns: Any) -> list[np.ndarray]:
         step_values = [
             values_at(cupy, place, pattern.nnz, chain.dtype, chain.device) for place in places
         ]
-        found.append(np.stack(step_values))
-    return found
+        values.append(np.stack(step_values))
+    return values
 
 
-def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -200,8 +200,8 @@ def test_a_chain_on_a_device_is_read_as_on_the_host(cupy: Any, form: str, number
     with device(cupy, number):
         there = put(cupy, host)
     chain = Chain(n)
-    found = chain.read(there)
-    assert all(a is b for a, b in zip(found, patterns, strict=True))
+    patterns_read = chain.read(there)
+    assert all(a is b for a, b in zip(patterns_read, patterns, strict=True))
     assert length(there) == n
     assert chain.device == number
     assert expected.device is None
@@ -414,10 +414,10 @@ def test_index_arrays_are_followed_as_they_were_checked(
         )
 
         def poisoned(*arguments: Any, arrays: Any = (indptr, indices)) -> bool:
-            found = safe(*arguments)
+            was_safe = safe(*arguments)
             for array in arrays:
                 array.fill(1_000_000)
-            return found
+            return was_safe
 
         monkeypatch.setattr(cuda_checks, "is_safe", poisoned)
         values = cupy.asarray(np.ones((2, matrix.nnz)))
@@ -436,14 +436,14 @@ def test_the_kernel_finds_a_fault_at_every_place(cupy: Any, dtype: Any) -> None:
 
     def faults(indptr: np.ndarray, indices: np.ndarray) -> set[int]:
         pointers, columns = cupy.asarray(indptr), cupy.asarray(indices)
-        found = set()
+        seen = set()
         for blocks, threads in grids(4):
             fault = cupy.zeros(1, np.int32)
             arguments = pointers.data.ptr, 4, columns.data.ptr, nnz, 5, fault.data.ptr
             stream = cupy.cuda.get_current_stream().ptr
             _device.launch(check_kernel(np.dtype(dtype)), blocks, threads, stream, *arguments)
-            found.add(int(fault.get()[0]))
-        return found
+            seen.add(int(fault.get()[0]))
+        return seen
 
     assert faults(indptr, indices) == {0}
     assert faults(indptr, indices[::-1].copy()) == {0}  # unsorted is safe
@@ -488,9 +488,9 @@ def outcome(cupy: Any, indptr: Any, indices: Any, shape: tuple[int, int]) -> Any
     if isinstance(indptr, np.ndarray):
         return layout.pattern, layout.values(values).tolist()
     waits = state.waits
-    found = layout.values(cupy.asarray(values))
+    in_order = layout.values(cupy.asarray(values))
     assert state.waits == waits
-    return layout.pattern, found.get().tolist()
+    return layout.pattern, in_order.get().tolist()
 
 
 @given(malformed(INDEX_DTYPES, least=0))
@@ -906,10 +906,10 @@ def test_local_gradients(cupy: Any, form: str, where: str, dtype: np.dtype[Any])
     local.convert(dtype)  # while another device may be the current one
     assert state.waits == 0
     if some:
-        for found, expected in zip(read_back(cupy, local, dtype), host, strict=True):
-            assert (found is None) == (expected is None)
+        for actual, expected in zip(read_back(cupy, local, dtype), host, strict=True):
+            assert (actual is None) == (expected is None)
             if expected is not None:
-                np.testing.assert_array_equal(found, expected.astype(dtype))
+                np.testing.assert_array_equal(actual, expected.astype(dtype))
 
 
 @simulated
@@ -1020,6 +1020,6 @@ def test_layers_compute_on_any_device(cupy: Any) -> None:
     expected = layer.values(x)
     for number in (0, 1, 0):
         with device(cupy, number):
-            found = layer.values(cupy.asarray(x))
-            assert found.device.id == number
-        np.testing.assert_array_equal(found.get(), expected)
+            values = layer.values(cupy.asarray(x))
+            assert values.device.id == number
+        np.testing.assert_array_equal(values.get(), expected)

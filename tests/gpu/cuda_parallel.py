@@ -52,19 +52,19 @@ def test_the_product_of_a_part(cupy: Any, data: Any) -> None:
     program = part._programs[form]
     reduction = DeviceReduction(program)
     for _ in range(3):  # plainly, then by a graph
-        made = reduction.run(chain, given, terms)
-        assert made is not None
-        values, exponents, added = made
+        reduced = reduction.run(chain, given, terms)
+        assert reduced is not None
+        values, exponents, added = reduced
         pattern = program.patterns[-1]
-        found = np.empty((terms.samples, sizes[-1]))
+        gradients = np.empty((terms.samples, sizes[-1]))
         for b in range(terms.samples):
             matrix = np.zeros(pattern.shape, np.float64)
             places = rows_of(pattern), pattern.indices
             matrix[places] = values[b % len(values)]
             matrix *= np.exp2(exponents[b % len(exponents), :-1].astype(np.float64))
             y = (grad if batch is None else grad[b]).astype(np.float64)
-            found[b] = matrix @ y + (added[b] if terms.local else 0)
+            gradients[b] = matrix @ y + (added[b] if terms.local else 0)
         entering = None if case.local_grads is None else [*case.local_grads[:n], None]
         expected = sequential(grad, case.jacobians, entering, inclusive=True, dtype=case.dtype)
-        error = np.abs(found.reshape(expected.exact[-1].shape) - expected.exact[-1])
+        error = np.abs(gradients.reshape(expected.exact[-1].shape) - expected.exact[-1])
         assert (error <= expected.bounds[-1]).all()

@@ -56,19 +56,19 @@ def on_device(cupy: Any, net: Any, arguments: Any, step: Any = None, **options: 
     given = (cupy.asarray(array) for array in (x, state, above, carry))
     x, state, above, carry = given
     step = net.training_step(**options) if step is None else step
-    found = gradients_of(step, x, state, lengths, above, carry)
-    assert all(is_cupy(array) for array in found.values())
-    return {name: array.get() for name, array in found.items()}
+    results = gradients_of(step, x, state, lengths, above, carry)
+    assert all(is_cupy(array) for array in results.values())
+    return {name: array.get() for name, array in results.items()}
 
 
-def agree(found: dict[str, Array], expected: dict[str, Array], dtype: Any) -> None:
-    assert found.keys() == expected.keys()
+def agree(actual: dict[str, Array], expected: dict[str, Array], dtype: Any) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert found[name].dtype == dtype, name
-        assert found[name].shape == array.shape, name
+        assert actual[name].dtype == dtype, name
+        assert actual[name].shape == array.shape, name
         scale = np.max(np.abs(array), initial=1e-300)
         bound = 1e4 * np.finfo(dtype).eps * scale
-        assert np.max(np.abs(found[name] - array), initial=0) <= bound, name
+        assert np.max(np.abs(actual[name] - array), initial=0) <= bound, name
 
 
 @settings(max_examples=examples(60) if IN_PYTHON else 3)
@@ -112,10 +112,10 @@ def test_blocks_of_several_samples(
     arguments = arguments_of(np.random.default_rng(0), net, 4, 7, F8, shorter=True)
     expected = gradients_of(net.training_step(), *arguments)
     monkeypatch.setattr(_recurrent_device, "samples_of", lambda *about: samples)
-    found = on_device(cupy, net, arguments)
-    agree(found, expected, F8)
+    actual = on_device(cupy, net, arguments)
+    agree(actual, expected, F8)
     again = on_device(cupy, net, arguments)
-    assert all(found[name].tobytes() == again[name].tobytes() for name in found)
+    assert all(actual[name].tobytes() == again[name].tobytes() for name in actual)
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -163,8 +163,8 @@ def test_memory_is_used_again_on_any_stream(cupy: Any) -> None:
         expected = gradients_of(host.training_step(), *arguments)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            found = on_device(cupy, net, arguments, step)
-        agree(found, expected, F8)
+            actual = on_device(cupy, net, arguments, step)
+        agree(actual, expected, F8)
 
 
 @simulated
@@ -221,21 +221,21 @@ def test_work_is_where_the_input_is(cupy: Any, launches: list[fake_cupy.Launch])
     with cupy.cuda.Device(1):
         put(cupy, net)
         x, state, _, above, carry = (a if a is None else cupy.asarray(a) for a in arguments)
-    found = gradients_of(net.training_step(), x, state, None, above, carry)
+    actual = gradients_of(net.training_step(), x, state, None, above, carry)
     assert {launch.device for launch in launches} == {1}
-    assert {array.device.id for array in found.values()} == {1}
-    agree({name: array.get() for name, array in found.items()}, expected, F8)
+    assert {array.device.id for array in actual.values()} == {1}
+    agree({name: array.get() for name, array in actual.items()}, expected, F8)
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
 def test_nothing(cupy: Any, steps: int, batch: int) -> None:
     net = LSTM(3, 4, 2, bidirectional=True, rng=0)
     arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
-    found = on_device(cupy, net, arguments)
-    assert found["output"].shape == (steps, batch, 8)
-    assert np.array_equal(found["last"], arguments[1])
-    assert np.array_equal(found["state"], arguments[4])
-    assert all(not found[name].any() for name in net.params)
+    actual = on_device(cupy, net, arguments)
+    assert actual["output"].shape == (steps, batch, 8)
+    assert np.array_equal(actual["last"], arguments[1])
+    assert np.array_equal(actual["state"], arguments[4])
+    assert all(not actual[name].any() for name in net.params)
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -317,12 +317,12 @@ def test_unrolled_cells(cupy: Any, name: str, dtype: Any, lead: tuple[int, ...])
         setattr(device, param, cupy.asarray(getattr(host, param)))
     x = rng.standard_normal((5, *lead, host.input_size)).astype(dtype)
     state = rng.standard_normal((*lead, host.state_size)).astype(dtype)
-    for found, expected in (
+    for actual, expected in (
         (device.unroll(cupy.asarray(x)), host.unroll(x)),
         (device.unroll(cupy.asarray(x), cupy.asarray(state)), host.unroll(x, state)),
         (device.unroll(cupy.asarray(x[:0]), cupy.asarray(state)), state[None]),
     ):
-        agree({"states": found.get()}, {"states": expected}, dtype)
+        agree({"states": actual.get()}, {"states": expected}, dtype)
 
 
 @simulated
@@ -345,17 +345,19 @@ def test_modules_of_pytorch(
     )
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(4, 3, 3, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for module in (theirs, ours):
         given = torch.nn.utils.rnn.pack_padded_sequence(x, [4, 1, 3], enforce_sorted=False)
         output = module(given)[0].data
         for _ in range(2):
             sources = [x, *module.parameters()]
             grads = torch.autograd.grad((output**2).sum(), sources, retain_graph=True)
-            found.append({str(k): grad.numpy() for k, grad in enumerate([output.detach(), *grads])})
+            results.append(
+                {str(k): grad.numpy() for k, grad in enumerate([output.detach(), *grads])}
+            )
     assert {launch.kernel for launch in launches} == {"run", "back_sequence"}
-    for each in found[2:]:
-        agree(each, found[0], F8)
+    for each in results[2:]:
+        agree(each, results[0], F8)
 
 
 @simulated

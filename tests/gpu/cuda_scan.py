@@ -72,15 +72,15 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of all runs, whether they met a value that is not finite, and scanned again, linearly."""
-    found: list[int] = []
+    flags: list[int] = []
     run = DeviceWorkspace.run
 
     def watched(self: DeviceWorkspace, *arguments: Any, **options: Any) -> None:
         run(self, *arguments, **options)
-        found.append(int(self._run[Run.FLAG : Run.FLAG + 1].get()[0]))
+        flags.append(int(self._run[Run.FLAG : Run.FLAG + 1].get()[0]))
 
     monkeypatch.setattr(DeviceWorkspace, "run", watched)
-    return found
+    return flags
 
 
 def call_of(chain: Chain) -> Any:
@@ -132,8 +132,8 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
         return
     patterns = patterns_of(chain.jacobians)
     schedule = data.draw(st.sampled_from([*every_schedule(n)]))
-    made = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
-    dense = frozenset(interval for interval in made if data.draw(st.booleans()))
+    products = [(a, b) for level in schedule.levels for a, _, b in level.ops.tolist() if a > 0]
+    dense = frozenset(interval for interval in products if data.draw(st.booleans()))
     plan = ScanPlan(PlanSpec(patterns, schedule, dense=dense))
     grad, jacobians, local = chain_on(cupy, chain)
     run = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
@@ -163,8 +163,8 @@ def test_dense_operands_of_a_product_that_is_stored_sparsely(
     schedule = Schedule.from_levels(5, levels)
     plan = ScanPlan(PlanSpec(patterns, schedule, dense=frozenset(dense)))
     grad = rng.standard_normal(3 * size)
-    found = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
-    assert_within(to_host(found), sequential(grad, steps), np.float64)
+    gradients = plan.exclusive_scan(cupy.asarray(grad), jacobians_on(cupy, steps))
+    assert_within(to_host(gradients), sequential(grad, steps), np.float64)
     assert not any(flags)
 
 
@@ -200,8 +200,8 @@ def test_patterns_that_take_turns(cupy: Any, schedule: str, batch: int | None) -
     there = [None, cupy.asarray(local[1]), None]
     on_device = plan.inclusive_scan(cupy.asarray(grad), chain, local_grads=there)
     there_and_back = plan.inclusive_scan(grad, PeriodicChain(values, patterns), local_grads=local)
-    for found in (to_host(on_device), there_and_back):
-        for array, exact in zip(found, expected, strict=True):
+    for actual in (to_host(on_device), there_and_back):
+        for array, exact in zip(actual, expected, strict=True):
             np.testing.assert_allclose(array, exact, rtol=1e-12, atol=1e-12, strict=True)
 
 
@@ -223,12 +223,12 @@ def test_implicit_steps(cupy: Any, schedule: str, batch: int | None, size: int) 
     there = ImplicitChain([cupy.asarray(array) for array in values], pattern)
     steps = [ImplicitStep([there.values[0][k], there.values[1]], pattern) for k in range(9)]
     for steps_there in (there, steps):
-        found = plan.inclusive_scan(
+        gradients = plan.inclusive_scan(
             cupy.asarray(grad), steps_there, local_grads=list(map(cupy.asarray, local))
         )
-        np.testing.assert_allclose(to_host(list(found)), expected, rtol=1e-12, atol=1e-12)
-    found = plan.inclusive_scan(grad, chain, local_grads=local)
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12, strict=True)
+        np.testing.assert_allclose(to_host(list(gradients)), expected, rtol=1e-12, atol=1e-12)
+    gradients = plan.inclusive_scan(grad, chain, local_grads=local)
+    np.testing.assert_allclose(gradients, expected, rtol=1e-12, atol=1e-12, strict=True)
 
 
 @settings(max_examples=examples(30))
@@ -340,9 +340,9 @@ def test_layers_back_propagate_on_the_device(cupy: Any) -> None:
     for op in device.ops:
         for name, array in op.params.items():
             setattr(op, name, cupy.asarray(array))
-    found = device.param_grads(cupy.asarray(x), cupy.asarray(grad))
+    gradients = device.param_grads(cupy.asarray(x), cupy.asarray(grad))
     for name, expected in host.param_grads(x, grad).items():
-        np.testing.assert_allclose(found[name].get(), expected, rtol=1e-5)
+        np.testing.assert_allclose(gradients[name].get(), expected, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -493,8 +493,8 @@ def test_calls_of_cublas_are_between_graphs(
     for run in range(3):
         launches.clear(), called.clear()
         grad, values = rng.standard_normal((2, BLAS_SIZE)), steps * 0.5**run
-        found = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(values))
-        assert_within(to_host(found), sequential(grad, values), np.float64)
+        gradients = plan.exclusive_scan(cupy.asarray(grad), cupy.asarray(values))
+        assert_within(to_host(gradients), sequential(grad, values), np.float64)
         counts.append(([launch.kernel for launch in launches if not launch.captured], len(called)))
     (first, products), *others = counts
     assert "graph" not in first
@@ -789,10 +789,10 @@ def test_without_a_gradient_local_gradients_say_where(cupy: Any) -> None:
     assert_within(plan.exclusive_scan(None, jacobians, local_grads=local), expected, np.float64)
     there = cupy.asarray(jacobians), cupy.asarray(local)
     for given_there in (there[1], [None, *there[1][1:]]):
-        found = plan.exclusive_scan(None, there[0], local_grads=given_there)
-        assert isinstance(found, cupy.ndarray)
-    found = sparsescan.exclusive_scan(None, there[0], local_grads=there[1])
-    assert_within(to_host(found), expected, np.float64)
+        gradients = plan.exclusive_scan(None, there[0], local_grads=given_there)
+        assert isinstance(gradients, cupy.ndarray)
+    gradients = sparsescan.exclusive_scan(None, there[0], local_grads=there[1])
+    assert_within(to_host(gradients), expected, np.float64)
     with pytest.raises(DeviceError, match="device is 'cpu', but local_grads is on a CUDA device"):
         sparsescan.exclusive_scan(None, jacobians, local_grads=there[1], device="cpu")
 
@@ -823,12 +823,12 @@ def test_the_order_of_time_on_a_device(cupy: Any) -> None:
         (cupy.asarray(jacobians), cupy.asarray(local)),
         ([*cupy.asarray(jacobians)], [*cupy.asarray(local)]),
     ):
-        found = plan.exclusive_scan(None, steps, local_grads=terms)
-        found = to_host(found)
-        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+        gradients = plan.exclusive_scan(None, steps, local_grads=terms)
+        gradients = to_host(gradients)
+        np.testing.assert_allclose(gradients, expected, rtol=1e-10, atol=1e-10)
     there = sparsescan.plan(jacobians, reverse=True, device="cuda")
-    found = there.exclusive_scan(None, jacobians, local_grads=local)
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+    gradients = there.exclusive_scan(None, jacobians, local_grads=local)
+    np.testing.assert_allclose(gradients, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_steps_to_solve_with_are_refused(cupy: Any) -> None:

@@ -61,8 +61,8 @@ def test_any_chain_of_small_steps(
     with monkeypatch.context() as patch:
         if wide:
             patch.setattr(device, "_index_dtype", lambda program: np.dtype(np.int64))
-        found = call(chain.inclusive)(grad, jacobians, local_grads=local, schedule="linear")
-    assert_within(to_host(found), chain.oracle(), chain.dtype)
+        gradients = call(chain.inclusive)(grad, jacobians, local_grads=local, schedule="linear")
+    assert_within(to_host(gradients), chain.oracle(), chain.dtype)
     assert has_swept(launches) or len(chain.jacobians) < 3 or chain.batch == 0
 
 
@@ -79,11 +79,11 @@ def test_steps_as_large_as_fit(cupy: Any, launches: list[Any], dtype: Any) -> No
         each.ravel()[rng.choice(each.size, many, replace=False)] = True
     steps = [sp.csr_array(each * rng.standard_normal(each.shape)).astype(dtype) for each in masks]
     grad = rng.standard_normal(sizes[0]).astype(dtype)
-    found = sparsescan.inclusive_scan(
+    gradients = sparsescan.inclusive_scan(
         cupy.asarray(grad), jacobians_on(cupy, steps), schedule="linear"
     )
     wanted = sequential(grad, steps, inclusive=True, dtype=dtype)
-    assert_within(to_host(found), wanted, dtype)
+    assert_within(to_host(gradients), wanted, dtype)
     assert has_swept(launches)
 
 
@@ -96,10 +96,10 @@ def test_steps_that_are_too_large(cupy: Any, launches: list[Any], sizes: tuple[i
     rng = np.random.default_rng()
     steps = [sp.csr_array(rng.standard_normal((b, a))) for a, b in pairwise(sizes)]
     grad = rng.standard_normal(sizes[0])
-    found = sparsescan.inclusive_scan(
+    gradients = sparsescan.inclusive_scan(
         cupy.asarray(grad), jacobians_on(cupy, steps), schedule="linear"
     )
-    assert_within(to_host(found), sequential(grad, steps, inclusive=True), np.float64)
+    assert_within(to_host(gradients), sequential(grad, steps, inclusive=True), np.float64)
     assert not SIMULATED or not has_swept(launches)
 
 
@@ -118,13 +118,15 @@ def test_the_patterns_of_steps_change_or_do_not(cupy: Any, steps: int, shared: b
     grad = rng.standard_normal((batch, size)).astype(np.float32)
     local = [rng.standard_normal((batch, size)).astype(np.float32) for _ in range(steps)]
     local[1] = None
-    found = sparsescan.exclusive_scan(
+    gradients = sparsescan.exclusive_scan(
         cupy.asarray(grad),
         jacobians_on(cupy, jacobians),
         local_grads=[None if x is None else cupy.asarray(x) for x in local],
         schedule="linear",
     )
-    assert_within(to_host(found), sequential(grad, jacobians, local, dtype=np.float32), np.float32)
+    assert_within(
+        to_host(gradients), sequential(grad, jacobians, local, dtype=np.float32), np.float32
+    )
 
 
 def test_several_lanes_add_up_long_rows(cupy: Any, launches: list[Any]) -> None:
@@ -133,10 +135,10 @@ def test_several_lanes_add_up_long_rows(cupy: Any, launches: list[Any]) -> None:
     sizes = [1, wide, 1, wide, 2, 1, wide, 1, wide, 2]
     steps = [rng.standard_normal((b, a)) for a, b in pairwise(sizes)]
     grad = rng.standard_normal(1)
-    found = sparsescan.inclusive_scan(
+    gradients = sparsescan.inclusive_scan(
         cupy.asarray(grad), jacobians_on(cupy, steps), schedule="linear"
     )
-    assert_within(to_host(found), sequential(grad, steps, inclusive=True), np.float64)
+    assert_within(to_host(gradients), sequential(grad, steps, inclusive=True), np.float64)
     assert has_swept(launches)
 
 
@@ -148,8 +150,8 @@ def test_chunks_are_swept_side_by_side(cupy: Any, launches: list[Any]) -> None:
     jacobians = [BatchedCSR.from_pattern(rng.standard_normal((3, p.nnz)) / 2, p) for p in patterns]
     grad, schedule = rng.standard_normal((3, 9)), Schedule.chunked(16, 4)
     on_device = jacobians_on(cupy, jacobians)
-    found = sparsescan.exclusive_scan(cupy.asarray(grad), on_device, schedule=schedule)
-    assert_within(to_host(found), sequential(grad, jacobians), np.float64)
+    gradients = sparsescan.exclusive_scan(cupy.asarray(grad), on_device, schedule=schedule)
+    assert_within(to_host(gradients), sequential(grad, jacobians), np.float64)
     swept = [launch for launch in launches if launch.kernel == "sweep_steps"]
     assert not SIMULATED or swept[0].blocks > 3
 
@@ -164,11 +166,11 @@ def test_what_is_not_finite_is_scanned_again_by_a_sweep(
     ]
     steps[3].data[0] = bad
     grad = rng.standard_normal(6)
-    found = sparsescan.exclusive_scan(
+    gradients = sparsescan.exclusive_scan(
         cupy.asarray(grad), jacobians_on(cupy, steps), schedule="blelloch"
     )
     wanted = sequential(grad, steps)
-    for actual, exact in zip(to_host(found), wanted.exact, strict=True):
+    for actual, exact in zip(to_host(gradients), wanted.exact, strict=True):
         finite = np.isfinite(exact)
         assert (np.isfinite(actual) == finite).all()
         assert np.allclose(actual[finite], exact[finite])

@@ -77,7 +77,7 @@ def test_weights_stay_in_registers_up_to_so_many_units() -> None:
     pytest.importorskip("numba_cuda")
     from sparsescan.jacobians._kernels.device_sequences import layout_of
 
-    found = {}
+    most_units = {}
     for kind in ("tanh", "gru", "lstm"):
         for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
             held = []
@@ -87,8 +87,8 @@ def test_weights_stay_in_registers_up_to_so_many_units() -> None:
                 assert layout.rounds * (layout.threads // layout.lanes) >= units
                 assert layout.vectors * layout.lanes * (16 // dtype.itemsize) >= units
             assert held == list(range(1, len(held) + 1))
-            found[kind, dtype.name] = len(held)
-    assert found == {
+            most_units[kind, dtype.name] = len(held)
+    assert most_units == {
         ("tanh", "float32"): 176,
         ("gru", "float32"): 88,
         ("lstm", "float32"): 88,

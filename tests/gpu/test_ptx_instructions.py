@@ -118,9 +118,9 @@ def check(operation: Operation, oracle: Callable[..., Any], *values: Any) -> Non
         expected = oracle(*values)
     if operation.result in _FLOATS:
         kind = _FLOATS[operation.result]
-        found = np.array([got], np.uint64).astype(f"u{kind().itemsize}").view(kind)[0]
-        assert (np.isnan(found) and np.isnan(expected)) or (
-            found == expected and np.signbit(found) == np.signbit(expected)
+        result = np.array([got], np.uint64).astype(f"u{kind().itemsize}").view(kind)[0]
+        assert (np.isnan(result) and np.isnan(expected)) or (
+            result == expected and np.signbit(result) == np.signbit(expected)
         )
     else:
         assert got == bits_of(expected, operation.result)
@@ -404,11 +404,11 @@ def test_sums_that_are_rounded_down(a: float, c: float) -> None:
 
 @given(st.floats(-200, 200, width=32))
 def test_powers_of_two_are_within_an_ulp(a: float) -> None:
-    found = _operation("ex2.approx.ftz.f32 {out}, {a0}", "f32", "f32")(a)
+    bits = _operation("ex2.approx.ftz.f32 {out}, {a0}", "f32", "f32")(a)
     with np.errstate(over="ignore"):
         exact = _flushed(np.float32(np.exp2(np.float64(a))))
     ulp = np.spacing(np.abs(exact)) if np.isfinite(exact) else 0
-    value = np.array(found, np.uint32).view(np.float32)
+    value = np.array(bits, np.uint32).view(np.float32)
     assert value == exact or abs(value - exact) <= ulp
 
 
@@ -525,9 +525,9 @@ $DONE:
     arrays = cell, values, results
     places = [array.ctypes.data for array in arrays]
     program.launch(2, 40, places, [(array.ctypes.data, array.nbytes) for array in arrays])
-    found = [cell[0]] if space == "global" else results.tolist()
+    outcomes = [cell[0]] if space == "global" else results.tolist()
     terms = [values.ravel()] if space == "global" else list(values)
-    for one, some in zip(found, terms, strict=True):
+    for one, some in zip(outcomes, terms, strict=True):
         if name == "exch":
             assert one in some
             continue

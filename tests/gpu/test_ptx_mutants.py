@@ -159,17 +159,17 @@ def test_comparisons_of_a_range_are_known() -> None:
 @pytest.mark.slow
 def test_what_launches_tell_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With other versions of Numba or NVVM there may be other instructions: then by shares."""
-    found, table = table_of(run(monkeypatch)), json.loads(TABLE.read_text())
+    counted, table = table_of(run(monkeypatch)), json.loads(TABLE.read_text())
     assert list(table) == list(KERNELS)
     for name in KERNELS:
-        waits = [found[name][kind] for kind in ("barrier", "fence")]
+        waits = [counted[name][kind] for kind in ("barrier", "fence")]
         undetected = sum(w["mutants"] - w["detected"] - w["no difference"] for w in waits)
         assert undetected <= len(NOT_NEEDED.get(name, [])), name
-        bound = found[name]["bound"]
+        bound = counted[name]["bound"]
         undetected = bound["mutants"] - sum(bound[key] for key in bound if key != "mutants")
         assert undetected <= len(ANY_BOUND.get(name, [])), name
         for kind, said in table[name].items():
-            now = found[name][kind]
+            now = counted[name][kind]
             if now["mutants"] == said["mutants"]:
                 # The order of threads is another one in each run.
                 assert now["detected"] >= said["detected"] - 1, (name, kind, now)

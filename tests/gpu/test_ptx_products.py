@@ -56,8 +56,8 @@ def test_products_of_pruned_layers_move_little_more_than_they_must(
         ("others", [[(0, 2, 3)], [(0, 2, 4)]]),
     ]
     schedule = Schedule.from_levels(4, levels)
-    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
-    assert_within(found, sequential(grad, steps, dtype=dtype), dtype)
+    gradients = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    assert_within(gradients, sequential(grad, steps, dtype=dtype), dtype)
     name, blocks, threads, did = traffic[0]
     assert name == "level"
     assert blocks > 8

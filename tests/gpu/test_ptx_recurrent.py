@@ -30,12 +30,12 @@ def counts(
     monkeypatch: pytest.MonkeyPatch, cupy: Any, net: Any, steps: int
 ) -> list[tuple[Traffic, int]]:
     """The traffic of both launches of a training step, and their threads."""
-    found = []
+    counted = []
 
     def launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: int) -> None:
         program = compile_kernel(kernel, len(arguments))
         traffic = program.launch(blocks, threads, arguments, fake_cupy.state.memory())
-        found.append((traffic, blocks * threads))
+        counted.append((traffic, blocks * threads))
 
     with monkeypatch.context() as patch:
         patch.setattr(recurrent_device._device, "launch", launch)
@@ -43,7 +43,7 @@ def counts(
         x = np.random.default_rng(0).standard_normal((steps, BATCH, net.input_size))
         output, _ = step.forward(cupy.asarray(x.astype(np.float32)))
         step.backward(output)
-    return found
+    return counted
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,11 @@ def test_registers_are_garbage_at_first() -> None:
 }
 """
     y = np.zeros(1, np.int64)
-    found = set()
+    stored = set()
     for seed in range(8):
         Program(text, "k").launch(1, 1, [y.ctypes.data], [(y.ctypes.data, 8)], seed=seed)
-        found.add(int(y[0]))
-    assert len(found) == 8
+        stored.add(int(y[0]))
+    assert len(stored) == 8
 
 
 # ---------------------------------------------------------------------------------------------
@@ -334,15 +334,15 @@ def rounds(y, n, waits):
     if i == 0:
         total[0] = 0
     cuda.syncwarp()
-    found = int64(0)
+    read = int64(0)
     for k in range(n):
-        found += total[0]
+        read += total[0]
         cuda.syncwarp()
         if i == (7 * k) % 32:
             total[0] += k
         if waits:
             cuda.syncwarp()
-    store(y, i, found, I8)
+    store(y, i, read, I8)
 
 
 def test_a_warp_reads_and_one_of_it_writes() -> None:
@@ -432,10 +432,10 @@ def last_block(before: bool, waits: bool, after: bool, at_all: bool = True) -> A
             last[0] = count == cuda.gridDim.x - 1
         cuda.syncthreads()
         if last[0] and i == 0:
-            found = int64(0)
+            added = int64(0)
             for k in range(int64(cuda.gridDim.x) * cuda.blockDim.x):
-                found += load(partial, k, I8)
-            store(total, 0, found, I8)
+                added += load(partial, k, I8)
+            store(total, 0, added, I8)
             store(state, 0, int32(0), I4)
 
     return protocol
@@ -524,24 +524,26 @@ def test_sectors_and_bank_conflicts(by: int, ways: int) -> None:
 def test_kernels_are_kept_for_what_they_are_made_for(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for other constants, options or sources; and a file that was cut off is made anew."""
-    made: list[str] = []
+    """Not for other constants, options or sources; and a file that was cut off is compiled anew."""
+    compiled: list[str] = []
     monkeypatch.setattr(kept, "_FOLDER", tmp_path)
 
     def ask(size: int, options: Any = ()) -> str:
         kernel = chunk_kernels(size, size * size, np.dtype(np.float32)).sweep
-        return str(kept.keep(kernel, options, lambda: made.append(f"{size} {options}") or made[-1]))
+        return str(
+            kept.keep(kernel, options, lambda: compiled.append(f"{size} {options}") or compiled[-1])
+        )
 
     for _ in range(2):
         assert [ask(2), ask(3), ask(2, 1)] == ["2 ()", "3 ()", "2 1"]
-    assert made == ["2 ()", "3 ()", "2 1"]
+    assert compiled == ["2 ()", "3 ()", "2 1"]
     for file in tmp_path.glob("*.ptx"):
         file.write_bytes(file.read_bytes()[:-9])
     assert ask(2) == "2 ()"
-    assert len(made) == 4
+    assert len(compiled) == 4
     monkeypatch.setattr(kept, "_origin", lambda: "another source")
     assert [ask(2), ask(2)] == ["2 ()", "2 ()"]
-    assert len(made) == 5
+    assert len(compiled) == 5
     assert len(list(tmp_path.iterdir())) == 3
     assert kept.keep(scaled, (), lambda: "not kept") == "not kept"
     assert len(list(tmp_path.iterdir())) == 3

@@ -64,9 +64,9 @@ def test_index_arrays_are_checked(cupy: Any) -> None:
 def test_one_chunk_of_small_steps(launches: list[Any]) -> None:
     grad, steps = dense_chain(9, 70, 3, np.float32)
     schedule = Schedule.chunked(9, 1)
-    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    gradients = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
     assert {launch.kernel for launch in launches} == {"sweep", "repair"}
-    assert_within(found, sequential(grad, steps, dtype=np.float32), np.float32)
+    assert_within(gradients, sequential(grad, steps, dtype=np.float32), np.float32)
 
 
 def test_arrays_of_another_device(cupy: Any, launches: list[Any]) -> None:
@@ -74,11 +74,11 @@ def test_arrays_of_another_device(cupy: Any, launches: list[Any]) -> None:
     grad, steps = dense_chain(9, 70, 3, np.float32)
     there = [fake_cupy.Tensor(array, 1) for array in (grad, steps)]
     assert cupy.cuda.Device().id == 0
-    found = sparsescan.exclusive_scan(*there, schedule=Schedule.chunked(9, 1))
+    gradients = sparsescan.exclusive_scan(*there, schedule=Schedule.chunked(9, 1))
     assert {launch.device for launch in launches} == {1}
-    assert {gradient.device.id for gradient in found} == {1}
-    found = [gradient.get() for gradient in found]
-    assert_within(found, sequential(grad, steps, dtype=np.float32), np.float32)
+    assert {gradient.device.id for gradient in gradients} == {1}
+    gradients = [gradient.get() for gradient in gradients]
+    assert_within(gradients, sequential(grad, steps, dtype=np.float32), np.float32)
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def test_chunks_of_a_long_recurrence(
 ) -> None:
     grad, steps = dense_chain(600, batch, size, dtype)
     schedule = Schedule.chunked(600, 25)
-    found = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
+    gradients = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
     assert {launch.kernel for launch in launches} == {"multiply", "carry", "sweep", "repair"}
-    assert_within(found, sequential(grad, steps, dtype=dtype), dtype)
+    assert_within(gradients, sequential(grad, steps, dtype=dtype), dtype)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_large_sparse_steps(launches: list[Any], schedule: str) -> None:
     steps[2] = sp.vstack([steps[2][:-1], sp.csr_array(np.ones((1, 900), np.float32))]).tocsr()
     grad = rng.standard_normal((2, sizes[0])).astype(np.float32)
     tree = Schedule.chunked(5, 2) if schedule == "chunked" else schedule
-    found = sparsescan.inclusive_scan(grad, steps, schedule=tree, device="cuda")
+    gradients = sparsescan.inclusive_scan(grad, steps, schedule=tree, device="cuda")
     assert max(launch.blocks for launch in launches) > 2
     assert {launch.threads for launch in launches} <= {32, 64, 128, 256}
-    assert_within(found, sequential(grad, steps, inclusive=True, dtype=np.float32), np.float32)
+    assert_within(gradients, sequential(grad, steps, inclusive=True, dtype=np.float32), np.float32)

@@ -45,9 +45,9 @@ def test_a_step_has_two_barriers_and_moves_its_values_and_gradient(
     for steps in counts:
         data = (rng.standard_normal((steps + 1, pattern.nnz)) / 2).astype(dtype)
         chain = CSRChain.from_pattern(data, pattern)
-        found = sparsescan.exclusive_scan(grad, chain, schedule="linear", device="cuda")
+        gradients = sparsescan.exclusive_scan(grad, chain, schedule="linear", device="cuda")
         each = [sp.csr_array((row, stencil.indices, stencil.indptr), stencil.shape) for row in data]
-        assert_within(found, sequential(grad, each, dtype=dtype), dtype)
+        assert_within(gradients, sequential(grad, each, dtype=dtype), dtype)
     more = counts[1] - counts[0]
     assert [launched for *launched, _ in traffic] == 2 * [["sweep_steps", 1, THREADS]]
     few, many = (did for *_, did in traffic)

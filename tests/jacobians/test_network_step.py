@@ -752,8 +752,8 @@ def test_running_statistics_take_in_a_batch(limited: bool) -> None:
         theirs(torch.from_numpy(batch))
         step.backward(np.ones_like(y))
     ours = nn.Sequential(*(block for block, _ in pairs[1]))
-    for (name, found), right in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        close(found.numpy(), right.numpy(), name)
+    for (name, buffer), right in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        close(buffer.numpy(), right.numpy(), name)
     with pytest.raises(InputError, match="update_running_stats was called without a forward pass"):
         step.update_running_stats()
 

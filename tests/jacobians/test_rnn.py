@@ -36,13 +36,13 @@ def test_gradients_are_those_of_autograd(
             setattr(net, name, array.astype(F4))
     arguments = arguments_of(np.random.default_rng(seed), net, steps, batch, dtype, shorter)
     before = [None if array is None else array.copy() for array in arguments]
-    found = gradients_of(net.training_step(), *arguments)
+    actual = gradients_of(net.training_step(), *arguments)
     expected = autograd(net, *arguments, "float64")
     for name, array in expected.items():
         scale = np.max(np.abs(array), initial=1e-300)
         bound = 1e4 * float(np.finfo(dtype).eps) * scale
-        assert np.max(np.abs(found[name] - array), initial=0) <= bound, name
-        assert found[name].dtype == dtype
+        assert np.max(np.abs(actual[name] - array), initial=0) <= bound, name
+        assert actual[name].dtype == dtype
     # What was passed is as it was.
     for array, old in zip(arguments, before, strict=True):
         assert array is None or np.array_equal(array, old)
@@ -60,10 +60,10 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
         arguments = arguments_of(rng, net, steps, 16, F4)
         exact = autograd(net, *arguments, "float64")
         theirs = autograd(net, *arguments, "float32")
-        found = gradients_of(net.training_step(), *arguments)
+        actual = gradients_of(net.training_step(), *arguments)
         for name, array in exact.items():
-            assert found[name].dtype == F4
-            squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (found, theirs)]
+            assert actual[name].dtype == F4
+            squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (actual, theirs)]
             # A bias is the weight of an input of 1. Of its own few numbers chance would decide.
             part = name.removeprefix("weight_").removeprefix("bias_")
             errors[part] = errors.get(part, 0) + np.array(squares)
@@ -94,12 +94,12 @@ def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
     whole = gradients_of(step, *arguments)
     assert step.keeps_gates
     smaller = net.training_step(memory_limit=step.nbytes - 1)
-    found = gradients_of(smaller, *arguments)
+    actual = gradients_of(smaller, *arguments)
     assert not smaller.keeps_gates
     assert smaller.nbytes < step.nbytes
     for name, array in whole.items():
         scale = np.max(np.abs(array))
-        assert np.max(np.abs(found[name] - array)) <= 1e-13 * scale, name
+        assert np.max(np.abs(actual[name] - array)) <= 1e-13 * scale, name
     with pytest.raises(
         MemoryLimitError,
         match=r"(?m)memory_limit is 1000 B; 700 steps of 5 samples need .* \([\d,]+ bytes\)$",
@@ -148,20 +148,20 @@ def test_without_an_axis_of_samples() -> None:
     arguments = arguments_of(np.random.default_rng(0), net, 6, 1, F4)
     batched = gradients_of(net.training_step(), *arguments)
     single = [None if array is None else array[:, 0] for array in arguments]
-    found = gradients_of(net.training_step(), *single)
+    actual = gradients_of(net.training_step(), *single)
     for name in ("output", "last", "input", "state"):
-        assert np.array_equal(found[name], batched[name][:, 0])
+        assert np.array_equal(actual[name], batched[name][:, 0])
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(0, 3), (4, 0), (0, 0)])
 def test_nothing(steps: int, batch: int) -> None:
     net = LSTM(3, 4, 2, bidirectional=True, rng=0)
     arguments = arguments_of(np.random.default_rng(0), net, steps, batch, F4)
-    found = gradients_of(net.training_step(), *arguments)
-    assert found["output"].shape == (steps, batch, 8)
-    assert np.array_equal(found["last"], arguments[1])
-    assert np.array_equal(found["state"], arguments[4])
-    assert all(not found[name].any() for name in net.params)
+    actual = gradients_of(net.training_step(), *arguments)
+    assert actual["output"].shape == (steps, batch, 8)
+    assert np.array_equal(actual["last"], arguments[1])
+    assert np.array_equal(actual["state"], arguments[4])
+    assert all(not actual[name].any() for name in net.params)
 
 
 def test_gradients_that_are_not_given_are_zero() -> None:
@@ -195,10 +195,10 @@ def test_nan_stays_with_its_sample() -> None:
     net = LSTM(3, 4, rng=0)
     arguments = arguments_of(np.random.default_rng(0), net, 5, 3, F4)
     arguments[0][2, 1] = np.nan
-    found = gradients_of(net.training_step(), *arguments)
-    assert np.isnan(found["output"][2:, 1]).all()
-    assert np.isfinite(found["output"][:, [0, 2]]).all()
-    assert np.isfinite(found["input"][:, [0, 2]]).all()
+    actual = gradients_of(net.training_step(), *arguments)
+    assert np.isnan(actual["output"][2:, 1]).all()
+    assert np.isfinite(actual["output"][:, [0, 2]]).all()
+    assert np.isfinite(actual["input"][:, [0, 2]]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,8 +274,8 @@ def test_input_of_any_layout_is_read() -> None:
     arguments = arguments_of(np.random.default_rng(0), net, 6, 18, F4)
     expected = gradients_of(net.training_step(), *arguments)
     strided = [None if each is None else np.asfortranarray(each)[::1] for each in arguments]
-    found = gradients_of(net.training_step(), *strided)
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    actual = gradients_of(net.training_step(), *strided)
+    assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
 
 def test_a_training_step_says_what_it_keeps() -> None:
@@ -291,10 +291,10 @@ def test_lengths_that_are_all_steps_change_no_bit() -> None:
     x = np.random.default_rng().standard_normal((7, 4, 3), np.float32)
     expected = step.forward(x)
     for lengths in ([7, 7, 7, 7], [2, 7, 0, 5], [7, 7, 7, 7], [1, 1, 7, 7], None):
-        found = step.forward(x, lengths=lengths)
+        actual = step.forward(x, lengths=lengths)
         if lengths is None or min(lengths) == 7:
-            np.testing.assert_array_equal(found[0], expected[0])
-            np.testing.assert_array_equal(found[1], expected[1])
+            np.testing.assert_array_equal(actual[0], expected[0])
+            np.testing.assert_array_equal(actual[1], expected[1])
 
 
 def test_copied_step_computes_the_same() -> None:
@@ -309,8 +309,8 @@ def test_copied_step_computes_the_same() -> None:
     for own, name in ((net, "weight_hh_l0"), (twin.network, "weight_hh_l0")):
         setattr(own, name, np.linspace(-1, 1, 75, dtype=np.float32).reshape(15, 5))
     x = rng.standard_normal((7, 4, 3), np.float32)
-    expected, found = step.forward(x), twin.forward(x)
-    np.testing.assert_array_equal(found[0], expected[0])
+    expected, actual = step.forward(x), twin.forward(x)
+    np.testing.assert_array_equal(actual[0], expected[0])
     grads, copied = step.backward(*expected), twin.backward(*expected)
     for name, grad in grads.params.items():
         np.testing.assert_array_equal(copied.params[name], grad)

@@ -81,14 +81,14 @@ def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
     device = python.SimpleNamespace(compute_capability=oldest)
     numba.cuda.dispatcher.get_current_device = lambda: device
     # Numba makes the same of a kernel for all of them, which takes longer than all that follows.
-    made: list[tuple[Any, dict[str, Any]]] = []
+    compilations: list[tuple[Any, dict[str, Any]]] = []
     compile_ir = nvvm.compile_ir
-    nvvm.compile_ir = lambda ir, **options: made.append((ir, options)) or b""
+    nvvm.compile_ir = lambda ir, **options: compilations.append((ir, options)) or b""
     for name, kernel, count in cases():
         signature = void(*[int64] * count)
         cuda.compile(kernel.py_func, signature, cc=oldest, device=False, abi="numba", output="ptx")
-        ((ir, options),) = made
-        made.clear()
+        ((ir, options),) = compilations
+        compilations.clear()
         for capability in capabilities:
             digits = capability.replace(".", "")
             ptx = compile_ir(ir, **options | {"arch": f"compute_{digits}"})

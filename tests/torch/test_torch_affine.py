@@ -78,12 +78,12 @@ class Case:
 @given(st.integers(0, 2**32))
 def test_states_and_gradients(seed: int) -> None:
     case = Case(seed)
-    found, expected = case.run(), case.loop()
+    states, expected = case.run(), case.loop()
     loss = torch.randn_like(expected)
-    results = [torch.autograd.grad((y * loss).sum(), case.inputs) for y in (found, expected)]
+    results = [torch.autograd.grad((y * loss).sum(), case.inputs) for y in (states, expected)]
     tensors = (expected.detach(), *results[1])
     scale = 1 + max(float(each.abs().max()) for each in tensors if each.numel())
-    for ours, theirs in zip((found, *results[0]), (expected, *results[1]), strict=True):
+    for ours, theirs in zip((states, *results[0]), (expected, *results[1]), strict=True):
         assert ours.shape == theirs.shape
         assert ((ours - theirs).abs() <= 1000 * EPS * scale).all()
 
@@ -121,10 +121,10 @@ def test_compiled_graphs_stay_whole() -> None:
         grads = [each.grad for each in case.inputs]
         if call is loss:
             expected = grads
-    for found, right in zip(grads, expected, strict=True):
-        assert found is not None
+    for grad, right in zip(grads, expected, strict=True):
+        assert grad is not None
         assert right is not None
-        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, right, rtol=1e-12, atol=1e-12)
 
 
 def test_only_what_requires_it_has_a_gradient() -> None:

@@ -46,10 +46,10 @@ def tensors_of(results: Any) -> list[torch.Tensor]:
     return [each for part in results for each in tensors_of(part)]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    assert found.shape == expected.shape, what
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    assert actual.shape == expected.shape, what
     if expected.numel():
-        apart = float((found - expected).detach().abs().max())
+        apart = float((actual - expected).detach().abs().max())
         assert apart <= 1e4 * EPS * max(1, float(expected.detach().abs().max())), what
 
 
@@ -68,8 +68,8 @@ def agree(theirs: Any, ours: Any, given: Any, hx: Any, seed: int) -> None:
         loss = sum((each * w).sum() for each, w in zip(results, weights, strict=True))
         params = list(module.parameters())
         collected.append([*results, *torch.autograd.grad(loss, [*leaves, *params])])
-    for k, (found, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
-        close(found, expected, str(k))
+    for k, (actual, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
+        close(actual, expected, str(k))
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -144,8 +144,8 @@ def test_compiled_models() -> None:
     x = torch.randn(6, 2, 3)
     expected = torch.autograd.grad(loss(x), list(model.parameters()))
     for _ in range(2):
-        found = torch.autograd.grad(compiled(x), list(model.parameters()))
-        for one, other in zip(found, expected, strict=True):
+        gradients = torch.autograd.grad(compiled(x), list(model.parameters()))
+        for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), loss(x))
@@ -161,8 +161,8 @@ def test_graphs_that_live_side_by_side_and_twice() -> None:
         params = list(net.parameters())
         again = torch.autograd.grad(one, params, retain_graph=True)
         grads.append([*torch.autograd.grad(two + one, params), *again])
-    for found, expected in zip(grads[1], grads[0], strict=True):
-        close(found, expected)
+    for actual, expected in zip(grads[1], grads[0], strict=True):
+        close(actual, expected)
 
 
 def test_steps_are_used_again_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +269,9 @@ def test_arguments_are_pytorchs() -> None:
     for kind, wrong in (("GRU", {"proj_size": 2}), ("RNN", {"nonlinearity": "sine"})):
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as expected:
             getattr(nn, kind)(3, 4, **wrong)
-        with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as found:
+        with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]) as raised:
             getattr(sparsescan.torch, kind)(3, 4, **wrong)
-        assert str(found.value) == str(expected.value)
+        assert str(raised.value) == str(expected.value)
 
 
 def test_training_that_was_interrupted() -> None:

@@ -61,9 +61,9 @@ def gradients(net: nn.Module, x: Tensor, loss: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * loss).sum(), [x, *params])]
 
 
-def close(found: list[Tensor], expected: list[Tensor], terms: float = 1.0) -> None:
+def close(actual: list[Tensor], expected: list[Tensor], terms: float = 1.0) -> None:
     """Both agree, up to the rounding of what is summed up, if that is as large as `terms`."""
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape
         scale = max(terms, float(theirs.abs().max()))
         assert float((ours - theirs).abs().max()) <= 1e4 * EPS * scale
@@ -126,8 +126,8 @@ def normalised(seed: int) -> tuple[list[nn.Module], Tensor]:
 
 def same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
     expected = dict(theirs.named_buffers())
-    for name, found in ours.named_buffers():
-        close([found], [expected.pop(name)])
+    for name, buffer in ours.named_buffers():
+        close([buffer], [expected.pop(name)])
     assert not expected
 
 

@@ -84,9 +84,9 @@ def test_the_same_bits_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
         output = net(x)[0]
         return [output.detach(), *torch.autograd.grad(output.square().sum(), net.parameters())]
 
-    found = run()
+    results = run()
     monkeypatch.setattr(_team, "_home", -1)
-    for one, other in zip(found, run(), strict=True):
+    for one, other in zip(results, run(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -323,7 +323,7 @@ def load_square(typingctx, array, index, step, rows, count):
     def codegen(context, builder, signature, args):
         array, index, step, rows, count = args
         value = context.get_value_type(vector)
-        found = [cgutils.alloca_once(builder, value) for _ in range(vector.count)]
+        vectors = [cgutils.alloca_once(builder, value) for _ in range(vector.count)]
 
         def load(k, mask):
             at = builder.add(index, builder.mul(step, step.type(k)))
@@ -333,10 +333,10 @@ def load_square(typingctx, array, index, step, rows, count):
                 row.align = _align(value)
             else:
                 row = _masked_load(builder, place, mask)
-            builder.store(row, found[k])
+            builder.store(row, vectors[k])
 
         _for_rows(builder, value, rows, count, load)
-        return context.make_tuple(builder, square, [builder.load(each) for each in found])
+        return context.make_tuple(builder, square, [builder.load(each) for each in vectors])
 
     return square(array, *[types.intp] * 4), codegen
 
@@ -996,8 +996,8 @@ def _gathering(places, terms):
                     args = factor, _load_at(builder, first, at, vector), builder.load(each)
                     builder.store(_llvm(builder, "fma", vector, args), each)
 
-            found = _add_all(builder, sums, a, b, add)
-            return context.make_tuple(builder, signature.return_type, found)
+            totals = _add_all(builder, sums, a, b, add)
+            return context.make_tuple(builder, signature.return_type, totals)
 
         kinds = start, x, read_at, weight, offset, types.intp, types.intp
         return types.UniTuple(start, places)(*kinds), codegen
@@ -1052,8 +1052,8 @@ def _gathering_rows(places):
                         added = _llvm(builder, "fma", kind, [factor, value, builder.load(each)])
                         builder.store(added, each)
 
-            found = _add_all(builder, sums, a, b, add)
-            return context.make_tuple(builder, signature.return_type, found)
+            totals = _add_all(builder, sums, a, b, add)
+            return context.make_tuple(builder, signature.return_type, totals)
 
         kinds = starts, x, read_at, weight, shifts, order, offset, types.intp, types.intp
         return types.UniTuple(vector, rows * places)(*kinds), codegen
@@ -1118,8 +1118,8 @@ def _correlating(entries, terms, whole):
                         added = _llvm(builder, "fma", kind, [factor, value, builder.load(each)])
                         builder.store(added, each)
 
-            found = _add_all(builder, sums, a, b, add)
-            return context.make_tuple(builder, signature.return_type, found)
+            totals = _add_all(builder, sums, a, b, add)
+            return context.make_tuple(builder, signature.return_type, totals)
 
         index = types.intp
         kinds = x, grad, offset, read_at, begins, write_at, count, index, index
@@ -1147,14 +1147,14 @@ def _add_all(builder, sums, a, b, add):
     if terms > 1:
         with cgutils.for_range_slice(builder, whole, b, size(1), size, inc=True) as (k, _):
             add(k, sums[0])
-    found = []
+    totals = []
     for each in zip(*sums, strict=True):
         parts = [builder.load(part) for part in each]
         while len(parts) > 1:
             half = len(parts) // 2
             parts = [builder.fadd(*pair) for pair in zip(parts[:half], parts[half:], strict=True)]
-        found += parts
-    return found
+        totals += parts
+    return totals
 
 
 correlate_8, correlate_some = _correlating(8, 1, True), _correlating(8, 1, False)

@@ -565,8 +565,7 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
     """Write the states of some steps of a GRU, and its gates n, r, z, and v_n."""
     lanes = lane_count(x)
     runs, size = _runs(s)
-    part, whole = _part(s), s.samples * s.units
-    gate = s.samples * s.units
+    part, gate = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
@@ -575,10 +574,10 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
             # A loop for each function: what does not wait for each other is computed at once.
             for g in range(1, 3):
-                for j in range(0, whole, lanes):
+                for j in range(0, gate, lanes):
                     v = sigmoid(load(s.parts, g * part + j))
                     store_some(s.parts, g * part + j, v, part - j)
-            for j in range(0, whole, lanes):
+            for j in range(0, gate, lanes):
                 r, v = load(s.parts, part + j), load(s.parts, 3 * part + j)
                 store_some(s.parts, j, tanh(fma(r, v, load(s.parts, j))), part - j)
             for run in range(runs):
@@ -636,8 +635,7 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
     """Write the states of some steps of an LSTM, and its gates i, f, g, o."""
     lanes = lane_count(x)
     runs, size = _runs(s)
-    part, whole = _part(s), s.samples * s.units
-    gate = s.samples * s.units
+    part, gate = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
@@ -646,10 +644,10 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
             # A loop for each function: what does not wait for each other is computed at once.
             for g in (0, 1, 3):
-                for j in range(0, whole, lanes):
+                for j in range(0, gate, lanes):
                     v = sigmoid(load(s.parts, g * part + j))
                     store_some(s.parts, g * part + j, v, part - j)
-            for j in range(0, whole, lanes):
+            for j in range(0, gate, lanes):
                 v = tanh(load(s.parts, 2 * part + j))
                 store_some(s.parts, 2 * part + j, v, part - j)
             for r in range(runs):
@@ -660,7 +658,7 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
                     c = fma(load(s.parts, part + j), old, added)
                     store_some(s.parts, 4 * part + j, c, left)
                     store_some(s.cells, here + n, less_or(at, length, c, old), left)
-            for j in range(4 * part, 4 * part + whole, lanes):
+            for j in range(4 * part, 4 * part + gate, lanes):
                 store(s.parts, j, tanh(load(s.parts, j)))
             for r in range(runs):
                 for i in range(0, size, lanes):

@@ -42,14 +42,14 @@ def keep(kernel: Any, options: Any, make: Callable[[], Any]) -> Any:
         origin, content = pickle.loads(file.read_bytes())
         if origin == _origin():
             return pickle.loads(zlib.decompress(content))
-    made = make()
-    content = pickle.dumps((_origin(), zlib.compress(pickle.dumps(made), 1)))
+    compiled = make()
+    content = pickle.dumps((_origin(), zlib.compress(pickle.dumps(compiled), 1)))
     own = file.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a folder that is not writable
         _FOLDER.mkdir(exist_ok=True)
         own.write_bytes(content)
         own.replace(file)
-    return made
+    return compiled
 
 
 @cache

@@ -47,20 +47,20 @@ class Tried:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return, by kind, how many mutations there are, and what became of them."""
-        found = {}
+        counts = {}
         for kind in KINDS:
             every = range(1, len(self.program.mutations) + 1)
             numbers = [k for k in every if self.mutation(k).kind == kind]
             choices = [self.is_choice(k) for k in self.undetected(kind)]
             ranges = [self.is_of_range(k) for k in self.undetected(kind)]
-            found[kind] = {
+            counts[kind] = {
                 "mutants": len(numbers),
                 "detected": sum(k in self.told for k in numbers),
                 "min or max": sum(choices),
                 "range": sum(b and not a for a, b in zip(choices, ranges, strict=True)),
                 "no difference": sum(self.left.get(k) == 0 for k in numbers),
             }
-        return found
+        return counts
 
     def is_choice(self, number: int) -> bool:
         """Return whether a comparison only chooses between the two numbers that it compares.

@@ -134,17 +134,17 @@ class Program:
     def __init__(self, text: str, name: str, *, mutable: bool = False) -> None:
         self.text, self.name = text, name
         self.kernel: Kernel = parse(text)
-        self._made: Translation = translate(self.kernel, GUARD, mutable=mutable)
-        self._code = _to_host(self._made.ir)
+        self._translation: Translation = translate(self.kernel, GUARD, mutable=mutable)
+        self._code = _to_host(self._translation.ir)
         self._engine, self._function = _load(self._code)
         # What a launch may change, if the program is a `mutable` one; and of the latest launch, how
         # often each would make a difference, and how often threads jumped back.
-        self.mutations = self._made.mutations
+        self.mutations = self._translation.mutations
         self.different, self.jumps = np.zeros(len(self.mutations), np.int64), 0
 
     def __getstate__(self) -> dict[str, Any]:
-        made = self._made._replace(ir="")
-        return {**vars(self), "_made": made, "_engine": None, "_function": 0}
+        translation = self._translation._replace(ir="")
+        return {**vars(self), "_translation": translation, "_engine": None, "_function": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -184,7 +184,7 @@ class Program:
         patience : int
             Jumps back that all threads may make.
         """
-        made = self._made
+        translation = self._translation
         arguments = np.array([int(argument) for argument in arguments], np.int64)
         if len(arguments) != len(self.kernel.parameters):
             raise TypeError(f"{self.name} takes {len(self.kernel.parameters)} arguments")
@@ -199,13 +199,13 @@ class Program:
         bases = np.cumsum(words) - words
         shadow = np.zeros((int(words.sum()) + 1, CELL), np.int64)
         cells = shadow.ctypes.data + bases * 8 * CELL
-        shared = np.zeros(made.shared_size // 8 + 1, np.int64)
-        local = np.zeros(threads * made.local_size // 8 + 1, np.int64)
+        shared = np.zeros(translation.shared_size // 8 + 1, np.int64)
+        local = np.zeros(threads * translation.local_size // 8 + 1, np.int64)
         shared_cells = np.zeros((2 * len(shared) + 2, CELL), np.int64)
-        counts = np.zeros(len(made.opcodes), np.int64)
-        sites = len(made.sites)
+        counts = np.zeros(len(translation.opcodes), np.int64)
+        sites = len(translation.sites)
         trace = np.zeros((TRACE if traffic else 1, 4), np.int64)
-        frames = np.zeros((threads, made.frame), np.int64)
+        frames = np.zeros((threads, translation.frame), np.int64)
         releases = np.zeros((RELEASES if races else 1, 5), np.int64)
         kept = {
             Slot.PARAMETERS: arguments,
@@ -231,13 +231,13 @@ class Program:
         m[Slot.THREADS], m[Slot.BLOCKS], m[Slot.PATIENCE] = threads, blocks, patience
         m[Slot.MUTANT] = mutation
         m[Slot.RANDOM] = 2 * seed + 1 << 20
-        m[Slot.SHARED_SIZE], m[Slot.LOCAL_SIZE] = made.shared_size, made.local_size
+        m[Slot.SHARED_SIZE], m[Slot.LOCAL_SIZE] = translation.shared_size, translation.local_size
         m[Slot.ALLOCATIONS] = len(starts)
         m[Slot.RACES], m[Slot.RELEASE_ROOM] = races, RELEASES
         m[Slot.TRACE], m[Slot.TRACE_ROOM] = (trace.ctypes.data if traffic else 0), TRACE
-        waits = np.array(made.waits, np.int64).reshape(-1, Wait.WIDTH)
-        gaps = np.array(made.gaps, np.int64)
-        tables = frames, waits, shared, local, shared_cells, gaps, made.garbage
+        waits = np.array(translation.waits, np.int64).reshape(-1, Wait.WIDTH)
+        gaps = np.array(translation.gaps, np.int64)
+        tables = frames, waits, shared, local, shared_cells, gaps, translation.garbage
         together = Together()
         # A trace has room for that of a block.
         for some in order[:, None] if traffic else [order]:
@@ -245,14 +245,18 @@ class Program:
             self.jumps = patience - int(m[Slot.PATIENCE])
             if m[Slot.FAULT]:
                 raise self._fault(m, seed)
-            together.add(made.sites, trace[: m[Slot.TRACED]])
+            together.add(translation.sites, trace[: m[Slot.TRACED]])
             m[Slot.TRACED] = 0
         return self._traffic(counts, together)
 
     def _fault(self, m: Any, seed: int) -> FaultError:
         kind, site, other = int(m[Slot.FAULT]), int(m[Slot.SITE]), int(m[Slot.OTHER])
         waiting = kind in (Fault.LEFT, Fault.DIVERGENT)
-        line = self._made.waits[site][Wait.LINE] if waiting else self._made.sites[site].line
+        line = (
+            self._translation.waits[site][Wait.LINE]
+            if waiting
+            else self._translation.sites[site].line
+        )
         what = FAULTS[kind]
         if kind in (Fault.MISALIGNED, Fault.OUTSIDE):
             what += f", {int(m[Slot.ADDRESS]):#x}"
@@ -260,7 +264,7 @@ class Program:
             block, thread = (other >> 20) - 1, other & 0xFFFFF
             what += f" at {int(m[Slot.ADDRESS]):#x}, with thread {thread} of block {block}"
         elif kind == Fault.OVERFLOW:
-            first = self._made.sites[other - 1].line
+            first = self._translation.sites[other - 1].line
             what += f" in line {first}: {self.kernel.text[first - 1].strip()}"
         who = f"thread {int(m[Slot.THREAD])} of block {int(m[Slot.BLOCK])}"
         text = self.kernel.text[line - 1].strip()
@@ -269,7 +273,7 @@ class Program:
 
     def _traffic(self, counts: Any, together: Together) -> Traffic:
         instructions: dict[str, int] = {}
-        for count, opcodes in zip(counts.tolist(), self._made.opcodes, strict=True):
+        for count, opcodes in zip(counts.tolist(), self._translation.opcodes, strict=True):
             for opcode, times in opcodes.items():
                 instructions[opcode] = instructions.get(opcode, 0) + count * times
         size = {"global": 0, "shared": 0, "local": 0}

@@ -131,13 +131,13 @@ class _Translator:
     def _address_registers(self) -> set[str]:
         """Return the integer registers that an address may be made of."""
         made_of: dict[str, set[str]] = {}
-        found: set[str] = set()
+        names: set[str] = set()
         for one in self._kernel.instructions():
             kind = one.parts[0]
             if kind in ("ld", "st", "atom", "red"):
                 for operand in one.operands:
                     if operand.startswith("["):
-                        found |= set(_REGISTER.findall(operand))
+                        names |= set(_REGISTER.findall(operand))
             elif kind in ("add", "sub", "mul", "mad", "shl", "mov", "selp", "cvt", "min", "max"):
                 kinds = one.parts[1:]
                 if not any(part.startswith("f") or part == "pred" for part in kinds):
@@ -145,13 +145,13 @@ class _Translator:
                     made_of.setdefault(target, set()).update(
                         name for name in _REGISTER.findall(sources) if not name.startswith("%p")
                     )
-        left = list(found)
+        left = list(names)
         while left:
             for name in made_of.get(left.pop(), ()):
-                if name not in found:
-                    found.add(name)
+                if name not in names:
+                    names.add(name)
                     left.append(name)
-        return found
+        return names
 
     def _uses(self, one: Instruction) -> tuple[set[str], set[str]]:
         """Return the registers that an instruction reads, and those that it writes."""
@@ -345,10 +345,10 @@ class _Translator:
         ]
         if not values:
             return "0"
-        found = values[0]
+        where = values[0]
         for value in values[1:]:
-            found = self._intrinsic("llvm.umax.i32", "i32", found, value)
-        return found
+            where = self._intrinsic("llvm.umax.i32", "i32", where, value)
+        return where
 
     def _address(self, operand: str, one: Instruction) -> str:
         """Return the address that ``[%rd1+8]`` means; it must not have overflowed."""
@@ -357,9 +357,9 @@ class _Translator:
             raise PtxError(f"line {one.line}: address {operand}")
         base = self._read(match[1], "b64")
         if match[1] in self._tracked:
-            found = self._overflow(match[1])
-            bad = self._let(f"icmp ne i32 {found}, 0")
-            where = self._let(f"zext i32 {found} to i64")
+            overflow = self._overflow(match[1])
+            bad = self._let(f"icmp ne i32 {overflow}, 0")
+            where = self._let(f"zext i32 {overflow} to i64")
             self._fault_if(bad, Fault.OVERFLOW, self._site(one), where)
         return self._let(f"add i64 {base}, {match[2] or 0}")
 
@@ -442,11 +442,11 @@ class _Translator:
         word = self._let(f"load i64, ptr {self._frame(at)}")
         self._emit(f"store {_llvm(kind)} {self._convert(word, 'b64', kind)}, ptr {name}.p")
         if name in self._tracked:
-            found = "0"
+            overflow = "0"
             if not garbage:
                 word = self._let(f"load i64, ptr {self._frame(flag)}")
-                found = self._let(f"trunc i64 {word} to i32")
-            self._emit(f"store i32 {found}, ptr {name}.o")
+                overflow = self._let(f"trunc i64 {word} to i32")
+            self._emit(f"store i32 {overflow}, ptr {name}.o")
 
     def _frame(self, at: int) -> str:
         return self._let(f"getelementptr i64, ptr %frame, i64 {at}")
@@ -547,8 +547,8 @@ class _Translator:
             value = self._convert(self._read(name, kind), kind, "b64")
             self._emit(f"store i64 {value}, ptr {self._frame(at)}")
             if name in self._tracked:
-                found = self._let(f"zext i32 {self._overflow(name)} to i64")
-                self._emit(f"store i64 {found}, ptr {self._frame(flag)}")
+                overflow = self._let(f"zext i32 {self._overflow(name)} to i64")
+                self._emit(f"store i64 {overflow}, ptr {self._frame(flag)}")
         self._emit(f"store i64 {len(resumes)}, ptr %frame")
         self._emit(f"ret i64 {len(resumes)}")
         resumes.append((label, after, target))
@@ -556,12 +556,12 @@ class _Translator:
     def _constant(self, operand: str) -> int | None:
         """Return a number, or the one that a register gets, or None."""
         if operand in self._kernel.registers:
-            made = [
+            writers = [
                 one
                 for one in self._kernel.instructions()
                 if one.operands and one.operands[0] == operand and one.parts[0] != "st"
             ]
-            operand = made[0].operands[1] if [one.parts[0] for one in made] == ["mov"] else ""
+            operand = writers[0].operands[1] if [one.parts[0] for one in writers] == ["mov"] else ""
         return int(operand) if re.fullmatch(r"-?\d+", operand) else None
 
     # -- Memory ----------------------------------------------------------------------------------
@@ -713,8 +713,8 @@ class _Translator:
         pair = self._let(f"call {{{llvm}, i1}} @{function}({llvm} {a}, {llvm} {b})")
         bad = self._let(f"extractvalue {{{llvm}, i1}} {pair}, 1")
         site = self._site(one) + 1
-        found = self._let(f"select i1 {bad}, i32 {site}, i32 0")
-        return self._let(f"extractvalue {{{llvm}, i1}} {pair}, 0"), found
+        overflow = self._let(f"select i1 {bad}, i32 {site}, i32 0")
+        return self._let(f"extractvalue {{{llvm}, i1}} {pair}, 0"), overflow
 
     def _either(self, a: str, b: str) -> str:
         if "0" in (a, b):
@@ -727,8 +727,8 @@ class _Translator:
         if kind[0] == "f":
             self._write(target, self._let(f"f{name} {_llvm(kind)} {a}, {b}"), kind)
             return
-        value, found = self._checked(one, name, kind, a, b)
-        self._write(target, value, kind, self._either(found, self._overflow(*sources)))
+        value, overflow = self._checked(one, name, kind, a, b)
+        self._write(target, value, kind, self._either(overflow, self._overflow(*sources)))
 
     def _check_float(self, one: Instruction, allowed: tuple[str, ...] = ("rn",)) -> None:
         """Refuse roundings that the host does not have."""
@@ -768,17 +768,17 @@ class _Translator:
         kind, (target, a, b, c) = one.parts[-1], one.operands
         if one.parts[1] == "wide":
             wide = f"{kind[0]}{2 * _bits(kind)}"
-            product, found = self._wide_product(kind, a, b), "0"
+            product, overflow = self._wide_product(kind, a, b), "0"
             kind = wide
         elif one.parts[1] == "lo":
-            product, found = self._checked(
+            product, overflow = self._checked(
                 one, "mul", kind, self._read(a, kind), self._read(b, kind)
             )
         else:
             raise PtxError(f"line {one.line}: no model of {one.opcode}")
         value, also = self._checked(one, "add", kind, product, self._read(c, kind))
-        found = self._either(self._either(found, also), self._overflow(a, b, c))
-        self._write(target, value, kind, found)
+        overflow = self._either(self._either(overflow, also), self._overflow(a, b, c))
+        self._write(target, value, kind, overflow)
 
     def _do_fma(self, one: Instruction) -> None:
         kind = one.parts[-1]
@@ -886,13 +886,13 @@ class _Translator:
         shifted = self._let(f"{name} i{bits} {value}, {inside}")
         if name != "ashr":
             shifted = self._let(f"select i1 {wide}, i{bits} 0, i{bits} {shifted}")
-        found = "0"
+        overflow = "0"
         if name == "shl" and target in self._tracked:
             back = self._let(f"ashr i{bits} {shifted}, {inside}")
             bad = self._let(f"icmp ne i{bits} {back}, {value}")
-            found = self._let(f"select i1 {bad}, i32 {self._site(one) + 1}, i32 0")
-            found = self._either(found, self._overflow(source))
-        self._write(target, shifted, kind, found)
+            overflow = self._let(f"select i1 {bad}, i32 {self._site(one) + 1}, i32 0")
+            overflow = self._either(overflow, self._overflow(source))
+        self._write(target, shifted, kind, overflow)
 
     def _logic(self, one: Instruction, name: str) -> None:
         kind = one.parts[1]
@@ -984,11 +984,11 @@ class _Translator:
         kind, (target, a, b, p) = one.parts[1], one.operands
         llvm, chosen = _llvm(kind), self._read(p, "pred")
         x, y = self._read(a, kind), self._read(b, kind)
-        found, other = self._overflow(a), self._overflow(b)
-        if found != other:
-            found = self._let(f"select i1 {chosen}, i32 {found}, i32 {other}")
+        overflow, other = self._overflow(a), self._overflow(b)
+        if overflow != other:
+            overflow = self._let(f"select i1 {chosen}, i32 {overflow}, i32 {other}")
         value = self._let(f"select i1 {chosen}, {llvm} {x}, {llvm} {y}")
-        self._write(target, value, kind, found)
+        self._write(target, value, kind, overflow)
 
     def _do_cvt(self, one: Instruction) -> None:
         *modes, to, source = one.parts[1:]
@@ -1005,8 +1005,8 @@ class _Translator:
             own = self._kernel.registers[target]
             if _bits(to) <= _bits(source):
                 narrow = self._convert(value, source, to)
-                found = self._overflow(operand) if _bits(to) == _bits(source) else "0"
-                self._write(target, self._widen(narrow, to, own), own, found)
+                overflow = self._overflow(operand) if _bits(to) == _bits(source) else "0"
+                self._write(target, self._widen(narrow, to, own), own, overflow)
             else:
                 wide = self._widen(value, source, to)
                 self._write(target, self._widen(wide, to, own), own, self._overflow(operand))
