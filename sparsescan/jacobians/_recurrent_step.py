@@ -29,7 +29,7 @@ from ._cell import Cell
 from ._kernels import sequences as kernels
 from ._kernels.lanes import SAMPLE_ROWS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
-from ._kernels.sequences import Gates, Matrix, Sequence, Sums
+from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
@@ -520,22 +520,14 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
 
 
 def _forward(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
-    """Compute some states of one direction, in its order, and their gates.
-
-    Where samples are lanes, from the caller's inputs if no other direction has them, and to the
-    outputs.
-    """
+    """Compute some states of one direction, in its order, and their gates."""
     memory, one = group.memory, group.memory.directions[k]
-    begin = memory.times(one, span)
-    end = begin + span[1] - span[0]
-    if memory.has_sample_lanes and one.layer == 1 and memory.per_layer == 1:
-        memory.turn_in(group, k, begin, end)
-    _run(group, k, all_weights, span)
-    if memory.has_sample_lanes and one.layer == len(memory.widths) - 1:
-        memory.turn_out(group, k, begin, end)
+    _run(group, k, all_weights, memory.caller(one), span)
 
 
-def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
+def _run(
+    group: _Group, k: int, all_weights: list[_Weights], caller: Caller, span: tuple[int, int]
+) -> None:
     """Compute some states of one direction, in its order, and their gates."""
     one, weights = group.memory.directions[k], all_weights[k]
     one.cell._run_kernel(
@@ -544,6 +536,7 @@ def _run(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, in
         weights.w_hidden,
         weights.bias,
         group.memory.states[one.layer - 1],
+        caller,
         one.is_relu,
         *span,
     )
@@ -562,7 +555,7 @@ def _back(
     memory = group.memory
     one, weights = memory.directions[k], all_weights[k]
     if one.cell._writes_gates and not memory.keeps_gates:
-        _run(group, k, all_weights, span)
+        _run(group, k, all_weights, memory.no_caller, span)
     carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
@@ -851,6 +844,8 @@ class _Memory:
         self._rooms: list[Array] = []
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
         self._ones = aligned_zeros(self.group, self.dtype) + self.dtype.type(1)
+        none = np.empty(0, self.dtype)
+        self.no_caller = Caller(none, False, none, self.widths[-1], 0)
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
@@ -881,7 +876,10 @@ class _Memory:
         sizes += [("states", (rows + more) * width) for width in self.widths]
         sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
         sizes = [(name, count + self.lanes) for name, count in sizes]
-        gates = [self.segment * self.padded * one.units * one.kept for one in self.directions]
+        gates = [
+            self.segment * self.padded * one.units * one.kept if self._has_gates(one) else 0
+            for one in self.directions
+        ]
         rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
         gates = [count + rest for count in gates]
         # Where not all are kept, layers take turns.
@@ -895,13 +893,14 @@ class _Memory:
             count = min(self._samples, self.padded - first)
             for one in self.directions:
                 if self.has_sample_lanes:
-                    products = max(zeros, kernels.STEPS * SUM_ROWS * self.group)
+                    products = zeros
                     parts = (one.products + one.units + SAMPLE_ROWS) * self.group + self.lanes
                 else:
                     part = (-(-count * one.units // self.lanes) + 2) * self.lanes
                     products = (count + self.lanes) * one.stride
                     parts = (one.products // one.units + 1) * part
-                sizes += [("products", products), ("parts", parts)]
+                grads = kernels.STEPS * self.grad_step(one)
+                sizes += [("products", products), ("parts", parts), ("block", grads)]
         return sizes
 
     def allocate(self) -> None:
@@ -917,7 +916,7 @@ class _Memory:
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
         carries = iter(arrays["carries"])
         self.carries = [[next(carries) for _ in range(one.cell._parts)] for one in self.directions]
-        own = {name: iter(arrays.get(name, ())) for name in ("products", "parts")}
+        own = {name: iter(arrays.get(name, ())) for name in ("products", "parts", "block")}
         self.groups = [
             _Group(self, first, min(self._samples, self.padded - first), own)
             for first in range(0, self.padded, self._samples)
@@ -937,8 +936,9 @@ class _Memory:
         if not self.has_sample_lanes:
             shape = *steps, 1, self.batch, width
             return array[: math.prod(shape)].reshape(shape)
-        shape = *steps, self.padded // self.group, width, self.group
-        return array[: math.prod(shape)].reshape(shape).swapaxes(-1, -2)
+        shape = self.padded // self.group, *steps, width, self.group
+        by_group = array[: math.prod(shape)].reshape(shape).swapaxes(-1, -2)
+        return np.moveaxis(by_group, 0, len(steps))
 
     def _slots(self, array: Array, layer: int) -> Array:
         """Return the states of a layer with axes of slots, groups, samples and units."""
@@ -978,7 +978,7 @@ class _Memory:
         self._all_steps = lengths is None
         if self.has_sample_lanes:
             if self.per_layer > 1:
-                self.for_each_group(range(1), self.turn_in, 0, self.steps)
+                self.for_each_group(range(1), self.turn_in)
             return
         inputs = self._slots(self.states[0], 0)[1:-1, 0]
         inputs[:] = x
@@ -986,16 +986,24 @@ class _Memory:
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
             inputs[np.arange(self.steps)[:, None] >= lengths] = 0
 
-    def turn_in(self, group: _Group, k: int, begin: int, end: int) -> None:
-        """Take over the inputs of some steps and samples, which become lanes."""
-        sequence, out = group.sequence(k, (begin, end)), self.states[0]
-        kernels.turn_in(self._x, sequence, self.widths[0], self._is_shorter, out, begin, end)
+    def caller(self, one: _Direction) -> Caller:
+        """Return the caller's arrays, as far as a direction reads and writes them itself.
 
-    def turn_out(self, group: _Group, k: int, begin: int, end: int) -> None:
-        """Write the outputs of some steps and samples, which are lanes."""
-        one, out = self.directions[k], self._output[begin:end]
-        where = begin + 1, end + 1, out.reshape(-1), self.widths[-1], one.back * one.units
-        kernels.turn_out(self.states[-1], group.sequence(k, (begin, end)), *where)
+        The inputs are where both directions do not share them.
+        """
+        caller = self.no_caller
+        if self.has_sample_lanes and one.layer == 1 and self.per_layer == 1:
+            caller = caller._replace(x=self._x, is_shorter=self._is_shorter)
+        if self.has_sample_lanes and one.layer == len(self.widths) - 1:
+            column = one.back * one.units
+            caller = caller._replace(output=self._output.reshape(-1), column=column)
+        return caller
+
+    def turn_in(self, group: _Group, k: int) -> None:
+        """Take over the inputs of some samples, which become lanes."""
+        sequence, width = group.sequence(k, (0, self.steps)), self.widths[0]
+        caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
+        kernels.turn_in(caller, sequence, width, self.states[0], 0, self.steps)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
@@ -1136,11 +1144,26 @@ class _Memory:
             *(t - self.first_gates(one, span), first // one.units),
         )
         read, width = self.widths[layer - 1 : layer + 1]
-        before = (t + 2 * one.back) * self.padded * width + self.column(one)
+        slot = self.group if self.has_sample_lanes else self.padded
+        before = (t + 2 * one.back) * slot * width + self.column(one)
         return gates, [
-            (self.states[layer - 1], (t + 1) * self.padded * read, read),
+            (self.states[layer - 1], (t + 1) * slot * read, read),
             (self.states[layer], before, width),
         ]
+
+    def grad_step(self, one: _Direction) -> int:
+        """Return the numbers from a step's gradients in products to the next's.
+
+        They are kept for a block of steps; 0 if for all, in the place of the gates.
+        """
+        if not self.has_sample_lanes or any(packing.is_sparse for packing in one.packings):
+            return 0
+        # No power of two, which caches are slow at.
+        return (-(-one.kept * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
+
+    def _has_gates(self, one: _Direction) -> bool:
+        """Return whether there are gates, or gradients in their place."""
+        return one.cell._writes_gates or self.grad_step(one) == 0
 
     def column(self, one: _Direction) -> int:
         """Return where the states of a direction begin behind those of a group."""
@@ -1181,7 +1204,8 @@ class _Memory:
         stride = max(self.padded, kernels.BLOCK) + 2 * self.lanes
         room = self._borrow((rows[1] - rows[0] + packing.cols) * stride)
         kernels.sum_sparse_products(
-            *(gates, *factors[which], packing.cols, self.padded, span[1] - span[0]),
+            *(gates, *factors[which], packing.cols, self.steps + 2),
+            *(self.padded, span[1] - span[0]),
             *(packing.indptr, packing.indices, room),
             *(entries, row_sums[packing.first :], *rows),
         )
@@ -1195,12 +1219,13 @@ class _Group:
         self, memory: _Memory, first: int, samples: int, own: dict[str, Iterator[Array]]
     ) -> None:
         self.memory, self.first, self.samples = memory, first, samples
-        self._scratch = [(next(own["products"]), next(own["parts"])) for _ in memory.directions]
+        self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
 
     def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
         """Return a direction for the kernels, with the gates of some steps."""
         memory, one = self.memory, self.memory.directions[k]
-        products, parts = self._scratch[k]
+        products, parts, block = self._scratch[k]
+        step = memory.grad_step(one)
         return Sequence(
             memory.steps,
             one.back,
@@ -1220,6 +1245,8 @@ class _Group:
             memory.segment,
             memory.first_gates(one, span),
             one.kept,
+            block if step else memory.gates[k],
+            step,
             products,
             one.stride,
             parts,

@@ -4,9 +4,10 @@ Arrays are flat. There is a slot of states for each step, and one before and beh
 which the two directions begin. Samples do not depend on each other, so threads share them, and each
 runs through all steps without waiting for another.
 
-Lanes of vectors are samples or units. Where samples are lanes, states are ``[step][group][unit]``
+Lanes of vectors are samples or units. Where samples are lanes, states are ``[group][step][unit]``
 of vectors of a group's samples: every weight is multiplied by a vector, and no lane is empty
-but for those that fill up the last group.
+but for those that fill up the last group. What passes between the states and the caller's arrays,
+or is summed up over steps, does so `STEPS` at a time, while it is in the cache.
 
 A batch that is too small for that has units as lanes, and states ``[step][sample][unit]``, as in
 the caller's arrays. A product takes 16 units of float32 at once, so a step has rows of all its
@@ -154,8 +155,8 @@ class Sequence(NamedTuple):
         ``[sample][unit]`` or ``[unit][sample]``: how many steps the sample has, as a number of its
         dtype.
     states : ndarray
-        ``[steps + 2][batch][width]``, or in groups; the states of this direction begin `column`
-        numbers behind those of the group.
+        ``[steps + 2][batch][width]``, or that for each group; the states of this direction begin
+        `column` numbers behind those of the group.
     width, column : int
         Length of a row of states, and where those of this direction begin.
     cells : ndarray
@@ -165,9 +166,14 @@ class Sequence(NamedTuple):
         which are neighbours, since few things are as slow as memory.
     segment, begin, kept : int
         How many steps there are gates of, the first of them, and how many gates a step has.
+    grads : ndarray
+        The gradients in the products of the last `STEPS` steps, or those of all, which then take
+        the place of the gates.
+    grad_step : int
+        From those of a step to the next; 0 in the place of the gates.
     products : ndarray
         ``[sample][products]``, the products of one step, where units are lanes; otherwise gradients
-        in the states and inputs of one, and some rows of the gates of `STEPS`.
+        in the states and inputs of one.
     stride : int
         From the products of a sample to those of the next.
     parts : ndarray
@@ -194,10 +200,34 @@ class Sequence(NamedTuple):
     segment: int
     begin: int
     kept: int
+    grads: Array
+    grad_step: int
     products: Array
     stride: int
     parts: Array
     zeros: Array
+
+
+class Caller(NamedTuple):
+    """The caller's arrays, where lanes are samples, whose rows are those of a step and sample.
+
+    Attributes
+    ----------
+    x : ndarray
+        The inputs; empty where others have taken them over.
+    is_shorter : bool
+        Whether some samples have less than all steps.
+    output : ndarray
+        Where the outputs go; empty if nowhere.
+    width, column : int
+        Length of a row of it, and where outputs begin.
+    """
+
+    x: Array
+    is_shorter: bool
+    output: Array
+    width: int
+    column: int
 
 
 class Sums(NamedTuple):
@@ -341,30 +371,70 @@ def _turn_row_out(x, at, cols, out, to, row, samples):
 
 
 @_kernel
-def turn_in(x, s, cols, is_shorter, out, begin, end):
+def turn_in(caller, s, cols, out, begin, end):
     """Write the inputs of some steps, of the samples of a sequence, filled up with zeros."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        _turn_steps_in(caller, s, first, cols, out, begin, end)
+
+
+@_helper
+def _turn_steps_in(caller, s, first, cols, out, begin, end):
+    """Write the inputs of some steps of a group."""
+    x, left = caller.x, s.given - first
     for t in range(begin, end):
-        for first in range(s.first, s.first + s.count, s.samples):
-            to = ((t + 1) * s.batch + first) * cols
-            _turn_row_in(x, (t * s.given + first) * cols, cols, s.given - first, cols, out, to)
+        to = _row(s, first, t + 1) * cols
+        _turn_row_in(x, (t * s.given + first) * cols, cols, left, cols, out, to)
+        if caller.is_shorter:
             length = load_samples(s.lengths, first * s.units)
             at, zero = number(length, t), number(length, 0.0)
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
-            for i in range(to, to + cols * s.samples if is_shorter else to, s.samples):
+            for i in range(to, to + cols * s.samples, s.samples):
                 store(out, i, less_or(at, length, load_samples(out, i), zero))
 
 
 @_kernel
 def turn_out(states, s, begin, end, out, width, column):
     """Write the states in some slots, of the samples of a sequence, to columns of an array."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        _turn_slots_out(states, s, first, begin, end, out, begin, width, column)
+
+
+@_helper
+def _turn_slots_out(states, s, first, begin, end, out, origin, width, column):
+    """Write the states of a group in some slots to rows of an array, which begins with `origin`."""
     for slot in range(begin, end):
-        for first in range(s.first, s.first + s.count, s.samples):
-            at = (slot * s.batch + first) * s.width + s.column
-            to = ((slot - begin) * s.given + first) * width + column
-            _turn_row_out(states, at, s.units, out, to, width, s.given - first)
+        at = _row(s, first, slot) * s.width + s.column
+        to = ((slot - origin) * s.given + first) * width + column
+        _turn_row_out(states, at, s.units, out, to, width, s.given - first)
+
+
+@_inline
+def _begin_block(s, caller, first, cols, x, k, begin, end):
+    """Take over the inputs of a block of steps if the `k`-th in the direction begins it."""
+    if len(caller.x) > 0 and (k == begin or k % STEPS == 0):
+        stop = min((k // STEPS + 1) * STEPS, end)
+        t = s.steps - stop if s.back else k
+        _turn_steps_in(caller, s, first, cols, x, t, t + stop - k)
+
+
+@_inline
+def _end_block(s, caller, first, k, begin, end):
+    """Write the outputs of a block of steps if the `k`-th in the direction ends it."""
+    if len(caller.output) > 0 and (k + 1 == end or (k + 1) % STEPS == 0):
+        start = max(k // STEPS * STEPS, begin)
+        slot = s.steps - k if s.back else start + 1
+        stop = slot + k + 1 - start
+        out, width, column = caller.output, caller.width, caller.column
+        _turn_slots_out(s.states, s, first, slot, stop, out, 1, width, column)
 
 
 # -- States ----------------------------------------------------------------------------------------
+
+
+@_inline
+def _row(s, first, slot):
+    """Return how many samples' states are before those of a group in a slot."""
+    return first * (s.steps + 2) + slot * s.samples if s.sample_lanes else slot * s.batch + first
 
 
 @_inline
@@ -375,9 +445,15 @@ def _places(s, first, k):
     """
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
-    here = ((t + 1) * s.batch + first) * s.width + s.column
+    here = _row(s, first, t + 1) * s.width + s.column
     gates = (first * s.segment + (t - s.begin) * s.samples) * s.kept * s.units
-    return t, here, (before * s.batch + first) * s.width + s.column, gates
+    return t, here, _row(s, first, before) * s.width + s.column, gates
+
+
+@_inline
+def _grads_at(s, k, gates):
+    """Return where the gradients in the products of the `k`-th step begin."""
+    return k % STEPS * s.grad_step if s.grad_step > 0 else gates
 
 
 @_inline
@@ -404,7 +480,7 @@ def _part(s):
 def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     """Compute all products of a step: those that read the input come first, of states last."""
     lanes, rows = lane_count(x), gates * s.units
-    at = ((t + 1) * s.batch + first) * w_in.cols
+    at = _row(s, first, t + 1) * w_in.cols
     hidden = rows - w_hidden.rows
     if s.sample_lanes:
         _multiply_samples(w_in, x, at, bias, 0, s.parts, 0)
@@ -461,30 +537,30 @@ def _above(s, above, top, n, left):
 
 
 @_inline
-def _back_products(s, w_back, gates):
+def _back_products(s, w_back, grads):
     """Compute the gradient in the state before from those in the products that read it."""
     if s.sample_lanes:
-        _multiply_samples(w_back, s.gates, gates, s.zeros, 0, s.parts, 0)
+        _multiply_samples(w_back, s.grads, grads, s.zeros, 0, s.parts, 0)
         return
     _multiply(
-        *(w_back, s.gates, gates, s.units, s.samples * s.units),
+        *(w_back, s.grads, grads, s.units, s.samples * s.units),
         *(s.zeros, True, s.products, 0, s.stride, s.samples),
     )
     _take_apart(s, 1)
 
 
 @_inline
-def _back_input(s, first, w, t, gates, below):
+def _back_input(s, first, w, t, grads, below):
     """Write the gradients in the inputs of a step if `w`, which they are products with, has any."""
     if w.rows == 0:
         return
     at = (t * s.given + first) * w.rows
     if s.sample_lanes:
-        _multiply_samples(w, s.gates, gates, s.zeros, 0, s.products, 0)
+        _multiply_samples(w, s.grads, grads, s.zeros, 0, s.products, 0)
         _turn_row_out(s.products, 0, w.rows, below, at, w.rows, s.given - first)
         return
     _multiply(
-        *(w, s.gates, gates, s.units, s.samples * s.units),
+        *(w, s.grads, grads, s.units, s.samples * s.units),
         *(s.zeros, True, s.products, 0, s.stride, s.samples),
     )
     for b in range(s.samples):
@@ -510,13 +586,14 @@ def _add_parts(s, carry, own):
 
 
 @_kernel
-def run_rnn(s, w_in, w_hidden, bias, x, relu, begin, end):
+def run_rnn(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of an RNN."""
     lanes = lane_count(x)
     runs, size = _runs(s)
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
+            _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, _ = _places(s, first, k)
             at = number(x, t)
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 1)
@@ -527,6 +604,7 @@ def run_rnn(s, w_in, w_hidden, bias, x, relu, begin, end):
                     h = keep_positive(v, v) if relu else tanh(v)
                     h = less_or(at, length, h, load(s.states, before + n))
                     store_some(s.states, here + n, h, size - i)
+            _end_block(s, caller, first, k, begin, end)
 
 
 @_kernel
@@ -543,8 +621,8 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
-            t, here, _, to = _places(s, first, k)
-            at, top = number(carry, t), _take_above(s, first, above, t)
+            t, here, _, gates = _places(s, first, k)
+            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
             for r in range(runs):
                 for i in range(0, size, lanes):
                     j, n, left = r * size + i, r * s.width + i, size - i
@@ -552,7 +630,7 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
                     later = load(carry, own + j) + load(s.parts, j)
                     g = later + _above(s, above, top, n, left)
                     in_a = keep_positive(h, g) if relu else g * (one - h * h)
-                    store_some(s.gates, to + j, less_or(at, length, in_a, zero), left)
+                    store_some(s.grads, to + j, less_or(at, length, in_a, zero), left)
                     store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
@@ -561,7 +639,7 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
 
 
 @_kernel
-def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
+def run_gru(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of a GRU, and its gates n, r, z, and v_n."""
     lanes = lane_count(x)
     runs, size = _runs(s)
@@ -569,6 +647,7 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
+            _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, to = _places(s, first, k)
             at = number(x, t)
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
@@ -591,6 +670,7 @@ def run_gru(s, w_in, w_hidden, bias, x, relu, begin, end):
                     store_some(s.gates, to + gate + j, load(s.parts, part + j), left)
                     store_some(s.gates, to + 2 * gate + j, z, left)
                     store_some(s.gates, to + 3 * gate + j, load(s.parts, 3 * part + j), left)
+            _end_block(s, caller, first, k, begin, end)
 
 
 @_kernel
@@ -604,25 +684,26 @@ def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
-            t, _, before, to = _places(s, first, k)
-            at, top = number(carry, t), _take_above(s, first, above, t)
+            t, _, before, gates = _places(s, first, k)
+            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
             for run in range(runs):
                 for i in range(0, size, lanes):
                     j, m, left = run * size + i, run * s.width + i, size - i
                     length = load(s.lengths, own + j)
                     later = load(carry, own + j) + load(s.parts, j)
                     g = later + _above(s, above, top, m, left)
-                    n, r = load(s.gates, to + j), load(s.gates, to + gate + j)
-                    z, v = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                    kept = gates + j
+                    n, r = load(s.gates, kept), load(s.gates, kept + gate)
+                    z, v = load(s.gates, kept + 2 * gate), load(s.gates, kept + 3 * gate)
                     rest = one - z
                     in_n = g * rest * (one - n * n)
                     in_z = g * (load(s.states, before + m) - n) * z * rest
                     in_v = in_n * r
                     in_r = in_v * v * (one - r)
-                    store_some(s.gates, to + j, less_or(at, length, in_n, zero), left)
-                    store_some(s.gates, to + gate + j, less_or(at, length, in_r, zero), left)
-                    store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
-                    store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
+                    store_some(s.grads, to + j, less_or(at, length, in_n, zero), left)
+                    store_some(s.grads, to + gate + j, less_or(at, length, in_r, zero), left)
+                    store_some(s.grads, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
+                    store_some(s.grads, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
                     store_some(carry, own + j, less_or(at, length, g * z, later), left)
             _back_products(s, w_back, to + gate)
             _back_input(s, first, w_in_back, t, to, below)
@@ -631,7 +712,7 @@ def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
 
 
 @_kernel
-def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
+def run_lstm(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of an LSTM, and its gates i, f, g, o."""
     lanes = lane_count(x)
     runs, size = _runs(s)
@@ -639,6 +720,7 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
+            _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, to = _places(s, first, k)
             at = number(x, t)
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
@@ -668,6 +750,7 @@ def run_lstm(s, w_in, w_hidden, bias, x, relu, begin, end):
                     store_some(s.states, here + n, less_or(at, length, h, old), left)
                     for g in range(4):
                         store_some(s.gates, to + g * gate + j, load(s.parts, g * part + j), left)
+            _end_block(s, caller, first, k, begin, end)
 
 
 @_kernel
@@ -681,16 +764,17 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
-            t, here, before, to = _places(s, first, k)
-            at, top = number(carry, t), _take_above(s, first, above, t)
+            t, here, before, gates = _places(s, first, k)
+            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
             for run in range(runs):
                 for n in range(0, size, lanes):
                     j, m, left = run * size + n, run * s.width + n, size - n
                     length = load(s.lengths, own + j)
                     later = load(carry, own + j) + load(s.parts, j)
                     total_g = later + _above(s, above, top, m, left)
-                    i, f = load(s.gates, to + j), load(s.gates, to + gate + j)
-                    g, o = load(s.gates, to + 2 * gate + j), load(s.gates, to + 3 * gate + j)
+                    kept = gates + j
+                    i, f = load(s.gates, kept), load(s.gates, kept + gate)
+                    g, o = load(s.gates, kept + 2 * gate), load(s.gates, kept + 3 * gate)
                     h, g_c = load(s.states, here + m), load(carry_c, own + j)
                     # h = o·tanh(c), and 0 where o is 0.
                     tanh_c = less_or(zero, o, h / o, zero)
@@ -699,10 +783,10 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
                     in_f = in_c * load(s.cells, before + m) * f * (one - f)
                     in_g = in_c * i * (one - g * g)
                     in_o = total_g * h * (one - o)
-                    store_some(s.gates, to + j, less_or(at, length, in_i, zero), left)
-                    store_some(s.gates, to + gate + j, less_or(at, length, in_f, zero), left)
-                    store_some(s.gates, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
-                    store_some(s.gates, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
+                    store_some(s.grads, to + j, less_or(at, length, in_i, zero), left)
+                    store_some(s.grads, to + gate + j, less_or(at, length, in_f, zero), left)
+                    store_some(s.grads, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
+                    store_some(s.grads, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
                     store_some(carry_c, own + j, less_or(at, length, in_c * f, g_c), left)
                     store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
@@ -714,7 +798,7 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
 # -- Parameters ------------------------------------------------------------------------------------
 
 # Samples of steps that are summed up at once, in the cache, and steps of a group whose lanes are
-# samples. What is summed before is kept in double precision.
+# samples. What was summed up before them is in double precision.
 BLOCK, STEPS = 256, 32
 
 
@@ -772,34 +856,31 @@ def sum_products(
 def _add_block(s, sums, x, first, k, begin, end):
     """Add the sums over a block of steps, the first in the direction of which is `k`, if any is."""
     if s.sample_lanes and (k == begin or k % STEPS == 0):
-        stop = min((k // STEPS + 1) * STEPS, end)
-        _add_steps(s, sums, x, first, s.steps - stop if s.back else k, stop - k)
+        _add_steps(s, sums, x, first, k, min((k // STEPS + 1) * STEPS, end) - k)
 
 
 @_helper
-def _add_steps(s, sums, x, first, t, count):
-    """Add the sums over so many steps from `t` on, of a group whose lanes are samples."""
-    samples, stride, lot, lanes = s.samples, sums.stride, first // sums.lot, lane_count(x)
-    size, step = SUM_ROWS * samples, s.kept * s.units * samples
-    gates = (first * s.segment + (t - s.begin) * samples) * s.kept * s.units
-    x_at, x_step = ((t + 1) * s.batch + first) * sums.x_cols, s.batch * sums.x_cols
-    h_at, h_step = ((t + 2 * s.back) * s.batch + first) * s.width + s.column, s.batch * s.width
+def _add_steps(s, sums, x, first, k, count):
+    """Add the sums over so many steps from the `k`-th on, of a group whose lanes are samples."""
+    samples, stride, lot, ahead = s.samples, sums.stride, first // sums.lot, 1 - 2 * s.back
+    t, _, before, gates = _places(s, first, k)
+    place, step = _grads_at(s, k, gates), s.grad_step
+    if step == 0:
+        step = ahead * samples * s.kept * s.units
+    x_at, x_step = _row(s, first, t + 1) * sums.x_cols, ahead * samples * sums.x_cols
+    h_step = ahead * samples * s.width
+    a, h = s.grads, s.states
     for i in range(0, sums.rows, SUM_ROWS):
-        # Steps of the gates are often a power of two apart, which caches are slow at.
-        for k in range(count):
-            for j in range(0, size, lanes):
-                store(s.products, k * size + j, load(s.gates, gates + k * step + i * samples + j))
-        a = s.products
-        out = lot * stride + i
-        add_sample_products(sums.row_sums, out, 0, a, 0, size, sums.ones, 0, 0, count, 1)
+        at, out = place + i * samples, lot * stride + i
+        add_sample_products(sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
         for j in range(0, sums.x_cols if i < sums.x_rows else 0, SUM_COLUMNS):
             out, left = (lot * sums.x_cols + j) * stride + i, sums.x_cols - j
-            at = x_at + j * samples
-            add_sample_products(sums.x_out, out, stride, a, 0, size, x, at, x_step, count, left)
+            b = x_at + j * samples
+            add_sample_products(sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
         for j in range(0, sums.h_cols if i + SUM_ROWS > sums.h_first else 0, SUM_COLUMNS):
             out, left = (lot * sums.h_cols + j) * stride + i, sums.h_cols - j
-            at, h = h_at + j * samples, s.states
-            add_sample_products(sums.h_out, out, stride, a, 0, size, h, at, h_step, count, left)
+            b = before + j * samples
+            add_sample_products(sums.h_out, out, stride, a, at, step, h, b, h_step, count, left)
 
 
 @_helper
@@ -870,6 +951,7 @@ def sum_sparse_products(
     b_at,
     b_step,
     cols,
+    slots,
     batch,
     steps,
     indptr,
@@ -895,8 +977,8 @@ def sum_sparse_products(
             at += (gates.gate * gates.units + begin) * samples
             to = first * count
             _put_in_rows(gates.values, at, gate_step, count, end - begin, room, to, stride)
-            at = b_at + (start * batch + first) * b_step
-            _put_in_rows(b, at, batch * b_step, count, cols, room, turned + to, stride)
+            at = b_at + (first * slots + start * samples) * b_step
+            _put_in_rows(b, at, samples * b_step, count, cols, room, turned + to, stride)
         for row in range(end - begin + cols):
             for k in range(terms, -(-terms // lanes) * lanes):
                 room[row * stride + k] = 0
