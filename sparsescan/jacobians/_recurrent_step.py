@@ -394,7 +394,7 @@ class TrainingStep:
                 f"state has shape {state.shape}; expected {expected}, as x has shape {x.shape}"
             )
         arrays = [x, *every, *([] if state is None else [state])]
-        dtype = np.result_type(*(array.dtype for array in arrays))
+        dtype = np.result_type(*{array.dtype for array in arrays})
         x = contiguous(x.reshape(steps, batch, net.input_size), dtype)
         if state is not None:
             state = contiguous(state.reshape(self._count, batch, net.state_size), dtype)
@@ -577,6 +577,11 @@ def _back(
 # -- Weights --------------------------------------------------------------------------------------
 
 
+def _total(parts: Array, count: int) -> Array:
+    """Return the sum of parts of `count` numbers each."""
+    return parts if len(parts) == count else parts.reshape(-1, count).sum(axis=0)
+
+
 class _Packing:
     """How a weight of a cell, or its transpose, is put in the order in which kernels read it.
 
@@ -649,20 +654,13 @@ class _Packing:
             self.indptr,
         )
 
-    def zeros(self, lots: int, row_sums: Array) -> tuple[Array, Array]:
-        """Return what sums of gradients of the entries, and of all rows, begin with."""
-        if self.is_sparse:
-            return np.zeros(len(self.order)), np.zeros(self.stride)
-        return aligned_zeros(lots * self.cols * self.stride, float), row_sums
-
     def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the gradient of the weight from the sums, 0 where it is pruned."""
         if self.is_sparse:
             grad = np.zeros(math.prod(shape), dtype)
             grad[self.order] = sums
         else:
-            whole = sums.reshape(-1, self.cols * self.stride).sum(axis=0)
-            grad = whole.take(self._sums).astype(dtype)
+            grad = _total(sums, self.cols * self.stride).take(self._sums).astype(dtype)
             if len(self._pruned):
                 grad[self._pruned] = 0
         return grad.reshape(shape)
@@ -704,6 +702,11 @@ class _Direction:
             "weight_hh", gates, self.first_hidden
         )
         self.packings = self.in_packing, self.hidden_packing
+        # Where the biases of all gates are among the products of a step.
+        units, products = np.arange(self.units), (cell._ih, cell._hh)
+        self._bias_places = [
+            np.add.outer(self.units * np.array(k), units).ravel() for k in products
+        ]
         self.is_dense = not (self.in_packing.is_sparse and self.hidden_packing.is_sparse)
         # From the products of a sample to those of the next: each fills whole vectors.
         vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
@@ -778,22 +781,30 @@ class _Direction:
 
     def zeros(self, lots: int) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
-        row_sums = aligned_zeros(lots * self.in_packing.stride, float)
-        return self.in_packing.zeros(lots, row_sums), self.hidden_packing.zeros(lots, row_sums)
+        x_cols, h_cols = (0 if each.is_sparse else each.cols for each in self.packings)
+        count = lots * self.in_packing.stride
+        room = aligned_zeros(count * (1 + x_cols + h_cols), float)
+        end = count * (1 + x_cols)
+        in_x, in_h = (
+            (np.zeros(len(each.order)), np.zeros(each.stride))
+            if each.is_sparse
+            else (part, room[:count])
+            for each, part in zip(self.packings, (room[count:end], room[end:]), strict=True)
+        )
+        return in_x, in_h
 
     def param_grads(self, sums: _Sums) -> dict[str, Array]:
         """Return the gradients of the parameters by their names."""
-        cell = self.cell
-        grads = {}
-        for name, packing, (entries, rows) in zip(("ih", "hh"), self.packings, sums, strict=True):
-            weight = f"weight_{name}"
-            grads[weight] = packing.unpack(entries, cell._shapes[weight], self.dtype)
-            rows = rows.reshape(-1, packing.stride).sum(axis=0)
-            rows = rows[packing.first : packing.first + packing.rows]
-            grads[f"bias_{name}"] = rows.astype(self.dtype)
-        products = grads["bias_ih"].reshape(-1, self.units)
-        grads["bias_ih"] = products[list(cell._ih)].reshape(-1)
-        return {name: grads[name] for name in cell._shapes}
+        shapes, grads = self.cell._shapes, {}
+        names = ("weight_ih", "weight_hh")
+        for name, packing, (entries, _) in zip(names, self.packings, sums, strict=True):
+            grads[name] = packing.unpack(entries, shapes[name], self.dtype)
+        if self.cell.bias:
+            names = ("bias_ih", "bias_hh")
+            parts = zip(names, self.packings, self._bias_places, sums, strict=True)
+            for name, packing, places, (_, rows) in parts:
+                grads[name] = _total(rows, packing.stride).take(places).astype(self.dtype)
+        return grads
 
 
 # -- Memory ---------------------------------------------------------------------------------------

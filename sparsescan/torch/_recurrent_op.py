@@ -15,9 +15,10 @@ from torch import Tensor
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
 from ..jacobians.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
+from ._direct import is_direct
 from ._once import Once
 
-__all__ = ["Shape", "has_kernels", "recurrent", "recurrent_forward"]
+__all__ = ["Shape", "has_kernels", "run"]
 
 _NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RNN_TANH": (RNN, {"nonlinearity": "tanh"}),
@@ -166,9 +167,25 @@ _library.define(
 )
 # Both return outputs, last states, and a token that stands for what backward needs, if that is
 # kept. They take a mask, or None, for each parameter, or no mask at all. The first has gradients.
-recurrent = torch.ops.sparsescan.recurrent.default
-recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
+_recurrent = torch.ops.sparsescan.recurrent.default
+_recurrent_forward = torch.ops.sparsescan.recurrent_forward.default
 _recurrent_backward = torch.ops.sparsescan.recurrent_backward.default
+
+
+def run(
+    x: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    params: list[Tensor],
+    masks: list[Tensor | None],
+    *about: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what the operators do, by the one that a graph needs, or by none."""
+    operators: tuple[Callable[..., Any], ...] = _recurrent_forward, _recurrent
+    without, with_graph = (_forward, _with_graph) if is_direct(x) else operators
+    call = with_graph if about[5] else without
+    results: tuple[Tensor, Tensor, Tensor] = call(x, state, lengths, params, masks, *about)
+    return results
 
 
 def _forward(
@@ -249,7 +266,7 @@ def _fake_backward(
 
 
 class _Recurrent(torch.autograd.Function):
-    """The graph of :func:`recurrent`.
+    """The graph of the operator.
 
     Inputs are saved as well as what stands for the training step, so that a second backward pass
     through the same graph is right, too: it runs forward again.
@@ -258,7 +275,8 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         given = _Recurrent.given(counts, tensors)
-        output: tuple[Tensor, ...] = recurrent_forward(x, *given, *about)
+        call = _forward if is_direct(x) else _recurrent_forward
+        output: tuple[Tensor, ...] = call(x, *given, *about)
         ctx.about, ctx.counts = about[:5], counts
         ctx.save_for_backward(output[2], x, *tensors)
         ctx.mark_non_differentiable(output[2])
@@ -281,7 +299,7 @@ class _Recurrent(torch.autograd.Function):
             what = "a recurrent network"
             grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
         else:
-            grads = _recurrent_backward(*arguments)
+            grads = (_backward if is_direct(x) else _recurrent_backward)(*arguments)
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
         return (None, None, below, state_grad, None, *grads[1:], *(None,) * len(given[3]))
@@ -292,7 +310,7 @@ def _with_graph(
 ) -> Any:
     if not about[5]:
         with torch.no_grad():
-            return recurrent_forward(x, state, lengths, params, masks, *about)
+            return _recurrent_forward(x, state, lengths, params, masks, *about)
     return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks)
 
 

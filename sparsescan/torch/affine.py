@@ -11,6 +11,7 @@ from .. import affine
 from ..errors import DeviceError, InputError, InputTypeError, short
 from ..symbolic.pattern import Pattern
 from ._arrays import array_of, here, tensor_of
+from ._direct import is_direct
 
 __all__ = ["affine_scan"]
 
@@ -110,7 +111,8 @@ def affine_scan(
         indptr, indices = (
             torch.from_numpy(array.astype("int64")) for array in (pattern.indptr, pattern.indices)
         )
-    states: Tensor = _affine_scan(matrices, offsets, initial, indptr, indices, transposed)
+    call = _Scan.apply if is_direct(matrices) else _affine_scan
+    states: Tensor = call(matrices, offsets, initial, indptr, indices, transposed)
     return states
 
 
@@ -205,7 +207,8 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         gradients = _differentiable_backward(grads, states, matrices, initial, *about)
     else:
-        gradients = _affine_scan_backward(grads, states, matrices, initial, *about, needs_matrices)
+        call = _backward if is_direct(grads) else _affine_scan_backward
+        gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_offsets, in_initial = gradients[:2]
     # What samples share has the sum of their gradients.
     if needs_offsets and ctx.offsets_dim < in_offsets.dim():
@@ -218,6 +221,18 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         in_initial if needs_initial else None,
         *(None, None, None),
     )
+
+
+class _Scan(torch.autograd.Function):
+    """The operator with its gradients, for calls that nothing else wants to see."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
 
 
 def _differentiable_backward(

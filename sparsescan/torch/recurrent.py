@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ._recurrent_op import Shape, has_kernels, recurrent, recurrent_forward
+from ._recurrent_op import Shape, has_kernels, run
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -106,8 +106,6 @@ class _Recurrent(nn.RNNBase):
             begin = None if state is None else state[call * states : (call + 1) * states]
             given = [x, *weights[own], *([] if begin is None else [begin])]
             keeps = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-            # Without a graph there is one call less through PyTorch's dispatcher.
-            run = recurrent if keeps else recurrent_forward
             x, last, _ = run(
                 *(x, begin, lengths, weights[own], masks[own], self.mode, self.hidden_size),
                 *(self.num_layers // calls, *flags, keeps),

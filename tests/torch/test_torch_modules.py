@@ -127,9 +127,9 @@ def test_opcheck(kind: str) -> None:
     for more in ((None, None), (state, lengths)):
         for masks in ([None] * 4, []):
             given = x, *more, params, masks, *about, True
-            torch.library.opcheck(_recurrent_op.recurrent, given)
+            torch.library.opcheck(torch.ops.sparsescan.recurrent.default, given)
     given = x.detach(), None, lengths, [each.detach() for each in params], [], *about, False
-    torch.library.opcheck(_recurrent_op.recurrent_forward, given)
+    torch.library.opcheck(torch.ops.sparsescan.recurrent_forward.default, given)
 
 
 def test_compiled_models() -> None:
