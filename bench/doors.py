@@ -100,17 +100,22 @@ class Module:
 def _trained(
     module: nn.Module, head: nn.Module, loss: Callable[[nn.Module, nn.Module], Any]
 ) -> dict[str, Call]:
-    """Return a step by Adam, for the threads that PyTorch may be given."""
+    """Return a step by each Adam of PyTorch, for the threads that it may be given."""
     head = copy.deepcopy(head)
-    optimiser = torch.optim.Adam([*module.parameters(), *head.parameters()])
+    params = [*module.parameters(), *head.parameters()]
 
-    def call(threads: int) -> None:
+    def call(threads: int, optimiser: torch.optim.Adam) -> None:
         torch.set_num_threads(threads)
         optimiser.zero_grad()
         loss(module, head).backward()
         optimiser.step()
 
-    return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+    optimisers = {"Adam": torch.optim.Adam(params), "fused": torch.optim.Adam(params, fused=True)}
+    return {
+        f"{n} threads, {name}": partial(call, n, optimiser)
+        for n in (THREADS, 1)
+        for name, optimiser in optimisers.items()
+    }
 
 
 _BOTH = {"num_layers": 2, "bidirectional": True}
@@ -278,17 +283,17 @@ class _Empty(torch.autograd.Function):
 
 
 def measure_overhead(calls: int) -> Results:
-    """Time a tiny network by the module, by the operator behind it, and by the step it runs.
+    """Time a tiny network by the module, by the operator of a compiled graph, and by the step.
 
-    What the operator takes beside the step is PyTorch's dispatcher, its graph, and the way from
-    tensors to arrays and back.
+    What the module takes beside the step is PyTorch's graph, and the way from tensors to arrays and
+    back; the operator, PyTorch's dispatcher, too.
 
     Returns
     -------
     dict
         ``seconds`` of a call without a graph, and ``seconds_with_gradients`` of one with the
         gradients in the parameters, where a function of these tensors that computes nothing is a
-        peer.
+        peer: alone, and in turns with the step, since each evicts the other's code.
     """
     net = sparsescan.torch.GRU(3, 4)
     x, params = torch.randn(2, 1, 3), list(net.parameters())
@@ -304,6 +309,9 @@ def measure_overhead(calls: int) -> Results:
         step.forward(array)
         step.backward(above, needs_input_grad=False)
 
+    def run_empty() -> None:
+        gradients(_Empty.apply(grad, *params))
+
     with torch.no_grad():
         alone = {
             "module": _each(lambda: net(x), calls),
@@ -314,7 +322,8 @@ def measure_overhead(calls: int) -> Results:
         "module": _each(lambda: gradients(net(x)[0]), calls),
         "operator": _each(lambda: gradients(operators.recurrent(*about, True)[0]), calls),
         "training step": _each(run_step, calls),
-        "empty function": _each(lambda: gradients(_Empty.apply(grad, *params)), calls),
+        "empty function": _each(run_empty, calls),
+        "training step, then empty function": _each(lambda: (run_step(), run_empty()), calls),
     }
     return {"seconds": alone, "seconds_with_gradients": both}
 
@@ -347,7 +356,7 @@ def _about(options: Options) -> Results:
     return {
         "a step": "of modules: forward pass, a loss, backward pass and Adam; of a recurrence: all "
         "states, and the gradients in all that enters; float32",
-        "PyTorch": "2 threads or 1, whichever were faster, for both; pruned weights by its masks",
+        "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune",
         "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
     }
 

@@ -50,6 +50,8 @@ def test_what_was_measured_is_shown(results: Results) -> None:
     for seconds in (overhead["seconds"], overhead["seconds_with_gradients"]):
         assert 0 < seconds["training step"] < seconds["module"]
         assert seconds["operator"] > 0
+    both = overhead["seconds_with_gradients"]
+    assert both["training step, then empty function"] > both["training step"]
 
 
 def test_pieces_have_names_of_their_own() -> None:
