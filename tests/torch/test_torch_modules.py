@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling import slow
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -375,3 +377,21 @@ def test_convert() -> None:
     assert str(convert(alone)) == "model: replaced"
     with pytest.raises(InputTypeError, match=r"model is 3; expected a torch\.nn\.Module"):
         convert(3)  # type: ignore[arg-type]
+
+
+def test_only_what_records_calls_sees_operators() -> None:
+    net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
+    matrices = torch.rand(4, 3, 3)
+    for call, tensor, name in (
+        (lambda x: net(x)[0], x, "sparsescan.recurrent"),
+        (lambda a: sparsescan.torch.affine_scan(a), matrices, "sparsescan.affine_scan"),
+    ):
+        graph = make_fx(call)(tensor)
+        assert name in graph.code
+        other = torch.randn_like(tensor)
+        assert torch.equal(graph(other), call(other))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(call(tensor), FakeTensor)
+        with torch.profiler.profile() as profile:
+            call(tensor)
+        assert not any(event.name.startswith("sparsescan::") for event in profile.events())
