@@ -293,7 +293,7 @@ def measure_overhead(calls: int) -> Results:
     dict
         ``seconds`` of a call without a graph, and ``seconds_with_gradients`` of one with the
         gradients in the parameters, where a function of these tensors that computes nothing is a
-        peer: alone, and in turns with the step, since each evicts the other's code.
+        peer: alone, and in turns with the step, as a training step calls both.
     """
     net = sparsescan.torch.GRU(3, 4)
     x, params = torch.randn(2, 1, 3), list(net.parameters())

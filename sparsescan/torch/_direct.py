@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["is_direct"]
 
+_PLAIN = Tensor, nn.Parameter, type(None)
 
-def is_direct(x: Tensor) -> bool:
+
+def is_direct(*tensors: Tensor | None) -> bool:
     """Return whether a call may run kernels itself, since nothing else wants to see an operator.
 
     Compilers and exports, modes such as that of fake tensors, transforms of ``torch.func``, traces,
@@ -16,7 +18,7 @@ def is_direct(x: Tensor) -> bool:
     """
     return not (
         torch.compiler.is_compiling()
-        or type(x) is not Tensor
+        or any(type(tensor) not in _PLAIN for tensor in tensors)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -182,7 +182,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the operators do, by the one that a graph needs, or by none."""
     operators: tuple[Callable[..., Any], ...] = _recurrent_forward, _recurrent
-    without, with_graph = (_forward, _with_graph) if is_direct(x) else operators
+    without, with_graph = (_forward, _with_graph) if is_direct(x, *params) else operators
     call = with_graph if about[5] else without
     results: tuple[Tensor, Tensor, Tensor] = call(x, state, lengths, params, masks, *about)
     return results

@@ -111,7 +111,7 @@ def affine_scan(
         indptr, indices = (
             torch.from_numpy(array.astype("int64")) for array in (pattern.indptr, pattern.indices)
         )
-    call = _Scan.apply if is_direct(matrices) else _affine_scan
+    call = _Scan.apply if is_direct(matrices, offsets, initial) else _affine_scan
     states: Tensor = call(matrices, offsets, initial, indptr, indices, transposed)
     return states
 
