@@ -86,6 +86,17 @@ def test_addresses(cupy: Any) -> None:
         cupy.asarray(Tensor(host, requires_grad=True))
 
 
+def test_new_memory_is_aligned_as_that_of_a_pool(cupy: Any) -> None:
+    x = cupy.asarray(np.arange(7, dtype=np.float32))
+    made = [x, cupy.empty(3, np.int64), x + x, x.copy(), x[cupy.asarray([2, 1])], cupy.stack([x])]
+    assert [array.data.ptr % fake_cupy.UNIT for array in made] == [0] * len(made)
+    views = [x[1:], cupy.ravel(x)[1:], x[1:].astype(np.float32, copy=False)]
+    assert [view.data.ptr - x.data.ptr for view in views] == [4, 4, 4]
+    # A kernel may touch what was asked for, and not what the pool gives beyond that.
+    sizes = dict(state.memory())
+    assert [sizes[array.data.ptr] for array in made] == [array.nbytes for array in made]
+
+
 def test_new_memory_holds_no_zeros(cupy: Any) -> None:
     assert np.isnan(cupy.empty((2, 2), np.float32).get()).all()
     assert (cupy.empty_like(cupy.zeros(3, np.int64)).get() == -1).all()

@@ -16,34 +16,20 @@ pytest.importorskip("numba_cuda")
 
 import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
-from ptx import Traffic, compile_kernel  # noqa: E402
 
 from sparsescan.jacobians import GRU, LSTM, RNN  # noqa: E402
-from sparsescan.jacobians import _recurrent_device as recurrent_device  # noqa: E402
 
 # Numbers that a step loads and stores of a unit, forward and backward.
 MOVED = {"RNN": (1 + 1, 2 + 1), "GRU": (3 + 5, 6 + 4), "LSTM": (4 + 6, 7 + 4)}
 BATCH = 2
 
 
-def counts(
-    monkeypatch: pytest.MonkeyPatch, cupy: Any, net: Any, steps: int
-) -> list[tuple[Traffic, int]]:
-    """The traffic of both launches of a training step, and their threads."""
-    counted = []
-
-    def launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: int) -> None:
-        program = compile_kernel(kernel, len(arguments))
-        traffic = program.launch(blocks, threads, arguments, fake_cupy.state.memory())
-        counted.append((traffic, blocks * threads))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(recurrent_device._device, "launch", launch)
-        step = net.training_step()
-        x = np.random.default_rng(0).standard_normal((steps, BATCH, net.input_size))
-        output, _ = step.forward(cupy.asarray(x.astype(np.float32)))
-        step.backward(output)
-    return counted
+def train(cupy: Any, net: Any, steps: int) -> None:
+    """Run one training step, of two launches."""
+    step = net.training_step()
+    x = np.random.default_rng(0).standard_normal((steps, BATCH, net.input_size))
+    output, _ = step.forward(cupy.asarray(x.astype(np.float32)))
+    step.backward(output)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +38,18 @@ def counts(
 def test_a_step_has_one_barrier_and_moves_no_more_than_it_must(
     monkeypatch: pytest.MonkeyPatch, kind: str, units: int
 ) -> None:
-    ptx.stand_in.install(monkeypatch)
-    cupy = fake_cupy.install(monkeypatch)
+    launches = ptx.stand_in.count(monkeypatch)
+    cupy = fake_cupy.cupy
     net = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}[kind](3, units, rng=0)
     for name, array in net.params.items():
         setattr(net, name, cupy.asarray(array))
-    few, many = (counts(monkeypatch, cupy, net, steps) for steps in (4, 7))
-    for (before, threads), (after, _), moved in zip(few, many, MOVED[kind], strict=True):
-        assert after.barriers - before.barriers == 3 * threads
+    for steps in (4, 7):
+        train(cupy, net, steps)
+    for few, many, moved in zip(launches[:2], launches[2:], MOVED[kind], strict=True):
+        _, blocks, threads, before = few
+        *same, after = many
+        assert same == list(few[:3])
+        assert after.barriers - before.barriers == 3 * blocks * threads
         step = (after.bytes["global"] - before.bytes["global"]) / 3
         needed = 4 * moved * BATCH * units
         # Beyond the units whose weights are in registers each step reads them, for both samples.

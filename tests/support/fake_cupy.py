@@ -48,11 +48,11 @@ import pytest
 import scipy.sparse as sp
 import scipy.special
 
-__all__ = ["DEVICES", "Launch", "Tensor", "align", "cupy", "install", "real", "state", "watch"]
+__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
-# CuPy's memory pool gives multiples of so many bytes.
+# CuPy's memory pool gives multiples of so many bytes, which start at one.
 UNIT = 512
 
 
@@ -79,13 +79,13 @@ class State:
         self.captures: dict[int, list[Callable[[], None]]] = {}  # by the handle of the stream
         self.current = _Current()
 
-    def remember(self, array: np.ndarray, device: int) -> None:
-        """Let kernels on a device touch an array as long as it is there."""
+    def remember(self, array: np.ndarray, owner: np.ndarray, device: int) -> None:
+        """Let kernels on a device touch an array as long as the owner of its memory is there."""
         first, last = np.lib.array_utils.byte_bounds(array)
         if last > first:
             key = next(_keys)
             _spans[key] = device, first, last - first
-            weakref.finalize(array, _spans.pop, key, None)
+            weakref.finalize(owner, _spans.pop, key, None)
 
     def memory(self) -> list[tuple[int, int]]:
         """First address and bytes of all arrays on the current device."""
@@ -322,8 +322,8 @@ def _do(work: Callable[[], Any], stream: _Stream | None = None) -> None:
         work()
 
 
-def _new(array: np.ndarray) -> None:
-    """Whether there may be this new array now; it is counted as long as anything is left of it."""
+def _new(array: np.ndarray) -> np.ndarray:
+    """Return the array on new memory, if there may be some; it is counted until all views end."""
     if _current_stream().ptr in state.captures:
         raise AssertionError("a new array while the stream captures")
     device, used, peak = state.current.device, state.used, state.peak
@@ -338,9 +338,13 @@ def _new(array: np.ndarray) -> None:
     def give_back() -> None:
         used[device] -= taken
 
-    base = array if array.base is None else array.base
-    weakref.finalize(base, give_back)
-    state.remember(base, device)
+    room = np.empty(array.nbytes + UNIT, np.uint8)
+    first, fortran = -room.ctypes.data % UNIT, array.flags.fnc
+    aligned = np.ndarray(array.shape, array.dtype, room, first, order="F" if fortran else "C")
+    aligned[...] = array
+    weakref.finalize(room, give_back)
+    state.remember(aligned, room, device)
+    return aligned
 
 
 class Memory:
@@ -484,7 +488,7 @@ class ndarray:  # noqa: N801
         """Return a view; or a copy, where NumPy could not make one."""
         if array.size and not np.may_share_memory(array, self._array):
             _here(self)
-            _new(array)
+            array = _new(array)
         return ndarray._of(array, self._device)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -558,7 +562,7 @@ class ndarray:  # noqa: N801
     def astype(self, dtype: Any, *, copy: bool = True) -> ndarray:
         with np.errstate(all="ignore"):
             cast = self._array.astype(dtype, copy=copy)
-        return self if cast is self._array else _wrap(cast, self)
+        return self if cast is self._array else _wrap(cast, _here(self))
 
     def copy(self) -> ndarray:
         """Return a copy on the current device, of an array on any."""
@@ -688,28 +692,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _wrap(value: Any, *sources: ndarray) -> Any:
-    """One of our arrays; scalars, too, which reductions of CuPy return as arrays."""
-    for source in sources:
-        _here(source)
+def _wrap(value: Any, *given: Any) -> ndarray:
+    """Return an array of ours, or a view of one that was given; of scalars, too, as CuPy does."""
     array = np.asarray(value)
-    _new(array)
-    return ndarray._of(array)
-
-
-def align(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give new arrays the alignment of CuPy's memory, by which a test may count sectors."""
-
-    def wrap(value: Any, *sources: ndarray) -> Any:
-        array = np.asarray(value)
-        room = np.empty(array.nbytes + UNIT, np.uint8)
-        first = -room.ctypes.data % UNIT
-        aligned = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
-        aligned[...] = array
-        return unaligned(aligned, *sources)
-
-    unaligned = _wrap
-    monkeypatch.setattr(sys.modules[__name__], "_wrap", wrap)
+    if any(isinstance(one, np.ndarray) and np.may_share_memory(array, one) for one in given):
+        return ndarray._of(array)
+    return ndarray._of(_new(array))
 
 
 def _at(
@@ -730,7 +718,7 @@ def _at(
     if 0 in shape:
         return ndarray._of(np.empty(shape, dtype), device)
     array = np.asarray(Buffer())
-    state.remember(array, device)
+    state.remember(array, array, device)
     return ndarray._of(array, device)
 
 
@@ -839,7 +827,7 @@ def _function(function: Callable[..., Any], signature: str) -> Callable[..., nda
                 return function(*positional, **given)
 
         if out is None:
-            return _wrap(work())
+            return _wrap(work(), *positional)
         _do(work)
         return out
 
@@ -972,7 +960,7 @@ class Tensor:
         self._array = array
         self._device = device
         self._requires_grad = requires_grad
-        state.remember(array, device)
+        state.remember(array, array, device)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

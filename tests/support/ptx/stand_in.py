@@ -62,7 +62,6 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]
     monkeypatch.setattr(sys.modules[__name__], "launch", counting)
     install(monkeypatch)
     fake_cupy.install(monkeypatch)
-    fake_cupy.align(monkeypatch)
     return counted
 
 
