@@ -31,7 +31,7 @@ from ..kernels.cuda.levels import (
     longest_segment,
     segments_at_once,
 )
-from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, Sweep, Terms, Unit
+from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, State, Sweep, Terms, Unit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, index_dtype, rows_of
 from ..symbolic.program import Program
@@ -55,6 +55,8 @@ GRAIN = 64 if SIMULATED else 16384
 LARGE = 4
 # Blocks for each multiprocessor that share the rows of one step.
 _WAVES = 16
+# Blocks that bring a product into range, at most.
+_RESCALING = 256
 # Rows, columns and inner dimension from which on a dense product is cuBLAS's.
 BLAS_SIZE = 6 if SIMULATED else 128
 
@@ -279,7 +281,8 @@ def _product_bytes(program: Program, itemsize: int, batch: int) -> list[int]:
     if not program.products:
         return []
     pools = _Pools.of(program, batch, np.ones(program.products, bool), True)
-    return [*(pools.sizes * [itemsize, 4, itemsize]).tolist(), 12 * batch * program.products]
+    state = 4 * State.WIDTH * batch * program.products
+    return [*(pools.sizes * [itemsize, 4, itemsize]).tolist(), state]
 
 
 def _pattern_bytes(program: Program) -> list[int]:
@@ -328,6 +331,8 @@ def _unit_counts(program: Program) -> list[int]:
             only = _only(together)
             blocks = np.where(only >= 0, shares.blocks[only], 1)
             counts += [int(blocks.sum()), int(blocks[(only >= 0) & shares.blas[only]].sum())]
+            later = (blocks > 1) & (program.ops[only, Op.VECTOR] == 0)
+            counts.append(int(np.minimum(blocks[later], _RESCALING).sum()))
     guard = 1 if program.products else 0
     return [*counts, guard, *counts, guard, int(shares.blocks[-1])]
 
@@ -778,9 +783,15 @@ class _Launches:
         actions = [self._launch(kernel, batch, threads, self._plan, units, 0)]
         if blas.any():
             actions += [self._matmul(int(op)) for op in only[blas]]
-            mode = np.full(blas.sum(), Mode.SETTLE)
-            units = self._units(runs[blas], blocks[blas], part[blas], mode)
+            settle = np.full(blas.sum(), Mode.SETTLE)
+            units = self._units(runs[blas], blocks[blas], part[blas], settle)
             actions.append(self._launch(kernel, batch, threads, self._plan, units, 0))
+        later = (blocks > 1) & ~vector
+        if later.any():
+            few = np.minimum(blocks[later], _RESCALING)
+            units = self._units(runs[later], few, part[later], mode[later])
+            rescale = self._kernels.rescale
+            actions.append(self._launch(rescale, batch, THREADS, self._plan, units, 0))
         return actions
 
     def _sweep(self, runs: NDArray[np.int64], part: NDArray[np.int64]) -> Action:
@@ -918,7 +929,7 @@ class _Launches:
             self._pools.append((pool, np.where(in_scratch, -1, starts), counts))
         kept, widths = np.flatnonzero(~in_scratch), np.where(batched, batch, 1)
         self._view_products(self._pools[0][0], pools.starts[0], kept, widths)
-        first, total = places(3 * widths)
+        first, total = places(State.WIDTH * widths)
         state = self._workspace.room("the state of the products", int(total), np.int32, zeros=True)
         products[:, Node.STATE] = state.data.ptr + 4 * first
 

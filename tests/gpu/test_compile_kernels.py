@@ -29,14 +29,15 @@ def find_ptxas() -> str | None:
 
 # As Numba compiles: from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "8.0", "9.0a", "10.0a", "12.0a"]
-KERNELS = 31 + 16
+KERNELS = 33 + 16
 # Blocks of kernels of levels have 256 threads: so two fit beside each other.
-REGISTERS = {"level": 128, "sweep_steps": 128}
-# The place of an entry of a dense matrix is divided by its columns, eleven times in `level`, where
-# a product is scaled or one operand is diagonal. The number of a chunk is divided by the batch.
+REGISTERS = {"level": 128, "rescale": 128, "sweep_steps": 128}
+# The place of an entry of a dense matrix is divided by its columns, eleven times in `level` and
+# nine in `rescale`, where a product is scaled or one operand is diagonal. The number of a chunk is
+# divided by the batch.
 # Where the compiler unrolls a loop, in checks of indices and in kernels of chunks, it divides once
 # for how often that goes round.
-DIVISIONS = {"level": 11, "vectors": 0, "sweep_steps": 0}
+DIVISIONS = {"level": 11, "rescale": 9, "vectors": 0, "sweep_steps": 0}
 
 
 @pytest.fixture(scope="module")

@@ -582,3 +582,22 @@ def test_lanes_exchange_values() -> None:
 def test_what_has_no_model_is_refused(text: str) -> None:
     with pytest.raises(PtxError, match=r"line \d+: no model of"):
         Operation(text, "f32", "f32")
+
+
+def test_an_address_may_have_had_its_sign_flipped_and_flipped_back() -> None:
+    body = """
+    ld.param.u64 %rd1, [a_0];
+    add.s64 %rd2, %rd1, {there};
+    add.s64 %rd3, %rd2, {back};
+    st.global.u64 [%rd3], 7;
+    ret;
+}}
+"""
+    out = np.zeros(1, np.uint64)
+    memory = (out.ctypes.data,), [(out.ctypes.data, out.nbytes)]
+    head = ".visible .entry k(\n.param .u64 a_0\n)\n{" + _REGISTERS
+    Program(head + body.format(there=-(1 << 63), back=-(1 << 63)), "k").launch(1, 1, *memory)
+    assert out[0] == 7
+    most = (1 << 63) - 1
+    with pytest.raises(FaultError, match="an address from arithmetic that overflowed"):
+        Program(head + body.format(there=most, back=-most), "k").launch(1, 1, *memory)

@@ -24,12 +24,17 @@ I8 = np.int64(0)
 
 # Barriers that launches do without, one by one, and why.
 NOT_NEEDED = {
+    "rescale": ["a fence behind each share: here one block takes all shares, and fences the next"],
     "carry": ["the first: a thread sets what it alone changes later, or is read behind the next"],
 }
 # Bounds that may be shifted, one by one, beyond those of `min` and `max`, and of `range`, and why.
 LANES = "matvec, the first doubling of lanes: any number of lanes for a row gives its sum"
 HALF = "matvec, half of one lane: one turn more, in which no thread has a partner"
 GROUPS = "matvec, the end of the groups of rows: one turn more, past the last row"
+CLEARED = "rescale_share, the end of what is cleared: one turn more, which clears nothing"
+OUTSIDE = "rescale_share, the end of the exponents: behind is what is set in a later phase"
+FLAG = "rescale_share, the end of the exponents: one more is the flag, which is set in the end"
+NO_EXPONENT = "noted, none: one below all others stands for it as well as the one below that"
 LDEXP = "scale: 2^100 is made exactly in either of the two ways that libdevice's ldexp has"
 TURNS = "the end of a loop over steps: each turn looks whether its step is there"
 SEGMENT = "whether the gates of all steps are kept: nothing comes before the one segment"
@@ -37,12 +42,18 @@ CACHE = "a step, or a value, more is brought to the cache, which nothing reads"
 ANY_BOUND = {
     "vectors": [HALF, GROUPS, *4 * [LDEXP]],
     "level": [
-        "product, one block: it may count itself done as if there were others",
         *2 * ["multiply_sparse, the end of the segments: one turn more, without segments"],
         *2 * ["multiply_sparse, the end of the factors: one turn more, without factors"],
         *2 * ["multiply_sparse, the end of those that are loaded: one turn more, without factors"],
-        "normalise, the exponents of the columns: one more is the flag, which is set afterwards",
-        *[*2 * [LANES], *2 * [HALF], *2 * [GROUPS], *7 * [LDEXP]],
+        *[CLEARED, OUTSIDE, *2 * [FLAG], NO_EXPONENT],
+        "rescale_alone, the end of the phases: the last one twice",
+        *[*3 * [LANES], HALF, *2 * [GROUPS], *3 * [LDEXP]],
+    ],
+    "rescale": [
+        "rescale_together, who waits in the end: others may as well",
+        "rescale_together, the first look at the shares that are done: another follows",
+        "matvec, the largest term of a row: a larger one of the next changes no bits of the sum",
+        *[CLEARED, OUTSIDE, *2 * [NO_EXPONENT], GROUPS, *5 * [LDEXP]],
     ],
     "sweep_steps": [
         *3 * ["a row of the table, or an address, of the step behind the last, which is not made"],

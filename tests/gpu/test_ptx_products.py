@@ -20,6 +20,7 @@ from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Pattern, Schedule  # noqa: E402
+from sparsescan.execution import device  # noqa: E402
 from sparsescan.symbolic.pattern import multiply_adds, product  # noqa: E402
 
 SECTOR = 32
@@ -40,16 +41,12 @@ def scattered(rng: np.random.Generator, rows: int, cols: int, in_row: int) -> An
     return sp.csr_array((values, np.concatenate(columns), indptr), shape=(rows, cols))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
-def test_products_of_pruned_layers_move_little_more_than_they_must(
-    traffic: list[tuple[str, int, int, Traffic]], dtype: Any
-) -> None:
-    """Rows as those of convolutions of which 97% are pruned: 1.3 terms for each entry."""
-    rng = np.random.default_rng()
-    a, x = scattered(rng, 96, 200, 32), scattered(rng, 200, 4096, 64)
-    steps = [sp.eye_array(4096), x, a, sp.eye_array(96)]
+def scan(rng: np.random.Generator, pair: list[Any], dtype: Any) -> None:
+    """Check gradients that are made by the product of two steps between identities."""
+    cols, rows = pair[0].shape[1], pair[1].shape[0]
+    steps = [sp.eye_array(cols), *pair, sp.eye_array(rows)]
     steps = [sp.csr_array(matrix).astype(dtype) for matrix in steps]
-    grad = rng.standard_normal(4096).astype(dtype)
+    grad = rng.standard_normal(cols).astype(dtype)
     levels = [
         ("product", [[(2, 3, 4)]]),
         ("first", [[(0, 1, 2)]]),
@@ -58,6 +55,16 @@ def test_products_of_pruned_layers_move_little_more_than_they_must(
     schedule = Schedule.from_levels(4, levels)
     gradients = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
     assert_within(gradients, sequential(grad, steps, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+def test_products_of_pruned_layers_move_little_more_than_they_must(
+    traffic: list[tuple[str, int, int, Traffic]], dtype: Any
+) -> None:
+    """Rows as those of convolutions of which 97% are pruned: 1.3 terms for each entry."""
+    rng = np.random.default_rng()
+    a, x = scattered(rng, 96, 200, 32), scattered(rng, 200, 4096, 64)
+    scan(rng, [x, a], dtype)
     name, blocks, threads, did = traffic[0]
     assert name == "level"
     assert blocks > 8
@@ -69,5 +76,39 @@ def test_products_of_pruned_layers_move_little_more_than_they_must(
     needed = terms * (size + 2) + a.nnz * (size + 14) + entries * size + (a.nnz + x.nnz) * size
     print(f"{did.together.sectors * SECTOR / needed:.3f} times the bytes needed")
     assert did.together.sectors <= 1.3 * needed / SECTOR
-    # Five before and behind the rows of a block, and two more of the last one to be done.
-    assert did.instructions["bar.sync"] == (5 * blocks + 2) * threads
+    # Five before and behind the rows of a block, and one more of the last one to be done.
+    assert did.instructions["bar.sync"] == (5 * blocks + 1) * threads
+    # What is in range the next launch leaves alone.
+    name, blocks, threads, did = traffic[1]
+    assert name == "rescale"
+    assert blocks > 8
+    assert did.barriers == 0
+    assert sum(did.instructions.values()) < 100 * blocks * threads
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["an operand", "the result"])
+def test_many_blocks_bring_a_product_into_range(
+    monkeypatch: pytest.MonkeyPatch,
+    traffic: list[tuple[str, int, int, Traffic]],
+    which: str,
+    dtype: Any,
+) -> None:
+    """Each takes shares of every phase, whether terms are scaled before they are added or not."""
+    monkeypatch.setattr(device, "GRAIN", 512)
+    rng = np.random.default_rng()
+    a, x = scattered(rng, 24, 50, 10), scattered(rng, 50, 400, 24)
+    tiny = 2.0 ** -(50 if dtype == np.float32 else 400)
+    if which == "an operand":
+        x.data[rng.integers(x.nnz)] *= tiny**2
+    else:
+        # Entries of both are in the band, those of the product below it.
+        for matrix in (a, x):
+            matrix.data = tiny * rng.uniform(1, 2, matrix.nnz)
+    scan(rng, [x, a], dtype)
+    name, blocks, threads, did = traffic[1]
+    assert name == "rescale"
+    assert blocks > 4
+    # Two for each share, two more where the block notes exponents, and one at the end.
+    phases, noting = (12, 2) if which == "an operand" else (7, 1)
+    assert did.instructions["bar.sync"] == (2 * phases + 2 * noting + 1) * blocks * threads

@@ -62,7 +62,7 @@ def cases() -> Iterator[tuple[str, Any, int]]:
             yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
     for dtype, index in ((F4, I4), (F8, I8)):
         kernels = level_kernels(dtype, index)
-        for name in ("vectors", "level", "sweep_steps"):
+        for name in ("vectors", "level", "rescale", "sweep_steps"):
             yield f"{name} {dtype} {index}", getattr(kernels, name), 5
         yield f"check {index}", check_kernel(index), 6
     # With the most samples that a block has.

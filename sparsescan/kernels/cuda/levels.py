@@ -3,9 +3,9 @@
 A block works on one *unit* for one sample: the operations of a run, one after the other; or a part
 of the rows of one operation, if the run has no other. As on the CPU a product of Jacobians is
 ``M·diag(2^e)``, plain while all its entries are in a band (:mod:`sparsescan.kernels.cpu`). What
-leaves the band is found by the blocks that multiply, and brought back by the last of them to
-finish: it is rare, and no launch is spent on it. A value that is not finite raises a flag, upon
-which a last launch lets the linear scan decide what it reaches.
+leaves the band is found by the blocks that multiply. One that is alone brings it back; what many
+have made is brought back by many, in a launch that else ends at once. A value that is not finite
+raises a flag, upon which a last launch lets the linear scan decide what it reaches.
 
 Rows of unequal length are balanced by *tiles* (Greathouse and Daga, SC 2014, CSR-Adaptive): rows
 with about as many entries in all as a block has room for, or one long row. A row of a sparse
@@ -29,7 +29,7 @@ from ..cpu.tables import Op
 from .device import load
 from .matvec import STAGE, vector_operation
 from .nodes import WORD, Shared, dtypes_of, unit_and_sample
-from .products import WARP, product
+from .products import WARP, product, product_together
 from .sweeps import sweep_kernel
 from .tables import Node, Plan, Run, Unit
 
@@ -70,6 +70,8 @@ class LevelKernels(NamedTuple):
         Units of matrix-vector products only.
     level : callable
         Any units.
+    rescale : callable
+        Products that many blocks of `level` have left out of range, if any.
     sweep_steps : callable
         Units that take a gradient through small steps, of which the plan has a table instead of
         operations.
@@ -77,6 +79,7 @@ class LevelKernels(NamedTuple):
 
     vectors: Any
     level: Any
+    rescale: Any
     sweep_steps: Any
 
 
@@ -134,4 +137,18 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
                     )
             cuda.syncthreads()
 
-    return LevelKernels(vectors, level, sweep_kernel(dtype, index_dtype))
+    @cuda.jit
+    def rescale(run, plan, units, batch, guarded):
+        stage = cuda.shared.array(STAGE, kind)
+        partial = cuda.shared.array(THREADS, kind)
+        tops = cuda.shared.array(THREADS, int32)
+        shared = Shared(stage, partial, tops, None, None, None, None)
+        number, sample = unit_and_sample(batch)
+        unit = units + number * Unit.WIDTH * 8
+        op = load(plan, Plan.OPS, WORD) + load(unit, Unit.FIRST, WORD) * Op.WIDTH * 8
+        node = load(plan, Plan.NODES, WORD) + load(op, Op.OUT, WORD) * Node.WIDTH * 8
+        if sample == 0 or load(node, Node.BATCHED, WORD) != 0:
+            part, blocks = load(unit, Unit.PART, WORD), load(unit, Unit.BLOCKS, WORD)
+            product_together(t, run, plan, op, part, sample, blocks, shared)
+
+    return LevelKernels(vectors, level, rescale, sweep_kernel(dtype, index_dtype))

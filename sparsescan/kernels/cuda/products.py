@@ -6,14 +6,13 @@ from numba import int32, int64
 
 from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import Kind, Op
-from .device import atomic_add, atomic_max, exponent_of, load, scale, store
+from .device import atomic_add, atomic_max, load, store
 from .matvec import finish, matvec
 from .nodes import (
     HALF,
     INT,
     WORD,
     column,
-    entry_of,
     exponents_of,
     index_at,
     local_of,
@@ -24,31 +23,17 @@ from .nodes import (
     scaled_by,
     values_of,
 )
-from .scaling import (
-    ALL,
-    EACH,
-    IN_BAND,
-    NONE,
-    NOT_FINITE,
-    OUT_OF_BAND,
-    UNSCALED,
-    check_bits,
-    normalise,
-    operand_in,
-    range_in,
-    range_of,
-)
-from .tables import Mode, Node, Plan, Terms
+from .rescale import rescale_alone, rescale_together, set_exponents, state_of
+from .scaling import IN_BAND, NOT_FINITE, OUT_OF_BAND, operand_in, range_in, range_of
+from .tables import Mode, Node, Plan, State, Terms
 from .vectors import any_of, barrier, block_size, get, put, quotient, thread_index, vote
 
-__all__ = ["WARP", "product"]
+__all__ = ["WARP", "product", "product_together"]
 
 # Threads of a warp. The simulator knows none; its blocks have no more threads than one.
 WARP = 8 if SIMULATED else 32
 # Factors whose terms are read ahead of being added up.
 _AHEAD = 4
-# Columns whose largest entries are no more powers of two apart are given one exponent.
-_APART = 30
 
 
 @cuda.jit(device=True)
@@ -213,103 +198,6 @@ def multiply(t, a_node, a, x_node, x, c_node, c, first, last, shared):
 
 
 @cuda.jit(device=True)
-def multiply_scaled(t, run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span):
-    """Make ``C diag(2^e) = A diag(2^a_e) X diag(2^x_e)`` for any range, by one block.
-
-    An entry is summed relative to its largest term. `span` is as for `normalise`, before and
-    afterwards; that begins with the entries that this thread has made.
-    """
-    me, threads = thread_index(), block_size()
-    left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
-    cols = made.cols
-    # The largest exponent of every column of A, and of every column of what it is applied to
-    # when those are taken out of A.
-    tops, powers = e + 4 * (cols + 1), e + 4 * (3 * cols + 1)
-    k = me
-    while k < left.cols:
-        store(powers, k, int32(NONE), INT)
-        k += threads
-    j = me
-    while j < cols:
-        store(tops, j, int32(NONE), INT)
-        j += threads
-    cuda.syncthreads()
-    p = me
-    while p < left.nnz:
-        value = load(a, p, t.zero)
-        if value != 0:
-            k = column(t, left, p)
-            own = exponent_of(value)
-            if a_e != 0:
-                own += int64(load(a_e, k, INT))
-            atomic_max(powers, k, int32(own))
-        p += threads
-    cuda.syncthreads()
-    q = me
-    while q < right.nnz:
-        value = load(x, q, t.zero)
-        if value != 0:
-            by = int64(load(powers, row_of(t, right, q), INT))
-            if by != NONE:
-                atomic_max(tops, column(t, right, q), int32(exponent_of(value) + by))
-        q += threads
-    cuda.syncthreads()
-    j = me
-    while j < cols:
-        own = load(tops, j, INT)
-        if own != NONE:
-            cuda.atomic.max(span, 0, own)
-            cuda.atomic.max(span, 1, -own)
-        j += threads
-    cuda.syncthreads()
-    highest, together = int64(span[0]), int64(span[0]) + int64(span[1]) <= _APART
-    cuda.syncthreads()
-    j = me
-    while j < cols:
-        own = highest if together else int64(load(tops, j, INT))
-        if own != NONE:
-            own -= t.target
-            store(tops, j, int32(own), INT)
-            if x_e != 0:
-                own += int64(load(x_e, j, INT))
-        else:
-            own = int64(0)
-        store(e, j, int32(own), INT)
-        j += threads
-    if me == 0:
-        one = together and (x_e == 0 or load(x_e, cols, INT) == ALL)
-        store(e, cols, int32(ALL if one else EACH), INT)
-        span[0] = span[1] = NONE
-    cuda.syncthreads()
-    q = me
-    while q < made.nnz:
-        i, j = row_of(t, made, q), column(t, made, q)
-        by, total, top = int64(load(tops, j, INT)), t.zero, int64(NONE)
-        for summing in range(2):
-            for p in range(row_start(t, left, i), row_start(t, left, i + 1)):
-                k = column(t, left, p)
-                r = entry_of(t, right, k, j)
-                if r >= 0:
-                    value, entry = load(a, p, t.zero), load(x, r, t.zero)
-                    if value != 0 and entry != 0:
-                        own, others = exponent_of(value), exponent_of(entry)
-                        power = own + others
-                        if a_e != 0:
-                            power += int64(load(a_e, k, INT))
-                        if summing == 0:
-                            top = max(top, power)
-                        else:
-                            mantissas = scale(value, -own) * scale(entry, -others)
-                            total += scale(mantissas, power - top)
-        if total != 0:
-            top += exponent_of(total)
-            check_bits(t, run, top + int64(load(e, j, INT)) - by, int64(load(e, j, INT)))
-            total = scale(total, top - exponent_of(total) - by)
-        store(c, q, total, t.zero)
-        q += threads
-
-
-@cuda.jit(device=True)
 def product_local(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, shared):
     """Make the local gradients of a product, ``A·local(X) + local(A)``, of one sample."""
     x = local_of(t, run, plan, x_node, part, sample)
@@ -326,10 +214,23 @@ def product_local(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, sh
 
 
 @cuda.jit(device=True)
+def product_locals(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, shared):
+    """Make the local gradients of a product, of all samples that share it."""
+    if load(plan, Plan.LOCAL, WORD) == 0:
+        return
+    # Samples that share a product do not share its local gradients.
+    batched = load(c_node, Node.BATCHED, WORD) != 0
+    stop = sample + 1 if batched else load(plan, Plan.BATCH, WORD)
+    for b in range(sample, stop):
+        product_local(t, run, plan, a_node, a, a_e, x_node, c_node, part, b, shared)
+
+
+@cuda.jit(device=True)
 def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, shared):
     """Make a part of the rows or segments of a product; the last one done settles the range.
 
-    `Mode.CHECK` only looks at the operands, `Mode.SETTLE` does all but that and multiplying.
+    `Mode.CHECK` only looks at the operands, `Mode.SETTLE` does all but that and multiplying. What
+    many blocks find to be out of range is left to :func:`product_together`.
     """
     seen = cuda.shared.array(3, int32)
     span = cuda.shared.array(2, int32)
@@ -341,10 +242,9 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
     x = values_of(run, plan, x_node, part, sample)
     a = values_of(run, plan, a_node, part, sample)
     c = values_of(run, plan, c_node, part, sample)
-    # State: the worst range of the operands and of the result, and how many parts are done.
-    state = load(c_node, Node.STATE, WORD) + 12 * sample
+    state = state_of(c_node, sample)
     if me < 2:
-        seen[me], span[me] = 0, NONE
+        seen[me] = 0
     cuda.syncthreads()
     operands = IN_BAND
     if mode != Mode.SETTLE:
@@ -357,7 +257,7 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
         operands = seen[0]
     if mode == Mode.CHECK:
         if me == 0:
-            atomic_max(state, 0, int32(operands))
+            atomic_max(state, State.OPERANDS, int32(operands))
         return
     if mode == Mode.SETTLE:
         # It is dense.
@@ -372,47 +272,62 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
     if blocks > 1 or mode == Mode.SETTLE:
         cuda.syncthreads()
         if me == 0:
-            atomic_max(state, 0, int32(operands))
-            atomic_max(state, 1, seen[1])
-            # All that this block wrote must be visible to the others before it counts as done.
+            if operands != IN_BAND:
+                atomic_max(state, State.OPERANDS, int32(operands))
+            if seen[1] != IN_BAND:
+                atomic_max(state, State.RESULT, seen[1])
+            # Both must be visible to the last block before this one counts as done.
             cuda.threadfence()
-            seen[2] = atomic_add(state, 2, int32(1))
+            seen[2] = atomic_add(state, State.DONE, int32(1))
             if seen[2] == blocks - 1:
                 cuda.threadfence()
-                seen[0] = atomic_max(state, 0, int32(0))
-                seen[1] = atomic_max(state, 1, int32(0))
-                for i in range(3):
-                    store(state, i, int32(0), INT)
+                seen[0] = load(state, State.OPERANDS, INT)
+                seen[1] = load(state, State.RESULT, INT)
+                store(state, State.DONE, INT, INT)
         cuda.syncthreads()
         if seen[2] < blocks - 1:
             return
     cuda.syncthreads()
-    e = exponents_of(plan, c_node, part, sample)
-    cols = load(c_node, Node.COLS, WORD)
-    a_e = scaled_by(plan, a_node, part, sample)
-    if seen[0] == NOT_FINITE or (seen[0] == IN_BAND and seen[1] == NOT_FINITE):
+    # What is not finite is the linear scan's to decide.
+    finite = seen[0] != NOT_FINITE and (seen[0] == OUT_OF_BAND or seen[1] != NOT_FINITE)
+    outside = finite and (seen[0] == OUT_OF_BAND or seen[1] == OUT_OF_BAND)
+    if not finite:
         raise_flag(run)
-    x_e = scaled_by(plan, x_node, part, sample)
-    if seen[0] == OUT_OF_BAND:
-        multiply_scaled(t, run, a_node, a, a_e, x_node, x, x_e, c_node, c, e, span)
+    if outside and blocks > 1:
+        return
+    e = exponents_of(plan, c_node, part, sample)
+    a_e, x_e = scaled_by(plan, a_node, part, sample), scaled_by(plan, x_node, part, sample)
+    if outside:
+        left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
+        scaled = seen[0] == OUT_OF_BAND
+        rescale_alone(t, run, left, a, a_e, right, x, x_e, made, c, e, state, scaled, span)
     else:
-        # The one exponent of all columns of A, and those of X.
-        common = load(a_e, 0, INT) if a_e != 0 else INT
-        j = me
-        while j < cols:
-            store(e, j, int32(common + (load(x_e, j, INT) if x_e != 0 else INT)), INT)
-            j += block_size()
-        if me == 0:
-            flag = int32(UNSCALED if a_e == 0 else ALL)
-            if x_e != 0:
-                flag = load(x_e, cols, INT)
-            store(e, cols, flag, INT)
-        cuda.syncthreads()
-    if seen[0] == OUT_OF_BAND or (seen[0] == IN_BAND and seen[1] == OUT_OF_BAND):
-        normalise(t, run, matrix_at(c_node), c, e, span)
-    if load(plan, Plan.LOCAL, WORD) != 0:
-        # Samples that share a product do not share its local gradients.
-        batched = load(c_node, Node.BATCHED, WORD) != 0
-        stop = sample + 1 if batched else load(plan, Plan.BATCH, WORD)
-        for b in range(sample, stop):
-            product_local(t, run, plan, a_node, a, a_e, x_node, c_node, part, b, shared)
+        set_exponents(e, load(c_node, Node.COLS, WORD), a_e, x_e, me, block_size())
+        if me < State.DONE:
+            store(state, me, INT, INT)
+    product_locals(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, shared)
+
+
+@cuda.jit(device=True)
+def product_together(t, run, plan, op, part, sample, blocks, shared):
+    """Bring a product into range that many blocks have left out of it, by `blocks` of them."""
+    seen = cuda.shared.array(1, int64)
+    span = cuda.shared.array(2, int32)
+    nodes = load(plan, Plan.NODES, WORD)
+    c_node = nodes + load(op, Op.OUT, WORD) * Node.WIDTH * 8
+    state = state_of(c_node, sample)
+    scaled = load(state, State.OPERANDS, INT) == OUT_OF_BAND
+    if not scaled and load(state, State.RESULT, INT) != OUT_OF_BAND:
+        return
+    x_node = nodes + load(op, Op.LEFT, WORD) * Node.WIDTH * 8
+    a_node = nodes + load(op, Op.RIGHT, WORD) * Node.WIDTH * 8
+    x = values_of(run, plan, x_node, part, sample)
+    a = values_of(run, plan, a_node, part, sample)
+    c = values_of(run, plan, c_node, part, sample)
+    e = exponents_of(plan, c_node, part, sample)
+    a_e, x_e = scaled_by(plan, a_node, part, sample), scaled_by(plan, x_node, part, sample)
+    left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
+    if rescale_together(
+        t, run, left, a, a_e, right, x, x_e, made, c, e, state, blocks, scaled, seen, span
+    ):
+        product_locals(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, shared)

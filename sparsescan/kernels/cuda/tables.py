@@ -19,6 +19,7 @@ __all__ = [
     "Node",
     "Plan",
     "Run",
+    "State",
     "Sweep",
     "Terms",
     "Unit",
@@ -102,7 +103,7 @@ class _Node(NamedTuple):
     # what local gradients inside a product add up to
     LOCAL: int = 14
     LOCAL_STEP: int = 15
-    # int32, three a sample, zero between runs
+    # int32, a row of `State` for each sample
     STATE: int = 16
     # address of the terms of a sparse product
     TERMS: int = 17
@@ -136,6 +137,29 @@ class _Terms(NamedTuple):
 
 
 Terms = _Terms()
+
+
+class _State(NamedTuple):
+    """Columns of the state of a product, which is zero between runs."""
+
+    # The worst range of the operands, and of the result; and how many parts are done.
+    OPERANDS: int = 0
+    RESULT: int = 1
+    DONE: int = 2
+    # Shares of the work that brings it into range: how many are taken, and how many are done.
+    TAKEN: int = 3
+    SHARES: int = 4
+    # Largest exponents, and largest of those negated, of columns; then of entries. They are raised,
+    # so that there are none where these are zero. Then whether a column has entries below the band.
+    TOP: int = 5
+    BOTTOM: int = 6
+    HIGHEST: int = 7
+    LOWEST: int = 8
+    WIDE: int = 9
+    WIDTH: int = 10
+
+
+State = _State()
 
 
 class _Sweep(NamedTuple):

@@ -228,7 +228,9 @@ class GpuModel:
         times = np.maximum(total, np.bincount(launch, moved[level]))
         np.maximum.at(times, launch[: len(longest)], longest)
         calls = np.bincount(launch, shares.blas[level] & alone)
-        launches = 1 + calls + (calls > 0)
+        # What many blocks have made another launch brings into range, should it be out of it.
+        later = np.bincount(launch, (blocks > 1) & (work.at_once < self.gpu.blocks))
+        launches = 1 + calls + (calls > 0) + (later > 0)
         times += np.bincount(launch, work.matmul) + launches * self.gpu.launch
         # Calls of cuBLAS are between graphs, of which the next one is started after them.
         starts = calls + (calls > 0)

