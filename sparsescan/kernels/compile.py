@@ -6,6 +6,10 @@ code. Here each file ends with a checksum, and one that is damaged counts as mis
 is compiled anew, and the file replaced. One process at a time compiles and saves a function, and
 others that wait for it read what it has saved: two that save at once would give their files one
 name, and an index to code for other types.
+
+A function without a cache is a helper: only kernels call it. By itself Numba would optimise every
+helper, make machine code of it and let Python call it, and do all of that again in each function
+that calls it. Here a helper is only lowered, and then optimised once, as a part of each kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 
 try:
@@ -36,6 +42,8 @@ _DIGEST_SIZE = 16
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
     """Compile a function as ``numba.njit`` does, with the same options.
 
+    Without `cache` it is a helper, which compiled functions can call, and Python cannot.
+
     Parameters
     ----------
     function : callable, optional
@@ -47,9 +55,11 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
+        if not cache:
+            return _helper(function, dict(options))
         dispatcher = numba.njit(**options)(function)
         # Where NUMBA_DISABLE_JIT is set, it is the function itself.
-        if cache and hasattr(dispatcher, "_cache"):
+        if hasattr(dispatcher, "_cache"):
             dispatcher._cache = kept = _Cache(function)
             compile_or_load = dispatcher.compile
 
@@ -62,6 +72,62 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
         return dispatcher
 
     return compiled if function is None else compiled(function)
+
+
+def _helper(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Return a function that is compiled into the kernels that call it, and nowhere else."""
+    options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    dispatcher: Any = numba.njit(pipeline_class=_HelperCompiler, **options)(function)
+    if not hasattr(dispatcher, "_compiler"):
+        return dispatcher
+    compiler = dispatcher._compiler
+    compile_function = compiler.compile
+
+    def without_code(flags: Any) -> Any:
+        flags.no_compile = True
+        return flags
+
+    def refuse(*_: Any) -> None:
+        raise TypeError(f"{function.__name__} can be called by compiled functions only")
+
+    def compile_helper(args: Any, return_type: Any) -> Any:
+        # Callers know code by its entry point, which is what Python calls.
+        result = compile_function(args, return_type)
+        result = result._replace(entry_point=functools.partial(refuse))
+        context = dispatcher.targetctx
+        context.insert_user_function(result.entry_point, result.fndesc, [result.library])
+        return result
+
+    def add_overload(result: Any) -> None:
+        dispatcher.overloads[tuple(result.signature.args)] = result
+
+    compiler._customize_flags = without_code
+    compiler.compile = compile_helper
+    dispatcher.add_overload = add_overload
+    return dispatcher
+
+
+class _HelperCompiler(Compiler):
+    """Compile into a :class:`_HelperLibrary`."""
+
+    def compile_extra(self, function: Callable[..., Any]) -> Any:
+        """Compile a function from its bytecode."""
+        state: Any = self.state
+        library: Any = _HelperLibrary
+        state.library = library(state.targetctx.codegen(), function.__qualname__)
+        state.library.enable_object_caching()
+        return super().compile_extra(function)  # type: ignore[no-untyped-call]
+
+
+class _HelperLibrary(JITCodeLibrary):
+    """Keep the code of a helper as it is lowered, linked with that of the helpers it calls."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalized = True
 
 
 class _Cache(FunctionCache):

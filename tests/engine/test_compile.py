@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from fresh_python import run_python
@@ -27,7 +28,7 @@ CALLS = """
 
 
 def run(folder: Path) -> tuple[str, int]:
-    """The output of a fresh interpreter, and how many of the files in the folder it has written."""
+    """Return what a fresh interpreter prints, and how many files in the folder it has written."""
     before = {path: path.stat().st_mtime_ns for path in files(folder)}
     printed = run_python(CALLS, folder, NUMBA_CACHE_DIR=str(folder))
     after = {path: path.stat().st_mtime_ns for path in files(folder)}
@@ -42,6 +43,26 @@ def flipped(content: bytes) -> bytes:
     """With one bit changed, in the middle, where there is machine code."""
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+
+
+def test_helpers_are_part_of_what_calls_them_and_nothing_else() -> None:
+    @compiling.njit
+    def quotient(a, b):
+        return a // b
+
+    @compiling.njit
+    def twice(a, b):
+        return 2 * quotient(a, b)
+
+    kernel = numba.njit(lambda a, b: twice(a, b) + quotient(a, b))
+    for a, b in ((7, 2), (7.5, 2), (-7, 2.0)):
+        assert kernel(a, b) == 3 * (a // b)
+    # An error of a helper passes through those that call it.
+    with pytest.raises(ZeroDivisionError):
+        kernel(7, 0)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^twice can be called by compiled functions only$"):
+            twice(7, 2)
 
 
 DAMAGES: list[Callable[[bytes], bytes]] = [
@@ -71,7 +92,7 @@ def test_a_damaged_cache_is_compiled_anew(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path):
-    """The files of one function, with something in them."""
+    """Return the files of one function, with something in them."""
     files_of_one = compiling._CheckedFiles(str(tmp_path), "function", source_stamp=(1, 2))
     files_of_one.save("key", {"code": b"x" * 1000})
     return files_of_one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -21,6 +22,16 @@ from sparsescan.symbolic.program import Program
 
 BATCHES = [None, *range(1, 21)]
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+@numba.njit
+def multiply(*arguments: Any) -> None:
+    csr_matvec(*arguments)
+
+
+@numba.njit
+def multiply_single(*arguments: Any) -> None:
+    single_matvec(*arguments)
 
 
 @pytest.fixture(params=[np.float32, np.float64])
@@ -45,7 +56,7 @@ scanned = pytest.mark.parametrize(
 
 
 def matrix(rng: np.random.Generator, lengths: Any, cols: int, dtype: Any) -> sp.csr_array:
-    """A random matrix with so many entries in its rows."""
+    """Return a random matrix with so many entries in its rows."""
     columns = [np.sort(rng.choice(cols, k, replace=False)) for k in lengths]
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     data = rng.standard_normal(indptr[-1]).astype(dtype)
@@ -53,7 +64,7 @@ def matrix(rng: np.random.Generator, lengths: Any, cols: int, dtype: Any) -> sp.
 
 
 def of_any_length(rng: np.random.Generator, dtype: Any) -> sp.csr_array:
-    """A matrix with one row of each length from 0 to 40."""
+    """Return a matrix with one row of each length from 0 to 40."""
     return matrix(rng, rng.permutation(41), int(rng.integers(40, 60)), dtype)
 
 
@@ -136,7 +147,7 @@ def test_values_that_are_not_finite_are_scipys(seed, batch, dtype):
 
 
 def guarded(values: Any, poison: float, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A copy of an array with 64 bytes of poison before and behind; the copy, and all of it."""
+    """Copy an array, with 64 bytes of poison around; return the copy, and all of it."""
     around = np.full(values.size + 2 * (guard := 64 // np.dtype(dtype).itemsize), poison, dtype)
     inside = around[guard:-guard].reshape(values.shape)
     inside[...] = values
@@ -161,7 +172,7 @@ def test_a_block_of_rows_has_the_same_bits_and_touches_no_others(seed, dtype, in
         expected[:, first:last] = rounded_as_written(jacobian, x[:count])[:, first:last]
         read, _ = guarded(read, np.nan, dtype)
         y, around = guarded(np.full(count * rows, 7), 7, dtype)
-        csr_matvec(first, last, *pattern, m, read, y, rows, count, None)
+        multiply(first, last, *pattern, m, read, y, rows, count, None)
         assert same_bits([y.reshape(count, rows)], [expected])
         y[:] = 7
         assert (around == 7).all()
@@ -176,7 +187,7 @@ def test_a_block_of_rows_with_one_entry_each(seed, dtype, index_dtype):
     m, _ = guarded(vectors(rng, None, rows, dtype), np.nan, dtype)
     x, _ = guarded(vectors(rng, None, cols, dtype), np.nan, dtype)
     y, around = guarded(np.full(rows, 7), 7, dtype)
-    single_matvec(first, last, indices, m, x, y)
+    multiply_single(first, last, indices, m, x, y)
     expected = np.full(rows, 7, dtype)
     expected[first:last] = (m * x[indices])[first:last]
     assert same_bits([y], [expected])
@@ -190,7 +201,7 @@ def test_a_block_of_rows_with_one_entry_each(seed, dtype, index_dtype):
 
 
 def moves(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
-    """The column of the entry of each row."""
+    """Return the column of the entry of each row."""
     return rng.permutation(size) if kind == "permutation" else rng.integers(0, size, size)
 
 

@@ -148,8 +148,9 @@ def test_processes_with_other_numbers_of_threads_give_the_same_bits(tmp_path):
 
 CSR_SHA = """
     import hashlib, numpy as np
-    from numba import config
+    from numba import config, njit
     from sparsescan.kernels.cpu.matvec import csr_matvec
+    multiply = njit(lambda *arguments: csr_matvec(*arguments))
     rng = np.random.default_rng(0)
     sha = hashlib.sha256()
     lengths = np.arange(41)
@@ -159,7 +160,7 @@ CSR_SHA = """
         m, x = rng.standard_normal(len(indices)).astype(dtype), rng.standard_normal((50, 8))
         for read in (x[:, 0].astype(dtype), x.astype(dtype)):
             y = np.zeros(8 * 41, dtype)
-            csr_matvec(0, 41, indptr, indices, m, read, y, 41, 8, None)
+            multiply(0, 41, indptr, indices, m, read, y, 41, 8, None)
             sha.update(y.tobytes())
     print(config.CPU_NAME, sha.hexdigest())
 """
