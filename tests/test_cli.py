@@ -16,7 +16,7 @@ from sparsescan.examples import photo
 
 @pytest.fixture
 def listed(tmp_path):
-    """A file with a list of Jacobians of several shapes."""
+    """Write a file with a list of Jacobians of several shapes."""
     rng = np.random.default_rng(0)
     jacobians = [
         sp.csr_array(rng.standard_normal((5, 4))),
@@ -31,7 +31,7 @@ def listed(tmp_path):
 
 @pytest.fixture
 def stacked(tmp_path):
-    """A file with one dense array, float32, in batches of two."""
+    """Write a file with one dense array, float32, in batches of two."""
     rng = np.random.default_rng(1)
     path = tmp_path / "stack.npz"
     grad = rng.standard_normal((2, 3), np.float32)

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     kept: Array  # where a matrix has entries
 
     def given(self, array: Array | None, shape: tuple[int, ...]) -> Array:
-        """An array, or its default, for every sample, in float64."""
+        """Return an array, or its default, for every sample, in float64."""
         whole = np.zeros(shape) if array is None else array.astype(np.float64)
         missing = array is not None and array.ndim < len(shape)
         return np.broadcast_to(whole[..., None, :] if missing else whole, shape)

@@ -306,7 +306,7 @@ LAYOUTS = ("list", "csr_chain", "dense_stack")
 
 @pytest.fixture(scope="module")
 def saved(folder):
-    """A small file of each layout, as bytes."""
+    """Return a small file of each layout, as bytes."""
     rng = np.random.default_rng(7)
     mask = sp.csr_array(np.tri(4))
     chains = {
@@ -348,7 +348,7 @@ def assert_refused(path, contents, match=None):
 
 
 def rewritten(contents, **changes):
-    """The file with other arrays under some keys; None drops the key."""
+    """Return the file with other arrays under some keys; None drops the key."""
     with np.load(io.BytesIO(contents)) as arrays:
         kept = dict(arrays) | changes
     file = io.BytesIO()
@@ -371,7 +371,7 @@ def test_a_header_that_asks_for_less_is_refused(tmp_path, saved):
 
 
 def flipped(folder, contents, data):
-    """A file with one bit changed."""
+    """Return a file with one bit changed."""
     contents = bytearray(contents)
     place = data.draw(st.integers(0, len(contents) - 1))
     contents[place] ^= 1 << data.draw(st.integers(0, 7))

@@ -28,7 +28,7 @@ def some(seed: int, size: int, *counts: int) -> list[Pattern]:
 
 
 def listed(plan: object) -> list[str]:
-    """The paragraphs about Jacobians."""
+    """Return the paragraphs about Jacobians."""
     text = re.sub(r"\n {6}", " ", str(plan))
     return [line.strip() for line in text.splitlines() if re.match(r" {4}(\d| *and |none)", line)]
 

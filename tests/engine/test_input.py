@@ -30,7 +30,7 @@ from sparsescan.symbolic.schedule import Level
 
 
 def csr(rows: int = 3, cols: int = 3, **changes: Any) -> sp.csr_array:
-    """A CSR array with every entry, some of its arrays replaced after SciPy has checked them."""
+    """Return a full CSR array, some of its arrays replaced after SciPy has checked them."""
     matrix = sp.csr_array(np.arange(1.0, rows * cols + 1).reshape(rows, cols))
     for name, array in changes.items():
         setattr(matrix, name, np.array(array))
@@ -38,7 +38,7 @@ def csr(rows: int = 3, cols: int = 3, **changes: Any) -> sp.csr_array:
 
 
 def refused(grad: Any, jacobians: Any, **options: Any) -> str:
-    """The message with which a scan and, where it can see it, a plan refuse this input."""
+    """Return the message with which a scan and, where it can see it, a plan refuse this input."""
     messages = set()
     for call in (sparsescan.exclusive_scan, sparsescan.inclusive_scan):
         with pytest.raises(SparseScanError) as caught:
@@ -773,7 +773,7 @@ def test_a_message_is_short_whatever_it_shows():
 
 
 def masked(*shape: int, dtype: Any = np.float64) -> np.ma.MaskedArray:
-    """An array of ones, of which the first is masked."""
+    """Return an array of ones, of which the first is masked."""
     masked = np.ma.ones(shape, dtype)
     masked[(0,) * len(shape)] = np.ma.masked
     return masked

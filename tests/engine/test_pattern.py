@@ -36,7 +36,7 @@ def random_pattern(rng: np.random.Generator, structure: str, rows: int, cols: in
 
 
 def ones(pattern: Pattern) -> sp.csr_array:
-    """The matrix of ones on a pattern: sums of its products never cancel."""
+    """Return the matrix of ones on a pattern: sums of its products never cancel."""
     parts = np.ones(pattern.nnz), pattern.indices, pattern.indptr
     return sp.csr_array(parts, shape=pattern.shape)
 
@@ -68,7 +68,7 @@ def make_pair(left, right, sizes, square, seed):
 
 
 def assert_product(a: Pattern, b: Pattern) -> None:
-    """A product has the entries that SciPy's has, by ones, which never cancel."""
+    """Compare a product's entries with SciPy's, by ones, which never cancel."""
     c = product(a, b)
     assert_canonical(c)
     assert c.shape == (a.shape[0], b.shape[1])
@@ -253,7 +253,7 @@ def test_int64_indices_give_the_bits_of_int32(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """The pairs of patterns that the symbolic phase multiplies."""
+    """Collect the pairs of patterns that the symbolic phase multiplies."""
     calls = []
 
     def counting(a, b):

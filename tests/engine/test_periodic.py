@@ -37,7 +37,7 @@ class Case:
         )
 
     def in_turns(self, result: Any) -> list[Any]:
-        """A result as a list, in the order of the chain."""
+        """Return a result as a list, in the order of the chain."""
         period = len(self.chain.patterns)
         stacks = [result] if period == 1 and isinstance(result, np.ndarray) else result
         if period == 1 and isinstance(result, list):

@@ -294,7 +294,7 @@ def assert_refused(path: Path, contents: bytes, match: str | None = None) -> Non
 
 
 def rewritten(contents: bytes, **changes: Any) -> bytes:
-    """The file with other arrays under some keys, None drops the key; with the right digest."""
+    """Replace arrays in a file, None drops the key; return it with the right digest."""
     arrays = arrays_of(contents) | {key.replace("__", "."): a for key, a in changes.items()}
     kept = {key: np.asarray(array) for key, array in arrays.items() if array is not None}
     digest = hashlib.blake2b(digest_size=16)

@@ -35,12 +35,12 @@ class Operation(NamedTuple):
 
 
 def planned(patterns: list[Pattern], schedule: Schedule) -> ScanPlan:
-    """A plan whose products are stored by their own patterns, whatever is faster."""
+    """Return a plan whose products are stored by their own patterns, whatever is faster."""
     return ScanPlan(PlanSpec(patterns, schedule, reason="asked for"))
 
 
 def drawn(plan: ScanPlan) -> Any:
-    """The figure that would be written."""
+    """Return the figure that would be written."""
     from matplotlib.figure import Figure
 
     with mock.patch.object(Figure, "savefig", autospec=True) as save:
@@ -193,7 +193,7 @@ def test_operations_without_any_flop_are_shown(some: bool, tmp_path: Path) -> No
 
 
 def in_levels_of_their_own(n: int) -> Schedule:
-    """The linear scan, each operation in a level with another name."""
+    """Return the linear scan, each operation in a level with another name."""
     return Schedule.from_levels(n, [(f"step {k} of all", [[(0, k, k + 1)]]) for k in range(1, n)])
 
 

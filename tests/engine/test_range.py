@@ -91,7 +91,7 @@ def test_any_spectral_radius(kind, radius):
 
 @cache
 def up_and_down(kind: str, dtype: str, decades: float) -> tuple[Any, CSRChain, Gradients]:
-    """A gradient, a chain that takes it up and down, and the oracle's gradients."""
+    """Return a gradient, a chain that takes it up and down, and the oracle's gradients."""
     radii = waves(LONG, 61, decades)
     chain = positive_steps(kind, radii, 5, dtype)
     if kind == "diagonal":

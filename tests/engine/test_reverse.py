@@ -17,7 +17,7 @@ from sparsescan.jacobians import GRUCell
 
 
 def turned(jacobians: Any) -> Any:
-    """The chain in the other order, by other ways than the library's."""
+    """Turn a chain round, by other ways than the library's."""
     if isinstance(jacobians, CSRChain):
         return CSRChain.from_pattern(np.flip(jacobians.data, 0), jacobians.pattern)
     return np.flip(jacobians, 0) if isinstance(jacobians, np.ndarray) else [*reversed(jacobians)]

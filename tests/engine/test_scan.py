@@ -41,7 +41,7 @@ from sparsescan import (
 
 
 def scan(chain: Chain, schedule: Any = "auto") -> Any:
-    """The one-shot scan that a random chain asks for."""
+    """Run the one-shot scan that a random chain asks for."""
     call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
     return call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
 
@@ -373,7 +373,7 @@ def test_the_callers_arrays_stay_as_they_are(data):
 
 
 def peak(work: Any) -> tuple[Any, int]:
-    """The result of a call, and the most bytes it held beyond that."""
+    """Return the result of a call, and the most bytes it held beyond that."""
     gc.collect()
     tracemalloc.start()
     try:

@@ -234,7 +234,7 @@ def test_scan_wants_enough_items():
 
 
 def is_schedule(n: int, levels: list[tuple[str, Runs]]) -> bool:
-    """The definition, one operation after the other."""
+    """Apply the definition, one operation after the other."""
     nodes = {(k, k + 1) for k in range(n)}
     read = Counter(
         node

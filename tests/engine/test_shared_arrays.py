@@ -35,7 +35,7 @@ SECONDS = 0.5
 
 @contextmanager
 def written_to(write: Callable[[], None]) -> Iterator[None]:
-    """A block beside which a thread writes again and again."""
+    """Write again and again, in a thread, while a block runs."""
     stop = threading.Event()
 
     def keep_writing() -> None:

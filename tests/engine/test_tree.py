@@ -26,7 +26,7 @@ def products_of(schedule: Schedule) -> set[Interval]:
 
 
 def read(text: str) -> tuple[list[Interval], set[Interval]]:
-    """The text outside of all parentheses, and the products: the grammar of the docstring."""
+    """Read the text outside of all parentheses, and the products: the docstring's grammar."""
     tokens = iter(re.findall(r"[()…]|\d+", text))
     products: set[Interval] = set()
 

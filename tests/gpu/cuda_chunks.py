@@ -52,7 +52,7 @@ def scan(
     backwards: bool = False,
     misaligned: bool = False,
 ) -> tuple[np.ndarray, bool]:
-    """An inclusive scan in three phases, and whether it had to be repaired.
+    """Run an inclusive scan in three phases; return whether it had to be repaired, too.
 
     Addresses of steps and local gradients come from a table, or are computed; the last step lies
     first in memory, or the first.
@@ -114,7 +114,7 @@ def scan(
 def chain_of(
     structure: str, steps: int, batch: int | None, size: int, dtype: Any, seed: int
 ) -> tuple[np.ndarray, CSRChain]:
-    """A gradient, and steps that neither grow nor decay much.
+    """Return a gradient, and steps that neither grow nor decay much.
 
     Steps of one structure and size have one pattern, as each number of entries has its kernels.
     """

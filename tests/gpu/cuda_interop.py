@@ -52,7 +52,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def device(cupy: Any, number: int = 1) -> Any:
-    """A device, to be made the current one."""
+    """Return a device, to be made the current one."""
     if number >= cupy.cuda.runtime.getDeviceCount():
         pytest.skip("needs a second device")
     return cupy.cuda.Device(number)
@@ -68,7 +68,7 @@ def draw(*shape: int, dtype: Any = float, seed: int = 0) -> np.ndarray:
 
 
 def csr(rows: int, cols: int, seed: int = 0, dtype: Any = float) -> sp.csr_array:
-    """A third of the entries, always some, and an explicit zero."""
+    """Return a matrix with a third of the entries, always some, and an explicit zero."""
     rng = np.random.default_rng([seed, rows, cols])
     matrix = sp.random_array((rows, cols), density=0.4, rng=rng, format="csr", dtype=dtype)
     matrix.data[0] = 0
@@ -91,7 +91,7 @@ class Foreign:
 
 
 def put(cupy: Any, host: Any) -> Any:
-    """The same on the current device, in the same form; a view remains the same view."""
+    """Copy to the current device, in the same form; a view remains the same view."""
     if isinstance(host, list):
         return [put(cupy, entry) for entry in host]
     if isinstance(host, np.ndarray):
@@ -116,7 +116,7 @@ def put(cupy: Any, host: Any) -> Any:
 def values_at(
     cupy: Any, address: int, size: int, dtype: np.dtype[Any], number: int | None
 ) -> np.ndarray:
-    """What lies at an address, of a device or of the host, as a kernel sees it."""
+    """Read what lies at an address, of a device or of the host, as a kernel sees it."""
     nbytes = size * dtype.itemsize
     if size == 0:
         return np.empty(0, dtype)
@@ -130,7 +130,7 @@ def values_at(
 
 
 def all_values(cupy: Any, chain: Chain, patterns: Any) -> list[np.ndarray]:
-    """The values of every step, (batch, nnz), by the addresses that kernels get."""
+    """Read the values of every step, (batch, nnz), by the addresses that kernels get."""
     values = []
     for k, pattern in enumerate(patterns):
         if chain.stack is not None:
@@ -479,7 +479,7 @@ INDEX_DTYPES = ("i4", "i8", "u4", "u8", "i2", "u1", "f8", "?")
 
 
 def outcome(cupy: Any, indptr: Any, indices: Any, shape: tuple[int, int]) -> Any:
-    """The pattern and made-up values in its order; or the error."""
+    """Return the pattern and made-up values in its order; or the error."""
     try:
         layout = containers.canonical_order("jacobians[3]", indptr, indices, shape)
     except SparseScanError as error:

@@ -438,7 +438,7 @@ def test_small_chains(check: Any) -> None:
 
 
 def scan_often(cupy: Any, launches: list[Any], schedule: Schedule, size: int, runs: int = 1) -> Any:
-    """The launches of each of some runs of a plan with dense steps."""
+    """Return the launches of each of some runs of a plan with dense steps."""
     plan = sparsescan.plan([Pattern.dense((size, size))] * schedule.n, schedule=schedule)
     grad, values = cupy.asarray(np.ones(size)), cupy.asarray(np.ones((schedule.n, size**2)))
     for _ in range(runs):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def find_ptxas() -> str | None:
-    """The assembler of the CUDA toolkit, or of its wheel."""
+    """Return the assembler of the CUDA toolkit, or of its wheel."""
     try:
         import nvidia
     except ImportError:
@@ -42,7 +42,7 @@ DIVISIONS = {"level": 11, "rescale": 9, "vectors": 0, "sweep_steps": 0}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What ptxas says of all kernels."""
+    """Return what ptxas says of all kernels."""
     ptxas = find_ptxas()
     if ptxas is None:
         pytest.skip("ptxas is not installed (the nvidia-cuda-nvcc wheel)")

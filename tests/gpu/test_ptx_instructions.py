@@ -37,7 +37,7 @@ def register(kind: str, k: int) -> str:
 
 
 def bits_of(value: Any, kind: str) -> int:
-    """What is stored of a value, as a number of 64 bits."""
+    """Return what is stored of a value, as a number of 64 bits."""
     if kind in _FLOATS:
         number = _FLOATS[kind](value)
         return int(number.view(f"u{number.itemsize}"))
@@ -152,7 +152,7 @@ def fused(kind: str) -> Callable[..., Any]:
 
 
 def rounded(exact: Fraction, kind: Any) -> Any:
-    """The nearest float, of two the even one."""
+    """Return the nearest float, of two the even one."""
     info = np.finfo(kind)
     size, sign = abs(exact), -1 if exact < 0 else 1
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
@@ -362,7 +362,7 @@ for _k in _FLOATS:
 
 
 def _rounded_down(a: float, b: float, c: float) -> Any:
-    """The float below the exact ``a·b + c``, or that itself."""
+    """Return the float below the exact ``a·b + c``, or that itself."""
     near = fused("f32")(a, b, c)
     if not np.all(np.isfinite([a, b, c, near])):
         return near

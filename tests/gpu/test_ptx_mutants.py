@@ -83,7 +83,7 @@ ANY_BOUND = {
 
 @cuda.jit
 def reversed_below(x, y, n):
-    """The first `n` numbers in reverse, and the larger of each and 5."""
+    """Reverse the first `n` numbers; write the larger of each and 5."""
     shared = cuda.shared.array(64, int64)
     i = int64(cuda.threadIdx.x)
     if i < n:

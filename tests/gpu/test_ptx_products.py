@@ -33,7 +33,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffi
 
 
 def scattered(rng: np.random.Generator, rows: int, cols: int, in_row: int) -> Any:
-    """A matrix with about as many entries in each row, anywhere."""
+    """Return a matrix with about as many entries in each row, anywhere."""
     counts = rng.integers(in_row // 2, in_row + in_row // 2 + 1, rows)
     columns = [np.sort(rng.choice(cols, count, replace=False)) for count in counts]
     indptr = np.concatenate([[0], np.cumsum(counts)])

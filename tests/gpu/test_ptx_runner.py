@@ -78,7 +78,7 @@ def test_a_grid_of_any_size(n: int, threads: int, by: int) -> None:
 
 @cuda.jit
 def sums(x, y, n):
-    """The sums of the parts that blocks have, by halves."""
+    """Add up the parts that blocks have, by halves."""
     partial = cuda.shared.array(128, int64)
     i, total = int64(cuda.threadIdx.x), int64(0)
     for k in range(thread(), n, int64(cuda.gridDim.x) * cuda.blockDim.x):
@@ -145,7 +145,7 @@ def test_votes_of_warps_and_blocks(seed: int, often: float) -> None:
 
 @cuda.jit
 def undefined(x, y, n):
-    """A thread without a term adds what is in its register."""
+    """Add what is in a register that a thread without a term has not set."""
     i = int64(cuda.threadIdx.x)
     shared = cuda.shared.array(64, float32)
     if i < n:
@@ -385,7 +385,7 @@ def test_all_threads_wait_at_one_barrier(kernel: Any, why: str) -> None:
 
 @cuda.jit
 def far_away(y, by, times):
-    """The product of two numbers: its last bits as a place, and all of it if it is negative."""
+    """Use the last bits of a product as a place, and all of it if it is negative."""
     i = int64(cuda.threadIdx.x)
     place = by * times
     store(y, i + (place & 7), i, I8)
@@ -413,7 +413,7 @@ def test_a_race_between_blocks() -> None:
 
 
 def last_block(before: bool, waits: bool, after: bool, at_all: bool = True) -> Any:
-    """A kernel whose last block adds up what all of them wrote, done rightly or not."""
+    """Return a kernel whose last block adds up what all of them wrote, done rightly or not."""
 
     @cuda.jit
     def protocol(partial, state, total):
@@ -490,7 +490,7 @@ def test_a_fault_names_the_instruction_and_the_thread() -> None:
 
 @cuda.jit
 def strided(x, y, by):
-    """A word of each thread, `by` words apart: in global memory, then in shared memory."""
+    """Read a word of each thread, `by` words apart: in global, then in shared memory."""
     shared = cuda.shared.array(32 * 33, float32)
     i = int64(cuda.threadIdx.x)
     shared[i * by] = load(x, i * by, F4)

@@ -38,7 +38,7 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def dense_chain(
     steps: int, batch: int, size: int, dtype: Any
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Steps that neither grow nor decay much."""
+    """Return steps that neither grow nor decay much."""
     rng = np.random.default_rng(size)
     jacobians = rng.standard_normal((steps, batch, size, size)) / np.sqrt(size)
     return rng.standard_normal((batch, size)).astype(dtype), jacobians.astype(dtype)

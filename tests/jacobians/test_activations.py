@@ -62,7 +62,7 @@ def torch_slope(module: nn.Module, x: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def assert_rounded(actual: np.ndarray, expected: np.ndarray, factor: float) -> None:
-    """Same dtype, and equal up to rounding at the scale of each entry, but at least of 1."""
+    """Compare dtypes, and values up to rounding at the scale of each entry, but at least of 1."""
     assert actual.dtype == expected.dtype
     tolerance = factor * float(np.finfo(expected.dtype).eps)
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)

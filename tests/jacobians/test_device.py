@@ -39,7 +39,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def pair(cupy: Any, name: str, dtype: Any) -> tuple[Any, Any]:
-    """The operator with random parameters on the host, and the same on the device."""
+    """Return the operator with random parameters on the host, and the same on the device."""
     make = (OPERATORS | CELLS)[name]
     host, device = make(dtype), make(dtype)
     share(cupy, host, device, np.random.default_rng(0))

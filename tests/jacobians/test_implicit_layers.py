@@ -58,7 +58,7 @@ def a_schedule(rng: np.random.Generator, n: int) -> Schedule:
 
 
 def gradients(net: Sequential, x: np.ndarray, grad: np.ndarray, plan: ScanPlan) -> Any:
-    """The output, and the gradients in the input and in the parameters, by implicit steps."""
+    """Return the output, and gradients in input and parameters, by implicit steps."""
     xs = net.activations(x)
     lead = x.shape[: x.ndim - len(net.input_shape)]
     grads = plan.inclusive_scan(grad.reshape(*lead, -1), net.implicit(xs))

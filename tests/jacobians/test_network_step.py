@@ -62,7 +62,7 @@ def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def masked(module: Any, rng: np.random.Generator) -> Any:
-    """A module of PyTorch, most of them pruned by a random mask."""
+    """Prune most parameters of a module of PyTorch by a random mask."""
     randomise(module, rng)
     if rng.random() < 0.8:
         mask = random_mask(rng, tuple(module.weight.shape))
@@ -71,7 +71,7 @@ def masked(module: Any, rng: np.random.Generator) -> Any:
 
 
 def run_torch(net: Any, x: np.ndarray, grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict]:
-    """The output, and the gradients in the input and in the parameters."""
+    """Return the output, and the gradients in the input and in the parameters."""
     given = torch.tensor(x, requires_grad=True)
     y = net(given)
     names, params = zip(*net.named_parameters(), strict=True) if [*net.parameters()] else ((), ())
@@ -84,7 +84,7 @@ def run_torch(net: Any, x: np.ndarray, grad: np.ndarray) -> tuple[np.ndarray, np
 
 
 def check(net: Any, input_shape: tuple[int, ...], batch: int, rng: np.random.Generator) -> None:
-    """The same as PyTorch's, twice, the second time in the arrays of the first."""
+    """Compare with PyTorch twice, the second time in the arrays of the first."""
     net = net.double()
     for param in net.parameters():
         # The slopes of large sums would be all rounding.
@@ -262,7 +262,7 @@ class Block(nn.Module):
 
 
 def residual(rng: np.random.Generator, narrow: int, wide: int, size: int, training: int) -> Any:
-    """A block of each: ours and PyTorch's; with the number of samples, in training."""
+    """Return a block of each: ours and PyTorch's; with the number of samples, in training."""
 
     def module(a: int, b: int, kernel: int, stride: int) -> nn.Conv2d:
         return masked(nn.Conv2d(a, b, kernel, stride, kernel // 2), rng).double()
@@ -331,7 +331,7 @@ def small_net(dtype: Any = F4, keep: float = 0.3, seed: int = 0) -> Sequential:
 
 
 def in_torch(net: Sequential, dtype: torch.dtype) -> Callable[..., Any]:
-    """The small network as a function of PyTorch, and its parameters."""
+    """Return the small network as a function of PyTorch, and its parameters."""
     first, _, _, second, _, _, last = net.layers
     params = [
         torch.tensor(array * (layer.kept_weights() if name == "weight" else 1), dtype=dtype)

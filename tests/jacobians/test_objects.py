@@ -82,7 +82,7 @@ def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 
 def layers(op: Any) -> list[Any]:
-    """The layer itself, or those of which it is made."""
+    """Return the layer itself, or those of which it is made."""
     if not hasattr(op, "ops"):
         return [op]
     return [part for inner in (*op.ops, *getattr(op, "shortcut", ())) for part in layers(inner)]

@@ -55,7 +55,7 @@ class Case(NamedTuple):
     rng: np.random.Generator
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The new state ``(n, state_size)`` by PyTorch."""
+        """Return the new state ``(n, state_size)`` by PyTorch."""
         parameters = {
             name: parameter * self.masks[name] if name in self.masks else parameter
             for name, parameter in self.module.named_parameters()
@@ -66,7 +66,7 @@ class Case(NamedTuple):
         return torch.cat(after, dim=-1) if lstm else after
 
     def jacobian(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """The transposed Jacobian of one step by PyTorch."""
+        """Return the transposed Jacobian of one step by PyTorch."""
         actual = torch.autograd.functional.jacobian(
             lambda s: self.step(torch.tensor(x)[None], s[None])[0], torch.tensor(state)
         )

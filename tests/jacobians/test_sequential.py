@@ -87,7 +87,7 @@ def share_all(ops: Any, modules: Any) -> None:
 
 
 def twin(op: Any) -> nn.Module:
-    """The module that an operator is named after, in evaluation; its parameters are its own."""
+    """Return the module that an operator is named after, in evaluation, with its own parameters."""
     if isinstance(op, Residual):
         return TorchResidual(*map(twin, op.ops), shortcut=map(twin, op.shortcut))
     if isinstance(op, Conv2d):

@@ -26,7 +26,7 @@ def double() -> Iterator[None]:
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
-    """The next states, from the products of the input `a` and of the state `v`."""
+    """Return the next states, from the products of the input `a` and of the state `v`."""
     if kind is RNN:
         return jnp.tanh(a + v), c
     if kind is GRU:
@@ -39,7 +39,7 @@ def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
 
 
 def loop(net: Any, params: Any, x: Any, state: Any, lengths: Any = None) -> tuple[Any, Any]:
-    """What a network computes, step by step."""
+    """Run a network step by step."""
     kind, directions = type(net), 1 + net.bidirectional
     lengths = jnp.full(x.shape[1:-1], len(x)) if lengths is None else lengths
     lasts = []

@@ -50,7 +50,7 @@ def grids(size: int) -> list[Grid]:
 
 
 def rows_of(step: Any, rows: slice) -> Any:
-    """Some rows of a Jacobian in any form."""
+    """Return some rows of a Jacobian in any form."""
     if isinstance(step, BatchedCSR):
         indptr = step.indptr[rows.start : rows.stop + 1]
         entries = slice(indptr[0], indptr[-1])
@@ -62,7 +62,7 @@ def rows_of(step: Any, rows: slice) -> Any:
 def part_of(
     chain: Chain, grid: Grid, rank: int, cuts: list[int], shares: list[np.ndarray]
 ) -> tuple[Chain, slice, list[slice]]:
-    """A rank's steps, the gradients it gets, and its entries of each of the chain's."""
+    """Return a rank's steps, its gradients, and its entries of each of the chain's."""
     position, row = grid.position(rank), grid.row(rank)
     steps = slice(cuts[position], cuts[position + 1])
     got = slice(steps.start, steps.stop + (chain.inclusive and position == grid.chain - 1))
@@ -153,7 +153,7 @@ def check(seed: int, comm: MPI.Intracomm) -> None:
 
 
 def stencil(width: int, rng: np.random.Generator) -> sp.csr_array:
-    """A step on a square of unknowns: each reads its neighbours above, below, left and right."""
+    """Return a step on a square of unknowns: each reads those above, below, left and right."""
     line = sp.diags_array([np.ones(width - 1)] * 2, offsets=[-1, 1])
     eye = sp.eye_array(width)
     matrix = sp.csr_array(sp.kron(eye, line) + sp.kron(line, eye) + sp.kron(eye, eye))

@@ -142,7 +142,7 @@ def equal_parts(n: int) -> slice:
 
 
 def by_products(grad: np.ndarray, chain: CSRChain, **options: Any) -> Any:
-    """This rank's gradients, without any fallback: no gradient is handed on."""
+    """Return this rank's gradients, without any fallback: no gradient is handed on."""
     traffic = parallel.Communicator.of(WORLD).traffic
     before = traffic["send"].calls if "send" in traffic else 0
     mine = equal_parts(len(chain))

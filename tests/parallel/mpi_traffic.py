@@ -32,7 +32,7 @@ def counted() -> np.ndarray:
 
 
 def check(wire: Wire, plan: parallel.ParallelPlan, scan: Callable[[], object]) -> None:
-    """A scan sends what the forecast says, by the library's count and by our own."""
+    """Compare what a scan sends with the forecast, by the library's count and by our own."""
     scan()  # takes memory, about which the ranks agree, too
     before, own = wire.read(), counted()
     scan()

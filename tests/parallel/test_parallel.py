@@ -164,7 +164,7 @@ class Elements:
         return merged
 
     def leaves(self, rng: np.random.Generator, grad: np.ndarray) -> np.ndarray | None:
-        """The result for a gradient, combined in any order; None if somebody gave up."""
+        """Return the result for a gradient, combined in any order; None if somebody gave up."""
         vector = self.message(0, 0)
         vector.vector(grad.shape[-1])[:] = grad
         vector.describe(0, 0, State.VECTOR)

@@ -68,7 +68,7 @@ def mask(rng: np.random.Generator, rows: int, cols: int) -> sp.csr_array:
 def random_chain(
     rng: np.random.Generator, layout: str, n: int, batch: int | None
 ) -> tuple[Any, Any]:
-    """A chain of positive numbers, so that nothing cancels."""
+    """Return a chain of positive numbers, so that nothing cancels."""
     dtype = rng.choice([np.float32, np.float64])
     size = int(rng.integers(1, 6))
     leading = () if batch is None else (batch,)

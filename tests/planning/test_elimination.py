@@ -51,7 +51,7 @@ FAMILIES = [chain, tree, series_parallel, general, complete]
 
 
 def integer(rng, shape):
-    """Sums are exact, and ties are common."""
+    """Return integers: sums are exact, and ties are common."""
     return rng.integers(-2, 3, shape).astype(float)
 
 
@@ -78,13 +78,13 @@ def graphs(test):
 
 
 def cost_of(nodes, edges, choices):
-    """The total of one assignment; choices may be arrays that broadcast against each other."""
+    """Return the total of an assignment; choices may be arrays that are broadcast."""
     total = sum((cost[g] for cost, g in zip(nodes, choices, strict=True)), start=np.float64(0))
     return total + sum(cost[choices[u], choices[v]] for u, v, cost in edges)
 
 
 def all_costs(nodes, edges):
-    """The cost of every assignment, an axis for each node."""
+    """Return the cost of every assignment, an axis for each node."""
     return cost_of(nodes, edges, np.ix_(*(range(len(cost)) for cost in nodes)))
 
 
@@ -179,7 +179,7 @@ def test_integers_and_booleans_are_costs():
 
 
 def planted(rng, ends, sizes):
-    """A graph whose one optimal assignment is known, and costs nothing, though no cost shows it.
+    """Return a graph whose one optimal assignment is known, and free, though no cost shows it.
 
     Away from the assignment every node costs more. The cost of an edge is then moved about: part of
     it to the nodes at its ends.

@@ -49,7 +49,7 @@ def any_schedule(rng: np.random.Generator, n: int) -> Schedule:
 
 
 def sparse_products(program: Program) -> list[tuple[int, int]]:
-    """The products that could also be stored densely."""
+    """Return the products that could also be stored densely."""
     none = np.empty((0, 3), np.int64)
     ops = np.concatenate([none, *[level.ops for level in program.schedule.levels]])
     intervals = ops[ops[:, 0] > 0, ::2].tolist()
@@ -67,7 +67,7 @@ def total(program: Program, model: CpuModel) -> float:
 def all_totals(
     patterns: list[Pattern], schedule: Schedule, model: CpuModel
 ) -> dict[frozenset[tuple[int, int]], float]:
-    """The time with every set of products stored densely."""
+    """Return the time with every set of products stored densely."""
     sparse = sparse_products(Program(patterns, schedule))
     subsets = (itertools.combinations(sparse, count) for count in range(len(sparse) + 1))
     return {

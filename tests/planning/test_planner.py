@@ -62,7 +62,7 @@ def with_best_forms(patterns: list[Pattern], schedule: Schedule, model: CpuModel
 def draw_case(
     rng: np.random.Generator, n: int, low: int, high: int
 ) -> tuple[list[Pattern], CpuModel]:
-    """A chain of all kinds of steps, on a machine of any kind."""
+    """Draw a chain of all kinds of steps, on a machine of any kind."""
     patterns = random_patterns(rng, n, low, high)
     threads, batch = int(rng.choice([1, 2, 16, 64])), int(rng.choice([1, 1, 4]))
     dtype = rng.choice([F4, F8])
@@ -322,7 +322,7 @@ def test_the_same_plan_in_every_process(tmp_path: Path) -> None:
 
 
 def least_named(error: MemoryLimitError) -> int:
-    """The memory that the smallest plan needs, according to the message."""
+    """Return the memory that the smallest plan needs, according to the message."""
     match = re.search(r"the least, Schedule.linear\(\d+\), .*?([\d,]+) (B|bytes\))$", str(error))
     assert match, str(error)
     return int(match[1].replace(",", ""))
@@ -465,7 +465,7 @@ def test_a_plan_that_is_really_measured(monkeypatch: pytest.MonkeyPatch, n: int)
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch, as_if: Any) -> list[Any]:
-    """The models of all choices made, of which none is remembered at first."""
+    """Collect the models of all choices, of which none is remembered at first."""
     result: list[Any] = []
 
     def counting(patterns: Any, model: Any, **options: Any) -> Choice:

@@ -150,7 +150,7 @@ def test_a_tree_for_one_sample_does_not_run_sixteen(as_if: Any) -> None:
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch, small_grains: None, as_if: Any) -> list[Any]:
-    """The batch and the dtype of all choices that are made, on 64 threads."""
+    """Collect the batch and the dtype of all choices that are made, on 64 threads."""
     result: list[Any] = []
 
     def counting(patterns: Any, model: Any, **options: Any) -> Choice:

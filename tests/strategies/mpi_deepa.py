@@ -80,7 +80,7 @@ def one_process(network: Sequential, batches: list[Any]) -> tuple[list[float], P
 def by_complex_steps(
     output: Callable[[Params, Any], Any], given: Params, batches: list[Any]
 ) -> tuple[list[float], Params]:
-    """The same, with gradients ``Im f(θ + ih)/h`` of the loss, which ranks share out."""
+    """Return gradients ``Im f(θ + ih)/h`` of the loss, too, which ranks share out."""
     params = [{name: p.astype(complex) for name, p in layer.items()} for layer in given]
     flat = [param for layer in params for param in layer.values()]
 
@@ -105,7 +105,7 @@ def by_complex_steps(
 
 
 def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
-    """The output of a layer, from its definition."""
+    """Compute the output of a layer, from its definition."""
     if isinstance(op, Tanh):
         return np.tanh(x)
     if isinstance(op, ReLU):
@@ -133,7 +133,7 @@ def applied(op: Operator, params: dict[str, Any], x: Any) -> Any:
 
 
 def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any) -> Any:
-    """The output of layers and residual blocks."""
+    """Compute the output of layers and residual blocks."""
     for op in ops:
         if isinstance(op, Residual):
             x = of_layers(op.ops, params, x) + of_layers(op.shortcut, params, x)
@@ -143,7 +143,7 @@ def of_layers(ops: Sequence[Operator], params: Iterator[dict[str, Any]], x: Any)
 
 
 def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: Any) -> Any:
-    """The output of a graph, in whose sums missing channels are zeros."""
+    """Compute the output of a graph, in whose sums missing channels are zeros."""
     outputs, given = [x], iter(params)
     for layer, op in zip(graph.layers[1:-1], ops[1:], strict=False):
         read = [outputs[j] for j in layer.inputs]
@@ -158,7 +158,7 @@ def of_graph(graph: Graph, ops: Sequence[Operator | None], params: Params, x: An
 
 
 def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
-    """The output of a recurrent network."""
+    """Compute the output of a recurrent network."""
     cell, readout = params
     state = np.zeros((len(x), network.cell.state_size))
     for now in x.swapaxes(0, 1):
@@ -174,7 +174,7 @@ def of_sequences(network: Recurrent, params: Params, x: Any) -> Any:
 
 
 def of_network(network: Any, params: Params, x: Any) -> Any:
-    """The output of a network."""
+    """Compute the output of a network."""
     if isinstance(network, Recurrent):
         return of_sequences(network, params, x)
     return of_layers(network.ops, iter(params), x)
@@ -326,7 +326,7 @@ def random_configurations(
 def random_configurations_of(
     rng: np.random.Generator, network: Any, batch: int
 ) -> list[tuple[int, ...]]:
-    """The same for a network, and the loss."""
+    """Return random configurations of a network, and of the loss."""
     graph = graph_of(network)
     ops = [*operators(network, graph), None]
     return random_configurations(rng, with_loss(graph), ops, batch)
@@ -390,7 +390,7 @@ def check(
 def check_network(
     network: Any, choices: Sequence[Any], batches: list[Any], rtol: float, exact: bool = True
 ) -> None:
-    """A network with some configurations, or functions that give them, against one process."""
+    """Compare a network in some configurations, or functions that give them, with one process."""
     graph, batch = with_loss(graph_of(network)), len(batches[0][0])
     params = parameters(network)
     if isinstance(network, Sequential) and len(network.ops) == len(network.layers):

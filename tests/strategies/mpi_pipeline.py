@@ -66,7 +66,7 @@ def recurrent(kind: Any, rng: np.random.Generator, dtype: Any) -> Recurrent:
 
 
 def random_network(kind: Any, rng: np.random.Generator) -> tuple[Trainable, Any, Any]:
-    """A network, its dtype and that of its input."""
+    """Return a network, its dtype and that of its input."""
     dtype, x_dtype = rng.choice([np.float32, np.float64], 2)
     ops = images(rng, dtype) if kind is None else recurrent(kind, rng, dtype)
     return ops, dtype, x_dtype
@@ -113,7 +113,7 @@ def assert_near(actual: Gradients, wanted: Gradients, dtype: Any) -> None:
 def assert_sent(
     strategy: Strategy, net: Trainable, before: int, steps: int, dtype: Any, x_dtype: Any
 ) -> None:
-    """The busiest rank has sent what was predicted, if all is of one dtype."""
+    """Compare what the busiest rank has sent with the prediction, if all is of one dtype."""
     busiest = WORLD.allreduce(sent() - before, MPI.MAX)
     if dtype == x_dtype:
         machine = Machine(itemsize=np.dtype(dtype).itemsize)

@@ -55,7 +55,7 @@ def grids() -> list[Grid]:
 
 
 def images(rng: np.random.Generator, dtype: Any) -> Sequential:
-    """A small network with a residual block, which no part is cut inside."""
+    """Return a small network with a residual block, which no part is cut inside."""
     inner = Conv2d(2, 2, 3, padding=1, input_shape=(2, 6, 6), dtype=dtype, rng=rng)
     return Sequential(
         [
@@ -131,7 +131,7 @@ def data(network: Any, rng: np.random.Generator, batch: int, dtype: Any) -> tupl
 
 
 def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> None:
-    """Some steps end with the parameters that one process ends with, on every rank."""
+    """Compare the parameters after some steps with those of one process, on every rank."""
     batch = int(rng.integers(WORLD.size, 10))
     training = strategy.start(WORLD, network, batch, learning_rate=RATE)
     before = [{k: v.copy() for k, v in params.items()} for params in parameters(network)]
@@ -196,7 +196,7 @@ def test_outputs_of_any_shape(rng: np.random.Generator) -> None:
 
 
 def check_bytes(network: Any, rng: np.random.Generator, schedule: str) -> None:
-    """What the busiest rank sends in a step is what was predicted."""
+    """Compare what the busiest rank sends in a step with what was predicted."""
     graph = network.graph() if isinstance(network, Recurrent) else from_sequential(network)
     for grid in grids():
         if schedule == "products" and grid.chain == 1:

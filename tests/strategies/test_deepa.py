@@ -96,7 +96,7 @@ def block_of(of, layer, number, batch):
 
 
 def needed_of(layer, source, box, first):
-    """The box of `source` that a block of `layer` needs, inside of it."""
+    """Return the box of `source` that a block of `layer` needs, inside of it."""
     if not volume(box):
         return ((0, 0),) * 4
     ends = [reach(layer, source, axis, *pair, first) for axis, pair in enumerate(box)]
@@ -172,7 +172,7 @@ def test_there_are_as_many_configurations_as_factorisations():
 
 
 def machine(rng):
-    """A machine on which now transfers, now arithmetic is dear."""
+    """Return a machine on which now transfers, now arithmetic is dear."""
     network = Network("random", 10 ** rng.uniform(0, 4), 10 ** rng.uniform(-2, 2), 0.0, 0.0)
     return Machine(multiply_adds=10 ** rng.uniform(-1, 2), overhead=100.0, network=network)
 
@@ -349,13 +349,13 @@ IMAGES = (GPUS, 1, 1, 1)
 
 
 def shared_link(nbytes: float, takes: float, measured=None) -> SharedLink:
-    """The link over which so many bytes, forward and backward, take so long."""
+    """Return the link over which so many bytes, forward and backward, take so long."""
     network = Network("link", 0.0, takes / (2 * nbytes), 0.0, 0.0)
     return SharedLink(Machine(network=network), measured)
 
 
 def measured_alone(name, times):
-    """Times of a layer that has no other configurations."""
+    """Return times of a layer that has no other configurations."""
     every = Configurations(GPUS).all.tolist()
     return {(name, tuple(one)): times.get(tuple(one), np.inf) for one in every}
 
@@ -456,8 +456,9 @@ def test_table_3():
 
 
 def test_tables_2_and_3_have_no_bandwidth_in_common():
-    """Over the link of Table 2, the updates of Table 3 are those of two layers and not of three,
-    and its transfer is three sevenths of the input; but the choice is the published one.
+    """Two layers are updated in Table 3, not three, over the link of Table 2.
+
+    Its transfer is three sevenths of the input; but the choice is the published one.
     """
     rows, best = three_convolutions(shared_link(BATCH * 9216 * 4, 8.4))
     for chosen, (transfer, _, update, _) in TABLE_3.items():
@@ -479,8 +480,9 @@ def gigabytes(graph, chosen, workers=GPUS, batch=BATCH):
 
 
 def test_figure_15():
-    """VGG-16 on 4 GPUs with 128 images: 4 GB in every iteration, and 490 MB with the layout that
-    the text has: images for convolutions and pools, two workers for the linear layers.
+    """VGG-16 on 4 GPUs with 128 images: 4 GB in every iteration, and 490 MB with the text's layout.
+
+    That has images for convolutions and pools, and two workers for the linear layers.
     """
     graph, workers, batch = with_loss(build("vgg16")), 4, 128
     images = image_parallelism(graph, workers, batch)
@@ -498,7 +500,7 @@ NAMES = "alexnet-owt", "vgg16", "inception-v3"
 
 @functools.cache
 def best_of(name):
-    """What `optimise` finds over the link of Table 2 if its unit is a millisecond, and the machine.
+    """Optimise over the link of Table 2 if its unit is a millisecond; return the machine, too.
 
     Compute times are not given. Here they are those of half the peak of a K80's GPU, 2,185
     multiply-adds a nanosecond; Tables 2 and 3, taken in milliseconds, would exceed that.
@@ -510,7 +512,7 @@ def best_of(name):
 
 
 def test_figure_8():
-    """ "OWT reduces data transfers by 1.05-8.4×", DeePa "further by 1.2-2.7×", "up to 23×".
+    """DeePa: "OWT reduces data transfers by 1.05-8.4×", DeePa "further by 1.2-2.7×", "up to 23×".
 
     The figure has no numbers but these. Ours: 1.07-9.2×, 1.35-2.3×, up to 21×.
     """

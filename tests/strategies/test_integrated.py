@@ -303,7 +303,7 @@ GRIDS = [(2**k, 512 >> k) for k in range(1, 8)]
 
 
 def readings() -> dict[tuple[object, ...], tuple[float, dict[int, float], dict[int, float]]]:
-    """What equations 4 and 8 may mean for AlexNet: milliseconds of pure batch, and speed-ups.
+    """Compute what equations 4 and 8 may mean for AlexNet: times of pure batch, and speed-ups.
 
     For each: the parameters of convolutions; which activations are sent; how often they are sent
     forward and back (the equation has 1 and 2); whether outputs of the last layer are; bytes of a

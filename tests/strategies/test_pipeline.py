@@ -36,7 +36,7 @@ BATCH, RATE = 3, 0.2
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Sequence[Operator], tuple[int, ...], list[Any]]:
-    """A network in float64, registers between its operators, and minibatches."""
+    """Draw a network in float64, registers between its operators, and minibatches."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     network = draw(st.sampled_from([_layers, _cells]))
     ops, shape, places = network(draw, rng)
@@ -63,7 +63,7 @@ def _layers(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], 
 
 
 def _cells(draw: st.DrawFn, rng: np.random.Generator) -> tuple[list[Operator], Any, list[int]]:
-    """A recurrent network; a register is behind all steps."""
+    """Draw a recurrent network; a register is behind all steps."""
     features, hidden, steps = (draw(st.integers(1, 4)) for _ in range(3))
     classes = draw(st.integers(2, 4))
     kind = draw(st.sampled_from([RNNCell, GRUCell]))

@@ -394,8 +394,10 @@ def test_sums_of_gradients_are_hidden_behind_the_backward_pass() -> None:
 
 
 def measured(contention: float = 1.0) -> tuple[Graph, Machine]:
-    """Two layers that take 1, 10, 100, … ns a sample, and half of that more; the second is not
-    faster for half of its channels."""
+    """Return two layers that take 1, 10, 100, … ns a sample, and half of that more.
+
+    The second is not faster for half of its channels.
+    """
     layers = [
         Layer("x", "input", (), (4,)),
         Layer("a", "linear", (0,), (6,), 30, 24, 24),

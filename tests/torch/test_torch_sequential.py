@@ -23,7 +23,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def stack(seed: int) -> tuple[nn.Sequential, Tensor]:
-    """A random stack, some of its weights pruned, and an input."""
+    """Return a random stack, some of its weights pruned, and an input."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     batch, channels, size = int(rng.integers(1, 20)), int(rng.integers(1, 5)), 8
@@ -50,7 +50,7 @@ def stack(seed: int) -> tuple[nn.Sequential, Tensor]:
 
 
 def ours_of(net: nn.Sequential) -> Sequential:
-    """A stack of this package that has the same layers."""
+    """Return a stack of this package that has the same layers."""
     return Sequential(*net.children())
 
 

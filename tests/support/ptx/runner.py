@@ -118,8 +118,10 @@ def _count_up(counts: Any) -> Any:
 
 @dataclass
 class Traffic:
-    """What a launch did: instructions of all threads, by opcode; barriers that threads waited at;
-    bytes that threads asked for, ``"global"``, ``"shared"`` and ``"local"``; how warps got them.
+    """What a launch did, of all threads.
+
+    Instructions by opcode; barriers that threads waited at; bytes that threads asked for,
+    ``"global"``, ``"shared"`` and ``"local"``; how warps got them.
     """
 
     instructions: dict[str, int]
