@@ -552,15 +552,15 @@ def _outer_on_device(given: _Matrices, grads: Array, states: Array, start: Array
     before = before[: given.steps]  # none if there are no steps
     left, right = (before, grads) if given.transposed else (grads, before)
     is_shared = grads.ndim == 3 > given.values.ndim
-    found: Array
+    in_matrices: Array
     if pattern.kind == "dense" and is_shared:
-        found = xp.matmul(left.swapaxes(1, 2), right)
+        in_matrices = xp.matmul(left.swapaxes(1, 2), right)
     elif pattern.kind == "dense":
-        found = left[..., :, None] * right[..., None, :]
+        in_matrices = left[..., :, None] * right[..., None, :]
     else:
         if pattern.kind == "general":
             left = left.take(xp.asarray(rows_of(pattern)), axis=-1)
             right = right.take(xp.asarray(pattern.indices), axis=-1)
         products = left * right
-        found = products.sum(axis=1) if is_shared else products
-    return found
+        in_matrices = products.sum(axis=1) if is_shared else products
+    return in_matrices

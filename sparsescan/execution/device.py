@@ -308,13 +308,13 @@ def _term_bytes(program: Program, dtype: np.dtype[Any]) -> list[int]:
 
 def _sparse_products(program: Program) -> dict[tuple[Pattern, Pattern, Pattern], list[int]]:
     """Return the nodes of the sparse products ``C = A X``, by the patterns of `A`, `X` and `C`."""
-    found: dict[tuple[Pattern, Pattern, Pattern], list[int]] = {}
+    nodes_of: dict[tuple[Pattern, Pattern, Pattern], list[int]] = {}
     nodes = program.ops[program.ops[:, Op.VECTOR] == 0][:, [Op.RIGHT, Op.LEFT, Op.OUT]]
     for a, x, c in nodes.tolist():
         patterns = program.patterns[a], program.patterns[x], program.patterns[c]
         if patterns[0].kind != "diagonal" and patterns[1].kind == "general" and patterns[2].nnz:
-            found.setdefault(patterns, []).append(c)
-    return found
+            nodes_of.setdefault(patterns, []).append(c)
+    return nodes_of
 
 
 def _index_dtype(program: Program) -> np.dtype[Any]:

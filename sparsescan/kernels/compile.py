@@ -126,7 +126,6 @@ class _HelperLibrary(JITCodeLibrary):
         pass
 
     def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
         self._finalized = True
 
 
