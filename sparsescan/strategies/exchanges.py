@@ -9,7 +9,7 @@ an all-gather: each rank receives, and sends, all but its own piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,10 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def cut(tensor: Array, box: Box, fill: float = 0.0) -> Array:
-    """Return a box of a tensor; where it reaches beyond the tensor it is filled."""
+    """Return a box of a tensor, itself if that is all; beyond the tensor it is filled."""
     whole: Box = tuple((0, size) for size in tensor.shape)
+    if box == whole:
+        return tensor
     inner, part = intersection(box, whole), np.full(shape_of(box), fill, tensor.dtype)
     if volume(inner):
         part[_at(inner, box)] = tensor[_at(inner, whole)]
@@ -197,21 +199,21 @@ class Sums:
     ) -> None:
         self._communicator, start = communicator, 0
         # By rank, where the pieces lie that it sums for this one, and those summed here for it.
-        theirs: dict[int, list[Array]] = {}
-        own: dict[int, list[Array]] = {}
+        theirs: dict[int, list[slice]] = {}
+        own: dict[int, list[slice]] = {}
         for size, ranks in arrays:
-            pieces = [
-                start + np.arange(*bounds(size, place, len(ranks))) for place in range(len(ranks))
-            ]
+            ends = [bounds(size, place, len(ranks)) for place in range(len(ranks))]
+            pieces = [slice(start + low, start + high) for low, high in ends]
             for rank, piece in zip(ranks, pieces, strict=True):
                 theirs.setdefault(rank, []).append(piece)
                 own.setdefault(rank, []).append(pieces[ranks.index(communicator.rank)])
             start += size
-        self._theirs = {rank: np.concatenate(theirs[rank]) for rank in sorted(theirs)}
-        self._own = {rank: np.concatenate(own[rank]) for rank in sorted(own)}
+        self._theirs, self._own = dict(sorted(theirs.items())), dict(sorted(own.items()))
 
     def total(self, flat: Array) -> Array:
         """Return the sums of all arrays, which lie one behind the other; collective."""
+        if self._theirs.keys() <= {self._communicator.rank}:
+            return flat
         total = np.zeros_like(flat)
         for where, part in self._given(flat, self._theirs, self._own):
             total[where] += part
@@ -220,13 +222,15 @@ class Sums:
         return total
 
     def _given(
-        self, array: Array, to: Mapping[int, Array], places: Mapping[int, Array]
-    ) -> list[tuple[Array, Array]]:
-        """Give each rank its part of an array; return the places of what each gives, and that."""
-        outgoing = [(rank, array[where]) for rank, where in to.items()]
-        incoming = [(rank, ((0, len(where)),)) for rank, where in places.items()]
+        self, array: Array, to: Mapping[int, list[slice]], places: Mapping[int, list[slice]]
+    ) -> Iterator[tuple[slice, Array]]:
+        """Give each rank its pieces of an array; yield those of each, and their places."""
+        outgoing = [(rank, np.concatenate([array[i] for i in own])) for rank, own in to.items()]
+        lengths = {rank: [i.stop - i.start for i in own] for rank, own in places.items()}
+        incoming = [(rank, ((0, sum(each)),)) for rank, each in lengths.items()]
         arrived = _exchanged(self._communicator, outgoing, incoming, array.dtype)
-        return [(where, part) for where, (_, part) in zip(places.values(), arrived, strict=True)]
+        for (rank, own), (_, part) in zip(places.items(), arrived, strict=True):
+            yield from zip(own, np.split(part, np.cumsum(lengths[rank])[:-1]), strict=True)
 
 
 def descend(
