@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
 from ...execution.device import BLAS_SIZE, GRAIN, LARGE, Shares, chunk_size
-from ...kernels.cpu.tables import LANES
+from ...kernels.cpu.tables import LANES, Op
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
 from .cpu import FAMILIES, Operations, machine_file, read_constants, write_constants
@@ -199,7 +199,8 @@ class GpuModel:
         moved = (operations.bytes + _TERM * sparse * program.work) / self.gpu.bandwidth
         if operations.bytes[:-1].sum() <= self.gpu.cache:
             moved[:] = 0
-        times = [self._level(runs, work, shares, moved) for _, runs in program.levels]
+        is_product = program.ops[:, Op.VECTOR] == 0
+        times = [self._level(runs, work, shares, moved, is_product) for _, runs in program.levels]
         # The linear scan in the end, which waits for a value that is not finite.
         guard = self.gpu.launch if program.products else 0.0
         return self.gpu.run + guard, times
@@ -210,6 +211,7 @@ class GpuModel:
         work: _Work,
         shares: Shares,
         moved: NDArray[np.float64],
+        is_product: NDArray[np.bool_],
     ) -> float:
         """Return nanoseconds of a level, of which memory takes `moved`."""
         first, last = int(runs[0, 0]), int(runs[-1, 1])
@@ -229,7 +231,7 @@ class GpuModel:
         np.maximum.at(times, launch[: len(longest)], longest)
         calls = np.bincount(launch, shares.blas[level] & alone)
         # What many blocks have made another launch brings into range, should it be out of it.
-        later = np.bincount(launch, (blocks > 1) & (work.at_once < self.gpu.blocks))
+        later = np.bincount(launch, (blocks > 1) & is_product[level])
         launches = 1 + calls + (calls > 0) + (later > 0)
         times += np.bincount(launch, work.matmul) + launches * self.gpu.launch
         # Calls of cuBLAS are between graphs, of which the next one is started after them.
