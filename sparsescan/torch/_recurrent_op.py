@@ -275,7 +275,7 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, about: Any, counts: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         given = _Recurrent.given(counts, tensors)
-        call = _forward if is_direct(x) else _recurrent_forward
+        call = _forward if is_direct(x, *tensors) else _recurrent_forward
         output: tuple[Tensor, ...] = call(x, *given, *about)
         ctx.about, ctx.counts = about[:5], counts
         ctx.save_for_backward(output[2], x, *tensors)
@@ -299,7 +299,8 @@ class _Recurrent(torch.autograd.Function):
             what = "a recurrent network"
             grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
         else:
-            grads = (_backward if is_direct(x) else _recurrent_backward)(*arguments)
+            call = _backward if is_direct(*above[:2], x, *tensors) else _recurrent_backward
+            grads = call(*arguments)
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
         return (None, None, below, state_grad, None, *grads[1:], *(None,) * len(given[3]))

@@ -207,7 +207,8 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         gradients = _differentiable_backward(grads, states, matrices, initial, *about)
     else:
-        call = _backward if is_direct(grads) else _affine_scan_backward
+        is_plain = is_direct(grads, states, matrices, initial)
+        call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_offsets, in_initial = gradients[:2]
     # What samples share has the sum of their gradients.

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils._pytree import tree_map_only
 
 import sparsescan.torch
 from sparsescan import InputTypeError
@@ -395,3 +396,50 @@ def test_only_what_records_calls_sees_operators() -> None:
         with torch.profiler.profile() as profile:
             call(tensor)
         assert not any(event.name.startswith("sparsescan::") for event in profile.events())
+
+
+class Holder(torch.Tensor):
+    """A tensor without memory of its own, which notes the operators that are called with it."""
+
+    seen: list[str]
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, dtype=inner.dtype, requires_grad=True
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner.detach()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        args, kwargs = tree_map_only(Holder, lambda each: each.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def test_parameters_that_are_no_plain_tensors_find_operators() -> None:
+    net, x = sparsescan.torch.GRU(3, 4), torch.randn(5, 2, 3)
+    params, about = list(net.parameters()), (net.mode, 4, 1, True, False)
+    matrices, offsets = torch.rand(4, 3, 3), torch.rand(4, 3, requires_grad=True)
+
+    def run(params: list[torch.Tensor]) -> torch.Tensor:
+        return _recurrent_op.run(x, None, None, params, [], *about, True)[0]
+
+    def scan(params: list[torch.Tensor]) -> torch.Tensor:
+        return sparsescan.torch.affine_scan(matrices, params[0])
+
+    for call, tensors, name in (
+        (run, params, "recurrent_forward"),
+        (scan, [offsets], "affine_scan"),
+    ):
+        Holder.seen = []
+        held = [Holder(each) for each in tensors]
+        output = call(held)
+        assert f"sparsescan.{name}.default" in Holder.seen
+        expected = call(tensors)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        grads = torch.autograd.grad(output.sum(), held)
+        torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), tensors))
