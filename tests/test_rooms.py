@@ -128,7 +128,8 @@ def test_no_two_files_import_each_other() -> None:
 
 # Attributes of other libraries' objects, which have no public ones for this.
 NUMBA = {"_cache", "_cache_file", "_cache_path", "_data_path", "_impl", "_index_path", "_version"}
-TORCH = {"_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_modules", "_tensor_name"} | {
+TORCH = {
+    *("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_modules", "_tensor_name"),
     *("_C", "_are_functorch_transforms_active", "_get_tracing_state", "_len_torch_dispatch_stack"),
 }
 TUPLE = {"_fields", "_replace"}

@@ -1014,7 +1014,7 @@ class _Memory:
         """Take over the inputs of some samples, which become lanes."""
         sequence, width = group.sequence(k, (0, self.steps)), self.widths[0]
         caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
-        kernels.turn_in(caller, sequence, width, self.states[0], 0, self.steps)
+        kernels.turn_in(caller, sequence, width, self.states[0])
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""

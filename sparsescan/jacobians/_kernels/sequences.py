@@ -371,10 +371,10 @@ def _turn_row_out(x, at, cols, out, to, row, samples):
 
 
 @_kernel
-def turn_in(caller, s, cols, out, begin, end):
-    """Write the inputs of some steps, of the samples of a sequence, filled up with zeros."""
+def turn_in(caller, s, cols, out):
+    """Write the inputs of the samples of a sequence, filled up with zeros."""
     for first in range(s.first, s.first + s.count, s.samples):
-        _turn_steps_in(caller, s, first, cols, out, begin, end)
+        _turn_steps_in(caller, s, first, cols, out, 0, s.steps)
 
 
 @_helper
