@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -37,7 +38,9 @@ __all__ = ["Gradients", "TrainingStep", "unroll"]
 Array = NDArray[Any]
 
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
-_MOST_UNITS = 32  # with more, lanes are units, and samples are for more threads
+# Units up to which samples are lanes: in any case, and where there is a group of samples for each
+# core of the machine.
+_FEW_UNITS, _MOST_UNITS = 32, 128
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
@@ -500,8 +503,12 @@ def _has_sample_lanes(network: Layers, x: Array) -> bool:
     if any(mask is not None and _is_sparse(mask.on(np)) for mask in masks):
         return True
     # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
-    lanes = sample_lanes(x.dtype)
-    return lanes < min(lanes_of(x.dtype), x.shape[1]) and cells[0].hidden_size <= _MOST_UNITS
+    lanes, batch, units = sample_lanes(x.dtype), x.shape[1], cells[0].hidden_size
+    if batch <= lanes or lanes_of(x.dtype) == lanes:
+        return False
+    # Not the cores that this process may use: the bits of results would depend on their number.
+    fills_machine = -(-batch // lanes) >= (os.cpu_count() or 1)
+    return units <= (_MOST_UNITS if fills_machine else _FEW_UNITS)
 
 
 def _is_sparse(kept: NDArray[np.bool_]) -> bool:

@@ -17,6 +17,7 @@ from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
 
 Array = NDArray[Any]
 KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
@@ -69,6 +70,26 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
             errors[part] = errors.get(part, 0) + np.array(squares)
     for part, (error, other) in errors.items():
         assert np.sqrt(error) <= 1.25 * np.sqrt(other), part
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_lanes_where_they_fill_the_machine(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sample_lanes(F4) == lanes(F4):
+        pytest.skip("vectors are those of AVX2")
+    rng = np.random.default_rng()
+    net = KINDS[kind](3, 40, 2, dtype=F4, rng=rng)
+    arguments = arguments_of(rng, net, 35, 19, F4, shorter=True)
+    exact = autograd(net, *arguments, "float64")
+    for cores, expected in ((1, True), (3, True), (4, False), (None, True)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        step = net.training_step()
+        actual = gradients_of(step, *arguments)
+        assert step._directions[0].has_sample_lanes == expected
+        for name, array in exact.items():
+            bound = 1e4 * float(np.finfo(F4).eps) * np.max(np.abs(array))
+            assert np.max(np.abs(actual[name] - array)) <= bound, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
