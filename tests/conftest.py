@@ -8,7 +8,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +125,21 @@ def seeds(request: pytest.FixtureRequest) -> Callable[..., range]:
 @pytest.fixture
 def with_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Set the number of threads, with as many workers, and work cut into the smallest pieces."""
-    pools = []
+    crews = []
 
     def set_threads(count: int) -> None:
-        pools.append(ThreadPoolExecutor(max(count - 1, 1)))
+        crews.append(threads.Crew(max(count - 1, 1)))
         # By name, because the function `sparsescan.plan` hides the module.
         for name in ("choose", "scan_plan"):
             module = importlib.import_module(f"sparsescan.plan.{name}")
             monkeypatch.setattr(module, "thread_count", lambda: count)
-        monkeypatch.setattr(threads, "_pool", pools[-1])
+        monkeypatch.setattr(threads, "_crew", crews[-1])
 
     monkeypatch.setattr(sparsescan.execution.stages, "RUN_GRAIN", 1)
     monkeypatch.setattr(sparsescan.execution.stages, "ROW_GRAIN", 1)
     yield set_threads
-    for pool in pools:
-        pool.shutdown()
+    for crew in crews:
+        crew.close()
 
 
 @pytest.fixture

@@ -3,34 +3,39 @@
 Numba's own layers would do for one caller, but workqueue must not be entered by two threads at once
 and GNU OpenMP must not be used after a fork. These are plain Python threads: a kernel does not need
 all of them to come, so callers share them without waiting for each other, and a forked child starts
-its own.
+its own. A thread that sleeps takes long to wake up, beside the calls of a small network's training
+step. So one that has nothing to do looks out for the next call for a while, and who waits for the
+end of a call does so, too, both in compiled code that leaves the GIL to others.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from numba import config
 from numba.core.compiler_lock import global_compiler_lock
 
 from ..kernels.cpu.run import abort
+from ..kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
 
-__all__ = ["Team", "lent", "share", "thread_count", "usable_cores", "work"]
+__all__ = ["Crew", "Team", "lent", "share", "thread_count", "usable_cores", "work"]
 
 # It calls a function on each thread of another library, and waits until all have returned.
 Team = Callable[[Callable[[], None]], None]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.
 LONG = 50_000_000
-
-_pool: ThreadPoolExecutor | None = None
-_lock = threading.Lock()
+# Nanoseconds that threads look out for each other before they sleep, and those in which a caller
+# comes from posting a call to its own part of the work.
+_AWAKE, _PAUSE = 200_000, 20_000
 
 
 def thread_count() -> int:
@@ -59,28 +64,20 @@ def work(
     if threads <= 1 and nanoseconds <= LONG:
         kernel(tables, 0)
         return
-    helpers: list[Future[None]] = []
-    failed = True
-    try:
+    calls: list[_Call] = []
+
+    def begin() -> None:
         long = nanoseconds > LONG and threading.current_thread() is threading.main_thread()
-        apart = long and _start(helpers, _guard, kernel, tables, 0)
+        apart = long and _start(calls, _guard, kernel, tables, 0)
         for i in range(1, threads):
-            if not _call_help(helpers, _guard, kernel, tables, i):
+            if not _call_help(calls, _guard, kernel, tables, i):
                 break
         if apart:
-            helpers[0].result()
+            calls[0].wait()
         else:
             kernel(tables, 0)
-        failed = False
-    finally:
-        try:
-            _wait(helpers, tables, failed)
-        finally:
-            # Another interrupt may have come before that one began to wait.
-            _wait(helpers, tables, failed)
-    for helper in helpers:
-        if not helper.cancelled():
-            helper.result()
+
+    _finish(calls, begin, lambda: abort(tables))
 
 
 _lent = threading.local()
@@ -132,68 +129,72 @@ def share(call: Callable[[int], None], parts: int) -> None:
         if errors:
             raise errors[0]
         return
-    helpers: list[Future[None]] = []
-    try:
+    calls: list[_Call] = []
+
+    def begin() -> None:
         for _ in range(min(parts, thread_count()) - 1):
-            if not _call_help(helpers, work_off):
+            if not _call_help(calls, work_off):
                 break
         work_off()
-    except BaseException:
+
+    def stop() -> None:
         # The helpers take no other part.
+        nonlocal end
         end = 0
-        raise
-    finally:
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+
+    _finish(calls, begin, stop)
 
 
-def _call_help(helpers: list[Future[None]], call: Callable[..., None], *arguments: Any) -> bool:
-    """Add a helper that makes this call; False if there can be none."""
+def _finish(calls: list[_Call], begin: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Do this thread's part of some work, which posts `calls`, and see that none of them runs on.
+
+    However often that is interrupted. If anything fails, the work is stopped, and the first
+    exception is raised. Calls that no helper has taken are not made.
+    """
+    failure: BaseException | None = None
+    has_begun = False
+    while calls or not has_begun:
+        try:
+            if not has_begun:
+                has_begun = True
+                begin()
+            if failure is not None:
+                stop()
+            while calls:
+                call = calls[-1]
+                if not call.cancel():
+                    call.wait()
+                calls.pop()
+                if call.error is not None:
+                    raise call.error
+        except BaseException as error:
+            failure = error if failure is None else failure
+    if failure is not None:
+        raise failure
+
+
+def _call_help(calls: list[_Call], call: Callable[..., None], *arguments: Any) -> bool:
+    """Add a call that a helper makes if one comes in time; False if there can be none."""
+    # It is added before it is posted or started, so that an interrupt in between finds it.
+    calls.append(_Call(call, arguments))
     try:
-        helpers.append(_executor().submit(call, *arguments))
+        _helpers().post(calls[-1])
     except RuntimeError:
         # No thread can be started, for example since the main one has ended: do without.
+        calls.pop()
         return False
     return True
 
 
-def _start(helpers: list[Future[None]], call: Callable[..., None], *arguments: Any) -> bool:
-    """Add a helper that makes this call at once, in a new thread; False if there can be none."""
-    helper: Future[None] = Future()
-
-    def run() -> None:
-        if not helper.set_running_or_notify_cancel():
-            return
-        try:
-            call(*arguments)
-        except BaseException as error:
-            helper.set_exception(error)
-        else:
-            helper.set_result(None)
-
-    # It is added before it starts, so that an interrupt in between finds it.
-    helpers.append(helper)
+def _start(calls: list[_Call], call: Callable[..., None], *arguments: Any) -> bool:
+    """Add a call that is made at once, in a new thread; False if there can be none."""
+    calls.append(_Call(call, arguments))
     try:
-        threading.Thread(target=run, name="sparsescan-main").start()
+        threading.Thread(target=calls[-1].make, name="sparsescan-main").start()
     except RuntimeError:
-        helpers.remove(helper)
+        calls.pop()
         return False
     return True
-
-
-def _wait(helpers: list[Future[None]], tables: Any, failed: bool) -> None:
-    """Wait until no helper runs, however often that is interrupted; if work has failed, stop it."""
-    interrupt: BaseException | None = None
-    while not all(helper.cancel() or helper.done() for helper in helpers):
-        try:
-            if failed:
-                abort(tables)
-            wait(helpers)
-        except BaseException as error:
-            interrupt, failed = error, True
-    if interrupt is not None:
-        raise interrupt
 
 
 def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
@@ -204,18 +205,169 @@ def _guard(kernel: Callable[[Any, int], None], tables: Any, i: int) -> None:
         raise
 
 
-def _executor() -> ThreadPoolExecutor:
-    global _pool
+# -- Helpers --------------------------------------------------------------------------------------
+
+
+class _Call:
+    """A call that another thread makes, unless the caller comes first and cancels it.
+
+    Attributes
+    ----------
+    error : BaseException or None
+        What it has raised.
+    ended : ndarray of int64
+        Not 0 when it has ended, and the helper that made it has left the GIL to others.
+    """
+
+    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._work: tuple[Callable[..., None], tuple[Any, ...]] | None = function, arguments
+        self._takers: list[str] = []
+        self._running = threading.Lock()
+        self._running.acquire()
+        self.error: BaseException | None = None
+        self.ended = np.zeros(1, np.int64)
+
+    def _goes_to(self, taker: str) -> bool:
+        """Return whether this one has asked for it first: an append cannot be interrupted."""
+        self._takers.append(taker)
+        return self._takers[0] == taker
+
+    def make(self) -> None:
+        """Make it, unless it is cancelled, and keep nothing that it has used."""
+        if not self._goes_to("helper") or self._work is None:
+            return
+        function, arguments = self._work
+        try:
+            function(*arguments)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._work = None
+            self._running.release()
+
+    def cancel(self) -> bool:
+        """Return whether nobody makes it, or ever will."""
+        is_cancelled = self._goes_to("caller")
+        if is_cancelled:
+            self._work = None
+        return is_cancelled
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if not await_end(self.ended, _AWAKE):
+            with self._running:
+                pass
+
+
+class Crew:
+    """Threads that make calls for others.
+
+    Parameters
+    ----------
+    most : int
+        How many threads there may be. They start when they are needed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._posted: deque[_Call] = deque()
+        self._sleepers: list[threading.Lock] = []
+        self._words = np.zeros(WORDS, np.int64)
+        self._numbers = itertools.count(1)
+        self._is_closed = False
+        # Compiled, or loaded, by who needs help, and not while helpers do.
+        await_call(self._words, 0, np.zeros(1, np.int64), 0, 0)
+        await_end(np.ones(1, np.int64), 0)
+
+    def post(self, call: _Call) -> None:
+        """Let the next free thread make a call; RuntimeError if there is none, nor can be."""
+        self._posted.append(call)
+        self._words[POSTED] = next(self._numbers)
+        if self._words[WAITING] < len(self._posted):
+            try:
+                self._sleepers.pop().release()
+            except IndexError:
+                self._start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if len(self._threads) < self._most:
+                # No program waits for these when it ends.
+                thread = threading.Thread(target=self._work, name="sparsescan", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        self._posted.clear()
+                        raise
+                    return
+                self._threads.append(thread)
+
+    def _work(self) -> None:
+        """Make calls, the oldest first, and sleep when there has been none for a while."""
+        asleep, ended = threading.Lock(), np.zeros(1, np.int64)
+        asleep.acquire()
+        while not self._is_closed:
+            seen = self._words[POSTED]
+            try:
+                call = self._posted.popleft()
+            except IndexError:
+                if not await_call(self._words, seen, ended, _AWAKE, _PAUSE):
+                    self._sleep(asleep)
+                continue
+            ended[0] = 1
+            call.make()
+            ended = call.ended
+            del call
+        ended[0] = 1
+
+    def _sleep(self, asleep: threading.Lock) -> None:
+        """Wait until somebody releases the lock, which is then locked again."""
+        self._sleepers.append(asleep)
+        if self._posted or self._is_closed:
+            # That was before anybody could see that this thread sleeps.
+            try:
+                self._sleepers.remove(asleep)
+                return
+            except ValueError:  # somebody has seen it
+                pass
+        asleep.acquire()
+
+    def close(self) -> None:
+        """Let all threads end, and wait for those that make no long call."""
+        self._is_closed = True
+        self._words[POSTED] = -1
+        while self._sleepers:
+            self._sleepers.pop().release()
+        for thread in self._threads:
+            thread.join(1.0)
+
+
+_crew: Crew | None = None
+_lock = threading.Lock()
+
+
+def _helpers() -> Crew:
+    global _crew
     with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(max(1, thread_count() - 1), "sparsescan")
-        return _pool
+        if _crew is None:
+            _crew = Crew(max(1, thread_count() - 1))
+        return _crew
+
+
+@atexit.register
+def _close() -> None:
+    """Let no thread be in compiled code when the interpreter ends, which frees that."""
+    if _crew is not None:
+        _crew.close()
 
 
 def _renew() -> None:
     """Start anew in a forked child, where the threads of the parent do not exist."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _crew, _lock
+    _crew, _lock = None, threading.Lock()
     global_compiler_lock.release()  # type: ignore[no-untyped-call]
 
 

@@ -22,6 +22,7 @@ from sparsescan import BatchedCSR, CSRChain
 from sparsescan.execution import threads as _threads
 from sparsescan.kernels.cpu.run import abort
 from sparsescan.kernels.cpu.tables import ABORTED, Run, Tables
+from sparsescan.kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -375,7 +376,7 @@ def test_a_thread_may_outlive_the_main_one(tmp_path):
 
 def test_a_thread_that_fails_lets_nobody_wait(monkeypatch):
     """Its unit will never be done: who waits for that is let go, and the error is raised."""
-    monkeypatch.setattr(_threads, "_pool", None)
+    monkeypatch.setattr(_threads, "_crew", None)
     tables = Tables(np.zeros(Run.WIDTH, np.int64), *[None] * 4)
 
     def kernel(t, thread):
@@ -592,9 +593,90 @@ def test_no_system_without_threads_is_left_waiting(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(_threads, "_pool", None)
+    monkeypatch.setattr(_threads, "_crew", None)
     monkeypatch.setattr(_threads, "LONG", 0)
     assert (sparsescan.exclusive_scan(np.ones(4), np.full((9, 4, 4), 0.25)) == 1).all()
+
+
+def test_parts_are_taken_once_by_callers_that_share_helpers(monkeypatch):
+    """Helpers that are awake, asleep or late, and callers of which some fail."""
+    crew = _threads.Crew(3)
+    monkeypatch.setattr(_threads, "_crew", crew)
+    monkeypatch.setattr(_threads, "thread_count", lambda: 4)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(300):
+            parts, fails, taken = rng.integers(2, 9), rng.random() < 0.1, []
+            pause = rng.choice([0, 0, 1e-5, 5e-4])
+
+            def call(part, pause=pause, fails=fails, taken=taken):
+                time.sleep(pause)
+                taken.append(part)
+                if fails and part == 1:
+                    raise ValueError("part 1")
+
+            if fails:
+                with pytest.raises(ValueError, match="part 1"):
+                    _threads.share(call, parts)
+                assert len(set(taken)) == len(taken)
+            else:
+                _threads.share(call, parts)
+                assert sorted(taken) == list(range(parts))
+            time.sleep(rng.choice([0, 1e-4, 5e-4]))
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6)))
+    assert {thread.name for thread in crew._threads} == {"sparsescan"}
+    crew.close()
+    assert not any(thread.is_alive() for thread in crew._threads)
+
+
+def test_a_call_that_is_taken_is_waited_for_and_another_is_not_made():
+    crew, begun, end, made = _threads.Crew(1), threading.Event(), threading.Event(), []
+
+    def run():
+        begun.set()
+        assert end.wait(60)
+        made.append("first")
+
+    calls = [_threads._Call(run, ()), _threads._Call(made.append, ("second",))]
+    for call in calls:
+        crew.post(call)
+    assert begun.wait(60)
+    assert not calls[0].cancel()
+    assert calls[1].cancel()
+    threading.Timer(0.05, end.set).start()
+    calls[0].wait()
+    assert made == ["first"]
+    crew.close()
+    assert made == ["first"]
+    assert calls[0].error is calls[1].error is None
+
+
+def test_who_waits_is_told_of_a_call_or_of_none():
+    words, ended = np.zeros(WORDS, np.int64), np.zeros(1, np.int64)
+    assert not await_end(ended, 1000)
+    assert not await_call(words, 0, ended, 1000, 0)
+    assert ended[0] == 1
+    assert await_end(ended, 0)
+    threading.Timer(0.05, words.__setitem__, (POSTED, 7)).start()
+    assert await_call(words, 0, ended, 60_000_000_000, 1000)
+    assert words[WAITING] == 0
+
+
+def test_a_program_ends_while_helpers_look_out_for_calls(tmp_path):
+    code = """
+        import numpy as np
+        from sparsescan.jacobians import RNN
+        step = RNN(3, 20, rng=0).training_step()
+        for _ in range(2):
+            step.forward(np.zeros((1000, 16, 3)))
+        print("end")
+    """
+    for _ in range(3):
+        assert run_python(code, tmp_path, NUMBA_NUM_THREADS="3").strip() == "end"
 
 
 def test_parts_that_are_left_are_not_taken_after_an_error(with_threads, monkeypatch):
