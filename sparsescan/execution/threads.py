@@ -153,20 +153,32 @@ def _finish(calls: list[_Call], begin: Callable[[], None], stop: Callable[[], No
     """
     failure: BaseException | None = None
     has_begun = False
-    while calls or not has_begun:
+
+    def go_on() -> None:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            begin()
+        if failure is not None:
+            stop()
+        while calls:
+            call = calls[-1]
+            if not call.cancel():
+                call.wait()
+            calls.pop()
+            if call.error is not None:
+                raise call.error
+
+    is_over = False
+    while not is_over:
         try:
-            if not has_begun:
-                has_begun = True
-                begin()
-            if failure is not None:
-                stop()
-            while calls:
-                call = calls[-1]
-                if not call.cancel():
-                    call.wait()
-                calls.pop()
-                if call.error is not None:
-                    raise call.error
+            # An interrupt may come between two turns of this loop, too.
+            while calls or not has_begun:
+                try:
+                    go_on()
+                except BaseException as error:
+                    failure = error if failure is None else failure
+            is_over = True
         except BaseException as error:
             failure = error if failure is None else failure
     if failure is not None:
