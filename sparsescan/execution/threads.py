@@ -35,7 +35,7 @@ Team = Callable[[Callable[[], None]], None]
 LONG = 50_000_000
 # Nanoseconds that threads look out for each other before they sleep, and those in which a caller
 # comes from posting a call to its own part of the work.
-_AWAKE, _PAUSE = 200_000, 20_000
+_AWAKE, _PAUSE = 200_000, 25_000
 
 
 def thread_count() -> int:

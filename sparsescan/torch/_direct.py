@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 __all__ = ["is_direct"]
 
-_PLAIN = Tensor, nn.Parameter, type(None)
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
@@ -18,7 +18,7 @@ def is_direct(*tensors: Tensor | None) -> bool:
     """
     return not (
         torch.compiler.is_compiling()
-        or any(type(tensor) not in _PLAIN for tensor in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None

@@ -94,8 +94,7 @@ class _Recurrent(nn.RNNBase):
         """Run all layers at once; one after the other if there is dropout between them."""
         flags = bool(self.bias), bool(self.bidirectional)
         masks: list[Tensor | None] = []
-        buffers = dict(self.named_buffers(recurse=False))
-        if buffers:
+        if buffers := dict(self.named_buffers(recurse=False)):
             shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
             masks = [buffers.get(f"{name}_mask") for name in shape.names()]
         calls = self.num_layers if self.dropout > 0 and self.training else 1
