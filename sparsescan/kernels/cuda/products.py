@@ -298,9 +298,9 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
     e = exponents_of(plan, c_node, part, sample)
     a_e, x_e = scaled_by(plan, a_node, part, sample), scaled_by(plan, x_node, part, sample)
     if outside:
-        left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
+        left, right, result = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
         scaled = seen[0] == OUT_OF_BAND
-        rescale_alone(t, run, left, a, a_e, right, x, x_e, made, c, e, state, scaled, span)
+        rescale_alone(t, run, left, a, a_e, right, x, x_e, result, c, e, state, scaled, span)
     else:
         set_exponents(e, load(c_node, Node.COLS, WORD), a_e, x_e, me, block_size())
         if me < State.DONE:
@@ -326,8 +326,8 @@ def product_together(t, run, plan, op, part, sample, blocks, shared):
     c = values_of(run, plan, c_node, part, sample)
     e = exponents_of(plan, c_node, part, sample)
     a_e, x_e = scaled_by(plan, a_node, part, sample), scaled_by(plan, x_node, part, sample)
-    left, right, made = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
+    left, right, result = matrix_at(a_node), matrix_at(x_node), matrix_at(c_node)
     if rescale_together(
-        t, run, left, a, a_e, right, x, x_e, made, c, e, state, blocks, scaled, seen, span
+        t, run, left, a, a_e, right, x, x_e, result, c, e, state, blocks, scaled, seen, span
     ):
         product_locals(t, run, plan, a_node, a, a_e, x_node, c_node, part, sample, shared)
