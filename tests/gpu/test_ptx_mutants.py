@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("numba_cuda")
 
 from numba import cuda, int64, void  # noqa: E402
-from ptx import FaultError, Program, compile_ptx  # noqa: E402
+from ptx import FaultError, Program, lower  # noqa: E402
 from ptx.mutants import Tried  # noqa: E402
 from ptx.mutation_run import KERNELS, TABLE, run, table_of  # noqa: E402
 
@@ -103,7 +103,7 @@ def launch(program: Program, n: int, mutation: int) -> list[int]:
 
 
 def test_a_launch_makes_one_mutation() -> None:
-    text = compile_ptx(reversed_below.py_func, void(*[int64] * 3))
+    text = lower(reversed_below.py_func, void(*[int64] * 3)).ptx("9.0")
     program = Program(text, "reversed_below", mutable=True)
     kinds = [mutation.kind for mutation in program.mutations]
     assert sorted(set(kinds)) == ["barrier", "bound", "fence"]

@@ -11,15 +11,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import types as python
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numba.cuda.dispatcher
 import numpy as np
-from numba import cuda, int64, void
-from numba.cuda.cudadrv import nvvm
+from ptx import lower_kernel
 
 from sparsescan.jacobians._kernels.device_sequences import (
     layout_of,
@@ -76,28 +73,16 @@ def cases() -> Iterator[tuple[str, Any, int]]:
 
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
-    oldest = 7, 5
-    # Functions that a kernel calls are compiled for the current device, which there is none.
-    device = python.SimpleNamespace(compute_capability=oldest)
-    numba.cuda.dispatcher.get_current_device = lambda: device
-    # Numba makes the same of a kernel for all of them, which takes longer than all that follows.
-    compilations: list[tuple[Any, dict[str, Any]]] = []
-    compile_ir = nvvm.compile_ir
-    nvvm.compile_ir = lambda ir, **options: compilations.append((ir, options)) or b""
     for name, kernel, count in cases():
-        signature = void(*[int64] * count)
-        cuda.compile(kernel.py_func, signature, cc=oldest, device=False, abi="numba", output="ptx")
-        ((ir, options),) = compilations
-        compilations.clear()
+        lowered = lower_kernel(kernel, count)
         for capability in capabilities:
-            digits = capability.replace(".", "")
-            ptx = compile_ir(ir, **options | {"arch": f"compute_{digits}"})
+            ptx = lowered.ptx(capability)
             path = folder / "kernel.ptx"
-            path.write_bytes(ptx.strip(b"\0"))
-            architecture = f"-arch=sm_{digits}"
+            path.write_text(ptx)
+            architecture = f"-arch=sm_{capability.replace('.', '')}"
             command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            divisions = len(re.findall(rb"\b(?:div|rem)\.[su]64\b", ptx))
+            divisions = len(re.findall(r"\b(?:div|rem)\.[su]64\b", ptx))
             about = f"{divisions} divisions of 64 bits", done.stderr.replace("\n", " ")
             print(f"KERNEL {name} for {capability}:", *about, flush=True)
 

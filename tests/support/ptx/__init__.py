@@ -27,7 +27,7 @@ butterfly, accesses to fewer than four bytes, other roundings than kernels have.
 """
 
 from .parse import PtxError
-from .runner import FaultError, Program, Together, Traffic, compile_kernel, compile_ptx
+from .runner import FaultError, Program, Together, Traffic, compile_kernel, lower, lower_kernel
 
 __all__ = [
     "FaultError",
@@ -36,5 +36,6 @@ __all__ = [
     "Together",
     "Traffic",
     "compile_kernel",
-    "compile_ptx",
+    "lower",
+    "lower_kernel",
 ]

@@ -56,7 +56,8 @@ def keep(kernel: Any, options: Any, make: Callable[[], Any]) -> Any:
 def _origin() -> str:
     """Return a digest of all that kernels are made of and by, but for their options."""
     package = Path(sparsescan.__file__).parent
-    sources = [*package.glob("kernels/**/*.py"), *package.glob("arrays/*.py")]
+    folders = "kernels/**", "arrays", "jacobians/_kernels"
+    sources = [file for folder in folders for file in package.glob(f"{folder}/*.py")]
     sources += [Path(__file__).parent / f"{name}.py" for name in _TRANSLATORS]
     library = Path(load_nvidia_dynamic_lib("nvvm").abs_path)
     return _digest(

@@ -7,12 +7,15 @@ import threading
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numba.cuda.dispatcher
 import numpy as np
+import pytest
 from numba import cuda, int64, void
+from numba.core.types import BaseFunction
+from numba.cuda.cudadrv import nvvm
 
 from .kept import keep
 from .machine import (
@@ -31,13 +34,21 @@ from .machine import (
 from .parse import Kernel, parse
 from .translate import Site, Translation, translate
 
-__all__ = ["FaultError", "Program", "Together", "Traffic", "compile_kernel", "compile_ptx"]
+__all__ = [
+    "FaultError",
+    "Program",
+    "Together",
+    "Traffic",
+    "compile_kernel",
+    "lower",
+    "lower_kernel",
+]
 
 # Jumps back that all threads of a launch may make.
 PATIENCE = 1 << 40
 # Releases by atomic operations, and accesses of a warp between barriers, that there is room for.
 RELEASES, TRACE = 1 << 16, 1 << 22
-CAPABILITY = (9, 0)
+CAPABILITY = "9.0"
 
 
 class FaultError(Exception):
@@ -343,29 +354,68 @@ _programs: dict[Any, Program] = {}
 _compiling = threading.RLock()
 
 
-def compile_ptx(function: Callable[..., Any], signature: Any, capability: Any = CAPABILITY) -> str:
-    """Return the PTX that Numba makes of a Python function."""
+class Lowered(NamedTuple):
+    """LLVM IR that Numba makes of a function, for any device, and options of NVVM."""
+
+    ir: list[str]
+    options: dict[str, Any]
+
+    def ptx(self, capability: str) -> str:
+        """Return what NVVM makes of it for a compute capability, such as "9.0"."""
+        arch = f"compute_{capability.replace('.', '')}"
+        ptx: bytes = nvvm.compile_ir(self.ir, **self.options | {"arch": arch})
+        return ptx.decode().strip("\0").strip()
+
+
+def lower(function: Callable[..., Any], signature: Any) -> Lowered:
+    """Return the LLVM IR that Numba makes of a Python function."""
     # Functions that a kernel calls are compiled for the current device, which there is none.
-    device = types.SimpleNamespace(compute_capability=capability)
-    before = numba.cuda.dispatcher.get_current_device
-    numba.cuda.dispatcher.get_current_device = lambda: device
-    try:
-        text, _ = cuda.compile(
-            function, signature, cc=capability, device=False, abi="numba", output="ptx"
-        )
-    finally:
-        numba.cuda.dispatcher.get_current_device = before
-    return str(text)
+    device = types.SimpleNamespace(compute_capability=(9, 0))
+    lowered: list[Lowered] = []
+
+    def keep_ir(ir: list[str], **options: Any) -> bytes:
+        lowered.append(Lowered(ir, options))
+        return b""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: device)
+        patch.setattr(nvvm, "compile_ir", keep_ir)
+        patch.setattr(BaseFunction, "get_call_type", _remembering(BaseFunction.get_call_type))
+        cuda.compile(function, signature, cc=(9, 0), device=False, abi="numba", output="ptx")
+    return lowered[0]
 
 
-def compile_kernel(
-    kernel: Any, count: int, capability: Any = CAPABILITY, *, mutable: bool = False
-) -> Program:
+def _remembering(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a search for the signature of a call that is made once for each types of arguments.
+
+    Numba tries all templates of an operator for each of its uses, which is a fourth of its time.
+    """
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = id(function), context, tuple(args), tuple(kws.items())
+        if key not in known:
+            # The function is kept, or another one could have its number.
+            known[key] = function, resolve(function, context, args, kws)
+        return known[key][1]
+
+    return resolve_once
+
+
+def lower_kernel(kernel: Any, count: int) -> Lowered:
+    """Return the LLVM IR of a kernel of `count` int64, made once, and kept on disk.
+
+    Numba takes longer for it than NVVM and all that follows.
+    """
+    return keep(kernel, count, lambda: lower(kernel.py_func, void(*[int64] * count)))
+
+
+def compile_kernel(kernel: Any, count: int, *, mutable: bool = False) -> Program:
     """Return a kernel of `count` int64 as host code, compiled once, and kept on disk."""
-    key = kernel, count, capability, mutable
+    key = kernel, count, mutable
 
     def make() -> Program:
-        text = compile_ptx(kernel.py_func, void(*[int64] * count), capability)
+        text = lower_kernel(kernel, count).ptx(CAPABILITY)
         return Program(text, kernel.py_func.__name__, mutable=mutable)
 
     with _compiling:
