@@ -65,6 +65,30 @@ def test_only():
     pass
 """
 
+# Which notes its seeds and cases, with the number of ranks.
+SEEDS = """
+import os
+import pytest
+from sampling import slow
+
+def note(*words):
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        with open("noted", "a") as file:
+            print(os.environ.get("OMPI_COMM_WORLD_SIZE", "no"), "ranks:", *words, file=file)
+
+def test_seeds(seeds):
+    note("seeds", *seeds(2, 5, 9))
+    note("one seed", *seeds(1, 1, 9))
+
+@pytest.mark.slow
+def test_slow_seeds(seeds):
+    note("slow seeds", *seeds(2, 5, 9))
+
+@pytest.mark.parametrize("case", [1, *slow(2)])
+def test_cases(case):
+    note("case", case)
+"""
+
 
 def run_pytest(folder: Path, *options: str) -> str:
     """Return what is printed by pytest, with this folder's tests and these helpers."""
@@ -103,6 +127,25 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
         # All of their names have "test" in them.
         printed = run_pytest(tmp_path, "--collect-only", "-q", "-k", "test", *options)
         assert {line for line in printed.splitlines() if "::" in line} == expected, printed
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_rest_repeats_no_seeds_and_cases(tmp_path: Path) -> None:
+    (tmp_path / "test_probe.py").write_text(SEEDS)
+    (tmp_path / "mpi_probe.py").write_text(f"{SEEDS}pytestmark = pytest.mark.ranks(1, slow=(2,))\n")
+    some = {"seeds 0 1", "one seed 0", "case 1"}
+    rest = {"seeds 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 2"}
+    new = {"seeds 0 1 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 1", "case 2"}
+    for options, expected in (
+        ([], {"no": some, "1": some}),
+        (["--rest"], {"no": rest, "1": rest, "2": new}),
+    ):
+        printed = run_pytest(tmp_path, "-q", *options)
+        noted = (tmp_path / "noted").read_text().splitlines()
+        lines = [f"{ranks} ranks: {line}" for ranks in expected for line in expected[ranks]]
+        assert sorted(noted) == sorted(lines), printed
+        (tmp_path / "noted").unlink()
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ class ChildFile(pytest.File):
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
                 name += "[PTX]" * variant.ptx
                 test = ChildTest.from_parent(
-                    self, name=name, child=child, line=node.lineno, more=more
+                    self, name=name, child=child, line=node.lineno, more=more, new=slow
                 )
                 for mark in others:
                     test.add_marker(mark.name)
@@ -171,9 +171,11 @@ class FailedInChildError(Exception):
 class ChildTest(pytest.Item):
     """A test function of a file that a child runs; it may have several cases."""
 
-    def __init__(self, *, child: Child, line: int, more: bool, **options: Any) -> None:
+    def __init__(self, *, child: Child, line: int, more: bool, new: bool, **options: Any) -> None:
         super().__init__(**options)
         self.child, self.takes_more, self._line = child, more, line
+        # Whether it is run in this way as a slow test only: all of its cases belong to the rest.
+        self.is_new = new
         path = self.path.relative_to(self.config.rootpath).as_posix()
         self.function_id = f"{path}::{self.name.partition('[')[0]}"
 
@@ -220,7 +222,7 @@ class Child:
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self._was_run = False
+        self._was_run = self._any_is_new = False
         # The output of the child that ran a function.
         self._outputs: dict[str, str] = {}
         # Reports of each rank by the child's ids, and the ids of tests that ended on it.
@@ -236,6 +238,7 @@ class Child:
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
+            self._any_is_new = any(item.is_new for item in tests)
             self._run_all(test.config, [item.function_id for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
         cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_id]
@@ -284,10 +287,13 @@ class Child:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
             arguments += [f"--rootdir={config.rootpath}"]
             every = config.getoption("--all") or config.getoption("-m")
+            rest = config.getoption("--rest") and not self._any_is_new
             if self.variant.ptx:
                 # All tests, but few examples, as each may have kernels of its own.
-                every, arguments = False, [*arguments, "-m", "slow or not slow"]
-            arguments += ["--explore"] * config.getoption("--explore") + ["--all"] * bool(every)
+                arguments += ["-m", "slow or not slow"]
+            elif every:
+                arguments += ["--rest" if rest else "--all"]
+            arguments += ["--explore"] * config.getoption("--explore")
             arguments += ["--capture=tee-sys", "-o", "addopts="]
             arguments += ["-o", f"faulthandler_timeout={patience - 10}"]
             arguments += functions
