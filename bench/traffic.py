@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import sparsescan
-from sparsescan import Schedule
+from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.kernels.cuda.chunks import chunk_count
 
 from . import workloads
@@ -91,13 +91,37 @@ def _chunked(chunks: int, chunk: int, cupy: Any) -> Floors:
     }
 
 
+def _implicit(chunks: int, chunk: int, cupy: Any) -> Floors:
+    """Scan the same steps, given by their slopes and the weights that all share."""
+    parts = workloads.tanh_rnn_slopes(chunks * chunk + 1, _BATCH, HIDDEN)
+    grad, slopes, weights = (array.astype(np.float32) for array in parts)
+    pattern = ImplicitPattern(
+        [Pattern.diagonal(HIDDEN), Pattern.dense((HIDDEN, HIDDEN))], shared=[1]
+    )
+    tree = Schedule.chunked(len(slopes), chunks)
+    chain = ImplicitChain([slopes, weights.ravel()], pattern)
+    sparsescan.exclusive_scan(grad, chain, schedule=tree, device="cuda")
+    step, last, size = slopes[0].nbytes, chunks - 1, weights.nbytes
+    products = last * (HIDDEN + 2) * grad.nbytes
+    return {
+        "multiply": size + last * chunk * step + products,
+        "carry": products + chunks * grad.nbytes,
+        "sweep": size + (chunks * chunk - last) * (step + grad.nbytes) + chunks * grad.nbytes,
+    }
+
+
+def _chunks(terms: int) -> tuple[int, int]:
+    """Return the chunks of the long recurrence, and the steps of each, if so given."""
+    count = chunk_count(_LONG, _BATCH, HIDDEN, _MULTIPROCESSORS, terms=terms)
+    return count, -(-_LONG // count)
+
+
 def _chains(quick: bool) -> list[Chain]:
     """Return the chains at full size, or as small as kernels can be told apart on."""
-    count = chunk_count(_LONG, _BATCH, HIDDEN, _MULTIPROCESSORS)
-    chunk = -(-_LONG // count)
     side, channels = (6, (4, 8, 16)) if quick else (8, (64, 128, 256))
     short, long = (5, 3) if quick else (200, 5)
-    chunks, chunk = (3, 4) if quick else (4, chunk)
+    chunks, chunk = (3, 4) if quick else (4, _chunks(0)[1])
+    few = chunk if quick else _chunks(1)[1]
     wide = 32 if quick else 256
     pair = "→".join(map(str, channels))
     return [
@@ -120,6 +144,11 @@ def _chains(quick: bool) -> list[Chain]:
             f"Chunked scan of {_LONG:,} dense steps, B={_BATCH}, H={HIDDEN}",
             f"{chunks * chunk:,} steps in {chunks} chunks",
             partial(_chunked, chunks, chunk),
+        ),
+        Chain(
+            f"Chunked scan of {_LONG:,} implicit steps, B={_BATCH}, H={HIDDEN}",
+            f"{chunks * few:,} steps in {chunks} chunks",
+            partial(_implicit, chunks, few),
         ),
     ]
 

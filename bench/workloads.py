@@ -131,11 +131,27 @@ def tanh_rnn(steps: int, batch: int, hidden: int, dtype: DTypeLike = np.float32)
 
     The noise is faint, so that the units stay in the near-linear range of tanh.
     """
+    grad, slopes, weights = tanh_rnn_slopes(steps, batch, hidden)
+    jacobians = np.empty((steps, batch, hidden, hidden), dtype)
+    np.multiply(weights, slopes[:, :, None, :], out=jacobians, casting="same_kind")
+    return Dense(grad.astype(dtype), jacobians)
+
+
+class Slopes(NamedTuple):
+    """The gradient, slopes ``1 - h_t²`` and weights ``W_hhᵀ`` of a tanh RNN, in float64."""
+
+    grad: NDArray[Any]
+    slopes: NDArray[Any]
+    weights: NDArray[Any]
+
+
+def tanh_rnn_slopes(steps: int, batch: int, hidden: int) -> Slopes:
+    """Return what the Jacobians of :func:`tanh_rnn` are made of."""
     rng = np.random.default_rng(2)
     w_hh = np.linalg.qr(rng.standard_normal((hidden, hidden)))[0]
     h = np.zeros((batch, hidden))
-    jacobians = np.empty((steps, batch, hidden, hidden), dtype)
+    slopes = np.empty((steps, batch, hidden))
     for t in range(steps):
         h = np.tanh(h @ w_hh.T + 0.002 * rng.standard_normal((batch, hidden)))
-        jacobians[steps - 1 - t] = w_hh.T * (1 - h**2)[:, None, :]
-    return Dense(rng.standard_normal((batch, hidden)).astype(dtype), jacobians)
+        slopes[steps - 1 - t] = 1 - h**2
+    return Slopes(rng.standard_normal((batch, hidden)), slopes, w_hh.T)

@@ -93,9 +93,10 @@ class Chain:
         Address of the values of every Jacobian, and the bytes from one sample to the next (0 if the
         samples share them). Valid until :meth:`release`. The addresses of a chain that came as one
         array on a device are not filled in.
-    stack : tuple of int, or None
-        Address of the values of the first Jacobian, bytes to the next one and to the next sample,
-        if they came as one array. Valid as long.
+    stacks : list of tuple of int
+        For each array that they came in, if there is one of all or a few that take turns: address
+        of the values of the first Jacobian, bytes to the next one and to the next sample. Valid as
+        long.
     device : int or None
         The CUDA device that has the values; None for host memory.
     batch : int or None
@@ -121,7 +122,7 @@ class Chain:
         self.dtype = _FLOAT32
         self.device: int | None = None
         self.period = 0
-        self.stack: tuple[int, int, int] | None = None
+        self.stacks: list[tuple[int, int, int]] = []
         self._steps = np.arange(n)
         # The arrays that the addresses point into: one for each Jacobian, or a few that take turns.
         self.values: list[Any] = [None] * n
@@ -172,8 +173,9 @@ class Chain:
             )
         if self.reverse and self._starts is None:
             jacobians = _in_reverse(jacobians)
-        self.batch = self.device = self.stack = None
+        self.batch = self.device = None
         self._stacks, self._patterns, self._indexed, self.merged = [], (), {}, {}
+        self.stacks = []
         if isinstance(jacobians, PeriodicChain):
             patterns_read = self._read_periodic(jacobians, patterns)
         elif self.period:
@@ -227,6 +229,19 @@ class Chain:
         step, turn = divmod(k, self.period)
         stack = self._stacks[turn]
         return stack if stack.ndim == 1 else stack[step]
+
+    @property
+    def stack(self) -> tuple[int, int, int] | None:
+        """The only one of `stacks`; None if there are none, or several."""
+        return self.stacks[0] if len(self.stacks) == 1 else None
+
+    def is_shared(self, turn: int, period: int) -> bool:
+        """Return whether all Jacobians of one turn of so many are one array for all samples.
+
+        On a device it is known of arrays that take turns, and of a sequence.
+        """
+        addresses, samples = self.leaves[turn::period].T
+        return bool((addresses == addresses[0]).all() and not samples.any())
 
     def differs(self) -> bytes | None:
         """Return which Jacobians differ between samples, as an array of bool; None if all do."""
@@ -302,6 +317,7 @@ class Chain:
             for stack in stacks
         ]
         period = len(self._stacks)
+        self.stacks = []
         for turn, stack in enumerate(self._stacks):
             # CuPy has no address for an array without elements, but to kernels 0 says that it is
             # none.
@@ -310,8 +326,7 @@ class Chain:
             sample = stack.strides[1] if stack.ndim == 3 else 0
             addresses, samples = self.leaves[turn::period].T
             samples[:] = sample
-            if period == 1:
-                self.stack = address, step, sample
+            self.stacks.append((address, step, sample))
             if self.device is None or period > 1:
                 np.multiply(self._steps[: len(addresses)], step, out=addresses)
                 addresses += address

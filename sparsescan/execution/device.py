@@ -41,11 +41,13 @@ __all__ = [
     "BLAS_SIZE",
     "GRAIN",
     "LARGE",
+    "ChunkForm",
     "DeviceWorkspace",
     "Shares",
     "chunk_count",
-    "chunk_size",
+    "chunk_form",
     "device_bytes",
+    "form_of",
     "multiprocessor_count",
 ]
 
@@ -79,8 +81,12 @@ class StepValues(Protocol):
         """Address of the values of each, and bytes from one sample to the next."""
 
     @property
+    def stacks(self) -> list[tuple[int, int, int]]:
+        """Address, and bytes to the next Jacobian and sample, of arrays that take turns."""
+
+    @property
     def stack(self) -> tuple[int, int, int] | None:
-        """Address, and bytes to the next Jacobian and sample, of one array of all, if it is one."""
+        """The only one of these, if there is one of all."""
 
     def array(self, k: int) -> Any:
         """Return the values of the `k`-th."""
@@ -111,18 +117,41 @@ _counts: dict[int, int] = {}
 # Uploaded patterns, by device and index dtype.
 _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
 _tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
+# Forms of steps by their program and dtype.
+_forms: weakref.WeakKeyDictionary[Program, dict[Any, ChunkForm | None]] = (
+    weakref.WeakKeyDictionary()
+)
 # Counts of terms by the product's pattern, then by those of its operands and the longest segment.
 _term_counts: weakref.WeakKeyDictionary[Pattern, dict[Any, TermCounts]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def chunk_count(patterns: Sequence[Step], batch: int) -> int | None:
+class ChunkForm(NamedTuple):
+    """What a step is to kernels for chunks.
+
+    Attributes
+    ----------
+    size : int
+        Rows, and columns.
+    entries : int
+        Values of a step that a sample has: of an implicit one its slopes.
+    terms : int
+        The most slopes of a unit, of an implicit step; 0 for an explicit one.
+    """
+
+    size: int
+    entries: int
+    terms: int
+
+
+def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> int | None:
     """Return into how many chunks the current device would cut a chain."""
-    size = chunk_size(patterns)
-    if size is None:
+    form = chunk_form(patterns, dtype)
+    if form is None:
         return None
-    return cuda_chunks.chunk_count(len(patterns), batch, size, multiprocessor_count(load_cupy()))
+    processors = multiprocessor_count(load_cupy())
+    return cuda_chunks.chunk_count(len(patterns), batch, form.size, processors, terms=form.terms)
 
 
 def multiprocessor_count(cupy: Any) -> int:
@@ -134,15 +163,35 @@ def multiprocessor_count(cupy: Any) -> int:
     return _counts[device.id]
 
 
-def chunk_size(patterns: Sequence[Step]) -> int | None:
-    """Return the size of the steps, if all have one pattern for which there are chunked kernels."""
+def chunk_form(patterns: Sequence[Step], dtype: np.dtype[Any]) -> ChunkForm | None:
+    """Return what steps are, if all have one pattern for which there are chunked kernels.
+
+    Implicit ones are those of recurrent cells: a factor that samples share, by one of which each
+    row has one entry.
+    """
     first = patterns[0]
     rows, cols = first.shape
-    if isinstance(first, ImplicitPattern):
+    if rows != cols or rows > cuda_chunks.MAX_SIZE or any(step is not first for step in patterns):
         return None
-    if 0 < rows == cols <= cuda_chunks.MAX_SIZE and all(p is first for p in patterns):
-        return rows
-    return None
+    entries, terms = first.nnz, 0
+    if isinstance(first, ImplicitPattern):
+        slopes = first.factors[0]
+        if len(first.factors) != 2 or not first.shared[1] or any(first.solved):
+            return None
+        if any(first.indexed) or (np.diff(slopes.indptr) != 1).any():
+            return None
+        entries, terms = slopes.nnz, int(np.bincount(slopes.indices).max(initial=0))
+    return ChunkForm(rows, entries, terms) if cuda_chunks.takes(rows, terms, dtype) else None
+
+
+def form_of(program: Program, dtype: np.dtype[Any]) -> ChunkForm | None:
+    """Return what the steps of a chunked program are, if there are kernels for its chunks."""
+    if program.chunks is None:
+        return None
+    known = _forms.setdefault(program, {})
+    if dtype not in known:
+        known[dtype] = chunk_form(program.steps, dtype)
+    return known[dtype]
 
 
 class Shares(NamedTuple):
@@ -208,15 +257,15 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
     Jacobians differed between samples, and with local gradients. Memory that cuBLAS keeps is not
     among them.
     """
-    n, itemsize, first = program.n, dtype.itemsize, program.patterns[0]
-    told = 8 * (Run.WIDTH + 3 * n + 1)
+    n, itemsize, form = program.n, dtype.itemsize, form_of(program, dtype)
+    told = 8 * (Run.WIDTH + 3 * (n if form is None else len(program.steps)) + 1)
     # The run table, and what is copied to it.
     sizes = [told, told]
-    chunks, size = program.schedule.chunks, chunk_size(program.patterns[:n])
-    if chunks is not None and size is not None:
-        products = (-(-n // -(-n // chunks)) - 1) * batch
+    if form is not None and program.chunks is not None:
+        steps, size = len(program.steps), form.size
+        products = (-(-steps // -(-steps // program.chunks)) - 1) * batch
         sizes += [products * (size + 1) * size * itemsize, products * size * 4]
-        sizes += [] if first.kind == "dense" else [4 * first.nnz]
+        sizes.append(4 * (form.terms * size * (1 + size) or form.entries))
     else:
         sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
         sizes += _term_bytes(program, dtype)
@@ -395,6 +444,9 @@ class DeviceWorkspace:
         Whether the Jacobians come as one array.
     local : {None, "list", "stack"}
         Whether there are local gradients, and how they come.
+    whole : bool, default False
+        Whether to run implicit steps by kernels for chunks, where there are any: all steps share
+        their second factor. Gradients and local gradients are then those of steps, and none within.
 
     Raises
     ------
@@ -410,6 +462,7 @@ class DeviceWorkspace:
         batched: NDArray[np.bool_],
         stacked: bool,
         local: str | None,
+        whole: bool = False,
     ) -> None:
         self._cupy = cupy = load_cupy()
         # The device and the streams that the memory was made on, and when no run uses it any more.
@@ -418,7 +471,8 @@ class DeviceWorkspace:
         self._done = cupy.cuda.Event(disable_timing=True)
         self._done.record(self._homes[0])
         self._kept: list[Any] = []  # what tables and launches point into
-        n = program.n
+        n = len(program.steps) if whole else program.n
+        self._n, self._whole = n, whole
         leaves = 0 if stacked else 2 * n
         self._locals = Run.WIDTH + leaves if local == "list" else 0
         # The run descriptor as the host writes it, and as the device reads it.
@@ -426,7 +480,7 @@ class DeviceWorkspace:
         self._run = cupy.empty(len(self._told), np.int64)
         self._chain: StepValues | None = None
         self._may_capture = True
-        self._launches = _Launches(program, dtype, batch, batched, local is not None, self)
+        self._launches = _Launches(program, dtype, batch, batched, local is not None, whole, self)
         # One entry is for exclusive scans, one for inclusive ones; a second run makes a graph.
         self._actions: list[list[Action] | None] = [None, None]
         self._graphs: list[list[Action] | None] = [None, None]
@@ -502,15 +556,20 @@ class DeviceWorkspace:
         """Fill `out`, whose first gradient is there, on the current stream."""
         told = self._told
         told[Run.FLAG], told[Run.OUT] = 0, out.data.ptr
-        if chain.stack is not None:
-            told[Run.BASE : Run.SAMPLE + 1] = chain.stack
+        stack, leaves = chain.stack, chain.leaves
+        if self._whole:
+            # Slopes and weights take turns.
+            told[Run.WEIGHTS] = leaves[1, 0]
+            stack, leaves = chain.stacks[0] if chain.stacks else None, leaves[::2]
+        if stack is not None:
+            told[Run.BASE : Run.SAMPLE + 1] = stack
         else:
-            told[Run.WIDTH : Run.WIDTH + 2 * chain.n] = chain.leaves.ravel()
+            told[Run.WIDTH : Run.WIDTH + 2 * self._n] = leaves.ravel()
         if local.stack is not None:
             told[Run.LOCAL_BASE : Run.LOCAL_STEP + 1] = local.stack
         elif self._locals:
             told[Run.LOCALS] = self._locals
-            local.fill(told[self._locals : self._locals + chain.n + 1])
+            local.fill(told[self._locals : self._locals + self._n + 1])
         stream = self._cupy.cuda.get_current_stream()
         # The memory is in use until the run before is done, which may be on another stream.
         stream.wait_event(self._done)
@@ -612,6 +671,7 @@ class _Launches:
         batch: int,
         batched: NDArray[np.bool_],
         local: bool,
+        whole: bool,
         workspace: DeviceWorkspace,
     ) -> None:
         self._program = program
@@ -623,9 +683,9 @@ class _Launches:
         self._run = workspace.run_table
         n = program.n
         self._chunked: _Chunked | None = None
-        chunks = program.schedule.chunks
-        if chunks is not None and chunk_size(program.patterns[:n]) is not None:
-            self._chunked = self._make_room(chunks)
+        form = form_of(program, dtype)
+        if form is not None and (whole or form.terms == 0):
+            self._chunked = self._make_room(form)
             return
         self._index_dtype = _index_dtype(program)
         self._kernels = level_kernels(dtype, self._index_dtype)
@@ -697,7 +757,7 @@ class _Launches:
         """Return what an exclusive or an inclusive scan does."""
         program = self._program
         if self._chunked is not None:
-            return self._chunks(self._chunked, program.n - (not inclusive))
+            return self._chunks(self._chunked, len(program.steps) - (not inclusive))
         actions = [action for _, runs in program.levels for action in self._level(runs)]
         if inclusive:
             last = len(program.ops) - 1
@@ -742,14 +802,18 @@ class _Launches:
             for kernel, blocks, threads, arguments in phases
         ]
 
-    def _make_room(self, chunks: int) -> _Chunked:
+    def _make_room(self, form: ChunkForm) -> _Chunked:
         """Prepare the kernels for chunks, and the memory that they need."""
-        pattern, steps, workspace = self._program.patterns[0], self._program.n, self._workspace
-        kernels = cuda_chunks.chunk_kernels(pattern.shape[0], pattern.nnz, self._dtype)
-        chunk = -(-steps // chunks)
-        values, exponents = kernels.scratch(steps, self._batch, chunk)
+        steps, chunks, workspace = self._program.steps, self._program.chunks, self._workspace
+        size, step = form.size, steps[0]
+        nnz = size * size if form.terms else form.entries
+        kernels = cuda_chunks.chunk_kernels(size, nnz, self._dtype, terms=form.terms)
+        assert chunks is not None
+        chunk = -(-len(steps) // chunks)
+        values, exponents = kernels.scratch(len(steps), self._batch, chunk)
+        places = _terms_of(step, form) if isinstance(step, ImplicitPattern) else _places_of(step)
         memory = (
-            0 if pattern.kind == "dense" else workspace.place(_places_of(pattern)),
+            0 if nnz == size * size and form.terms == 0 else workspace.place(places),
             workspace.room("the products of the chunks", values, self._dtype).data.ptr,
             workspace.room("the exponents of the chunks", exponents, np.int32).data.ptr,
         )
@@ -1038,3 +1102,17 @@ def _places_of(pattern: Pattern) -> NDArray[np.int32]:
     """Return ``row·cols + column`` of every entry."""
     rows = rows_of(pattern)
     return (rows * pattern.shape[1] + pattern.indices).astype(np.int32)
+
+
+def _terms_of(step: ImplicitPattern, form: ChunkForm) -> NDArray[np.int32]:
+    """Return the numbers of slopes and weights, as :class:`.ChunkKernels` has them."""
+    slopes, weights = step.factors
+    rows = np.argsort(slopes.indices, kind="stable")  # each has one slope, and the same number
+    columns = slopes.indices[rows]
+    terms = np.arange(len(rows)) - np.searchsorted(columns, columns)
+    number_of = np.full(weights.shape, -1, np.int32)
+    number_of[rows_of(weights), weights.indices] = np.arange(weights.nnz)
+    numbers = np.full((form.terms, 1 + form.size, form.size), -1, np.int32)
+    numbers[terms, 0, columns] = rows
+    numbers[terms, 1:, columns] = number_of[:, rows].T
+    return np.concatenate([numbers[:, 0].ravel(), numbers[:, 1:].ravel()])

@@ -42,7 +42,7 @@ def choose_schedule(
 
     nbytes = math.inf if memory_limit is None else memory_limit
     if schedule is None:
-        more = _for_device(patterns, batch) if kind.on_device else ()
+        more = _for_device(patterns, kind) if kind.on_device else ()
         return choose(patterns, kind.model(), fits=fits, nbytes=nbytes, more=more, measure=measure)
     try:
         return choose_for(patterns, schedule, kind.model(), fits=fits, nbytes=nbytes)
@@ -105,11 +105,12 @@ def _check_counts(patterns: Sequence[Step], batch: int) -> None:
         )
 
 
-def _for_device(patterns: Sequence[Step], batch: int) -> list[Schedule]:
+def _for_device(patterns: Sequence[Step], kind: Kind) -> list[Schedule]:
     """Return chunks for small steps of one pattern, which have kernels of their own."""
     from ..execution.device import chunk_count
 
-    n, chunks = len(patterns), chunk_count(patterns, batch) if patterns else None
+    n = len(patterns)
+    chunks = chunk_count(patterns, kind.batch, kind.dtype) if patterns else None
     if chunks is None:
         return []
     return [Schedule.chunked(n, count) for count in sorted({1, chunks})]

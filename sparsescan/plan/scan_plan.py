@@ -455,16 +455,25 @@ class ScanPlan(Frozen):
             size = -(-count // chain.period) * self._offsets[chain.period]
         if xp is np:
             check_memory("the gradients", batch * size * dtype.itemsize)
-        out = xp.empty(batch * size, dtype)
-        local.add_first(first, out[: first.size].reshape(first.shape))
+        program, whole = None, False
         if self.n and count > 1 and batch > 0:
             differs = chain.differs() if batch > 1 else None
             program = self.settle(Kind(batch, dtype, xp is not np, differs))
             assert program is not None  # since there are Jacobians
             chain.convert(dtype, program.multiplied if xp is np else None)
+            whole = xp is not np and slot.runs_whole_steps(program, dtype)
+        if whole:
+            # No gradients within steps.
+            count = self.n + inclusive
+            size = count * sizes[0]
+        elif steps.starts is not None:
+            local.spread(steps.starts[: self.n + inclusive], chain.period)
+        out = xp.empty(batch * size, dtype)
+        local.add_first(first, out[: first.size].reshape(first.shape))
+        if program is not None:
             local.convert(dtype)
             if xp is not np:
-                workspace = slot.on_device(program, dtype, batch, local)
+                workspace = slot.on_device(program, dtype, batch, local, whole)
                 workspace.run(chain, local, out, inclusive=inclusive)
             elif not slot.workspace(program, dtype, batch, local).run(
                 out, inclusive, Given(chain.array, local.array, chain.name)
@@ -475,7 +484,9 @@ class ScanPlan(Frozen):
                     self._linear = Program(self.patterns, Schedule.linear(self.n))
                 slot.workspace(self._linear, dtype, batch, local).run(out, inclusive)
         out = out.get() if download else out
-        if steps.starts is None:
+        if whole:
+            cut = _as_stack(out.reshape(count, *batch_shape, sizes[0]), chain.period)
+        elif steps.starts is None:
             cut = self._cut(out, count, sizes, batch_shape, chain.period)
         else:
             cut = self._cut_steps(out, self.n + inclusive, batch_shape, chain.period)
@@ -498,8 +509,6 @@ class ScanPlan(Frozen):
         else:
             sizes, period = [self._sizes[k] for k in starts.tolist()], 0
         local = LocalGrads(local_grads, count, sizes, batch_shape, period, reverse=self.reverse)
-        if starts is not None:
-            local.spread(starts[:count], chain.period)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
         if self.dtype is not None and dtype != self.dtype:
@@ -521,8 +530,7 @@ class ScanPlan(Frozen):
             turns = range(min(period, count))
             return [self._turn(out, turn, count, batch_shape, period) for turn in turns]
         if self._uniform[count - self.n]:
-            stack = out.reshape(count, *batch_shape, sizes[0])
-            return stack if period else list(stack)
+            return _as_stack(out.reshape(count, *batch_shape, sizes[0]), period)
         return [self._one(out, k, batch_shape) for k in range(count)]
 
     def _cut_steps(
@@ -558,6 +566,11 @@ class ScanPlan(Frozen):
         return describe(latest.spec, latest.program, _workspace_bytes(latest))
 
 
+def _as_stack(gradients: NDArray[Any], period: int) -> Gradients:
+    """Return gradients as one array, or as a list if the Jacobians came as a sequence."""
+    return gradients if period else list(gradients)
+
+
 def _workspace_bytes(ready: _Ready) -> int:
     if ready.program is None:
         return 0
@@ -588,18 +601,28 @@ class Slot:
         local.fill(workspace.local_grads)
         return workspace
 
+    def runs_whole_steps(self, program: Program, dtype: np.dtype[Any]) -> bool:
+        """Return whether the current device has kernels for the implicit steps of the chain."""
+        from ..execution.device import form_of
+
+        form = form_of(program, dtype)
+        return form is not None and form.terms > 0 and self.chain.is_shared(1, 2)
+
     def on_device(
-        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads
+        self, program: Program, dtype: np.dtype[Any], batch: int, local: LocalGrads, whole: bool
     ) -> DeviceWorkspace:
-        """Return a workspace on the current device for this program and this kind of input."""
+        """Return a workspace on the current device for this program and this kind of input.
+
+        `whole` says that steps are implicit and run whole.
+        """
         from ..execution.device import DeviceWorkspace
 
-        stacked = self.chain.stack is not None
+        stacked = bool(self.chain.stacks) if whole else self.chain.stack is not None
         how = None if not local.given else "list" if local.stack is None else "stack"
         batched, key = self._batched()
         workspace: DeviceWorkspace = self._kept(
-            (program, dtype, batch, key, stacked, how, self.chain.device),
-            lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how),
+            (program, dtype, batch, key, stacked, how, whole, self.chain.device),
+            lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how, whole),
         )
         return workspace
 

@@ -49,6 +49,10 @@ class Program:
         Number of Jacobians, as kernels see them: explicit steps, and the factors of implicit ones.
     schedule : Schedule
         The schedule for them.
+    steps : sequence of Pattern or ImplicitPattern
+        The steps.
+    chunks : int or None
+        Number of chunks of steps, of a chunked schedule.
     solved : dict of int to Factorisation
         The Jacobians that are inverses, which a linear schedule solves with, in the order of the
         scan.
@@ -86,6 +90,7 @@ class Program:
     ) -> None:
         if schedule.n != len(steps):
             raise InputError(f"schedule is for {schedule.n} Jacobians; expected {len(steps)}")
+        self.steps, self.chunks = steps, schedule.chunks
         patterns: list[Any] = list(steps)
         indices: list[IndexedPattern | None] = []
         flags: list[bool] = []
@@ -176,6 +181,7 @@ class Program:
         """
         program = cls.__new__(cls)
         program.n, program.solved = n, {}
+        program.steps, program.chunks = patterns[:n], None
         program.patterns, program.levels = list(patterns), list(levels)
         program.ops, program.work, program.offsets = ops, work, offsets
         program.slots = np.full(len(patterns) - n, -1, np.int64)

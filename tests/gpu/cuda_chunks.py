@@ -83,7 +83,7 @@ def scan(
         out[0] += 0 if local_grads[0] is None else local_grads[0]
         if tables:
             run[Run.LOCALS] = Run.WIDTH + 2 * steps
-            run[Run.LOCALS + 1 + 2 * steps :] = [
+            run[Run.WIDTH + 2 * steps :] = [
                 0 if array is None else device.place(array) for array in local_grads
             ]
         else:

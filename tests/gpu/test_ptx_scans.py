@@ -18,16 +18,24 @@ pytest.importorskip("numba_cuda")
 import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
 from oracles import assert_within, sequential  # noqa: E402
+from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
-from sparsescan import Schedule  # noqa: E402
+from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
 from sparsescan.kernels.cuda.checks import is_safe  # noqa: E402
+from sparsescan.kernels.cuda.chunks import chunk_count  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     ptx.stand_in.install(monkeypatch)
     return fake_cupy.install(monkeypatch)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
+    """Of every launch its kernel, blocks and threads, and what it did."""
+    return ptx.stand_in.count(monkeypatch)
 
 
 @pytest.fixture
@@ -91,6 +99,42 @@ def test_chunks_of_a_long_recurrence(
     gradients = sparsescan.exclusive_scan(grad, steps, schedule=schedule, device="cuda")
     assert {launch.kernel for launch in launches} == {"multiply", "carry", "sweep", "repair"}
     assert_within(gradients, sequential(grad, steps, dtype=dtype), dtype)
+
+
+def test_implicit_steps_move_slopes_and_gradients(
+    traffic: list[tuple[str, int, int, Traffic]],
+) -> None:
+    """No values: of 30,000 steps of 20 units and 16 samples not much more than that."""
+    rng = np.random.default_rng()
+    size, batch, chunks, counts = 20, 16, 3, (4, 9)
+    pattern = ImplicitPattern([Pattern.diagonal(size), Pattern.dense((size, size))], shared=[1])
+    weights = np.linalg.qr(rng.standard_normal((size, size)))[0].ravel().astype(np.float32)
+    for chunk in counts:
+        slopes = rng.random((chunks * chunk, batch, size), np.float32)
+        grad = rng.standard_normal((batch, size)).astype(np.float32)
+        chain = ImplicitChain([slopes, weights], pattern)
+        tree = Schedule.chunked(len(slopes), chunks)
+        sparsescan.exclusive_scan(grad, chain, schedule=tree, device="cuda")
+    few, many = (
+        {name: did.bytes["global"] for name, _, _, did in half}
+        for half in (traffic[: len(traffic) // 2], traffic[len(traffic) // 2 :])
+    )
+    step, more = 4 * batch * size, counts[1] - counts[0]
+    assert many["multiply"] - few["multiply"] == (chunks - 1) * more * step
+    assert many["sweep"] - few["sweep"] == chunks * more * 2 * step
+    assert many["carry"] == few["carry"]
+    # Of as many chunks and steps as on a GPU: what does not grow with these is of each chunk.
+    count = chunk_count(30_000, batch, size, 132, terms=1)
+    ahead = -(-30_000 // count) - counts[0]
+    asked = (few["multiply"] / (chunks - 1) + ahead * step) * (count - 1)
+    asked += (few["sweep"] / chunks + ahead * 2 * step) * count
+    asked += few["carry"] / (chunks - 1) * (count - 1)
+    # Slopes twice, gradients once, and products, which are written and read.
+    products = 2 * (count - 1) * (size + 2) * step
+    needed = 3 * 30_000 * step + products
+    print(f"{asked / 1e6:.1f} MB asked for, {needed / 1e6:.1f} MB needed")
+    assert needed <= asked <= 1.2 * needed
+    assert asked < 0.1 * 2 * 30_000 * size * step
 
 
 @pytest.mark.slow

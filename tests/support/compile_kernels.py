@@ -57,6 +57,12 @@ def cases() -> Iterator[tuple[str, Any, int]]:
             if name == "carry" and nnz == 58:
                 continue  # the same as for dense steps
             yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
+    # Implicit steps: those of an RNN, of a GRU, and the largest.
+    for size, terms, dtype in ((20, 1, F4), (20, 4, F4), (50, 1, F8), (64, 1, F4), (28, 4, F8)):
+        chunks = chunk_kernels(size, size * size, dtype, terms=terms)
+        about = f"{size} implicit, {terms} terms, {dtype}"
+        for name in ("multiply", "sweep", "repair"):
+            yield f"{name} {about}", getattr(chunks, name), 8
     for dtype, index in ((F4, I4), (F8, I8)):
         kernels = level_kernels(dtype, index)
         for name in ("vectors", "level", "rescale", "sweep_steps"):

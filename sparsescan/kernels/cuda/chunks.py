@@ -23,6 +23,11 @@ is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products
 * Work on every step that is seldom needed: exponents are looked at when something leaves a band,
   or is small.
 
+An implicit step ``J_t = Σ_k W_k D_tk`` of a recurrent cell is `terms` matrices of weights that all
+steps share, each by a diagonal matrix of slopes. Weights stay in shared memory. *multiply* makes
+each step there from its slopes, *sweep* applies one factor after the other, and no values of steps
+are written: a step is as many slopes.
+
 Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda.tables`.
 """
 
@@ -36,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, int32, int64
 
-from ...arrays.cuda import cuda
+from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import BAND
 from .device import exponent_of, load, scale, store
 from .tables import Run, jacobian_at, local_at
@@ -55,7 +60,7 @@ from .vectors import (
     write_vector,
 )
 
-__all__ = ["MAX_SIZE", "ChunkKernels", "chunk_count", "chunk_kernels", "launches"]
+__all__ = ["MAX_SIZE", "ChunkKernels", "chunk_count", "chunk_kernels", "launches", "takes"]
 
 # The largest step that these kernels take, and bytes of shared memory that every block may have.
 MAX_SIZE, _SHARED = 64, 48 * 1024
@@ -74,6 +79,8 @@ _SMALL = {
 
 # Rows of a product that a thread holds.
 _ROWS = 4
+# Warps that sweep through implicit steps with one copy of the weights.
+_WARPS = 2 if SIMULATED else 4
 # Less than any exponent.
 _NONE = -(1 << 30)
 _WORD, _INT = np.int64(0), np.int32(0)
@@ -108,7 +115,8 @@ def _pitch(rows: int, vector: int) -> int:
     return (-(-rows // vector) | 1) * vector
 
 
-def _tiles(size: int, itemsize: int) -> _Tiles:
+@cache
+def _tiles(size: int, itemsize: int, terms: int) -> _Tiles | None:
     """Return the cheapest tiles that fit into shared memory, in as few parts as possible."""
     vector = 16 // itemsize
     groups = -(-size // _ROWS)
@@ -129,8 +137,11 @@ def _tiles(size: int, itemsize: int) -> _Tiles:
             unit = 1 if size % vector else vector
             registers = itemsize // 4 * _ROWS * cols
             registers += -(-size * size // (unit * stride)) * (unit * itemsize // 4 + 1)
+            registers += -(-terms * size // stride) * (itemsize // 4 + 1)
             shared = chains * (tiles.room * itemsize + 4 * cols * column_groups)
             shared += tiles.threads * itemsize
+            # Weights, and the slopes of a step of each chain.
+            shared += terms * (size + chains) * pitch * itemsize
             if shared > _SHARED or registers > 104:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
@@ -138,7 +149,12 @@ def _tiles(size: int, itemsize: int) -> _Tiles:
             fitting.append((cost if warps == 1 else 1.1 * cost, warps, tiles))
         if fitting:
             return min(fitting)[-1]
-    raise AssertionError
+    return None
+
+
+def takes(size: int, terms: int, dtype: np.dtype[Any]) -> bool:
+    """Return whether there are kernels for steps of this size, implicit ones of so many terms."""
+    return 0 < size <= MAX_SIZE and _tiles(size, dtype.itemsize, terms) is not None
 
 
 class ChunkKernels(NamedTuple):
@@ -148,6 +164,10 @@ class ChunkKernels(NamedTuple):
     addresses: of the run table; of ``row·size + column`` for each value of a step, int32, unless
     all steps are dense; and of scratch memory. They apply `steps` Jacobians to the first gradient,
     in ``chunks = ⌈steps / chunk⌉`` chunks of `chunk` steps.
+
+    Where steps are implicit the run table has the address of their slopes, and of the weights.
+    `places`, int32, are then the numbers of the slopes, ``(terms, size)``, and of the weights,
+    ``(terms, size, size)``, or -1 where there is none.
 
     Attributes
     ----------
@@ -166,7 +186,9 @@ class ChunkKernels(NamedTuple):
     tiles : _Tiles
         How blocks of `multiply` share the work.
     threads : int
-        Threads of a block of the other kernels.
+        Threads of a block of `carry`.
+    sweep_threads : int
+        Threads of a block of `sweep`, and of `repair`.
     chains : int
         Samples, or chunks of samples, of a block of `sweep`, or of `repair`.
     """
@@ -178,6 +200,7 @@ class ChunkKernels(NamedTuple):
     repair: Any
     tiles: _Tiles
     threads: int
+    sweep_threads: int
     chains: int
 
     def scratch(self, steps: int, batch: int, chunk: int) -> tuple[int, int]:
@@ -199,20 +222,24 @@ def launches(
     """Return the kernels to start in turn, with blocks, threads of a block, and arguments."""
     chunks = -(-steps // chunk)
     arguments = run, places, columns, exponents, steps, batch, chunk, chunks
-    tiles, threads, chains = kernels.tiles, kernels.threads, kernels.chains
+    tiles, threads, chains = kernels.tiles, kernels.sweep_threads, kernels.chains
     products = -(-(chunks - 1) * batch // tiles.chains) * tiles.parts
     phases = [
         (kernels.multiply, products, tiles.threads, arguments),
-        (kernels.carry, batch, threads, arguments),
+        (kernels.carry, batch, kernels.threads, arguments),
         (kernels.sweep, -(-chunks * batch // chains), threads, arguments),
         (kernels.repair, -(-batch // chains), threads, arguments),
     ]
     return phases if chunks > 1 else phases[2:]
 
 
-def chunk_count(steps: int, batch: int, size: int, multiprocessors: int) -> int:
-    """Return the number of chunks into which to cut a chain; 1 if products do not pay."""
-    tiles = _tiles(size, 4)
+def chunk_count(steps: int, batch: int, size: int, multiprocessors: int, *, terms: int = 0) -> int:
+    """Return the number of chunks into which to cut a chain; 1 if products do not pay.
+
+    Its steps are dense, or implicit ones of so many terms.
+    """
+    tiles = _tiles(size, 4, terms)
+    assert tiles is not None
     padded = -(-size // 4) * 4
     # Cycles from one step to the next where nothing else goes on, as the code for float32 has it;
     # and of two launches.
@@ -220,7 +247,7 @@ def chunk_count(steps: int, batch: int, size: int, multiprocessors: int) -> int:
     launch = 6000
     # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20 bytes.
     work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
-    read = size * size * 4 / 20
+    read = (terms or size) * size * 4 / 20
 
     def cycles(chunks: int) -> float:
         depth, chains = steps / chunks, batch * chunks / multiprocessors
@@ -330,15 +357,124 @@ def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int)
     return _Staging(slots, slots * unit, find, fetch, deliver)
 
 
+class _Making(NamedTuple):
+    """Device functions by which the `stride` threads of a chain make implicit steps.
+
+    A thread keeps the numbers of `count` slopes in an int32 array, and as many slopes.
+    """
+
+    count: int
+    find: Any
+    fetch: Any
+    deliver: Any
+    make: Any
+
+
+def _making(
+    size: int, terms: int, dtype: np.dtype[Any], stride: int, pitch: int, weights_at: int
+) -> _Making:
+    kind, vector, zero = from_dtype(dtype), 16 // dtype.itemsize, dtype.type(0)
+    every, least_normal = terms * size, dtype.type(np.finfo(dtype).tiny)
+    count = max(1, -(-every // stride))
+    # As `_staging` has it for dense steps.
+    unit = vector if size % vector == 0 else 1
+    units = size * size // unit
+    slots = max(1, -(-units // stride))
+
+    @cuda.jit(device=True)
+    def find(places, lane, numbers):
+        """Note which slopes a thread loads; -1 where there is none."""
+        for slot in range(count):
+            m = lane + slot * stride
+            numbers[slot] = load(places, m, _INT) if m < every else np.int32(-1)
+
+    @cuda.jit(device=True)
+    def fetch(address, numbers, slopes):
+        """Load the slopes of a thread."""
+        for slot in range(count):
+            slopes[slot] = zero
+            if numbers[slot] >= 0:
+                slopes[slot] = load(address, np.int64(numbers[slot]), zero)
+
+    @cuda.jit(device=True)
+    def deliver(pool, base, lane, slopes, least_weight):
+        """Store them to shared memory; return whether a weight may make one no normal number."""
+        lost = False
+        for slot in range(count):
+            m = lane + slot * stride
+            if m < every:
+                put(pool, base + m // size * pitch + m % size, slopes[slot])
+                size_of = abs(slopes[slot])
+                lost = lost | ((size_of > zero) & (size_of * least_weight < least_normal))
+        return lost
+
+    @cuda.jit(device=True)
+    def make(pool, base, lane, offsets, staged):
+        """Make the values of a thread of a step whose slopes begin at `base`."""
+        some_weights = cuda.local.array(vector, kind)
+        some_slopes = cuda.local.array(vector, kind)
+        for slot in range(slots):
+            if (slot + 1) * stride <= units or lane + slot * stride < units:
+                place = np.int64(offsets[slot])
+                for v in range(unit):
+                    staged[slot * unit + v] = zero
+                for k in range(terms):
+                    weight_at = weights_at + k * size * pitch + place
+                    slope_at = base + k * pitch + place % pitch
+                    if unit > 1:
+                        read_vector(some_weights, 0, pool, weight_at)
+                        read_vector(some_slopes, 0, pool, slope_at)
+                    else:
+                        some_weights[0] = get(pool, weight_at)
+                        some_slopes[0] = get(pool, slope_at)
+                    for v in range(unit):
+                        staged[slot * unit + v] += some_weights[v] * some_slopes[v]
+
+    return _Making(count, find, fetch, deliver, make)
+
+
+def _weights(size: int, terms: int, dtype: np.dtype[Any], threads: int, pitch: int) -> Any:
+    zero, one = dtype.type(0), dtype.type(1)
+
+    @cuda.jit(device=True)
+    def place_weights(run, places, pool, base, thread):
+        """Copy the weights to shared memory, zeros elsewhere; return the least of a thread."""
+        address = load(run, Run.WEIGHTS, _WORD)
+        least = one
+        for m in range(thread, terms * size * pitch, threads):
+            row, column = m // pitch, m % pitch
+            weight = zero
+            if column < size:
+                number = load(places, terms * size + row * size + column, _INT)
+                if number >= 0:
+                    weight = load(address, np.int64(number), zero)
+            put(pool, base + m, weight)
+            least = _smaller(least, weight)
+        return least
+
+    return place_weights
+
+
 @cache
-def chunk_kernels(size: int, nnz: int, dtype: np.dtype[Any]) -> ChunkKernels:
-    """Return the kernels for ``(size, size)`` steps with `nnz` values each, dense if all are."""
-    tiles = _tiles(size, dtype.itemsize)
+def chunk_kernels(size: int, nnz: int, dtype: np.dtype[Any], *, terms: int = 0) -> ChunkKernels:
+    """Return the kernels for ``(size, size)`` steps with `nnz` values each, dense if all are.
+
+    Implicit ones of so many terms count as dense.
+    """
+    tiles = _tiles(size, dtype.itemsize, terms)
+    assert tiles is not None
     threads, chains = (32, 32 // size) if size <= 32 else (128, 1)
-    multiply = _multiply(size, nnz, dtype, tiles)
+    multiply = _multiply(size, nnz, dtype, tiles, terms)
     carry = _carry(size, dtype, threads)
-    sweep, repair = _sweeps(size, nnz, dtype, threads, chains)
-    return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, chains)
+    if terms == 0:
+        sweep, repair = _sweeps(size, nnz, dtype, threads, chains)
+        return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, threads, chains)
+    # Warps that share the weights do not wait for each other.
+    warps = _WARPS if size <= 32 else 1
+    sweep, repair = _implicit_sweeps(size, terms, dtype, warps * threads, chains)
+    return ChunkKernels(
+        size, multiply, carry, sweep, repair, tiles, threads, warps * threads, warps * chains
+    )
 
 
 @cuda.jit(device=True)
@@ -348,7 +484,7 @@ def _smaller(a, b):
     return b if b < a and b > 0 else a
 
 
-def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
+def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
     low, high, aim = _BANDS[dtype]
     low, high = real(low), real(high)
@@ -359,7 +495,10 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     groups, cols, column_groups, width, parts, stride, chains, threads, pitch = tiles
     warp = threads == 32
     room, matrix_size = tiles.room, _ROWS * groups * pitch
-    pool_size, tile_size, left_size = chains * room, _ROWS * cols, _ROWS * vector
+    tile_size, left_size = _ROWS * cols, _ROWS * vector
+    # Behind the chains are weights, and the slopes of a step of each chain.
+    weights_at, slopes_at = chains * room, chains * room + terms * size * pitch
+    pool_size = slopes_at + chains * terms * pitch
     right_size, span = cols * vector, cols * column_groups
     powers_size = chains * span
     padded = -(-size // vector) * vector
@@ -369,6 +508,11 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
     staging = _staging(size, nnz, dtype, stride, pitch)
     slots, stage_size = staging.slots, staging.values
     find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    implicit = terms > 0
+    making = _making(size, terms, dtype, stride, pitch, weights_at)
+    slope_count, make = making.count, making.make
+    find_slopes, fetch_slopes, deliver_slopes = making.find, making.fetch, making.deliver
+    place_weights = _weights(size, terms, dtype, threads, pitch)
     none, infinity = np.int32(_NONE), real(np.inf)
 
     @cuda.jit
@@ -383,6 +527,8 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         added = cuda.local.array(_ROWS, kind)
         staged = cuda.local.array(stage_size, kind)
         offsets = cuda.local.array(slots, int32)
+        slopes = cuda.local.array(slope_count, kind)
+        numbers = cuda.local.array(slope_count, int32)
         thread, block = thread_index(), block_index()
         group, lane = thread // stride, thread % stride
         part = block % parts
@@ -402,26 +548,56 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
         stacks = _stacks(run, sample)
         ahead = jacobian_at(run, first, sample)
         local = local_at(run, first + 1)
+        least_weight, lost = one, False
+        own_slopes = slopes_at + group * terms * pitch
         for m in range(stage_size):
             staged[m] = zero
+        if implicit:
+            put(leasts, thread, place_weights(run, places, pool, weights_at, thread))
         if present:
             find(places, lane, offsets)
-            fetch(ahead, lane, staged, 0)
+            if implicit:
+                find_slopes(places, lane, numbers)
+                fetch_slopes(ahead, numbers, slopes)
+            else:
+                fetch(ahead, lane, staged, 0)
             for m in range(lane, room, stride):
                 put(pool, base + m, zero)
         barrier(warp)
+        if implicit:
+            # The slopes of a step are stored while the one before is multiplied, and those of the
+            # next are on their way.
+            for m in range(threads):
+                least_weight = _smaller(least_weight, get(leasts, m))
+            if present:
+                lost = deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
+            barrier(warp)
+            if present:
+                make(pool, own_slopes, lane, offsets, staged)
+                ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
+                if chunk > 1:
+                    fetch_slopes(ahead, numbers, slopes)
+            barrier(warp)
+            if present and chunk > 1:
+                lost = lost | deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
+                ahead = _jacobian_after(run, stacks, ahead, first + 2, steps, sample)
+                if chunk > 2:
+                    fetch_slopes(ahead, numbers, slopes)
         if present:
             deliver(pool, base, lane, offsets, staged, 0)
             for c in range(lane, span, stride):
                 put(powers, group * span + c, _INT)
                 if c < width and part * width + c < size:
                     put(pool, base + matrix_size + c * pitch + part * width + c, one)
-        ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
+        if not implicit:
+            ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
         barrier(warp)
 
         for step in range(first, first + chunk):
             more = present and step + 1 < first + chunk
-            if more:
+            if more and implicit:
+                make(pool, own_slopes, lane, offsets, staged)
+            elif more:
                 fetch(ahead, lane, staged, 0)
                 ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
             outside = False
@@ -518,8 +694,15 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles) -> Any:
                         put(pool, columns_at + n * pitch + row + r * groups, tile[n * _ROWS + r])
             if present:
                 deliver(pool, base, lane, offsets, staged, 0)
+                if implicit and step + 2 < first + chunk:
+                    lost = lost | deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
+                    ahead = _jacobian_after(run, stacks, ahead, step + 3, steps, sample)
+                    if step + 3 < first + chunk:
+                        fetch_slopes(ahead, numbers, slopes)
             barrier(warp)
 
+        if lost:
+            store(run, Run.FLAG, np.int64(1), _WORD)
         if busy:
             poison = zero
             for n in range(cols):
@@ -786,6 +969,154 @@ def _sweeps(
         group, lane = thread // stride, thread % stride
         sample = block_index() * chains + group
         last = steps if group < chains and sample < batch else 0
+        walk_all(run, places, steps, batch, 0, last, steps, sample, group, lane)
+
+    return sweep, repair
+
+
+def _implicit_sweeps(
+    size: int, terms: int, dtype: np.dtype[Any], threads: int, chains: int
+) -> tuple[Any, Any]:
+    """Return `sweep` and `repair` for implicit steps; a warp, or the block, has so many chains."""
+    kind, zero = from_dtype(dtype), dtype.type(0)
+    vector, warp = 16 // dtype.itemsize, size <= 32
+    team = 32 if warp else threads
+    padded, pitch = -(-size // vector) * vector, _pitch(size, vector)
+    stride, every = team // chains, threads // team * chains
+    # Behind the weights are two places for what a chain multiplies them by, used by turns.
+    vectors_at, room = terms * size * pitch, terms * pitch
+    pool_size = vectors_at + 2 * every * room
+    place_weights = _weights(size, terms, dtype, threads, pitch)
+    most_ahead = min(max(16 // (terms * dtype.itemsize // 4), 1), 8)
+
+    def walk(linear: bool) -> Any:
+        """Make the gradients after `first`, up to that after step ``last - 1``.
+
+        The linear scan passes over weights that are not there: 0·∞ is not 0.
+        """
+        # Steps whose slopes are loaded ahead.
+        depth = 1 if linear else most_ahead
+        ring_size = depth * terms
+
+        @cuda.jit(device=True)
+        def matvecs(run, places, steps, batch, first, last, count, sample, group, lane):
+            pool = cuda.shared.array(pool_size, kind, alignment=16)
+            left = cuda.local.array(vector, kind)
+            right = cuda.local.array(vector, kind)
+            sums = cuda.local.array(vector, kind)
+            ring = cuda.local.array(ring_size, kind)
+            added = cuda.local.array(depth, kind)
+            numbers = cuda.local.array(terms, int32)
+            masks = cuda.local.array(terms, int64)
+            busy = first < last and lane < size
+            thread = thread_index()
+            place_weights(run, places, pool, 0, thread)
+            for m in range(thread, 2 * every * room, threads):
+                put(pool, vectors_at + m, zero)
+            out = load(run, Run.OUT, _WORD)
+            stacks = _stacks(run, sample)
+            ahead, local, entry = np.int64(0), np.int64(0), zero
+            place = (first * batch + sample) * size + lane
+            for k in range(terms):
+                numbers[k] = np.int32(-1)
+                masks[k] = np.int64(0)
+            if busy:
+                entry = load(out, place, zero)
+                ahead = jacobian_at(run, first, sample)
+                local = local_at(run, first + 1)
+                for k in range(terms):
+                    numbers[k] = load(places, k * size + lane, _INT)
+                    if linear:
+                        for j in range(size):
+                            weight_at = terms * size + (k * size + lane) * size + j
+                            if load(places, weight_at, _INT) >= 0:
+                                masks[k] |= np.int64(1) << j
+            for d in range(depth):
+                added[d] = zero
+                for k in range(terms):
+                    ring[d * terms + k] = zero
+                if busy and first + d < last:
+                    for k in range(terms):
+                        if numbers[k] >= 0:
+                            ring[d * terms + k] = load(ahead, np.int64(numbers[k]), zero)
+                    ahead = _jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
+                    if local != 0:
+                        added[d] = load(local, sample * size + lane, zero)
+                    local = _local_after(run, stacks, local, first + d + 2, steps)
+            cuda.syncthreads()
+            now = vectors_at + 2 * group * room
+            then = now + room
+            poison = zero
+
+            for start in range(0, count, depth):
+                for d in range(depth):
+                    step = first + start + d
+                    if busy and step < last:
+                        for k in range(terms):
+                            put(pool, now + k * pitch + lane, ring[d * terms + k] * entry)
+                    barrier(warp)
+                    if busy and step < last:
+                        entry = added[d]
+                        if step + depth < last:
+                            for k in range(terms):
+                                if numbers[k] >= 0:
+                                    ring[d * terms + k] = load(ahead, np.int64(numbers[k]), zero)
+                            ahead = _jacobian_after(
+                                run, stacks, ahead, step + depth + 1, steps, sample
+                            )
+                            added[d] = zero
+                            if local != 0:
+                                added[d] = load(local, sample * size + lane, zero)
+                            local = _local_after(run, stacks, local, step + depth + 2, steps)
+                        for v in range(vector):
+                            sums[v] = zero
+                        for k in range(terms):
+                            for j in range(0, padded, vector):
+                                read_vector(left, 0, pool, (k * size + lane) * pitch + j)
+                                read_vector(right, 0, pool, now + k * pitch + j)
+                                for v in range(vector):
+                                    if not linear or (masks[k] >> j + v) & 1:
+                                        sums[v] += left[v] * right[v]
+                        if vector == 4:
+                            entry += sums[2] + sums[3]
+                        entry += sums[0] + sums[1]
+                        place += batch * size
+                        store(out, place, entry, zero)
+                        poison += entry * zero
+                        now, then = then, now
+            if poison != zero:
+                store(run, Run.FLAG, np.int64(1), _WORD)
+
+        return matvecs
+
+    walk_chunk, walk_all = walk(False), walk(True)
+
+    @cuda.jit(device=True)
+    def place_of(thread):
+        """Return which chain of the block a thread works on, past the last if none; its lane."""
+        one = thread % team // stride
+        group = thread // team * chains + one if one < chains else every
+        return group, thread % team % stride
+
+    @cuda.jit
+    def sweep(run, places, columns, exponents, steps, batch, chunk, chunks):
+        group, lane = place_of(thread_index())
+        chain = block_index() * every + group
+        c, sample = chain // batch, chain % batch
+        first, last = 0, 0
+        if group < every:
+            # The first gradient of the next chunk is there, and behind the last are no steps.
+            first = c * chunk
+            last = first + chunk - 1 if c < chunks - 1 else steps
+        walk_chunk(run, places, steps, batch, first, last, chunk, sample, group, lane)
+
+    @cuda.jit
+    def repair(run, places, columns, exponents, steps, batch, chunk, chunks):
+        if load(run, Run.FLAG, _WORD) == 0:
+            return
+        group, lane = place_of(thread_index())
+        sample = block_index() * every + group
+        last = steps if group < every and sample < batch else 0
         walk_all(run, places, steps, batch, 0, last, steps, sample, group, lane)
 
     return sweep, repair

@@ -55,7 +55,9 @@ class _Run(NamedTuple):
     LOCAL_STEP: int = 6
     # First slot of the table of local gradients; 0 if there is none.
     LOCALS: int = 7
-    WIDTH: int = 8
+    # Address of the weights of implicit steps, of which the Jacobians above are the slopes.
+    WEIGHTS: int = 8
+    WIDTH: int = 9
 
 
 Run = _Run()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
-from ...execution.device import BLAS_SIZE, GRAIN, LARGE, Shares, chunk_size
+from ...execution.device import BLAS_SIZE, GRAIN, LARGE, ChunkForm, Shares, form_of
 from ...kernels.cpu.tables import LANES, Op
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
@@ -189,9 +189,9 @@ class GpuModel:
 
     def level_times(self, program: Program) -> tuple[float, list[float]]:
         """Return the times of a launch for each level, or for each large operation."""
-        chunks, size = program.schedule.chunks, chunk_size(program.patterns[: program.n])
-        if chunks is not None and size is not None:
-            return self.gpu.run, self._chunked(program, chunks, size)
+        form = form_of(program, self.dtype)
+        if form is not None and program.chunks is not None:
+            return self.gpu.run, self._chunked(program, program.chunks, form)
         operations = Operations.of(program, self.dtype.itemsize, self.batch, self.differs)
         shares = Shares.of(program)
         work = self._work(operations, shares.blas)
@@ -238,15 +238,16 @@ class GpuModel:
         starts = calls + (calls > 0)
         return float(np.maximum(times, starts * self.gpu.plain).sum())
 
-    def _chunked(self, program: Program, chunks: int, size: int) -> list[float]:
+    def _chunked(self, program: Program, chunks: int, form: ChunkForm) -> list[float]:
         """Return the times of the launches of small steps; the last two are one level."""
-        gpu, dtype, steps = self.gpu, self.dtype.name, program.n - 1
-        chunk = -(-program.n // chunks)
+        n, size = len(program.steps), form.size
+        gpu, dtype, steps = self.gpu, self.dtype.name, n - 1
+        chunk = -(-n // chunks)
         products = max(-(-steps // chunk) - 1, 0)
         a, b, c = gpu.product_step[dtype]
         vector = gpu.vector_step[dtype][0] * size + gpu.vector_step[dtype][1]
         values = self.batch * self.dtype.itemsize
-        read, written = steps * program.patterns[0].nnz, products * (size + 1) * size
+        read, written = steps * form.entries, products * (size + 1) * size
 
         def from_memory(count: int) -> float:
             return count * values / gpu.bandwidth if read * values > gpu.cache else 0.0

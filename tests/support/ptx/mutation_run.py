@@ -18,7 +18,7 @@ import pytest
 from oracles import STRUCTURES, mask
 
 import sparsescan
-from sparsescan import BatchedCSR, Schedule
+from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import device
 from sparsescan.jacobians import GRU, LSTM, _recurrent_device
 from sparsescan.kernels.cuda.checks import is_safe
@@ -35,9 +35,11 @@ TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 
 # Kernels of whole sequences, whose weights are in registers, or read in each step.
 _HELD, _READ = " of a GRU", " of an LSTM"
+_IMPLICIT = " of implicit steps"
 KERNELS = (
     *("check_indices", "vectors", "level", "rescale", "sweep_steps"),
     *("multiply", "carry", "sweep", "repair"),
+    *(name + _IMPLICIT for name in ("multiply", "sweep", "repair")),
     *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
 )
 F4 = np.float32
@@ -60,6 +62,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
+    mutants.about = _IMPLICIT
+    for grad, chain, local in implicit_chains():
+        schedule = Schedule.chunked(len(chain), 4)
+        for added in (local, None):
+            sparsescan.inclusive_scan(
+                grad, chain, local_grads=added, schedule=schedule, device="cuda"
+            )
+    mutants.about = ""
     for grad, jacobians, local in swept_chains():
         sparsescan.exclusive_scan(
             grad, jacobians, local_grads=local, schedule="linear", device="cuda"
@@ -256,6 +266,34 @@ def chunked_chains() -> Iterator[tuple[Any, Any, Any]]:
             # A product has an entry which must not meet that of a step behind its chunk.
             jacobians[5, :, 0], jacobians[6, :, 0, 0] = 2.0**-79, 2.0**-60
         yield grad, jacobians, local
+
+
+def implicit_chains() -> Iterator[tuple[Any, Any, Any]]:
+    """Return chains of slopes and pruned weights, as those of :func:`chunked_chains`."""
+    size, batch = 5, 13
+    columns = np.array([3, 0, 1, 1, 4, 2, 0, 4])
+    rows = len(columns)
+    kept = np.random.default_rng(0).random((size, rows)) < 0.7
+    kept[:, columns == 0] = kept[:2, 4] = True
+    slopes_at = Pattern(np.arange(rows + 1), columns, (rows, size))
+    pattern = ImplicitPattern([slopes_at, of_mask(kept)], [1])
+    # The last turn of the loop over steps that are loaded ahead ends at each place; and what is not
+    # finite comes last, so that it does not reach what has no weight.
+    cases: list[tuple[int, float]] = [(steps, 1.0) for steps in range(36, 2, -3)]
+    cases += [(24, 1e9), (28, 1e-9), *((4 + row, np.inf) for row in range(rows))]
+    for seed, (steps, scale) in enumerate(cases):
+        rng = np.random.default_rng(seed)
+        weights = (rng.standard_normal(pattern.factors[1].nnz) / 2).astype(F4)
+        slopes = rng.standard_normal((steps, batch, rows)).astype(F4)
+        grad = rng.standard_normal((batch, size)).astype(F4)
+        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        slopes[:, 1, 2] = 0
+        if np.isfinite(scale):
+            slopes[::2] *= F4(scale)
+            slopes[1::2] /= F4(scale)
+        else:
+            slopes[-1, 0, steps - 4] = scale
+        yield grad, ImplicitChain([slopes, weights], pattern), local
 
 
 def swept_chains() -> Iterator[tuple[Any, Any, Any]]:

@@ -1,0 +1,297 @@
+"""Implicit steps of recurrent cells in chunks on a CUDA device: no values of steps are written."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_device import SIMULATED, cupy_or_stand_in, to_host
+from oracles import Gradients, assert_within, on_pattern, sequential
+from sampling import examples, slow
+
+import sparsescan
+from sparsescan import ImplicitChain, ImplicitPattern, ImplicitStep, Pattern, Schedule
+from sparsescan.execution.device import DeviceWorkspace, chunk_form
+from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
+from sparsescan.kernels.cuda.tables import Run
+from sparsescan.symbolic.pattern import of_mask
+
+simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
+DTYPES = (np.float32, np.float64)
+# The kernels of a chain in several chunks.
+PHASES = ["multiply", "carry", "sweep", "repair"]
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return cupy_or_stand_in(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All launches, in the simulator, where launches can only be captured by this."""
+    if not SIMULATED:
+        return []
+    import fake_cupy
+
+    return fake_cupy.watch(monkeypatch)
+
+
+class Ran(NamedTuple):
+    """A run on the device: whether it was repaired, and gradients that it had room for."""
+
+    repaired: bool
+    room: int
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
+    """All runs."""
+    ran: list[Ran] = []
+    run = DeviceWorkspace.run
+
+    def watched(self: DeviceWorkspace, chain: Any, local: Any, out: Any, **options: Any) -> None:
+        run(self, chain, local, out, **options)
+        ran.append(Ran(bool(self._run[Run.FLAG : Run.FLAG + 1].get()[0]), out.size))
+
+    monkeypatch.setattr(DeviceWorkspace, "run", watched)
+    return ran
+
+
+class Case(NamedTuple):
+    """Steps ``J_t = W D_t``, each row of the slopes ``D_t`` with one entry, and what a scan takes.
+
+    Attributes
+    ----------
+    slopes : ndarray, shape (steps, [batch,] rows)
+        Values of ``D_t``.
+    weights : ndarray, shape (nnz,)
+        Values of ``W``.
+    """
+
+    pattern: ImplicitPattern
+    slopes: np.ndarray
+    weights: np.ndarray
+    grad: np.ndarray
+    local: np.ndarray | None = None
+
+    @property
+    def dtype(self) -> Any:
+        return self.grad.dtype
+
+    def expected(self, inclusive: bool) -> Gradients:
+        """Back-propagation through one factor after the other."""
+        second = on_pattern(self.weights, self.pattern.factors[1])
+        factors = [
+            factor
+            for row in self.slopes
+            for factor in (on_pattern(row, self.pattern.factors[0]), second)
+        ]
+        local = None
+        if self.local is not None:
+            local = [None] * (len(factors) + inclusive)
+            local[::2] = self.local
+        whole = sequential(self.grad, factors, local, inclusive=inclusive, dtype=self.dtype)
+        return Gradients(whole.exact[::2], whole.bounds[::2])
+
+    def scan(self, inclusive: bool, schedule: Any, chain: Any = None, local: Any = None) -> Any:
+        call = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
+        chain = ImplicitChain([self.slopes, self.weights], self.pattern) if chain is None else chain
+        local = self.local if local is None else local
+        return call(self.grad, chain, local_grads=local, schedule=schedule, device="cuda")
+
+
+def case(
+    seed: Any, steps: int, batch: int | None, size: int, dtype: Any, rows: int, density: float = 1.0
+) -> Case:
+    """Return steps of so many slopes in any order, and weights of which so many are kept."""
+    rng = np.random.default_rng(seed)
+    lead = () if batch is None else (batch,)
+    columns = rng.permutation(np.arange(rows) % size)
+    first = Pattern(np.arange(rows + 1), columns, (rows, size))
+    if rows == size and seed % 2:
+        first = Pattern.diagonal(size)
+    second = of_mask(rng.random((size, rows)) < density)
+    weights = rng.standard_normal(second.nnz) / np.sqrt(max(density * rows, 1))
+    slopes = rng.standard_normal((steps, *lead, rows))
+    grad = rng.standard_normal((*lead, size)).astype(dtype)
+    pattern = ImplicitPattern([first, second], shared=[1])
+    return Case(pattern, slopes.astype(dtype), weights.astype(dtype), grad)
+
+
+def with_local(given: Case, count: int, seed: int = 0) -> Case:
+    rng = np.random.default_rng(seed)
+    return given._replace(local=rng.standard_normal((count, *given.grad.shape)).astype(given.dtype))
+
+
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_any_steps_in_any_chunks(ran: list[Ran], data: Any) -> None:
+    """Slopes and weights of any number, pruned too; local gradients; one sample or several."""
+    steps, batch = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([None, 1, 3, 7]))
+    size, terms = data.draw(st.sampled_from([(1, 1), (3, 2), (4, 1), (5, 1), (9, 2), (20, 1)]))
+    rows = max(1, size * terms - data.draw(st.integers(0, size - 1)))
+    given = case(
+        data.draw(st.integers(0, 2**32 - 1)),
+        *(steps, batch, size, data.draw(st.sampled_from(DTYPES)), rows),
+        data.draw(st.sampled_from([1.0, 0.5, 0.1, 0.0])),
+    )
+    inclusive = data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        given = with_local(given, steps + inclusive)
+    schedule = Schedule.chunked(steps, data.draw(st.integers(1, steps)))
+    before = len(ran)
+    gradients = given.scan(inclusive, schedule)
+    assert_within(gradients, given.expected(inclusive), given.dtype)
+    assert gradients.flags.c_contiguous
+    for run in ran[before:]:
+        assert not run.repaired
+        assert run.room == gradients.size  # none within steps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "rows"), [(2, 8), (7, 7), (20, 80), *slow((16, 16), (33, 33), (32, 128), (64, 64))]
+)
+def test_sizes(size: int, rows: int, dtype: Any) -> None:
+    """Several chains to a warp, or one; whole vectors or not; weights that just fit, or do not."""
+    given = with_local(case(1, 6, 3, size, dtype, rows), 7)
+    gradients = given.scan(True, Schedule.chunked(6, 3))
+    assert_within(gradients, given.expected(True), dtype)
+
+
+@pytest.mark.parametrize("how", ["list", "reversed", "wide", "device"])
+def test_where_slopes_are(cupy: Any, launches: list[Any], how: str) -> None:
+    """In arrays of each step or of all, from the last to the first, between others, or there."""
+    given = with_local(case(2, 7, 2, 4, np.float32, 8, 0.6), 8)
+    arrays, schedule = [given.slopes, given.weights], Schedule.chunked(7, 3)
+    expected = given.expected(True)
+    if how == "list":
+        chain: Any = [ImplicitStep([row, given.weights], given.pattern) for row in given.slopes]
+    elif how == "reversed":
+        chain = ImplicitChain([arrays[0][::-1].copy()[::-1], arrays[1]], given.pattern)
+    elif how == "wide":
+        wide = np.full((7, 2, 11), np.nan, np.float32)
+        wide[..., 1:9] = arrays[0]
+        chain = ImplicitChain([wide[..., 1:9], arrays[1]], given.pattern)
+    else:
+        chain = ImplicitChain(list(map(cupy.asarray, arrays)), given.pattern)
+        given = given._replace(grad=cupy.asarray(given.grad))
+    local = cupy.asarray(given.local) if how == "device" else given.local
+    gradients = given.scan(True, schedule, chain, local)
+    assert isinstance(gradients, list) == (how == "list")
+    gradients = to_host(gradients) if how == "device" else gradients
+    assert_within(gradients, expected, np.float32)
+    assert [launch.kernel for launch in launches if launch.kernel != "graph"] in (PHASES, [])
+
+
+@simulated
+def test_kernels_are_chosen_by_what_steps_share(launches: list[Any]) -> None:
+    """Those for chunks where all steps have one array of weights."""
+    given, schedule = case(3, 9, 2, 5, np.float64, 5), Schedule.chunked(9, 3)
+    given.scan(True, schedule)
+    assert [launch.kernel for launch in launches] == PHASES
+    launches.clear()
+    weights = np.random.default_rng(0).standard_normal((9, 25)) / 2
+    chain = ImplicitChain([given.slopes, weights], given.pattern)
+    gradients = given.scan(True, schedule, chain)
+    assert "multiply" not in {launch.kernel for launch in launches}
+    expected = sparsescan.inclusive_scan(given.grad, chain, schedule="linear")
+    np.testing.assert_allclose(gradients, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", [RNNCell(3, 9, rng=0), GRUCell(3, 6, rng=0)], ids=repr)
+def test_cells_in_the_order_of_time(ran: list[Ran], cell: Any) -> None:
+    """As the scan of explicit Jacobians on the CPU."""
+    assert chunk_form([cell.implicit_pattern] * 2, np.dtype(np.float32)) is not None
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((11, 2, 3), np.float32)
+    steps = cell.linearize(x, cell.unroll(x)[:-1])
+    grad, local = rng.standard_normal((2, cell.state_size), np.float32), None
+    local = rng.standard_normal((11, 2, cell.state_size)).astype(np.float32)
+    plan = sparsescan.plan(
+        [cell.implicit_pattern] * 11, schedule="chunked:4", reverse=True, device="cuda"
+    )
+    gradients = plan.exclusive_scan(grad, steps.implicit(reverse=True), local_grads=local)
+    explicit = sparsescan.exclusive_scan(
+        grad, steps.jacobian(), local_grads=local[::-1], schedule="linear", device="cpu"
+    )
+    np.testing.assert_allclose(gradients, explicit[::-1], rtol=3e-5, atol=3e-6)
+    assert ran == [Ran(False, gradients.size)]
+
+
+def test_steps_without_kernels_of_their_own() -> None:
+    """Two slopes in a row, weights of each sample, a third factor, and sizes beyond."""
+    dtype = np.dtype(np.float32)
+    diagonal, dense = Pattern.diagonal(4), Pattern.dense((4, 4))
+    for step in (
+        LSTMCell(3, 4, rng=0).implicit_pattern,
+        ImplicitPattern([diagonal, dense]),
+        ImplicitPattern([diagonal, dense, diagonal], shared=[1]),
+        ImplicitPattern([Pattern.diagonal(65), Pattern.dense((65, 65))], shared=[1]),
+        GRUCell(3, 60, rng=0).implicit_pattern,
+    ):
+        assert chunk_form([step] * 3, dtype) is None
+    form = chunk_form([ImplicitPattern([diagonal, dense], shared=[1])] * 3, dtype)
+    assert form == (4, 4, 1)
+    assert chunk_form([GRUCell(3, 20, rng=0).implicit_pattern] * 3, dtype) == (20, 80, 4)
+
+
+def test_auto_takes_chunks_and_says_what_is_implicit(cupy: Any) -> None:
+    pattern = RNNCell(3, 20, rng=0).implicit_pattern
+    plan = sparsescan.plan([pattern] * 2000, device="cuda", batch=16, dtype=np.float32)
+    assert (plan.schedule.chunks or 0) > 1
+    assert "implicit: 2,000 of 2,000; values take" in str(plan)
+    explicit = sparsescan.plan(
+        [pattern.jacobian] * 2000, schedule=plan.schedule, device="cuda", batch=16, dtype="f4"
+    )
+    assert plan.workspace_bytes <= explicit.workspace_bytes + 4 * 21 * 20 + 512
+
+
+# ---------------------------------------------------------------------------------------------
+# Range
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
+def test_decay_and_growth(ran: list[Ran], dtype: Any, factor: float) -> None:
+    """Products leave their band: every other chunk does the opposite of the one before."""
+    given = case(4, 96, 1, 9, dtype, 9)
+    grows = np.arange(96) // 24 % 2 == 0
+    given.slopes[grows] *= dtype(factor)
+    given.slopes[~grows] /= dtype(factor)
+    given = given._replace(grad=given.grad * dtype(factor**-12))
+    assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), dtype)
+    assert not ran[-1].repaired
+
+
+def test_entries_that_a_step_would_lose(ran: list[Ran]) -> None:
+    """A product of a weight and a slope below all numbers, where gradients are large."""
+    given = case(5, 6, 2, 4, np.float32, 4)
+    given.slopes[:] *= np.float32(2.0**-80)
+    given = given._replace(
+        weights=given.weights * np.float32(2.0**-75), grad=given.grad * np.float32(2.0**120)
+    )
+    assert_within(given.scan(True, Schedule.chunked(6, 2)), given.expected(True), np.float32)
+    assert ran[-1].repaired
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("density", [1.0, 0.4])
+@pytest.mark.parametrize("step", [1, 5])
+def test_what_is_not_finite_is_left_to_the_linear_scan(
+    ran: list[Ran], bad: float, density: float, step: int
+) -> None:
+    """Also where there is no weight, which is not reached."""
+    given = case(6, 6, 2, 5, np.float64, 9, density)
+    given.slopes[step, 1, 0] = bad
+    gradients = given.scan(True, Schedule.chunked(6, 3))
+    assert ran[-1].repaired
+    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
+    with np.errstate(all="ignore"):
+        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
+    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
