@@ -250,14 +250,17 @@ class _Sweeps(NamedTuple):
         return bool(follows.all())
 
 
-def device_bytes(program: Program, dtype: np.dtype[Any], batch: int) -> int:
+def device_bytes(program: Program, dtype: np.dtype[Any], batch: int, *, whole: bool = True) -> int:
     """Return the most device memory that scans take beside Jacobians and gradients, in bytes.
 
     They are those of its products, tables and patterns, once both scans have run: as if all
     Jacobians differed between samples, and with local gradients. Memory that cuBLAS keeps is not
-    among them.
+    among them. Implicit steps run `whole`, where there are kernels for them, unless their weights
+    differ.
     """
     n, itemsize, form = program.n, dtype.itemsize, form_of(program, dtype)
+    if form is not None and form.terms > 0 and not whole:
+        form = None
     told = 8 * (Run.WIDTH + 3 * (n if form is None else len(program.steps)) + 1)
     # The run table, and what is copied to it.
     sizes = [told, told]

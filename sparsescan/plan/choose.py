@@ -84,12 +84,17 @@ def check_solves(
         )
 
 
-def needed_bytes(program: Program, dtype: np.dtype[Any], batch: int, device: str | None) -> int:
-    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most."""
+def needed_bytes(
+    program: Program, dtype: np.dtype[Any], batch: int, device: str | None, *, whole: bool = True
+) -> int:
+    """Return bytes that a program and a run of it take beside Jacobians and gradients, at most.
+
+    On a device implicit steps run `whole`, or factor by factor.
+    """
     if device == "cuda":
         from ..execution.device import device_bytes
 
-        return device_bytes(program, dtype, batch)
+        return device_bytes(program, dtype, batch, whole=whole)
     return workspace_bytes(program, dtype, batch, thread_count())
 
 

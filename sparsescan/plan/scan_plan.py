@@ -185,11 +185,13 @@ class ScanPlan(Frozen):
             self._others.pop(next(iter([*self._others])), None)
         return self._others.setdefault(kind, _Ready(replace(spec, ran=kind), program))
 
-    def _admit(self, program: Program, dtype: np.dtype[Any], batch: int) -> None:
+    def _admit(
+        self, program: Program, dtype: np.dtype[Any], batch: int, whole: bool = True
+    ) -> None:
         """Raise if a program and a run of it need more than the limit."""
         if self.memory_limit is None:
             return
-        needed = needed_bytes(program, dtype, batch, self.device)
+        needed = needed_bytes(program, dtype, batch, self.device, whole=whole)
         if needed <= self.memory_limit:
             return
         linear = Program(self.patterns, Schedule.linear(self.n))
@@ -581,7 +583,9 @@ def _workspace_bytes(ready: _Ready) -> int:
 class Slot:
     """Chain and workspaces of one run at a time, kept for the next."""
 
-    def __init__(self, chain: Chain, admit: Callable[[Program, np.dtype[Any], int], None]) -> None:
+    def __init__(
+        self, chain: Chain, admit: Callable[[Program, np.dtype[Any], int, bool], None]
+    ) -> None:
         self.chain = chain
         self._admit = admit
         self._workspaces: dict[Any, Any] = {}
@@ -623,6 +627,7 @@ class Slot:
         workspace: DeviceWorkspace = self._kept(
             (program, dtype, batch, key, stacked, how, whole, self.chain.device),
             lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how, whole),
+            whole,
         )
         return workspace
 
@@ -632,10 +637,11 @@ class Slot:
         count = int(np.count_nonzero(batched))
         return batched, (count, batched.tobytes() if 0 < count < len(batched) else b"")
 
-    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any], whole: bool = True) -> Any:
         workspace = self._workspaces.get(key)
         if workspace is None:
-            self._admit(*key[:3])
+            program, dtype, batch = key[:3]
+            self._admit(program, dtype, batch, whole)
             while len(self._workspaces) >= _KEPT:
                 del self._workspaces[next(iter(self._workspaces))]
             workspace = self._workspaces[key] = make()

@@ -13,7 +13,14 @@ from oracles import Gradients, assert_within, on_pattern, sequential
 from sampling import examples, slow
 
 import sparsescan
-from sparsescan import ImplicitChain, ImplicitPattern, ImplicitStep, Pattern, Schedule
+from sparsescan import (
+    ImplicitChain,
+    ImplicitPattern,
+    ImplicitStep,
+    MemoryLimitError,
+    Pattern,
+    Schedule,
+)
 from sparsescan.execution.device import DeviceWorkspace, chunk_form
 from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
 from sparsescan.kernels.cuda.tables import Run
@@ -201,6 +208,15 @@ def test_kernels_are_chosen_by_what_steps_share(launches: list[Any]) -> None:
     assert "multiply" not in {launch.kernel for launch in launches}
     expected = sparsescan.inclusive_scan(given.grad, chain, schedule="linear")
     np.testing.assert_allclose(gradients, expected, rtol=1e-12, atol=1e-12)
+    # These keep products of factors, for which a plan of the other kind has no room.
+    steps = [given.pattern] * 9
+    plan = sparsescan.plan(steps, schedule=schedule, device="cuda", batch=2)
+    limited = sparsescan.plan(
+        steps, schedule=schedule, device="cuda", batch=2, memory_limit=plan.workspace_bytes
+    )
+    limited.inclusive_scan(given.grad, ImplicitChain([given.slopes, given.weights], given.pattern))
+    with pytest.raises(MemoryLimitError):
+        limited.inclusive_scan(given.grad, chain)
 
 
 @pytest.mark.parametrize("cell", [RNNCell(3, 9, rng=0), GRUCell(3, 6, rng=0)], ids=repr)
