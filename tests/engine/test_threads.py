@@ -679,6 +679,21 @@ def test_a_program_ends_while_helpers_look_out_for_calls(tmp_path):
         assert run_python(code, tmp_path, NUMBA_NUM_THREADS="3").strip() == "end"
 
 
+def test_helpers_that_look_out_for_calls_allocate_nothing(tmp_path):
+    """Without the GIL they must not: Python's counts of memory may end at any time."""
+    code = """
+        import tracemalloc
+        from sparsescan.execution.threads import Crew, _Call
+        crew = Crew(3)
+        for _ in range(20_000):
+            crew.post(_Call(int, ()))
+            tracemalloc.start()
+            tracemalloc.stop()
+        print("end")
+    """
+    assert run_python(code, tmp_path).strip() == "end"
+
+
 def test_parts_that_are_left_are_not_taken_after_an_error(with_threads, monkeypatch):
     with_threads(3)
     monkeypatch.setattr(_threads, "thread_count", lambda: 3)

@@ -269,8 +269,6 @@ PATIENCE = 1000
 
 if os.name == "posix":
     _sched_yield = types.ExternalFunction("sched_yield", types.int32())
-    _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
-    _MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
 
     @njit(inline="always")
     def relax(spins):
@@ -278,12 +276,25 @@ if os.name == "posix":
         if spins > PATIENCE:
             _sched_yield()
 
-    @njit
-    def clock():
-        """Return nanoseconds, as ``time.monotonic_ns`` does."""
-        told = np.empty(2, np.int64)
-        _clock_gettime(_MONOTONIC, told.ctypes.data)
-        return told[0] * 1_000_000_000 + told[1]
+    @intrinsic
+    def clock(typingctx):
+        """Return nanoseconds, as ``time.monotonic_ns`` does.
+
+        They are read into this thread's stack: Numba allocates arrays as Python does, which
+        `tracemalloc` may follow, and no thread may need that while it waits without the GIL.
+        """
+
+        def codegen(context, builder, signature, args):
+            i32, i64 = ir.IntType(32), ir.IntType(64)
+            told = cgutils.alloca_once(builder, i64, size=2)
+            read = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(i32, [i32, told.type]), "clock_gettime"
+            )
+            builder.call(read, [i32(time.CLOCK_MONOTONIC), told])
+            seconds, rest = (builder.load(builder.gep(told, [i32(k)])) for k in range(2))
+            return builder.add(builder.mul(seconds, i64(1_000_000_000)), rest)
+
+        return types.int64(), codegen
 
 else:
 
