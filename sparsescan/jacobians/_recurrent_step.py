@@ -28,7 +28,7 @@ from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
 from ._kernels import sequences as kernels
-from ._kernels.lanes import SAMPLE_ROWS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
+from ._kernels.lanes import IS_HALVED, SAMPLE_ROWS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
@@ -38,8 +38,8 @@ __all__ = ["Gradients", "TrainingStep", "unroll"]
 Array = NDArray[Any]
 
 _SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
-# Units up to which samples are lanes: in any case, and where there is a group of samples for each
-# core of the machine.
+# Units up to which samples are lanes where vectors of units would be no faster: in any case, and
+# where there is a group of samples for each core of the machine.
 _FEW_UNITS, _MOST_UNITS = 32, 128
 _SEGMENT = 256  # steps whose gates are computed at once where those of all are not kept
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
@@ -506,6 +506,9 @@ def _has_sample_lanes(network: Layers, x: Array) -> bool:
     lanes, batch, units = sample_lanes(x.dtype), x.shape[1], cells[0].hidden_size
     if batch <= lanes or lanes_of(x.dtype) == lanes:
         return False
+    if not IS_HALVED:
+        # Vectors of units are twice as wide, and faster unless many of their lanes are empty.
+        return units <= lanes_of(x.dtype) * 5 // 4
     # Not the cores that this process may use: the bits of results would depend on their number.
     fills_machine = -(-batch // lanes) >= (os.cpu_count() or 1)
     return units <= (_MOST_UNITS if fills_machine else _FEW_UNITS)
