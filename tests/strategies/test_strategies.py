@@ -373,6 +373,15 @@ def test_no_plan_that_per_layer_contains_is_better(name: str, workers: int, over
     assert all(best <= other.total * slack for other in others)
 
 
+def test_as_many_parts_as_there_are_samples() -> None:
+    """However many workers: each of them may have one sample."""
+    graph, machine, many = build("resnet-20"), Machine(), 8192
+    best = PerLayer().predict(graph, machine, many, many).total
+    others = compare(graph, machine, many, many, [BatchParallel(), Integrated()]).predictions
+    assert {other.strategy for other in others} == {"batch", "integrated"}
+    assert all(best <= other.total * (1 + 1e-9) for other in others)
+
+
 def test_sums_of_gradients_are_hidden_behind_the_backward_pass() -> None:
     """Figure 8 of integrated parallelism, and DeePa, section 5: in every row alike."""
     graph = build("alexnet")

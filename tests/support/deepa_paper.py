@@ -77,8 +77,12 @@ class SharedLink(MeasuredCosts):
 def without_halo(moves: Moves, of: Configurations, b):
     """Entries that all workers need together, no place of an image counted twice."""
     divisors, product = of.divisors_of(b), 1
+    starts = 1 + np.cumsum(of.divisors) - of.divisors
     for k, axis in enumerate(moves.axes):
-        total = np.add.reduceat(axis.length[:-1], np.cumsum(of.divisors) - of.divisors)
+        # An axis is cut into no more parts than it has entries.
+        total = np.zeros(len(starts), int)
+        cut = starts < len(axis.length)
+        total[cut] = np.add.reduceat(axis.length, starts[cut])
         product = product * (np.minimum(total, axis.size) if k > 1 else total)[divisors[:, k]]
     return product
 

@@ -70,7 +70,7 @@ class Integrated(Divided):
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
     ) -> list[Configuration]:
         """Return the best grid's configurations, or raise an `InputError` if there are none."""
-        candidates: list[tuple[float, list[Configuration]]] = []
+        grids: list[list[list[Configuration]]] = []
         reason = ""
         for rows, columns in self._grids(workers):
             if columns > batch:
@@ -78,22 +78,27 @@ class Integrated(Divided):
                 continue
             ways = self._ways(rows, columns)
             choices = [
-                np.array(self._possible(layer, ways, most), np.int64)
+                [ways[mode] for mode in self._possible(layer, ways, most)]
                 for layer, most in zip(graph.layers, bounds, strict=True)
             ]
-            empty = [k for k, choice in enumerate(choices) if not len(choice)]
+            empty = [k for k, choice in enumerate(choices) if not choice]
             if empty:
                 layer = graph.layers[empty[0]]
                 reason = f"{layer.name} of shape {layer.shape} cannot be shared by {rows} rows"
                 if columns > 1:
                     reason += f", with {batch} samples in {columns} columns"
                 continue
-            model = NetworkCosts(graph, costs, Configurations(workers, [*ways.values()]), batch)
-            chosen, total = model.cheapest(choices)
-            candidates.append((total, chosen))
-        if not candidates:
+            grids.append(choices)
+        if not grids:
             raise InputError(f"workers is {workers}: {reason}")
-        return min(candidates)[1]
+        # All grids have one table of what moves between configurations.
+        every = sorted({one for choices in grids for choice in choices for one in choice})
+        model = NetworkCosts(graph, costs, Configurations(workers, every), batch)
+        number = {one: k for k, one in enumerate(every)}
+        ways_of = [
+            [np.unique([number[one] for one in choice]) for choice in choices] for choices in grids
+        ]
+        return min(map(model.cheapest, ways_of), key=lambda way: way[1])[0]
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         if self.grid is None:
@@ -116,14 +121,14 @@ class Integrated(Divided):
             ways |= {mode: one for mode, one in every.items() if mode in self.modes}
         return ways | {"first row": (columns, 1, 1, 1)}
 
-    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[int]:
-        """Return the numbers of ways in which a layer can be shared."""
+    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[str]:
+        """Return the names of the ways in which a layer can be shared."""
         if layer.kind == "input":
-            return [0]
+            return ["input"]
         can = allowed(layer, most, np.array([*ways.values()]))
         # Other rows would have nothing to do.
         others = {"input", "first row"} if layer.kind in MIXING and len(ways) > 2 else {"input"}
-        return [k for k, way in enumerate(ways) if can[k] and way not in others]
+        return [way for way, fits in zip(ways, can, strict=True) if fits and way not in others]
 
     def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
         """Describe the grid, and the layers with weights, in a few words."""
@@ -181,10 +186,9 @@ class DomainParallel(Integrated):
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
 
-    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[int]:
+    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[str]:
         possible = super()._possible(layer, ways, most)
-        by_rows = [k for k in possible if [*ways][k] == "domain"]
-        return by_rows or possible
+        return ["domain"] if "domain" in possible else possible
 
     def choose(
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]

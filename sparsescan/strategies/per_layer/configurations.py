@@ -42,8 +42,6 @@ Integers = NDArray[np.int64]
 #: Beyond so many workers, images are cut by rows or as square as can be, and only so many
 # workers are looked at to find the busiest.
 MANY = 16
-# Along an axis, among all configurations.
-_MOST_PARTS = 4096
 
 
 def image_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -184,55 +182,60 @@ class Configurations:
     """Configurations of some workers, ``all`` of shape ``(count, 4)``, and the blocks of each.
 
     If none are given, they are those whose number of blocks is a divisor of the workers, with at
-    most 4,096 parts along an axis; of more than 16 workers, those in which the parts of an image
-    are rows, or as square as can be.
+    most so many parts along each axis; of more than 16 workers, those in which the parts of an
+    image are rows, or as square as can be.
 
-    A range along one axis has a code: the parts for every divisor of the workers one after the
-    other, and one code more for the samples of a worker that is left over. Overlaps of ranges are
-    looked up by their codes.
+    A range along one axis has a code: 0 for the samples of a worker that is left over, then the
+    parts for every divisor of the workers one after the other. Overlaps of ranges are looked up by
+    their codes, up to those of as many parts as an axis has entries.
     """
 
-    def __init__(self, workers: int, given: Sequence[Configuration] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        given: Sequence[Configuration] | None = None,
+        most: Limits | None = None,
+    ) -> None:
         self.workers = workers
         # Workers of which one is assumed to be the busiest.
         self.looked_at = _spread(workers)
         self._known: dict[tuple[int, bytes, bytes], Axis] = {}
+        most = most or (workers,) * 4
         if given is None:
-            most = min(workers, _MOST_PARTS)
-            d = np.array([d for d in range(1, most + 1) if workers % d == 0])
+            d = np.array([d for d in range(1, min(workers, max(most)) + 1) if workers % d == 0])
         else:
             d = np.unique([1, *itertools.chain.from_iterable(given)])
         self.divisors = d
-        self._starts = np.cumsum(d) - d
+        self._starts = 1 + np.cumsum(d) - d
         self._part, self._parts = np.concatenate([np.arange(k) for k in d]), np.repeat(d, d)
-        self.all: Integers = self._every() if given is None else np.array(given)
+        self.all: Integers = self._every(most) if given is None else np.array(given)
 
-    def _every(self) -> Integers:
-        parts, workers = self.divisors.tolist(), self.workers
-        cuts = {area: self._cuts(area) for area in parts}
+    def _every(self, most: Limits) -> Integers:
+        samples, channels, rows, columns = (self.divisors[self.divisors <= k] for k in most)
+        images = self._images(rows.tolist(), columns.tolist())
         every = [
             (n, c, h, w)
-            for n in parts
-            for c in parts
-            if workers % (n * c) == 0
-            for area in parts
-            if workers // (n * c) % area == 0
-            for h, w in cuts[area]
+            for n in samples.tolist()
+            for c in channels.tolist()
+            for h, w in images
+            if self.workers % (n * c * h * w) == 0
         ]
-        return np.array(sorted(every))
+        return np.array(every)
 
-    def _cuts(self, area: int) -> list[tuple[int, int]]:
-        """Return the rows and columns into which images are cut, in so many parts."""
-        ways = [(area // w, w) for w in self.divisors.tolist() if area % w == 0]
+    def _images(self, rows: Sequence[int], columns: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the rows and columns into which images are cut."""
+        ways = [(h, w) for h in rows for w in columns if self.workers % (h * w) == 0]
         if self.workers <= MANY:
             return ways
-        h, w = min(ways, key=lambda way: abs(way[0] - way[1]))
-        return sorted({(area, 1), (max(h, w), min(h, w))})
+        # As square as can be: fewer columns than rows, but more than with any other such cut.
+        square = {h * w: (h, w) for h, w in sorted(ways, reverse=True) if h >= w}
+        return sorted({*square.values(), *(way for way in ways if way[1] == 1)})
 
     def bounds(self, size: int) -> tuple[Integers, Integers]:
         """Return the bounds of the parts of an axis, by code."""
-        start, stop = bounds(size, self._part, self._parts)
-        return np.append(start, 0), np.append(stop, 0)
+        some = slice(int(self._parts.searchsorted(size, "right")))
+        start, stop = bounds(size, self._part[some], self._parts[some])
+        return np.append(0, start), np.append(0, stop)
 
     def axis(self, size: int, start: Integers, stop: Integers) -> Axis:
         """Return the overlaps of the parts of an axis with ranges that are needed, by code."""
@@ -274,7 +277,7 @@ class Configurations:
         starts = self._starts[self.divisors_of(chosen)]
         codes: Integers = starts[:, None] + self.places(chosen, workers)
         idle = workers >= self.all[chosen].prod(axis=1)[:, None]
-        codes[..., 0][idle] = len(self._part)
+        codes[..., 0][idle] = 0
         return codes
 
     def lengths(self, shape: Sequence[int], chosen: Integers, workers: Integers) -> Integers:

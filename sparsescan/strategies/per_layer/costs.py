@@ -36,8 +36,9 @@ Chosen = NDArray[np.int64]
 
 # Relative error of sums that are compared with each other.
 _ROUNDING = 1e-9
-# Configurations of a layer among which the best are searched: the cheapest, if there are more.
-_MOST = 100
+# Configurations of a layer among which the best are searched: the cheapest, if there are more. If
+# no layer has more than a few, all are searched at once.
+_MOST, _FEW = 100, 4
 # Most searches for the step in which the backward pass hides as much as can be.
 _SEARCHES = 8
 
@@ -144,8 +145,9 @@ def optimise(
     The cost is equation 1, and the latency of the sum of all gradients. A layer may use some of the
     workers; `most` are the most parts of each layer along each axis.
     """
-    model = NetworkCosts(graph, costs, Configurations(workers), batch)
     bounds = [limits(layer, batch) for layer in graph.layers] if most is None else most
+    n, c, h, w = np.max(bounds, axis=0).tolist()
+    model = NetworkCosts(graph, costs, Configurations(workers, most=(n, c, h, w)), batch)
     choices = [
         np.flatnonzero(allowed(layer, bound, model.of.all))
         for layer, bound in zip(graph.layers, bounds, strict=True)
@@ -286,14 +288,15 @@ class NetworkCosts:
         lowest = math.fsum(cost.min() for cost in least)
         if lowest >= most:
             return math.inf, []
+        if max(map(len, choices)) <= _FEW:
+            best, total = self._best(choices, nodes)
+            return total, best
         seed, total = min(self._seeds(choices, nodes), key=lambda way: way[1])
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
         rest = [
-            (cost <= min(cost.min() + left, np.partition(cost, _MOST)[_MOST]))
-            if len(cost) > _MOST
-            else cost <= cost.min() + left
+            (cost <= cost.min() + left) & (cost.argsort(kind="stable").argsort() < _MOST)
             for cost in least
         ]
         for mask, choice, one in zip(rest, choices, seed, strict=True):
