@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,31 @@ def test_which_strategy_is_fastest() -> None:
     assert max(slower["recurrent"]) < 1.04
     assert "takes 1.1 to 21 times as long as the fastest" in last
     assert [float(f"{limit(slower['images']):.2g}") for limit in (min, max)] == [1.1, 21]
+
+
+def test_what_is_said_of_the_fastest() -> None:
+    last = TEXT[TEXT.index("## Which of them is fastest, and where") :]
+    (name,) = re.findall(r"`(strategies-.*?\.json)`", last)
+
+    def totals(network: str) -> dict[int, dict[str, float]]:
+        """Return the time of each strategy that fits, by the number of workers."""
+        return {
+            each["workers"]: {p["strategy"]: p["total"] for p in each["predictions"] if p["fits"]}
+            for each in FILES[name].results["pieces"][f"predicted, {network}"]["comparisons"]
+        }
+
+    stale, gains = "pipeline, stale weights", {}
+    for workers, known in totals("resnet-110").items():
+        exact = min(time for strategy, time in known.items() if strategy != stale)
+        assert workers > 64 or workers == 1 or exact == known["batch"]
+        gains[workers] = exact / known.get(stale, math.inf) - 1
+    first = [workers for workers, gain in gains.items() if gain > 0 and workers > 1]
+    assert "the fastest of all on 2 to 32 workers, by 2 to 8%" in last
+    assert first == [2, 4, 8, 16, 32]
+    assert [round(100 * limit(gains[each] for each in first)) for limit in (min, max)] == [2, 8]
+    lenet5 = totals("lenet5")
+    assert "64 workers are little more than twice as fast as one" in last
+    assert 2 < min(lenet5[1].values()) / min(lenet5[64].values()) < 2.5
 
 
 def is_shown(milliseconds: str, nanoseconds: float) -> bool:
