@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.utils.benchmark import Timer
 
 from ..errors import InputError, InputTypeError
+from ..symbolic.schedule import check_count
 from .architectures import Builder
 from .graph import Graph, Layer
+from .machine import Machine, load_machine
 from .strategy import Prediction
+from .times import PARTS, Times
 
-__all__ = ["TorchPlan", "from_torch", "to_torch"]
+__all__ = ["TorchPlan", "from_torch", "measure_module", "to_torch"]
 
 # Samples with which shapes are found.
 _BATCH = 2
+# How often a batch is halved to measure times of fewer samples, and seconds of each measurement.
+_HALVINGS, _SECONDS = 4, 0.01
 _ACTIVATIONS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.ELU, nn.Tanh, nn.Sigmoid),
     *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Dropout, nn.Dropout2d),
@@ -70,6 +79,11 @@ def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "netwo
     >>> graph, [layer.kind for layer in graph.layers[1:]]
     (Graph('network', 5 layers, 3114 weights), ['conv', 'elementwise', 'flatten', 'linear'])
     """
+    return _Reader(_trace(module, input_shape), name, tuple(input_shape)).graph()
+
+
+def _trace(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
+    """Return the calls of a module, with the shapes of what they return."""
     if not isinstance(module, nn.Module):
         raise InputTypeError(
             f"module is a {type(module).__name__}; expected a torch.nn.Module, whose graph is to "
@@ -78,7 +92,7 @@ def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "netwo
     training = module.training
     try:
         traced = fx.symbolic_trace(module.eval())
-        ShapeProp(traced).propagate(torch.zeros(_BATCH, *input_shape))
+        ShapeProp(traced).propagate(_samples(module, _BATCH, input_shape))
     except Exception as error:
         # Whatever the module itself raises.
         raise InputError(
@@ -87,7 +101,13 @@ def from_torch(module: nn.Module, input_shape: Sequence[int], name: str = "netwo
         ) from error
     finally:
         module.train(training)
-    return _Reader(traced, name, tuple(input_shape)).graph()
+    return traced
+
+
+def _samples(module: nn.Module, count: int, input_shape: Sequence[int]) -> Tensor:
+    """Return samples of the dtype of a module's parameters, on their device."""
+    like = next(module.parameters(), torch.empty(0))
+    return torch.ones(count, *input_shape, dtype=like.dtype, device=like.device)
 
 
 class _Reader:
@@ -193,6 +213,127 @@ def _pair(sizes: Any) -> tuple[int, int]:
 
 def _axis(node: fx.Node, place: int, default: int) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+
+
+def measure_module(
+    module: nn.Module, input_shape: Sequence[int], batch: int = 64, machine: Machine | None = None
+) -> Machine:
+    """Measure the layers of a network as PyTorch runs them, on the device of its parameters.
+
+    Each is called with random numbers, forward, backward to its input, and backward to its
+    parameters, which plain SGD then updates; for a batch, and for fewer samples. A copy of the
+    module is called, as it is in training.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A network that :func:`from_torch` takes.
+    input_shape : sequence of int
+        Shape of one sample.
+    batch : int
+        Samples of a step.
+    machine : Machine, optional
+        Where memory and networks are taken from; by default that of
+        :func:`~sparsescan.strategies.load_machine`.
+
+    Returns
+    -------
+    Machine
+        For graphs that :func:`from_torch` makes of this module. The loss takes no time.
+
+    Raises
+    ------
+    InputTypeError
+        If `module` is not a Module.
+    InputError
+        If it cannot be traced, a layer is unknown, or `batch` is not a positive number.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from sparsescan.strategies import BatchParallel
+    >>> from sparsescan.strategies.pytorch import from_torch, measure_module
+    >>> net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    >>> machine = measure_module(net, (64,), batch=16)
+    >>> predicted = BatchParallel().predict(from_torch(net, (64,)), machine, workers=4, batch=16)
+    """
+    batch = check_count("batch", batch, 1)
+    graph = from_torch(module, input_shape)
+    traced = _out_of_place(fx.symbolic_trace(copy.deepcopy(module).train()))
+    # Some normalisations cannot be trained on one sample.
+    sizes = sorted({max(min(batch, 2), batch >> k) for k in range(_HALVINGS + 1)})
+    columns = [_Timed(traced).measure(_samples(module, n, input_shape)) for n in sizes]
+    table = np.stack(columns, axis=-1)
+    # An update takes as long for any number of samples.
+    update = table[:, PARTS.index("update")]
+    update[:] = np.median(update, axis=-1, keepdims=True)
+    layers = graph.layers[1:]
+    parts = {part: table[:, k] for k, part in enumerate(PARTS)}
+    halves = {part: np.full((len(layers), 2), np.nan) for part in PARTS}
+    times = Times(layers, sizes, parts, halves, {}, np.zeros(len(sizes)), 0.0, {}, 1.0)
+    given = load_machine() if machine is None else machine
+    return replace(given, name=f"{given.name}, layers measured with PyTorch", times=times)
+
+
+def _out_of_place(traced: fx.GraphModule) -> fx.GraphModule:
+    """Return a traced module none of whose calls overwrites its input, which is used again."""
+    for module in traced.modules():
+        if "inplace" in vars(module):
+            vars(module)["inplace"] = False
+    for node in traced.graph.nodes:
+        if node.op == "call_method" and node.target.endswith("_"):
+            node.target = node.target[:-1]
+        elif node.target is operator.iadd:
+            node.target = operator.add
+        elif getattr(node.target, "__name__", "").endswith("_"):
+            node.target = getattr(torch, node.target.__name__[:-1])
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+    traced.recompile()
+    return traced
+
+
+class _Timed(fx.Interpreter):
+    """Runs a traced module call by call, and measures each."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced, garbage_collect_values=False)
+        self._times: list[list[float]] = []
+
+    def measure(self, x: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return nanoseconds of each of :data:`PARTS` of each call."""
+        self.run(torch.randn_like(x).requires_grad_())
+        return np.array(self._times)
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Run a call; its output begins a graph of its own for autograd."""
+        y = super().run_node(node)
+        if node.op in ("placeholder", "output"):
+            return y
+        inputs = [self.env[one] for one in node.all_input_nodes]
+        params: list[Any] = []
+        if node.op == "call_module":
+            params = [*self.fetch_attr(str(node.target)).parameters()]
+        grad, own = torch.randn_like(y), [each.detach().clone() for each in params]
+        for each in own:
+            each.grad = torch.zeros_like(each)
+
+        def back(leaves: list[Any]) -> Callable[[], Any]:
+            return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+
+        taken = dict.fromkeys(PARTS, 0.0)
+        taken["forward"] = _nanoseconds(lambda: super(_Timed, self).run_node(node))
+        taken["product"] = _nanoseconds(back(inputs))
+        if params:
+            taken["params"] = _nanoseconds(back(params))
+            taken["update"] = _nanoseconds(torch.optim.SGD(own).step)
+        self._times.append([taken[part] for part in PARTS])
+        return y.detach().requires_grad_()
+
+
+def _nanoseconds(call: Callable[[], Any]) -> float:
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return 1e9 * timer.blocked_autorange(min_run_time=_SECONDS).median
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from sparsescan.strategies import (
     build,
     compare,
 )
-from sparsescan.strategies.pytorch import from_torch, to_torch
+from sparsescan.strategies.pytorch import from_torch, measure_module, to_torch
 
 
 class Block(nn.Module):
@@ -67,6 +67,34 @@ def test_the_graph_of_lenet5_is_the_one_that_is_built_in() -> None:
     layers = [replace(layer, name=other.name) for layer, other in zip(actual.layers, wanted.layers)]  # noqa: B905
     assert layers == list(wanted.layers)
     assert [layer.name for layer in actual.layers[1:]] == [str(k) for k in range(12)]
+
+
+def test_layers_of_a_module_are_measured_with_pytorch() -> None:
+    """A step of one worker takes what its layers take, those that overwrite inputs among them."""
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), Block(3), nn.Flatten()),
+        *(nn.Linear(324, 2000), nn.BatchNorm1d(2000), nn.Tanh(), nn.Linear(2000, 3)),
+    )
+    before, training = {name: x.clone() for name, x in net.state_dict().items()}, net.training
+    machine = measure_module(net, (1, 8, 8), batch=12)
+    assert training == net.training
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    graph, times = from_torch(net, (1, 8, 8)), machine.times
+    assert times is not None
+    assert times.samples == [2, 3, 6, 12]
+    assert all(times.knows(graph, k) for k in range(1, len(graph.layers)))
+    row = {layer.name: k for k, layer in enumerate(times.layers)}
+    whole = sum(times.parts[part][:, -1] for part in ("forward", "product", "params"))
+    assert whole[row["4"]] > whole[row["7"]] > whole[row["6"]] > 0
+    assert times.parts["params"][row["6"], -1] == 0 < times.parts["params"][row["5"], -1]
+    # The gradient in the network's input is not asked for.
+    total = sum(table[:, -1].sum() for table in times.parts.values())
+    total -= times.parts["product"][0, -1]
+    assert compare(graph, machine, 1, 12).single.total == pytest.approx(total)
+    (shared,) = compare(graph, machine, 3, 12, [BatchParallel()]).predictions
+    # Four samples lie between three and six.
+    forward = (times.parts["forward"][:, 1:3] @ [2 / 3, 1 / 3]).sum()
+    assert shared.nanoseconds["forward"] == pytest.approx(forward)
 
 
 @settings(max_examples=examples(20))
