@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,16 @@ class Block(nn.Module):
         return torch.cat([y, self.conv2(y).relu()], dim=1)
 
 
+class Slow(nn.Linear):
+    """A layer that takes 2 ms forward; `torch.fx` looks into no layer of PyTorch's."""
+
+    __module__ = "torch.nn.slow"
+
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.002)
+        return super().forward(x)
+
+
 def lenet5() -> nn.Sequential:
     sizes = [400, 120, 84, 10]
     pairs = [(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
@@ -73,7 +84,7 @@ def test_layers_of_a_module_are_measured_with_pytorch() -> None:
     """A step of one worker takes what its layers take, those that overwrite inputs among them."""
     net = nn.Sequential(
         *(nn.Conv2d(1, 3, 3), nn.ReLU(inplace=True), Block(3), nn.Flatten()),
-        *(nn.Linear(324, 2000), nn.BatchNorm1d(2000), nn.Tanh(), nn.Linear(2000, 3)),
+        *(nn.Linear(324, 2000), nn.BatchNorm1d(2000), nn.Tanh(), Slow(2000, 3)),
     )
     before, training = {name: x.clone() for name, x in net.state_dict().items()}, net.training
     machine = measure_module(net, (1, 8, 8), batch=12)
@@ -84,8 +95,7 @@ def test_layers_of_a_module_are_measured_with_pytorch() -> None:
     assert times.samples == [2, 3, 6, 12]
     assert all(times.knows(graph, k) for k in range(1, len(graph.layers)))
     row = {layer.name: k for k, layer in enumerate(times.layers)}
-    whole = sum(times.parts[part][:, -1] for part in ("forward", "product", "params"))
-    assert whole[row["4"]] > whole[row["7"]] > whole[row["6"]] > 0
+    assert (times.parts["forward"][row["7"]] >= 2e6).all()
     assert times.parts["params"][row["6"], -1] == 0 < times.parts["params"][row["5"], -1]
     # The gradient in the network's input is not asked for.
     total = sum(table[:, -1].sum() for table in times.parts.values())
