@@ -28,7 +28,7 @@ from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ._cell import Cell
 from ._kernels import sequences as kernels
-from ._kernels.lanes import IS_HALVED, SAMPLE_ROWS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
+from ._kernels.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
 from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
@@ -193,7 +193,7 @@ class TrainingStep:
             for back, cell in enumerate(cells)
         ]
         self._directions: list[Any] = []
-        self._made_for: tuple[np.dtype[Any], bool, bool] | None = None
+        self._made_for: tuple[np.dtype[Any], bool, int] | None = None
         self._memory: Memory | None = None
         self._weights: list[Any] | None = None
         self._is_batched = True
@@ -356,7 +356,7 @@ class TrainingStep:
         """Return memory that keeps the gates of all steps if the limit allows."""
         steps, batch, _ = x.shape
         on_host = device_of(x) is None
-        key = x.dtype, on_host, on_host and _has_sample_lanes(self.network, x)
+        key = x.dtype, on_host, _sample_rows(self.network, x) if on_host else 0
         if self._made_for != key:
             self._made_for, self._directions = key, _directions_of(self.network, x)
         for segment in dict.fromkeys((max(steps, 1), max(1, min(steps, _SEGMENT)))):
@@ -488,7 +488,7 @@ def _directions_of(network: Layers, x: Array) -> list[Any]:
 
         kind = DeviceDirection
     else:
-        kind = partial(_Direction, has_sample_lanes=_has_sample_lanes(network, x))
+        kind = partial(_Direction, sample_rows=_sample_rows(network, x))
     return [
         kind(cell, layer, back, x.dtype)
         for layer, cells in enumerate(network.cells, start=1)
@@ -496,22 +496,26 @@ def _directions_of(network: Layers, x: Array) -> list[Any]:
     ]
 
 
-def _has_sample_lanes(network: Layers, x: Array) -> bool:
-    """Return whether lanes are samples: where they fill some vectors, or weights are sparse."""
+def _sample_rows(network: Layers, x: Array) -> int:
+    """Return how many rows' samples are the lanes of a vector; 0 if lanes are units.
+
+    Lanes are samples where these fill vectors that do not leave threads without work, or where
+    weights are sparse.
+    """
     cells = [cell for layer in network.cells for cell in layer]
     masks = [cell._masks[name] for cell in cells for name in ("weight_ih", "weight_hh")]
     if any(mask is not None and _is_sparse(mask.on(np)) for mask in masks):
-        return True
+        return 1
     # Without AVX-512 there are too few registers for a tile, and units fill the shorter vectors.
     lanes, batch, units = sample_lanes(x.dtype), x.shape[1], cells[0].hidden_size
     if batch <= lanes or lanes_of(x.dtype) == lanes:
-        return False
-    if not IS_HALVED:
+        return 0
+    if units % 2:
         # Vectors of units are twice as wide, and faster unless many of their lanes are empty.
-        return units <= lanes_of(x.dtype) * 5 // 4
+        return int(units <= lanes_of(x.dtype) * 5 // 4)
     # Not the cores that this process may use: the bits of results would depend on their number.
     fills_machine = -(-batch // lanes) >= (os.cpu_count() or 1)
-    return units <= (_MOST_UNITS if fills_machine else _FEW_UNITS)
+    return 2 if units <= (_MOST_UNITS if fills_machine else _FEW_UNITS) else 0
 
 
 def _is_sparse(kept: NDArray[np.bool_]) -> bool:
@@ -608,8 +612,8 @@ class _Packing:
         Rows in a vector.
     block : int
         Columns that read neighbours.
-    has_sample_lanes : bool
-        Whether lanes are samples.
+    sample_rows : int
+        How many rows' samples are the lanes of a vector; 0 if lanes are units.
     first, whole : int
         Which row of all products of a step is the first one here, and how many those are.
     """
@@ -620,18 +624,23 @@ class _Packing:
         kept: NDArray[np.bool_],
         lanes: int,
         block: int,
-        has_sample_lanes: bool,
+        sample_rows: int,
         first: int,
         whole: int,
     ) -> None:
-        self.rows, self.cols = places.shape
+        self.rows, cols = places.shape
+        # A vector of two columns' samples, the last of which may be no column.
+        self.cols = cols + cols % 2 if sample_rows == 2 else cols
         self.first, self.stride = first, -(-whole // lanes) * lanes
-        self._lanes, self._block = lanes, block
+        self._lanes, self._block = lanes, block or self.cols
         self.is_sparse = _is_sparse(kept)
-        # Few rows that fill up the last tile, and few tiles.
-        heights = range(4, SAMPLE_ROWS + 1, 4)
-        best = min(heights, key=lambda height: -(-self.rows // height) * (height + 2))
-        self.tile = size = best if has_sample_lanes else TILE_VECTORS * lanes
+        self.tile = size = TILE_VECTORS * lanes
+        if sample_rows:
+            # Few rows that fill up the last tile, and few tiles.
+            heights = range(4, SAMPLE_VECTORS + 1, 4)
+            vectors = -(-self.rows // sample_rows)
+            best = min(heights, key=lambda height: -(-vectors // height) * (height + 2))
+            self.tile = size = sample_rows * best
         if self.is_sparse:
             self.order = places[kept]
             self.indices = np.nonzero(kept)[1]
@@ -639,13 +648,13 @@ class _Packing:
             return
         # Where an entry is pruned, or fills up a vector, a zero behind the weight.
         filled = np.full((-(-self.rows // size) * size, self.cols), places.size)
-        filled[: self.rows] = np.where(kept, places, places.size)
+        filled[: self.rows, :cols] = np.where(kept, places, places.size)
         tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
         self.order = np.concatenate(tiles)
         self.indices = self.indptr = np.zeros(0, np.int64)
         # Where the sum of each entry of the weight is.
         sums = np.arange(self.cols * self.stride).reshape(self.cols, -1)
-        sums = sums[:, first : first + self.rows].T
+        sums = sums[:cols, first : first + self.rows].T
         self._sums = sums.reshape(-1)[np.argsort(places.reshape(-1))]
         self._pruned = places[~kept]
 
@@ -695,10 +704,10 @@ class _Direction:
     """One direction of one layer: a cell, and how its weights are packed for a dtype."""
 
     def __init__(
-        self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any], *, has_sample_lanes: bool
+        self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any], *, sample_rows: int
     ) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
-        self.has_sample_lanes = has_sample_lanes
+        self.sample_rows = sample_rows
         self.is_relu = getattr(cell, "nonlinearity", None) == "relu"
         self.lanes = lanes_of(dtype)
         self.units = cell.hidden_size
@@ -732,10 +741,10 @@ class _Direction:
         places = places[order].reshape(shape)
         kept = np.ones(shape, bool) if mask is None else mask.on(np)
         kept = kept.reshape(-1)[places]
-        lanes = self.has_sample_lanes
+        rows = self.sample_rows
         return (
-            _Packing(places, kept, self.lanes, shape[1], lanes, first, self.products),
-            _Packing(places.T, kept.T, self.lanes, self.units, lanes, 0, shape[1]),
+            _Packing(places, kept, self.lanes, 0, rows, first, self.products),
+            _Packing(places.T, kept.T, self.lanes, self.units, rows, 0, shape[1]),
         )
 
     def _whole_order(self) -> list[NDArray[np.int64]]:
@@ -753,11 +762,12 @@ class _Direction:
             for packing, start, size in zip(packings, starts, sizes, strict=True):
                 parts.append(np.where(packing.order == size, end, packing.order + start))
         # Whole vectors or tiles are read, and what is too much is not used.
-        copies, more = 1, 2 * self.lanes
-        if self.has_sample_lanes:
-            copies, more = sample_lanes(self.dtype), SAMPLE_ROWS
+        copies, rows, more = 1, 1, 2 * self.lanes
+        if self.sample_rows:
+            copies, rows = sample_lanes(self.dtype), self.sample_rows
+            more = rows * SAMPLE_VECTORS
         padded = [np.append(np.where(b < 0, end, b), np.full(more, end)) for b in biases]
-        return parts + [np.repeat(each, copies) for each in padded]
+        return parts + [each.reshape(-1, 1, rows).repeat(copies, axis=1).ravel() for each in padded]
 
     def _pack(self) -> None:
         """Take memory for the parameters, and for what kernels read, which lines begin."""
@@ -847,7 +857,9 @@ class _Memory:
         work = steps * batch * one.products * (one.in_packing.cols + one.units)
         self.threads = 1 if work < _SMALL else self._all_threads
         parts = max(1, self.threads // self.per_layer)
-        self.has_sample_lanes = one.has_sample_lanes
+        self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
+        # Length of a row of the inputs here.
+        self._cols = one.in_packing.cols
         if self.has_sample_lanes:
             # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
             # are as they are whatever the threads.
@@ -864,9 +876,9 @@ class _Memory:
         self.groups: list[_Group] = []
         self._rooms: list[Array] = []
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
-        self._ones = aligned_zeros(self.group, self.dtype) + self.dtype.type(1)
+        self._ones = aligned_zeros(2 * self.group, self.dtype) + self.dtype.type(1)
         none = np.empty(0, self.dtype)
-        self.no_caller = Caller(none, False, none, self.widths[-1], 0)
+        self.no_caller = Caller(none, self.widths[0], False, none, self.widths[-1], 0)
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
@@ -888,13 +900,14 @@ class _Memory:
         """
         rows, has_cells = self.padded * (self.steps + 2), self.directions[0].cell._parts == 2
         if self.has_sample_lanes:
-            more, zeros = 0, (max(self.units, *self.widths[:-1]) + SAMPLE_ROWS) * self.group
+            tile = self._rows * SAMPLE_VECTORS
+            more, zeros = 0, (max(self.units, *self.widths[:-1]) + tile) * self.group
         else:
             more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
         count = self.padded * self.units + self.lanes
         parts = sum(one.cell._parts for one in self.directions)
         sizes = [("lengths", count), ("zeros", zeros), *[("carries", count)] * parts]
-        sizes += [("states", (rows + more) * width) for width in self.widths]
+        sizes += [("states", (rows + more) * width) for width in (self._cols, *self.widths[1:])]
         sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
         sizes = [(name, count + self.lanes) for name, count in sizes]
         gates = [
@@ -915,7 +928,7 @@ class _Memory:
             for one in self.directions:
                 if self.has_sample_lanes:
                     products = zeros
-                    parts = (one.products + one.units + SAMPLE_ROWS) * self.group + self.lanes
+                    parts = (one.products + one.units + tile) * self.group + self.lanes
                 else:
                     part = (-(-count * one.units // self.lanes) + 2) * self.lanes
                     products = (count + self.lanes) * one.stride
@@ -944,7 +957,7 @@ class _Memory:
         ]
         self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
         self._carry_places = [
-            (k, samples, slice(part * self.units, (part + 1) * self.units), place)
+            (k, samples, self._vectors(part), place)
             for k, parts in enumerate(self.carries)
             for part, array in enumerate(parts)
             for samples, place in self._each_group(self._by_sample(array, self.units))
@@ -952,17 +965,23 @@ class _Memory:
         self._all_steps = False
 
     def _by_sample(self, array: Array, *lead: int) -> Array:
-        """Return a view with axes of groups, samples and units behind others."""
+        """Return a view with axes of groups, samples, vectors of units, and units of one."""
         *steps, width = lead
+        vectors = width // self._rows
         if not self.has_sample_lanes:
-            shape = *steps, 1, self.batch, width
+            shape = *steps, 1, self.batch, vectors, 1
             return array[: math.prod(shape)].reshape(shape)
-        shape = self.padded // self.group, *steps, width, self.group
-        by_group = array[: math.prod(shape)].reshape(shape).swapaxes(-1, -2)
+        shape = self.padded // self.group, *steps, vectors, self.group, self._rows
+        by_group = array[: math.prod(shape)].reshape(shape).swapaxes(-2, -3)
         return np.moveaxis(by_group, 0, len(steps))
 
+    def _by_vector(self, states: Array) -> Array:
+        """Return a view of states of the caller with axes of vectors of units, and units of one."""
+        *lead, units = states.shape
+        return states.reshape(*lead, units // self._rows, self._rows)
+
     def _slots(self, array: Array, layer: int) -> Array:
-        """Return the states of a layer with axes of slots, groups, samples and units."""
+        """Return the states of a layer with an axis of slots before those of :meth:`_by_sample`."""
         return self._by_sample(array, self.steps + 2, self.widths[layer])
 
     def _each_group(self, places: Array) -> Iterator[tuple[slice, Array]]:
@@ -972,8 +991,13 @@ class _Memory:
             samples = slice(k * size, min((k + 1) * size, self.batch))
             yield samples, place[: samples.stop - samples.start]
 
+    def _vectors(self, part: int) -> slice:
+        """Return the vectors of a part of some states, as many units as a direction has."""
+        count = self.units // self._rows
+        return slice(part * count, (part + 1) * count)
+
     def _state_places(self, last: bool) -> list[tuple[int, slice, slice, Array]]:
-        """Return the direction, samples and columns of each part of the first or last states.
+        """Return the direction, samples and vectors of each part of the first or last states.
 
         And where it is in the slots.
         """
@@ -981,27 +1005,27 @@ class _Memory:
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             slot = last_slot if last else first_slot
-            columns = slice(one.back * one.units, (one.back + 1) * one.units)
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                slots = self._slots(arrays[one.layer], one.layer)[slot, ..., columns]
-                own = slice(part * one.units, (part + 1) * one.units)
+                slots = self._slots(arrays[one.layer], one.layer)[slot]
+                slots, own = slots[..., self._vectors(one.back), :], self._vectors(part)
                 places += [(k, samples, own, place) for samples, place in self._each_group(slots)]
         return places
 
     def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
         """Take over inputs, initial states, which are zeros by default, and lengths."""
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
-        for k, samples, columns, place in self._firsts:
-            place[:] = 0 if state is None else state[k, samples, columns]
+        states = None if state is None else self._by_vector(state)
+        for k, samples, vectors, place in self._firsts:
+            place[:] = 0 if states is None else states[k, samples, vectors]
         if lengths is not None or not self._all_steps:
             for samples, place in self._each_group(self._by_sample(self.lengths, self.units)):
-                place[:] = self.steps if lengths is None else lengths[samples, None]
+                place[:] = self.steps if lengths is None else lengths[samples, None, None]
         self._all_steps = lengths is None
         if self.has_sample_lanes:
             if self.per_layer > 1:
                 self.for_each_group(range(1), self.turn_in)
             return
-        inputs = self._slots(self.states[0], 0)[1:-1, 0]
+        inputs = self._slots(self.states[0], 0)[1:-1, 0, ..., 0]
         inputs[:] = x
         if lengths is not None:
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
@@ -1022,22 +1046,22 @@ class _Memory:
 
     def turn_in(self, group: _Group, k: int) -> None:
         """Take over the inputs of some samples, which become lanes."""
-        sequence, width = group.sequence(k, (0, self.steps)), self.widths[0]
         caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
-        kernels.turn_in(caller, sequence, width, self.states[0])
+        kernels.turn_in(caller, group.sequence(k, (0, self.steps)), self._cols, self.states[0])
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
         output = self._output
         del self._output, self._x
         if not self.has_sample_lanes:
-            output[:] = self._slots(self.states[-1], len(self.widths) - 1)[1:-1, 0]
+            output[:] = self._slots(self.states[-1], len(self.widths) - 1)[1:-1, 0, ..., 0]
         if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
         parts = self.directions[0].cell._parts
         last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        for k, samples, columns, place in self._lasts:
-            last[k, samples, columns] = place
+        states = self._by_vector(last)
+        for k, samples, vectors, place in self._lasts:
+            states[k, samples, vectors] = place
         return output, last
 
     # -- Threads ----------------------------------------------------------------------------------
@@ -1080,20 +1104,22 @@ class _Memory:
                 kernels.turn_out(arrays[1], sequence, *where)
             else:
                 columns = slice(part * self.units, (part + 1) * self.units)
-                states[..., columns] = self._slots(arrays[1], 1)[:-1, 0]
+                states[..., columns] = self._slots(arrays[1], 1)[:-1, 0, ..., 0]
         return states
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""
-        for k, samples, columns, place in self._carry_places:
-            place[:] = carry[k, samples, columns]
+        grads = self._by_vector(carry)
+        for k, samples, vectors, place in self._carry_places:
+            place[:] = grads[k, samples, vectors]
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
         parts = self.directions[0].cell._parts
         grad = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        for k, samples, columns, place in self._carry_places:
-            grad[k, samples, columns] = place
+        grads = self._by_vector(grad)
+        for k, samples, vectors, place in self._carry_places:
+            grads[k, samples, vectors] = place
         return grad
 
     def below(self, k: int) -> Array:
@@ -1257,6 +1283,7 @@ class _Group:
             self.samples,
             min(self.samples, memory.group),
             memory.has_sample_lanes,
+            one.sample_rows == 2,
             memory.lengths,
             memory.states[one.layer],
             memory.widths[one.layer],

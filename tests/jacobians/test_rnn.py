@@ -16,7 +16,7 @@ from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
-from sparsescan.jacobians import GRU, LSTM, RNN, _recurrent_step
+from sparsescan.jacobians import GRU, LSTM, RNN
 from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
 
 Array = NDArray[Any]
@@ -73,28 +73,25 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("units", "cores", "rows"),
+    [(40, 1, 2), (40, 3, 2), (40, None, 2), (40, 4, 0), (32, 4, 2), (19, 1, 1), (39, 1, 0)],
+)
 def test_samples_are_lanes_where_they_fill_the_machine(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, units: int, cores: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If its processor is no faster with vectors of units, which are twice as wide."""
     if sample_lanes(F4) == lanes(F4):
         pytest.skip("vectors are those of AVX2")
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     rng = np.random.default_rng()
-    net = KINDS[kind](3, 40, 2, dtype=F4, rng=rng)
+    net = KINDS[kind](3, units, 2, dtype=F4, rng=rng)
     arguments = arguments_of(rng, net, 35, 19, F4, shorter=True)
-    exact = autograd(net, *arguments, "float64")
-    for cores, is_halved, expected in (
-        *((1, True, True), (3, True, True), (4, True, False), (None, True, True)),
-        (1, False, False),
-    ):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        monkeypatch.setattr(_recurrent_step, "IS_HALVED", is_halved)
-        step = net.training_step()
-        actual = gradients_of(step, *arguments)
-        assert step._directions[0].has_sample_lanes == expected
-        for name, array in exact.items():
-            bound = 1e4 * float(np.finfo(F4).eps) * np.max(np.abs(array))
-            assert np.max(np.abs(actual[name] - array)) <= bound, name
+    step = net.training_step()
+    actual = gradients_of(step, *arguments)
+    assert step._directions[0].sample_rows == rows
+    for name, array in autograd(net, *arguments, "float64").items():
+        bound = 1e4 * float(np.finfo(F4).eps) * np.max(np.abs(array))
+        assert np.max(np.abs(actual[name] - array)) <= bound, name
 
 
 @pytest.mark.parametrize("kind", KINDS)

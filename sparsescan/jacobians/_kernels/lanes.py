@@ -22,13 +22,14 @@ from numba.np import numpy_support
 from ...kernels.compile import njit
 
 __all__ = [
-    "IS_HALVED",
     "ROWS",
-    "SAMPLE_ROWS",
+    "SAMPLE_VECTORS",
     "SUM_COLUMNS",
     "SUM_ROWS",
     "TILE_ROWS",
     "TILE_VECTORS",
+    "add_pair_products",
+    "add_pair_tile",
     "add_sample_products",
     "add_sample_tile",
     "add_tile",
@@ -54,6 +55,7 @@ __all__ = [
     "lanes",
     "less_or",
     "load",
+    "load_pair_square",
     "load_samples",
     "load_some",
     "load_square",
@@ -76,10 +78,9 @@ __all__ = [
 
 # A register: 64 bytes with AVX-512, else 32.
 _BYTES = 64 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 32
-# Whether the processor takes two turns for 64 bytes, as Zen 4 does: then 32 are as fast.
-IS_HALVED = llvmlite.binding.get_host_cpu_name() == "znver4"
-# Where samples are lanes, 32: a batch of 16 is enough for two threads.
-_SAMPLE_BYTES = 32
+# Where samples are lanes, 32: a batch of 16 is enough for two threads. Where they are those of two
+# rows, 64: the lanes of a sample, one of each row, are neighbours.
+_SAMPLE_BYTES, _PAIR_BYTES = 32, 64
 
 
 def lanes(dtype: np.dtype) -> int:
@@ -314,34 +315,43 @@ def number(typingctx, like, value):
     return vector(like, value), codegen
 
 
-@intrinsic
-def load_square(typingctx, array, index, step, rows, count):
-    """Return as many vectors of samples as one has lanes, `step` apart from ``array[index]`` on.
+def _square_loading(size):
+    """Return an intrinsic that loads a square of vectors of so many bytes."""
 
-    Only the first `count` lanes of the first `rows` are read, and all others are 0.
-    """
-    vector = _Lanes(array.dtype, _SAMPLE_BYTES)
-    square = types.UniTuple(vector, vector.count)
+    @intrinsic
+    def load_square(typingctx, array, index, step, rows, count):
+        """Return a vector for each of the samples of one, `step` apart from ``array[index]`` on.
 
-    def codegen(context, builder, signature, args):
-        array, index, step, rows, count = args
-        value = context.get_value_type(vector)
-        vectors = [cgutils.alloca_once(builder, value) for _ in range(vector.count)]
+        Only the first `count` lanes of the first `rows` are read, and all others are 0.
+        """
+        vector = _Lanes(array.dtype, size)
+        samples = _Lanes(array.dtype, _SAMPLE_BYTES).count
+        square = types.UniTuple(vector, samples)
 
-        def load(k, mask):
-            at = builder.add(index, builder.mul(step, step.type(k)))
-            place = _pointer(context, builder, signature.args[0], array, at, value)
-            if mask is None:
-                row = builder.load(place)
-                row.align = _align(value)
-            else:
-                row = _masked_load(builder, place, mask)
-            builder.store(row, vectors[k])
+        def codegen(context, builder, signature, args):
+            array, index, step, rows, count = args
+            value = context.get_value_type(vector)
+            vectors = [cgutils.alloca_once(builder, value) for _ in range(samples)]
 
-        _for_rows(builder, value, rows, count, load)
-        return context.make_tuple(builder, square, [builder.load(each) for each in vectors])
+            def load(k, mask):
+                at = builder.add(index, builder.mul(step, step.type(k)))
+                place = _pointer(context, builder, signature.args[0], array, at, value)
+                if mask is None:
+                    row = builder.load(place)
+                    row.align = _align(value)
+                else:
+                    row = _masked_load(builder, place, mask)
+                builder.store(row, vectors[k])
 
-    return square(array, *[types.intp] * 4), codegen
+            _for_rows(builder, value, samples, rows, count, load)
+            return context.make_tuple(builder, square, [builder.load(each) for each in vectors])
+
+        return square(array, *[types.intp] * 4), codegen
+
+    return load_square
+
+
+load_square, load_pair_square = _square_loading(_SAMPLE_BYTES), _square_loading(_PAIR_BYTES)
 
 
 @intrinsic
@@ -361,24 +371,24 @@ def store_square(typingctx, array, index, step, square, rows, count):
             else:
                 _masked_store(builder, vectors[k], place, mask)
 
-        _for_rows(builder, value, rows, count, store)
+        _for_rows(builder, value, len(vectors), rows, count, store)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, square, types.intp, types.intp), codegen
 
 
-def _for_rows(builder, vector, rows, count, do):
+def _for_rows(builder, vector, most, rows, count, do):
     """Call ``do(k, mask)`` for all rows of a square; the mask is None where all of it is meant."""
-    size = rows.type(vector.count)
+    size, lanes = rows.type(most), rows.type(vector.count)
     whole = builder.and_(
-        builder.icmp_signed(">=", rows, size), builder.icmp_signed(">=", count, size)
+        builder.icmp_signed(">=", rows, size), builder.icmp_signed(">=", count, lanes)
     )
     with builder.if_else(whole, likely=True) as (then, otherwise):
         with then:
-            for k in range(vector.count):
+            for k in range(most):
                 do(k, None)
         with otherwise:
-            for k in range(vector.count):
+            for k in range(most):
                 left = builder.select(
                     builder.icmp_signed(">", rows, size.type(k)), count, size.type(0)
                 )
@@ -387,21 +397,23 @@ def _for_rows(builder, vector, rows, count, do):
 
 @intrinsic
 def transpose(typingctx, rows):
-    """Return as many vectors as one has lanes, transposed."""
-    count = len(rows)
+    """Return as many vectors, transposed; lanes of which a vector has more stay neighbours."""
+    count, lanes = len(rows), rows.dtype.count
+    grain = lanes // count
 
     def codegen(context, builder, signature, args):
         vectors = [builder.extract_value(args[0], k) for k in range(count)]
-        places = ir.VectorType(ir.IntType(32), count)
+        places = ir.VectorType(ir.IntType(32), lanes)
         distance = 1
         while distance < count:
+            jump = distance * grain
             for k in range(count):
                 if k & distance:
                     continue
                 a, b = vectors[k], vectors[k + distance]
                 # Lanes of the second vector are counted on from those of the first.
-                low = [n if not n & distance else count + n - distance for n in range(count)]
-                high = [n + distance if not n & distance else count + n for n in range(count)]
+                low = [n if not n & jump else lanes + n - jump for n in range(lanes)]
+                high = [n + jump if not n & jump else lanes + n for n in range(lanes)]
                 vectors[k] = builder.shuffle_vector(a, b, ir.Constant(places, low))
                 vectors[k + distance] = builder.shuffle_vector(a, b, ir.Constant(places, high))
             distance *= 2
@@ -815,8 +827,12 @@ class _Steps(NamedTuple):
     part: ir.Value
 
 
-def _tile(builder, vector, columns, rows, places, steps):
-    """Write a tile of so many vectors and rows."""
+def _tile(builder, vector, columns, rows, places, steps, grain=1):
+    """Write a tile of so many vectors and rows.
+
+    With a `grain` of 2 a vector of `vectors` has lanes of two `k` in turn, and one of `out` those
+    of two rows.
+    """
     out, start, vectors, numbers = places
     count, part = steps.count, steps.part
     size = count.type
@@ -831,7 +847,8 @@ def _tile(builder, vector, columns, rows, places, steps):
         some = builder.select(builder.icmp_signed("<", left, part), left, part)
         before = builder.add(builder.mul(block.index, count), done)
         offset = builder.mul(block.index, steps.block)
-        offset = builder.add(offset, builder.mul(done, steps.number))
+        numbers_done = builder.mul(done, size(grain))
+        offset = builder.add(offset, builder.mul(numbers_done, steps.number))
         for each in sums:
             builder.store(zero, each)
         with cgutils.for_range(builder, some) as loop:
@@ -840,13 +857,16 @@ def _tile(builder, vector, columns, rows, places, steps):
                 _load_at(builder, vectors, builder.add(k, size(c * vector.count)), vector)
                 for c in range(columns)
             ]
-            index = builder.add(offset, builder.mul(loop.index, steps.number))
-            for n, first in enumerate(firsts):
-                factor = _broadcast(builder, builder.load(builder.gep(first, [index])), vector)
-                for c, each in enumerate(loaded):
-                    to = sums[n * columns + c]
-                    added = _llvm(builder, "fma", vector, [factor, each, builder.load(to)])
-                    builder.store(added, to)
+            for part_of in range(grain):
+                number = builder.add(builder.mul(loop.index, size(grain)), size(part_of))
+                index = builder.add(offset, builder.mul(number, steps.number))
+                spread = [_spread(builder, each, part_of, grain) for each in loaded]
+                for n, first in enumerate(firsts):
+                    factor = _repeat(builder, builder.gep(first, [index]), vector, grain)
+                    for c, each in enumerate(spread):
+                        to = sums[n * columns + c]
+                        added = _llvm(builder, "fma", vector, [factor, each, builder.load(to)])
+                        builder.store(added, to)
         begins = builder.icmp_signed("==", before, size(0))
         begin = builder.select(begins, start, out)
         begin_step = builder.select(begins, steps.start, steps.out)
@@ -860,116 +880,192 @@ def _tile(builder, vector, columns, rows, places, steps):
                 builder.store(added, place).align = _align(vector)
 
 
-# Where samples are lanes, a tile has one vector for each of so many rows, or fewer by fours.
-SAMPLE_ROWS = 24 if _BYTES == 64 else 12
+def _spread(builder, value, which, grain):
+    """Return a vector with the lanes of one of so many rows in the place of those of all."""
+    if grain == 1:
+        return value
+    lanes = [n // grain * grain + which for n in range(value.type.count)]
+    return _shuffle(builder, value, value, lanes)
 
 
-@intrinsic
-def add_sample_tile(
-    typingctx, out, out_at, start, start_at, x, x_at, numbers, numbers_at, count, part, height
-):
-    """Write ``start[n] + Σ numbers[n, k]·x[k]`` to the vectors of samples ``out[n]`` of a tile.
+def _repeat(builder, place, vector, grain):
+    """Return a vector of so many numbers, from a pointer on, again and again."""
+    if grain == 1:
+        return _broadcast(builder, builder.load(place), vector)
+    some = ir.VectorType(vector.element, grain)
+    loaded = builder.load(builder.bitcast(place, some.as_pointer()))
+    loaded.align = _align(some)
+    return _shuffle(builder, loaded, loaded, [n % grain for n in range(vector.count)])
 
-    Parameters
-    ----------
-    out, out_at, start, start_at, x, x_at : array, int, array, int, array, int
-        Where vectors begin, each of which follows the one before; `start` may be `out`.
-    numbers, numbers_at : array, int
-        Where ``numbers[0, 0]`` is; ``numbers[:, k]`` are neighbours, one tile at a time.
-    count, part : int
-        Of so many `k` so many are summed up before they are added to the others.
-    height : int
-        Vectors of the tile, a multiple of 4.
-    """
 
-    def codegen(context, builder, signature, args):
-        places = [
-            _pointer(context, builder, signature.args[k], *args[k : k + 2]) for k in range(0, 8, 2)
-        ]
-        vector = context.get_value_type(_Lanes(x.dtype, _SAMPLE_BYTES))
-        size = args[-1].type
-        step, one = size(vector.count), size(1)
+def _shuffle(builder, a, b, lanes):
+    """Return a vector of lanes of two, those of the second counted on from those of the first."""
+    places = ir.VectorType(ir.IntType(32), len(lanes))
+    return builder.shuffle_vector(a, b, ir.Constant(places, lanes))
 
-        def write(builder, args, columns, rows):
-            steps = _Steps(step, step, step, one, size(rows), size(0), one, *args[4:])
-            _tile(builder, vector, columns, rows, args[:4], steps)
 
-        kinds = [*[vector.element.as_pointer()] * 4, size, size]
-        name, heights = f"sparsescan.samples.{vector}", range(SAMPLE_ROWS, 0, -4)
-        function = _by_shape(builder.module, name, kinds, size, (1,), heights, write)
-        builder.call(function, [*places, *args[8:10], one, args[10]])
-        return context.get_dummy_value()
+# Where samples are lanes, a tile has so many vectors, or fewer by fours.
+SAMPLE_VECTORS = 12
 
-    arrays = out, start, x, numbers
-    kinds = [kind for array in arrays for kind in (array, types.intp)]
-    return types.void(*kinds, *[types.intp] * 3), codegen
+
+def _adding_sample_tile(size, grain):
+    """Return an intrinsic of tiles whose vectors have so many bytes, and so many rows."""
+
+    @intrinsic
+    def add_sample_tile(
+        typingctx, out, out_at, start, start_at, x, x_at, numbers, numbers_at, count, part, height
+    ):
+        """Write ``start[n] + Σ numbers[n, k]·x[k]`` to the rows of samples ``out[n]`` of a tile.
+
+        Parameters
+        ----------
+        out, out_at, start, start_at, x, x_at : array, int, array, int, array, int
+            Where vectors begin, each of which follows the one before; `start` may be `out`.
+        numbers, numbers_at : array, int
+            Where ``numbers[0, 0]`` is; ``numbers[:, k]`` are neighbours, one tile at a time.
+        count, part : int
+            Of so many vectors of `x` so many are summed up before they are added to the others.
+        height : int
+            Vectors of the tile, a multiple of 4.
+        """
+
+        def codegen(context, builder, signature, args):
+            places = [
+                _pointer(context, builder, signature.args[k], *args[k : k + 2])
+                for k in range(0, 8, 2)
+            ]
+            vector = context.get_value_type(_Lanes(x.dtype, size))
+            index = args[-1].type
+            step, one = index(vector.count), index(1)
+
+            def write(builder, args, columns, vectors):
+                numbers = index(grain), index(grain * vectors)
+                steps = _Steps(step, step, step, *numbers, index(0), one, *args[4:])
+                _tile(builder, vector, columns, vectors, args[:4], steps, grain)
+
+            kinds = [*[vector.element.as_pointer()] * 4, index, index]
+            name, heights = f"sparsescan.samples.{vector}", range(SAMPLE_VECTORS, 0, -4)
+            function = _by_shape(builder.module, name, kinds, index, (1,), heights, write)
+            builder.call(function, [*places, *args[8:10], one, args[10]])
+            return context.get_dummy_value()
+
+        arrays = out, start, x, numbers
+        kinds = [kind for array in arrays for kind in (array, types.intp)]
+        return types.void(*kinds, *[types.intp] * 3), codegen
+
+    return add_sample_tile
+
+
+add_sample_tile = _adding_sample_tile(_SAMPLE_BYTES, 1)
+add_pair_tile = _adding_sample_tile(_PAIR_BYTES, 2)
 
 
 # Sums over samples are kept in registers for so many rows and columns, or fewer columns.
 SUM_ROWS, SUM_COLUMNS = (8, 3) if _BYTES == 64 else (4, 3)
 
 
-@intrinsic
-def add_sample_products(
-    typingctx, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width
+def _adding_sample_products(size, grain):
+    """Return an intrinsic of such sums, of vectors that have so many bytes, and so many rows."""
+
+    @intrinsic
+    def add_sample_products(
+        typingctx, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width
+    ):
+        """Add ``Σ a[t, i]·b[t, j]``, over steps `t` and the samples, to ``out[j, i]``.
+
+        Parameters
+        ----------
+        out, out_at, out_step : array, int, int
+            Where ``out[0, 0]`` is, and how far it is from there to the next `j`; `i` are
+            neighbours.
+        a, a_at, a_step, b, b_at, b_step : array, int, int, array, int, int
+            Where vectors of samples of the first step begin, and how far it is to the next step.
+        count, width : int
+            How many steps `t` and columns `j` there are, of which as many are taken as vectors of
+            `SUM_COLUMNS` have. The rows `i` are `SUM_ROWS`.
+        """
+
+        def codegen(context, builder, signature, args):
+            places, steps = [], []
+            for k in (0, 3, 6):
+                places.append(_pointer(context, builder, signature.args[k], *args[k : k + 2]))
+                steps.append(args[k + 2])
+            vector = context.get_value_type(_Lanes(a.dtype, size))
+            index = args[-1].type
+
+            def write(builder, args, columns, rows):
+                _sum_products(builder, vector, columns, rows // grain, grain, *args)
+
+            kinds = [*(place.type for place in places), *[index] * 5]
+            widths = range(SUM_COLUMNS, 0, -1)
+            name = f"sparsescan.sums.{vector}"
+            function = _by_shape(builder.module, name, kinds, index, widths, (SUM_ROWS,), write)
+            *_, count, width = args
+            vectors = builder.sdiv(builder.add(width, index(grain - 1)), index(grain))
+            builder.call(function, [*places, *steps, count, width, vectors, index(SUM_ROWS)])
+            return context.get_dummy_value()
+
+        kinds = [kind for array in (out, a, b) for kind in (array, types.intp, types.intp)]
+        return types.void(*kinds, types.intp, types.intp), codegen
+
+    return add_sample_products
+
+
+add_sample_products = _adding_sample_products(_SAMPLE_BYTES, 1)
+add_pair_products = _adding_sample_products(_PAIR_BYTES, 2)
+
+
+def _sum_products(
+    builder, vector, columns, rows, grain, out, a, b, out_step, a_step, b_step, count, width
 ):
-    """Add ``Σ a[t, i]·b[t, j]``, over steps `t` and the samples, to ``out[j, i]``.
-
-    Parameters
-    ----------
-    out, out_at, out_step : array, int, int
-        Where ``out[0, 0]`` is, and how far it is from there to the next `j`; `i` are neighbours.
-    a, a_at, a_step, b, b_at, b_step : array, int, int, array, int, int
-        Where vectors of samples of the first step begin, and how far it is to the next step.
-    count, width : int
-        How many steps `t` and columns `j` there are, of which `SUM_COLUMNS` are taken. The rows `i`
-        are `SUM_ROWS`.
-    """
-
-    def codegen(context, builder, signature, args):
-        places, steps = [], []
-        for k in (0, 3, 6):
-            places.append(_pointer(context, builder, signature.args[k], *args[k : k + 2]))
-            steps.append(args[k + 2])
-        vector = context.get_value_type(_Lanes(a.dtype, _SAMPLE_BYTES))
-        size = args[-1].type
-
-        def write(builder, args, columns, rows):
-            _sum_products(builder, vector, columns, rows, *args)
-
-        kinds = [*(place.type for place in places), *[size] * 4]
-        widths = range(SUM_COLUMNS, 0, -1)
-        name = f"sparsescan.sums.{vector}"
-        function = _by_shape(builder.module, name, kinds, size, widths, (SUM_ROWS,), write)
-        builder.call(function, [*places, *steps, *args[9:], size(SUM_ROWS)])
-        return context.get_dummy_value()
-
-    kinds = [kind for array in (out, a, b) for kind in (array, types.intp, types.intp)]
-    return types.void(*kinds, types.intp, types.intp), codegen
-
-
-def _sum_products(builder, vector, columns, rows, out, a, b, out_step, a_step, b_step, count):
-    """Add the sums for so many columns and rows."""
+    """Add the sums for so many vectors of columns and of rows."""
     size = count.type
     zero = ir.Constant(vector, [0.0] * vector.count)
-    sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
+    # For each vector of rows and columns, one with those of the columns in turn.
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns * grain)]
 
     def vectors_at(pointer, step, index, number):
         at = builder.gep(pointer, [builder.mul(step, index)])
         return (_load_at(builder, at, size(k * vector.count), vector) for k in range(number))
 
     with cgutils.for_range(builder, count) as loop:
-        loaded = list(vectors_at(b, b_step, loop.index, columns))
+        loaded = []
+        for each in vectors_at(b, b_step, loop.index, columns):
+            loaded += [_turned(builder, each, turn, grain) for turn in range(grain)]
         for n, factor in enumerate(vectors_at(a, a_step, loop.index, rows)):
             for c, each in enumerate(loaded):
-                to = sums[n * columns + c]
+                to = sums[n * len(loaded) + c]
                 builder.store(_llvm(builder, "fma", vector, [factor, each, builder.load(to)]), to)
-    for c in range(columns):
+    together = vector.count // grain
+    for c in range(columns * grain):
+        turn, group = c % grain, c // grain * grain
         first = builder.gep(out, [builder.mul(out_step, size(c))])
-        for n in range(0, rows, vector.count):
-            some = range(n, min(n + vector.count, rows))
-            totals = _totals(builder, [builder.load(sums[m * columns + c]) for m in some])
-            _add_in_place(builder, builder.gep(first, [size(n)]), totals)
+        with builder.if_then(builder.icmp_signed(">", width, size(c))):
+            for n in range(0, rows, together):
+                parts = []
+                for m in range(n, min(n + together, rows)):
+                    own = [
+                        builder.load(sums[m * columns * grain + group + k]) for k in range(grain)
+                    ]
+                    # Of the lanes of row `r` those that were multiplied by this column.
+                    parts.append(own[0] if grain == 1 else _turn_about(builder, own, turn))
+                totals = _totals(builder, parts, grain)
+                _add_in_place(builder, builder.gep(first, [size(n * grain)]), totals)
+
+
+def _turned(builder, value, turn, grain):
+    """Return a vector in which each row's lanes are those of the row so many places on."""
+    if turn == 0:
+        return value
+    lanes = [n // grain * grain + (n + turn) % grain for n in range(value.type.count)]
+    return _shuffle(builder, value, value, lanes)
+
+
+def _turn_about(builder, pair, turn):
+    """Return the first lanes of one of two vectors and the second ones of the other, in turn."""
+    count = pair[0].type.count
+    lanes = [n if n % 2 == 0 else count + n for n in range(count)]
+    return _shuffle(builder, pair[turn], pair[1 - turn], lanes)
 
 
 def _gathering(places, terms):
@@ -1191,14 +1287,12 @@ def store_totals(typingctx, array, index, vectors, adds):
     return types.void(array, types.intp, vectors, types.boolean), codegen
 
 
-def _totals(builder, parts):
-    """Return a vector of the sum over all lanes of each of no more vectors than they have lanes."""
+def _totals(builder, parts, grain=1):
+    """Return a vector of the sum over all lanes of each of no more vectors than they have lanes.
+
+    With a `grain` of 2 there is a sum of every second lane, and one of the others.
+    """
     width = group = parts[0].type.count
-
-    def shuffled(a, b, lanes):
-        places = ir.VectorType(ir.IntType(32), len(lanes))
-        return builder.shuffle_vector(a, b, ir.Constant(places, lanes))
-
     # Two vectors become one, with the sums of one in the first half of every group of lanes, and
     # those of the other in the second.
     while len(parts) > 1:
@@ -1206,14 +1300,15 @@ def _totals(builder, parts):
         for a, b in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True):
             low = [n if n % group < half else width + n - half for n in range(width)]
             high = [n + half if n % group < half else width + n for n in range(width)]
-            pairs.append(builder.fadd(shuffled(a, b, low), shuffled(a, b, high)))
+            pairs.append(builder.fadd(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high)))
         parts, group = pairs, half
     (sums,) = parts
-    while group > 1:
+    while group > grain:
         half = group // 2
         low = [n for n in range(sums.type.count) if n % group < half]
         high = [n + half for n in low]
-        sums, group = builder.fadd(shuffled(sums, sums, low), shuffled(sums, sums, high)), half
+        halves = (_shuffle(builder, sums, sums, lanes) for lanes in (low, high))
+        sums, group = builder.fadd(*halves), half
     return sums
 
 

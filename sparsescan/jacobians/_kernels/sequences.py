@@ -6,8 +6,10 @@ runs through all steps without waiting for another.
 
 Lanes of vectors are samples or units. Where samples are lanes, states are ``[group][step][unit]``
 of vectors of a group's samples: every weight is multiplied by a vector, and no lane is empty
-but for those that fill up the last group. What passes between the states and the caller's arrays,
-or is summed up over steps, does so `STEPS` at a time, while it is in the cache.
+but for those that fill up the last group. With AVX-512 such a vector has two units, or any two rows
+that are neighbours, ``[group][step][pair][sample][2]``: twice the samples would leave half of the
+threads without work. What passes between the states and the caller's arrays, or is summed up over
+steps, does so `STEPS` at a time, while it is in the cache.
 
 A batch that is too small for that has units as lanes, and states ``[step][sample][unit]``, as in
 the caller's arrays. A product takes 16 units of float32 at once, so a step has rows of all its
@@ -27,6 +29,8 @@ from .lanes import (
     SUM_ROWS,
     TILE_ROWS,
     TILE_VECTORS,
+    add_pair_products,
+    add_pair_tile,
     add_sample_products,
     add_sample_tile,
     add_tile,
@@ -36,6 +40,7 @@ from .lanes import (
     lane_count,
     less_or,
     load,
+    load_pair_square,
     load_samples,
     load_some,
     load_square,
@@ -149,11 +154,11 @@ class Sequence(NamedTuple):
         How many samples there are, filled up to whole groups, and how many the caller has.
     first, count, samples : int
         The first of these samples, how many they are, and how many are computed at once.
-    sample_lanes : bool
-        Whether lanes are samples, or units.
+    sample_lanes, pairs : bool
+        Whether lanes are samples, or units; and whether vectors of samples have those of two rows.
     lengths : ndarray
-        ``[sample][unit]`` or ``[unit][sample]``: how many steps the sample has, as a number of its
-        dtype.
+        ``[sample][unit]``, or the order in which states have samples as lanes: how many steps the
+        sample has, as a number of its dtype.
     states : ndarray
         ``[steps + 2][batch][width]``, or that for each group; the states of this direction begin
         `column` numbers behind those of the group.
@@ -191,6 +196,7 @@ class Sequence(NamedTuple):
     count: int
     samples: int
     sample_lanes: bool
+    pairs: bool
     lengths: Array
     states: Array
     width: int
@@ -215,6 +221,8 @@ class Caller(NamedTuple):
     ----------
     x : ndarray
         The inputs; empty where others have taken them over.
+    cols : int
+        Length of a row of them.
     is_shorter : bool
         Whether some samples have less than all steps.
     output : ndarray
@@ -224,6 +232,7 @@ class Caller(NamedTuple):
     """
 
     x: Array
+    cols: int
     is_shorter: bool
     output: Array
     width: int
@@ -310,16 +319,22 @@ def _tile_width(vectors):
 
 
 @_inline
-def _multiply_samples(m, x, at, start, start_at, out, to):
+def _multiply_samples(m, x, at, start, start_at, out, to, pairs):
     """Write ``start + m x`` with samples as lanes; `start` may be `out`."""
+    samples, part = sample_count(x), min(_PART, m.block)
     if m.is_sparse:
         _multiply_sparse(m, x, at, start, start_at, out, to)
+    elif pairs:
+        for row in range(0, m.rows, m.tile):
+            add_pair_tile(
+                *(out, to + row * samples, start, start_at + row * samples),
+                *(x, at, m.values, row * m.cols, m.cols // 2, part // 2, m.tile // 2),
+            )
     else:
-        samples = sample_count(x)
         for row in range(0, m.rows, m.tile):
             add_sample_tile(
                 *(out, to + row * samples, start, start_at + row * samples),
-                *(x, at, m.values, row * m.cols, m.cols, min(_PART, m.block), m.tile),
+                *(x, at, m.values, row * m.cols, m.cols, part, m.tile),
             )
 
 
@@ -353,21 +368,33 @@ def _multiply_sparse(m, x, at, start, start_at, out, to):
 
 
 @_inline
-def _turn_row_in(x, at, row, samples, cols, out, to):
+def _turn_row_in(x, at, row, samples, cols, out, to, pairs):
     """Write a step of a group, whose samples are `row` apart, with samples as lanes."""
     lanes = sample_count(x)
-    for j in range(0, cols, lanes):
-        square = transpose(load_square(x, at + j, row, samples, cols - j))
-        store_square(out, to + j * lanes, lanes, square, cols - j, lanes)
+    if pairs:
+        for j in range(0, cols, 2 * lanes):
+            square = transpose(load_pair_square(x, at + j, row, samples, cols - j))
+            vectors = (cols - j + 1) // 2
+            store_square(out, to + j * lanes, 2 * lanes, square, vectors, 2 * lanes)
+    else:
+        for j in range(0, cols, lanes):
+            square = transpose(load_square(x, at + j, row, samples, cols - j))
+            store_square(out, to + j * lanes, lanes, square, cols - j, lanes)
 
 
 @_inline
-def _turn_row_out(x, at, cols, out, to, row, samples):
+def _turn_row_out(x, at, cols, out, to, row, samples, pairs):
     """Write a step of a group, which has samples as lanes, in rows of the samples."""
     lanes = sample_count(x)
-    for j in range(0, cols, lanes):
-        square = transpose(load_square(x, at + j * lanes, lanes, cols - j, lanes))
-        store_square(out, to + j, row, square, samples, cols - j)
+    if pairs:
+        for j in range(0, cols, 2 * lanes):
+            vectors = (cols - j + 1) // 2
+            square = load_pair_square(x, at + j * lanes, 2 * lanes, vectors, 2 * lanes)
+            store_square(out, to + j, row, transpose(square), samples, cols - j)
+    else:
+        for j in range(0, cols, lanes):
+            square = transpose(load_square(x, at + j * lanes, lanes, cols - j, lanes))
+            store_square(out, to + j, row, square, samples, cols - j)
 
 
 @_kernel
@@ -379,17 +406,32 @@ def turn_in(caller, s, cols, out):
 
 @_helper
 def _turn_steps_in(caller, s, first, cols, out, begin, end):
-    """Write the inputs of some steps of a group."""
-    x, left = caller.x, s.given - first
+    """Write the inputs of some steps of a group, which have `cols` columns here."""
+    x, row, left = caller.x, caller.cols, s.given - first
     for t in range(begin, end):
         to = _row(s, first, t + 1) * cols
-        _turn_row_in(x, (t * s.given + first) * cols, cols, left, cols, out, to)
+        _turn_row_in(x, (t * s.given + first) * row, row, left, row, out, to, s.pairs)
         if caller.is_shorter:
-            length = load_samples(s.lengths, first * s.units)
-            at, zero = number(length, t), number(length, 0.0)
-            # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
-            for i in range(to, to + cols * s.samples, s.samples):
-                store(out, i, less_or(at, length, load_samples(out, i), zero))
+            _clear_shorter(s, first, t, out, to, cols * s.samples)
+
+
+@_inline
+def _clear_shorter(s, first, t, out, to, count):
+    """Clear the inputs of a step of samples that do not have it.
+
+    What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+    """
+    own = first * s.units
+    if s.pairs:
+        lengths = load(s.lengths, own)
+        at, zero = number(lengths, t), number(lengths, 0.0)
+        for i in range(to, to + count, lane_count(out)):
+            store(out, i, less_or(at, lengths, load(out, i), zero))
+    else:
+        length = load_samples(s.lengths, own)
+        when, none = number(length, t), number(length, 0.0)
+        for i in range(to, to + count, s.samples):
+            store(out, i, less_or(when, length, load_samples(out, i), none))
 
 
 @_kernel
@@ -405,7 +447,7 @@ def _turn_slots_out(states, s, first, begin, end, out, origin, width, column):
     for slot in range(begin, end):
         at = _row(s, first, slot) * s.width + s.column
         to = ((slot - origin) * s.given + first) * width + column
-        _turn_row_out(states, at, s.units, out, to, width, s.given - first)
+        _turn_row_out(states, at, s.units, out, to, width, s.given - first, s.pairs)
 
 
 @_inline
@@ -483,11 +525,11 @@ def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     at = _row(s, first, t + 1) * w_in.cols
     hidden = rows - w_hidden.rows
     if s.sample_lanes:
-        _multiply_samples(w_in, x, at, bias, 0, s.parts, 0)
+        _multiply_samples(w_in, x, at, bias, 0, s.parts, 0, s.pairs)
         for i in range(w_in.rows * s.samples, rows * s.samples, lanes):
             store(s.parts, i, load(bias, i))
         place = hidden * s.samples
-        _multiply_samples(w_hidden, s.states, before, s.parts, place, s.parts, place)
+        _multiply_samples(w_hidden, s.states, before, s.parts, place, s.parts, place, s.pairs)
         return
     _multiply(
         *(w_in, x, at, w_in.cols, 0),
@@ -524,7 +566,8 @@ def _take_above(s, first, above, t):
     """
     at = (t * s.given + first) * s.width + s.back * s.units
     if s.sample_lanes:
-        _turn_row_in(above, at, s.width, s.given - first, s.units, s.products, 0)
+        left = s.given - first
+        _turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
     return at
 
 
@@ -540,7 +583,7 @@ def _above(s, above, top, n, left):
 def _back_products(s, w_back, grads):
     """Compute the gradient in the state before from those in the products that read it."""
     if s.sample_lanes:
-        _multiply_samples(w_back, s.grads, grads, s.zeros, 0, s.parts, 0)
+        _multiply_samples(w_back, s.grads, grads, s.zeros, 0, s.parts, 0, s.pairs)
         return
     _multiply(
         *(w_back, s.grads, grads, s.units, s.samples * s.units),
@@ -556,8 +599,9 @@ def _back_input(s, first, w, t, grads, below):
         return
     at = (t * s.given + first) * w.rows
     if s.sample_lanes:
-        _multiply_samples(w, s.grads, grads, s.zeros, 0, s.products, 0)
-        _turn_row_out(s.products, 0, w.rows, below, at, w.rows, s.given - first)
+        left = s.given - first
+        _multiply_samples(w, s.grads, grads, s.zeros, 0, s.products, 0, s.pairs)
+        _turn_row_out(s.products, 0, w.rows, below, at, w.rows, left, s.pairs)
         return
     _multiply(
         *(w, s.grads, grads, s.units, s.samples * s.units),
@@ -869,18 +913,28 @@ def _add_steps(s, sums, x, first, k, count):
         step = ahead * samples * s.kept * s.units
     x_at, x_step = _row(s, first, t + 1) * sums.x_cols, ahead * samples * sums.x_cols
     h_step = ahead * samples * s.width
-    a, h = s.grads, s.states
+    a, h, pairs = s.grads, s.states, s.pairs
+    columns = 2 * SUM_COLUMNS if pairs else SUM_COLUMNS
     for i in range(0, sums.rows, SUM_ROWS):
         at, out = place + i * samples, lot * stride + i
-        add_sample_products(sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
-        for j in range(0, sums.x_cols if i < sums.x_rows else 0, SUM_COLUMNS):
+        _add_products(pairs, sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
+        for j in range(0, sums.x_cols if i < sums.x_rows else 0, columns):
             out, left = (lot * sums.x_cols + j) * stride + i, sums.x_cols - j
             b = x_at + j * samples
-            add_sample_products(sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
-        for j in range(0, sums.h_cols if i + SUM_ROWS > sums.h_first else 0, SUM_COLUMNS):
+            _add_products(pairs, sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
+        for j in range(0, sums.h_cols if i + SUM_ROWS > sums.h_first else 0, columns):
             out, left = (lot * sums.h_cols + j) * stride + i, sums.h_cols - j
             b = before + j * samples
-            add_sample_products(sums.h_out, out, stride, a, at, step, h, b, h_step, count, left)
+            _add_products(pairs, sums.h_out, out, stride, a, at, step, h, b, h_step, count, left)
+
+
+@_inline
+def _add_products(pairs, out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width):
+    """Add products with samples as lanes to some sums, of the vectors that there are."""
+    if pairs:
+        add_pair_products(out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width)
+    else:
+        add_sample_products(out, out_at, out_step, a, a_at, a_step, b, b_at, b_step, count, width)
 
 
 @_helper
