@@ -31,7 +31,7 @@ from ._kernels import sequences as kernels
 from ._kernels.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
-from ._sharing import LINE, aligned_zeros, call_all, even_slices, quiet
+from ._sharing import LINE, aligned_empty, aligned_zeros, call_all, even_slices, quiet
 
 __all__ = ["Gradients", "TrainingStep", "unroll"]
 
@@ -332,7 +332,8 @@ class TrainingStep:
         input_grad = None
         if needs_input_grad:
             shape = memory.steps, memory.batch, memory.widths[0]
-            input_grad = namespace(above).empty(shape, memory.dtype)
+            xp = namespace(above)
+            input_grad = (aligned_empty if xp is np else xp.empty)(shape, memory.dtype)
         params: dict[int, dict[str, Array]] = {}
         for ks in reversed(self._layers):
             below = memory.below(ks.start) if ks.start > 0 else input_grad
@@ -1088,7 +1089,7 @@ class _Memory:
     def run(self, ks: range, weights: list[_Weights]) -> None:
         """Compute all states of the directions of a layer, and the gates of the last segment."""
         if self.directions[ks.start].layer == len(self.widths) - 1:
-            self._output = np.empty((self.steps, self.batch, self.widths[-1]), self.dtype)
+            self._output = aligned_empty((self.steps, self.batch, self.widths[-1]), self.dtype)
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _forward, weights, span)

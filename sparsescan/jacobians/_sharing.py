@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +12,15 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..execution.threads import share
 
-__all__ = ["LINE", "aligned_zeros", "call_all", "even_slices", "map_shared", "quiet"]
+__all__ = [
+    "LINE",
+    "aligned_empty",
+    "aligned_zeros",
+    "call_all",
+    "even_slices",
+    "map_shared",
+    "quiet",
+]
 
 LINE = 64  # bytes of a cache line, which no vector crosses: two take twice as long to load
 
@@ -32,10 +41,21 @@ def quiet(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 def aligned_zeros(count: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros that begin with a cache line."""
-    size = np.dtype(dtype).itemsize
-    room = np.zeros(count + LINE // size, dtype)
+    return _aligned(np.zeros, (count,), dtype)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array that begins with a cache line, so that threads write no line together."""
+    return _aligned(np.empty, shape, dtype)
+
+
+def _aligned(
+    create: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike
+) -> NDArray[Any]:
+    size, count = np.dtype(dtype).itemsize, math.prod(shape)
+    room = create(count + LINE // size, dtype)
     start = -room.ctypes.data % LINE // size
-    return room[start : start + count]
+    return room[start : start + count].reshape(shape)
 
 
 def even_slices(length: int, count: int) -> list[slice]:
