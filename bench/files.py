@@ -31,8 +31,13 @@ class File:
 
     @property
     def device(self) -> str:
+        """The name of the device; processors of one name differ in family and model."""
         about = self.results["device"]
-        return str(about.get("gpu") or about["cpu"])
+        if "gpu" in about:
+            return str(about["gpu"])
+        family, model, _ = about.get("family, model, stepping", ("", "", ""))
+        name = str(about["cpu"])
+        return f"{name}, family {family}, model {model}" if family else name
 
     @property
     def place(self) -> str:

@@ -360,14 +360,16 @@ def test_the_newest_of_the_clean_and_complete_runs_is_shown(
 
 
 def test_every_device_has_its_own(tmp_path: Path, rng: np.random.Generator):
-    cpu, gpu = (experiment(rng, "T=10") for _ in range(2))
-    save(tmp_path, "a", cpu)
-    save(tmp_path, "b", gpu, device=GPU)
+    devices = CPU, CPU | {"family, model, stepping": ["26", "2", "1"]}, GPU
+    runs = [experiment(rng, "T=10") for _ in devices]
+    for k, (results, device) in enumerate(zip(runs, devices, strict=True)):
+        save(tmp_path, "abc"[k], results, device=device)
     shown = show(tmp_path)
-    for row, results in zip(shown.after("Made up", "autograd"), (cpu, gpu), strict=True):
+    for row, results in zip(shown.after("Made up", "autograd"), runs, strict=True):
         assert close(row[1], 1e3 * results["pieces"]["T=10"]["theirs"])
     places = [row[1] for row in shown.after("Overview", "Made up")]
-    assert places == ["Made-up CPU, 2 cores", "Made-up GPU 1"]
+    newer = "Made-up CPU, family 26, model 2, 2 cores"
+    assert places == ["Made-up CPU, 2 cores", newer, "Made-up GPU 1"]
 
 
 def test_lines_of_the_engine_are_the_newest_of_each(tmp_path: Path, rng: np.random.Generator):
