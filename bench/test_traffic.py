@@ -33,6 +33,7 @@ def test_every_kernel_moves_what_must_move(results: Results) -> None:
     for piece in results["pieces"].values():
         for name, kept in piece["kernels"].items():
             assert 32 * kept["requests"] >= kept["sectors"] >= kept["requests"]
+            assert kept["sectors"] >= kept["in blocks"] >= kept["once"] > 0
             assert kept["turns"] >= kept["conflicts"] >= 0
             if kept["floor"] is not None:
                 floors.add(name)

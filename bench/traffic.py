@@ -165,9 +165,10 @@ def count(chain: Chain) -> Results:
         ``run``, the size; and ``kernels``: of each, in all its ``launches``, the ``blocks``, the
         ``instructions`` of all threads, the ``barriers`` that blocks and that warps wait at, the
         bytes that threads ask for, ``global`` and ``shared``; the ``requests`` of warps to global
-        memory and the ``sectors`` of 32 bytes that these take; the ``turns`` that banks of shared
-        memory take, of which so many are for ``conflicts``; and the ``floor``, the bytes that must
-        move, or None where no floor is known.
+        memory and the ``sectors`` of 32 bytes that these take; how many of these are different
+        ones ``in blocks``, those of each block counted, and ``once``, in a whole launch; the
+        ``turns`` that banks of shared memory take, of which so many are for ``conflicts``; and the
+        ``floor``, the bytes that must move, or None where no floor is known.
     """
     sys.path.insert(0, str(_SUPPORT))
     try:
@@ -193,6 +194,8 @@ def count(chain: Chain) -> Results:
             "global": done.bytes["global"],
             "requests": done.together.requests,
             "sectors": done.together.sectors,
+            "in blocks": done.together.of_blocks,
+            "once": done.together.once,
             "shared": done.bytes["shared"],
             "turns": done.together.turns,
             "conflicts": done.together.conflicts,
@@ -217,6 +220,8 @@ def _about(options: Options) -> Results:
         "run": "the first run of a plan, float32, int32 indices; kernels compiled for 9.0, "
         "run on the CPU",
         "moved": "sectors of 32 bytes that warps ask for, as if no cache kept any",
+        "in blocks": "as if the first cache kept what a block has asked for, and shared none of it",
+        "once": "as if the second cache kept what the blocks of a launch have asked for",
         "floor": "each operand read and each result written once, a shared pattern once",
         "long chains": f"chunks as long as those of {_LONG:,} steps on {_MULTIPROCESSORS} "
         "multiprocessors",
@@ -226,6 +231,7 @@ def _about(options: Options) -> Results:
 def _tables(results: Results) -> list[Table]:
     heads = ["launches", "instructions", "barriers", "warps' barriers"]
     heads += ["floor, kB", "asked for, kB", "moved, kB", "moved / floor"]
+    heads += ["in blocks / floor", "once / floor"]
     heads += ["shared, kB", "bank conflicts, % of turns"]
     rows = [
         [f"{chain}; run: {piece['run']}", name, *_cells(kept)]
@@ -237,13 +243,14 @@ def _tables(results: Results) -> list[Table]:
 
 def _cells(kept: Results) -> list[str]:
     floor, moved = kept["floor"], _SECTOR * kept["sectors"]
+    counts = [_SECTOR * kept.get(key, 0) for key in ("sectors", "in blocks", "once")]
     return [
         *(f"{kept[key]:,}" for key in ("launches", "instructions")),
         *(f"{kept[key]:,}" for key in ("block barriers", "warp barriers")),
         f"{floor / 1e3:,.1f}" if floor else "",
         f"{kept['global'] / 1e3:,.1f}",
         f"{moved / 1e3:,.1f}",
-        f"{moved / floor:.2f}" if floor else "",
+        *(f"{moved / floor:.2f}" if floor and moved else "" for moved in counts),
         f"{kept['shared'] / 1e3:,.1f}",
         f"{100 * kept['conflicts'] / kept['turns']:.1f}" if kept["turns"] else "",
     ]

@@ -35,7 +35,7 @@ from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, State, Sweep, Te
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, index_dtype, rows_of
 from ..symbolic.program import Program
-from ..symbolic.terms import ALIGNED, LONG, TermCounts, count_terms, lay_out_terms
+from ..symbolic.terms import TermCounts, count_terms, lay_out_terms
 
 __all__ = [
     "BLAS_SIZE",
@@ -1009,10 +1009,10 @@ class _Launches:
         while 1 << shift < min(mean, WARP):
             shift += 1
         groups = segments_at_once(self._dtype, longest)
-        aligned = ALIGNED - 1 if x.nnz > LONG * x.shape[0] and 1 << shift > ALIGNED else 0
+        aligned = terms.aligned - 1 if 1 << shift > terms.aligned else 0
         table = np.zeros(Terms.WIDTH, np.int64)
         table[: Terms.A_STARTS] = len(terms.firsts), shift, groups, longest, aligned
-        *arrays, work = terms
+        *arrays, work, _ = terms
         table[Terms.A_STARTS :] = [self._workspace.place(array) for array in arrays]
         self._terms |= dict.fromkeys(numbers, np.append(0, np.cumsum(work)))
         self._wanted[numbers] = min(len(terms.firsts), groups) << shift

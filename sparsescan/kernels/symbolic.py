@@ -15,7 +15,9 @@ __all__ = [
     "count_terms",
     "find_fault",
     "first_alike",
+    "first_listed",
     "hash_columns",
+    "hash_lists",
     "is_diagonal",
     "lay_out_terms",
     "product_indices",
@@ -180,25 +182,138 @@ def _lower_bound(indices, first, last, value):
 
 
 @njit(nogil=True, cache=True)
-def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots, work):
+def _columns_of(start, stop, row_start, row_stop, c_indices, c_dense, cols):
+    """Return the first column of a segment of a row of `C`, and that of the next segment."""
+    low, high = np.int64(0), np.int64(cols)
+    if start > row_start:
+        low = start - row_start if c_dense else np.int64(c_indices[start])
+    if stop < row_stop:
+        high = stop - row_start if c_dense else np.int64(c_indices[stop])
+    return low, high
+
+
+@njit(nogil=True, cache=True)
+def _write_list(i, start, stop, a, x, c, cols, place, out):
+    """Write the slots of all terms of a segment; return how many numbers.
+
+    A term that is not in `C` is written as -1, the end of a factor as the number of its entry in
+    the row of `A`, from -2 downwards. `place` is -1 everywhere, before and after.
+    """
+    a_indptr, a_indices, a_dense = a
+    x_indptr, x_indices, _ = x
+    c_indptr, c_indices, c_dense = c
+    row_start, row_stop = np.int64(c_indptr[i]), np.int64(c_indptr[i + 1])
+    low, high = _columns_of(start, stop, row_start, row_stop, c_indices, c_dense, cols)
+    for e in range(start, stop):
+        place[c_indices[e]] = e - start
+    a_start, size = np.int64(a_indptr[i]), 0
+    for p in range(a_start, np.int64(a_indptr[i + 1])):
+        k = p - a_start if a_dense else np.int64(a_indices[p])
+        first, last = np.int64(x_indptr[k]), np.int64(x_indptr[k + 1])
+        if high - low < cols:
+            first = _lower_bound(x_indices, first, last, low)
+            last = _lower_bound(x_indices, first, last, high)
+        if first == last:
+            continue
+        for q in range(first, last):
+            out[size] = place[x_indices[q]]
+            size += 1
+        out[size] = a_start - p - 2
+        size += 1
+    for e in range(start, stop):
+        place[c_indices[e]] = -1
+    return size
+
+
+@njit(nogil=True, cache=True)
+def _room_for_list(a, x):
+    """Return an array that is long enough for the list of any segment."""
+    a_indptr, a_indices, a_dense = a
+    x_indptr, _, _ = x
+    most = np.int64(0)
+    for i in range(len(a_indptr) - 1):
+        size, a_start = np.int64(0), np.int64(a_indptr[i])
+        for p in range(a_start, np.int64(a_indptr[i + 1])):
+            k = p - a_start if a_dense else np.int64(a_indices[p])
+            size += np.int64(x_indptr[k + 1]) - np.int64(x_indptr[k]) + 1
+        most = max(most, size)
+    return np.empty(most, np.int32)
+
+
+@njit(nogil=True, cache=True)
+def hash_lists(rows, starts, a, x, c, cols):
+    """Return a hash of the list of each segment: the slots of its terms, factor after factor.
+
+    Parameters
+    ----------
+    rows, starts : ndarray
+        Of each segment its row, and where it starts in `C`.
+    a, x, c, cols
+        As in :func:`lay_out_terms`; `C` is not dense.
+    """
+    hashes, place = np.empty(len(rows), np.uint64), np.full(cols, -1, np.int64)
+    out = _room_for_list(a, x)
+    for n in range(len(rows)):
+        mixed = np.uint64(14695981039346656037)
+        size = _write_list(rows[n], starts[n], starts[n + 1], a, x, c, cols, place, out)
+        for m in range(size):
+            mixed = (mixed ^ np.uint64(np.int64(out[m]))) * np.uint64(1099511628211)
+        hashes[n] = mixed
+    return hashes
+
+
+@njit(nogil=True, cache=True)
+def first_listed(rows, starts, a, x, c, cols, order, guesses):
+    """Replace each guess of an earlier segment with an equal list by `n` itself if it is wrong.
+
+    Segments with equal guesses are one after the other in `order`, that which is guessed first.
+    """
+    place = np.full(cols, -1, np.int64)
+    own, first = _room_for_list(a, x), _room_for_list(a, x)
+    size, other = 0, np.int64(-1)
+    for n in order:
+        length = _write_list(rows[n], starts[n], starts[n + 1], a, x, c, cols, place, own)
+        if guesses[n] != other:
+            other, size = guesses[n], length
+            own, first = first, own
+        elif not (length == size and _equal_arrays(own, first, size)):
+            guesses[n] = n
+
+
+@njit(nogil=True, cache=True)
+def _equal_arrays(a, b, size):
+    """Return whether two arrays begin with `size` equal numbers."""
+    for m in range(size):
+        if a[m] != b[m]:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def lay_out_terms(segments, order, alike, lists, a, x, c, cols, aligned, factors, slots, work):
     """Lay out the terms of ``C = A @ X``, as :class:`~sparsescan.symbolic.terms.Terms` has them.
 
     Parameters
     ----------
     segments : tuple
         Of each segment its row, and where it starts in `C`; then arrays for where the row starts
-        in `A`, and for its first and last-plus-one factor.
+        in `A`, for its first and last-plus-one factor, and for the first of its starts in `X`.
     order : ndarray
-        All segments, those that are `alike` one after the other.
+        All segments, those in equal `lists`, and among them those that are `alike`, one after the
+        other.
     alike : ndarray
         A number for each segment; the columns of those with equal numbers are equal.
+    lists : ndarray
+        A number for each segment; all factors of those with equal numbers are equal, but for where
+        they start in `X`, and are laid out once. Empty where segments that are alike share slots,
+        one row of `X` at a time.
     a, x, c : tuple
         Row pointers, columns, and whether all entries are there, and the columns are not. Where `A`
         has all and `C` has not, terms that are not in `C` are known to be zero, and left out.
     cols : int
         Columns of the product.
     aligned : int
-        A power of two: modulo that, slots start where their entries of `X` do.
+        A power of two: modulo that, slots start where their entries of `X` do, or at 0 in lists.
     factors, slots : tuple, ndarray
         Arrays that are filled, unless `slots` is empty.
     work : ndarray
@@ -207,23 +322,24 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
     Returns
     -------
     tuple of int
-        How many factors and slots there are.
+        How many factors, starts in `X` and slots there are.
     """
-    rows, starts, a_starts, firsts, lasts = segments
+    rows, starts, a_starts, firsts, lasts, x_firsts = segments
     a_indptr, a_indices, a_dense = a
     x_indptr, x_indices, _ = x
     c_indptr, c_indices, c_dense = c
-    entries, x_starts, slot_starts, counts = factors
-    fill = len(slots) > 0
+    entries, slot_starts, x_starts, counts = factors
+    fill, in_lists, list_start = len(slots) > 0, len(lists) > 0, np.int64(0)
     of_row, at = np.full(len(x_indptr), -1, np.int64), np.empty(len(x_indptr), np.int64)
     # Which columns a segment has may be all that tells which terms there are.
     partial = a_dense and not c_dense
     place = np.full(0 if c_dense or not (fill or partial) else cols, -1, np.int64)
-    factor, slot, before = np.int64(0), np.int64(0), np.int64(-1)
+    factor, x_factor, slot, before = np.int64(0), np.int64(0), np.int64(0), np.int64(-1)
     for n in order:
         i, start, stop = rows[n], starts[n], starts[n + 1]
         a_start, a_stop = np.int64(a_indptr[i]), np.int64(a_indptr[i + 1])
         a_starts[n] = a_start
+        is_first = in_lists and (before < 0 or lists[n] != lists[before])
         if before < 0 or alike[n] != alike[before]:
             if partial and before >= 0:
                 for e in range(starts[before], starts[before + 1]):
@@ -235,14 +351,16 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
             other_stop = np.int64(a_indptr[rows[before] + 1])
             if a_dense or _equal(a_indices, a_start, a_stop, other, other_stop):
                 firsts[n], lasts[n], work[n] = firsts[before], lasts[before], work[before]
+                x_firsts[n] = x_firsts[before]
                 continue
         row_start, row_stop = np.int64(c_indptr[i]), np.int64(c_indptr[i + 1])
-        low, high = np.int64(0), np.int64(cols)
-        if start > row_start:
-            low = start - row_start if c_dense else np.int64(c_indices[start])
-        if stop < row_stop:
-            high = stop - row_start if c_dense else np.int64(c_indices[stop])
-        firsts[n], terms = factor, np.int64(0)
+        low, high = _columns_of(start, stop, row_start, row_stop, c_indices, c_dense, cols)
+        x_firsts[n], terms = x_factor, np.int64(0)
+        if is_first:
+            list_start = slot
+        in_list = list_start
+        is_own = is_first or not in_lists
+        firsts[n] = factor if is_own else firsts[before]
         for p in range(a_start, a_stop):
             k = p - a_start if a_dense else np.int64(a_indices[p])
             first, last = np.int64(x_indptr[k]), np.int64(x_indptr[k + 1])
@@ -251,13 +369,19 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
                 last = _lower_bound(x_indices, first, last, high)
             if first == last:
                 continue
-            if of_row[k] != alike[n]:
+            is_new = is_first
+            if in_lists:
+                in_list += -in_list & (aligned - 1)
+                at[k] = in_list
+                in_list += last - first
+            elif of_row[k] != alike[n]:
                 slot += (first - slot) & (aligned - 1)
-                of_row[k], at[k] = alike[n], slot
+                of_row[k], at[k], is_new = alike[n], slot, True
+                slot += last - first
+            if is_new:
                 for q in range(first, last if fill else first):
                     j = x_indices[q]
-                    slots[slot + q - first] = j - low if c_dense else place[j]
-                slot += last - first
+                    slots[at[k] + q - first] = j - low if c_dense else place[j]
             q, slots_at = first, at[k] - first
             while q < last:
                 stop_at = last
@@ -269,10 +393,15 @@ def lay_out_terms(segments, order, alike, a, x, c, cols, aligned, factors, slots
                         stop_at += 1
                 if q < stop_at:
                     if fill:
-                        entries[factor], x_starts[factor] = p - a_start, q
+                        x_starts[x_factor] = q
+                    if fill and is_own:
+                        entries[factor] = p - a_start
                         slot_starts[factor], counts[factor] = slots_at + q, stop_at - q
-                    factor += 1
+                    factor += is_own
+                    x_factor += 1
                     terms += stop_at - q
                 q = stop_at
-        lasts[n], work[n], before = factor, terms, n
-    return factor, slot
+        slot = max(slot, in_list)
+        lasts[n] = factor if is_own else lasts[before]
+        work[n], before = terms, n
+    return factor, x_factor, slot

@@ -17,24 +17,18 @@ LONG, ALIGNED = 32, 16
 
 
 class TermCounts(NamedTuple):
-    """How many segments, factors and slots the terms of a product have."""
+    """How many segments, factors, starts in `X` and slots the terms of a product have."""
 
     segments: int
     factors: int
+    starts: int
     slots: int
 
     def nbytes(self, itemsize: int) -> list[int]:
         """Return the bytes of each array of :class:`Terms` but `work`, with such an index."""
         segments, factors = self.segments * itemsize, self.factors * itemsize
-        return (
-            [segments] * 3
-            + [segments + itemsize]
-            + [factors] * 3
-            + [
-                2 * self.factors,
-                2 * self.slots,
-            ]
-        )
+        sizes = [segments] * 4 + [segments + itemsize] + [factors] * 2
+        return [*sizes, self.starts * itemsize, 2 * self.factors, 2 * self.slots]
 
 
 class Terms(NamedTuple):
@@ -47,8 +41,13 @@ class Terms(NamedTuple):
 
     Slots depend on the columns of the segment and the row of `X` only. So segments in equal columns
     share them: all rows of a dense `C`, or those of a block. If their rows of `A` have equal
-    columns as well, they share factors. Where rows of `X` are long, there are gaps before slots, so
-    that threads which read aligned entries read aligned slots.
+    columns as well, they share factors. Or else segments share all of their factors but where those
+    start in `X`: those of a convolution's rows that differ only in their position, away from the
+    border of the image. That is chosen where it leaves at most half as many slots.
+
+    Where rows of `X` are long, there are gaps before slots: those of a factor start where its
+    entries of `X` do, modulo :data:`ALIGNED`, so that threads which read aligned entries read
+    aligned slots; or at a multiple of it, if segments that share them start elsewhere.
 
     Attributes
     ----------
@@ -56,36 +55,43 @@ class Terms(NamedTuple):
         Where the segment's row starts in `A`.
     firsts, lasts : ndarray of int64, shape (segments,)
         Its first factor, and the one after the last.
+    x_firsts : ndarray of int64, shape (segments,)
+        Which of `x_starts` is that of its first factor; the others follow.
     starts : ndarray of int64, shape (segments + 1,)
         Where each segment starts in `C`, of which it has what comes before the next one.
     entries : ndarray of int64, shape (factors,)
         Which entry of the row of `A` a factor is.
-    x_starts, slot_starts : ndarray of int64, shape (factors,)
-        Where its entries of `X`, and their slots, start.
+    slot_starts : ndarray of int64, shape (factors,)
+        Where its slots start.
+    x_starts : ndarray of int64
+        Where the entries of `X` start that go with a factor of a segment.
     counts : ndarray of uint16, shape (factors,)
         How many there are: one or more.
     slots : ndarray of uint16, shape (slots,)
         Places in a segment.
     work : ndarray of int64, shape (segments,)
         Terms of each segment.
+    aligned : int
+        Modulo what slots start where their entries of `X` do: 1 if that does not matter.
     """
 
     a_starts: NDArray[np.int64]
     firsts: NDArray[np.int64]
     lasts: NDArray[np.int64]
+    x_firsts: NDArray[np.int64]
     starts: NDArray[np.int64]
     entries: NDArray[np.int64]
-    x_starts: NDArray[np.int64]
     slot_starts: NDArray[np.int64]
+    x_starts: NDArray[np.int64]
     counts: NDArray[np.uint16]
     slots: NDArray[np.uint16]
     work: NDArray[np.int64]
+    aligned: int
 
 
 def count_terms(a: Pattern, x: Pattern, c: Pattern, longest: int) -> TermCounts:
     """Count what :func:`lay_out_terms` lays out, in memory that does not grow with the terms."""
-    nothing = _columns(TermCounts(0, 0, 0), np.int32)
-    return _lay_out(a, x, c, longest, nothing)[1]
+    return _Layout.of(a, x, c, longest).counts
 
 
 def lay_out_terms(a: Pattern, x: Pattern, c: Pattern, longest: int, dtype: np.dtype[Any]) -> Terms:
@@ -100,53 +106,107 @@ def lay_out_terms(a: Pattern, x: Pattern, c: Pattern, longest: int, dtype: np.dt
     dtype : dtype
         Of index arrays: int64 if int32 does not hold the number of slots.
     """
-    columns = _columns(count_terms(a, x, c, longest), dtype.type)
-    segments, _, work = _lay_out(a, x, c, longest, columns)
-    arrays: list[NDArray[Any]] = [array.astype(dtype, copy=False) for array in segments]
-    return Terms(*[*arrays, *columns, work])
+    layout = _Layout.of(a, x, c, longest)
+    _, size, starts, slots_size = layout.counts
+    sizes = ((size, dtype), (size, dtype), (starts, dtype), (size, np.uint16))
+    factors = [np.empty(*size_and_type) for size_and_type in sizes]
+    slots = np.zeros(slots_size, np.uint16)
+    segments, _, work = layout.fill(factors, slots)
+    arrays = [array.astype(dtype, copy=False) for array in segments]
+    aligned = 1 if len(layout.lists) else layout.aligned
+    return Terms._make((*arrays, *factors, slots, work, aligned))
 
 
-def _columns(counts: TermCounts, dtype: type[np.integer[Any]]) -> tuple[NDArray[Any], ...]:
-    """Return arrays for entries, starts in `X`, starts of slots, counts; and for slots."""
-    factors = (np.empty(counts.factors, kind) for kind in (dtype, dtype, dtype, np.uint16))
-    return *factors, np.zeros(counts.slots, np.uint16)
+class _Layout(NamedTuple):
+    """Which segments of a product share what.
 
+    Attributes
+    ----------
+    a, x, c : tuple
+        Row pointers, columns, and whether all entries are there, of each pattern.
+    cols : int
+        Columns of the product.
+    rows, starts : ndarray of int64
+        Of each segment its row, and where it starts in `C`, of which it has what comes before the
+        next one.
+    alike, lists : ndarray of int64
+        Numbers that are equal for segments in equal columns, and for those of equal factors but for
+        where they start in `X`; none of the latter if segments do not share them.
+    aligned : int
+        Modulo what slots are aligned.
+    counts : TermCounts
+        What there is of it all.
+    """
 
-def _lay_out(
-    a: Pattern, x: Pattern, c: Pattern, longest: int, columns: tuple[NDArray[Any], ...]
-) -> tuple[tuple[NDArray[np.int64], ...], TermCounts, NDArray[np.int64]]:
-    """Fill `columns` if they have room; return the columns of segments, counts, and their work."""
-    c_indptr, c_indices, c_dense = whole = _rows(c)
-    lengths = np.diff(c_indptr)
-    parts = -(-lengths // longest)
-    rows = np.repeat(np.arange(len(lengths)), parts)
-    of_row = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
-    starts = np.append(c_indptr[rows] + lengths[rows] * of_row // parts[rows], c_indptr[-1])
-    if c_dense:
+    a: tuple[NDArray[Any], NDArray[Any], bool]
+    x: tuple[NDArray[Any], NDArray[Any], bool]
+    c: tuple[NDArray[Any], NDArray[Any], bool]
+    cols: int
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    alike: NDArray[np.int64]
+    lists: NDArray[np.int64]
+    aligned: int
+    counts: TermCounts
+
+    @classmethod
+    def of(cls, a: Pattern, x: Pattern, c: Pattern, longest: int) -> _Layout:
+        """Return that which takes fewer slots, as :class:`Terms` says."""
+        c_indptr, c_indices, c_dense = _rows(c)
+        lengths = np.diff(c_indptr)
+        parts = -(-lengths // longest)
+        rows = np.repeat(np.arange(len(lengths)), parts)
+        of_row = np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.append(c_indptr[rows] + lengths[rows] * of_row // parts[rows], c_indptr[-1])
         alike = of_row
-    else:
-        hashes = kernels.hash_columns(starts, c_indices)
-        _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
-        alike = first[group]
-        kernels.first_alike(starts, c_indices, alike)
-    order = np.argsort(alike, kind="stable")
-    a_starts, firsts, lasts, work = (np.empty(len(rows), np.int64) for _ in range(4))
-    *factors, slots = columns
-    factor_count, slot_count = kernels.lay_out_terms(
-        (rows, starts, a_starts, firsts, lasts),
-        order,
-        alike,
-        _rows(a),
-        _rows(x),
-        whole,
-        c.shape[1],
-        ALIGNED if x.nnz > LONG * x.shape[0] else 1,
-        tuple(factors),
-        slots,
-        work,
-    )
-    counts = TermCounts(len(rows), factor_count, slot_count)
-    return (a_starts, firsts, lasts, starts), counts, work
+        if not c_dense:
+            alike = _first_of_each(kernels.hash_columns(starts, c_indices))
+            kernels.first_alike(starts, c_indices, alike)
+        whole = _rows(a), _rows(x), _rows(c)
+        layout = cls(
+            *(*whole, c.shape[1], rows, starts, alike, np.empty(0, np.int64)),
+            *(ALIGNED if x.nnz > LONG * x.shape[0] else 1, TermCounts(0, 0, 0, 0)),
+        )._counted()
+        if c_dense:
+            return layout
+        lists = _first_of_each(kernels.hash_lists(rows, starts, *whole, c.shape[1]))
+        if 2 * len(np.unique(lists)) > len(lists):
+            return layout
+        order = np.argsort(lists, kind="stable")
+        kernels.first_listed(rows, starts, *whole, c.shape[1], order, lists)
+        other = layout._replace(lists=lists)._counted()
+        return other if 2 * other.counts.slots <= layout.counts.slots else layout
+
+    def _counted(self) -> _Layout:
+        """Return the layout with its counts."""
+        nothing = np.empty(0, np.int32)
+        _, counts, _ = self.fill([nothing] * 3 + [np.empty(0, np.uint16)], np.empty(0, np.uint16))
+        return self._replace(counts=counts)
+
+    def fill(
+        self, factors: list[NDArray[Any]], slots: NDArray[np.uint16]
+    ) -> tuple[tuple[NDArray[np.int64], ...], TermCounts, NDArray[np.int64]]:
+        """Fill `factors` and `slots` if they have room; return segments, counts, and their work."""
+        size = len(self.rows)
+        keys = (self.alike, self.lists) if len(self.lists) else (self.alike,)
+        a_starts, firsts, lasts, x_firsts, work = (np.empty(size, np.int64) for _ in range(5))
+        counted = kernels.lay_out_terms(
+            (self.rows, self.starts, a_starts, firsts, lasts, x_firsts),
+            np.lexsort(keys),
+            self.alike,
+            self.lists,
+            *(self.a, self.x, self.c, self.cols, self.aligned),
+            tuple(factors),
+            slots,
+            work,
+        )
+        return (a_starts, firsts, lasts, x_firsts, self.starts), TermCounts(size, *counted), work
+
+
+def _first_of_each(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return for each hash the place of the first that equals it."""
+    _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
+    return np.asarray(first[group], np.int64)
 
 
 def _rows(pattern: Pattern) -> tuple[NDArray[Any], NDArray[Any], bool]:

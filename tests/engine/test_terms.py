@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,19 @@ def matrix(pattern: Pattern, values: Any) -> Any:
     return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape)
 
 
+def sizes_of(terms: Terms) -> tuple[int, ...]:
+    return tuple(len(x) for x in (terms.firsts, terms.entries, terms.x_starts, terms.slots))
+
+
 def followed(terms: Terms, a: Any, x: Any, nnz: int, longest: int) -> Any:
     """Values of a product as the tables say, in numbers that are poisoned beforehand."""
     values = np.full(nnz, np.nan)
     for n, (start, stop) in enumerate(zip(terms.starts[:-1], terms.starts[1:], strict=True)):
         total, work = np.zeros(stop - start), 0
         assert 0 < len(total) <= longest
-        for f in range(terms.firsts[n], terms.lasts[n]):
-            count, q, slot = int(terms.counts[f]), terms.x_starts[f], terms.slot_starts[f]
+        for k, f in enumerate(range(terms.firsts[n], terms.lasts[n])):
+            q = terms.x_starts[terms.x_firsts[n] + k]
+            count, slot = int(terms.counts[f]), terms.slot_starts[f]
             places = terms.slots[slot : slot + count]
             # Threads add them at the same time.
             assert len(set(places.tolist())) == count > 0
@@ -64,8 +70,8 @@ def test_products_that_follow_the_tables(data: Any) -> None:
     sizes_of_terms = (matrix(a, abs(own)) @ matrix(x, abs(others))).toarray()
     assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
     assert int(terms.work.sum()) == multiply_adds(a, x)
-    assert counts == (len(terms.firsts), len(terms.entries), len(terms.slots))
-    *arrays, _ = terms
+    assert counts == sizes_of(terms)
+    *arrays, _, _ = terms
     assert counts.nbytes(dtype.itemsize) == [array.nbytes for array in arrays]
 
 
@@ -90,7 +96,7 @@ def test_terms_of_zeros_that_are_stored_are_left_out(data: Any) -> None:
     sizes_of_terms = (matrix(exact, abs(own)) @ matrix(x, abs(others))).toarray()
     assert (abs(computed - wanted.toarray()) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
     assert multiply_adds(exact, x) <= int(terms.work.sum()) <= multiply_adds(a, x)
-    assert counts == (len(terms.firsts), len(terms.entries), len(terms.slots))
+    assert counts == sizes_of(terms)
 
 
 def test_rows_of_a_dense_product_share_slots() -> None:
@@ -117,13 +123,99 @@ def test_slots_of_long_rows_are_aligned_as_their_entries_are() -> None:
     assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * 12 * 25).all()
 
 
+def convolution(rng: np.random.Generator, channels: tuple[int, int], places: int) -> Any:
+    """Which entries a one-dimensional convolution of three weights has, some of them pruned."""
+    weights = [np.kron(rng.random(channels) < 0.5, np.eye(places, k=k)) for k in (-1, 0, 1)]
+    return sum(weights) > 0
+
+
+def agree(a: Pattern, x: Pattern, c: Pattern, longest: int, exact: Pattern) -> Terms:
+    """Check the product of random matrices, of which `A` has the entries `exact`."""
+    rng = np.random.default_rng()
+    terms, counts = lay_out_terms(a, x, c, longest, I4), count_terms(a, x, c, longest)
+    assert counts == sizes_of(terms)
+    own, others = matrix(exact, rng.standard_normal(exact.nnz)), rng.standard_normal(x.nnz)
+    values = own.toarray().ravel() if a.kind == "dense" else own.data
+    computed = matrix(c, followed(terms, values, others, c.nnz, longest)).toarray()
+    wanted = (own @ matrix(x, others)).toarray()
+    sizes = (abs(own) @ matrix(x, abs(others))).toarray()
+    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes).all()
+    return terms
+
+
+@settings(max_examples=examples(50))
+@given(st.data())
+def test_rows_of_equal_structure_share_a_list(data: Any) -> None:
+    """Rows of convolutions, wherever they are cut, and where `A` is stored densely."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    channels = [data.draw(st.integers(1, 4)) for _ in range(3)]
+    places, longest = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 60))
+    a, x = (of_mask(convolution(rng, pair, places)) for pair in pairwise(channels))
+    if a.kind == "diagonal" or x.kind != "general":
+        return
+    stored = Pattern.dense(a.shape) if data.draw(st.booleans()) else a
+    agree(stored, x, product(a, x), longest, a)
+
+
+@pytest.mark.parametrize("outputs", [2, 40])
+def test_rows_away_from_the_border_have_one_list(outputs: int) -> None:
+    """Aligned where rows are long; equal in every row of a channel but two at each end."""
+    rng, places = np.random.default_rng(), 50
+    a, x = (of_mask(convolution(rng, pair, places)) for pair in ((3, 6), (6, outputs)))
+    c = product(a, x)
+    terms = agree(a, x, c, 4096, a)
+    lists = [
+        [
+            terms.slots[terms.slot_starts[f] :][: terms.counts[f]].tolist()
+            for f in range(terms.firsts[n], terms.lasts[n])
+        ]
+        for n in range(c.shape[0])
+    ]
+    for channel in range(3):
+        inner = range(channel * places + 2, (channel + 1) * places - 2)
+        assert all(lists[n] == lists[inner[0]] for n in inner)
+        assert len({int(terms.firsts[n]) for n in inner}) == 1
+    assert len(terms.slots) <= multiply_adds(a, x) / 5
+    assert terms.aligned == 1
+    if x.nnz > 32 * x.shape[0]:
+        assert (terms.slot_starts % 16 == 0).all()
+
+
+def test_equal_hashes_of_other_lists_are_told_apart() -> None:
+    rng = np.random.default_rng()
+    a, x = (of_mask(convolution(rng, (2, 2), 6)) for _ in range(2))
+    c = product(a, x)
+    kept = np.flatnonzero(np.diff(c.indptr))
+    starts = np.append(c.indptr[kept], c.nnz).astype(np.int64)
+    parts = [(p.indptr, p.indices, False) for p in (a, x, c)]
+    lists = np.zeros(len(kept), np.int64)
+    kernels.first_listed(kept, starts, *parts, c.shape[1], np.arange(len(kept)), lists)
+    hashes = kernels.hash_lists(kept, starts, *parts, c.shape[1])
+    assert [n for n in range(len(kept)) if lists[n] == 0] == np.flatnonzero(
+        hashes == hashes[:1]
+    ).tolist()
+    assert all(n in (0, k) for k, n in enumerate(lists.tolist()))
+
+
 def test_rows_of_a_block_share_slots() -> None:
     """Also if blocks take turns, as channels of an image do."""
     a = of_mask(np.kron(np.ones((3, 2)), np.eye(8)) > 0)
     x = of_mask(np.kron(np.ones((2, 5)), np.eye(8, k=1) + np.eye(8)) > 0)
     counts = count_terms(a, x, product(a, x), 64)
     assert counts.segments == 24
-    assert counts.slots == multiply_adds(a, x) / 3
+    # But for the last row of a block, which has fewer, all have the same ones, too.
+    assert counts.slots == 2 * 5 * (2 + 1)
+    assert counts.factors == 2 * 2
+    assert counts.starts == a.nnz / 3
+
+
+def test_rows_of_a_block_share_slots_of_their_own() -> None:
+    """Where no two of other columns have the same."""
+    rng = np.random.default_rng()
+    a = of_mask(np.kron(np.ones((3, 2)), np.eye(8)) > 0)
+    x = of_mask(np.tile(rng.random((8, 200)) < 0.5, (2, 1)))
+    counts = count_terms(a, x, product(a, x), 256)
+    assert counts.slots >= multiply_adds(a, x) / 3
     assert counts.factors == a.nnz / 3
 
 

@@ -86,6 +86,37 @@ def test_products_of_pruned_layers_move_little_more_than_they_must(
     assert sum(did.instructions.values()) < 100 * blocks * threads
 
 
+def convolution(rng: np.random.Generator, channels: tuple[int, int], places: int) -> Any:
+    """Return a one-dimensional convolution of three weights, some of them pruned."""
+    parts = [
+        sp.kron(rng.standard_normal(channels) * (rng.random(channels) < 0.3), np.eye(places, k=k))
+        for k in (-1, 0, 1)
+    ]
+    matrix = sp.csr_array(sum(parts))
+    matrix.eliminate_zeros()
+    matrix.sort_indices()
+    return matrix
+
+
+def test_products_of_convolutions_have_a_list_of_slots_for_each_channel(
+    traffic: list[tuple[str, int, int, Traffic]],
+) -> None:
+    """Which a block reads from its cache, as it does rows of the other operand."""
+    rng = np.random.default_rng()
+    a, x = convolution(rng, (4, 8), 64), convolution(rng, (8, 48), 64)
+    scan(rng, [x, a], np.float32)
+    name, _, _, did = traffic[0]
+    assert name == "level"
+    patterns = [Pattern(matrix.indptr, matrix.indices, matrix.shape) for matrix in (a, x)]
+    terms, entries = multiply_adds(*patterns), product(*patterns).nnz
+    # Values, and for each entry of A where its row of X starts, a row of C each; the other numbers
+    # of factors, and the slots of their terms, a few times for each channel.
+    needed = 4 * (2 * a.nnz + x.nnz + entries + 6 * a.shape[0])
+    others = SECTOR * did.together.once - needed
+    print(f"{others / terms:.3f} bytes for each term, beside values and where rows start")
+    assert others < (2 * terms + 10 * a.nnz) / 3
+
+
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["an operand", "the result"])
 def test_many_blocks_bring_a_product_into_range(

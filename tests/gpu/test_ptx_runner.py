@@ -18,6 +18,8 @@ pytest.importorskip("numba_cuda")
 
 from numba import cuda, float32, int32, int64  # noqa: E402
 from ptx import FaultError, Program, Traffic, compile_kernel, kept  # noqa: E402
+from ptx.runner import Together  # noqa: E402
+from ptx.translate import Site, Space  # noqa: E402
 
 from sparsescan.kernels.cuda.checks import check_kernel  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
@@ -511,9 +513,18 @@ def test_sectors_and_bank_conflicts(by: int, ways: int) -> None:
     assert traffic.barriers == 32
     assert traffic.instructions["bar.sync"] == 32
     assert together.requests == together.shared_requests == 2
-    assert together.sectors == min(4 * by, 32) + 4
+    assert together.sectors == together.of_blocks == together.once == min(4 * by, 32) + 4
     assert together.turns == 2 * ways
     assert together.conflicts == 2 * (ways - 1)
+
+
+def test_sectors_that_blocks_share() -> None:
+    """Three blocks read what two threads of each have in common, twice."""
+    together = Together()
+    for _ in range(3):
+        trace = [(step, thread, 0, 4 * thread) for step in range(2) for thread in range(16)]
+        together.add([Site(1, 4, Space.GLOBAL, "ld")], np.array(trace))
+    assert (together.sectors, together.of_blocks, together.once) == (12, 6, 2)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
     a_starts, firsts = load(terms, Terms.A_STARTS, WORD), load(terms, Terms.FIRSTS, WORD)
     lasts, c_starts = load(terms, Terms.LASTS, WORD), load(terms, Terms.STARTS, WORD)
     entries, x_starts = load(terms, Terms.ENTRIES, WORD), load(terms, Terms.X_STARTS, WORD)
+    x_firsts = load(terms, Terms.X_FIRSTS, WORD)
     slots_at, counts_at = load(terms, Terms.SLOT_STARTS, WORD), load(terms, Terms.COUNTS, WORD)
     slots, longest = load(terms, Terms.SLOTS, WORD), load(terms, Terms.LONGEST, WORD)
     shift, aligned = load(terms, Terms.SHIFT, WORD), load(terms, Terms.ALIGNED, WORD)
@@ -113,20 +114,21 @@ def multiply_sparse(t, terms, a, x, c, first, last, shared):
             j += lanes
     # The groups of a warp take as many turns as the one that needs most.
     while vote(n < last, True):
-        f = stop = a_start = int64(0)
+        f = stop = a_start = x_first = int64(0)
         if n < last:
             f, stop = int64(load(firsts, n, t.no_index)), int64(load(lasts, n, t.no_index))
             a_start = int64(load(a_starts, n, t.no_index))
+            x_first = int64(load(x_firsts, n, t.no_index))
         while any_of(f < stop):
             count = min(lanes, stop - f)
             if lane < count:
                 entry = a_start + int64(load(entries, f + lane, t.no_index))
                 put(factor, me, load(a, entry, t.zero))
-                put(starts, me, load(x_starts, f + lane, t.no_index))
+                put(starts, me, load(x_starts, x_first + lane, t.no_index))
                 put(slot_starts, me, load(slots_at, f + lane, t.no_index))
                 put(counts, me, int32(load(counts_at, f + lane, HALF)))
             barrier(True)
-            f += lanes
+            f, x_first = f + lanes, x_first + lanes
             k = int64(0)
             while any_of(k < count):
                 for ahead in range(_AHEAD):

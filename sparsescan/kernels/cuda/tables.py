@@ -129,13 +129,14 @@ class _Terms(NamedTuple):
     A_STARTS: int = 5
     FIRSTS: int = 6
     LASTS: int = 7
-    STARTS: int = 8
-    ENTRIES: int = 9
-    X_STARTS: int = 10
+    X_FIRSTS: int = 8
+    STARTS: int = 9
+    ENTRIES: int = 10
     SLOT_STARTS: int = 11
-    COUNTS: int = 12
-    SLOTS: int = 13
-    WIDTH: int = 14
+    X_STARTS: int = 12
+    COUNTS: int = 13
+    SLOTS: int = 14
+    WIDTH: int = 15
 
 
 Terms = _Terms()

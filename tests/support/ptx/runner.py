@@ -6,7 +6,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -71,12 +71,21 @@ class Together:
     # times that its banks are busy, and how many of them are because of conflicts.
     requests: int = 0
     sectors: int = 0
+    # Sectors of global memory that each block uses, once for each: what is moved to a first cache
+    # that keeps all of it. For each block those sectors, which a second cache would have once.
+    of_blocks: int = 0
+    used: list[Any] = field(default_factory=list, repr=False)
     shared_requests: int = 0
     turns: int = 0
     conflicts: int = 0
 
+    @property
+    def once(self) -> int:
+        """Sectors of global memory that any block uses, once for all."""
+        return len(np.unique(np.concatenate(self.used))) if self.used else 0
+
     def add(self, sites: list[Site], trace: Any) -> None:
-        """Count the accesses of a trace: step, thread, site, address."""
+        """Count the accesses of a block's trace: step, thread, site, address."""
         if not len(trace):
             return
         step, thread, site, address = trace.T
@@ -95,6 +104,9 @@ class Together:
         self.requests += int((~shared[site[request[first]]]).sum())
         self.shared_requests += int(shared[site[request[first]]].sum())
         self.sectors += len(np.unique(np.stack([number[far], address[far] // 32]), axis=1).T)
+        # What is used is aligned, and no larger than a sector.
+        self.used.append(np.unique(address[far] // 32))
+        self.of_blocks += len(self.used[-1])
         near = np.flatnonzero(shared[site])
         # 16 bytes for each of 32 threads take four turns, of eight threads each.
         turn = number[near] * 4 + thread[near] % 32 // (32 // (width[near] // 4))
