@@ -723,6 +723,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
     return multiply
 
 
+@cache
 def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
     kind, zero, infinity = from_dtype(dtype), dtype.type(0), dtype.type(np.inf)
     vector, width = 16 // dtype.itemsize, size + 1

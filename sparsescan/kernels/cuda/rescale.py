@@ -102,10 +102,10 @@ def scaled_sum(t, left, a, a_e, right, x, i, j):
 
 @cuda.jit(device=True)
 def rescale_share(
-    t, run, left, a, a_e, right, x, x_e, made, c, e, state, phase, own, step, scaled, span
+    t, run, left, a, a_e, right, x, x_e, result, c, e, state, phase, own, step, scaled, span
 ):
     """Do every `step`-th part of a phase, from `own` on."""
-    cols = made.cols
+    cols = result.cols
     # Behind the exponents and their flag are the largest exponent of each column, then by how much
     # it is shifted; whether it has an entry outside the band; and the largest exponent of each
     # column of A.
@@ -152,8 +152,8 @@ def rescale_share(
         together = top + noted(state, State.BOTTOM) <= _APART
         if phase == _ENTRIES:
             q = own
-            while q < made.nnz:
-                i, j = row_of(t, made, q), column(t, made, q)
+            while q < result.nnz:
+                i, j = row_of(t, result, q), column(t, result, q)
                 total, power = scaled_sum(t, left, a, a_e, right, x, i, j)
                 if total != 0:
                     by = (top if together else int64(load(tops, j, INT))) - t.target
@@ -184,7 +184,7 @@ def rescale_share(
                 j += step
     elif phase == _RANGE:
         top, bottom, p = int64(NONE), int64(NONE), own
-        while p < made.nnz:
+        while p < result.nnz:
             value = load(c, p, t.zero)
             if value != 0:
                 power = exponent_of(value)
@@ -201,11 +201,11 @@ def rescale_share(
         flag = load(e, cols, INT)
         together = flag != EACH and bottom - (top - t.target) >= t.low_exponent
         if phase in (_OUTSIDE, _LARGEST):
-            p = made.nnz if together else own
-            while p < made.nnz:
+            p = result.nnz if together else own
+            while p < result.nnz:
                 value = load(c, p, t.zero)
                 if value != 0:
-                    j, power = column(t, made, p), exponent_of(value)
+                    j, power = column(t, result, p), exponent_of(value)
                     if phase == _LARGEST:
                         if load(outside, j, INT) != 0:
                             atomic_max(tops, j, int32(power))
@@ -225,8 +225,8 @@ def rescale_share(
                 j += step
         elif phase == _SHIFTED:
             p, wide = own, False
-            while p < made.nnz:
-                j, value = column(t, made, p), load(c, p, t.zero)
+            while p < result.nnz:
+                j, value = column(t, result, p), load(c, p, t.zero)
                 shift = int64(load(tops, j, INT))
                 if shift != 0 and value != 0:
                     by, power = int64(load(e, j, INT)), exponent_of(value)
@@ -242,7 +242,7 @@ def rescale_share(
 
 
 @cuda.jit(device=True)
-def rescale_alone(t, run, left, a, a_e, right, x, x_e, made, c, e, state, scaled, span):
+def rescale_alone(t, run, left, a, a_e, right, x, x_e, result, c, e, state, scaled, span):
     """Make ``C diag(2^e)`` in the band, by one block.
 
     If `scaled`, it is ``A diag(2^a_e) X diag(2^x_e)`` for any range, of which an entry is summed
@@ -252,7 +252,23 @@ def rescale_alone(t, run, left, a, a_e, right, x, x_e, made, c, e, state, scaled
     phase = int64(_CLEAR) if scaled else int64(_EXPONENTS)
     while phase < _PHASES:
         rescale_share(
-            t, run, left, a, a_e, right, x, x_e, made, c, e, state, phase, me, threads, scaled, span
+            t,
+            run,
+            left,
+            a,
+            a_e,
+            right,
+            x,
+            x_e,
+            result,
+            c,
+            e,
+            state,
+            phase,
+            me,
+            threads,
+            scaled,
+            span,
         )
         cuda.syncthreads()
         phase += 1
@@ -269,7 +285,7 @@ def reset(state):
 
 @cuda.jit(device=True)
 def rescale_together(
-    t, run, left, a, a_e, right, x, x_e, made, c, e, state, blocks, scaled, seen, span
+    t, run, left, a, a_e, right, x, x_e, result, c, e, state, blocks, scaled, seen, span
 ):
     """Do as :func:`rescale_alone`, by many blocks; return whether this is the last to leave."""
     me, threads = thread_index(), block_size()
@@ -291,7 +307,7 @@ def rescale_together(
             break
         own, step = share * threads + me, blocks * threads
         rescale_share(
-            t, run, left, a, a_e, right, x, x_e, made, c, e, state, phase, own, step, scaled, span
+            t, run, left, a, a_e, right, x, x_e, result, c, e, state, phase, own, step, scaled, span
         )
         cuda.syncthreads()
         if me == 0:
