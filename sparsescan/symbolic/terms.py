@@ -114,7 +114,8 @@ def lay_out_terms(a: Pattern, x: Pattern, c: Pattern, longest: int, dtype: np.dt
     segments, _, work = layout.fill(factors, slots)
     arrays = [array.astype(dtype, copy=False) for array in segments]
     aligned = 1 if len(layout.lists) else layout.aligned
-    return Terms._make((*arrays, *factors, slots, work, aligned))
+    columns: list[Any] = [*arrays, *factors, slots, work, aligned]
+    return Terms(*columns)
 
 
 class _Layout(NamedTuple):
