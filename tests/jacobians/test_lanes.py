@@ -63,7 +63,7 @@ def distance(actual: Array, expected: Array) -> Array:
 
 def test_tanh(numbers: Array) -> None:
     actual = values(write_tanh, numbers)
-    assert np.max(distance(actual, np.tanh(numbers.astype(np.longdouble)))) < 1.1
+    assert np.max(distance(actual, np.tanh(numbers.astype(np.longdouble)))) < 3
     assert np.array_equal(np.signbit(actual), np.signbit(numbers))
     assert np.max(np.abs(actual)) == 1
 
@@ -73,7 +73,7 @@ def test_sigmoid(numbers: Array) -> None:
     with np.errstate(over="ignore", under="ignore"):
         expected = 1 / (1 + np.exp(-numbers.astype(np.longdouble)))
     tiny = np.finfo(numbers.dtype).tiny
-    assert np.max(distance(actual, expected)[expected >= 1.01 * tiny]) < 4
+    assert np.max(distance(actual, expected)[expected >= 1.01 * tiny]) < 3
     # Below normal numbers it may be 0.
     assert np.all(np.abs(actual - expected)[expected < 1.01 * tiny] <= 1.01 * tiny)
     assert np.min(actual) == 0

@@ -485,14 +485,6 @@ def _abs(typingctx, x):
 
 
 @intrinsic
-def _negative(typingctx, x):
-    def codegen(context, builder, signature, args):
-        return builder.fneg(args[0])
-
-    return x(x), codegen
-
-
-@intrinsic
 def _copysign(typingctx, x, sign):
     def codegen(context, builder, signature, args):
         return _llvm(builder, "copysign", args[0].type, args)
@@ -656,13 +648,11 @@ def _subtract_logarithms_of(k, x):
 
 @njit(inline="always")
 def _expm1(x):
-    """Return ``2ᵏ``, ``p`` and an addition to `p` below its last place: ``exp(x) = 2ᵏ·(1 + p)``."""
+    """Return ``2ᵏ`` and ``p``: ``exp(x) = 2ᵏ·(1 + p)``."""
     shift = _shift(x)
     shifted = fma(x, number(x, 1.4426950408889634), shift)
     r = _subtract_logarithms(shifted - shift, x)
-    q, square = _series(r), r * r
-    p = fma(q, square, r)
-    return _power(shifted), p, fma(q, square, r - p)
+    return _power(shifted), fma(_series(r), r * r, r)
 
 
 def _largest(x):
@@ -677,25 +667,13 @@ def _largest_of(x):
 
 @njit(inline="always")
 def tanh(x):
-    """Return ``tanh(x)``, with the sign of `x`.
-
-    That is ``e / (e + 2)`` with ``e = expm1(2|x|)``, corrected by what each rounding left out; or
-    ``1 - 2 / (e + 2)`` where `e` is so large that only the last subtraction counts.
-    """
+    """Return ``tanh(x)``, with the sign of `x`: ``e / (e + 2)`` with ``e = expm1(2|x|)``."""
     most = number(x, 20.0)
     # NaN stays.
     a = less_or(most, _abs(x), most, _abs(x))
-    one, two = number(a, 1.0), number(a, 2.0)
-    power, p, more = _expm1(a + a)
-    e = fma(power, p, power - one)
-    d = e + two
-    y = less_or(e, number(a, 8.0), e, two) / d
-    e_more = fma(power, p, (power - one) - e) + power * more
-    d_more = (e - (d - two)) + e_more
-    rest = fma(_negative(y), d, e) + fma(_negative(y), d_more, e_more)
-    # 1 / d = (1 - y) / 2
-    corrected = fma(rest, fma(number(a, -0.5), y, number(a, 0.5)), y)
-    return _copysign(less_or(e, number(a, 8.0), corrected, one - y), x)
+    power, p = _expm1(a + a)
+    e = fma(power, p, power - number(a, 1.0))
+    return _copysign(e / (e + number(a, 2.0)), x)
 
 
 @njit(inline="always")
@@ -707,7 +685,7 @@ def sigmoid(x):
     # NaN stays.
     a = less_or(most, x, most, x)
     b = less_or(a, least, least, a)
-    power, p, _ = _expm1(zero - b)
+    power, p = _expm1(zero - b)
     return less_or(a, least, zero, one / (one + fma(power, p, power)))
 
 
