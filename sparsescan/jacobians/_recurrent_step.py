@@ -592,6 +592,11 @@ def _back(
 # -- Weights --------------------------------------------------------------------------------------
 
 
+def _add_steps(total: Array, part: Array, start: int, stop: int) -> None:
+    """Add some steps of an array to those of another."""
+    total[start:stop] += part[start:stop]
+
+
 def _total(parts: Array, count: int) -> Array:
     """Return the sum of parts of `count` numbers each."""
     return parts if len(parts) == count else parts.reshape(-1, count).sum(axis=0)
@@ -633,7 +638,7 @@ class _Packing:
         # A vector of two columns' samples, the last of which may be no column.
         self.cols = cols + cols % 2 if sample_rows == 2 else cols
         self.first, self.stride = first, -(-whole // lanes) * lanes
-        self._lanes, self._block = lanes, block or self.cols
+        self._lanes, self.block = lanes, block or self.cols
         self.is_sparse = _is_sparse(kept)
         self.tile = size = TILE_VECTORS * lanes
         if sample_rows:
@@ -666,8 +671,8 @@ class _Packing:
             self.rows,
             self.cols,
             -(-self.rows // self._lanes),
-            self.cols // self._block,
-            self._block,
+            self.cols // self.block,
+            self.block,
             self.tile,
             values,
             self.indices,
@@ -717,9 +722,12 @@ class _Direction:
         # The products that read the input come first, and those that read the state last.
         gates = np.arange(len(cell._ih))
         self.first_hidden = self.products - len(gates) * self.units
-        self.in_packing, self._in_back = self._packings("weight_ih", np.argsort(cell._ih), 0)
+        # The input of a layer above the first is the states of each direction of the one below.
+        block = self.units if layer > 1 else 0
+        order = np.argsort(cell._ih)
+        self.in_packing, self._in_back = self._packings("weight_ih", order, 0, block)
         self.hidden_packing, self._hidden_back = self._packings(
-            "weight_hh", gates, self.first_hidden
+            "weight_hh", gates, self.first_hidden, 0
         )
         self.packings = self.in_packing, self.hidden_packing
         # Where the biases of all gates are among the products of a step.
@@ -735,7 +743,7 @@ class _Direction:
         self._pack()
 
     def _packings(
-        self, name: str, order: NDArray[np.int64], first: int
+        self, name: str, order: NDArray[np.int64], first: int, block: int
     ) -> tuple[_Packing, _Packing]:
         shape, mask = self.cell._shapes[name], self.cell._masks[name]
         places = np.arange(math.prod(shape)).reshape(len(order), self.units, shape[1])
@@ -744,7 +752,7 @@ class _Direction:
         kept = kept.reshape(-1)[places]
         rows = self.sample_rows
         return (
-            _Packing(places, kept, self.lanes, 0, rows, first, self.products),
+            _Packing(places, kept, self.lanes, block, rows, first, self.products),
             _Packing(places.T, kept.T, self.lanes, self.units, rows, 0, shape[1]),
         )
 
@@ -835,7 +843,7 @@ class _Memory:
     """What is kept of all samples, and of the groups of them that threads share.
 
     There is a slot for the states of each step, one before the first step, and one behind the last;
-    layer 0 is the input.
+    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
     """
 
     device: int | None = None
@@ -874,8 +882,16 @@ class _Memory:
             fewest = TILE_ROWS // 2
             self._samples = max(1, -(-batch // (parts * fewest))) * fewest
             self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
+        # From the states of one direction to those of the other: whole groups, and cache lines.
+        line = LINE // self.dtype.itemsize
+        self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.groups: list[_Group] = []
         self._rooms: list[Array] = []
+        self._sparse_places = {
+            k: self._places_of(each)
+            for k, each in enumerate(directions)
+            if each.in_packing.is_sparse
+        }
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
         self._ones = aligned_zeros(2 * self.group, self.dtype) + self.dtype.type(1)
         none = np.empty(0, self.dtype)
@@ -892,7 +908,16 @@ class _Memory:
 
     def weights(self, params: list[list[Array]]) -> list[_Weights]:
         """Return a copy of the parameters of each direction, which the next call overwrites."""
-        return [one.weights(own) for one, own in zip(self.directions, params, strict=True)]
+        weights = [one.weights(own) for one, own in zip(self.directions, params, strict=True)]
+        for k, places in self._sparse_places.items():
+            w_in = weights[k].w_in._replace(indices=places)
+            weights[k] = weights[k]._replace(w_in=w_in)
+        return weights
+
+    def _places_of(self, one: _Direction) -> NDArray[np.int64]:
+        """Return where the numbers of an input are that the entries of a sparse weight multiply."""
+        block, column = np.divmod(one.in_packing.indices, one.in_packing.block)
+        return block * (self.plane // self.group) + column
 
     def _sizes(self) -> list[tuple[str, int]]:
         """Return, for each array, what it holds, and how many numbers.
@@ -908,8 +933,10 @@ class _Memory:
         count = self.padded * self.units + self.lanes
         parts = sum(one.cell._parts for one in self.directions)
         sizes = [("lengths", count), ("zeros", zeros), *[("carries", count)] * parts]
-        sizes += [("states", (rows + more) * width) for width in (self._cols, *self.widths[1:])]
-        sizes += [("cells", (rows + more) * width * has_cells) for width in self.widths[1:]]
+        own = self.per_layer * self.plane + more * self.units
+        sizes += [("states", (rows + more) * self._cols)]
+        for name, count in (("states", own), ("cells", own * has_cells)):
+            sizes += [(name, count)] * (len(self.widths) - 1)
         sizes = [(name, count + self.lanes) for name, count in sizes]
         gates = [
             self.segment * self.padded * one.units * one.kept if self._has_gates(one) else 0
@@ -981,9 +1008,13 @@ class _Memory:
         *lead, units = states.shape
         return states.reshape(*lead, units // self._rows, self._rows)
 
-    def _slots(self, array: Array, layer: int) -> Array:
-        """Return the states of a layer with an axis of slots before those of :meth:`_by_sample`."""
-        return self._by_sample(array, self.steps + 2, self.widths[layer])
+    def plane_of(self, arrays: list[Array], one: _Direction) -> Array:
+        """Return the states of a direction, and all behind them."""
+        return arrays[one.layer][one.back * self.plane :]
+
+    def _slots(self, arrays: list[Array], one: _Direction) -> Array:
+        """Return its states with an axis of slots before those of :meth:`_by_sample`."""
+        return self._by_sample(self.plane_of(arrays, one), self.steps + 2, self.units)
 
     def _each_group(self, places: Array) -> Iterator[tuple[slice, Array]]:
         """Yield the samples of each group, and what they have of an array of all groups."""
@@ -1007,8 +1038,7 @@ class _Memory:
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             slot = last_slot if last else first_slot
             for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                slots = self._slots(arrays[one.layer], one.layer)[slot]
-                slots, own = slots[..., self._vectors(one.back), :], self._vectors(part)
+                slots, own = self._slots(arrays, one)[slot], self._vectors(part)
                 places += [(k, samples, own, place) for samples, place in self._each_group(slots)]
         return places
 
@@ -1024,9 +1054,11 @@ class _Memory:
         self._all_steps = lengths is None
         if self.has_sample_lanes:
             if self.per_layer > 1:
-                self.for_each_group(range(1), self.turn_in)
+                caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
+                turn = partial(kernels.turn_in, caller, self._all_samples(0))
+                self._for_steps(partial(turn, self._cols, self.states[0]))
             return
-        inputs = self._slots(self.states[0], 0)[1:-1, 0, ..., 0]
+        inputs = self._by_sample(self.states[0], self.steps + 2, self._cols)[1:-1, 0, ..., 0]
         inputs[:] = x
         if lengths is not None:
             # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
@@ -1040,22 +1072,39 @@ class _Memory:
         caller = self.no_caller
         if self.has_sample_lanes and one.layer == 1 and self.per_layer == 1:
             caller = caller._replace(x=self._x, is_shorter=self._is_shorter)
-        if self.has_sample_lanes and one.layer == len(self.widths) - 1:
-            column = one.back * one.units
-            caller = caller._replace(output=self._output.reshape(-1), column=column)
+        if self._writes_output(one) and self.per_layer == 1:
+            caller = caller._replace(output=self._output.reshape(-1))
         return caller
 
-    def turn_in(self, group: _Group, k: int) -> None:
-        """Take over the inputs of some samples, which become lanes."""
-        caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
-        kernels.turn_in(caller, group.sequence(k, (0, self.steps)), self._cols, self.states[0])
+    def _writes_output(self, one: _Direction) -> bool:
+        """Return whether the states of a direction are outputs, and have samples as lanes."""
+        return self.has_sample_lanes and one.layer == len(self.widths) - 1
+
+    def _all_samples(self, k: int) -> Sequence:
+        """Return a direction of all samples for kernels that only read or write their slots."""
+        return self.groups[0].sequence(k, (0, 0))._replace(first=0, count=self.padded)
+
+    def _for_steps(self, call: Callable[[int, int], None]) -> None:
+        """Call a function for parts of the steps: from one of them, and before which it stops."""
+        spans = even_slices(self.steps, self.threads) if self.batch else ()
+        self.call_all([partial(call, span.start, span.stop) for span in spans])
+
+    def _turn_out(self, start: int, stop: int) -> None:
+        """Write the outputs of some steps, of both directions, which share cache lines."""
+        for k, one in enumerate(self.directions):
+            if self._writes_output(one):
+                out, column = self._output[start:].reshape(-1), one.back * self.units
+                where = start + 1, stop + 1, out, self.widths[-1], column
+                kernels.turn_out(self.plane_of(self.states, one), self._all_samples(k), *where)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
         output = self._output
         del self._output, self._x
         if not self.has_sample_lanes:
-            output[:] = self._slots(self.states[-1], len(self.widths) - 1)[1:-1, 0, ..., 0]
+            for one in self.directions[-self.per_layer :]:
+                columns = slice(one.back * self.units, (one.back + 1) * self.units)
+                output[..., columns] = self._slots(self.states, one)[1:-1, 0, ..., 0]
         if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
         parts = self.directions[0].cell._parts
@@ -1093,6 +1142,8 @@ class _Memory:
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _forward, weights, span)
+        if self._writes_output(self.directions[ks.start]) and self.per_layer > 1:
+            self._for_steps(self._turn_out)
 
     def every_state(self) -> Array:
         """Return the states of the only direction: before the first step, and after each."""
@@ -1100,12 +1151,11 @@ class _Memory:
         states = np.empty((self.steps + 1, self.batch, len(parts) * self.units), self.dtype)
         for part, arrays in enumerate(parts):
             if self.has_sample_lanes:
-                sequence = self.groups[0].sequence(0, (0, 0))._replace(first=0, count=self.padded)
                 where = 0, self.steps + 1, states.reshape(-1), states.shape[2], part * self.units
-                kernels.turn_out(arrays[1], sequence, *where)
+                kernels.turn_out(arrays[1], self._all_samples(0), *where)
             else:
                 columns = slice(part * self.units, (part + 1) * self.units)
-                states[..., columns] = self._slots(arrays[1], 1)[:-1, 0, ..., 0]
+                states[..., columns] = self._slots(arrays, self.directions[0])[:-1, 0, ..., 0]
         return states
 
     def read_carry(self, carry: Array) -> None:
@@ -1143,7 +1193,7 @@ class _Memory:
             self.for_each_group(ks, _back, weights, sums, above, parts, span)
             self._sum_up(ks, sums, span)
         for part in parts[1:]:
-            parts[0] += part
+            self._for_steps(partial(_add_steps, parts[0], part))
         return [self.directions[k].param_grads(sums[k]) for k in ks]
 
     def _sum_up(self, ks: range, sums: dict[int, _Sums], span: tuple[int, int]) -> None:
@@ -1179,24 +1229,22 @@ class _Memory:
 
     def _terms(
         self, k: int, span: tuple[int, int], first: int
-    ) -> tuple[Gates, list[tuple[Array, int, int]]]:
+    ) -> tuple[Gates, list[tuple[Array, int]]]:
         """Return what gradients of a direction are products of, over some steps.
 
-        The gates from row `first` on; and of the inputs and of the states before the array, where
-        those of the first step begin, and how far it is to the next sample.
+        The gates from row `first` on; and of the inputs and of the states before the array, and
+        where those of the first step begin.
         """
         one = self.directions[k]
-        t, layer = self.times(one, span), one.layer
+        t = self.times(one, span)
         gates = Gates(
             *(self.gates[k], self.segment, one.kept, one.units, self.group),
             *(t - self.first_gates(one, span), first // one.units),
         )
-        read, width = self.widths[layer - 1 : layer + 1]
         slot = self.group if self.has_sample_lanes else self.padded
-        before = (t + 2 * one.back) * slot * width + self.column(one)
         return gates, [
-            (self.states[layer - 1], (t + 1) * slot * read, read),
-            (self.states[layer], before, width),
+            (self.states[one.layer - 1], (t + 1) * slot * one.in_packing.block),
+            (self.plane_of(self.states, one), (t + 2 * one.back) * slot * one.units),
         ]
 
     def grad_step(self, one: _Direction) -> int:
@@ -1213,30 +1261,28 @@ class _Memory:
         """Return whether there are gates, or gradients in their place."""
         return one.cell._writes_gates or self.grad_step(one) == 0
 
-    def column(self, one: _Direction) -> int:
-        """Return where the states of a direction begin behind those of a group."""
-        return one.back * one.units * (self.group if self.has_sample_lanes else 1)
-
     def sums(self, one: _Direction, sums: _Sums) -> Sums:
         """Return the sums that the backward pass adds up where samples are lanes."""
         (x_out, x_rows), (h_out, h_rows) = sums
         x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
         return Sums(
             one.products if one.is_dense else 0,
-            *(one.in_packing.stride, x_cols, one.in_packing.rows, h_cols, one.first_hidden),
-            *(self.lot, x_out, h_out, x_rows if x_cols else h_rows, self._ones),
+            *(one.in_packing.stride, x_cols, one.in_packing.block, one.in_packing.rows, h_cols),
+            *(one.first_hidden, self.lot),
+            *(x_out, h_out, x_rows if x_cols else h_rows, self._ones),
         )
 
     def add_grads(self, k: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
         """Add gradients over some steps to rows of the sums of a direction."""
         one, terms = self.directions[k], max(self.batch, kernels.BLOCK)
-        gates, ((x, x_at, _), (h, h_at, h_step)) = self._terms(k, span, 0)
+        gates, ((x, x_at), (h, h_at)) = self._terms(k, span, 0)
         (x_out, row_sums), (h_out, _) = sums
         room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes)
         room[: TILE_VECTORS * self.lanes] = 0
         kernels.sum_products(
-            *(gates, x, x_at, one.in_packing.cols, one.in_packing.rows, x_out),
-            *(h, h_at, h_step, one.hidden_packing.cols, one.first_hidden, h_out),
+            *(gates, x, x_at, one.in_packing.cols, one.in_packing.block, self.plane),
+            *(one.in_packing.rows, x_out),
+            *(h, h_at, one.hidden_packing.cols, one.first_hidden, h_out),
             row_sums,
             *(self.batch, span[1] - span[0], room, *rows),
         )
@@ -1252,8 +1298,8 @@ class _Memory:
         stride = max(self.padded, kernels.BLOCK) + 2 * self.lanes
         room = self._borrow((rows[1] - rows[0] + packing.cols) * stride)
         kernels.sum_sparse_products(
-            *(gates, *factors[which], packing.cols, self.steps + 2),
-            *(self.padded, span[1] - span[0]),
+            *(gates, *factors[which], packing.cols, packing.block, self.plane),
+            *(self.steps + 2, self.padded, span[1] - span[0]),
             *(packing.indptr, packing.indices, room),
             *(entries, row_sums[packing.first :], *rows),
         )
@@ -1286,10 +1332,10 @@ class _Group:
             memory.has_sample_lanes,
             one.sample_rows == 2,
             memory.lengths,
-            memory.states[one.layer],
+            memory.plane_of(memory.states, one),
             memory.widths[one.layer],
-            memory.column(one),
-            memory.cells[one.layer] if one.cell._parts == 2 else memory.cells[0],
+            memory.plane,
+            memory.plane_of(memory.cells, one) if one.cell._parts == 2 else memory.cells[0],
             memory.gates[k],
             memory.segment,
             memory.first_gates(one, span),

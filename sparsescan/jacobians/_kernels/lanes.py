@@ -999,7 +999,7 @@ def _sum_products(
     """Add the sums for so many vectors of columns and of rows."""
     size = count.type
     zero = ir.Constant(vector, [0.0] * vector.count)
-    # For each vector of rows and columns, one with those of the columns in turn.
+    # For each vector of rows and columns, one with those of the rows in turn.
     sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns * grain)]
 
     def vectors_at(pointer, step, index, number):
@@ -1007,13 +1007,15 @@ def _sum_products(
         return (_load_at(builder, at, size(k * vector.count), vector) for k in range(number))
 
     with cgutils.for_range(builder, count) as loop:
-        loaded = []
-        for each in vectors_at(b, b_step, loop.index, columns):
-            loaded += [_turned(builder, each, turn, grain) for turn in range(grain)]
+        # Turned columns would take more registers than there are.
+        loaded = list(vectors_at(b, b_step, loop.index, columns))
         for n, factor in enumerate(vectors_at(a, a_step, loop.index, rows)):
-            for c, each in enumerate(loaded):
-                to = sums[n * len(loaded) + c]
-                builder.store(_llvm(builder, "fma", vector, [factor, each, builder.load(to)]), to)
+            for turn in range(grain):
+                turned = _turned(builder, factor, turn, grain)
+                for c, each in enumerate(loaded):
+                    to = sums[(n * columns + c) * grain + turn]
+                    added = _llvm(builder, "fma", vector, [turned, each, builder.load(to)])
+                    builder.store(added, to)
     together = vector.count // grain
     for c in range(columns * grain):
         turn, group = c % grain, c // grain * grain
@@ -1040,10 +1042,14 @@ def _turned(builder, value, turn, grain):
 
 
 def _turn_about(builder, pair, turn):
-    """Return the first lanes of one of two vectors and the second ones of the other, in turn."""
+    """Return the products of one of two columns with two rows in turn.
+
+    A row's are in the first vector if it is the column's own, else in the second, whose rows were
+    turned.
+    """
     count = pair[0].type.count
-    lanes = [n if n % 2 == 0 else count + n for n in range(count)]
-    return _shuffle(builder, pair[turn], pair[1 - turn], lanes)
+    lanes = [n // 2 * 2 + turn + (0 if n % 2 == turn else count) for n in range(count)]
+    return _shuffle(builder, *pair, lanes)
 
 
 def _gathering(places, terms):

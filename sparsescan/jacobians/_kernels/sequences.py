@@ -42,7 +42,6 @@ from .lanes import (
     load,
     load_pair_square,
     load_samples,
-    load_some,
     load_square,
     number,
     sample_count,
@@ -160,10 +159,11 @@ class Sequence(NamedTuple):
         ``[sample][unit]``, or the order in which states have samples as lanes: how many steps the
         sample has, as a number of its dtype.
     states : ndarray
-        ``[steps + 2][batch][width]``, or that for each group; the states of this direction begin
-        `column` numbers behind those of the group.
-    width, column : int
-        Length of a row of states, and where those of this direction begin.
+        ``[steps + 2][batch][units]``, or that for each group.
+    width : int
+        Length of a row of the outputs of both directions.
+    jump : int
+        From the states of one direction of the layer below to those of the other, in its input.
     cells : ndarray
         The cell states of an LSTM, in the same places.
     gates : ndarray
@@ -200,7 +200,7 @@ class Sequence(NamedTuple):
     lengths: Array
     states: Array
     width: int
-    column: int
+    jump: int
     cells: Array
     gates: Array
     segment: int
@@ -246,8 +246,9 @@ class Sums(NamedTuple):
     ----------
     rows, stride : int
         How many products of a step have sums, and how many numbers there are for them.
-    x_cols, x_rows : int
-        How many columns the weights of the input have, and up to which product.
+    x_cols, x_block, x_rows : int
+        How many columns the weights of the input have, in blocks of how many, and up to which
+        product.
     h_cols, h_first : int
         Those of the state, and from which product on.
     lot : int
@@ -261,6 +262,7 @@ class Sums(NamedTuple):
     rows: int
     stride: int
     x_cols: int
+    x_block: int
     x_rows: int
     h_cols: int
     h_first: int
@@ -321,20 +323,28 @@ def _tile_width(vectors):
 @_inline
 def _multiply_samples(m, x, at, start, start_at, out, to, pairs):
     """Write ``start + m x`` with samples as lanes; `start` may be `out`."""
-    samples, part = sample_count(x), min(_PART, m.block)
     if m.is_sparse:
         _multiply_sparse(m, x, at, start, start_at, out, to)
-    elif pairs:
-        for row in range(0, m.rows, m.tile):
-            add_pair_tile(
-                *(out, to + row * samples, start, start_at + row * samples),
-                *(x, at, m.values, row * m.cols, m.cols // 2, part // 2, m.tile // 2),
-            )
     else:
-        for row in range(0, m.rows, m.tile):
+        _multiply_columns(m, 0, m.cols, x, at, start, start_at, out, to, pairs)
+
+
+@_inline
+def _multiply_columns(m, first, cols, x, at, start, start_at, out, to, pairs):
+    """Write ``start + m x`` for some columns of a dense matrix, with samples as lanes."""
+    samples, part = sample_count(x), min(_PART, m.block)
+    for row in range(0, m.rows, m.tile):
+        place, own_start, values = to + row * samples, start_at + row * samples, row * m.cols
+        values += first * m.tile
+        if pairs:
+            add_pair_tile(
+                *(out, place, start, own_start, x, at, m.values, values),
+                *(cols // 2, part // 2, m.tile // 2),
+            )
+        else:
             add_sample_tile(
-                *(out, to + row * samples, start, start_at + row * samples),
-                *(x, at, m.values, row * m.cols, m.cols, part, m.tile),
+                *(out, place, start, own_start, x, at, m.values, values),
+                *(cols, part, m.tile),
             )
 
 
@@ -398,10 +408,10 @@ def _turn_row_out(x, at, cols, out, to, row, samples, pairs):
 
 
 @_kernel
-def turn_in(caller, s, cols, out):
-    """Write the inputs of the samples of a sequence, filled up with zeros."""
+def turn_in(caller, s, cols, out, begin, end):
+    """Write the inputs of some steps of the samples of a sequence, filled up with zeros."""
     for first in range(s.first, s.first + s.count, s.samples):
-        _turn_steps_in(caller, s, first, cols, out, 0, s.steps)
+        _turn_steps_in(caller, s, first, cols, out, begin, end)
 
 
 @_helper
@@ -445,7 +455,7 @@ def turn_out(states, s, begin, end, out, width, column):
 def _turn_slots_out(states, s, first, begin, end, out, origin, width, column):
     """Write the states of a group in some slots to rows of an array, which begins with `origin`."""
     for slot in range(begin, end):
-        at = _row(s, first, slot) * s.width + s.column
+        at = _row(s, first, slot) * s.units
         to = ((slot - origin) * s.given + first) * width + column
         _turn_row_out(states, at, s.units, out, to, width, s.given - first, s.pairs)
 
@@ -487,23 +497,15 @@ def _places(s, first, k):
     """
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
-    here = _row(s, first, t + 1) * s.width + s.column
+    here = _row(s, first, t + 1) * s.units
     gates = (first * s.segment + (t - s.begin) * s.samples) * s.kept * s.units
-    return t, here, _row(s, first, before) * s.width + s.column, gates
+    return t, here, _row(s, first, before) * s.units, gates
 
 
 @_inline
 def _grads_at(s, k, gates):
     """Return where the gradients in the products of the `k`-th step begin."""
     return k % STEPS * s.grad_step if s.grad_step > 0 else gates
-
-
-@_inline
-def _runs(s):
-    """Return how many runs of neighbours the states of a step are, and how long each is."""
-    if s.sample_lanes or s.width == s.units:
-        return 1, s.samples * s.units
-    return s.samples, s.units
 
 
 @_inline
@@ -522,17 +524,26 @@ def _part(s):
 def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     """Compute all products of a step: those that read the input come first, of states last."""
     lanes, rows = lane_count(x), gates * s.units
-    at = _row(s, first, t + 1) * w_in.cols
+    at = _row(s, first, t + 1) * w_in.block
     hidden = rows - w_hidden.rows
     if s.sample_lanes:
-        _multiply_samples(w_in, x, at, bias, 0, s.parts, 0, s.pairs)
+        if w_in.is_sparse:
+            _multiply_sparse(w_in, x, at, bias, 0, s.parts, 0)
+        else:
+            size, start = w_in.block, bias
+            for block in range(w_in.blocks):
+                here = at + block * s.jump
+                _multiply_columns(
+                    *(w_in, block * size, size, x, here, start, 0, s.parts, 0, s.pairs)
+                )
+                start = s.parts
         for i in range(w_in.rows * s.samples, rows * s.samples, lanes):
             store(s.parts, i, load(bias, i))
         place = hidden * s.samples
         _multiply_samples(w_hidden, s.states, before, s.parts, place, s.parts, place, s.pairs)
         return
     _multiply(
-        *(w_in, x, at, w_in.cols, 0),
+        *(w_in, x, at, w_in.block, s.jump),
         *(bias, True, s.products, 0, s.stride, s.samples),
     )
     # What is written beyond its rows is 0·x, which may be no number.
@@ -540,7 +551,7 @@ def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
         for i in range(w_in.rows, rows, lanes):
             store(s.products, b * s.stride + i, load(bias, i))
     _multiply(
-        *(w_hidden, s.states, before, s.width, 0),
+        *(w_hidden, s.states, before, s.units, 0),
         *(bias, False, s.products, hidden, s.stride, s.samples),
     )
     _take_apart(s, gates)
@@ -560,23 +571,15 @@ def _take_apart(s, gates):
 
 @_inline
 def _take_above(s, first, above, t):
-    """Return where the gradients in the states of a step begin that are not of later steps.
-
-    With samples as lanes they are put where products are.
-    """
+    """Put the gradients in the states of a step that are not of later steps where products are."""
     at = (t * s.given + first) * s.width + s.back * s.units
     if s.sample_lanes:
         left = s.given - first
         _turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
-    return at
-
-
-@_inline
-def _above(s, above, top, n, left):
-    """Return a vector of these gradients, of which there are so many left."""
-    if s.sample_lanes:
-        return load(s.products, n)
-    return load_some(above, top + n, left)
+        return
+    for b in range(s.samples):
+        room = (s.samples - 1 - b) * s.width + s.units
+        _copy(above, at + b * s.width, s.products, b * s.units, s.units, room)
 
 
 @_inline
@@ -633,7 +636,7 @@ def _add_parts(s, carry, own):
 def run_rnn(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of an RNN."""
     lanes = lane_count(x)
-    runs, size = _runs(s)
+    size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
@@ -641,13 +644,11 @@ def run_rnn(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
             t, here, before, _ = _places(s, first, k)
             at = number(x, t)
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 1)
-            for r in range(runs):
-                for i in range(0, size, lanes):
-                    j, n = r * size + i, r * s.width + i
-                    length, v = load(s.lengths, own + j), load(s.parts, j)
-                    h = keep_positive(v, v) if relu else tanh(v)
-                    h = less_or(at, length, h, load(s.states, before + n))
-                    store_some(s.states, here + n, h, size - i)
+            for j in range(0, size, lanes):
+                length, v = load(s.lengths, own + j), load(s.parts, j)
+                h = keep_positive(v, v) if relu else tanh(v)
+                h = less_or(at, length, h, load(s.states, before + j))
+                store_some(s.states, here + j, h, size - j)
             _end_block(s, caller, first, k, begin, end)
 
 
@@ -660,22 +661,22 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
     """
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
-    runs, size = _runs(s)
+    size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
             t, here, _, gates = _places(s, first, k)
-            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
-            for r in range(runs):
-                for i in range(0, size, lanes):
-                    j, n, left = r * size + i, r * s.width + i, size - i
-                    length, h = load(s.lengths, own + j), load(s.states, here + n)
-                    later = load(carry, own + j) + load(s.parts, j)
-                    g = later + _above(s, above, top, n, left)
-                    in_a = keep_positive(h, g) if relu else g * (one - h * h)
-                    store_some(s.grads, to + j, less_or(at, length, in_a, zero), left)
-                    store_some(carry, own + j, less_or(at, length, zero, later), left)
+            at, to = number(carry, t), _grads_at(s, k, gates)
+            _take_above(s, first, above, t)
+            for j in range(0, size, lanes):
+                left = size - j
+                length, h = load(s.lengths, own + j), load(s.states, here + j)
+                later = load(carry, own + j) + load(s.parts, j)
+                g = later + load(s.products, j)
+                in_a = keep_positive(h, g) if relu else g * (one - h * h)
+                store_some(s.grads, to + j, less_or(at, length, in_a, zero), left)
+                store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
             _add_block(s, sums, x, first, k, begin, end)
@@ -686,8 +687,7 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
 def run_gru(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of a GRU, and its gates n, r, z, and v_n."""
     lanes = lane_count(x)
-    runs, size = _runs(s)
-    part, gate = _part(s), s.samples * s.units
+    part, size = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
@@ -697,23 +697,22 @@ def run_gru(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
             # A loop for each function: what does not wait for each other is computed at once.
             for g in range(1, 3):
-                for j in range(0, gate, lanes):
+                for j in range(0, size, lanes):
                     v = sigmoid(load(s.parts, g * part + j))
                     store_some(s.parts, g * part + j, v, part - j)
-            for j in range(0, gate, lanes):
+            for j in range(0, size, lanes):
                 r, v = load(s.parts, part + j), load(s.parts, 3 * part + j)
                 store_some(s.parts, j, tanh(fma(r, v, load(s.parts, j))), part - j)
-            for run in range(runs):
-                for i in range(0, size, lanes):
-                    j, n, left = run * size + i, run * s.width + i, size - i
-                    length, old = load(s.lengths, own + j), load(s.states, before + n)
-                    a, z = load(s.parts, j), load(s.parts, 2 * part + j)
-                    h = less_or(at, length, fma(z, old - a, a), old)
-                    store_some(s.states, here + n, h, left)
-                    store_some(s.gates, to + j, a, left)
-                    store_some(s.gates, to + gate + j, load(s.parts, part + j), left)
-                    store_some(s.gates, to + 2 * gate + j, z, left)
-                    store_some(s.gates, to + 3 * gate + j, load(s.parts, 3 * part + j), left)
+            for j in range(0, size, lanes):
+                left = size - j
+                length, old = load(s.lengths, own + j), load(s.states, before + j)
+                a, z = load(s.parts, j), load(s.parts, 2 * part + j)
+                h = less_or(at, length, fma(z, old - a, a), old)
+                store_some(s.states, here + j, h, left)
+                store_some(s.gates, to + j, a, left)
+                store_some(s.gates, to + size + j, load(s.parts, part + j), left)
+                store_some(s.gates, to + 2 * size + j, z, left)
+                store_some(s.gates, to + 3 * size + j, load(s.parts, 3 * part + j), left)
             _end_block(s, caller, first, k, begin, end)
 
 
@@ -722,34 +721,33 @@ def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
     """Write the gradients in the inputs of a GRU; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
-    runs, size = _runs(s)
-    gate = s.samples * s.units
+    size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
             t, _, before, gates = _places(s, first, k)
-            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
-            for run in range(runs):
-                for i in range(0, size, lanes):
-                    j, m, left = run * size + i, run * s.width + i, size - i
-                    length = load(s.lengths, own + j)
-                    later = load(carry, own + j) + load(s.parts, j)
-                    g = later + _above(s, above, top, m, left)
-                    kept = gates + j
-                    n, r = load(s.gates, kept), load(s.gates, kept + gate)
-                    z, v = load(s.gates, kept + 2 * gate), load(s.gates, kept + 3 * gate)
-                    rest = one - z
-                    in_n = g * rest * (one - n * n)
-                    in_z = g * (load(s.states, before + m) - n) * z * rest
-                    in_v = in_n * r
-                    in_r = in_v * v * (one - r)
-                    store_some(s.grads, to + j, less_or(at, length, in_n, zero), left)
-                    store_some(s.grads, to + gate + j, less_or(at, length, in_r, zero), left)
-                    store_some(s.grads, to + 2 * gate + j, less_or(at, length, in_z, zero), left)
-                    store_some(s.grads, to + 3 * gate + j, less_or(at, length, in_v, zero), left)
-                    store_some(carry, own + j, less_or(at, length, g * z, later), left)
-            _back_products(s, w_back, to + gate)
+            at, to = number(carry, t), _grads_at(s, k, gates)
+            _take_above(s, first, above, t)
+            for j in range(0, size, lanes):
+                left = size - j
+                length = load(s.lengths, own + j)
+                later = load(carry, own + j) + load(s.parts, j)
+                g = later + load(s.products, j)
+                kept = gates + j
+                n, r = load(s.gates, kept), load(s.gates, kept + size)
+                z, v = load(s.gates, kept + 2 * size), load(s.gates, kept + 3 * size)
+                rest = one - z
+                in_n = g * rest * (one - n * n)
+                in_z = g * (load(s.states, before + j) - n) * z * rest
+                in_v = in_n * r
+                in_r = in_v * v * (one - r)
+                store_some(s.grads, to + j, less_or(at, length, in_n, zero), left)
+                store_some(s.grads, to + size + j, less_or(at, length, in_r, zero), left)
+                store_some(s.grads, to + 2 * size + j, less_or(at, length, in_z, zero), left)
+                store_some(s.grads, to + 3 * size + j, less_or(at, length, in_v, zero), left)
+                store_some(carry, own + j, less_or(at, length, g * z, later), left)
+            _back_products(s, w_back, to + size)
             _back_input(s, first, w_in_back, t, to, below)
             _add_block(s, sums, x, first, k, begin, end)
         _add_parts(s, carry, own)
@@ -759,8 +757,7 @@ def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
 def run_lstm(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     """Write the states of some steps of an LSTM, and its gates i, f, g, o."""
     lanes = lane_count(x)
-    runs, size = _runs(s)
-    part, gate = _part(s), s.samples * s.units
+    part, size = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         for k in range(begin, end):
@@ -770,30 +767,28 @@ def run_lstm(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
             _make_products(s, first, w_in, w_hidden, bias, x, t, before, 4)
             # A loop for each function: what does not wait for each other is computed at once.
             for g in (0, 1, 3):
-                for j in range(0, gate, lanes):
+                for j in range(0, size, lanes):
                     v = sigmoid(load(s.parts, g * part + j))
                     store_some(s.parts, g * part + j, v, part - j)
-            for j in range(0, gate, lanes):
+            for j in range(0, size, lanes):
                 v = tanh(load(s.parts, 2 * part + j))
                 store_some(s.parts, 2 * part + j, v, part - j)
-            for r in range(runs):
-                for i in range(0, size, lanes):
-                    j, n, left = r * size + i, r * s.width + i, size - i
-                    length, old = load(s.lengths, own + j), load(s.cells, before + n)
-                    added = load(s.parts, j) * load(s.parts, 2 * part + j)
-                    c = fma(load(s.parts, part + j), old, added)
-                    store_some(s.parts, 4 * part + j, c, left)
-                    store_some(s.cells, here + n, less_or(at, length, c, old), left)
-            for j in range(4 * part, 4 * part + gate, lanes):
+            for j in range(0, size, lanes):
+                left = size - j
+                length, old = load(s.lengths, own + j), load(s.cells, before + j)
+                added = load(s.parts, j) * load(s.parts, 2 * part + j)
+                c = fma(load(s.parts, part + j), old, added)
+                store_some(s.parts, 4 * part + j, c, left)
+                store_some(s.cells, here + j, less_or(at, length, c, old), left)
+            for j in range(4 * part, 4 * part + size, lanes):
                 store(s.parts, j, tanh(load(s.parts, j)))
-            for r in range(runs):
-                for i in range(0, size, lanes):
-                    j, n, left = r * size + i, r * s.width + i, size - i
-                    length, old = load(s.lengths, own + j), load(s.states, before + n)
-                    h = load(s.parts, 3 * part + j) * load(s.parts, 4 * part + j)
-                    store_some(s.states, here + n, less_or(at, length, h, old), left)
-                    for g in range(4):
-                        store_some(s.gates, to + g * gate + j, load(s.parts, g * part + j), left)
+            for j in range(0, size, lanes):
+                left = size - j
+                length, old = load(s.lengths, own + j), load(s.states, before + j)
+                h = load(s.parts, 3 * part + j) * load(s.parts, 4 * part + j)
+                store_some(s.states, here + j, less_or(at, length, h, old), left)
+                for g in range(4):
+                    store_some(s.gates, to + g * size + j, load(s.parts, g * part + j), left)
             _end_block(s, caller, first, k, begin, end)
 
 
@@ -802,37 +797,36 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
     """Write the gradients in the inputs of an LSTM; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
-    runs, size = _runs(s)
-    gate = s.samples * s.units
+    size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         _clear_parts(s)
         for k in range(end - 1, begin - 1, -1):
             t, here, before, gates = _places(s, first, k)
-            at, top, to = number(carry, t), _take_above(s, first, above, t), _grads_at(s, k, gates)
-            for run in range(runs):
-                for n in range(0, size, lanes):
-                    j, m, left = run * size + n, run * s.width + n, size - n
-                    length = load(s.lengths, own + j)
-                    later = load(carry, own + j) + load(s.parts, j)
-                    total_g = later + _above(s, above, top, m, left)
-                    kept = gates + j
-                    i, f = load(s.gates, kept), load(s.gates, kept + gate)
-                    g, o = load(s.gates, kept + 2 * gate), load(s.gates, kept + 3 * gate)
-                    h, g_c = load(s.states, here + m), load(carry_c, own + j)
-                    # h = o·tanh(c), and 0 where o is 0.
-                    tanh_c = less_or(zero, o, h / o, zero)
-                    in_c = fma(total_g, o - h * tanh_c, g_c)
-                    in_i = in_c * g * i * (one - i)
-                    in_f = in_c * load(s.cells, before + m) * f * (one - f)
-                    in_g = in_c * i * (one - g * g)
-                    in_o = total_g * h * (one - o)
-                    store_some(s.grads, to + j, less_or(at, length, in_i, zero), left)
-                    store_some(s.grads, to + gate + j, less_or(at, length, in_f, zero), left)
-                    store_some(s.grads, to + 2 * gate + j, less_or(at, length, in_g, zero), left)
-                    store_some(s.grads, to + 3 * gate + j, less_or(at, length, in_o, zero), left)
-                    store_some(carry_c, own + j, less_or(at, length, in_c * f, g_c), left)
-                    store_some(carry, own + j, less_or(at, length, zero, later), left)
+            at, to = number(carry, t), _grads_at(s, k, gates)
+            _take_above(s, first, above, t)
+            for j in range(0, size, lanes):
+                left = size - j
+                length = load(s.lengths, own + j)
+                later = load(carry, own + j) + load(s.parts, j)
+                total_g = later + load(s.products, j)
+                kept = gates + j
+                i, f = load(s.gates, kept), load(s.gates, kept + size)
+                g, o = load(s.gates, kept + 2 * size), load(s.gates, kept + 3 * size)
+                h, g_c = load(s.states, here + j), load(carry_c, own + j)
+                # h = o·tanh(c), and 0 where o is 0.
+                tanh_c = less_or(zero, o, h / o, zero)
+                in_c = fma(total_g, o - h * tanh_c, g_c)
+                in_i = in_c * g * i * (one - i)
+                in_f = in_c * load(s.cells, before + j) * f * (one - f)
+                in_g = in_c * i * (one - g * g)
+                in_o = total_g * h * (one - o)
+                store_some(s.grads, to + j, less_or(at, length, in_i, zero), left)
+                store_some(s.grads, to + size + j, less_or(at, length, in_f, zero), left)
+                store_some(s.grads, to + 2 * size + j, less_or(at, length, in_g, zero), left)
+                store_some(s.grads, to + 3 * size + j, less_or(at, length, in_o, zero), left)
+                store_some(carry_c, own + j, less_or(at, length, in_c * f, g_c), left)
+                store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
             _add_block(s, sums, x, first, k, begin, end)
@@ -852,11 +846,12 @@ def sum_products(
     x,
     x_at,
     x_cols,
+    x_block,
+    jump,
     x_rows,
     x_out,
     h,
     h_at,
-    h_step,
     h_cols,
     h_first,
     h_out,
@@ -872,8 +867,8 @@ def sum_products(
     The same with `h` is added to `h_out`, and ``Σ a[t, n, i]`` to ``row_sums[i]``. That is for rows
     `i` of the gates ``a`` from `begin`, where a vector begins, to `end`. Those from `x_rows` on
     have no sums with `x`, and those before `h_first` none with `h`; what their vectors share with
-    others is written, and means nothing. `h_step` is from the numbers of a sample in `h` to those
-    of the next. Rows of all sums are filled up to vectors. `room` begins with a tile of zeros.
+    others is written, and means nothing. Columns of `x` are in blocks of `x_block`, which begin
+    `jump` apart. Rows of all sums are filled up to vectors. `room` begins with a tile of zeros.
     """
     lanes, stride = lane_count(x), len(row_sums)
     block = max(1, BLOCK // batch)
@@ -889,10 +884,12 @@ def sum_products(
             _take_together(gates, batch, start, count, i, some, room, together, most)
             _add_rows(room, together, terms, size, row_sums, i)
             # Of each factor whole vectors are left out that have no sums with it.
-            at, stop = x_at + first * x_cols, min(size, -(-(x_rows - i) // lanes) * lanes)
-            _add_columns(room, terms, 0, stop, x, at, x_cols, x_cols, x_out, i, stride)
-            at, skip = h_at + first * h_step, max(0, h_first - i) // lanes * lanes
-            _add_columns(room, terms, skip, size, h, at, h_step, h_cols, h_out, i, stride)
+            at, stop = x_at + first * x_block, min(size, -(-(x_rows - i) // lanes) * lanes)
+            for j in range(0, x_cols, x_block):
+                _add_columns(room, terms, 0, stop, x, at, x_block, x_out, i + j * stride, stride)
+                at += jump
+            at, skip = h_at + first * h_cols, max(0, h_first - i) // lanes * lanes
+            _add_columns(room, terms, skip, size, h, at, h_cols, h_out, i, stride)
             i += size
 
 
@@ -911,17 +908,21 @@ def _add_steps(s, sums, x, first, k, count):
     place, step = _grads_at(s, k, gates), s.grad_step
     if step == 0:
         step = ahead * samples * s.kept * s.units
-    x_at, x_step = _row(s, first, t + 1) * sums.x_cols, ahead * samples * sums.x_cols
-    h_step = ahead * samples * s.width
+    x_at, x_step = _row(s, first, t + 1) * sums.x_block, ahead * samples * sums.x_block
+    h_step = ahead * samples * s.units
     a, h, pairs = s.grads, s.states, s.pairs
     columns = 2 * SUM_COLUMNS if pairs else SUM_COLUMNS
     for i in range(0, sums.rows, SUM_ROWS):
         at, out = place + i * samples, lot * stride + i
         _add_products(pairs, sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
-        for j in range(0, sums.x_cols if i < sums.x_rows else 0, columns):
-            out, left = (lot * sums.x_cols + j) * stride + i, sums.x_cols - j
-            b = x_at + j * samples
-            _add_products(pairs, sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
+        for block in range(0, sums.x_cols if i < sums.x_rows else 0, sums.x_block):
+            beside = x_at + block // sums.x_block * s.jump
+            for j in range(0, sums.x_block, columns):
+                out, left = (lot * sums.x_cols + block + j) * stride + i, sums.x_block - j
+                b = beside + j * samples
+                _add_products(
+                    *(pairs, sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
+                )
         for j in range(0, sums.h_cols if i + SUM_ROWS > sums.h_first else 0, columns):
             out, left = (lot * sums.h_cols + j) * stride + i, sums.h_cols - j
             b = before + j * samples
@@ -961,7 +962,7 @@ def _add_rows(room, at, terms, size, out, to):
 
 
 @_helper
-def _add_columns(room, terms, begin, end, b, at, step, cols, out, to, stride):
+def _add_columns(room, terms, begin, end, b, at, cols, out, to, stride):
     """Add products of columns of `b` and some vectors of the gates, whose rows are in `room`."""
     lanes = lane_count(b)
     most = TILE_VECTORS * lanes
@@ -970,7 +971,7 @@ def _add_columns(room, terms, begin, end, b, at, step, cols, out, to, stride):
         height = min(TILE_ROWS, cols - j)
         add_tile(
             *(room, tile, most, room, zeros, 0, room, together + begin),
-            *(b, at + j, 1, step, 0, 1, terms, _STEPS_PART, (end - begin) // lanes, height),
+            *(b, at + j, 1, cols, 0, 1, terms, _STEPS_PART, (end - begin) // lanes, height),
         )
         for n in range(height):
             for k in range(0, end - begin, lanes):
@@ -1003,8 +1004,9 @@ def sum_sparse_products(
     gates,
     b,
     b_at,
-    b_step,
     cols,
+    block,
+    jump,
     slots,
     batch,
     steps,
@@ -1016,23 +1018,29 @@ def sum_sparse_products(
     begin,
     end,
 ):
-    """Add the sums of a sparse matrix's entries, and of its rows, with samples as lanes."""
+    """Add the sums of a sparse matrix's entries, and of its rows, with samples as lanes.
+
+    Its columns, and those of `b`, are in blocks of so many; in `b` these begin `jump` apart.
+    """
     lanes, samples, zero = lane_count(b), gates.samples, number(b, 0.0)
-    block = max(1, BLOCK // batch)
+    together = max(1, BLOCK // batch)
     gate_step = gates.kept * gates.units * samples
     # The terms of a sum are neighbours. Rows are no power of two apart, which caches are slow at.
-    stride = -(-block * batch // lanes) * lanes + lanes
+    stride = -(-together * batch // lanes) * lanes + lanes
     turned = (end - begin) * stride
-    for start in range(0, steps, block):
-        count = min(steps - start, block)
+    for start in range(0, steps, together):
+        count = min(steps - start, together)
         terms = count * batch
         for first in range(0, batch, samples):
             at = first * gates.steps * gates.kept * gates.units + (gates.step + start) * gate_step
             at += (gates.gate * gates.units + begin) * samples
             to = first * count
             _put_in_rows(gates.values, at, gate_step, count, end - begin, room, to, stride)
-            at = b_at + (first * slots + start * samples) * b_step
-            _put_in_rows(b, at, samples * b_step, count, cols, room, turned + to, stride)
+            at = b_at + (first * slots + start * samples) * block
+            for j in range(0, cols, block):
+                rows = turned + j * stride + to
+                _put_in_rows(b, at, samples * block, count, block, room, rows, stride)
+                at += jump
         for row in range(end - begin + cols):
             for k in range(terms, -(-terms // lanes) * lanes):
                 room[row * stride + k] = 0
