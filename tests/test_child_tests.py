@@ -45,7 +45,7 @@ def test_skipped():
 """
 
 
-# What --all runs as a run without options does, with more, and not without.
+# Tests that --all runs as a run without options does, with more examples, and alone.
 MORE = """
 import pytest
 from hypothesis import given, strategies as st

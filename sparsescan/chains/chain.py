@@ -189,8 +189,8 @@ class Chain:
     def convert(self, dtype: np.dtype[Any], multiplied: NDArray[np.bool_] | None = None) -> None:
         """Make every value of `dtype`, and write values that came as weights.
 
-        `multiplied` says which Jacobians are operands of products; None is all. Of others only the
-        rows that differ are written.
+        `multiplied` says which Jacobians are operands of products; None is all. For the others,
+        only rows that differ are written.
         """
         if self.dtype != dtype or self._mixed:
             if self._stacks:

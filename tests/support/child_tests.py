@@ -199,8 +199,8 @@ class ChildTest(pytest.Item):
 def takes_more(item: pytest.Item) -> bool:
     """Return whether ``--all`` gives a test more examples.
 
-    Of Hypothesis, by the fixture ``seeds``, or since it or a fixture of its file calls `examples`.
-    A function that a child runs may have more cases, too.
+    Examples come from Hypothesis, from the fixture ``seeds``, or from `examples`, which the test or
+    a fixture of its file calls. A function that a child runs may have more cases, too.
     """
     if isinstance(item, ChildTest):
         return item.takes_more
