@@ -25,6 +25,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 import mpi_launch
 import pytest
+import sampling
 
 __all__ = [
     "ChildFile",
@@ -120,7 +122,9 @@ class ChildFile(pytest.File):
             ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
             more = any(argument.arg == "seeds" for argument in node.args.args)
             decorators = [ast.unparse(each) for each in node.decorator_list]
-            more |= any(text.startswith("given(") or "slow(" in text for text in decorators)
+            is_given = any(text.startswith("given(") for text in decorators)
+            is_fixed = any(re.match(r"settings\(max_examples=\d+\b", text) for text in decorators)
+            more |= (is_given and not is_fixed) or any("slow(" in text for text in decorators)
             for variant, slow in self._variants(ranks, others):
                 child = children.setdefault(variant, Child(variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
@@ -205,11 +209,12 @@ def takes_more(item: pytest.Item) -> bool:
     if isinstance(item, ChildTest):
         return item.takes_more
     function, names = getattr(item, "obj", None), getattr(item, "fixturenames", ())
-    given = getattr(function, "is_hypothesis_test", False) or "seeds" in names
+    if getattr(function, "is_hypothesis_test", False) and sampling.added_examples(function):
+        return True
     own = [getattr(getattr(item, "module", None), name, None) for name in names]
     functions = [function, *(getattr(each, "__wrapped__", each) for each in own)]
     codes = [getattr(each, "__code__", None) for each in functions]
-    return given or any(code and "examples" in code.co_names for code in codes)
+    return "seeds" in names or any(code and "examples" in code.co_names for code in codes)
 
 
 # ---------------------------------------------------------------------------------------------
