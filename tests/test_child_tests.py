@@ -163,13 +163,16 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_the_rest_repeats_no_seeds_and_cases(tmp_path: Path) -> None:
     (tmp_path / "test_probe.py").write_text(SEEDS)
-    (tmp_path / "mpi_probe.py").write_text(f"{SEEDS}pytestmark = pytest.mark.ranks(1, slow=(2,))\n")
-    some = {"seeds 0 1", "one seed 0", "case 1"}
-    rest = {"seeds 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 2"}
-    new = {"seeds 0 1 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 1", "case 2"}
+    # One child, on two ranks, runs tests of both files.
+    for name, ranks in (("probe", "1, slow=(2,)"), ("other", "2")):
+        marks = f"pytestmark = pytest.mark.ranks({ranks})\n"
+        (tmp_path / f"mpi_{name}.py").write_text(f"{SEEDS}{marks}")
+    some = ["seeds 0 1", "one seed 0", "case 1"]
+    rest = ["seeds 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 2"]
+    new = ["seeds 0 1 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 1", "case 2"]
     for options, expected in (
-        ([], {"no": some, "1": some}),
-        (["--rest"], {"no": rest, "1": rest, "2": new}),
+        ([], {"no": some, "1": some, "2": some}),
+        (["--rest"], {"no": rest, "1": rest, "2": rest + new}),
     ):
         printed = run_pytest(tmp_path, "-q", *options)
         noted = (tmp_path / "noted").read_text().splitlines()

@@ -50,6 +50,8 @@ __all__ = [
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
+# The file, beside the reports, of the functions that the child takes to be slow.
+SLOW = "slow"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -227,7 +229,9 @@ class Child:
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self._was_run = self._any_is_new = False
+        self._was_run = False
+        # Functions that are run in this way as slow tests only: the rest has all of their cases.
+        self._new: set[str] = set()
         # The output of the child that ran a function.
         self._outputs: dict[str, str] = {}
         # Reports of each rank by the child's ids, and the ids of tests that ended on it.
@@ -243,7 +247,7 @@ class Child:
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
-            self._any_is_new = any(item.is_new for item in tests)
+            self._new = {item.function_id for item in tests if item.is_new}
             self._run_all(test.config, [item.function_id for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
         cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_id]
@@ -292,7 +296,8 @@ class Child:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
             arguments += [f"--rootdir={config.rootpath}"]
             every = config.getoption("--all") or config.getoption("-m")
-            rest = config.getoption("--rest") and not self._any_is_new
+            rest = config.getoption("--rest")
+            Path(name, SLOW).write_text("\n".join(self._new))
             if self.variant.ptx:
                 # All tests, but few examples, as each may have kernels of its own.
                 arguments += ["-m", "slow or not slow"]
@@ -375,6 +380,14 @@ class Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(config.getoption("--reports"))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Mark tests as slow that the parent runs in this way as slow tests."""
+        names = set((self._folder / SLOW).read_text().splitlines())
+        for item in items:
+            if function_of(item.nodeid) in names:
+                item.add_marker("slow")
 
     def _world(self) -> Any:
         """Return all ranks, None without MPI; a test file has imported it, or not."""
