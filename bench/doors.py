@@ -285,8 +285,8 @@ class _Empty(torch.autograd.Function):
 def measure_overhead(calls: int) -> Results:
     """Time a tiny network by the module, by the operator of a compiled graph, and by the step.
 
-    What the module takes beside the step is PyTorch's graph, and the way from tensors to arrays and
-    back; the operator, PyTorch's dispatcher, too.
+    Beside the step, the module takes time for PyTorch's graph, and for the way from tensors to
+    arrays and back; the operator also for PyTorch's dispatcher.
 
     Returns
     -------

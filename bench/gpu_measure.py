@@ -41,7 +41,7 @@ class Race(Work):
     size: int
     # Floors beside that of the work, ``(bytes, flops)``: of one way to do it.
     floors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # What is to be known of a contender, by its name: work that it does beside what is asked for.
+    # Remarks on a contender, by its name: work that it does beside what is asked for.
     notes: Mapping[str, str] = field(default_factory=dict)
     # Which clocks are read; see :meth:`~bench.gpu_device.Cuda.samples`.
     clocks: tuple[str, ...] = ("call", "device")

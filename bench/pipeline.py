@@ -7,8 +7,8 @@ decay. Digits are cut into folds, each of which is tested by networks that train
 that every image counts.
 
 Stages are run by PyTorch, since thousands of iterations are needed: a first piece shows that it
-learns what the operators of sparsescan learn in the same pipeline, and how long each takes. What is
-used when is left to the same simulation for both.
+learns what the operators of sparsescan learn in the same pipeline, and how long each takes. One
+simulation says for both which weights are used when.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TorchStage:
 
     @property
     def parameters(self) -> list[dict[str, Array]]:
-        """Of every layer."""
+        """Return the parameters of every layer."""
         return [
             {name: p.detach().numpy() for name, p in layer.named_parameters()}
             for layer in self.module

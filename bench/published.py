@@ -1,4 +1,4 @@
-"""What the papers on strategies publish, beside what the model says here.
+"""Compare what the papers on strategies publish with what the model says here.
 
 Integrated parallelism (Gholami et al., 2018): time over the batch size (Figure 4), which is also
 measured, and speed-ups by grids, with overlap and without (Figures 6 to 8). DeePa (Jia et al.,

@@ -47,7 +47,7 @@ def train_on(net: nn.Sequential, images: Images, settings: vgg11.Settings) -> di
         name: {"seconds": [], "train loss": [], "test accuracy": [start]} for name in nets
     }
     for each in nets.values():
-        # What is compiled, and taken, with the first step is no part of an epoch.
+        # Compilation and memory, which the first step takes, are no part of an epoch.
         each(x[: settings.batch]).sum().backward()
         each.zero_grad()
     for epoch in tqdm(range(settings.retrained), unit=" epochs", desc="training on", leave=False):

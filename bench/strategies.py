@@ -43,9 +43,9 @@ NETWORKS = {
 _QUICK_NETWORKS = ("lenet5", "rnn:1000")
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _QUICK_WORKERS = (1, 4, 64)
-# Of those, what the tables show.
+# Those that the tables show.
 _SHOWN = (4, 64)
-# What is measured, with so many samples, on so many ranks.
+# Networks that are measured, with so many samples, on so many ranks.
 MEASURED = {"lenet5": 64, "resnet-8": 16, "rnn:100": 16}
 _QUICK_MEASURED = ("lenet5", "rnn:100")
 RANKS = (1, 2, 4)

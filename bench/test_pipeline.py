@@ -52,7 +52,7 @@ def test_the_experiment(tmp_path: Path) -> None:
         assert one["loss"][7] != other["loss"][7]
         assert [phase["iterations"] for phase in one["phases"]] == [8, 16]
     assert all(0 <= run["accuracy"][-1] <= 1 for piece in (plain, ten) for run in piece["runs"])
-    # The same parameters and batches, but stale weights.
+    # Both begin with the same parameters and batches; only the age of the weights differs.
     assert plain["runs"][0]["loss"] != ten["runs"][0]["loss"]
     assert plain["runs"][0]["loss"] != plain["runs"][1]["loss"]
     drawings = pipeline.EXPERIMENT.drawings(results)

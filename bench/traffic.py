@@ -1,4 +1,4 @@
-"""What CUDA kernels move and do, counted, beside what must move.
+"""Count what CUDA kernels move and do, and compare it with what must move.
 
 Kernels run as compiled PTX on the CPU, with the runner and the stand-in for CuPy of the tests: that
 takes no GPU, and tells nothing of time. Chains are shorter than those of a GPU where the runner

@@ -13,6 +13,7 @@ from typing import Any
 
 import child_tests
 import pytest
+import sampling
 from child_tests import pytest_collect_file  # noqa: F401
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
@@ -50,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.all = config.getoption("--all") or config.getoption("--rest")
     # None has a deadline: the first example that meets a kernel compiles it.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    for name, examples in (("sample", 10), ("all", 30)):
+    for name, examples in (("sample", sampling.SAMPLE), ("all", sampling.ALL)):
         settings.register_profile(
             name,
             derandomize=True,
@@ -86,6 +87,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+    """Give a test that is in the sample, too, other examples with ``--rest``."""
+    function = getattr(item, "obj", None)
+    is_given = getattr(function, "is_hypothesis_test", False)
+    if not (is_given and item.config.getoption("--rest")) or is_slow(item):
+        return (yield)
+    with sampling.other_examples(function):
+        return (yield)
 
 
 class Scheduling(LoadFileScheduling):

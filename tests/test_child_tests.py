@@ -45,12 +45,23 @@ def test_skipped():
 """
 
 
-# What --all runs as a run without options does, with more, and not without.
+# Tests that --all runs as a run without options does, with more examples, and alone.
 MORE = """
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
+from sampling import examples
 
 def test_alike():
+    pass
+
+@settings(max_examples=12)
+@given(st.integers())
+def test_fixed(x):
+    pass
+
+@settings(max_examples=examples(12))
+@given(st.integers())
+def test_more_or_fewer(x):
     pass
 
 @given(st.integers())
@@ -89,6 +100,25 @@ def test_cases(case):
     note("case", case)
 """
 
+# Which notes its examples.
+GIVEN = """
+from hypothesis import given, settings, strategies as st
+from sampling import examples
+
+def note(*words):
+    with open("noted", "a") as file:
+        print(*words, file=file)
+
+@given(st.integers(0, 1 << 60))
+def test_default(x):
+    note("default", x)
+
+@settings(max_examples=examples(48))
+@given(st.integers(0, 1 << 60))
+def test_usual(x):
+    note("usual", x)
+"""
+
 
 def run_pytest(folder: Path, *options: str) -> str:
     """Return what is printed by pytest, with this folder's tests and these helpers."""
@@ -112,7 +142,7 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
     (tmp_path / "mpi_probe.py").write_text(MORE + ranks)
     alike, more, only = (
         {f"test_probe.py::test_{name}" for name in names}
-        for names in (["alike"], ["more_given", "more_seeds"], ["only"])
+        for names in (["alike", "fixed"], ["more_given", "more_or_fewer", "more_seeds"], ["only"])
     )
     for tests in (alike, more):
         of_children = {test.replace("test_probe", "mpi_probe") for test in tests}
@@ -133,19 +163,38 @@ def test_the_rest_is_what_all_adds(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_the_rest_repeats_no_seeds_and_cases(tmp_path: Path) -> None:
     (tmp_path / "test_probe.py").write_text(SEEDS)
-    (tmp_path / "mpi_probe.py").write_text(f"{SEEDS}pytestmark = pytest.mark.ranks(1, slow=(2,))\n")
-    some = {"seeds 0 1", "one seed 0", "case 1"}
-    rest = {"seeds 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 2"}
-    new = {"seeds 0 1 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 1", "case 2"}
+    # One child, on two ranks, runs tests of both files.
+    for name, ranks in (("probe", "1, slow=(2,)"), ("other", "2")):
+        marks = f"pytestmark = pytest.mark.ranks({ranks})\n"
+        (tmp_path / f"mpi_{name}.py").write_text(f"{SEEDS}{marks}")
+    some = ["seeds 0 1", "one seed 0", "case 1"]
+    rest = ["seeds 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 2"]
+    new = ["seeds 0 1 2 3 4", "one seed 0", "slow seeds 0 1 2 3 4", "case 1", "case 2"]
     for options, expected in (
-        ([], {"no": some, "1": some}),
-        (["--rest"], {"no": rest, "1": rest, "2": new}),
+        ([], {"no": some, "1": some, "2": some}),
+        (["--rest"], {"no": rest, "1": rest, "2": rest + new}),
     ):
         printed = run_pytest(tmp_path, "-q", *options)
         noted = (tmp_path / "noted").read_text().splitlines()
         lines = [f"{ranks} ranks: {line}" for ranks in expected for line in expected[ranks]]
         assert sorted(noted) == sorted(lines), printed
         (tmp_path / "noted").unlink()
+
+
+@pytest.mark.slow
+def test_the_rest_repeats_no_examples_of_hypothesis(tmp_path: Path) -> None:
+    (tmp_path / "test_probe.py").write_text(GIVEN)
+    noted = {}
+    for options in ((), ("--rest",), ("--all",)):
+        printed = run_pytest(tmp_path, "-q", *options)
+        lines = (tmp_path / "noted").read_text().splitlines()
+        for name, counts in (("default", (10, 20, 30)), ("usual", (8, 16, 24))):
+            values = [line for line in lines if line.startswith(name)]
+            assert len(values) == counts[len(noted)], printed
+        noted[options] = set(lines)
+        (tmp_path / "noted").unlink()
+    # All but a few that Hypothesis always takes.
+    assert len(noted[()] & noted["--rest",]) <= 4
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What a caller hands in: containers, chains that are checked once, chains on disk."""
+"""Whatever a caller hands in: containers, chains that are checked once, chains on disk."""

@@ -189,8 +189,8 @@ class Chain:
     def convert(self, dtype: np.dtype[Any], multiplied: NDArray[np.bool_] | None = None) -> None:
         """Make every value of `dtype`, and write values that came as weights.
 
-        `multiplied` says which Jacobians are operands of products; None is all. Of others only the
-        rows that differ are written.
+        `multiplied` says which Jacobians are operands of products; None is all. For the others,
+        only rows that differ are written.
         """
         if self.dtype != dtype or self._mixed:
             if self._stacks:
@@ -529,14 +529,19 @@ def steps_of(jacobians: Any) -> Any:
             # It is refused before there are tables for so many steps.
             check_array("jacobians", jacobians[:1])
         return jacobians
+    return _items("jacobians", jacobians, n, "steps")
+
+
+def _items(name: str, sequence: Any, count: int, what: str) -> list[Any]:
+    """Return what an argument gives when it is iterated, if that is as much as its length says."""
     try:
-        steps = list(itertools.islice(jacobians, min(n, sys.maxsize - 1) + 1))
+        items = list(itertools.islice(sequence, min(count, sys.maxsize - 1) + 1))
     except Exception as error:  # of a caller's own class
-        raise InputTypeError(f"jacobians cannot be read: {error}") from None
-    if len(steps) != n:
-        gave = len(steps) if len(steps) < n else f"more than {n}"
-        raise InputError(f"jacobians gave {gave} steps; expected {n}, its length")
-    return steps
+        raise InputTypeError(f"{name} cannot be read: {error}") from None
+    if len(items) != count:
+        gave = len(items) if len(items) < count else f"more than {count}"
+        raise InputError(f"{name} gave {gave} {what}; expected {count}, its length")
+    return items
 
 
 def _in_reverse(jacobians: Any) -> Any:
@@ -871,14 +876,7 @@ class LocalGrads:
 def read_local_grads(local_grads: Any, count: int, of: str = "returned gradient") -> list[Any]:
     """Return the entries of a sequence of local gradients, as many as are expected."""
     _check_count(local_grads, count, of)
-    try:
-        given = list(itertools.islice(local_grads, count + 1))
-    except Exception as error:  # of a caller's own class
-        raise InputTypeError(f"local_grads cannot be read: {error}") from None
-    if len(given) != count:
-        gave = len(given) if len(given) < count else f"more than {count}"
-        raise InputError(f"local_grads gave {gave} entries; expected {count}, its length")
-    return given
+    return _items("local_grads", local_grads, count, "entries")
 
 
 def _check_count(local_grads: Any, count: int, of: str = "returned gradient") -> None:

@@ -55,7 +55,7 @@ class SolveStep(ImplicitStep):
     Notes
     -----
     A scan raises :class:`SingularMatrixError`, which names the step, if a matrix is singular to
-    working precision as its factorisation says (a pivot is zero). What has a value that is not
+    working precision as its factorisation says (a pivot is zero). A matrix with a value that is not
     finite makes all gradients before it NaN.
 
     The schedule is the linear one, since the product of an inverse and a matrix is dense; any

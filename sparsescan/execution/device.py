@@ -128,7 +128,7 @@ _term_counts: weakref.WeakKeyDictionary[Pattern, dict[Any, TermCounts]] = (
 
 
 class ChunkForm(NamedTuple):
-    """What a step is to kernels for chunks.
+    """The shape of a step, as kernels for chunks see it.
 
     Attributes
     ----------
@@ -210,7 +210,7 @@ class Shares(NamedTuple):
         count = np.array([tiles[pattern] for pattern in patterns], np.int64)[right]
         rows = np.array([pattern.shape[0] for pattern in patterns], np.int64)[right]
         large = np.array([_is_large(pattern) for pattern in patterns])
-        # Of what is dense some entries may be known to be zero, and left out of the product.
+        # Some entries of dense operands may be known to be zero, and left out of the product.
         blas = product & large[left] & large[right] & large[np.where(product, out, 0)]
         blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
         small = np.array([_is_small(pattern) for pattern in patterns])[right]
@@ -702,8 +702,8 @@ class _Launches:
         self._batched = self._differ(program.batched(batched))
         nodes[:, Node.BATCHED] = self._batched
         self._place_products(nodes, local)
-        # Of sparse products the terms before each segment, and the threads that a block has work
-        # for.
+        # For each sparse product, the terms before each segment, and the threads that a block has
+        # work for.
         self._terms: dict[int, NDArray[np.int64]] = {}
         self._wanted = np.zeros(len(nodes), np.int64)
         for patterns, numbers in _sparse_products(program).items():

@@ -16,7 +16,7 @@ from .threads import share
 __all__ = ["Given", "Solves", "factorise", "is_long", "singular", "solves_bytes"]
 
 Array: TypeAlias = NDArray[Any]
-# What returns ``A⁻¹ x`` for the rows `x` of an array, as an array with a column for each.
+# A function that returns ``A⁻¹ x`` for the rows `x` of an array, as a column for each.
 Solver: TypeAlias = Callable[[Array], Array]
 
 # About the nanoseconds of a factorisation that are worth another thread.
@@ -26,7 +26,7 @@ _KEPT = 4
 
 
 class Given(NamedTuple):
-    """What a run reads for the steps that it solves with.
+    """All that a run reads for the steps that it solves with.
 
     Attributes
     ----------

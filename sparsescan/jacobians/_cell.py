@@ -126,7 +126,7 @@ class Cell(Parametrised, Fixed, ABC):
     # parts of the state in which each block has entries.
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
-    # Of a whole sequence: vectors of length hidden_size that are kept of a step for the backward
+    # For whole sequences: vectors of length hidden_size that are kept of a step for the backward
     # pass, or that it writes; whether the forward pass writes any; the kernels of both passes, and
     # what runs that of the first.
     _kept_gates: ClassVar[int]
@@ -642,8 +642,8 @@ class Linearization:
         Returns
         -------
         ImplicitChain
-            The steps from the LAST one to the first, unless `reverse`. What it holds for each step
-            and sample grows with the state, not with its square.
+            The steps from the LAST one to the first, unless `reverse`. Its memory for each step and
+            sample grows with the state, not with its square.
 
         Raises
         ------

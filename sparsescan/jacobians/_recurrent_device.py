@@ -1,4 +1,4 @@
-"""What a recurrent training step keeps and does on a GPU, in CuPy's arrays."""
+"""The memory and the kernels of a recurrent training step on a GPU, in CuPy's arrays."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class DeviceDirection:
 
 
 class DeviceMemory:
-    """What is kept of all samples on the device of the input; see ``_Memory`` for the host.
+    """The memory for all samples, on the device of the input; see ``_Memory`` for the host.
 
     Work on it waits for that of the call before, on whatever stream that was.
     """
@@ -196,7 +196,7 @@ class DeviceMemory:
         if lengths is not None:
             self._lengths = xp.asarray(lengths)
             self._has = xp.arange(self.steps)[:, None, None] < self._lengths[:, None]
-        # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+        # Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
         self._inputs[...] = x if self._has is None else xp.where(self._has, x, self.dtype.type(0))
         for k, columns, where in self._firsts:
             where[...] = 0 if state is None else state[k, :, columns]

@@ -66,7 +66,7 @@ class RecurrentLike(Layers, Protocol):
 
 
 class Memory(Protocol):
-    """What a training step keeps for inputs of one shape, on the host or on a device.
+    """The memory of a training step for inputs of one shape, on the host or on a device.
 
     `weights` are what :meth:`weights` has returned, and `ks` the directions of a layer.
     """
@@ -840,7 +840,7 @@ class _Direction:
 
 
 class _Memory:
-    """What is kept of all samples, and of the groups of them that threads share.
+    """The memory for all samples, and for the groups of them that threads share.
 
     There is a slot for the states of each step, one before the first step, and one behind the last;
     layer 0 is the input. Those of one direction of a layer are together: two threads write them.
@@ -1061,7 +1061,7 @@ class _Memory:
         inputs = self._by_sample(self.states[0], self.steps + 2, self._cols)[1:-1, 0, ..., 0]
         inputs[:] = x
         if lengths is not None:
-            # What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+            # Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
             inputs[np.arange(self.steps)[:, None] >= lengths] = 0
 
     def caller(self, one: _Direction) -> Caller:

@@ -48,7 +48,7 @@ Span = tuple[int, int]
 _MOST_FILLED = 1.5
 # Multiply-adds of vectors below which another thread would come too late.
 _TASK = 100_000
-# What reading and writing a vector once takes, in such.
+# The time to read and write a vector once, in multiply-adds.
 _READS = 10
 _AFFINE = "weight", "bias"
 
@@ -175,11 +175,11 @@ class Stage(ABC):
     @property
     @abstractmethod
     def ahead(self) -> Work:
-        """What forward takes, by channels of the result."""
+        """The work of :meth:`forward`, by channels of the result."""
 
     @property
     def back(self) -> Work:
-        """What backward takes, by channels of the sources."""
+        """The work of :meth:`backward`, by channels of the sources."""
         return self.ahead
 
     @abstractmethod
@@ -385,7 +385,7 @@ class Add(Stage):
 
     def backward(self, part: Span) -> None:
         for source, where, add in zip(self.sources, self._from_sum, self.adds, strict=True):
-            # What is only read here has the gradient of the sum, in the same memory.
+            # A source that is only read here has the gradient of the sum, in the same memory.
             if add is None or source.twin is self.result:
                 continue
             like = source.x if source.rectified else self.nothing

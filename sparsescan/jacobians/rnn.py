@@ -39,7 +39,7 @@ class Recurrent(Fixed):
         Whether each layer has two directions.
     masks : dict of str to array_like of bool, optional
         For the names of weights, True where a weight is kept. A pruned weight counts as 0 and has a
-        gradient of 0. Of a weight of which less than a quarter is kept, the kernels read only that.
+        gradient of 0. Where less than a quarter of a weight is kept, kernels read only that.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional

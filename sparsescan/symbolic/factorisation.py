@@ -23,7 +23,7 @@ _SMALL, _FILL = 10_000, 3
 
 @dataclass(frozen=True, eq=False)
 class Factorisation:
-    """What follows from a square pattern for ``P A Q = L U`` of all matrices that have it.
+    """How all matrices of one square pattern are factorised, ``P A Q = L U``.
 
     Attributes
     ----------
@@ -34,8 +34,8 @@ class Factorisation:
     lower, upper : int
         Diagonals below and above the main one.
     entries : int
-        Entries that are stored of both factors. Of sparse ones, as many as values have that need
-        no exchange of rows; exchanges may add to them.
+        Entries that are stored of both factors. For sparse factors this is the number without
+        exchanges of rows, which may add to them.
     multiply_adds : int
         Those of a factorisation, with as many exchanges.
     places : ndarray of int64, shape (nnz,)
@@ -84,7 +84,7 @@ class Factorisation:
         return (itemsize + 4) * self.entries * 5 // 4 + 256 * self.size
 
 
-# What is known of each pattern, for as long as there is the pattern.
+# The factorisation of each pattern, for as long as there is the pattern.
 _known: weakref.WeakKeyDictionary[Pattern, Factorisation] = weakref.WeakKeyDictionary()
 
 

@@ -16,7 +16,7 @@ _KINDS: dict[type[nn.Module], type[nn.RNNBase]] = {nn.RNN: RNN, nn.GRU: GRU, nn.
 
 
 class Conversion(NamedTuple):
-    """What :func:`convert` has done; printed, a line for each module.
+    """The modules that :func:`convert` has replaced and left; printed, a line for each.
 
     Attributes
     ----------

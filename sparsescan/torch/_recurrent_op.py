@@ -31,7 +31,7 @@ _KEPT = 32
 
 
 class Shape(NamedTuple):
-    """What a network is, but for its parameters.
+    """The kind and the sizes of a network.
 
     Attributes
     ----------

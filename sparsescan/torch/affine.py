@@ -211,7 +211,7 @@ def _differentiate(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         call = _backward if is_plain else _affine_scan_backward
         gradients = call(grads, states, matrices, initial, *about, needs_matrices)
     in_offsets, in_initial = gradients[:2]
-    # What samples share has the sum of their gradients.
+    # Arguments that samples share get the sum of their gradients.
     if needs_offsets and ctx.offsets_dim < in_offsets.dim():
         in_offsets = in_offsets.sum(1)
     if needs_initial and initial.dim() < in_initial.dim():

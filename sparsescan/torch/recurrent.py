@@ -131,8 +131,8 @@ class RNN(_Recurrent):
     :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept.
 
     Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
-    installed. What has no kernel is computed by PyTorch: tensors on other devices, more units than
-    a GPU's kernels take, dtypes other than float32 and float64, autocast, and `proj_size`.
+    installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
+    GPU's kernels take, dtypes other than float32 and float64, autocast, and `proj_size`.
 
     Gradients can be computed more than once from one graph (`retain_graph`); a second derivative
     raises `RuntimeError`.

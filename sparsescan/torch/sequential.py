@@ -33,7 +33,7 @@ class Sequential(nn.Sequential):
     training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
     layers compute with the weights that ``torch.nn.utils.prune`` has kept. A mask that changes is
     seen at the next call, and running statistics of a ``BatchNorm2d`` in training take in each
-    batch. What has no kernel PyTorch computes: other layers, devices and dtypes, dropout in
+    batch. PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in
     training mode, and calls within a graph of ``torch.compile``.
 
     Parameters

@@ -1,4 +1,4 @@
-"""What pages say of numbers that no other test asks for."""
+"""Numbers on the pages of the site that no other test checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page on papers says of our figures is what the results say that it names."""
+"""The page on papers says of our figures what the results say that it names."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def test_columns_in_vectors(size: int, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("has_offsets", [False, True])
 def test_states_that_are_one_number(dtype: Any, has_offsets: bool) -> None:
-    """Of one sample they stay in a register, from the first step to the last and back."""
+    """The state of one sample stays in a register, from the first step to the last and back."""
     rng = np.random.default_rng()
     steps = 300
     a = rng.uniform(-1, 1, (steps, 1)).astype(dtype)[::-1]

@@ -52,7 +52,7 @@ def close(actual: Any, expected: Any, what: Any = "", scale: float = 1) -> None:
 
 
 def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Of any density, some with empty rows or without whole channels."""
+    """Return a mask of any density; some have empty rows, or lack whole channels."""
     mask = rng.random(shape) < rng.choice([0, 0.05, 0.3, 0.8, 1])
     if rng.random() < 0.3:
         mask[rng.integers(shape[0])] = False

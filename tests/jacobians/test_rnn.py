@@ -44,7 +44,7 @@ def test_gradients_are_those_of_autograd(
         bound = 1e4 * float(np.finfo(dtype).eps) * scale
         assert np.max(np.abs(actual[name] - array), initial=0) <= bound, name
         assert actual[name].dtype == dtype
-    # What was passed is as it was.
+    # The arguments were not changed.
     for array, old in zip(arguments, before, strict=True):
         assert array is None or np.array_equal(array, old)
 
@@ -65,7 +65,7 @@ def test_float32_is_as_near_to_float64_as_pytorch(kind: str, steps: int, draws: 
         for name, array in exact.items():
             assert actual[name].dtype == F4
             squares = [np.sum((each[name].astype(F8) - array) ** 2) for each in (actual, theirs)]
-            # A bias is the weight of an input of 1. Of its own few numbers chance would decide.
+            # A bias is the weight of an input of 1; its few numbers alone would leave it to chance.
             part = name.removeprefix("weight_").removeprefix("bias_")
             errors[part] = errors.get(part, 0) + np.array(squares)
     for part, (error, other) in errors.items():

@@ -45,7 +45,7 @@ class _Negative(list[Any]):
 
 
 class TorchResidual(nn.Module):
-    """What a residual block is in PyTorch."""
+    """A residual block in PyTorch."""
 
     def __init__(self, *layers: nn.Module, shortcut: Any = ()) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_gradients_of_nested_blocks_are_those_of_autograd(
 
 
 def a_basic_block(shortcut: str, shape: tuple[int, int, int] = (2, 5, 4)) -> Residual:
-    """Of ResNet-18 with a projection (option B), or of ResNet-20 with zeros (option A)."""
+    """Return a block of ResNet-18 with a projection (option B), or of ResNet-20 (option A)."""
     outs = shape[0] + 1
     first = Conv2d(shape[0], outs, 3, 2, 1, bias=False, input_shape=shape)
     shape_out = first.output_shape
@@ -339,7 +339,7 @@ def test_no_step_of_a_residual_block_fills_in() -> None:
     block = Residual(conv, Tanh(input_shape=(4, 6, 6)), conv)
     net = Sequential([block])
     size = 4 * 36
-    # Of the conv's, what is carried beside it adds a diagonal.
+    # The image that is carried beside a convolution adds a diagonal to its pattern.
     assert max(pattern.nnz for pattern in net.patterns) == conv.nnz + size
     assert block.nnz > 2 * conv.nnz
     assert [p.shape for p in net.patterns] == [

@@ -25,7 +25,7 @@ sizes = st.integers(1, 12)
 # Rounded fractions: others have weights that are as small as rounding errors, but are none.
 fractions = st.builds(operator.truediv, st.integers(1, 30), st.integers(1, 30))
 scales = st.integers(1, 3) | fractions.filter(lambda scale: scale < 3)
-# What the size of the output comes from.
+# Arguments that the size of the output comes from.
 targets = st.one_of(
     st.fixed_dictionaries({"size": sizes | st.tuples(sizes, sizes)}),
     st.fixed_dictionaries({"scale_factor": scales | st.tuples(scales, scales)}),

@@ -112,7 +112,7 @@ def test_jit_and_second_derivatives(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 def test_vmap(seed: int) -> None:
-    """Of some of the arguments, once and twice, with gradients of each map."""
+    """Maps over some of the arguments, once and twice, with gradients of each map."""
     case = Case(seed, most=4)
     names = list(case.inputs)
     mapped = [name for name in names if case.rng.random() < 0.6] or names[:1]

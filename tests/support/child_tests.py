@@ -25,6 +25,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 import mpi_launch
 import pytest
+import sampling
 
 __all__ = [
     "ChildFile",
@@ -48,6 +50,8 @@ __all__ = [
 PATIENCE, PATIENCE_EXPLORING = 200, 1200
 # Seconds in which other ranks may report that they have failed, too.
 GRACE = 1.0
+# The file, beside the reports, of the functions that the child takes to be slow.
+SLOW = "slow"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -120,7 +124,9 @@ class ChildFile(pytest.File):
             ranks = ranks or [mark for mark in shared if mark.name == "ranks"]
             more = any(argument.arg == "seeds" for argument in node.args.args)
             decorators = [ast.unparse(each) for each in node.decorator_list]
-            more |= any(text.startswith("given(") or "slow(" in text for text in decorators)
+            is_given = any(text.startswith("given(") for text in decorators)
+            is_fixed = any(re.match(r"settings\(max_examples=\d+\b", text) for text in decorators)
+            more |= (is_given and not is_fixed) or any("slow(" in text for text in decorators)
             for variant, slow in self._variants(ranks, others):
                 child = children.setdefault(variant, Child(variant))
                 name = node.name if variant.ranks is None else f"{node.name}[{variant.ranks} ranks]"
@@ -199,17 +205,18 @@ class ChildTest(pytest.Item):
 def takes_more(item: pytest.Item) -> bool:
     """Return whether ``--all`` gives a test more examples.
 
-    Of Hypothesis, by the fixture ``seeds``, or since it or a fixture of its file calls `examples`.
-    A function that a child runs may have more cases, too.
+    Examples come from Hypothesis, from the fixture ``seeds``, or from `examples`, which the test or
+    a fixture of its file calls. A function that a child runs may have more cases, too.
     """
     if isinstance(item, ChildTest):
         return item.takes_more
     function, names = getattr(item, "obj", None), getattr(item, "fixturenames", ())
-    given = getattr(function, "is_hypothesis_test", False) or "seeds" in names
+    if getattr(function, "is_hypothesis_test", False) and sampling.added_examples(function):
+        return True
     own = [getattr(getattr(item, "module", None), name, None) for name in names]
     functions = [function, *(getattr(each, "__wrapped__", each) for each in own)]
     codes = [getattr(each, "__code__", None) for each in functions]
-    return given or any(code and "examples" in code.co_names for code in codes)
+    return "seeds" in names or any(code and "examples" in code.co_names for code in codes)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -222,7 +229,9 @@ class Child:
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        self._was_run = self._any_is_new = False
+        self._was_run = False
+        # Functions that are run in this way as slow tests only: the rest has all of their cases.
+        self._new: set[str] = set()
         # The output of the child that ran a function.
         self._outputs: dict[str, str] = {}
         # Reports of each rank by the child's ids, and the ids of tests that ended on it.
@@ -238,7 +247,7 @@ class Child:
         if not self._was_run:
             self._was_run = True
             tests = [item for item in test.session.items if getattr(item, "child", None) is self]
-            self._any_is_new = any(item.is_new for item in tests)
+            self._new = {item.function_id for item in tests if item.is_new}
             self._run_all(test.config, [item.function_id for item in tests])
         ids = dict.fromkeys(nodeid for rank in self._reports for nodeid in rank)
         cases = [nodeid for nodeid in ids if function_of(nodeid) == test.function_id]
@@ -287,7 +296,8 @@ class Child:
             arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--reports={name}"]
             arguments += [f"--rootdir={config.rootpath}"]
             every = config.getoption("--all") or config.getoption("-m")
-            rest = config.getoption("--rest") and not self._any_is_new
+            rest = config.getoption("--rest")
+            Path(name, SLOW).write_text("\n".join(self._new))
             if self.variant.ptx:
                 # All tests, but few examples, as each may have kernels of its own.
                 arguments += ["-m", "slow or not slow"]
@@ -370,6 +380,14 @@ class Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._folder = config, Path(config.getoption("--reports"))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Mark tests as slow that the parent runs in this way as slow tests."""
+        names = set((self._folder / SLOW).read_text().splitlines())
+        for item in items:
+            if function_of(item.nodeid) in names:
+                item.add_marker("slow")
 
     def _world(self) -> Any:
         """Return all ranks, None without MPI; a test file has imported it, or not."""

@@ -50,7 +50,7 @@ class SharedLink(MeasuredCosts):
     """
 
     def compute(self, graph, k, configurations, batch):
-        # Of configurations that cost the same, those along samples are taken, which have no halo.
+        # Where costs are equal, configurations along samples are taken, which have no halo.
         others = configurations[:, 1:].prod(axis=1, keepdims=True)
         return super().compute(graph, k, configurations, batch) * (1 + 1e-12 * others)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from oracles import Gradients, assert_within, every_schedule, indices_of, sequential
+from sampling import times
 
 import sparsescan
 from sparsescan import CSRChain
@@ -85,7 +85,7 @@ def finite_count(gradients: np.ndarray) -> int:
 
 
 # Five times as many examples as other tests have; ten thousand with --explore.
-EXAMPLES = 5 * settings.default.max_examples
+EXAMPLES = times(5)
 # Whether there are floating-point numbers of a larger range than float64's.
 LONGER = np.finfo(np.longdouble).maxexp > np.finfo(np.float64).maxexp
 needs_longer = pytest.mark.skipif(not LONGER, reason="no numbers of a larger range than float64")

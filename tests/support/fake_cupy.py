@@ -8,13 +8,13 @@ what runs here runs there:
 - NumPy arrays are no indices. CuPy copies them to the device, every time, as it does short lists.
 - An index out of bounds is an error. CuPy wraps it around.
 - An assignment to one place twice is an error. In CuPy the value is then undefined.
-- What waits for the device, as ``bool(x)``, ``float(x)`` and ``int(x)``, is an error.
+- A call that waits for the device, as ``bool(x)``, ``float(x)`` or ``int(x)``, is an error.
 - There is no boolean index, which waits for the device as well.
 - Arrays of another device than the current one are an error, except for views and copies. CuPy
   reads them with a warning where the devices can reach each other.
 - While the current stream captures, what gives a new array is an error: a graph would write to its
-  memory when it has long been given to others. What writes to an array that is there is put off
-  until the graph is launched.
+  memory when it has long been given to others. Writes to an array that is there are put off until
+  the graph is launched.
 - New memory holds no zeros, but NaN and -1.
 
 Where CuPy computes in another way than NumPy, and it matters, so does this: see :class:`_Add` and
@@ -62,7 +62,7 @@ _keys = itertools.count()
 
 
 class State:
-    """What a test can ask about the devices, or set."""
+    """The state of the devices, which a test can read and set."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,18 +1,60 @@
-"""Cases that are left out unless all tests are asked for."""
+"""Cases and examples that are left out unless all tests are asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 
-__all__ = ["examples", "slow"]
+__all__ = ["ALL", "SAMPLE", "added_examples", "examples", "other_examples", "slow", "times"]
+
+# Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
+SAMPLE, ALL = 10, 30
 
 
-def examples(usual: int) -> int:
+class Examples(int):
+    """A number of examples of a test, which takes fewer in a sample."""
+
+    in_sample: int
+
+
+def examples(usual: int) -> Examples:
     """Return how many examples a test takes: `usual`, or as much fewer as others by default."""
-    return max(1, min(usual, usual * settings().max_examples // 60))
+    return _examples(lambda default: max(1, min(usual, usual * default // 60)))
+
+
+def times(factor: int) -> Examples:
+    """Return so many times as many examples as others take by default."""
+    return _examples(lambda default: factor * default)
+
+
+def _examples(count: Callable[[int], int]) -> Examples:
+    result = Examples(count(settings().max_examples))
+    result.in_sample = count(SAMPLE)
+    return result
+
+
+def added_examples(function: Any) -> int:
+    """Return how many more examples a test of Hypothesis takes than in a sample."""
+    own = function._hypothesis_internal_use_settings.max_examples
+    is_default = own == settings().max_examples
+    return int(own) - getattr(own, "in_sample", SAMPLE if is_default else own)
+
+
+@contextmanager
+def other_examples(function: Any) -> Iterator[None]:
+    """Let a test of Hypothesis take as many examples as :func:`added_examples` says, and others."""
+    before = function._hypothesis_internal_use_settings, function._hypothesis_internal_use_seed
+    count = added_examples(function)
+    function._hypothesis_internal_use_settings = settings(before[0], max_examples=count)
+    seed(1)(function)
+    try:
+        yield
+    finally:
+        function._hypothesis_internal_use_settings, function._hypothesis_internal_use_seed = before
 
 
 def slow(*cases: Any) -> list[Any]:

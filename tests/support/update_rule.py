@@ -55,7 +55,7 @@ def transcription(
 
     @cache
     def gradients(layer: int, m: int) -> tuple[Array, Params]:
-        """Of the loss of a minibatch, in the input of a layer and in its parameters."""
+        """Return the loss's gradients in the input of a layer and in its parameters."""
         if layer + 1 < len(layers):
             delta = gradients(layer + 1, m)[0]
         else:

@@ -263,7 +263,7 @@ def store_some(typingctx, array, index, vector, count):
         bits, shape = signature.args[0].dtype.bitwidth, vector.type
         place = _pointer(context, builder, signature.args[0], array, index, shape)
         whole = builder.icmp_signed(">=", count, count.type(shape.count))
-        # What was written with a mask is slow to read again at once.
+        # Memory that was written with a mask is slow to read again at once.
         with builder.if_else(whole, likely=True) as (then, otherwise):
             with then:
                 builder.store(vector, place).align = bits // 8
@@ -517,7 +517,7 @@ def keep_positive(x, y):
 
 _at_most = _selection("<=")
 equal_or = _selection("==")
-# Of a number and itself: whether it is none.
+# With `x` twice, this tells whether `x` is NaN.
 number_or = _selection("ord")
 
 
@@ -732,11 +732,11 @@ def add_tile(
         Where ``numbers[0, 0]`` is, and how far it is from there to the next `n`, to the next `k`,
         and to the next block of them.
     blocks, count, part : int
-        The `k` are so many blocks of so many. Of a block so many are summed up before they are
+        The `k` are `blocks` blocks of `count`. `part` of a block are summed up before they are
         added to the others, since rounding is least where sums are short.
     width, height : int
-        Vectors and rows of the tile. Of more than there are in a tile so many are taken. The rows
-        are filled up to 1, half a tile or a tile.
+        Vectors and rows of the tile; if there are more, only as many as a tile has are taken. The
+        rows are filled up to 1, half a tile or a tile.
     """
 
     def codegen(context, builder, signature, args):
@@ -1027,7 +1027,7 @@ def _sum_products(
                     own = [
                         builder.load(sums[m * columns * grain + group + k]) for k in range(grain)
                     ]
-                    # Of the lanes of row `r` those that were multiplied by this column.
+                    # For each row `r`, those of its lanes that were multiplied by this column.
                     parts.append(own[0] if grain == 1 else _turn_about(builder, own, turn))
                 totals = _totals(builder, parts, grain)
                 _add_in_place(builder, builder.gep(first, [size(n * grain)]), totals)
@@ -1100,7 +1100,7 @@ def _gathering_rows(places):
     ``gather(starts, x, read_at, weight, shifts, order, offset, a, b)`` is, for each row `r` and
     each place `p`, ``starts[r] + Σ_k weight[order[k] + shifts[r]]·x[read_at[p] + offset[k]]`` over
     ``a ≤ k < b``; `starts`, `shifts` and `read_at` are tuples. Results of one row are neighbours.
-    What is loaded is used by all rows, and by all places.
+    Each number that is loaded is used for all rows, and for all places.
     """
 
     @intrinsic
@@ -1242,7 +1242,7 @@ def _add_all(builder, sums, a, b, add):
 
 correlate_8, correlate_some = _correlating(8, 1, True), _correlating(8, 1, False)
 correlate_1 = _correlating(1, 4, False)
-# Of several rows.
+# These take several rows at once.
 correlate_rows_4, correlate_rows_1 = _correlating(4, 1, True), _correlating(1, 1, True)
 correlate_some_rows_4, correlate_some_rows_1 = (
     _correlating(entries, 1, False) for entries in (4, 1)

@@ -6,9 +6,9 @@ side by side. A place is a pixel of a channel, or one of a linear layer's featur
 read images with a border of zeros around them, so that each weight reads its place relative to that
 of the window, whether it lies inside of the image or not.
 
-A table has a row for each channel that is written, and an entry for each kept weight. What the
-entry reads for the window at position `p` is the vector at ``read_at[p] + offset[entry]``, and what
-the row writes begins at ``row_at[row] + write_at[p]``. A position is a vector of samples, of which
+A table has a row for each channel that is written, and an entry for each kept weight. For the
+window at position `p`, an entry reads the vector at ``read_at[p] + offset[entry]``, and a row
+writes from ``row_at[row] + write_at[p]`` on. A position is a vector of samples, of which
 ``count[p]`` lanes are in use.
 """
 
@@ -467,7 +467,7 @@ def _largest(x, taps, window, begin):
             continue
         chosen = less_or(largest, value, this, chosen)
         largest = less_or(largest, value, value, largest)
-        # Of all that are no numbers the last one counts.
+        # Where several are NaN, the last one counts.
         chosen = number_or(value, value, chosen, this)
         largest = number_or(value, value, largest, value)
     return largest, chosen
@@ -600,7 +600,7 @@ def normalise(
     count = samples * len(places)
     for channel in range(*channels):
         if not is_given:
-            # What is summed up is small beside the spread, or else is summed up once more.
+            # The differences from `near` are small beside the spread, or are summed up once more.
             near = _first_mean(x, rows[channel], places, min(samples, room))
             for _ in range(2):
                 first, second = _moments(x, rows[channel], places, lots, near)

@@ -8,8 +8,8 @@ Lanes of vectors are samples or units. Where samples are lanes, states are ``[gr
 of vectors of a group's samples: every weight is multiplied by a vector, and no lane is empty
 but for those that fill up the last group. With AVX-512 such a vector has two units, or any two rows
 that are neighbours, ``[group][step][pair][sample][2]``: twice the samples would leave half of the
-threads without work. What passes between the states and the caller's arrays, or is summed up over
-steps, does so `STEPS` at a time, while it is in the cache.
+threads without work. Steps are copied from and to the caller's arrays, and summed up, `STEPS` at a
+time, while they are in the cache.
 
 A batch that is too small for that has units as lanes, and states ``[step][sample][unit]``, as in
 the caller's arrays. A product takes 16 units of float32 at once, so a step has rows of all its
@@ -97,10 +97,10 @@ class Matrix(NamedTuple):
     tile : int
         Rows that are neighbours in a column.
     values : ndarray
-        Of a dense matrix `tile` rows after as many others, and of those column by column; the last
-        are filled up with zeros. Of a sparse one the entries.
+        A dense matrix is stored `tile` rows after as many others, each column by column; the last
+        rows are filled up with zeros. Only the entries of a sparse matrix are stored.
     indices, indptr : ndarray of int64
-        Of a sparse matrix, as in CSR; empty for a dense one.
+        Those of a sparse matrix, as in CSR; empty for a dense one.
     """
 
     is_sparse: bool
@@ -429,7 +429,7 @@ def _turn_steps_in(caller, s, first, cols, out, begin, end):
 def _clear_shorter(s, first, t, out, to, count):
     """Clear the inputs of a step of samples that do not have it.
 
-    What fills up a shorter sequence is often NaN, and 0·NaN is no 0.
+    Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
     """
     own = first * s.units
     if s.pairs:
@@ -546,7 +546,7 @@ def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
         *(w_in, x, at, w_in.block, s.jump),
         *(bias, True, s.products, 0, s.stride, s.samples),
     )
-    # What is written beyond its rows is 0·x, which may be no number.
+    # Beyond the rows of `w_in`, 0·x was written, which may be NaN.
     for b in range(s.samples):
         for i in range(w_in.rows, rows, lanes):
             store(s.products, b * s.stride + i, load(bias, i))
@@ -564,7 +564,7 @@ def _take_apart(s, gates):
     for g in range(gates):
         for b in range(s.samples):
             for i in range(0, s.units, lanes):
-                # What is written beyond the units is written again with the next sample.
+                # Lanes beyond the units are written again with the next sample.
                 v = load(s.products, b * s.stride + g * s.units + i)
                 store(s.parts, g * part + b * s.units + i, v)
 
@@ -836,7 +836,7 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
 # -- Parameters ------------------------------------------------------------------------------------
 
 # Samples of steps that are summed up at once, in the cache, and steps of a group whose lanes are
-# samples. What was summed up before them is in double precision.
+# samples. Sums of these are then added up in double precision.
 BLOCK, STEPS = 256, 32
 
 
@@ -864,11 +864,12 @@ def sum_products(
 ):
     """Add ``Σ a[t, n, i]·x[t, n, j]``, over some steps and all samples, to ``x_out[j, i]``.
 
-    The same with `h` is added to `h_out`, and ``Σ a[t, n, i]`` to ``row_sums[i]``. That is for rows
-    `i` of the gates ``a`` from `begin`, where a vector begins, to `end`. Those from `x_rows` on
-    have no sums with `x`, and those before `h_first` none with `h`; what their vectors share with
-    others is written, and means nothing. Columns of `x` are in blocks of `x_block`, which begin
-    `jump` apart. Rows of all sums are filled up to vectors. `room` begins with a tile of zeros.
+    Likewise, sums with `h` are added to `h_out`, and ``Σ a[t, n, i]`` to ``row_sums[i]``, for rows
+    `i` of the gates ``a`` from `begin`, where a vector begins, to `end`. Rows from `x_rows` on have
+    no sums with `x`, and rows before `h_first` none with `h`; where such a row shares a vector with
+    others, its sums are written, too, and mean nothing. Columns of `x` are in blocks of `x_block`,
+    which begin `jump` apart. Rows of all sums are filled up to vectors. `room` begins with a tile
+    of zeros.
     """
     lanes, stride = lane_count(x), len(row_sums)
     block = max(1, BLOCK // batch)
@@ -883,7 +884,7 @@ def sum_products(
             some = min(size, end - i)
             _take_together(gates, batch, start, count, i, some, room, together, most)
             _add_rows(room, together, terms, size, row_sums, i)
-            # Of each factor whole vectors are left out that have no sums with it.
+            # Whole vectors of rows that have no sums with a factor are left out.
             at, stop = x_at + first * x_block, min(size, -(-(x_rows - i) // lanes) * lanes)
             for j in range(0, x_cols, x_block):
                 _add_columns(room, terms, 0, stop, x, at, x_block, x_out, i + j * stride, stride)

@@ -94,7 +94,7 @@ def load(typingctx, array, index):
 def dot_two_rows(typingctx, m, start, cols, x, y, i):
     """Set ``y[i], y[i + 1]`` to the products of two rows of a dense matrix with `x`.
 
-    In vectors of 32 bytes, the last one masked. What the compiler makes of the loop falls back to
+    In vectors of 32 bytes, the last one masked. A loop that the compiler vectorises falls back to
     single elements for the last few of each row, which are most of a short one.
     """
 

@@ -93,10 +93,10 @@ class _About(NamedTuple):
 
 About = _About()
 
-# What a block of samples passes to LAPACK's routines: how many vectors, and that the matrix is not
-# transposed; and what comes back. All integers have 64 bits, which also serve as one of 32.
+# The integers that a block of samples passes to LAPACK's routines: how many vectors, and that the
+# matrix is not transposed; and the status that comes back. All have 64 bits, and serve as 32, too.
 _COUNT, _PLAIN, _INFO, ARGUMENTS = 0, 1, 2, 3
-# What the factors of a matrix are, in the table of states.
+# The states of the factors of a matrix.
 _REGULAR, _SINGULAR, _NOT_FINITE = 0, 1, 2
 # Values that are compared before it is looked whether any differ.
 _COMPARED = 32

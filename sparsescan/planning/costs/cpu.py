@@ -183,7 +183,7 @@ class Operations:
             vector, left, ops[:, Op.RIGHT], out, program.work, matrices, itemsize, batch
         )
         for k, form in program.solved.items():
-            # What this takes is no product's time.
+            # A solve is timed by itself, not as a product.
             every.counts[k] = 0
             every.bytes[k] += form.nbytes(itemsize) * (batch if batched[k] else 1)
         return every

@@ -230,7 +230,7 @@ class GpuModel:
         times = np.maximum(total, np.bincount(launch, moved[level]))
         np.maximum.at(times, launch[: len(longest)], longest)
         calls = np.bincount(launch, shares.blas[level] & alone)
-        # What many blocks have made another launch brings into range, should it be out of it.
+        # A product that many blocks share is brought into range, if need be, by another launch.
         later = np.bincount(launch, (blocks > 1) & is_product[level])
         launches = 1 + calls + (calls > 0) + (later > 0)
         times += np.bincount(launch, work.matmul) + launches * self.gpu.launch

@@ -21,8 +21,8 @@ It counts the instructions, the barriers and the bytes of all threads; and, if a
 sectors and the bank conflicts of warps.
 
 Nothing here tells how long a launch takes, nor what another order of memory than that of a CPU
-would show, beyond the races that are looked for. What a device approximates, reciprocals and powers
-of two, is exact here. Instructions that no kernel has are refused: calls, shuffles but the
+would show, beyond the races that are looked for. Reciprocals and powers of two, which a device
+approximates, are exact here. Instructions that no kernel has are refused: calls, shuffles but the
 butterfly, accesses to fewer than four bytes, other roundings than kernels have.
 """
 

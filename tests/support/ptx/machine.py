@@ -1,7 +1,7 @@
 """A multiprocessor: memory that is checked, and threads that run from barrier to barrier.
 
-All is compiled by Numba, and called by the kernels that :mod:`translate` makes. What they share is
-one table of int64, the *machine*: its slots are named here.
+All is compiled by Numba, and called by the kernels that :mod:`translate` makes. They share one
+table of int64, the *machine*: its slots are named here.
 
 A cell of the *shadow memory* stands for four bytes. It says which thread wrote them last, and which
 read them, in which block and epoch. A block's epoch ends at a barrier of all its threads, a warp's
@@ -88,7 +88,7 @@ class _Slot(NamedTuple):
     WROTE: int = 28
     DIRTY: int = 29
     CLEAN: int = 30
-    # What has been released, (block, epoch, thread, next), by address; how many, and how many fit.
+    # Releases, (block, epoch, thread, next), by address; how many there are, and how many fit.
     RELEASES: int = 31
     RELEASED: int = 32
     RELEASE_ROOM: int = 33
@@ -96,7 +96,7 @@ class _Slot(NamedTuple):
     # By block: what this one has acquired: (turn, epoch, thread, by, since).
     ACQUIRED: int = 35
     TURN: int = 36
-    # What is acquired but for a fence: how many, and a list of blocks.
+    # Blocks whose releases are acquired but for a fence: how many, and a list of them.
     PENDING_COUNT: int = 37
     PENDING: int = 38
     # Which allocation each site used last.
@@ -545,7 +545,7 @@ HELPERS = _load_function, _store_function, _atomic_function, _fence_function
 # Threads
 # ---------------------------------------------------------------------------------------------
 
-# What has become of a thread; more is the number of the barrier that it waits at, plus 1.
+# The state of a thread; more is the number of the barrier that it waits at, plus 1.
 _READY, _LEFT = -1, 0
 
 

@@ -135,7 +135,7 @@ class Mutants:
         monkeypatch.setattr(stand_in, "launch", self._launch)
 
     def _launch(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
-        # What is freed meanwhile, in a cycle of references, would be written to again.
+        # Memory that is freed meanwhile, in a cycle of references, would be written to again.
         gc.disable()
         try:
             self._launch_all(kernel, blocks, threads, *arguments)

@@ -104,7 +104,7 @@ class Together:
         self.requests += int((~shared[site[request[first]]]).sum())
         self.shared_requests += int(shared[site[request[first]]].sum())
         self.sectors += len(np.unique(np.stack([number[far], address[far] // 32]), axis=1).T)
-        # What is used is aligned, and no larger than a sector.
+        # Each access is aligned, and no larger than a sector.
         self.used.append(np.unique(address[far] // 32))
         self.of_blocks += len(self.used[-1])
         near = np.flatnonzero(shared[site])
@@ -141,7 +141,7 @@ def _count_up(counts: Any) -> Any:
 
 @dataclass
 class Traffic:
-    """What a launch did, of all threads.
+    """The work of all threads of a launch.
 
     Instructions by opcode; barriers that threads waited at; bytes that threads asked for,
     ``"global"``, ``"shared"`` and ``"local"``; how warps got them.
@@ -162,8 +162,8 @@ class Program:
         self._translation: Translation = translate(self.kernel, GUARD, mutable=mutable)
         self._code = _to_host(self._translation.ir)
         self._engine, self._function = _load(self._code)
-        # What a launch may change, if the program is a `mutable` one; and of the latest launch, how
-        # often each would make a difference, and how often threads jumped back.
+        # Changes that a launch may make, if the program is a `mutable` one; how often each would
+        # have made a difference in the latest launch, and how often threads jumped back in it.
         self.mutations = self._translation.mutations
         self.different, self.jumps = np.zeros(len(self.mutations), np.int64), 0
 

@@ -797,7 +797,7 @@ class _Translator:
         x, y, z = (self._let(f"fpext float {value} to double") for value in (a, b, c))
         product = self._let(f"fmul double {x}, {y}")  # exact
         total = self._let(f"fadd double {product}, {z}")
-        # What is lost by the sum.
+        # The part of the sum that rounding has lost.
         part = self._let(f"fsub double {total}, {product}")
         rest = self._let(f"fsub double {total}, {part}")
         rest = self._let(f"fsub double {product}, {rest}")
@@ -1024,7 +1024,7 @@ class _Translator:
             self._write(target, self._let(f"call {b} @{name}({a} {value})"), to)
         elif a == b:
             if "sat" in modes:
-                # Of a NaN 0.
+                # NaN becomes 0.
                 value = self._intrinsic(f"llvm.maxnum.{source}", a, value, "0.0")
                 value = self._intrinsic(f"llvm.minnum.{source}", a, value, "1.0")
             for mode in set(modes) - {"sat"}:
