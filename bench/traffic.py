@@ -19,6 +19,7 @@ import numpy as np
 
 import sparsescan
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
+from sparsescan.jacobians import LSTMCell
 from sparsescan.kernels.cuda.chunks import chunk_count
 
 from . import workloads
@@ -110,18 +111,40 @@ def _implicit(chunks: int, chunk: int, cupy: Any) -> Floors:
     }
 
 
-def _chunks(terms: int) -> tuple[int, int]:
+def _lstm(chunks: int, chunk: int, cupy: Any) -> Floors:
+    """Scan the implicit steps of an LSTM, of which each has two unknowns for a unit."""
+    rng, steps = np.random.default_rng(0), chunks * chunk + 1
+    cell = LSTMCell(12, HIDDEN, rng=0)
+    x = rng.standard_normal((steps, _BATCH, 12), np.float32)
+    chain = cell.linearize(x, cell.unroll(x)[:-1]).implicit()
+    grad = rng.standard_normal((_BATCH, cell.state_size), np.float32)
+    tree = Schedule.chunked(steps, chunks)
+    sparsescan.exclusive_scan(grad, chain, schedule=tree, device="cuda")
+    slopes, _ = chain.values
+    # Weights that may be other than zero: in each block, and once more to see whether others are.
+    weights, whole = cell.weight_hh.nbytes + 4 * HIDDEN, chain.values[1].nbytes
+    step, last = slopes[0].nbytes, chunks - 1
+    products = last * (cell.state_size + 2) * grad.nbytes
+    return {
+        "multiply": weights + last * chunk * step + products,
+        "carry": products + chunks * grad.nbytes,
+        "sweep": whole + (chunks * chunk - last) * (step + grad.nbytes) + chunks * grad.nbytes,
+    }
+
+
+def _chunks(terms: int, size: int = HIDDEN, states: int = 1) -> tuple[int, int]:
     """Return the chunks of the long recurrence, and the steps of each, if so given."""
-    count = chunk_count(_LONG, _BATCH, HIDDEN, _MULTIPROCESSORS, terms=terms)
+    count = chunk_count(_LONG, _BATCH, size, _MULTIPROCESSORS, terms=terms, states=states)
     return count, -(-_LONG // count)
 
 
 def _chains(quick: bool) -> list[Chain]:
     """Return the chains at full size, or as small as kernels can be told apart on."""
-    side, channels = (6, (4, 8, 16)) if quick else (8, (64, 128, 256))
+    side, channels = (6, (4, 8, 16)) if quick else (16, (64, 128, 256))
     short, long = (5, 3) if quick else (200, 5)
     chunks, chunk = (3, 4) if quick else (4, _chunks(0)[1])
     few = chunk if quick else _chunks(1)[1]
+    pairs = chunk if quick else _chunks(5, 2 * HIDDEN, 2)[1]
     wide = 32 if quick else 256
     pair = "→".join(map(str, channels))
     return [
@@ -149,6 +172,11 @@ def _chains(quick: bool) -> list[Chain]:
             f"Chunked scan of {_LONG:,} implicit steps, B={_BATCH}, H={HIDDEN}",
             f"{chunks * few:,} steps in {chunks} chunks",
             partial(_implicit, chunks, few),
+        ),
+        Chain(
+            f"Chunked scan of {_LONG:,} implicit steps of an LSTM, B={_BATCH}, H={HIDDEN}",
+            f"{chunks * pairs:,} steps in {chunks} chunks",
+            partial(_lstm, chunks, pairs),
         ),
     ]
 

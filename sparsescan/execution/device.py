@@ -137,12 +137,20 @@ class ChunkForm(NamedTuple):
     entries : int
         Values of a step that a sample has: of an implicit one its slopes.
     terms : int
-        The most slopes of a unit, of an implicit step; 0 for an explicit one.
+        The most rows of slopes of a unit, of an implicit step; 0 for an explicit one.
+    states : int
+        Unknowns of a unit: 2 for an LSTM, of which the second ones are behind all first ones.
     """
 
     size: int
     entries: int
-    terms: int
+    terms: int = 0
+    states: int = 1
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of slopes and weights, or of places of an explicit step's entries."""
+        return self.terms * self.size * (1 + self.size // self.states) or self.entries
 
 
 def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> int | None:
@@ -151,7 +159,9 @@ def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> i
     if form is None:
         return None
     processors = multiprocessor_count(load_cupy())
-    return cuda_chunks.chunk_count(len(patterns), batch, form.size, processors, terms=form.terms)
+    return cuda_chunks.chunk_count(
+        len(patterns), batch, form.size, processors, terms=form.terms, states=form.states
+    )
 
 
 def multiprocessor_count(cupy: Any) -> int:
@@ -167,21 +177,55 @@ def chunk_form(patterns: Sequence[Step], dtype: np.dtype[Any]) -> ChunkForm | No
     """Return what steps are, if all have one pattern for which there are chunked kernels.
 
     Implicit ones are those of recurrent cells: a factor that samples share, by one of which each
-    row has one entry.
+    row has one entry, or two of one unit, as those of an LSTM have.
     """
     first = patterns[0]
     rows, cols = first.shape
     if rows != cols or rows > cuda_chunks.MAX_SIZE or any(step is not first for step in patterns):
         return None
-    entries, terms = first.nnz, 0
+    form: ChunkForm | None = ChunkForm(rows, first.nnz)
     if isinstance(first, ImplicitPattern):
-        slopes = first.factors[0]
-        if len(first.factors) != 2 or not first.shared[1] or any(first.solved):
+        form = _implicit_form(first)
+    if form is None:
+        return None
+    kernels = cuda_chunks.takes(rows, dtype, terms=form.terms, states=form.states)
+    return form if kernels else None
+
+
+def _implicit_form(step: ImplicitPattern) -> ChunkForm | None:
+    """Return what an implicit step is, if it is one of a recurrent cell."""
+    if len(step.factors) != 2 or not step.shared[1] or any(step.solved) or any(step.indexed):
+        return None
+    slopes, weights = step.factors
+    size, counts = slopes.shape[1], np.diff(slopes.indptr)
+    states = int(counts.max(initial=1))
+    if counts.min(initial=1) < 1 or states > 2 or size % states:
+        return None
+    units = size // states
+    own = slopes.indices % max(units, 1)
+    first = own[slopes.indptr[:-1]]
+    if (own != np.repeat(first, counts)).any():
+        return None
+    terms = np.bincount(first, minlength=units)
+    if states == 2:
+        # All units have as many rows, and those that kernels pass over have no weights. Of dense
+        # weights they see for themselves.
+        if (terms != terms.max(initial=0)).any() or terms.max(initial=0) < 2:
             return None
-        if any(first.indexed) or (np.diff(slopes.indptr) != 1).any():
+        rows, term = rows_of(weights), _terms_of_rows(first)[weights.indices]
+        light, last = rows >= units, term == terms.max() - 1
+        own_weight = last & (rows - units == first[weights.indices])
+        if weights.kind != "dense" and np.where(light, ~own_weight, last).any():
             return None
-        entries, terms = slopes.nnz, int(np.bincount(slopes.indices).max(initial=0))
-    return ChunkForm(rows, entries, terms) if cuda_chunks.takes(rows, terms, dtype) else None
+    return ChunkForm(size, slopes.nnz, int(terms.max(initial=0)), states)
+
+
+def _terms_of_rows(units: NDArray[Any]) -> NDArray[np.int64]:
+    """Return of each row of slopes, given its unit, how many of that unit come before."""
+    rows = np.argsort(units, kind="stable")
+    ordered, terms = units[rows], np.empty(len(rows), np.int64)
+    terms[rows] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
+    return terms
 
 
 def form_of(program: Program, dtype: np.dtype[Any]) -> ChunkForm | None:
@@ -268,7 +312,7 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int, *, whole: b
         steps, size = len(program.steps), form.size
         products = (-(-steps // -(-steps // program.chunks)) - 1) * batch
         sizes += [products * (size + 1) * size * itemsize, products * size * 4]
-        sizes.append(4 * (form.terms * size * (1 + size) or form.entries))
+        sizes.append(4 * form.numbers)
     else:
         sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
         sizes += _term_bytes(program, dtype)
@@ -810,7 +854,9 @@ class _Launches:
         steps, chunks, workspace = self._program.steps, self._program.chunks, self._workspace
         size, step = form.size, steps[0]
         nnz = size * size if form.terms else form.entries
-        kernels = cuda_chunks.chunk_kernels(size, nnz, self._dtype, terms=form.terms)
+        kernels = cuda_chunks.chunk_kernels(
+            size, nnz, self._dtype, terms=form.terms, states=form.states
+        )
         assert chunks is not None
         chunk = -(-len(steps) // chunks)
         values, exponents = kernels.scratch(len(steps), self._batch, chunk)
@@ -1110,12 +1156,13 @@ def _places_of(pattern: Pattern) -> NDArray[np.int32]:
 def _terms_of(step: ImplicitPattern, form: ChunkForm) -> NDArray[np.int32]:
     """Return the numbers of slopes and weights, as :class:`.ChunkKernels` has them."""
     slopes, weights = step.factors
-    rows = np.argsort(slopes.indices, kind="stable")  # each has one slope, and the same number
-    columns = slopes.indices[rows]
-    terms = np.arange(len(rows)) - np.searchsorted(columns, columns)
+    units = form.size // form.states
+    unit = slopes.indices[slopes.indptr[:-1]] % units
+    terms, rows = _terms_of_rows(unit), rows_of(slopes)
     number_of = np.full(weights.shape, -1, np.int32)
     number_of[rows_of(weights), weights.indices] = np.arange(weights.nnz)
-    numbers = np.full((form.terms, 1 + form.size, form.size), -1, np.int32)
-    numbers[terms, 0, columns] = rows
-    numbers[terms, 1:, columns] = number_of[:, rows].T
-    return np.concatenate([numbers[:, 0].ravel(), numbers[:, 1:].ravel()])
+    slope_numbers = np.full((form.terms, form.size), -1, np.int32)
+    slope_numbers[terms[rows], slopes.indices] = np.arange(slopes.nnz)
+    weight_numbers = np.full((form.terms, form.size, units), -1, np.int32)
+    weight_numbers[terms, :, unit] = number_of.T
+    return np.concatenate([slope_numbers.ravel(), weight_numbers.ravel()])

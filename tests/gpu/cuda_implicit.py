@@ -69,11 +69,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
 
 
 class Case(NamedTuple):
-    """Steps ``J_t = W D_t``, each row of the slopes ``D_t`` with one entry, and what a scan takes.
+    """Steps ``J_t = W D_t``, each row of the slopes ``D_t`` of one unit, and what a scan takes.
 
     Attributes
     ----------
-    slopes : ndarray, shape (steps, [batch,] rows)
+    slopes : ndarray, shape (steps, [batch,] entries)
         Values of ``D_t``.
     weights : ndarray, shape (nnz,)
         Values of ``W``.
@@ -129,6 +129,37 @@ def case(
     return Case(pattern, slopes.astype(dtype), weights.astype(dtype), grad)
 
 
+def two_state_case(
+    seed: int, steps: int, batch: int | None, units: int, dtype: Any, terms: int, stored: str
+) -> Case:
+    """Return steps of units with two unknowns each, such as those of an LSTM.
+
+    The second unknown of a unit has one weight: that of the last of its unit's rows of slopes, of
+    which there are so many, in any order. The others have the first unknowns. Weights are `stored`
+    as a dense matrix, or those alone that are not zero.
+    """
+    rng = np.random.default_rng(seed)
+    lead, size, rows = () if batch is None else (batch,), 2 * units, terms * units
+    unit = rng.permutation(np.arange(rows) % units)
+    slopes_at = np.zeros((rows, size), bool)
+    weights = np.zeros((size, rows))
+    for row, u in enumerate(unit):
+        kept = rng.choice([[True, True], [True, False], [False, True]], p=[0.6, 0.2, 0.2])
+        slopes_at[row, u], slopes_at[row, units + u] = kept
+        if (unit[row + 1 :] == u).any():
+            weights[:units, row] = rng.standard_normal(units) / np.sqrt(terms * units)
+        else:
+            slopes_at[row, [u, units + u]] = True
+            weights[units + u, row] = rng.uniform(0.5, 1.5)
+    first = of_mask(slopes_at)
+    second = Pattern.dense(weights.shape) if stored == "dense" else of_mask(weights != 0)
+    values = weights.ravel() if stored == "dense" else weights[weights != 0]
+    slopes = rng.standard_normal((steps, *lead, first.nnz))
+    grad = rng.standard_normal((*lead, size)).astype(dtype)
+    pattern = ImplicitPattern([first, second], shared=[1])
+    return Case(pattern, slopes.astype(dtype), values.astype(dtype), grad)
+
+
 def with_local(given: Case, count: int, seed: int = 0) -> Case:
     rng = np.random.default_rng(seed)
     return given._replace(local=rng.standard_normal((count, *given.grad.shape)).astype(given.dtype))
@@ -157,6 +188,61 @@ def test_any_steps_in_any_chunks(ran: list[Ran], data: Any) -> None:
     for run in ran[before:]:
         assert not run.repaired
         assert run.room == gradients.size  # none within steps
+
+
+@settings(max_examples=examples(8))
+@given(st.data())
+def test_two_unknowns_for_each_unit(ran: list[Ran], data: Any) -> None:
+    """Units of any number, whole vectors of them or not, and rows in any order."""
+    steps, batch = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([None, 1, 3, 7]))
+    units, terms = data.draw(st.sampled_from([(1, 2), (2, 3), (4, 2), (5, 5), (6, 4), (11, 3)]))
+    given = two_state_case(
+        data.draw(st.integers(0, 2**32 - 1)),
+        *(steps, batch, units, data.draw(st.sampled_from(DTYPES)), terms),
+        data.draw(st.sampled_from(["dense", "kept"])),
+    )
+    assert chunk_form([given.pattern], np.dtype(given.dtype)) == (
+        *(2 * units, given.pattern.factors[0].nnz),
+        *(terms, 2),
+    )
+    inclusive = data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        given = with_local(given, steps + inclusive)
+    schedule = Schedule.chunked(steps, data.draw(st.integers(1, steps)))
+    before = len(ran)
+    gradients = given.scan(inclusive, schedule)
+    assert_within(gradients, given.expected(inclusive), given.dtype)
+    for run in ran[before:]:
+        assert not run.repaired
+        assert run.room == gradients.size
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_other_weights_in_a_dense_matrix_are_not_passed_over(ran: list[Ran], chunks: int) -> None:
+    """A second unknown with a weight of another unit or row, or a first one with the last row."""
+    given = with_local(two_state_case(3, 6, 2, 4, np.float64, 3, "dense"), 7)
+    schedule, whole = Schedule.chunked(6, chunks), given.weights.reshape(8, 12)
+    places = np.argwhere(whole == 0).tolist()
+    assert len(places) == 96 - 4 * 8 - 4
+    for row, column in places[::7]:
+        weights = whole.copy()
+        weights[row, column] = 0.7
+        other = given._replace(weights=weights.ravel())
+        assert_within(other.scan(True, schedule), other.expected(True), np.float64)
+        assert ran[-1].repaired
+    assert_within(given.scan(True, schedule), given.expected(True), np.float64)
+    assert not ran[-1].repaired
+
+
+@pytest.mark.parametrize(
+    ("units", "terms", "dtype"),
+    [(20, 5, np.float32), *slow((32, 5, np.float32), (28, 5, np.float64), (15, 8, np.float32))],
+)
+def test_sizes_of_two_unknowns(units: int, terms: int, dtype: Any) -> None:
+    given = with_local(two_state_case(1, 6, 3, units, dtype, terms, "dense"), 7)
+    assert chunk_form([given.pattern], np.dtype(dtype)) is not None
+    gradients = given.scan(True, Schedule.chunked(6, 3))
+    assert_within(gradients, given.expected(True), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,7 +305,9 @@ def test_kernels_are_chosen_by_what_steps_share(launches: list[Any]) -> None:
         limited.inclusive_scan(given.grad, chain)
 
 
-@pytest.mark.parametrize("cell", [RNNCell(3, 9, rng=0), GRUCell(3, 6, rng=0)], ids=repr)
+@pytest.mark.parametrize(
+    "cell", [RNNCell(3, 9, rng=0), GRUCell(3, 6, rng=0), LSTMCell(3, 6, rng=0)], ids=repr
+)
 def test_cells_in_the_order_of_time(ran: list[Ran], cell: Any) -> None:
     """As the scan of explicit Jacobians on the CPU."""
     assert chunk_form([cell.implicit_pattern] * 2, np.dtype(np.float32)) is not None
@@ -240,11 +328,28 @@ def test_cells_in_the_order_of_time(ran: list[Ran], cell: Any) -> None:
 
 
 def test_steps_without_kernels_of_their_own() -> None:
-    """Two slopes in a row, weights of each sample, a third factor, and sizes beyond."""
+    """Other slopes in a row, weights of each sample, a third factor, and sizes beyond."""
     dtype = np.dtype(np.float32)
     diagonal, dense = Pattern.diagonal(4), Pattern.dense((4, 4))
+    pairs, kept = np.tile(np.eye(2, dtype=bool), (2, 2)), np.array([[1, 1, 0, 0], [1, 1, 0, 0]])
+    kept = np.concatenate([kept, [[0, 0, 1, 0], [0, 0, 0, 1]]]) > 0
+    two = ImplicitPattern([of_mask(pairs), of_mask(kept)], shared=[1])
+    assert chunk_form([two] * 3, dtype) == (4, 8, 2, 2)
+    others = []
+    for place in ((2, 0), (2, 3), (3, 1), (0, 2)):
+        more = kept.copy()
+        more[place] = True
+        others.append(ImplicitPattern([of_mask(pairs), of_mask(more)], shared=[1]))
+    apart = pairs.copy()
+    apart[0] = [True, True, False, False]
+    none = pairs.copy()
+    none[0] = False
+    for slopes in (apart, none, np.ones((4, 4), bool), np.delete(pairs, 0, axis=0)):
+        weights = Pattern.dense((4, len(slopes)))
+        others.append(ImplicitPattern([of_mask(slopes), weights], shared=[1]))
     for step in (
-        LSTMCell(3, 4, rng=0).implicit_pattern,
+        *others,
+        LSTMCell(3, 33, rng=0).implicit_pattern,
         ImplicitPattern([diagonal, dense]),
         ImplicitPattern([diagonal, dense, diagonal], shared=[1]),
         ImplicitPattern([Pattern.diagonal(65), Pattern.dense((65, 65))], shared=[1]),
@@ -252,8 +357,9 @@ def test_steps_without_kernels_of_their_own() -> None:
     ):
         assert chunk_form([step] * 3, dtype) is None
     form = chunk_form([ImplicitPattern([diagonal, dense], shared=[1])] * 3, dtype)
-    assert form == (4, 4, 1)
-    assert chunk_form([GRUCell(3, 20, rng=0).implicit_pattern] * 3, dtype) == (20, 80, 4)
+    assert form == (4, 4, 1, 1)
+    assert chunk_form([GRUCell(3, 20, rng=0).implicit_pattern] * 3, dtype) == (20, 80, 4, 1)
+    assert chunk_form([LSTMCell(3, 32, rng=0).implicit_pattern] * 3, dtype) == (64, 288, 5, 2)
 
 
 def test_auto_takes_chunks_and_says_what_is_implicit(cupy: Any) -> None:
@@ -294,6 +400,30 @@ def test_entries_that_a_step_would_lose(ran: list[Ran]) -> None:
     )
     assert_within(given.scan(True, Schedule.chunked(6, 2)), given.expected(True), np.float32)
     assert ran[-1].repaired
+
+
+@pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
+def test_decay_and_growth_of_two_unknowns(ran: list[Ran], factor: float) -> None:
+    """Both halves of a column leave the band together, and come back."""
+    given = two_state_case(4, 96, 1, 5, np.float32, 4, "dense")
+    grows = np.arange(96) // 24 % 2 == 0
+    given.slopes[grows] *= np.float32(factor)
+    given.slopes[~grows] /= np.float32(factor)
+    given = given._replace(grad=given.grad * np.float32(factor**-12))
+    assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), np.float32)
+    assert not ran[-1].repaired
+
+
+@pytest.mark.parametrize("stored", ["dense", "kept"])
+def test_what_is_not_finite_of_two_unknowns(ran: list[Ran], stored: str) -> None:
+    given = two_state_case(6, 6, 2, 4, np.float64, 3, stored)
+    given.slopes[3, 1, 2] = np.inf
+    gradients = given.scan(True, Schedule.chunked(6, 3))
+    assert ran[-1].repaired
+    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
+    with np.errstate(all="ignore"):
+        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
+    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

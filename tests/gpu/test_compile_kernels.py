@@ -29,7 +29,7 @@ def find_ptxas() -> str | None:
 
 # As Numba compiles: from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "8.0", "9.0a", "10.0a", "12.0a"]
-KERNELS = 48 + 16
+KERNELS = 60 + 16
 # Blocks of kernels of levels have 256 threads: so two fit beside each other.
 REGISTERS = {"level": 128, "rescale": 128, "sweep_steps": 128}
 # The place of an entry of a dense matrix is divided by its columns, eleven times in `level` and

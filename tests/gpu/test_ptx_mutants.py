@@ -70,16 +70,12 @@ ANY_BOUND = {
     ],
     "multiply of implicit steps": [
         *3 * ["copies of `present`: one chain more computes, and stores nothing"],
-        *7
-        * [
-            "where slopes are, before it is known whether a thread has a chain: zero if it has none"
-        ],
         "the step behind the last of a chunk, which is made, and not multiplied",
         *2 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
         "the end of a row: behind it are zeros, as far as its pitch",
     ],
     "sweep of implicit steps": [
-        *4 * ["slopes behind the last of a chunk, or of no chain, which are loaded first"],
+        *3 * ["slopes behind the last of a chunk, or of no chain, which are loaded first"],
         "slopes behind the last of a chunk, which are loaded ahead",
         "whether a chain is there: one that is not has no steps",
         TURNS,

@@ -57,10 +57,13 @@ def cases() -> Iterator[tuple[str, Any, int]]:
             if name == "carry" and nnz == 58:
                 continue  # the same as for dense steps
             yield f"{name} {size} {nnz} {dtype}", getattr(chunks, name), 8
-    # Implicit steps: those of an RNN, of a GRU, and the largest.
-    for size, terms, dtype in ((20, 1, F4), (20, 4, F4), (50, 1, F8), (64, 1, F4), (28, 4, F8)):
-        chunks = chunk_kernels(size, size * size, dtype, terms=terms)
-        about = f"{size} implicit, {terms} terms, {dtype}"
+    # Implicit steps: those of an RNN, of a GRU, of an LSTM, and the largest.
+    for size, terms, states, dtype in (
+        *((20, 1, 1, F4), (20, 4, 1, F4), (50, 1, 1, F8), (64, 1, 1, F4), (28, 4, 1, F8)),
+        *((40, 5, 2, F4), (64, 5, 2, F4), (56, 5, 2, F8), (30, 8, 2, F4)),
+    ):
+        chunks = chunk_kernels(size, size * size, dtype, terms=terms, states=states)
+        about = f"{size} implicit, {terms} terms of {states}, {dtype}"
         for name in ("multiply", "sweep", "repair"):
             yield f"{name} {about}", getattr(chunks, name), 8
     for dtype, index in ((F4, I4), (F8, I8)):

@@ -26,7 +26,10 @@ is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products
 An implicit step ``J_t = Σ_k W_k D_tk`` of a recurrent cell is `terms` matrices of weights that all
 steps share, each by a diagonal matrix of slopes. Weights stay in shared memory. *multiply* makes
 each step there from its slopes, *sweep* applies one factor after the other, and no values of steps
-are written: a step is as many slopes.
+are written: a step is as many slopes. A state ``[h, c]`` of an LSTM is two unknowns for each unit,
+with a slope for each: then ``c`` has no weights but those of its own unit's last term, by which
+`multiply` makes half of the rows of a product from two entries each. Weights that are stored as a
+dense matrix may say otherwise; that raises the flag as well.
 
 Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda.tables`.
 """
@@ -81,6 +84,8 @@ _SMALL = {
 _ROWS = 4
 # Warps that sweep through implicit steps with one copy of the weights.
 _WARPS = 2 if SIMULATED else 4
+# Slopes of a unit that a thread of `sweep` keeps in registers, for several steps.
+_MOST_SLOPES = 16
 # Less than any exponent.
 _NONE = -(1 << 30)
 _WORD, _INT = np.int64(0), np.int32(0)
@@ -91,7 +96,8 @@ class _Tiles(NamedTuple):
 
     A chain has ``groups × column_groups`` threads; thread ``(g, c)`` has rows ``g, g + groups, …``
     and columns ``c·cols, c·cols + 1, …``. Each chain has `stride` threads, the last of which may be
-    idle, and each of the `parts` blocks of a chain has `width` columns.
+    idle, and each of the `parts` blocks of a chain has `width` columns. The first `dense` rows of a
+    thread meet all of a column, others may meet two entries; a step has values of `light` rows.
     """
 
     groups: int
@@ -103,11 +109,14 @@ class _Tiles(NamedTuple):
     chains: int
     threads: int
     pitch: int
+    dense: int
+    light: int
 
     @property
     def room(self) -> int:
-        """Values of shared memory for each chain: a step, row by row, and columns."""
-        return (_ROWS * self.groups + self.cols * self.column_groups) * self.pitch
+        """Values of shared memory for each chain: a step, row by row, columns, and light rows."""
+        rows = self.dense * self.groups + self.cols * self.column_groups
+        return rows * self.pitch + -(-2 * self.light // 4) * 4
 
 
 def _pitch(rows: int, vector: int) -> int:
@@ -116,11 +125,14 @@ def _pitch(rows: int, vector: int) -> int:
 
 
 @cache
-def _tiles(size: int, itemsize: int, terms: int) -> _Tiles | None:
+def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
     """Return the cheapest tiles that fit into shared memory, in as few parts as possible."""
-    vector = 16 // itemsize
+    vector, units = 16 // itemsize, size // states
     groups = -(-size // _ROWS)
     pitch = _pitch(_ROWS * groups, vector)
+    weights = _weighted(terms, states) * units * _pitch(units, vector)
+    light = size - units
+    dense = -(-units // groups) if light else _ROWS
     for parts in range(1, size + 2):
         width = -(-(size + 1) // parts)
         fitting = []
@@ -131,30 +143,49 @@ def _tiles(size: int, itemsize: int, terms: int) -> _Tiles | None:
                 continue
             stride = 32 * warps // chains
             tiles = _Tiles(
-                groups, cols, column_groups, width, parts, stride, chains, 32 * warps, pitch
+                groups,
+                cols,
+                column_groups,
+                width,
+                parts,
+                stride,
+                chains,
+                32 * warps,
+                pitch,
+                dense,
+                light,
             )
             # Registers of a thread: its part of a product, and values and places of the next step.
-            unit = 1 if size % vector else vector
+            unit = 1 if units % vector else vector
             registers = itemsize // 4 * _ROWS * cols
-            registers += -(-size * size // (unit * stride)) * (unit * itemsize // 4 + 1)
+            slot = unit * itemsize // 4 + 2 * states - 1
+            registers += -(-units * size // (unit * stride)) * slot
             registers += -(-terms * size // stride) * (itemsize // 4 + 1)
+            registers += -(-2 * light // stride) * (itemsize // 2 + 1)
             shared = chains * (tiles.room * itemsize + 4 * cols * column_groups)
             shared += tiles.threads * itemsize
             # Weights, and the slopes of a step of each chain.
-            shared += terms * (size + chains) * pitch * itemsize
+            shared += (weights + terms * chains * pitch) * itemsize
             if shared > _SHARED or registers > 104:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
-            cost = (4 * _ROWS * cols + 8 * (_ROWS + cols)) * warps / chains
+            cost = (4 * dense * cols + 8 * (dense + cols)) * warps / chains
             fitting.append((cost if warps == 1 else 1.1 * cost, warps, tiles))
         if fitting:
             return min(fitting)[-1]
     return None
 
 
-def takes(size: int, terms: int, dtype: np.dtype[Any]) -> bool:
-    """Return whether there are kernels for steps of this size, implicit ones of so many terms."""
-    return 0 < size <= MAX_SIZE and _tiles(size, dtype.itemsize, terms) is not None
+def _weighted(terms: int, states: int) -> int:
+    """Return the terms that reach any unit: of two states the last one reaches its own."""
+    return terms if states == 1 else terms - 1
+
+
+def takes(size: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1) -> bool:
+    """Return whether there are kernels for steps of this size, as :func:`chunk_kernels` has it."""
+    if not 0 < size <= MAX_SIZE or terms * states > _MOST_SLOPES:
+        return False
+    return _tiles(size, dtype.itemsize, terms, states) is not None
 
 
 class ChunkKernels(NamedTuple):
@@ -167,7 +198,7 @@ class ChunkKernels(NamedTuple):
 
     Where steps are implicit the run table has the address of their slopes, and of the weights.
     `places`, int32, are then the numbers of the slopes, ``(terms, size)``, and of the weights,
-    ``(terms, size, size)``, or -1 where there is none.
+    ``(terms, size, units)``, or -1 where there is none.
 
     Attributes
     ----------
@@ -233,14 +264,17 @@ def launches(
     return phases if chunks > 1 else phases[2:]
 
 
-def chunk_count(steps: int, batch: int, size: int, multiprocessors: int, *, terms: int = 0) -> int:
+def chunk_count(
+    steps: int, batch: int, size: int, multiprocessors: int, *, terms: int = 0, states: int = 1
+) -> int:
     """Return the number of chunks into which to cut a chain; 1 if products do not pay.
 
-    Its steps are dense, or implicit ones of so many terms.
+    Its steps are dense, or implicit ones as :func:`chunk_kernels` has them.
     """
-    tiles = _tiles(size, 4, terms)
+    tiles = _tiles(size, 4, terms, states)
     assert tiles is not None
-    padded = -(-size // 4) * 4
+    # As if rows were shorter where some are light.
+    padded = -(-size // 4) * tiles.dense
     # Cycles from one step to the next where nothing else goes on, as the code for float32 has it;
     # and of two launches.
     multiply, carry, sweep = 8 * tiles.cols * padded + 300, 4 * size + 150, 6 * size + 100
@@ -360,33 +394,68 @@ def _staging(size: int, nnz: int, dtype: np.dtype[Any], stride: int, pitch: int)
 class _Making(NamedTuple):
     """Device functions by which the `stride` threads of a chain make implicit steps.
 
-    A thread keeps the numbers of `count` slopes in an int32 array, and as many slopes.
+    A thread keeps the numbers of `count` slopes in an int32 array, and as many slopes; in two such
+    arrays where `slots` groups of its values are to go, and their weights come from; in others the
+    slopes of its `lights` values of light rows, and their weights.
     """
 
     count: int
+    slots: int
+    lights: int
+    values: int
     find: Any
+    find_slopes: Any
     fetch: Any
     deliver: Any
+    deliver_slopes: Any
     make: Any
 
 
 def _making(
-    size: int, terms: int, dtype: np.dtype[Any], stride: int, pitch: int, weights_at: int
+    size: int, terms: int, states: int, dtype: np.dtype[Any], tiles: _Tiles, weights_at: int
 ) -> _Making:
     kind, vector, zero = from_dtype(dtype), 16 // dtype.itemsize, dtype.type(0)
-    every, least_normal = terms * size, dtype.type(np.finfo(dtype).tiny)
+    stride, pitch, units = tiles.stride, tiles.pitch, size // states
+    least_normal = dtype.type(np.finfo(dtype).tiny)
+    every, weighted, weights_pitch = terms * size, _weighted(terms, states), _pitch(units, vector)
     count = max(1, -(-every // stride))
     # As `_staging` has it for dense steps.
-    unit = vector if size % vector == 0 else 1
-    units = size * size // unit
-    slots = max(1, -(-units // stride))
+    unit = vector if units % vector == 0 else 1
+    groups = units * size // unit
+    slots, lights = max(1, -(-groups // stride)), max(1, -(-2 * tiles.light // stride))
+    light_count, first_light = 2 * tiles.light, slots * unit
+    lights_at = (tiles.dense * tiles.groups + tiles.cols * tiles.column_groups) * pitch
 
     @cuda.jit(device=True)
-    def find(places, lane, numbers):
+    def find_slopes(places, lane, numbers):
         """Note which slopes a thread loads; -1 where there is none."""
         for slot in range(count):
             m = lane + slot * stride
             numbers[slot] = load(places, m, _INT) if m < every else np.int32(-1)
+
+    @cuda.jit(device=True)
+    def find(run, places, lane, offsets, sources, light_sources, light_weights):
+        """Note where the values of a thread go, and come from; return the least light weight."""
+        for slot in range(slots):
+            m = (lane + slot * stride) * unit
+            row, column = m // size, m % size
+            offsets[slot] = row * pitch + column
+            sources[slot] = row * weights_pitch + column % units
+        least = dtype.type(1)
+        address = load(run, Run.WEIGHTS, _WORD)
+        for slot in range(lights):
+            light_sources[slot], light_weights[slot] = _INT, zero
+            m = lane + slot * stride
+            if m < light_count:
+                # Two values for each unit: by its own two slopes.
+                own, state = m // 2, m % 2
+                light_sources[slot] = (terms - 1) * pitch + state * units + own
+                at = every + ((terms - 1) * size + units + own) * units + own
+                number = load(places, at, _INT)
+                if number >= 0:
+                    light_weights[slot] = load(address, np.int64(number), zero)
+                least = _smaller(least, light_weights[slot])
+        return least
 
     @cuda.jit(device=True)
     def fetch(address, numbers, slopes):
@@ -397,7 +466,7 @@ def _making(
                 slopes[slot] = load(address, np.int64(numbers[slot]), zero)
 
     @cuda.jit(device=True)
-    def deliver(pool, base, lane, slopes, least_weight):
+    def deliver_slopes(pool, base, lane, slopes, least_weight):
         """Store them to shared memory; return whether a weight may make one no normal number."""
         lost = False
         for slot in range(count):
@@ -409,18 +478,19 @@ def _making(
         return lost
 
     @cuda.jit(device=True)
-    def make(pool, base, lane, offsets, staged):
+    def make(pool, base, lane, sources, light_sources, light_weights, staged):
         """Make the values of a thread of a step whose slopes begin at `base`."""
         some_weights = cuda.local.array(vector, kind)
         some_slopes = cuda.local.array(vector, kind)
         for slot in range(slots):
-            if (slot + 1) * stride <= units or lane + slot * stride < units:
-                place = np.int64(offsets[slot])
+            m = lane + slot * stride
+            if (slot + 1) * stride <= groups or m < groups:
+                source, column = np.int64(sources[slot]), m * unit % size
                 for v in range(unit):
                     staged[slot * unit + v] = zero
-                for k in range(terms):
-                    weight_at = weights_at + k * size * pitch + place
-                    slope_at = base + k * pitch + place % pitch
+                for k in range(weighted):
+                    weight_at = weights_at + k * units * weights_pitch + source
+                    slope_at = base + k * pitch + column
                     if unit > 1:
                         read_vector(some_weights, 0, pool, weight_at)
                         read_vector(some_slopes, 0, pool, slope_at)
@@ -429,23 +499,58 @@ def _making(
                         some_slopes[0] = get(pool, slope_at)
                     for v in range(unit):
                         staged[slot * unit + v] += some_weights[v] * some_slopes[v]
+        if light_count > 0:
+            for slot in range(lights):
+                slope = get(pool, base + np.int64(light_sources[slot]))
+                staged[first_light + slot] = light_weights[slot] * slope
 
-    return _Making(count, find, fetch, deliver, make)
+    @cuda.jit(device=True)
+    def deliver(pool, base, lane, offsets, staged):
+        """Store them to the step that begins at `base`."""
+        for slot in range(slots):
+            if lane + slot * stride < groups:
+                if unit > 1:
+                    write_vector(pool, base + offsets[slot], staged, slot * unit)
+                else:
+                    put(pool, base + offsets[slot], staged[slot])
+        if light_count > 0:
+            for slot in range(lights):
+                m = lane + slot * stride
+                if m < light_count:
+                    put(pool, base + lights_at + m, staged[first_light + slot])
+
+    values = slots * unit + (lights if light_count else 0)
+    return _Making(
+        count,
+        slots,
+        lights,
+        values,
+        find,
+        find_slopes,
+        fetch,
+        deliver,
+        deliver_slopes,
+        make,
+    )
 
 
-def _weights(size: int, terms: int, dtype: np.dtype[Any], threads: int, pitch: int) -> Any:
+def _weights(size: int, terms: int, states: int, dtype: np.dtype[Any], threads: int) -> Any:
     zero, one = dtype.type(0), dtype.type(1)
+    units = size // states
+    pitch, weighted = _pitch(units, 16 // dtype.itemsize), _weighted(terms, states)
 
     @cuda.jit(device=True)
     def place_weights(run, places, pool, base, thread):
         """Copy the weights to shared memory, zeros elsewhere; return the least of a thread."""
         address = load(run, Run.WEIGHTS, _WORD)
         least = one
-        for m in range(thread, terms * size * pitch, threads):
+        for m in range(thread, weighted * units * pitch, threads):
             row, column = m // pitch, m % pitch
             weight = zero
-            if column < size:
-                number = load(places, terms * size + row * size + column, _INT)
+            if column < units:
+                # Rows of each term: those of both states.
+                row += row // units * (size - units)
+                number = load(places, terms * size + row * units + column, _INT)
                 if number >= 0:
                     weight = load(address, np.int64(number), zero)
             put(pool, base + m, weight)
@@ -456,24 +561,38 @@ def _weights(size: int, terms: int, dtype: np.dtype[Any], threads: int, pitch: i
 
 
 @cache
-def chunk_kernels(size: int, nnz: int, dtype: np.dtype[Any], *, terms: int = 0) -> ChunkKernels:
+def chunk_kernels(
+    size: int, nnz: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1
+) -> ChunkKernels:
     """Return the kernels for ``(size, size)`` steps with `nnz` values each, dense if all are.
 
-    Implicit ones of so many terms count as dense.
+    Parameters
+    ----------
+    size, nnz : int
+        Rows, and values; of implicit steps ``size²``.
+    dtype : dtype
+        float32 or float64.
+    terms : int, default 0
+        Rows of slopes for each unit, if steps are implicit.
+    states : int, default 1
+        Unknowns of a unit, of implicit steps: of two the second ones are behind all first ones, and
+        of the weights each of them has one, that of the last term of its own unit.
     """
-    tiles = _tiles(size, dtype.itemsize, terms)
+    tiles = _tiles(size, dtype.itemsize, terms, states)
     assert tiles is not None
     threads, chains = (32, 32 // size) if size <= 32 else (128, 1)
-    multiply = _multiply(size, nnz, dtype, tiles, terms)
+    multiply = _multiply(size, nnz, dtype, tiles, terms, states)
     carry = _carry(size, dtype, threads)
     if terms == 0:
         sweep, repair = _sweeps(size, nnz, dtype, threads, chains)
         return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, threads, chains)
+    units = size // states
+    team, chains = (32, 32 // units) if units <= 32 else (128, 1)
     # Warps that share the weights do not wait for each other.
-    warps = _WARPS if size <= 32 else 1
-    sweep, repair = _implicit_sweeps(size, terms, dtype, warps * threads, chains)
+    warps = _WARPS if units <= 32 else 1
+    sweep, repair = _implicit_sweeps(size, terms, states, dtype, warps * team, chains)
     return ChunkKernels(
-        size, multiply, carry, sweep, repair, tiles, threads, warps * threads, warps * chains
+        size, multiply, carry, sweep, repair, tiles, threads, warps * team, warps * chains
     )
 
 
@@ -484,7 +603,9 @@ def _smaller(a, b):
     return b if b < a and b > 0 else a
 
 
-def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int) -> Any:
+def _multiply(
+    size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int, states: int
+) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
     low, high, aim = _BANDS[dtype]
     low, high = real(low), real(high)
@@ -492,12 +613,16 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
     normal, negligible = (int(limit) for limit in BAND[dtype][6:])
     most = 100 if dtype.itemsize == 4 else 900
     vector = 16 // dtype.itemsize
-    groups, cols, column_groups, width, parts, stride, chains, threads, pitch = tiles
-    warp = threads == 32
-    room, matrix_size = tiles.room, _ROWS * groups * pitch
+    groups, cols, column_groups, width, parts, stride, chains, threads, pitch, dense, light = tiles
+    warp, units = threads == 32, size // states
+    room, matrix_size = tiles.room, dense * groups * pitch
     tile_size, left_size = _ROWS * cols, _ROWS * vector
+    # Rows of a thread from which on some are light, and where the values of those are.
+    first_light = units // groups if light else _ROWS
+    lights_at = matrix_size + cols * column_groups * pitch
     # Behind the chains are weights, and the slopes of a step of each chain.
-    weights_at, slopes_at = chains * room, chains * room + terms * size * pitch
+    weights_at = chains * room
+    slopes_at = weights_at + _weighted(terms, states) * units * _pitch(units, vector)
     pool_size = slopes_at + chains * terms * pitch
     right_size, span = cols * vector, cols * column_groups
     powers_size = chains * span
@@ -506,13 +631,15 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
     local_part, rest = divmod(size, width)
     local_group, local_column = divmod(rest, cols)
     staging = _staging(size, nnz, dtype, stride, pitch)
-    slots, stage_size = staging.slots, staging.values
-    find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    making = _making(size, terms, states, dtype, tiles, weights_at)
     implicit = terms > 0
-    making = _making(size, terms, dtype, stride, pitch, weights_at)
-    slope_count, make = making.count, making.make
-    find_slopes, fetch_slopes, deliver_slopes = making.find, making.fetch, making.deliver
-    place_weights = _weights(size, terms, dtype, threads, pitch)
+    slots = making.slots if implicit else staging.slots
+    stage_size = making.values if implicit else staging.values
+    find, fetch, deliver = staging.find, staging.fetch, staging.deliver
+    slope_count, make, lights = making.count, making.make, making.lights
+    find_values, find_slopes, fetch_slopes = making.find, making.find_slopes, making.fetch
+    deliver_values, deliver_slopes = making.deliver, making.deliver_slopes
+    place_weights = _weights(size, terms, states, dtype, threads)
     none, infinity = np.int32(_NONE), real(np.inf)
 
     @cuda.jit
@@ -527,6 +654,9 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
         added = cuda.local.array(_ROWS, kind)
         staged = cuda.local.array(stage_size, kind)
         offsets = cuda.local.array(slots, int32)
+        sources = cuda.local.array(slots, int32)
+        light_sources = cuda.local.array(lights, int32)
+        light_weights = cuda.local.array(lights, kind)
         slopes = cuda.local.array(slope_count, kind)
         numbers = cuda.local.array(slope_count, int32)
         thread, block = thread_index(), block_index()
@@ -553,16 +683,22 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
         for m in range(stage_size):
             staged[m] = zero
         if implicit:
-            put(leasts, thread, place_weights(run, places, pool, weights_at, thread))
+            least_weight = place_weights(run, places, pool, weights_at, thread)
         if present:
-            find(places, lane, offsets)
             if implicit:
+                least = find_values(
+                    run, places, lane, offsets, sources, light_sources, light_weights
+                )
+                least_weight = _smaller(least_weight, least)
                 find_slopes(places, lane, numbers)
                 fetch_slopes(ahead, numbers, slopes)
             else:
+                find(places, lane, offsets)
                 fetch(ahead, lane, staged, 0)
             for m in range(lane, room, stride):
                 put(pool, base + m, zero)
+        if implicit:
+            put(leasts, thread, least_weight)
         barrier(warp)
         if implicit:
             # The slopes of a step are stored while the one before is multiplied, and those of the
@@ -573,7 +709,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
                 lost = deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
             barrier(warp)
             if present:
-                make(pool, own_slopes, lane, offsets, staged)
+                make(pool, own_slopes, lane, sources, light_sources, light_weights, staged)
                 ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
                 if chunk > 1:
                     fetch_slopes(ahead, numbers, slopes)
@@ -584,7 +720,10 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
                 if chunk > 2:
                     fetch_slopes(ahead, numbers, slopes)
         if present:
-            deliver(pool, base, lane, offsets, staged, 0)
+            if implicit:
+                deliver_values(pool, base, lane, offsets, staged)
+            else:
+                deliver(pool, base, lane, offsets, staged, 0)
             for c in range(lane, span, stride):
                 put(powers, group * span + c, _INT)
                 if c < width and part * width + c < size:
@@ -596,7 +735,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
         for step in range(first, first + chunk):
             more = present and step + 1 < first + chunk
             if more and implicit:
-                make(pool, own_slopes, lane, offsets, staged)
+                make(pool, own_slopes, lane, sources, light_sources, light_weights, staged)
             elif more:
                 fetch(ahead, lane, staged, 0)
                 ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
@@ -613,7 +752,7 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
                     tile[m] = zero
                 k = 0
                 while k < padded:
-                    for r in range(_ROWS):
+                    for r in range(dense):
                         read_vector(left, r * vector, pool, rows_at + r * groups * pitch + k)
                     for n in range(cols):
                         read_vector(right, n * vector, pool, columns_at + n * pitch + k)
@@ -622,10 +761,20 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
                     n = 0
                     while n < cols:
                         for v in range(vector):
-                            for r in range(_ROWS):
+                            for r in range(dense):
                                 tile[n * _ROWS + r] += left[r * vector + v] * right[n * vector + v]
                         n += 1
                     k += vector
+                if light > 0:
+                    for r in range(first_light, _ROWS):
+                        own = row + r * groups - units
+                        if 0 <= own < light:
+                            for state in range(2):
+                                value = get(pool, base + lights_at + 2 * own + state)
+                                entry_at = columns_at + state * units + own
+                                for n in range(cols):
+                                    entry = get(pool, entry_at + n * pitch)
+                                    tile[n * _ROWS + r] += value * entry
                 for r in range(_ROWS):
                     tile[local_column * _ROWS + r] += added[r]
                 for n in range(cols):
@@ -692,9 +841,11 @@ def _multiply(size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: i
                 for n in range(cols):
                     for r in range(_ROWS):
                         put(pool, columns_at + n * pitch + row + r * groups, tile[n * _ROWS + r])
-            if present:
+            if present and not implicit:
                 deliver(pool, base, lane, offsets, staged, 0)
-                if implicit and step + 2 < first + chunk:
+            if present and implicit:
+                deliver_values(pool, base, lane, offsets, staged)
+                if step + 2 < first + chunk:
                     lost = lost | deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
                     ahead = _jacobian_after(run, stacks, ahead, step + 3, steps, sample)
                     if step + 3 < first + chunk:
@@ -976,28 +1127,43 @@ def _sweeps(
 
 
 def _implicit_sweeps(
-    size: int, terms: int, dtype: np.dtype[Any], threads: int, chains: int
+    size: int, terms: int, states: int, dtype: np.dtype[Any], threads: int, chains: int
 ) -> tuple[Any, Any]:
     """Return `sweep` and `repair` for implicit steps; a warp, or the block, has so many chains."""
     kind, zero = from_dtype(dtype), dtype.type(0)
-    vector, warp = 16 // dtype.itemsize, size <= 32
+    vector, units, weighted = 16 // dtype.itemsize, size // states, _weighted(terms, states)
+    warp = units <= 32
     team = 32 if warp else threads
-    padded, pitch = -(-size // vector) * vector, _pitch(size, vector)
-    stride, every = team // chains, threads // team * chains
+    padded, pitch = -(-units // vector) * vector, _pitch(units, vector)
+    stride, every, slopes = team // chains, threads // team * chains, terms * states
     # Behind the weights are two places for what a chain multiplies them by, used by turns.
-    vectors_at, room = terms * size * pitch, terms * pitch
+    vectors_at, room = weighted * units * pitch, terms * pitch
     pool_size = vectors_at + 2 * every * room
-    place_weights = _weights(size, terms, dtype, threads, pitch)
-    most_ahead = min(max(16 // (terms * dtype.itemsize // 4), 1), 8)
+    place_weights = _weights(size, terms, states, dtype, threads)
+    most_ahead = min(max(16 // (slopes * dtype.itemsize // 4), 1), 8)
+
+    @cuda.jit(device=True)
+    def expected(run, places, thread):
+        """Return whether those weights that `sweep` passes over are all zero."""
+        address, right = load(run, Run.WEIGHTS, _WORD), True
+        for m in range(thread, terms * size * units, threads):
+            row, column = m // units, m % units
+            k, row = row // size, row % size
+            number = load(places, terms * size + m, _INT)
+            passed_over = k >= weighted if row < units else k < weighted or row - units != column
+            if passed_over and number >= 0:
+                right = right & (load(address, np.int64(number), zero) == zero)
+        return right
 
     def walk(linear: bool) -> Any:
         """Make the gradients after `first`, up to that after step ``last - 1``.
 
-        The linear scan passes over weights that are not there: 0·∞ is not 0.
+        The linear scan passes over slopes and weights that are not there: 0·∞ is not 0. It reads
+        all others.
         """
         # Steps whose slopes are loaded ahead.
         depth = 1 if linear else most_ahead
-        ring_size = depth * terms
+        ring_size, added_size = depth * slopes, depth * states
 
         @cuda.jit(device=True)
         def matvecs(run, places, steps, batch, first, last, count, sample, group, lane):
@@ -1006,43 +1172,60 @@ def _implicit_sweeps(
             right = cuda.local.array(vector, kind)
             sums = cuda.local.array(vector, kind)
             ring = cuda.local.array(ring_size, kind)
-            added = cuda.local.array(depth, kind)
-            numbers = cuda.local.array(terms, int32)
+            added = cuda.local.array(added_size, kind)
+            entries = cuda.local.array(states, kind)
+            own = cuda.local.array(terms, kind)
+            numbers = cuda.local.array(slopes, int32)
             masks = cuda.local.array(terms, int64)
-            busy = first < last and lane < size
+            busy = first < last and lane < units
             thread = thread_index()
             place_weights(run, places, pool, 0, thread)
             for m in range(thread, 2 * every * room, threads):
                 put(pool, vectors_at + m, zero)
             out = load(run, Run.OUT, _WORD)
             stacks = _stacks(run, sample)
-            ahead, local, entry = np.int64(0), np.int64(0), zero
+            ahead, local = np.int64(0), np.int64(0)
             place = (first * batch + sample) * size + lane
+            weight, weights_at = zero, load(run, Run.WEIGHTS, _WORD)
+            for m in range(slopes):
+                numbers[m] = np.int32(-1)
             for k in range(terms):
-                numbers[k] = np.int32(-1)
                 masks[k] = np.int64(0)
+            for state in range(states):
+                entries[state] = zero
             if busy:
-                entry = load(out, place, zero)
                 ahead = jacobian_at(run, first, sample)
                 local = local_at(run, first + 1)
-                for k in range(terms):
-                    numbers[k] = load(places, k * size + lane, _INT)
-                    if linear:
-                        for j in range(size):
-                            weight_at = terms * size + (k * size + lane) * size + j
+                for state in range(states):
+                    entries[state] = load(out, place + state * units, zero)
+                    for k in range(terms):
+                        number = load(places, k * size + state * units + lane, _INT)
+                        numbers[k * states + state] = number
+                if linear:
+                    for k in range(weighted):
+                        for j in range(units):
+                            weight_at = terms * size + (k * size + lane) * units + j
                             if load(places, weight_at, _INT) >= 0:
                                 masks[k] |= np.int64(1) << j
+                elif states > 1:
+                    row = (terms - 1) * size + units + lane
+                    number = load(places, terms * size + row * units + lane, _INT)
+                    if number >= 0:
+                        weight = load(weights_at, np.int64(number), zero)
             for d in range(depth):
-                added[d] = zero
-                for k in range(terms):
-                    ring[d * terms + k] = zero
+                for state in range(states):
+                    added[d * states + state] = zero
+                for m in range(slopes):
+                    ring[d * slopes + m] = zero
                 if busy and first + d < last:
-                    for k in range(terms):
-                        if numbers[k] >= 0:
-                            ring[d * terms + k] = load(ahead, np.int64(numbers[k]), zero)
+                    for m in range(slopes):
+                        if numbers[m] >= 0:
+                            ring[d * slopes + m] = load(ahead, np.int64(numbers[m]), zero)
                     ahead = _jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
                     if local != 0:
-                        added[d] = load(local, sample * size + lane, zero)
+                        for state in range(states):
+                            at = sample * size + state * units + lane
+                            added[d * states + state] = load(local, at, zero)
                     local = _local_after(run, stacks, local, first + d + 2, steps)
             cuda.syncthreads()
             now = vectors_at + 2 * group * room
@@ -1054,36 +1237,59 @@ def _implicit_sweeps(
                     step = first + start + d
                     if busy and step < last:
                         for k in range(terms):
-                            put(pool, now + k * pitch + lane, ring[d * terms + k] * entry)
+                            own[k] = zero
+                            for state in range(states):
+                                m = k * states + state
+                                if not linear or states == 1 or numbers[m] >= 0:
+                                    own[k] += ring[d * slopes + m] * entries[state]
+                            if linear or k < weighted:
+                                put(pool, now + k * pitch + lane, own[k])
                     barrier(warp)
                     if busy and step < last:
-                        entry = added[d]
+                        for state in range(states):
+                            entries[state] = added[d * states + state]
                         if step + depth < last:
-                            for k in range(terms):
-                                if numbers[k] >= 0:
-                                    ring[d * terms + k] = load(ahead, np.int64(numbers[k]), zero)
+                            for m in range(slopes):
+                                if numbers[m] >= 0:
+                                    ring[d * slopes + m] = load(ahead, np.int64(numbers[m]), zero)
                             ahead = _jacobian_after(
                                 run, stacks, ahead, step + depth + 1, steps, sample
                             )
-                            added[d] = zero
-                            if local != 0:
-                                added[d] = load(local, sample * size + lane, zero)
+                            for state in range(states):
+                                added[d * states + state] = zero
+                                if local != 0:
+                                    at = sample * size + state * units + lane
+                                    added[d * states + state] = load(local, at, zero)
                             local = _local_after(run, stacks, local, step + depth + 2, steps)
                         for v in range(vector):
                             sums[v] = zero
-                        for k in range(terms):
+                        for k in range(weighted):
                             for j in range(0, padded, vector):
-                                read_vector(left, 0, pool, (k * size + lane) * pitch + j)
+                                read_vector(left, 0, pool, (k * units + lane) * pitch + j)
                                 read_vector(right, 0, pool, now + k * pitch + j)
                                 for v in range(vector):
                                     if not linear or (masks[k] >> j + v) & 1:
                                         sums[v] += left[v] * right[v]
                         if vector == 4:
-                            entry += sums[2] + sums[3]
-                        entry += sums[0] + sums[1]
+                            entries[0] += sums[2] + sums[3]
+                        entries[0] += sums[0] + sums[1]
+                        if states > 1 and linear:
+                            for state in range(states):
+                                for k in range(terms):
+                                    for j in range(units if state > 0 or k >= weighted else 0):
+                                        row = k * size + state * units + lane
+                                        at = terms * size + row * units + j
+                                        number = load(places, at, _INT)
+                                        if number >= 0:
+                                            weight = load(weights_at, np.int64(number), zero)
+                                            term = get(pool, now + k * pitch + j)
+                                            entries[state] += weight * term
+                        elif states > 1:
+                            entries[states - 1] += weight * own[terms - 1]
                         place += batch * size
-                        store(out, place, entry, zero)
-                        poison += entry * zero
+                        for state in range(states):
+                            store(out, place + state * units, entries[state], zero)
+                            poison += entries[state] * zero
                         now, then = then, now
             if poison != zero:
                 store(run, Run.FLAG, np.int64(1), _WORD)
@@ -1109,6 +1315,8 @@ def _implicit_sweeps(
             # The first gradient of the next chunk is there, and behind the last are no steps.
             first = c * chunk
             last = first + chunk - 1 if c < chunks - 1 else steps
+        if states > 1 and block_index() == 0 and not expected(run, places, thread_index()):
+            store(run, Run.FLAG, np.int64(1), _WORD)
         walk_chunk(run, places, steps, batch, first, last, chunk, sample, group, lane)
 
     @cuda.jit
