@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,7 @@ from sparsescan.strategies.recurrent import graph_of
 from sparsescan.strategies.scan.costs import parts_of
 from sparsescan.strategies.times import Times
 
+ROOT = Path(__file__).parents[2]
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
 BUILT_IN = ("lenet5", "alexnet", "vgg11", "resnet-110", "inception-v3", "rnn:50", "gru:20")
 SOME = ["lenet5", "alexnet", "rnn:50", *slow("vgg11", "resnet-110", "inception-v3", "gru:20")]
@@ -522,6 +525,37 @@ def test_presets_are_loaded_by_name(name: str, tmp_path: Any) -> None:
     assert within.inverse_bandwidth < machine.network.inverse_bandwidth
     assert PRESETS[name][1]
     assert load_machine(save_machine(machine, tmp_path / "machine.json")) == machine
+
+
+def test_the_documented_machines_are_those_of_the_code() -> None:
+    """The table of the page, its sources, and what it says of all machines."""
+    page = (ROOT / "docs" / "how" / "strategies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == list(PRESETS)
+    rounds = re.search(r"takes ([\d,]+) ns within a node and ([\d,]+) ns between", page)
+    beside = re.search(r"A layer takes ([\d,]+) ns", page)
+    assert rounds is not None
+    assert beside is not None
+    latencies = [float(text.replace(",", "")) for text in rounds.groups()]
+    for name, cells in rows:
+        machine, source = PRESETS[name]
+        within = machine.within
+        assert within is not None
+        numbers = [float(re.sub(r"[^\d.]", "", cell)) for cell in cells.split("|")]
+        assert numbers == pytest.approx(
+            [
+                # Operations of a nanosecond are 10⁹ a second.
+                2 * machine.multiply_adds / 1e3,
+                machine.memory / 2**30,
+                machine.bandwidth,
+                machine.node,
+                1 / within.inverse_bandwidth,
+                1 / machine.network.inverse_bandwidth,
+            ]
+        )
+        assert [within.latency, machine.network.latency] == latencies
+        assert machine.overhead == float(beside.group(1).replace(",", ""))
+        assert f"- `{name}`: {source}." in page
 
 
 def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:
