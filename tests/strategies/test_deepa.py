@@ -28,7 +28,16 @@ from sampling import examples
 from sparsescan import InputError
 from sparsescan.parallel.network import Network
 from sparsescan.planning.elimination import minimise
-from sparsescan.strategies import Graph, Layer, Machine
+from sparsescan.strategies import (
+    BatchParallel,
+    DomainParallel,
+    Graph,
+    Integrated,
+    Layer,
+    Machine,
+    ModelParallel,
+    compare,
+)
 from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.exchanges import Redistribution, blocks, intersection, volume
 from sparsescan.strategies.per_layer.configurations import (
@@ -171,10 +180,15 @@ def test_there_are_as_many_configurations_as_factorisations():
 # -------------------------------------------------------------------------------------------------
 
 
-def machine(rng):
-    """Return a machine on which now transfers, now arithmetic is dear."""
-    network = Network("random", 10 ** rng.uniform(0, 4), 10 ** rng.uniform(-2, 2), 0.0, 0.0)
-    return Machine(multiply_adds=10 ** rng.uniform(-1, 2), overhead=100.0, network=network)
+def machine(rng, overlap=False):
+    """Return a machine on which now transfers, now arithmetic is dear, at times with nodes."""
+    network, within = (
+        Network("random", 10 ** rng.uniform(0, 4), 10 ** rng.uniform(-2, 2), 0.0, 0.0)
+        for _ in range(2)
+    )
+    levels = {"node": int(rng.integers(2, 7)), "within": within} if rng.random() < 0.5 else {}
+    adds = 10 ** rng.uniform(-1, 2)
+    return Machine(multiply_adds=adds, overhead=100.0, network=network, overlap=overlap, **levels)
 
 
 def all_choices(graph, workers, batch):
@@ -241,6 +255,34 @@ def test_nothing_is_lost_by_leaving_out_what_costs_too_much(seed, kind, workers)
             assert (edges[-1][2] >= least * (1 - 1e-12)).all()
     total = optimise(graph, costs, workers, batch)[1] - costs.machine.collective("gather", workers)
     assert total == pytest.approx(minimise(nodes, edges)[1], rel=1e-9)
+
+
+@settings(max_examples=examples(15))
+@given(SEEDS, st.sampled_from([2, 3, 4, 6, 8, 12, 16, 24, 36, 60]), st.booleans())
+def test_nothing_that_it_contains_costs_less(seed, workers, overlap):
+    """Rows of a table, and each grid of integrated parallelism by itself."""
+    rng = np.random.default_rng(seed)
+    graph, worker = random_graph(rng), machine(rng, overlap)
+    batch = int(rng.integers(1, 80))
+    best = PerLayer().predict(graph, worker, workers, batch).total
+    rows = [BatchParallel(), ModelParallel(), DomainParallel(), Integrated()]
+    grids = [(k, workers // k) for k in range(1, workers + 1) if workers % k == 0]
+    others = compare(graph, worker, workers, batch, [*rows, *map(Integrated, grids)]).predictions
+    assert [one.strategy for one in others if one.total * (1 + 1e-9) < best] == []
+
+
+def test_latency_is_that_of_nodes():
+    """Nodes of six: as many copies of parameters have no message between nodes, eight have."""
+    network, within = (Network("", latency, 0.0, 0.0, 0.0) for latency in (1e6, 1e3))
+    worker = Machine(multiply_adds=0.1, network=network, within=within, node=6, overhead=0.0)
+    builder = Builder("narrow", (64,))
+    builder.linear(64)
+    graph = with_loss(builder.graph())
+    plans = [[(1, 1, 1, 1), (n, 1, 1, 1), (n, 1, 1, 1)] for n in (1, 2, 3, 4, 6, 8, 12, 24)]
+    costs = [PerLayer(plan).predict(graph, worker, 24, 24).total for plan in plans]
+    chosen, _ = optimise(graph, LayerCosts(worker), 24, 24, [(1, 1, 1, 1), *[(24, 1, 1, 1)] * 2])
+    assert chosen[1] == (6, 1, 1, 1)
+    assert np.argmin(costs) == 4
 
 
 def test_cells_that_share_parameters_have_one_configuration():

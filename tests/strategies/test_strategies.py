@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,7 @@ from sparsescan.strategies.recurrent import graph_of
 from sparsescan.strategies.scan.costs import parts_of
 from sparsescan.strategies.times import Times
 
+ROOT = Path(__file__).parents[2]
 NETWORK = Network("test", 100.0, 0.5, 0.5, 10.0)
 BUILT_IN = ("lenet5", "alexnet", "vgg11", "resnet-110", "inception-v3", "rnn:50", "gru:20")
 SOME = ["lenet5", "alexnet", "rnn:50", *slow("vgg11", "resnet-110", "inception-v3", "gru:20")]
@@ -294,14 +297,34 @@ def test_long_networks_take_linear_time(workers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers"), [("inception-v3", 10_000), ("alexnet", 100_000)])
-def test_many_workers_take_seconds(name: str, workers: int) -> None:
-    """And per layer is still no slower than what it contains."""
+@pytest.mark.parametrize(
+    ("name", "workers", "machine", "overlap"),
+    [
+        ("inception-v3", 10_000, None, False),
+        ("inception-v3", 98_280, "h100", False),
+        ("inception-v3", 98_280, "h100", True),
+        ("resnet-110", 83_160, "p100", True),
+        ("rnn:1000", 83_160, "v100", True),
+        ("alexnet", 100_000, None, False),
+    ],
+)
+def test_many_workers_take_seconds(
+    name: str, workers: int, machine: str | None, overlap: bool
+) -> None:
+    """Of 98,280 and 83,160 most numbers are multiples, and a plan may use any of them.
+
+    Half a minute is what a user waits; a core that others share takes up to twice as long.
+    """
+    worker = Machine() if machine is None else load_machine(machine)
     start = time.process_time()
-    comparison = compare(build(name), Machine(), workers, 256)
-    assert time.process_time() - start < 30
-    totals = {one.strategy: one.total for one in comparison.predictions}
-    assert totals["per layer"] <= min(totals.get(row, np.inf) for row in ("batch", "integrated"))
+    comparison = compare(build(name), replace(worker, overlap=overlap), workers, 256)
+    assert time.process_time() - start < 60
+    best = next(one for one in comparison.predictions if one.strategy == "per layer")
+    assert all(
+        best.total <= one.total * (1 + 1e-9)
+        for one in comparison.predictions
+        if one.strategy in ("batch", "model", "domain", "integrated")
+    )
 
 
 def test_a_pipeline_of_too_many_places_is_refused() -> None:
@@ -362,15 +385,18 @@ def test_equal_plans_cost_and_need_the_same_in_every_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("preset", [None, "h100"])
 @pytest.mark.parametrize("name", [*SOME, *slow("vgg16")])
 @pytest.mark.parametrize("workers", [6, *slow(2, 16, 64)])
-def test_no_plan_that_per_layer_contains_is_better(name: str, workers: int, overlap: bool) -> None:
-    """Where steps overlap they are no sums over layers, so that the best is found but nearly."""
-    graph, machine, slack = build(name), Machine(overlap=overlap), 1.02 if overlap else 1 + 1e-9
+def test_no_plan_that_per_layer_contains_is_better(
+    name: str, workers: int, preset: str | None, overlap: bool
+) -> None:
+    machine = replace(Machine() if preset is None else load_machine(preset), overlap=overlap)
+    graph = build(name)
     best = PerLayer().predict(graph, machine, workers, 64).total
     rows = [BatchParallel(), ModelParallel(), DomainParallel(), Integrated()]
     others = compare(graph, machine, workers, 64, rows).predictions
-    assert all(best <= other.total * slack for other in others)
+    assert all(best <= other.total * (1 + 1e-9) for other in others)
 
 
 def test_as_many_parts_as_there_are_samples() -> None:
@@ -499,6 +525,37 @@ def test_presets_are_loaded_by_name(name: str, tmp_path: Any) -> None:
     assert within.inverse_bandwidth < machine.network.inverse_bandwidth
     assert PRESETS[name][1]
     assert load_machine(save_machine(machine, tmp_path / "machine.json")) == machine
+
+
+def test_the_documented_machines_are_those_of_the_code() -> None:
+    """The table of the page, its sources, and what it says of all machines."""
+    page = (ROOT / "docs" / "how" / "strategies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE)
+    assert [name for name, _ in rows] == list(PRESETS)
+    rounds = re.search(r"takes ([\d,]+) ns within a node and ([\d,]+) ns between", page)
+    beside = re.search(r"A layer takes ([\d,]+) ns", page)
+    assert rounds is not None
+    assert beside is not None
+    latencies = [float(text.replace(",", "")) for text in rounds.groups()]
+    for name, cells in rows:
+        machine, source = PRESETS[name]
+        within = machine.within
+        assert within is not None
+        numbers = [float(re.sub(r"[^\d.]", "", cell)) for cell in cells.split("|")]
+        assert numbers == pytest.approx(
+            [
+                # Operations of a nanosecond are 10⁹ a second.
+                2 * machine.multiply_adds / 1e3,
+                machine.memory / 2**30,
+                machine.bandwidth,
+                machine.node,
+                1 / within.inverse_bandwidth,
+                1 / machine.network.inverse_bandwidth,
+            ]
+        )
+        assert [within.latency, machine.network.latency] == latencies
+        assert machine.overhead == float(beside.group(1).replace(",", ""))
+        assert f"- `{name}`: {source}." in page
 
 
 def test_workers_of_one_node_do_not_use_the_network_between_nodes() -> None:

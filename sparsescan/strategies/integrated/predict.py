@@ -10,18 +10,14 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-import numpy as np
-
 from ...errors import InputError
 from ...symbolic.schedule import check_count
-from ..graph import MIXING, Graph, Layer
-from ..per_layer.configurations import Configuration, Configurations, Limits, allowed
+from ..graph import MIXING, Graph
+from ..per_layer.configurations import MODES, Configuration, Configurations, Limits, on_grid
 from ..per_layer.costs import LayerCosts, NetworkCosts
 from ..per_layer.predict import Divided
 
 __all__ = ["BatchParallel", "DomainParallel", "Integrated", "ModelParallel"]
-
-_MODES = "batch", "model", "domain"
 
 
 class Integrated(Divided):
@@ -56,12 +52,12 @@ class Integrated(Divided):
     """
 
     name = "integrated"
+    #: Whether a layer that can be shared in the first of the modes is.
+    first = False
 
-    def __init__(
-        self, grid: tuple[int, int] | None = None, modes: Collection[str] = _MODES
-    ) -> None:
-        if not modes or not set(modes) <= set(_MODES):
-            raise InputError(f"modes is {modes!r}; expected some of {_MODES}")
+    def __init__(self, grid: tuple[int, int] | None = None, modes: Collection[str] = MODES) -> None:
+        if not modes or not set(modes) <= set(MODES):
+            raise InputError(f"modes is {modes!r}; expected some of {MODES}")
         if grid is not None:
             grid = check_count("grid[0]", grid[0], 1), check_count("grid[1]", grid[1], 1)
         self.grid, self.modes = grid, tuple(modes)
@@ -70,35 +66,26 @@ class Integrated(Divided):
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]
     ) -> list[Configuration]:
         """Return the best grid's configurations, or raise an `InputError` if there are none."""
-        grids: list[list[list[Configuration]]] = []
-        reason = ""
+        ways, reason = [], ""
         for rows, columns in self._grids(workers):
             if columns > batch:
                 reason = f"a batch of {batch} cannot be shared by {columns} columns"
                 continue
-            ways = self._ways(rows, columns)
-            choices = [
-                [ways[mode] for mode in self._possible(layer, ways, most)]
-                for layer, most in zip(graph.layers, bounds, strict=True)
-            ]
-            empty = [k for k, choice in enumerate(choices) if not choice]
+            way = on_grid(graph.layers, bounds, rows, columns, self.modes, self.first)
+            empty = [k for k, choice in enumerate(way) if not choice]
             if empty:
                 layer = graph.layers[empty[0]]
                 reason = f"{layer.name} of shape {layer.shape} cannot be shared by {rows} rows"
                 if columns > 1:
                     reason += f", with {batch} samples in {columns} columns"
                 continue
-            grids.append(choices)
-        if not grids:
+            ways.append(way)
+        if not ways:
             raise InputError(f"workers is {workers}: {reason}")
         # All grids have one table of what moves between configurations.
-        every = sorted({one for choices in grids for choice in choices for one in choice})
+        every = sorted({one for way in ways for choice in way for one in choice})
         model = NetworkCosts(graph, costs, Configurations(workers, every), batch)
-        number = {one: k for k, one in enumerate(every)}
-        ways_of = [
-            [np.unique([number[one] for one in choice]) for choice in choices] for choices in grids
-        ]
-        return min(map(model.cheapest, ways_of), key=lambda way: way[1])[0]
+        return model.cheapest(model.numbered(ways))[0]
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         if self.grid is None:
@@ -108,27 +95,6 @@ class Integrated(Divided):
                 f"grid is {self.grid[0]} × {self.grid[1]}; expected {workers} workers in all"
             )
         return [self.grid]
-
-    def _ways(self, rows: int, columns: int) -> dict[str, Configuration]:
-        """Return the configurations on a grid; with one row there is but batch parallelism."""
-        ways: dict[str, Configuration] = {"input": (1, 1, 1, 1)}
-        if rows > 1:
-            every: dict[str, Configuration] = {
-                "batch": (rows * columns, 1, 1, 1),
-                "model": (columns, rows, 1, 1),
-                "domain": (columns, 1, rows, 1),
-            }
-            ways |= {mode: one for mode, one in every.items() if mode in self.modes}
-        return ways | {"first row": (columns, 1, 1, 1)}
-
-    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[str]:
-        """Return the names of the ways in which a layer can be shared."""
-        if layer.kind == "input":
-            return ["input"]
-        can = allowed(layer, most, np.array([*ways.values()]))
-        # Other rows would have nothing to do.
-        others = {"input", "first row"} if layer.kind in MIXING and len(ways) > 2 else {"input"}
-        return [way for way, fits in zip(ways, can, strict=True) if fits and way not in others]
 
     def describe(self, graph: Graph, chosen: Sequence[Configuration]) -> str:
         """Describe the grid, and the layers with weights, in a few words."""
@@ -178,17 +144,13 @@ class DomainParallel(Integrated):
     Layers without images, or with fewer rows than there are workers, are by batch.
     """
 
-    name = "domain"
+    name, first = "domain", True
 
     def __init__(self) -> None:
         super().__init__(modes=("domain", "batch"))
 
     def _grids(self, workers: int) -> list[tuple[int, int]]:
         return [(workers, 1)]
-
-    def _possible(self, layer: Layer, ways: dict[str, Configuration], most: Limits) -> list[str]:
-        possible = super()._possible(layer, ways, most)
-        return ["domain"] if "domain" in possible else possible
 
     def choose(
         self, graph: Graph, costs: LayerCosts, workers: int, batch: int, bounds: Sequence[Limits]

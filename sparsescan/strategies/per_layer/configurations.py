@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,21 @@ from numpy.typing import NDArray
 
 from ...parallel.grid import bounds
 from ..exchanges import Box
-from ..graph import Graph, Layer
+from ..graph import MIXING, Graph, Layer
 
 __all__ = [
     "MANY",
+    "MODES",
     "Configuration",
     "Configurations",
     "Moves",
+    "Pairs",
     "allowed",
     "box_needed",
     "edges_of",
     "image_of",
     "limits",
+    "on_grid",
     "reach",
 ]
 
@@ -42,6 +45,9 @@ Integers = NDArray[np.int64]
 #: Beyond so many workers, images are cut by rows or as square as can be, and only so many
 # workers are looked at to find the busiest.
 MANY = 16
+
+#: Ways to share a layer on the grids of integrated parallelism.
+MODES = "batch", "model", "domain"
 
 
 def image_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -71,6 +77,44 @@ def allowed(layer: Layer, most: Limits, configurations: Integers) -> NDArray[np.
     apart = (layer.groups % channels == 0) | (channels % layer.groups == 0)
     chosen: NDArray[np.bool_] = np.all(configurations <= np.array(most), axis=1) & apart
     return chosen
+
+
+def on_grid(
+    layers: Sequence[Layer],
+    bounds: Sequence[Limits],
+    rows: int,
+    columns: int,
+    modes: Collection[str] = MODES,
+    first: bool = False,
+) -> list[list[Configuration]]:
+    """Return what each layer can have on a grid of workers, of which each column shares samples.
+
+    In a layer by model each worker of a column has some channels, by domain some rows of images, by
+    batch some of the samples; or the first row has all. If `first` is set, a layer that can be
+    shared in the first of the modes is.
+    """
+    shared: dict[str, Configuration] = {
+        "batch": (rows * columns, 1, 1, 1),
+        "model": (columns, rows, 1, 1),
+        "domain": (columns, 1, rows, 1),
+    }
+    ways = [shared[mode] for mode in modes] if rows > 1 else []
+    alone, known = (columns, 1, 1, 1), dict[Any, list[Configuration]]()
+
+    def choices(layer: Layer, most: Limits) -> list[Configuration]:
+        if layer.kind == "input":
+            return [(1, 1, 1, 1)]
+        # In other rows than the first nothing would be left to do.
+        every = ways if layer.kind in MIXING and ways else [*ways, alone]
+        can = allowed(layer, most, np.array(every))
+        fits = list(dict.fromkeys(itertools.compress(every, can)))
+        return fits[:1] if first and fits and fits[0] == every[0] else fits
+
+    for layer, most in zip(layers, bounds, strict=True):
+        key = layer.kind, layer.groups, most
+        if key not in known:
+            known[key] = choices(layer, most)
+    return [known[one.kind, one.groups, most] for one, most in zip(layers, bounds, strict=True)]
 
 
 def reach(
@@ -117,65 +161,138 @@ def box_needed(layer: Layer, source: Layer, block: Box) -> Box:
     )
 
 
+class Pairs:
+    """A table for pairs of numbers, whose entries are computed in blocks when they are needed.
+
+    Rows and columns are below `counts`; ``compute(rows, columns)`` returns a block.
+    """
+
+    def __init__(
+        self, counts: tuple[int, int], compute: Callable[[Integers, Integers], Any]
+    ) -> None:
+        self._places = [np.full(count, -1, np.int32) for count in counts]
+        self._values, self._compute = np.empty((0, 0)), compute
+
+    def __call__(self, rows: Integers, columns: Integers) -> Floats:
+        """Return the entries of some rows in some columns."""
+        (few, row), (some, column) = (self._distinct(*each) for each in enumerate((rows, columns)))
+        at = self._at(0, few)[:, None], self._at(1, some)
+        unknown = np.isnan(self._values[at])
+        # Rows that are new, then what is new in others.
+        new = unknown.all(axis=1)
+        for own in (new, ~new & unknown.any(axis=1)):
+            if own.any():
+                others = unknown[own].any(axis=0)
+                block = at[0][own], at[1][others]
+                self._values[block] = self._compute(few[own], some[others])
+        values: Floats = self._values[at].take(column, axis=1)[row]
+        return values
+
+    def _distinct(self, axis: int, numbers: Integers) -> tuple[Integers, Integers]:
+        """Return different numbers along an axis, and the place of each number among them."""
+        found = np.zeros(len(self._places[axis]), bool)
+        found[numbers] = True
+        return np.flatnonzero(found), (np.cumsum(found) - 1)[numbers]
+
+    def _at(self, axis: int, numbers: Integers) -> NDArray[np.int32]:
+        """Return the places of numbers along an axis, to which new ones are added."""
+        places = self._places[axis]
+        new = numbers[places[numbers] < 0]
+        if len(new):
+            room = np.zeros((2, 2), int)
+            room[axis, 1] = len(new)
+            places[new] = np.arange(len(new)) + self._values.shape[axis]
+            self._values = np.pad(self._values, room, constant_values=np.nan)
+        at: NDArray[np.int32] = places[numbers]
+        return at
+
+
+class Ends:
+    """Starts and stops of ranges, by code, which do not decrease within a divisor."""
+
+    def __init__(self, of: Configurations, start: Integers, stop: Integers, size: int) -> None:
+        self.start, self.stop, self._of = start, stop, of
+        # Those of all divisors increase if they are so far apart.
+        self._apart = size + 1
+        added = self._apart * of.divisor_by_code[1 : len(start)]
+        self._starts, self._stops = start[1:] + added, stop[1:] + added
+        self._sums = [np.append(0, np.cumsum(one[1:])) for one in (start, stop)]
+
+    def overlaps(self, i: Integers, j: Integers, divisors: Integers) -> tuple[Integers, Integers]:
+        """Return lengths of the overlaps of ranges from `i` to `j` with all of each divisor.
+
+        Besides, their number; the shape of both is ``(len(i), len(divisors))``.
+        """
+        added = self._apart * divisors
+        low, high = i[:, None] + added, j[:, None] + added
+        # Those that overlap, then those of them that begin before the range, or end in it.
+        first = self._stops.searchsorted(low, "right")
+        last = np.maximum(self._starts.searchsorted(high, "left"), first)
+        begun = self._starts.searchsorted(low, "right").clip(first, last)
+        ended = self._stops.searchsorted(high, "right").clip(first, last)
+        before, behind = self._sums
+        upper = behind[ended] - behind[first] + (last - ended) * j[:, None]
+        lower = before[last] - before[begun] + (begun - first) * i[:, None]
+        return upper - lower, last - first
+
+    def most(self, others: Ends, own: Integers, divisors: Integers) -> Integers:
+        """Return the most ranges of other divisors that overlap with one of each divisor here."""
+        few = [self._of.codes_of_divisor(k) for k in own.tolist()]
+        few = [codes[_spread(len(codes))] for codes in few]
+        codes = np.concatenate(few)
+        counts = others.overlaps(self.start[codes], self.stop[codes], divisors)[1]
+        most: Integers = np.maximum.reduceat(counts, np.cumsum([0, *map(len, few[:-1])]))
+        return most
+
+
 class Axis:
     """Overlaps of the parts of an axis with the ranges of it that are needed, by code.
 
     The ranges may reach beyond the axis; `length` is how long each is inside of it.
     """
 
-    def __init__(
-        self, configurations: Configurations, size: int, start: Integers, stop: Integers
-    ) -> None:
-        self._of, self._known, self.size = configurations, dict[Any, Any](), size
-        self._parts = configurations.bounds(size)
-        self._ranges = np.clip(start, 0, size), np.clip(stop, 0, size)
-        self.length: Floats = (self._ranges[1] - self._ranges[0]).clip(0).astype(np.float64)
+    def __init__(self, of: Configurations, size: int, start: Integers, stop: Integers) -> None:
+        self.size = size
+        parts = Ends(of, *of.bounds(size), size)
+        ranges = Ends(of, np.clip(start, 0, size), np.clip(stop, 0, size), size)
+        self.length: Floats = (ranges.stop - ranges.start).clip(0).astype(np.float64)
+        # Most axes are short, and small integers are fast.
+        small = np.int16 if size <= np.iinfo(np.int16).max else np.int64
+        self._ends = [one.astype(small) for e in (parts, ranges) for one in (e.start, e.stop)]
+        codes, divisors = 1 + int(of.divisors.sum()), len(of.divisors)
+        self._sent = Pairs(
+            (codes, divisors),
+            lambda a, b: ranges.overlaps(parts.start[a], parts.stop[a], b)[0],
+        )
+        self._most = [
+            Pairs((divisors, divisors), lambda a, b: parts.most(ranges, a, b)),
+            Pairs((divisors, divisors), lambda a, b: ranges.most(parts, b, a).T),
+        ]
 
-    def shared(self, a: Integers, b: Integers) -> Floats:
+    def shared(self, a: Integers, b: Integers) -> Integers:
         """Return the length of the overlaps of parts and ranges, by code."""
-        (i, j), (k, m) = self._parts, self._ranges
-        lengths: Floats = np.maximum(np.minimum(j[a], m[b]) - np.maximum(i[a], k[b]), 0.0)
-        return lengths
+        i, j, k, m = self._ends
+        start, stop = k[b], m[b]
+        if not start.any() and stop.min(initial=self.size) == self.size:
+            # As of channels that a convolution reads: all.
+            return (j - i)[a]
+        lengths: Integers = np.minimum(j[a], stop)
+        lengths -= np.maximum(i[a], start)
+        return np.maximum(lengths, 0, out=lengths)
 
     def sent(self, codes: Integers, divisors: Integers) -> Floats:
         """Return sums of the overlaps of parts, by code, with all ranges of some divisors.
 
         The shape is ``(*codes.shape, len(divisors))``.
         """
-        rows, row = np.unique(codes, return_inverse=True)
-        columns, column = np.unique(divisors, return_inverse=True)
-        key = rows.tobytes(), columns.tobytes()
-        if key not in self._known:
-            parts = self._parts[0][rows], self._parts[1][rows]
-            ends = [self._of.of_divisor(k, self._ranges) for k in columns]
-            lengths = [_overlaps(parts, ranges)[0] for ranges in ends]
-            self._known[key] = np.stack(lengths, axis=-1).astype(np.float64)
-        table: Floats = self._known[key][row.reshape(codes.shape)].take(column, axis=-1)
-        return table
+        return self._sent(codes.ravel(), divisors).reshape(*codes.shape, -1)
 
     def messages(self, a: Integers, b: Integers) -> Floats:
         """Return the most ranges that overlap with a part, and parts with a range.
 
         `a` and `b` number divisors of parts and of ranges; the shape is ``(2, len(a), len(b))``.
         """
-        (rows, row), (columns, column) = (np.unique(x, return_inverse=True) for x in (a, b))
-        every = [[self._most(k, m) for m in columns.tolist()] for k in rows.tolist()]
-        table = np.array(every, np.float64)
-        most: Floats = table[row][:, column].transpose(2, 0, 1)
-        return most
-
-    def _most(self, a: int, b: int) -> list[int]:
-        """Return :meth:`messages` of one divisor each."""
-        if (a, b) not in self._known:
-            ends = self._of.of_divisor(a, self._parts), self._of.of_divisor(b, self._ranges)
-            both = itertools.permutations(ends)
-            self._known[a, b] = [
-                _overlaps((i[few], j[few]), others)[1].max()
-                for (i, j), others in both
-                for few in [_spread(len(i))]
-            ]
-        most: list[int] = self._known[a, b]
-        return most
+        return np.stack([table(a, b) for table in self._most])
 
 
 class Configurations:
@@ -200,6 +317,7 @@ class Configurations:
         # Workers of which one is assumed to be the busiest.
         self.looked_at = _spread(workers)
         self._known: dict[tuple[int, bytes, bytes], Axis] = {}
+        self._codes: dict[bytes, Integers] = {}
         most = most or (workers,) * 4
         if given is None:
             d = np.array([d for d in range(1, min(workers, max(most)) + 1) if workers % d == 0])
@@ -208,6 +326,7 @@ class Configurations:
         self.divisors = d
         self._starts = 1 + np.cumsum(d) - d
         self._part, self._parts = np.concatenate([np.arange(k) for k in d]), np.repeat(d, d)
+        self.divisor_by_code = np.append(0, np.repeat(np.arange(len(d)), d))
         self.all: Integers = self._every(most) if given is None else np.array(given)
 
     def _every(self, most: Limits) -> Integers:
@@ -244,10 +363,9 @@ class Configurations:
             self._known[key] = Axis(self, size, start, stop)
         return self._known[key]
 
-    def of_divisor(self, k: int, bounds: tuple[Integers, Integers]) -> tuple[Integers, Integers]:
-        """Return the bounds, of those by code, that belong to divisor number `k`."""
-        own = slice(self._starts[k], self._starts[k] + self.divisors[k])
-        return bounds[0][own], bounds[1][own]
+    def codes_of_divisor(self, k: int) -> Integers:
+        """Return the codes of the parts of divisor number `k`."""
+        return self._starts[k] + np.arange(self.divisors[k])
 
     def divisors_of(self, chosen: Integers) -> Integers:
         """Return numbers of the divisors along each axis, shape ``(len(chosen), 4)``."""
@@ -256,22 +374,20 @@ class Configurations:
 
     def places(self, chosen: Integers, workers: Integers) -> Integers:
         """Return each worker's part along each axis, ``(len(chosen), len(workers), 4)``."""
-        grid = self.all[chosen][:, None]
-        inner = np.cumprod(grid[..., ::-1], axis=-1)[..., ::-1] // grid
-        places: Integers = workers[:, None] // inner % grid
+        # Division takes longest, and less of small integers.
+        grid = self.all[chosen][:, None].astype(np.min_scalar_type(-self.workers))
+        inner = np.cumprod(grid[..., ::-1], axis=-1, dtype=grid.dtype)[..., ::-1] // grid
+        places: Integers = workers[:, None].astype(grid.dtype) // inner % grid
         return places
 
     def codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         """Return codes of each worker's parts, ``(len(chosen), len(workers), 4)``."""
-        if workers is self.looked_at:
-            known: Integers = self._codes[chosen]
-            return known
-        return self._codes_of(chosen, workers)
-
-    @cached_property
-    def _codes(self) -> Integers:
-        """Codes of the workers that are looked at, in all configurations."""
-        return self._codes_of(np.arange(len(self.all)), self.looked_at)
+        if len(workers) > MANY:
+            return self._codes_of(chosen, workers)
+        key = workers.tobytes()
+        if key not in self._codes:
+            self._codes[key] = self._codes_of(np.arange(len(self.all)), workers)
+        return self._codes[key][chosen]
 
     def _codes_of(self, chosen: Integers, workers: Integers) -> Integers:
         starts = self._starts[self.divisors_of(chosen)]
@@ -292,25 +408,6 @@ def _spread(count: int) -> Integers:
     if count <= MANY:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, MANY).round().astype(np.int64))
-
-
-def _overlaps(
-    ranges: tuple[Integers, Integers], others: tuple[Integers, Integers]
-) -> tuple[Integers, Integers]:
-    """Return, for each range, the length of its overlaps with others, and their number.
-
-    Neither the starts nor the stops of the others decrease.
-    """
-    (i, j), (starts, stops) = ranges, others
-    before, behind = (np.append(0, np.cumsum(ends)) for ends in (starts, stops))
-    # Those that overlap, then those of them that begin before the range, or end in it.
-    first = stops.searchsorted(i, "right")
-    last = np.maximum(starts.searchsorted(j, "left"), first)
-    begun = starts.searchsorted(i, "right").clip(first, last)
-    ended = stops.searchsorted(j, "right").clip(first, last)
-    upper = behind[ended] - behind[first] + (last - ended) * j
-    lower = before[last] - before[begun] + (begun - first) * i
-    return upper - lower, last - first
 
 
 class Moves:
@@ -360,9 +457,9 @@ class Moves:
         """Count entries of :meth:`entries` that workers send to, and receive from, their node."""
         sent = received = np.zeros((len(a), len(workers), len(b)))
         own = [self._of.codes_of(x, workers) for x in (a, b)]
-        for place in range(node if node > 1 else 0):
-            mates = workers // node * node + place
-            others = (mates != workers) & (mates < self._of.workers)
+        for place in range(1, node):
+            mates = workers // node * node + (workers + place) % node
+            others = mates < self._of.workers
             theirs = [self._of.codes_of(x, np.where(others, mates, workers)) for x in (a, b)]
             sent = sent + self._overlaps(own[0], theirs[1]) * others[:, None]
             received = received + self._overlaps(theirs[0], own[1]) * others[:, None]
@@ -385,8 +482,15 @@ class Moves:
         return most
 
 
-def _product(factors: Iterable[Floats]) -> Floats:
-    return reduce(np.multiply, factors)
+def _product(factors: Iterable[Any]) -> Floats:
+    product: Floats = reduce(_times, factors, np.ones(()))
+    return product
+
+
+def _times(product: Floats, factor: Any) -> Floats:
+    """Multiply, in place if there is room."""
+    room = product.shape == np.broadcast_shapes(product.shape, factor.shape)
+    return np.multiply(product, factor, out=product if room else None)
 
 
 def edges_of(graph: Graph) -> list[tuple[int, int, int]]:

@@ -9,7 +9,9 @@ integrated parallelism are such plans, with fewer configurations to choose from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -19,20 +21,25 @@ from ...planning.elimination import minimise
 from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
 from .configurations import (
-    MANY,
     Configuration,
     Configurations,
     Limits,
     Moves,
+    Pairs,
     allowed,
     edges_of,
     limits,
+    on_grid,
 )
 
 __all__ = ["Chosen", "LayerCosts", "NetworkCosts", "moves_of", "optimise", "with_loss"]
 
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]
+# Of the backward pass, and of sums of gradients.
+_Weights = tuple[float, float]
+# The cost of a step, and the number of a configuration for each node.
+_Plan = tuple[float, list[int]]
 
 # Relative error of sums that are compared with each other.
 _ROUNDING = 1e-9
@@ -143,78 +150,157 @@ def optimise(
     """Return the configuration of every layer with which a step costs least, and its cost.
 
     The cost is equation 1, and the latency of the sum of all gradients. A layer may use some of the
-    workers; `most` are the most parts of each layer along each axis.
+    workers; `most` are the most parts of each layer along each axis. No plan of integrated
+    parallelism costs less.
     """
     bounds = [limits(layer, batch) for layer in graph.layers] if most is None else most
     n, c, h, w = np.max(bounds, axis=0).tolist()
     model = NetworkCosts(graph, costs, Configurations(workers, most=(n, c, h, w)), batch)
+    ways = [
+        on_grid(graph.layers, bounds, workers, 1, ("model",), True),
+        on_grid(graph.layers, bounds, workers, 1, ("domain", "batch"), True),
+    ]
+    for columns in model.of.divisors[model.of.divisors <= batch].tolist():
+        ways.append(on_grid(graph.layers, bounds, workers // columns, columns))
     choices = [
         np.flatnonzero(allowed(layer, bound, model.of.all))
         for layer, bound in zip(graph.layers, bounds, strict=True)
     ]
-    return model.cheapest(choices)
-
-
-def _masked(arrays: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> list[Any]:
-    return [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+    return model.cheapest(model.numbered([way for way in ways if all(way)]), choices)
 
 
 class NetworkCosts:
-    """Costs of a network by numbers of configurations, computed once for layers that are alike."""
+    """Costs of a network by numbers of configurations, computed once for layers that are alike.
+
+    Layers that share parameters have one configuration: they are one node.
+    """
 
     def __init__(self, graph: Graph, costs: LayerCosts, of: Configurations, batch: int) -> None:
         self.graph, self.costs, self.of, self.batch = graph, costs, of, batch
-        self.edges = [e for e in moves_of(graph, of, batch) if graph.layers[e[0]].kind != "input"]
+        owners = [graph.owner(k) for k in range(len(graph.layers))]
+        place = {k: node for node, k in enumerate(sorted({*owners}))}
+        self._node_of = [place[k] for k in owners]
+        edges = [e for e in moves_of(graph, of, batch) if graph.layers[e[0]].kind != "input"]
+        self._edges = Counter((self._node_of[j], self._node_of[k], m) for j, k, m in edges)
+        # For each node its layers that differ, what each reads, and how many there are of each.
+        reads: list[list[Moves]] = [[] for _ in owners]
+        for _, k, moves in edges:
+            reads[k].append(moves)
+        first = dict[Any, int]()
+        alike = [first.setdefault(self._key(k, reads[k]), k) for k in range(len(owners))]
+        self._reads = reads
+        self._layers = [Counter[int]() for _ in place]
+        for k, node in enumerate(self._node_of):
+            self._layers[node][alike[k]] += 1
+        self._learns = [any(graph.layers[k].learns for k in own) for own in self._layers]
         self._copies = of.all.prod(axis=1) // of.all[:, 1]
-        self._known: dict[Any, Any] = {}
+        copies, which = np.unique(self._copies, return_inverse=True)
+        self._latency = np.array([costs.fused(one) for one in copies.tolist()])[which]
+        self._known: dict[Any, Times] = {}
+        self._pairs: dict[Moves, Pairs] = {}
 
-    def compute(self, k: int, chosen: Chosen) -> Times:
-        """Return times of a layer forward and backward, in each of some configurations."""
-        layer, read = self.graph.layers[k], self.graph.layers
+    def _key(self, k: int, reads: Sequence[Moves]) -> Any:
+        """Return what the costs of a layer depend on."""
+        layers, layer = self.graph.layers, self.graph.layers[k]
         work = layer.kind, layer.shape, layer.weights, layer.multiply_adds, layer.shares is None
-        key: Any = *work, tuple(read[i].size for i in layer.inputs), chosen.tobytes()
-        if self.costs.by_name:
-            key = *key, layer.name
-        return self._once(key, lambda: self._compute(k, chosen))
+        inputs = tuple(layers[i].size for i in layer.inputs), self.graph.deep(k), tuple(reads)
+        return work, inputs, self.costs.by_name and layer.name
 
-    def _compute(self, k: int, chosen: Chosen) -> Times:
-        times = self.costs.compute(self.graph, k, self.of.all[chosen], self.batch)
-        # Workers that have no work leave their cores to those of a configuration.
-        blocks, contention = self.of.all[chosen].prod(axis=1), self.costs.machine.contention
-        alone: Times = times * np.maximum(1 / contention, blocks / self.of.workers)[:, None]
-        return alone
+    def numbered(self, ways: Sequence[Sequence[Sequence[Configuration]]]) -> list[list[Chosen]]:
+        """Return configurations of each layer by number, for each of some ways."""
+        number = {(n, c, h, w): k for k, (n, c, h, w) in enumerate(self.of.all.tolist())}
+        known = {id(one): one for way in ways for one in way}
+        chosen = {k: np.unique([number[one] for one in some]) for k, some in known.items()}
+        return [[chosen[id(one)] for one in way] for way in ways]
 
-    def _once(self, key: Any, call: Callable[[], Times]) -> Times:
-        """Return the result of the first call for a key."""
+    def _table(self, node: int, chosen: Chosen) -> Times:
+        """Return times of a node in some configurations, ``(len(chosen), 4)``.
+
+        These are forward, backward, the sum of the gradients of parameters, and the least of moves.
+        """
+        key = tuple(self._layers[node].items())
         if key not in self._known:
-            self._known[key] = call()
-        times: Times = self._known[key]
+            self._known[key] = np.full((len(self.of.all), 4), np.nan)
+        table = self._known[key]
+        new = chosen[np.isnan(table[chosen, 0])]
+        if len(new):
+            table[new] = sum(count * self._layer(k, new) for k, count in key)
+        times: Times = table[chosen]
         return times
 
-    def update(self, k: int, chosen: Chosen) -> Times:
-        """Return times of the sum of its parameter gradients."""
-        key = self.graph.layers[k].weights, chosen.tobytes()
-        return self._once(key, lambda: self.costs.update(self.graph.layers[k], self.of.all[chosen]))
+    def _layer(self, k: int, chosen: Chosen) -> Times:
+        """Return the columns of :meth:`_table` for one layer."""
+        some = self.of.all[chosen]
+        # Workers that have no work leave their cores to those of a configuration.
+        blocks, contention = some.prod(axis=1), self.costs.machine.contention
+        share = np.maximum(1 / contention, blocks / self.of.workers)[:, None]
+        passes = self.costs.compute(self.graph, k, some, self.batch) * share
+        sums = self.costs.update(self.graph.layers[k], some)
+        least = [self.costs.least_transfer(moves, self.of, chosen) for moves in self._reads[k]]
+        return np.column_stack([passes, sums, sum(least, np.zeros(len(chosen)))])
 
-    def _node(self, k: int, chosen: Chosen, weights: tuple[float, float]) -> Times:
-        """Return times of a layer, with its backward pass and the sum of its gradients weighted."""
-        passes, (behind, summed) = self.compute(k, chosen), weights
-        node: Times = passes[:, 0] + behind * passes[:, 1] + summed * self.update(k, chosen)
-        return node
-
-    def transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
+    def _transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, for any two of some configurations."""
-        key = id(moves), a.tobytes(), b.tobytes()
-        return self._once(key, lambda: self.costs.transfer(moves, self.of, a, b))
+        if moves not in self._pairs:
+            compute = partial(self.costs.transfer, moves, self.of)
+            self._pairs[moves] = Pairs((len(self.of.all),) * 2, compute)
+        return self._pairs[moves](a, b)
 
-    def cheapest(self, choices: Sequence[Chosen]) -> tuple[list[Configuration], float]:
-        """Return the cheapest configuration of every layer among some, and their cost."""
+    def cheapest(
+        self, ways: Sequence[Sequence[Chosen]], whole: Sequence[Chosen] | None = None
+    ) -> tuple[list[Configuration], float]:
+        """Return the cheapest configuration of every layer among some, and their cost.
+
+        Parameters
+        ----------
+        ways : sequence of sequences of ndarray
+            Numbers of configurations of each layer, which go together.
+        whole : sequence of ndarray, optional
+            One more, which has all others.
+        """
         overlap = self.costs.machine.overlap
-        total, best = min(self._overlapped(choices) if overlap else self._by_copies(choices, 1, 1))
-        return [(int(n), int(c), int(h), int(w)) for n, c, h, w in self.of.all[best]], total
+        weights = [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)] if overlap else [(1.0, 1.0)]
+        every = [self._by_node(way) for way in ways]
+        bounds = self._bounds(every, weights)
+        order = np.argsort(bounds, kind="stable").tolist()
+        if whole is not None:
+            order.append(len(every))
+            every.append(self._by_node(whole))
+            bounds.append(0.0)
+        best: _Plan = math.inf, []
+        for k in order:
+            if bounds[k] < best[0]:
+                search = self._overlapped if overlap else self._by_copies
+                best = min([best, *search(every[k], best)])
+        total, numbers = best
+        chosen = self.of.all[[numbers[node] for node in self._node_of]]
+        return [(int(n), int(c), int(h), int(w)) for n, c, h, w in chosen], total
 
-    def _overlapped(self, choices: Sequence[Chosen]) -> Iterator[tuple[float, list[int]]]:
-        """Yield configurations with which sums of gradients overlap with the backward pass.
+    def _by_node(self, way: Sequence[Chosen]) -> list[Chosen]:
+        """Return the choices of each node, which all its layers have."""
+        own: list[list[Chosen]] = [[] for _ in self._layers]
+        for node, choice in zip(self._node_of, way, strict=True):
+            if not any(choice is one for one in own[node]):
+                own[node].append(choice)
+        return [one[0] if len(one) == 1 else reduce(np.intersect1d, one) for one in own]
+
+    def _bounds(self, ways: Sequence[Sequence[Chosen]], weights: Sequence[_Weights]) -> list[float]:
+        """Return what each way costs at least, the greatest of some weighted means."""
+        known: dict[Any, Times] = {}
+        columns = np.array([(1, backward, sums, 1) for backward, sums in weights]).T
+        bounds = []
+        for way in ways:
+            total = np.zeros(len(weights))
+            for node, choice in enumerate(way):
+                key = node, id(choice)
+                if key not in known:
+                    known[key] = (self._table(node, choice) @ columns).min(axis=0, initial=math.inf)
+                total += known[key]
+            bounds.append(float(total.max()))
+        return bounds
+
+    def _overlapped(self, choices: Sequence[Chosen], best: _Plan) -> Iterator[_Plan]:
+        """Yield plans in which sums of gradients overlap with the backward pass.
 
         A step is then the longer of two sums over layers. Of weighted means of both the least are
         the corners of a convex hull, among which the best is found by bisection.
@@ -222,9 +308,12 @@ class NetworkCosts:
         ends: list[tuple[float, float]] = []
         weight = 1.0
         for _ in range(_SEARCHES):
-            ways = list(self._by_copies(choices, weight, 1 - weight))
+            ways = list(self._by_copies(choices, best, (weight, 1 - weight)))
+            if not ways:
+                return
             yield from ways
-            corners = [self._both(best) for _, best in ways]
+            best = min([best, *ways])
+            corners = [self._both(numbers) for _, numbers in ways]
             corner = min(corners, key=lambda both: weight * both[0] + (1 - weight) * both[1])
             if corner in ends:
                 return
@@ -240,139 +329,114 @@ class NetworkCosts:
                 return
             weight = (sums - less) / (sums - less + other - backward)
 
-    def _both(self, best: Sequence[int]) -> tuple[float, float]:
+    def _both(self, numbers: Sequence[int]) -> tuple[float, float]:
         """Return nanoseconds of a step without sums of gradients, and without a backward pass."""
-        parts = self.parts([np.array([one]) for one in best])
+        parts = self._parts(numbers)
         total = math.fsum(parts.values())
         return total - parts["weights"], total - parts["backward"]
 
     def _by_copies(
-        self, choices: Sequence[Chosen], backward: float, sums: float
-    ) -> Iterator[tuple[float, list[int]]]:
-        """Yield the best configurations, and those with ever fewer copies of parameters.
+        self, choices: Sequence[Chosen], best: _Plan, weights: _Weights = (1.0, 1.0)
+    ) -> Iterator[_Plan]:
+        """Yield the best plan, and those with ever fewer rounds of the sum of all gradients.
 
-        The sum of all gradients has a latency that depends on the most copies of any layer's: a
-        plan can be better only with fewer of them.
+        Its latency depends on the most copies of the parameters of any layer: a plan can be better
+        only with fewer of them.
         """
-        least = math.inf
-        while all(len(choice) for choice in choices):
-            total, best = self._search(choices, (backward, sums), least)
-            if total >= least:
+        while all(map(len, choices)):
+            total, numbers = self._search(choices, weights, best)
+            if total >= best[0]:
                 return
-            step = math.fsum(self.times([np.array([one]) for one in best]).values())
-            least = min(least, step)
-            yield step, best
-            copies = self._most_copies(best)
-            rounds = (copies - 1).bit_length()
-            if not rounds:
-                return
-            few = self._copies <= 1 << (rounds - 1)
+            plan = math.fsum(self.costs.machine.hidden(self._parts(numbers)).values()), numbers
+            best = min(best, plan)
+            yield plan
+            few = self._latency < self._latency_of(numbers)
             choices = [
-                choice[few[choice]] if layer.weights or layer.shares is not None else choice
-                for choice, layer in zip(choices, self.graph.layers, strict=True)
+                choice[few[choice]] if learns else choice
+                for choice, learns in zip(choices, self._learns, strict=True)
             ]
 
-    def _most_copies(self, best: Sequence[int]) -> int:
-        pairs = zip(best, self.graph.layers, strict=True)
-        return max((int(self._copies[one]) for one, layer in pairs if layer.weights), default=1)
+    def _latency_of(self, numbers: Sequence[int]) -> float:
+        """Return the latency of the sum of all gradients."""
+        learned = [one for one, learns in zip(numbers, self._learns, strict=True) if learns]
+        most = max(learned, key=lambda one: self._copies[one], default=None)
+        return self.costs.fused(1) if most is None else float(self._latency[most])
 
     def _search(
-        self, choices: Sequence[Chosen], weights: tuple[float, float], most: float
+        self, choices: Sequence[Chosen], weights: _Weights, best: _Plan
     ) -> tuple[float, list[int]]:
-        """Return the least sum of equation 1 and its configurations, none if it exceeds `most`."""
-        nodes = [self._node(k, choice, weights) for k, choice in enumerate(choices)]
-        # The least that a layer and its edges can cost.
-        least = [cost.copy() for cost in nodes]
-        for _, k, moves in self.edges:
-            least[k] += self._least_transfer(moves, choices[k])
+        """Return the least sum of equation 1 and its plan, none if it is not below the best's."""
+        tables = [self._table(node, choice) for node, choice in enumerate(choices)]
+        nodes = [table[:, :3] @ (1, *weights) for table in tables]
+        # The least that a layer and what it reads can cost.
+        least = [node + table[:, 3] for node, table in zip(nodes, tables, strict=True)]
         lowest = math.fsum(cost.min() for cost in least)
-        if lowest >= most:
+        if lowest >= best[0]:
             return math.inf, []
         if max(map(len, choices)) <= _FEW:
-            best, total = self._best(choices, nodes)
-            return total, best
-        seed, total = min(self._seeds(choices, nodes), key=lambda way: way[1])
+            return self._eliminate(choices, nodes)
+        # First the cheapest of each layer, those along samples alone, and those of the best.
+        masks = [np.all(self.of.all[choice, 1:] == 1, axis=1) for choice in choices]
+        for mask, cost in zip(masks, nodes, strict=True):
+            mask[cost.argmin()] = True
+        for mask, choice, one in zip(masks, choices, best[1], strict=False):
+            mask |= choice == one
+        total, seed = self._eliminate(_masked(choices, masks), _masked(nodes, masks))
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
-        rest = [
-            (cost <= cost.min() + left) & (cost.argsort(kind="stable").argsort() < _MOST)
-            for cost in least
-        ]
-        for mask, choice, one in zip(rest, choices, seed, strict=True):
+        masks = [_cheapest(cost, _MOST) & (cost <= cost.min() + left) for cost in least]
+        for mask, choice, one in zip(masks, choices, seed, strict=True):
             mask |= choice == one
-        best, total = self._best(_masked(choices, rest), _masked(nodes, rest))
-        return total, best
+        return self._eliminate(_masked(choices, masks), _masked(nodes, masks))
 
-    def _seeds(
-        self, choices: Sequence[Chosen], nodes: Sequence[Times]
-    ) -> Iterator[tuple[list[int], float]]:
-        """Yield the best among few configurations, and what it costs.
-
-        These are the cheapest of each layer and those along samples alone; of many workers also
-        those of integrated parallelism on each grid.
-        """
-        every = self.of.all
-        few = [np.all(every[choice, 1:] == 1, axis=1) for choice in choices]
-        cheap = [mask | (cost == cost.min()) for mask, cost in zip(few, nodes, strict=True)]
-        best = self._best(_masked(choices, cheap), _masked(nodes, cheap))
-        yield best
-        if self.of.workers <= MANY:
-            return
-        for columns in self.of.divisors.tolist():
-            rows = self.of.workers // columns
-            grid = [(columns, rows, 1, 1), (columns, 1, rows, 1), (columns, 1, 1, 1)]
-            grid.append((self.of.workers, 1, 1, 1))
-            on = np.any([np.all(every == one, axis=1) for one in grid], axis=0) | (
-                every.prod(axis=1) == 1
-            )
-            some = [on[choice] for choice in choices]
-            if not all(mask.any() for mask in some):
-                continue
-            # Transfers are left out: what costs more without them is no better.
-            costs = _masked(nodes, some)
-            if math.fsum(cost.min() for cost in costs) < best[1]:
-                best = min(best, self._best(_masked(choices, some), costs), key=lambda way: way[1])
-                yield best
-
-    def _least_transfer(self, moves: Moves, b: Chosen) -> Times:
-        key = id(moves), b.tobytes()
-        return self._once(key, lambda: self.costs.least_transfer(moves, self.of, b))
-
-    def _best(self, choices: Sequence[Chosen], nodes: Sequence[Times]) -> tuple[list[int], float]:
-        """Return the configurations that together cost least, by number, and their cost."""
-        edges = [(j, k, self.transfer(moves, choices[j], choices[k])) for j, k, moves in self.edges]
-        for k, layer in enumerate(self.graph.layers):
-            if layer.shares is not None:
-                # Layers that share parameters are on the same workers.
-                same = choices[layer.shares][:, None] == choices[k]
-                edges.append((layer.shares, k, np.where(same, 0.0, math.inf)))
+    def _eliminate(self, choices: Sequence[Chosen], nodes: Sequence[Times]) -> _Plan:
+        """Return the least sum of equation 1 over some configurations, and its plan."""
+        edges = [
+            (j, k, count * self._transfer(moves, choices[j], choices[k]))
+            for (j, k, moves), count in self._edges.items()
+        ]
         best, total = minimise(nodes, edges)
-        return [int(one[k]) for one, k in zip(choices, best, strict=True)], total
+        return total, [int(one[k]) for one, k in zip(choices, best, strict=True)]
 
     def times(self, numbers: Sequence[Chosen]) -> dict[str, float]:
         """Return nanoseconds of a step by part, with one configuration for each layer."""
-        return self.costs.machine.hidden(self.parts(numbers))
+        chosen = dict(zip(self._node_of, [int(one[0]) for one in numbers], strict=True))
+        return self.costs.machine.hidden(self._parts([chosen[node] for node in sorted(chosen)]))
 
-    def parts(self, numbers: Sequence[Chosen]) -> dict[str, float]:
+    def _parts(self, numbers: Sequence[int]) -> dict[str, float]:
         """Return nanoseconds by part, if none is hidden behind another."""
-        passes = np.array([self.compute(k, one)[0] for k, one in enumerate(numbers)])
-        copies = self._most_copies([int(one[0]) for one in numbers])
-        sums = [float(self.update(k, one)[0]) for k, one in enumerate(numbers)]
+        chosen = [np.array([one]) for one in numbers]
+        nodes = np.array([self._table(node, one)[0] for node, one in enumerate(chosen)])
         parts = {
-            "forward": math.fsum(passes[:-1, 0]),
-            "backward": math.fsum(passes[:-1, 1]),
-            "weights": math.fsum(sums) + self.costs.fused(copies),
+            "forward": math.fsum(nodes[:-1, 0]),
+            "backward": math.fsum(nodes[:-1, 1]),
+            "weights": math.fsum(nodes[:, 2]) + self._latency_of(numbers),
             "activations": 0.0,
             "halo": 0.0,
             # The last layer is the loss; that of all samples is a sum over workers.
-            "loss": passes[-1].sum() + self.costs.machine.collective("gather", self.of.workers),
+            "loss": nodes[-1, :2].sum() + self.costs.machine.collective("gather", self.of.workers),
         }
-        for j, k, moves in self.edges:
+        for (j, k, moves), count in self._edges.items():
             alike = numbers[j] == numbers[k] and self.of.all[numbers[k], 2:].prod() > 1
             part = "halo" if alike else "activations"
-            parts[part] += float(self.transfer(moves, numbers[j], numbers[k])[0, 0])
+            parts[part] += count * float(self._transfer(moves, chosen[j], chosen[k])[0, 0])
         return parts
+
+
+def _masked(arrays: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> list[Any]:
+    return [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+
+
+def _cheapest(costs: Times, count: int) -> NDArray[np.bool_]:
+    """Tell which costs are the least, so many of them; of equal ones the first."""
+    if len(costs) <= count:
+        return np.ones(len(costs), bool)
+    most = np.partition(costs, count - 1)[count - 1]
+    some = np.flatnonzero(costs <= most)
+    mask = np.zeros(len(costs), bool)
+    mask[some[costs[some].argsort(kind="stable")[:count]]] = True
+    return mask
 
 
 def moves_of(graph: Graph, of: Configurations, batch: int) -> list[tuple[int, int, Moves]]:
