@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import DeviceError, InputError, InputTypeError, short
 from .arrays import is_on_device, load_cupy, on_device
 
-__all__ = ["check_device", "place"]
+__all__ = ["check_device", "place", "send"]
+
+# Pinned memory by device and size, the longest used first, and when it may be written again. It
+# outlives those who send: a copy may still be on its way.
+_pinned: dict[tuple[int, int], deque[tuple[NDArray[np.int64], Any]]] = {}
 
 
 def check_device(device: Any) -> None:
@@ -43,6 +51,34 @@ def place(name: str, array: Any, device: str | None, stream: Any) -> AbstractCon
         return nullcontext()
     array = on_device(array, name) if there else None
     return _on(load_cupy(), array, stream)
+
+
+def send(numbers: NDArray[np.int64], target: Any) -> None:
+    """Copy numbers to an array on the current device, on the current stream.
+
+    The host does not wait, and may change the numbers at once.
+    """
+    cupy = load_cupy()
+    stream = cupy.cuda.get_current_stream()
+    used = _pinned.setdefault((cupy.cuda.Device().id, len(numbers)), deque())
+    try:
+        pinned, ready = used.popleft()
+    except IndexError:
+        pinned, ready = _new_pinned(cupy, len(numbers))
+    else:
+        if not ready.done:
+            used.appendleft((pinned, ready))
+            pinned, ready = _new_pinned(cupy, len(numbers))
+    pinned[...] = numbers
+    target.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, stream)
+    ready.record(stream)
+    used.append((pinned, ready))
+
+
+def _new_pinned(cupy: Any, size: int) -> tuple[NDArray[np.int64], Any]:
+    import cupyx
+
+    return cupyx.empty_pinned(size, np.int64), cupy.cuda.Event(disable_timing=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import load_cupy
 from ..arrays.cuda import SIMULATED
+from ..arrays.streams import send
 from ..errors import MemoryLimitError
 from ..execution.workspace import KINDS, Parts, places
 from ..formatting import format_bytes
@@ -306,8 +307,7 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int, *, whole: b
     if form is not None and form.terms > 0 and not whole:
         form = None
     told = 8 * (Run.WIDTH + 3 * (n if form is None else len(program.steps)) + 1)
-    # The run table, and what is copied to it.
-    sizes = [told, told]
+    sizes = [told]
     if form is not None and program.chunks is not None:
         steps, size = len(program.steps), form.size
         products = (-(-steps // -(-steps // program.chunks)) - 1) * batch
@@ -620,8 +620,7 @@ class DeviceWorkspace:
         stream = self._cupy.cuda.get_current_stream()
         # The memory is in use until the run before is done, which may be on another stream.
         stream.wait_event(self._done)
-        # CuPy keeps a pinned copy until it has been copied: `told` soon changes.
-        self._run[...] = self._cupy.asarray(told)
+        send(told, self._run)
         self._chain = chain
         try:
             self._start(stream, inclusive)

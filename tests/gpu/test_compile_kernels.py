@@ -30,8 +30,10 @@ def find_ptxas() -> str | None:
 # As Numba compiles: from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "8.0", "9.0a", "10.0a", "12.0a"]
 KERNELS = 60 + 16
-# Blocks of kernels of levels have 256 threads: so two fit beside each other.
-REGISTERS = {"level": 128, "rescale": 128, "sweep_steps": 128}
+# Blocks of kernels of levels have 256 threads: so two fit beside each other, on all but 7.5 by the
+# shared memory of a multiprocessor, too, in KiB, of which each block takes one more.
+REGISTERS = {"vectors": 128, "level": 128, "rescale": 128, "sweep_steps": 128}
+SHARED = {"8.0": 164, "9.0a": 228, "10.0a": 228, "12.0a": 100}
 # The place of an entry of a dense matrix is divided by its columns, eleven times in `level` and
 # nine in `rescale`, where a product is scaled or one operand is diagonal. The number of a chunk is
 # divided by the batch.
@@ -65,6 +67,9 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
         (registers,) = re.findall(r"Used (\d+) registers", line)
         name = line.split()[1]
         assert int(registers) <= REGISTERS.get(name, 224), line
+        if name in REGISTERS and capability in SHARED:
+            (shared,) = re.findall(r"(\d+) bytes smem", line)
+            assert 2 * (int(shared) + 1024) <= 1024 * SHARED[capability], line
         # Of all threads of a block as many as a multiprocessor has.
         threads = re.findall(r"(\d+) threads of a block", line)
         taken = -(-int(registers) // 8) * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import types
 from typing import Any
@@ -49,6 +50,37 @@ def test_a_table_is_waited_for_by_other_streams(cupy: Any) -> None:
     assert state.waited == [(0, second.ptr)] * 2
     with cupy.cuda.Device(1):
         assert table.on(cupy).device.id == 1
+
+
+def test_what_a_run_sends_stays_until_it_has_arrived(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run has one copy of its own; memory whose copy is done is used again."""
+    monkeypatch.setattr("sparsescan.arrays.streams._pinned", {})
+    sent: list[tuple[int, bytes]] = []
+    copy = fake_cupy.MemoryPointer.copy_from_host_async
+
+    def watched(self: Any, mem: int, size: int, stream: Any = None) -> None:
+        sent.append((mem, ctypes.string_at(mem, size)))
+        copy(self, mem, size, stream)
+
+    monkeypatch.setattr(fake_cupy.MemoryPointer, "copy_from_host_async", watched)
+    grad, values = cupy.asarray(np.ones(3)), cupy.asarray(np.ones((4, 9)))
+    plan = sparsescan.plan([sparsescan.Pattern.dense((3, 3))] * 4, schedule="linear")
+    results = [plan.exclusive_scan(grad, values) for _ in range(3)]
+    assert len(sent) == len({mem for mem, _ in sent}) == len(results) == 3
+    assert [ctypes.string_at(mem, len(data)) for mem, data in sent] == [data for _, data in sent]
+    # Addresses of the results differ, and so do the tables.
+    assert len({data for _, data in sent}) == 3
+    del plan
+    plan = sparsescan.plan([sparsescan.Pattern.dense((3, 3))] * 4, schedule="linear")
+    plan.exclusive_scan(grad, values)
+    assert len({mem for mem, _ in sent}) == 4
+    cupy.cuda.Device().synchronize()
+    for _ in range(4):
+        plan.exclusive_scan(grad, values)
+    assert len(sent) == 8
+    assert len({mem for mem, _ in sent}) == 4
 
 
 def test_a_table_in_a_capture(cupy: Any) -> None:

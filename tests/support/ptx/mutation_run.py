@@ -35,11 +35,11 @@ TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 
 # Kernels of whole sequences, whose weights are in registers, or read in each step.
 _HELD, _READ = " of a GRU", " of an LSTM"
-_IMPLICIT = " of implicit steps"
+_IMPLICIT, _TWO = " of implicit steps", " of two unknowns for each unit"
 KERNELS = (
     *("check_indices", "vectors", "level", "rescale", "sweep_steps"),
     *("multiply", "carry", "sweep", "repair"),
-    *(name + _IMPLICIT for name in ("multiply", "sweep", "repair")),
+    *(name + about for about in (_IMPLICIT, _TWO) for name in ("multiply", "sweep", "repair")),
     *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
 )
 F4 = np.float32
@@ -62,13 +62,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
-    mutants.about = _IMPLICIT
-    for grad, chain, local in implicit_chains():
-        schedule = Schedule.chunked(len(chain), 4)
-        for added in (local, None):
-            sparsescan.inclusive_scan(
-                grad, chain, local_grads=added, schedule=schedule, device="cuda"
-            )
+    for mutants.about, chains in ((_IMPLICIT, implicit_chains()), (_TWO, two_state_chains())):
+        for grad, chain, local in chains:
+            schedule = Schedule.chunked(len(chain), 4)
+            for added in (local, None):
+                sparsescan.inclusive_scan(
+                    grad, chain, local_grads=added, schedule=schedule, device="cuda"
+                )
     mutants.about = ""
     for grad, jacobians, local in swept_chains():
         sparsescan.exclusive_scan(
@@ -294,6 +294,39 @@ def implicit_chains() -> Iterator[tuple[Any, Any, Any]]:
         else:
             slopes[-1, 0, steps - 4] = scale
         yield grad, ImplicitChain([slopes, weights], pattern), local
+
+
+def two_state_chains() -> Iterator[tuple[Any, Any, Any]]:
+    """Return chains of slopes for two unknowns of each unit, and weights stored densely."""
+    units, terms, batch = 5, 3, 13
+    size, rows, unit = 2 * units, terms * units, np.arange(units)
+    slopes_at = np.tile(np.eye(units, dtype=bool), (terms, 2))
+    slopes_at[0, units], slopes_at[units + 1, 1] = False, False
+    first, second = of_mask(slopes_at), Pattern.dense((size, rows))
+    pattern = ImplicitPattern([first, second], [1])
+    # As in `implicit_chains`; then weights that are not to be passed over, one at a time: the first
+    # and the last of every part of the matrix where there should be zeros.
+    cases: list[tuple[int, float, tuple[int, int] | None]]
+    cases = [(steps, 1.0, None) for steps in range(36, 2, -3)]
+    cases += [(24, 1e9, None), (28, 1e-9, None)]
+    cases += [(4 + entry, np.inf, None) for entry in range(0, first.nnz, 3)]
+    cases += [(9, 1.0, place) for place in ((0, 10), (4, 14), (5, 0), (9, 9), (5, 11), (9, 13))]
+    for seed, (steps, scale, place) in enumerate(cases):
+        rng = np.random.default_rng(seed)
+        weights = np.zeros((size, rows))
+        weights[:units, :-units] = rng.standard_normal((units, rows - units)) / 2
+        weights[units + unit, rows - units + unit] = rng.uniform(0.5, 1, units)
+        slopes = rng.standard_normal((steps, batch, first.nnz)).astype(F4)
+        grad = rng.standard_normal((batch, size)).astype(F4)
+        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        if place is not None:
+            weights[place] = 0.75
+        elif np.isfinite(scale):
+            slopes[::2] *= F4(scale)
+            slopes[1::2] /= F4(scale)
+        else:
+            slopes[-1, 0, steps - 4] = scale
+        yield grad, ImplicitChain([slopes, weights.astype(F4).ravel()], pattern), local
 
 
 def swept_chains() -> Iterator[tuple[Any, Any, Any]]:
