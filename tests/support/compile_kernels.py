@@ -3,7 +3,8 @@
 And how many divisions of 64 bits are in it, each of which is a hundred instructions.
 
 ``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
-Numba compiles with the suffix ``a``, for that very one.
+Numba compiles with the suffix ``a``, for that very one. What was said of a kernel is kept until its
+sources or the compilers change, as compiled kernels are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ptx import lower_kernel
+from ptx.kept import keep
 
 from sparsescan.jacobians._kernels.device_sequences import (
     layout_of,
@@ -83,17 +86,22 @@ def cases() -> Iterator[tuple[str, Any, int]]:
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
     for name, kernel, count in cases():
-        lowered = lower_kernel(kernel, count)
         for capability in capabilities:
-            ptx = lowered.ptx(capability)
-            path = folder / "kernel.ptx"
-            path.write_text(ptx)
-            architecture = f"-arch=sm_{capability.replace('.', '')}"
-            command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            divisions = len(re.findall(r"\b(?:div|rem)\.[su]64\b", ptx))
-            about = f"{divisions} divisions of 64 bits", done.stderr.replace("\n", " ")
-            print(f"KERNEL {name} for {capability}:", *about, flush=True)
+            make = partial(assemble, kernel, count, capability, ptxas, folder)
+            about = keep(kernel, (count, capability, ptxas, Path(ptxas).stat().st_mtime_ns), make)
+            print(f"KERNEL {name} for {capability}:", about, flush=True)
+
+
+def assemble(kernel: Any, count: int, capability: str, ptxas: str, folder: Path) -> str:
+    """Return how many divisions a kernel has for a capability, and what ptxas says of it."""
+    ptx = lower_kernel(kernel, count).ptx(capability)
+    path = folder / "kernel.ptx"
+    path.write_text(ptx)
+    architecture = f"-arch=sm_{capability.replace('.', '')}"
+    command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    divisions = len(re.findall(r"\b(?:div|rem)\.[su]64\b", ptx))
+    return " ".join([f"{divisions} divisions of 64 bits", *done.stderr.split("\n")])
 
 
 if __name__ == "__main__":
