@@ -727,6 +727,7 @@ class _Launches:
         self._workspace: DeviceWorkspace = weakref.proxy(workspace)
         self._processors = multiprocessor_count(load_cupy())
         self._run = workspace.run_table
+        self._stop = 0  # where the operations of the scan end whose launches are made
         n = program.n
         self._chunked: _Chunked | None = None
         form = form_of(program, dtype)
@@ -802,6 +803,7 @@ class _Launches:
     def actions(self, inclusive: bool) -> list[Action]:
         """Return what an exclusive or an inclusive scan does."""
         program = self._program
+        self._stop = len(program.ops) - (not inclusive)
         if self._chunked is not None:
             return self._chunks(self._chunked, len(program.steps) - (not inclusive))
         actions = [action for _, runs in program.levels for action in self._level(runs)]
@@ -936,11 +938,28 @@ class _Launches:
         units[:, Unit.START], units[:, Unit.STOP] = 0, EVERY
         units[:, Unit.PART] = part[run]
         units[:, Unit.MODE] = mode[run]
+        units[:, Unit.NEXT] = -1
+        behind = self._next(runs) if (blocks > 1).any() else ()
         for k in np.flatnonzero(blocks > 1).tolist():
             bounds = self._bounds(int(runs[k, 0]), int(blocks[k]))
             own = slice(firsts[k], firsts[k] + blocks[k])
+            units[own, Unit.NEXT] = behind[k]
             units[own, Unit.START], units[own, Unit.STOP] = bounds[:-1], bounds[1:]
         return units
+
+    def _next(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operation behind each run, or -1 if it is no vector by a like Jacobian.
+
+        Of two Jacobians with one pattern, values are read at the same places.
+        """
+        patterns, ops = self._program.patterns, self._program.ops[: self._stop]
+        behind = np.full(len(runs), -1, np.int64)
+        for k, (first, stop) in enumerate(runs.tolist()):
+            if stop < len(ops) and ops[first, Op.VECTOR] and ops[stop, Op.VECTOR]:
+                right, other = ops[[first, stop], Op.RIGHT].tolist()
+                if other < self._program.n and patterns[right] is patterns[other]:
+                    behind[k] = stop
+        return behind
 
     def _bounds(self, op: int, blocks: int) -> NDArray[np.int64]:
         """Return what comes before each of `blocks` parts of an operation, and all there is.

@@ -31,6 +31,7 @@ from sampling import examples, slow
 
 import sparsescan
 from sparsescan import (
+    BatchedCSR,
     CSRChain,
     DeviceError,
     ImplicitChain,
@@ -50,6 +51,7 @@ from sparsescan.execution.device import BLAS_SIZE, DeviceWorkspace
 from sparsescan.jacobians import Linear, Residual, Tanh
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.plan.spec import PlanSpec
+from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 
@@ -468,6 +470,39 @@ def test_launches_of_chunks(
 
 
 @simulated
+@pytest.mark.parametrize("inclusive", [False, True])
+def test_values_of_the_next_large_step_are_brought_to_the_cache(
+    monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any, inclusive: bool
+) -> None:
+    """By all blocks of a launch together; unless there is none, or it has another pattern."""
+    read: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "sparsescan.kernels.cuda.matvec.prefetch",
+        lambda address, p, like: read.append((len(launches), address + 8 * p)),
+    )
+    kept = np.abs(np.subtract.outer(np.arange(80), np.arange(80))) < 2
+    band, other = of_mask(kept), of_mask(kept[::-1])
+    rng = np.random.default_rng(0)
+    steps = [
+        BatchedCSR.from_pattern(cupy.asarray(rng.standard_normal((2, p.nnz))), p)
+        for p in (band, band, other, band, band, band)
+    ]
+    grad = cupy.asarray(rng.standard_normal((2, 80)))
+    call = sparsescan.inclusive_scan if inclusive else sparsescan.exclusive_scan
+    call(grad, steps, schedule="linear")
+    assert [launch.kernel for launch in launches] == ["vectors"] * (5 + inclusive)
+    assert all(launch.blocks > 2 for launch in launches)
+    for k in range(5 + inclusive):
+        places = np.array([at for launch, at in read if launch == k + 1])
+        if k in (0, 3, 4) and k + 1 < 5 + inclusive:
+            data = steps[k + 1].data
+            sectors = np.unique((places - data.data.ptr) // 32)
+            np.testing.assert_array_equal(sectors, np.arange(-(-data.nbytes // 32)))
+        else:
+            assert len(places) == 0
+
+
+@simulated
 def test_the_second_run_is_one_graph(cupy: Any, launches: Any) -> None:
     import fake_cupy
 
@@ -477,6 +512,45 @@ def test_the_second_run_is_one_graph(cupy: Any, launches: Any) -> None:
     assert [launch for launch in second if not launch.captured] == third
     assert [launch.kernel for launch in third] == ["graph"]
     assert fake_cupy.state.waits == 0
+
+
+BAND = of_mask(np.abs(np.subtract.outer(np.arange(80), np.arange(80))) < 2)
+TANH = ImplicitPattern([Pattern.diagonal(3), Pattern.dense((3, 3))], shared=[1])
+GRAPHED = {
+    "small steps": (Pattern.dense((2, 2)), Schedule.linear(9), {"sweep_steps"}),
+    "large steps": (BAND, Schedule.linear(4), {"vectors"}),
+    "products of large steps": (BAND, Schedule.blelloch(4), {"level", "rescale"}),
+    "chunks": (Pattern.dense((2, 2)), Schedule.chunked(9, 3), {"multiply", "carry"}),
+    "implicit steps in chunks": (TANH, Schedule.chunked(9, 3), {"multiply", "carry"}),
+    "implicit steps": (TANH, Schedule.blelloch(9), {"level"}),
+}
+
+
+@simulated
+@pytest.mark.parametrize("inclusive", [False, True])
+@pytest.mark.parametrize("what", GRAPHED)
+def test_every_kernel_is_part_of_the_graph(
+    cupy: Any, launches: Any, what: str, inclusive: bool
+) -> None:
+    step, schedule, kernels = GRAPHED[what]
+    rng, n, logs, results = np.random.default_rng(0), schedule.n, [], []
+    if isinstance(step, ImplicitPattern):
+        slopes, weights = (rng.standard_normal(shape) / 2 for shape in ((n, 2, 3), 9))
+        steps: Any = ImplicitChain([cupy.asarray(slopes), cupy.asarray(weights)], step)
+    else:
+        steps = CSRChain.from_pattern(cupy.asarray(rng.standard_normal((n, 2, step.nnz))), step)
+    grad = cupy.asarray(rng.standard_normal((2, step.shape[1])))
+    plan = sparsescan.plan(steps, schedule=schedule)
+    for _ in range(3):
+        launches.clear()
+        scan = plan.inclusive_scan if inclusive else plan.exclusive_scan
+        results.append(to_host(scan(grad, steps)))
+        logs.append([launch.kernel for launch in launches if not launch.captured])
+    first, *others = logs
+    assert kernels <= set(first)
+    assert others == [["graph"]] * 2
+    for later in results[1:]:
+        np.testing.assert_array_equal(later, results[0])
 
 
 @simulated

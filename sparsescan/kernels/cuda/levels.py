@@ -27,7 +27,7 @@ from numba import from_dtype, int32, int64
 from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import Op
 from .device import load
-from .matvec import STAGE, vector_operation
+from .matvec import STAGE, vector_operation, warm
 from .nodes import WORD, Shared, dtypes_of, unit_and_sample
 from .products import WARP, product, product_together
 from .sweeps import sweep_kernel
@@ -102,6 +102,10 @@ def level_kernels(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> LevelKern
         unit = units + number * Unit.WIDTH * 8
         ops = load(plan, Plan.OPS, WORD)
         start, stop = load(unit, Unit.START, WORD), load(unit, Unit.STOP, WORD)
+        after = load(unit, Unit.NEXT, WORD)
+        if after >= 0:
+            # The next launch waits for this gradient, but its values do not.
+            warm(t, run, plan, ops + after * Op.WIDTH * 8, sample, start, stop)
         for i in range(load(unit, Unit.FIRST, WORD), load(unit, Unit.LAST, WORD)):
             op = ops + i * Op.WIDTH * 8
             vector_operation(t, run, plan, op, int64(0), sample, start, stop, shared)

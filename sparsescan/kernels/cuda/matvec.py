@@ -8,7 +8,7 @@ from numba import int32, int64
 
 from ...arrays.cuda import SIMULATED, cuda
 from ..cpu.tables import Kind, Op
-from .device import exponent_of, load, scale, store
+from .device import exponent_of, load, prefetch, scale, store
 from .nodes import (
     INT,
     WORD,
@@ -25,7 +25,7 @@ from .scaling import NONE
 from .tables import Node, Plan
 from .vectors import block_size, get, put, thread_index
 
-__all__ = ["STAGE", "finish", "matvec", "vector_operation"]
+__all__ = ["STAGE", "finish", "matvec", "vector_operation", "warm"]
 
 # Entries of a tile.
 STAGE = 4 if SIMULATED else 1024
@@ -152,6 +152,21 @@ def matvec(t, run, node, m, e, x, y, local, first_tile, last_tile, checked, shar
                 finish(t, run, i, total, y, local, checked)
             # No other thread reads that place, and all pass a barrier before they use others.
             group += threads >> shift
+
+
+@cuda.jit(device=True)
+def warm(t, run, plan, op, sample, start, stop):
+    """Bring the values of some tiles of the matrix that an operation applies to the L2 cache."""
+    node = load(plan, Plan.NODES, WORD) + load(op, Op.RIGHT, WORD) * Node.WIDTH * 8
+    tiles, matrix = load(node, Node.TILES, WORD), matrix_at(node)
+    address, sector = values_of(run, plan, node, int64(0), sample), 32 // t.itemsize
+    begin = row_start(t, matrix, load(tiles, start, WORD))
+    end = row_start(t, matrix, load(tiles, stop, WORD))
+    # From the sector on in which the first one is.
+    p = begin - ((address // t.itemsize + begin) & (sector - 1)) + thread_index() * sector
+    while p < end:
+        prefetch(address, p, t.zero)
+        p += block_size() * sector
 
 
 @cuda.jit(device=True)

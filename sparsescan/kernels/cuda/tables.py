@@ -194,7 +194,8 @@ class _Unit(NamedTuple):
 
     From `START` on, and before `STOP`, are the tiles of a matrix that is applied to a vector, the
     segments of a sparse product, or the rows of another one. `PART` numbers the units of a level
-    that use scratch.
+    that use scratch. Blocks of `NEXT`, another operation, are to have as many tiles of a matrix of
+    the same pattern, or there is none: -1.
     """
 
     FIRST: int = 0
@@ -205,7 +206,8 @@ class _Unit(NamedTuple):
     STOP: int = 5
     PART: int = 6
     MODE: int = 7
-    WIDTH: int = 8
+    NEXT: int = 8
+    WIDTH: int = 9
 
 
 Unit = _Unit()
