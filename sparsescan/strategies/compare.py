@@ -310,28 +310,26 @@ def draw_over_workers(
     points: Mapping[str, Sequence[tuple[int, float, bool]]],
     alone: float,
     size: float,
-) -> dict[str, Any]:
-    """Draw the time of every strategy over the number of workers; return the lines by name.
+) -> None:
+    """Draw the time of every strategy over the number of workers.
 
     A point is workers, nanoseconds, and whether a worker has the memory; `alone` are nanoseconds
     of one worker. The first marker has this size; others are smaller, since several may be at one
     place.
     """
-    lines: dict[str, Any] = {}
     lowest: list[float] = []
     for k, (name, style) in enumerate(styles().items()):
         if name not in points:
             continue
         x, y = ([count for count, *_ in points[name]], [time / 1e6 for _, time, _ in points[name]])
         style["ms"] = size * (1 - 0.08 * k)
-        (lines[name],) = axes.plot(x, y, mfc="white", label=name, zorder=2 + k, **style)
+        axes.plot(x, y, mfc="white", label=name, zorder=2 + k, **style)
         inside = [(count, time / 1e6) for count, time, fits in points[name] if fits]
         if inside:
             axes.plot(*zip(*inside, strict=True), zorder=2.5 + k, **style | {"ls": ""})
         lowest.append(min(y))
     ideal = [alone / 1e6 / count for count in counts]
-    label = "one worker / workers"
-    (lines[label],) = axes.plot(counts, ideal, "k:", lw=1, label=label)
+    axes.plot(counts, ideal, "k:", lw=1, label="one worker / workers")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7 * min(lowest, default=alone / 1e6))
@@ -339,7 +337,6 @@ def draw_over_workers(
     plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    return lines
 
 
 def plain_ticks(axis: Any) -> None:
