@@ -86,11 +86,19 @@ def bar(axes: Axes, y: float, samples: ArrayLike, unit: float, middle: float) ->
     axes.plot(middle, y, "o", color=BLUE, ms=4.5)
 
 
-def legend(figure: Figure, axes: Iterable[Axes], columns: int = 4, **options: Any) -> None:
-    """One for all panels, each label once."""
+def legend(
+    figure: Figure,
+    axes: Iterable[Axes],
+    columns: int = 4,
+    *,
+    order: Iterable[str] = (),
+    **options: Any,
+) -> None:
+    """One for all panels, each label once; labels of `order` come first, in this order."""
     handles: dict[str, Any] = {}
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     place = {"loc": "outside lower center", "frameon": False, "ncols": columns}
-    figure.legend(list(handles.values()), list(handles), **place | options)
+    labels = [label for label in dict.fromkeys([*order, *handles]) if label in handles]
+    figure.legend([handles[label] for label in labels], labels, **place | options)

@@ -31,6 +31,7 @@ from sparsescan.strategies.pipeline.schedule import Placement
 from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.stage import Stage
 
+from . import drawing
 from .experiment import Drawing, Experiment, Options, Piece, Results
 from .lenet5 import NETWORKS, SIDE, Images, lenet5, load_digits
 from .space_time import draw
@@ -403,17 +404,12 @@ def _drawings(results: Results) -> list[Drawing]:
 
 
 def _curves(trained: Results, checked: Results | None, results: Results) -> Drawing:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, panels = drawing.panels(1, 2, 11, 4.4, width_ratios=(3, 2))
+    left, right = panels[0]
     shown = {name: trained[name] for name in _STYLES if name in trained}
-    lines = []
     for k, (name, piece) in enumerate(shown.items()):
         middle = np.mean([run["accuracy"] for run in piece["runs"]], axis=0)
-        lines += left.plot(
-            piece["runs"][0]["iterations"], 100 * middle, label=name, **_STYLES[name]
-        )
+        left.plot(piece["runs"][0]["iterations"], 100 * middle, label=name, **_STYLES[name])
         ends = _ends(piece)
         color = _STYLES[name]["color"]
         right.plot([min(ends), max(ends)], [k, k], color=color, lw=2, alpha=0.5)
@@ -424,9 +420,8 @@ def _curves(trained: Results, checked: Results | None, results: Results) -> Draw
     right.set(xlabel="test accuracy in the end, %", ylim=(len(shown) - 0.5, -0.5))
     right.set_yticks(range(len(shown)), list(shown))
     for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False)
+        drawing.plain(axes, "both")
+    drawing.legend(figure, [left])
     about = results["about"]
     said = "; ".join(f"{name} {_said(piece)}" for name, piece in shown.items())
     caption = (
@@ -478,18 +473,15 @@ def _recovery(trained: Results) -> str:
 
 def _deep(residual: Results, results: Results) -> Drawing:
     """Test accuracy of ResNet-20 over the iterations."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, panels = drawing.panels(1, 1, 8, 4)
+    axes = panels[0, 0]
     for name, piece in residual.items():
         middle = np.mean([run["accuracy"] for run in piece["runs"]], axis=0)
         label = name.removeprefix(_RESNET)
         axes.plot(piece["runs"][0]["iterations"], 100 * middle, label=label)
     axes.set(xlabel="iteration", ylabel="test accuracy, %")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    drawing.plain(axes, "both")
+    drawing.legend(figure, [axes], 2)
     said = "; ".join(f"{name.removeprefix(_RESNET)} {_said(one)}" for name, one in residual.items())
     caption = (
         "ResNet-20 on the digits as 3×16×16, with batch normalisation in training, momentum and "
@@ -502,11 +494,8 @@ def _deep(residual: Results, results: Results) -> Drawing:
 
 def _shares(trained: Results, results: Results) -> Drawing:
     """Error over the share of stale weights; weights of the same share have several ages."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, every = drawing.panels(1, 2, 11, 4.4)
+    panels = list(every.flat)
     numbers = results["about"]["weights of the layers"]
     first = next(iter(_STAGES))
     curves = {
@@ -547,14 +536,10 @@ def _shares(trained: Results, results: Results) -> Drawing:
                     color=color,
                 )
         axes.set(xlabel="share of stale weights, %", ylabel=label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        drawing.plain(axes, "both")
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        drawing.decades(axes.yaxis, "{:.3g}")
+    drawing.legend(figure, panels[:1])
     caption = (
         "The paper's Figure 6, for LeNet-5: error and loss over the share of the weights that "
         "are stale, which the last pair of registers decides. Numbers are how many updates the "

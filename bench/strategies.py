@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsescan.strategies import Machine, Prediction, Scan, build, compare
-from sparsescan.strategies.compare import draw_over_workers, plain_ticks, styles
+from sparsescan.strategies.compare import draw_over_workers, styles
 
+from . import drawing
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .scaling import _call, _on_ranks, cores, missing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["EXPERIMENT"]
 
@@ -163,20 +165,16 @@ def _drawings(results: Results) -> list[Drawing]:
     return drawings + ([_beside(measured)] if measured else [])
 
 
-def _figure(count: int, columns: int) -> tuple[Any, list[Axes]]:
-    from matplotlib.figure import Figure
-
+def _figure(count: int, columns: int) -> tuple[Figure, list[Axes]]:
     rows = -(-count // columns)
-    figure = Figure(figsize=(4 * columns, 3.4 * rows + 0.6), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in panels[count:]:
+    figure, every = drawing.panels(rows, columns, 4 * columns, 3.4 * rows + 0.6)
+    for axes in every.flat[count:]:
         axes.remove()
-    return figure, list(panels[:count])
+    return figure, list(every.flat[:count])
 
 
 def _over_workers(pieces: list[Results]) -> Drawing:
     figure, panels = _figure(len(pieces), min(len(pieces), 3))
-    labels: dict[str, Any] = {}
     for axes, piece in zip(panels, pieces, strict=True):
         counts = [one["workers"] for one in piece["comparisons"]]
         points: dict[str, list[Any]] = {}
@@ -185,15 +183,11 @@ def _over_workers(pieces: list[Results]) -> Drawing:
                 point = one["workers"], prediction["total"], prediction["fits"]
                 points.setdefault(prediction["strategy"], []).append(point)
         alone = piece["comparisons"][0]["single_nanoseconds"]
-        labels = draw_over_workers(axes, counts, points, alone, 8) | labels
+        draw_over_workers(axes, counts, points, alone, 8)
         axes.set_xlabel("workers")
         axes.set_title(f"{_title(piece['network'])}, B={piece['batch']}", fontsize="medium")
-    names = [name for name in (*styles(), *labels) if name in labels]
-    labels = {name: labels[name] for name in names}
     figure.supylabel("predicted time of a step, ms")
-    figure.legend(
-        list(labels.values()), list(labels), loc="outside lower center", ncols=3, frameon=False
-    )
+    drawing.legend(figure, panels, 3, order=styles())
     caption = (
         "Predicted time of a training step by every strategy, for made-up workers. Hollow: more "
         "memory than a worker has. Dashed: gradients are stale. A strategy that is missing "
@@ -205,7 +199,6 @@ def _over_workers(pieces: list[Results]) -> Drawing:
 def _beside(pieces: list[Results]) -> Drawing:
     """Measured over predicted, one panel for each number of ranks."""
     figure, panels = _figure(len(pieces), len(pieces))
-    labels: dict[str, Any] = {}
     for axes, piece in zip(panels, pieces, strict=True):
         both = []
         for run in piece["runs"]:
@@ -215,20 +208,16 @@ def _beside(pieces: list[Results]) -> Drawing:
                     continue
                 x, y = one["total"] / 1e6, one["measured_nanoseconds"] / 1e6
                 style = styles()[one["strategy"]] | {"fillstyle": _FILLS[run["network"]], "ls": ""}
-                (line,) = axes.plot(x, y, ms=8, **style)
-                labels.setdefault(one["strategy"], line)
+                axes.plot(x, y, ms=8, label=one["strategy"], **style)
                 both += [x, y]
         ends = [0.7 * min(both), 1.4 * max(both)]
         axes.plot(ends, ends, "k:", lw=1)
         axes.set(xscale="log", yscale="log", xlabel="predicted, ms", ylabel="measured, ms")
-        plain_ticks(axes.xaxis)
-        plain_ticks(axes.yaxis)
+        for axis in (axes.xaxis, axes.yaxis):
+            drawing.decades(axis, "{:g}")
         axes.set_title(f"{piece['ranks']} rank{'s' * (piece['ranks'] > 1)}", fontsize="medium")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        list(labels.values()), list(labels), loc="outside lower center", ncols=4, frameon=False
-    )
+        drawing.plain(axes, "both")
+    drawing.legend(figure, panels, order=styles())
     caption = (
         "A training step on the ranks of this machine, measured beside predicted; hollow: LeNet-5 "
         "with 64 samples, half full: ResNet-8 with 16, full: an RNN of 100 steps with 16. On the "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent, Trainable, as_graph, graph_of
 from .scan.predict import Scan
 from .strategy import Prediction, Strategy, Training
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = [
     "Comparison",
@@ -173,18 +176,22 @@ def _shortened(text: str, most: int = 100) -> str:
 
 
 def compare(
-    network: Graph | Trainable,
+    network: Graph | Trainable | nn.Module,
     machine: Machine,
     workers: int,
     batch: int,
     chosen: Sequence[Strategy] | None = None,
+    *,
+    input_shape: Sequence[int] | None = None,
 ) -> Comparison:
     """Predict a step of a network by all strategies.
 
     Parameters
     ----------
-    network : Graph, Sequential or Recurrent
-        The network.
+    network : Graph, Sequential, Recurrent or torch.nn.Module
+        The network. Layers of a module of PyTorch are measured here, as
+        :func:`~sparsescan.strategies.pytorch.measure_module` does, in place of what `machine` says
+        of them; the scan, whose Jacobians PyTorch does not have, is left out.
     machine : Machine
         A worker, and the network between workers.
     workers : int
@@ -193,6 +200,8 @@ def compare(
         Samples of a step, of all workers together.
     chosen : sequence of Strategy, optional
         Strategies to be compared; by default all.
+    input_shape : sequence of int, optional
+        Shape of one sample, of a module of PyTorch.
 
     Returns
     -------
@@ -202,7 +211,8 @@ def compare(
     Raises
     ------
     InputError, InputTypeError
-        If there is no worker, or no sample, or `network` is no network.
+        If there is no worker, or no sample, or `network` is no network, or a module that cannot be
+        traced.
 
     Examples
     --------
@@ -213,15 +223,25 @@ def compare(
     True
     """
     workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-    graph = as_graph(network)
+    known: Any = network
+    if input_shape is not None:
+        # PyTorch is imported for its modules alone.
+        from .pytorch import from_torch, measure_module
+
+        machine = measure_module(known, input_shape, batch, machine)
+        known = from_torch(known, input_shape)
+    graph = as_graph(known)
     predictions, reasons = [], {}
     for strategy in strategies() if chosen is None else chosen:
+        if input_shape is not None and isinstance(strategy, Scan):
+            reasons[strategy.name] = "PyTorch has no Jacobians, so that none was measured"
+            continue
         try:
-            predictions.append(strategy.predict(network, machine, workers, batch))
+            predictions.append(strategy.predict(known, machine, workers, batch))
         except InputError as error:
             reasons[strategy.name] = str(error)
     predictions.sort(key=lambda one: (one.memory > machine.memory, one.total))
-    alone = PerLayer().predict(network, machine, 1, batch)
+    alone = PerLayer().predict(known, machine, 1, batch)
     single = replace(alone, strategy="one worker", how="")
     return Comparison(graph, machine, workers, batch, single, predictions, reasons)
 
@@ -290,28 +310,26 @@ def draw_over_workers(
     points: Mapping[str, Sequence[tuple[int, float, bool]]],
     alone: float,
     size: float,
-) -> dict[str, Any]:
-    """Draw the time of every strategy over the number of workers; return the lines by name.
+) -> None:
+    """Draw the time of every strategy over the number of workers.
 
     A point is workers, nanoseconds, and whether a worker has the memory; `alone` are nanoseconds
     of one worker. The first marker has this size; others are smaller, since several may be at one
     place.
     """
-    lines: dict[str, Any] = {}
     lowest: list[float] = []
     for k, (name, style) in enumerate(styles().items()):
         if name not in points:
             continue
         x, y = ([count for count, *_ in points[name]], [time / 1e6 for _, time, _ in points[name]])
         style["ms"] = size * (1 - 0.08 * k)
-        (lines[name],) = axes.plot(x, y, mfc="white", label=name, zorder=2 + k, **style)
+        axes.plot(x, y, mfc="white", label=name, zorder=2 + k, **style)
         inside = [(count, time / 1e6) for count, time, fits in points[name] if fits]
         if inside:
             axes.plot(*zip(*inside, strict=True), zorder=2.5 + k, **style | {"ls": ""})
         lowest.append(min(y))
     ideal = [alone / 1e6 / count for count in counts]
-    label = "one worker / workers"
-    (lines[label],) = axes.plot(counts, ideal, "k:", lw=1, label=label)
+    axes.plot(counts, ideal, "k:", lw=1, label="one worker / workers")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7 * min(lowest, default=alone / 1e6))
@@ -319,7 +337,6 @@ def draw_over_workers(
     plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    return lines
 
 
 def plain_ticks(axis: Any) -> None:

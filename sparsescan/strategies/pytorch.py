@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -221,7 +222,9 @@ def measure_module(
     """Measure the layers of a network as PyTorch runs them, on the device of its parameters.
 
     Each is called with random numbers, forward, backward to its input, and backward to its
-    parameters, which plain SGD then updates; for a batch, and for fewer samples. A copy of the
+    parameters, which plain SGD then updates; for a batch, and for fewer samples. Convolutions and
+    linear layers are measured with half of their outputs, too: a worker that has some of the
+    channels reads the whole input. The loss is the cross-entropy of the outputs. A copy of the
     module is called, as it is in training.
 
     Parameters
@@ -239,7 +242,7 @@ def measure_module(
     Returns
     -------
     Machine
-        For graphs that :func:`from_torch` makes of this module. The loss takes no time.
+        For graphs that :func:`from_torch` makes of this module.
 
     Raises
     ------
@@ -262,15 +265,15 @@ def measure_module(
     traced = _out_of_place(fx.symbolic_trace(copy.deepcopy(module).train()))
     # Some normalisations cannot be trained on one sample.
     sizes = sorted({max(min(batch, 2), batch >> k) for k in range(_HALVINGS + 1)})
-    columns = [_Timed(traced).measure(_samples(module, n, input_shape)) for n in sizes]
-    table = np.stack(columns, axis=-1)
+    runs = [_Timed(traced).measure(_samples(module, n, input_shape)) for n in sizes]
+    table = np.stack([run.parts for run in runs], axis=-1)
     # An update takes as long for any number of samples.
     update = table[:, PARTS.index("update")]
     update[:] = np.median(update, axis=-1, keepdims=True)
-    layers = graph.layers[1:]
     parts = {part: table[:, k] for k, part in enumerate(PARTS)}
-    halves = {part: np.full((len(layers), 2), np.nan) for part in PARTS}
-    times = Times(layers, sizes, parts, halves, {}, np.zeros(len(sizes)), 0.0, {}, 1.0)
+    halves = {part: runs[-1].halves[:, k] for k, part in enumerate(PARTS)}
+    loss = np.array([run.loss for run in runs])
+    times = Times(graph.layers[1:], sizes, parts, halves, {}, loss, 0.0, {}, 1.0)
     given = load_machine() if machine is None else machine
     return replace(given, name=f"{given.name}, layers measured with PyTorch", times=times)
 
@@ -294,16 +297,34 @@ def _out_of_place(traced: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Timed(fx.Interpreter):
-    """Runs a traced module call by call, and measures each."""
+    """Runs a traced module call by call, and measures each.
+
+    Attributes
+    ----------
+    parts : ndarray, shape (calls, parts)
+        Nanoseconds of each of :data:`PARTS` of each call.
+    halves : ndarray, shape (calls, parts, 2)
+        Those of the whole layer, and of half of its outputs; nan where there is no such half.
+    loss : float
+        Nanoseconds of the cross-entropy and its gradient.
+    """
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced, garbage_collect_values=False)
-        self._times: list[list[float]] = []
+        self._times, self._halves = list[list[float]](), list[list[float]]()
 
-    def measure(self, x: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return nanoseconds of each of :data:`PARTS` of each call."""
-        self.run(torch.randn_like(x).requires_grad_())
-        return np.array(self._times)
+    def measure(self, x: Tensor) -> _Timed:
+        """Run with random numbers of this shape; return itself."""
+        logits = self.run(torch.randn_like(x).requires_grad_()).flatten(1)
+        self.parts = np.array(self._times)
+        self.halves = np.stack([self.parts, np.array(self._halves)], axis=-1)
+        labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+        def loss() -> None:
+            torch.autograd.grad(nn.functional.cross_entropy(logits, labels), logits)
+
+        self.loss = _nanoseconds(loss)
+        return self
 
     def run_node(self, node: fx.Node) -> Any:
         """Run a call; its output begins a graph of its own for autograd."""
@@ -311,24 +332,45 @@ class _Timed(fx.Interpreter):
         if node.op in ("placeholder", "output"):
             return y
         inputs = [self.env[one] for one in node.all_input_nodes]
-        params: list[Any] = []
-        if node.op == "call_module":
-            params = [*self.fetch_attr(str(node.target)).parameters()]
-        grad, own = torch.randn_like(y), [each.detach().clone() for each in params]
-        for each in own:
-            each.grad = torch.zeros_like(each)
-
-        def back(leaves: list[Any]) -> Callable[[], Any]:
-            return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
-
-        taken = dict.fromkeys(PARTS, 0.0)
-        taken["forward"] = _nanoseconds(lambda: super(_Timed, self).run_node(node))
-        taken["product"] = _nanoseconds(back(inputs))
-        if params:
-            taken["params"] = _nanoseconds(back(params))
-            taken["update"] = _nanoseconds(torch.optim.SGD(own).step)
-        self._times.append([taken[part] for part in PARTS])
+        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        params = [] if module is None else [*module.parameters()]
+        self._times.append(_parts(lambda: super(_Timed, self).run_node(node), inputs, params))
+        half = _half_of(module)
+        if half is None:
+            self._halves.append([math.nan] * len(PARTS))
+        else:
+            self._halves.append(_parts(lambda: half(*inputs), inputs, [*half.parameters()]))
         return y.detach().requires_grad_()
+
+
+def _half_of(module: Any) -> nn.Module | None:
+    """Return a layer with the first half of the outputs, if it can be cut so."""
+    linear, convolution = isinstance(module, nn.Linear), isinstance(module, nn.Conv2d)
+    if not (linear or (convolution and module.groups == 1)) or len(module.weight) < 2:
+        return None
+    half: nn.Module = copy.deepcopy(module)
+    for name, param in module.named_parameters(recurse=False):
+        setattr(half, name, nn.Parameter(param[: len(module.weight) // 2].detach().clone()))
+    return half
+
+
+def _parts(call: Callable[[], Tensor], inputs: list[Any], params: list[Any]) -> list[float]:
+    """Return nanoseconds of each of :data:`PARTS` of a call."""
+    y = call()
+    grad, own = torch.randn_like(y), [each.detach().clone() for each in params]
+    for each in own:
+        each.grad = torch.zeros_like(each)
+
+    def back(leaves: list[Any]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+
+    taken = dict.fromkeys(PARTS, 0.0)
+    taken["forward"] = _nanoseconds(call)
+    taken["product"] = _nanoseconds(back(inputs))
+    if params:
+        taken["params"] = _nanoseconds(back(params))
+        taken["update"] = _nanoseconds(torch.optim.SGD(own).step)
+    return [taken[part] for part in PARTS]
 
 
 def _nanoseconds(call: Callable[[], Any]) -> float:

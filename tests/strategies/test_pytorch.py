@@ -33,6 +33,7 @@ from sparsescan.strategies import (
     Scan,
     build,
     compare,
+    load_machine,
 )
 from sparsescan.strategies.pytorch import from_torch, measure_module, to_torch
 
@@ -99,12 +100,54 @@ def test_layers_of_a_module_are_measured_with_pytorch() -> None:
     assert times.parts["params"][row["6"], -1] == 0 < times.parts["params"][row["5"], -1]
     # The gradient in the network's input is not asked for.
     total = sum(table[:, -1].sum() for table in times.parts.values())
-    total -= times.parts["product"][0, -1]
+    total += times.loss[-1] - times.parts["product"][0, -1]
     assert compare(graph, machine, 1, 12).single.total == pytest.approx(total)
     (shared,) = compare(graph, machine, 3, 12, [BatchParallel()]).predictions
     # Four samples lie between three and six.
     forward = (times.parts["forward"][:, 1:3] @ [2 / 3, 1 / 3]).sum()
     assert shared.nanoseconds["forward"] == pytest.approx(forward)
+
+
+class SlowOutputs(nn.Linear):
+    """A layer that takes 10 ms for each of its outputs, and 20 ms besides."""
+
+    __module__ = "torch.nn.slow"
+
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.02 + 0.01 * len(self.weight))
+        return super().forward(x)
+
+
+def test_half_of_the_channels_are_measured() -> None:
+    """Ten outputs take 120 ms, and five 70 ms: so two workers that share them take as long."""
+    net = nn.Sequential(nn.Linear(4, 4), SlowOutputs(4, 10))
+    machine, graph = measure_module(net, (4,), batch=4), from_torch(net, (4,))
+    assert machine.times is not None
+    whole, half = machine.times.halves["forward"][1]
+    assert whole >= 120e6
+    assert 70e6 <= half < 0.85 * whole
+    assert machine.forward(graph, 2, 4, 0.5) == pytest.approx(half)
+    # An activation has no such half, nor has a convolution in groups.
+    others = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    times = measure_module(others, (4, 5, 5), batch=2).times
+    assert times is not None
+    assert np.isnan(times.halves["forward"][:, 1]).all()
+
+
+def test_a_module_is_compared_by_what_is_measured() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Slow(8, 6))
+    compared = compare(net, load_machine("h100"), 2, 8, input_shape=(8,))
+    assert compared.machine.name == "h100, layers measured with PyTorch"
+    assert compared.network.layers[3].name == "2"
+    # A GPU would take a thousandth of it.
+    assert compared.single.nanoseconds["forward"] >= 2e6
+    assert compared.single.nanoseconds["loss"] > 0
+    assert "PyTorch has no Jacobians" in compared.reasons["scan"]
+    assert {"batch", "model", "per layer"} <= {one.strategy for one in compared.predictions}
+    with pytest.raises(InputTypeError, match="expected a Graph"):
+        compare(net, Machine(), 2, 8)  # without the shape of a sample
+    with pytest.raises(InputTypeError, match="module is a Graph"):
+        compare(build("lenet5"), Machine(), 2, 8, input_shape=(1, 32, 32))
 
 
 @settings(max_examples=examples(20))

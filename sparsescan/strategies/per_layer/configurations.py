@@ -257,8 +257,10 @@ class Axis:
         ranges = Ends(of, np.clip(start, 0, size), np.clip(stop, 0, size), size)
         self.length: Floats = (ranges.stop - ranges.start).clip(0).astype(np.float64)
         # Most axes are short, and small integers are fast.
-        small = np.int16 if size <= np.iinfo(np.int16).max else np.int64
-        self._ends = [one.astype(small) for e in (parts, ranges) for one in (e.start, e.stop)]
+        small: type[Any] = np.int16 if size <= np.iinfo(np.int16).max else np.int64
+        self._ends: list[Integers] = [
+            one.astype(small) for e in (parts, ranges) for one in (e.start, e.stop)
+        ]
         codes, divisors = 1 + int(of.divisors.sum()), len(of.divisors)
         self._sent = Pairs(
             (codes, divisors),
@@ -275,7 +277,8 @@ class Axis:
         start, stop = k[b], m[b]
         if not start.any() and stop.min(initial=self.size) == self.size:
             # As of channels that a convolution reads: all.
-            return (j - i)[a]
+            all_of: Integers = (j - i)[a]
+            return all_of
         lengths: Integers = np.minimum(j[a], stop)
         lengths -= np.maximum(i[a], start)
         return np.maximum(lengths, 0, out=lengths)
@@ -365,7 +368,8 @@ class Configurations:
 
     def codes_of_divisor(self, k: int) -> Integers:
         """Return the codes of the parts of divisor number `k`."""
-        return self._starts[k] + np.arange(self.divisors[k])
+        codes: Integers = self._starts[k] + np.arange(self.divisors[k])
+        return codes
 
     def divisors_of(self, chosen: Integers) -> Integers:
         """Return numbers of the divisors along each axis, shape ``(len(chosen), 4)``."""
@@ -490,7 +494,8 @@ def _product(factors: Iterable[Any]) -> Floats:
 def _times(product: Floats, factor: Any) -> Floats:
     """Multiply, in place if there is room."""
     room = product.shape == np.broadcast_shapes(product.shape, factor.shape)
-    return np.multiply(product, factor, out=product if room else None)
+    both: Floats = np.multiply(product, factor, out=product if room else None)
+    return both
 
 
 def edges_of(graph: Graph) -> list[tuple[int, int, int]]:
