@@ -38,6 +38,7 @@ NO_EXPONENT = "noted, none: one below all others stands for it as well as the on
 LDEXP = "scale: 2^100 is made exactly in either of the two ways that libdevice's ldexp has"
 TURNS = "the end of a loop over steps: each turn looks whether its step is there"
 SEGMENT = "whether the gates of all steps are kept: nothing comes before the one segment"
+SLOPES = "where slopes are, before it is known whether a thread has a chain: zero if it has none"
 CACHE = "a step, or a value, more is brought to the cache, which nothing reads"
 ANY_BOUND = {
     "vectors": [HALF, GROUPS, *4 * [LDEXP]],
@@ -70,6 +71,7 @@ ANY_BOUND = {
     ],
     "multiply of implicit steps": [
         *3 * ["copies of `present`: one chain more computes, and stores nothing"],
+        *7 * [SLOPES],
         "the step behind the last of a chunk, which is made, and not multiplied",
         *2 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
         "the end of a row: behind it are zeros, as far as its pitch",
@@ -90,6 +92,7 @@ ANY_BOUND = {
     "multiply of two unknowns for each unit": [
         *2 * ["copies of `present`: one chain more computes, and stores nothing"],
         "the end of the weights of a thread: one place more, to which a slope comes later",
+        *4 * [SLOPES],
         "the step behind the last of a chunk, which is made, and not multiplied",
         *2 * ["slopes behind the last of a chunk, which are loaded, or stored, and make no step"],
     ],

@@ -130,7 +130,7 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
     vector, units = 16 // itemsize, size // states
     groups = -(-size // _ROWS)
     pitch = _pitch(_ROWS * groups, vector)
-    weights = _weighted(terms, states) * units * _pitch(units, vector)
+    weights = _weighted(terms, states) * units * _weights_pitch(pitch, units, states, vector)
     light = size - units
     dense = -(-units // groups) if light else _ROWS
     for parts in range(1, size + 2):
@@ -179,6 +179,11 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
 def _weighted(terms: int, states: int) -> int:
     """Return the terms that reach any unit: of two states the last one reaches its own."""
     return terms if states == 1 else terms - 1
+
+
+def _weights_pitch(pitch: int, units: int, states: int, vector: int) -> int:
+    """Return the pitch of weights beside steps: theirs, if a step has an entry for each weight."""
+    return pitch if states == 1 else _pitch(units, vector)
 
 
 def takes(size: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1) -> bool:
@@ -417,7 +422,8 @@ def _making(
     kind, vector, zero = from_dtype(dtype), 16 // dtype.itemsize, dtype.type(0)
     stride, pitch, units = tiles.stride, tiles.pitch, size // states
     least_normal = dtype.type(np.finfo(dtype).tiny)
-    every, weighted, weights_pitch = terms * size, _weighted(terms, states), _pitch(units, vector)
+    every, weighted = terms * size, _weighted(terms, states)
+    weights_pitch = _weights_pitch(pitch, units, states, vector)
     count = max(1, -(-every // stride))
     # As `_staging` has it for dense steps.
     unit = vector if units % vector == 0 else 1
@@ -440,7 +446,8 @@ def _making(
             m = (lane + slot * stride) * unit
             row, column = m // size, m % size
             offsets[slot] = row * pitch + column
-            sources[slot] = row * weights_pitch + column % units
+            if states > 1:
+                sources[slot] = row * weights_pitch + column % units
         least = dtype.type(1)
         address = load(run, Run.WEIGHTS, _WORD)
         for slot in range(lights):
@@ -478,19 +485,20 @@ def _making(
         return lost
 
     @cuda.jit(device=True)
-    def make(pool, base, lane, sources, light_sources, light_weights, staged):
+    def make(pool, base, lane, offsets, sources, light_sources, light_weights, staged):
         """Make the values of a thread of a step whose slopes begin at `base`."""
         some_weights = cuda.local.array(vector, kind)
         some_slopes = cuda.local.array(vector, kind)
         for slot in range(slots):
             m = lane + slot * stride
             if (slot + 1) * stride <= groups or m < groups:
-                source, column = np.int64(sources[slot]), m * unit % size
+                place = np.int64(offsets[slot])
+                source = place if states == 1 else np.int64(sources[slot])
                 for v in range(unit):
                     staged[slot * unit + v] = zero
                 for k in range(weighted):
                     weight_at = weights_at + k * units * weights_pitch + source
-                    slope_at = base + k * pitch + column
+                    slope_at = base + k * pitch + place % pitch
                     if unit > 1:
                         read_vector(some_weights, 0, pool, weight_at)
                         read_vector(some_slopes, 0, pool, slope_at)
@@ -534,10 +542,11 @@ def _making(
     )
 
 
-def _weights(size: int, terms: int, states: int, dtype: np.dtype[Any], threads: int) -> Any:
+def _weights(
+    size: int, terms: int, states: int, dtype: np.dtype[Any], threads: int, pitch: int
+) -> Any:
     zero, one = dtype.type(0), dtype.type(1)
-    units = size // states
-    pitch, weighted = _pitch(units, 16 // dtype.itemsize), _weighted(terms, states)
+    units, weighted = size // states, _weighted(terms, states)
 
     @cuda.jit(device=True)
     def place_weights(run, places, pool, base, thread):
@@ -622,7 +631,8 @@ def _multiply(
     lights_at = matrix_size + cols * column_groups * pitch
     # Behind the chains are weights, and the slopes of a step of each chain.
     weights_at = chains * room
-    slopes_at = weights_at + _weighted(terms, states) * units * _pitch(units, vector)
+    weights_pitch = _weights_pitch(pitch, units, states, vector)
+    slopes_at = weights_at + _weighted(terms, states) * units * weights_pitch
     pool_size = slopes_at + chains * terms * pitch
     right_size, span = cols * vector, cols * column_groups
     powers_size = chains * span
@@ -639,7 +649,7 @@ def _multiply(
     slope_count, make, lights = making.count, making.make, making.lights
     find_values, find_slopes, fetch_slopes = making.find, making.find_slopes, making.fetch
     deliver_values, deliver_slopes = making.deliver, making.deliver_slopes
-    place_weights = _weights(size, terms, states, dtype, threads)
+    place_weights = _weights(size, terms, states, dtype, threads, weights_pitch)
     none, infinity = np.int32(_NONE), real(np.inf)
 
     @cuda.jit
@@ -709,7 +719,7 @@ def _multiply(
                 lost = deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
             barrier(warp)
             if present:
-                make(pool, own_slopes, lane, sources, light_sources, light_weights, staged)
+                make(pool, own_slopes, lane, offsets, sources, light_sources, light_weights, staged)
                 ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
                 if chunk > 1:
                     fetch_slopes(ahead, numbers, slopes)
@@ -735,7 +745,7 @@ def _multiply(
         for step in range(first, first + chunk):
             more = present and step + 1 < first + chunk
             if more and implicit:
-                make(pool, own_slopes, lane, sources, light_sources, light_weights, staged)
+                make(pool, own_slopes, lane, offsets, sources, light_sources, light_weights, staged)
             elif more:
                 fetch(ahead, lane, staged, 0)
                 ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
@@ -1139,7 +1149,7 @@ def _implicit_sweeps(
     # Behind the weights are two places for what a chain multiplies them by, used by turns.
     vectors_at, room = weighted * units * pitch, terms * pitch
     pool_size = vectors_at + 2 * every * room
-    place_weights = _weights(size, terms, states, dtype, threads)
+    place_weights = _weights(size, terms, states, dtype, threads, pitch)
     most_ahead = min(max(16 // (slopes * dtype.itemsize // 4), 1), 8)
 
     @cuda.jit(device=True)
