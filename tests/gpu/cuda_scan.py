@@ -54,6 +54,7 @@ from sparsescan.plan.spec import PlanSpec
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
+in_python = pytest.mark.skipif(not IN_PYTHON, reason="looks into the simulator")
 
 
 @pytest.fixture(autouse=True)
@@ -469,7 +470,7 @@ def test_launches_of_chunks(
     assert len(log) == 4
 
 
-@simulated
+@in_python
 @pytest.mark.parametrize("inclusive", [False, True])
 def test_values_of_the_next_large_step_are_brought_to_the_cache(
     monkeypatch: pytest.MonkeyPatch, cupy: Any, launches: Any, inclusive: bool
@@ -547,7 +548,8 @@ def test_every_kernel_is_part_of_the_graph(
         results.append(to_host(scan(grad, steps)))
         logs.append([launch.kernel for launch in launches if not launch.captured])
     first, *others = logs
-    assert kernels <= set(first)
+    # As compiled, these are small steps.
+    assert not IN_PYTHON or kernels <= set(first)
     assert others == [["graph"]] * 2
     for later in results[1:]:
         np.testing.assert_array_equal(later, results[0])
