@@ -21,7 +21,6 @@ from ...planning.elimination import minimise
 from ..graph import MIXING, Graph, Layer
 from ..machine import Machine
 from .configurations import (
-    MANY,
     Configuration,
     Configurations,
     Limits,
@@ -386,10 +385,7 @@ class NetworkCosts:
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
-        # Steps that overlap are searched several times.
-        repeated = self.costs.machine.overlap and self.of.workers > MANY
-        most = _MOST // 2 if repeated else _MOST
-        masks = [_cheapest(cost, most) & (cost <= cost.min() + left) for cost in least]
+        masks = [_cheapest(cost, _MOST) & (cost <= cost.min() + left) for cost in least]
         for mask, choice, one in zip(masks, choices, seed, strict=True):
             mask |= choice == one
         return self._eliminate(_masked(choices, masks), _masked(nodes, masks))
