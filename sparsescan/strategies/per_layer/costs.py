@@ -43,9 +43,10 @@ _Plan = tuple[float, list[int]]
 
 # Relative error of sums that are compared with each other.
 _ROUNDING = 1e-9
-# Configurations of a layer among which the best are searched: the cheapest, if there are more. If
-# no layer has more than a few, all are searched at once.
-_MOST, _FEW = 100, 4
+# Configurations of a layer among which the best are searched: the cheapest, if there are more, and
+# in further rounds the cheapest beside the plan that was found. If no layer has more than a few,
+# all are searched at once.
+_MOST, _FEW, _ROUNDS = 64, 4, 3
 # Most searches for the step in which the backward pass hides as much as can be.
 _SEARCHES = 8
 
@@ -385,10 +386,30 @@ class NetworkCosts:
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
-        masks = [_cheapest(cost, _MOST) & (cost <= cost.min() + left) for cost in least]
-        for mask, choice, one in zip(masks, choices, seed, strict=True):
-            mask |= choice == one
-        return self._eliminate(_masked(choices, masks), _masked(nodes, masks))
+        for _ in range(_ROUNDS):
+            masks = [_cheapest(cost, _MOST) & (cost <= cost.min() + left) for cost in least]
+            for mask, choice, one in zip(masks, choices, seed, strict=True):
+                mask |= choice == one
+            before, (total, seed) = (
+                total,
+                self._eliminate(_masked(choices, masks), _masked(nodes, masks)),
+            )
+            if total >= before * (1 - _ROUNDING):
+                break
+            # Then those that cost least beside what the other layers have now.
+            least, left = self._beside(seed, choices, nodes), math.inf
+        return total, seed
+
+    def _beside(
+        self, plan: Sequence[int], choices: Sequence[Chosen], nodes: Sequence[Times]
+    ) -> list[Times]:
+        """Return what each layer's configurations cost if all other layers have those of a plan."""
+        chosen = [np.array([one]) for one in plan]
+        costs = [node.copy() for node in nodes]
+        for (j, k, moves), count in self._edges.items():
+            costs[j] += count * self._transfer(moves, choices[j], chosen[k])[:, 0]
+            costs[k] += count * self._transfer(moves, chosen[j], choices[k])[0]
+        return costs
 
     def _eliminate(self, choices: Sequence[Chosen], nodes: Sequence[Times]) -> _Plan:
         """Return the least sum of equation 1 over some configurations, and its plan."""
