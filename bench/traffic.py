@@ -144,7 +144,7 @@ def _chains(quick: bool) -> list[Chain]:
     short, long = (5, 3) if quick else (200, 5)
     chunks, chunk = (3, 4) if quick else (4, _chunks(0)[1])
     few = chunk if quick else _chunks(1)[1]
-    # Of a block the runner keeps as many accesses as those of a few more steps of an LSTM.
+    # The runner keeps as many accesses of a block as a few more steps of an LSTM have.
     pairs = chunk if quick else 40
     wide = 32 if quick else 256
     pair = "→".join(map(str, channels))

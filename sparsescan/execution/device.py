@@ -209,8 +209,8 @@ def _implicit_form(step: ImplicitPattern) -> ChunkForm | None:
         return None
     terms = np.bincount(first, minlength=units)
     if states == 2:
-        # All units have as many rows, and those that kernels pass over have no weights. Of dense
-        # weights they see for themselves.
+        # All units have as many rows, and those that kernels pass over have no weights. Kernels
+        # look at dense weights themselves.
         if (terms != terms.max(initial=0)).any() or terms.max(initial=0) < 2:
             return None
         rows, term = rows_of(weights), _terms_of_rows(first)[weights.indices]
@@ -950,7 +950,7 @@ class _Launches:
     def _next(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the operation behind each run, or -1 if it is no vector by a like Jacobian.
 
-        Of two Jacobians with one pattern, values are read at the same places.
+        Values of two Jacobians with one pattern are read at the same places.
         """
         patterns, ops = self._program.patterns, self._program.ops[: self._stop]
         behind = np.full(len(runs), -1, np.int64)

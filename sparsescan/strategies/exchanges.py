@@ -1,9 +1,9 @@
-"""What ranks give each other: boxes of tensors, and sums of gradients, known to the byte.
+"""Exchanges between ranks: boxes of tensors, and sums of gradients, known to the byte.
 
-A box is a range of indices along every axis. The owner of a block sends of it what others need, the
-intersections of boxes; so one rule moves a tensor between any two partitions, copies it, gathers
-it, and brings the halo that the windows of a convolution reach into. A sum is a reduce-scatter and
-an all-gather: each rank receives, and sends, all but its own piece.
+A box is a range of indices along every axis. The owner of a block sends the parts of it that others
+need, the intersections of boxes; so one rule moves a tensor between any two partitions, copies it,
+gathers it, and brings the halo that the windows of a convolution reach into. A sum is a
+reduce-scatter and an all-gather: each rank receives, and sends, all but its own piece.
 """
 
 from __future__ import annotations

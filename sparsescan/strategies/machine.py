@@ -390,7 +390,7 @@ def _memory() -> int:
 def _record(default: Any, content: Any, path: str = "") -> Any:
     """Return the machine or network of a JSON object, or raise ValueError or TypeError.
 
-    What it leaves out is as in `default`.
+    Values that it leaves out are those of `default`.
     """
     if not isinstance(content, dict):
         raise TypeError(f"{path or 'it'} is {content!r:.40}")

@@ -457,7 +457,7 @@ def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPl
     entries: dict[str, Any] = {}
     left: dict[str, str] = {}
     for one in calls:
-        # What has no parameters is computed where its input is.
+        # A layer without parameters is computed where its input is.
         if not any(True for _ in modules[one.name].parameters()):
             continue
         n, c, h, w = one.configuration

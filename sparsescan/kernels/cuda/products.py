@@ -50,7 +50,7 @@ def multiply_dense(t, a_node, a, x, c_node, c, first, last):
     while i < last:
         place = row_start(t, product, i) + n
         if place < row_start(t, product, i + 1):
-            # What is known to be zero may be stored in the operands, and not in C.
+            # Entries that are known to be zero may be stored in the operands, but not in C.
             j = n
             if product.kind == Kind.CSR:
                 j = index_at(t, product, place)
@@ -290,7 +290,7 @@ def product(t, run, plan, op, part, sample, block, blocks, start, stop, mode, sh
         if seen[2] < blocks - 1:
             return
     cuda.syncthreads()
-    # What is not finite is the linear scan's to decide.
+    # The linear scan decides on values that are not finite.
     finite = seen[0] != NOT_FINITE and (seen[0] == OUT_OF_BAND or seen[1] != NOT_FINITE)
     outside = finite and (seen[0] == OUT_OF_BAND or seen[1] == OUT_OF_BAND)
     if not finite:

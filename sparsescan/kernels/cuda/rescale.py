@@ -130,7 +130,7 @@ def rescale_share(
                 atomic_max(powers, k, int32(power))
             p += step
     elif phase == _TOPS:
-        # Of X times those: the largest terms of each column.
+        # The largest terms of each column of X times those.
         q = own
         while q < right.nnz:
             value = load(x, q, t.zero)

@@ -175,7 +175,7 @@ def sweep_kernel(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> Any:
         while i < last:
             slot = _slot(i)
             if i > first:
-                # What the step before has loaded.
+                # The step before has loaded these.
                 if me < Sweep.WIDTH:
                     put(ring, _slot(i + _AHEAD) + me, word)
                 elif me < _SLOT:

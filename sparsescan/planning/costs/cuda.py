@@ -252,7 +252,7 @@ class GpuModel:
         def from_memory(count: int) -> float:
             return count * values / gpu.bandwidth if read * values > gpu.cache else 0.0
 
-        # Of two unknowns of each unit, the second ones are two multiply-adds each.
+        # Where a unit has two unknowns, the second ones are two multiply-adds each.
         multiply_adds = products * chunk * self.batch * size * (size // form.states) * (size + 1)
         multiply = max(chunk * (b * size + c), a * multiply_adds, from_memory(read + written))
         carry = max(products * vector, from_memory(written))

@@ -36,7 +36,7 @@ __all__ = ["Chosen", "LayerCosts", "NetworkCosts", "moves_of", "optimise", "with
 
 Times = NDArray[np.float64]
 Chosen = NDArray[np.int64]
-# Of the backward pass, and of sums of gradients.
+# Weights of the backward pass, and of sums of gradients.
 _Weights = tuple[float, float]
 # The cost of a step, and the number of a configuration for each node.
 _Plan = tuple[float, list[int]]
@@ -303,7 +303,7 @@ class NetworkCosts:
     def _overlapped(self, choices: Sequence[Chosen], best: _Plan) -> Iterator[_Plan]:
         """Yield plans in which sums of gradients overlap with the backward pass.
 
-        A step is then the longer of two sums over layers. Of weighted means of both the least are
+        A step is then the longer of two sums over layers. The least weighted means of both are
         the corners of a convex hull, among which the best is found by bisection.
         """
         ends: list[tuple[float, float]] = []

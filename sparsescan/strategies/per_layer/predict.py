@@ -214,7 +214,7 @@ def _own(of: Configurations, layer: Layer, number: Chosen, batch: int) -> NDArra
     places, copies = of.places(number, everyone)[0], n * h * w
     place = (places[:, 0] * h + places[:, 2]) * w + places[:, 3]
     moved = sum_words(weights, place, copies)
-    # Of the loss nothing is kept.
+    # Nothing of the loss is kept.
     outputs = lengths.prod(axis=-1) * (layer.kind != "softmax")
     return np.stack([moved, weights, outputs])
 
