@@ -890,12 +890,12 @@ class _Memory:
         self._sparse_places = {
             k: self._places_of(each)
             for k, each in enumerate(directions)
-            if each.in_packing.is_sparse
+            if each.in_packing.is_sparse and each.in_packing.block < each.in_packing.cols
         }
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
         self._ones = aligned_zeros(2 * self.group, self.dtype) + self.dtype.type(1)
         none = np.empty(0, self.dtype)
-        self.no_caller = Caller(none, self.widths[0], False, none, self.widths[-1], 0)
+        self.no_caller = Caller(none, self.widths[0], False, none)
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""

@@ -154,17 +154,17 @@ def first_alike(starts, indices, guesses):
     """Replace each guess of an earlier segment in the same columns by `n` itself if it is wrong."""
     for n in range(len(guesses)):
         other = guesses[n]
-        if not _equal(indices, starts[n], starts[n + 1], starts[other], starts[other + 1]):
+        if not _equal(indices, starts[n], starts[n + 1], indices, starts[other], starts[other + 1]):
             guesses[n] = n
 
 
 @njit(nogil=True, cache=True)
-def _equal(indices, start, stop, other, other_stop):
-    """Return whether two ranges of `indices` have equal numbers."""
+def _equal(a, start, stop, b, other, other_stop):
+    """Return whether a range of `a` and one of `b` have equal numbers."""
     if stop - start != other_stop - other:
         return False
     for p in range(stop - start):
-        if indices[start + p] != indices[other + p]:
+        if a[start + p] != b[other + p]:
             return False
     return True
 
@@ -193,6 +193,16 @@ def _columns_of(start, stop, row_start, row_stop, c_indices, c_dense, cols):
 
 
 @njit(nogil=True, cache=True)
+def _entries_between(indptr, indices, k, low, high, cols):
+    """Return where the entries of a row from column `low` on start, and those from `high` on."""
+    first, last = np.int64(indptr[k]), np.int64(indptr[k + 1])
+    if high - low < cols:
+        first = _lower_bound(indices, first, last, low)
+        last = _lower_bound(indices, first, last, high)
+    return first, last
+
+
+@njit(nogil=True, cache=True)
 def _write_list(i, start, stop, a, x, c, cols, place, out):
     """Write the slots of all terms of a segment; return how many numbers.
 
@@ -209,10 +219,7 @@ def _write_list(i, start, stop, a, x, c, cols, place, out):
     a_start, size = np.int64(a_indptr[i]), 0
     for p in range(a_start, np.int64(a_indptr[i + 1])):
         k = p - a_start if a_dense else np.int64(a_indices[p])
-        first, last = np.int64(x_indptr[k]), np.int64(x_indptr[k + 1])
-        if high - low < cols:
-            first = _lower_bound(x_indices, first, last, low)
-            last = _lower_bound(x_indices, first, last, high)
+        first, last = _entries_between(x_indptr, x_indices, k, low, high, cols)
         if first == last:
             continue
         for q in range(first, last):
@@ -276,17 +283,8 @@ def first_listed(rows, starts, a, x, c, cols, order, guesses):
         if guesses[n] != other:
             other, size = guesses[n], length
             own, first = first, own
-        elif not (length == size and _equal_arrays(own, first, size)):
+        elif not _equal(own, 0, length, first, 0, size):
             guesses[n] = n
-
-
-@njit(nogil=True, cache=True)
-def _equal_arrays(a, b, size):
-    """Return whether two arrays begin with `size` equal numbers."""
-    for m in range(size):
-        if a[m] != b[m]:
-            return False
-    return True
 
 
 @njit(nogil=True, cache=True)
@@ -349,7 +347,7 @@ def lay_out_terms(segments, order, alike, lists, a, x, c, cols, aligned, factors
         else:
             other = a_starts[before]
             other_stop = np.int64(a_indptr[rows[before] + 1])
-            if a_dense or _equal(a_indices, a_start, a_stop, other, other_stop):
+            if a_dense or _equal(a_indices, a_start, a_stop, a_indices, other, other_stop):
                 firsts[n], lasts[n], work[n] = firsts[before], lasts[before], work[before]
                 x_firsts[n] = x_firsts[before]
                 continue
@@ -363,10 +361,7 @@ def lay_out_terms(segments, order, alike, lists, a, x, c, cols, aligned, factors
         firsts[n] = factor if is_own else firsts[before]
         for p in range(a_start, a_stop):
             k = p - a_start if a_dense else np.int64(a_indices[p])
-            first, last = np.int64(x_indptr[k]), np.int64(x_indptr[k + 1])
-            if high - low < cols:
-                first = _lower_bound(x_indices, first, last, low)
-                last = _lower_bound(x_indices, first, last, high)
+            first, last = _entries_between(x_indptr, x_indices, k, low, high, cols)
             if first == last:
                 continue
             is_new = is_first

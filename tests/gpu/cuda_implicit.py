@@ -177,6 +177,12 @@ def test_any_steps_in_any_chunks(ran: list[Ran], data: Any) -> None:
         *(steps, batch, size, data.draw(st.sampled_from(DTYPES)), rows),
         data.draw(st.sampled_from([1.0, 0.5, 0.1, 0.0])),
     )
+    gradients = check_chunks(data, given, steps, ran)
+    assert gradients.flags.c_contiguous
+
+
+def check_chunks(data: st.DataObject, given: Case, steps: int, ran: list[Ran]) -> Any:
+    """Check a scan in some chunks, with local gradients or without; return its gradients."""
     inclusive = data.draw(st.booleans())
     if data.draw(st.booleans()):
         given = with_local(given, steps + inclusive)
@@ -184,10 +190,10 @@ def test_any_steps_in_any_chunks(ran: list[Ran], data: Any) -> None:
     before = len(ran)
     gradients = given.scan(inclusive, schedule)
     assert_within(gradients, given.expected(inclusive), given.dtype)
-    assert gradients.flags.c_contiguous
     for run in ran[before:]:
         assert not run.repaired
         assert run.room == gradients.size  # none within steps
+    return gradients
 
 
 @settings(max_examples=examples(8))
@@ -205,16 +211,7 @@ def test_two_unknowns_for_each_unit(ran: list[Ran], data: Any) -> None:
         *(2 * units, given.pattern.factors[0].nnz),
         *(terms, 2),
     )
-    inclusive = data.draw(st.booleans())
-    if data.draw(st.booleans()):
-        given = with_local(given, steps + inclusive)
-    schedule = Schedule.chunked(steps, data.draw(st.integers(1, steps)))
-    before = len(ran)
-    gradients = given.scan(inclusive, schedule)
-    assert_within(gradients, given.expected(inclusive), given.dtype)
-    for run in ran[before:]:
-        assert not run.repaired
-        assert run.room == gradients.size
+    check_chunks(data, given, steps, ran)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -226,17 +226,13 @@ class Caller(NamedTuple):
     is_shorter : bool
         Whether some samples have less than all steps.
     output : ndarray
-        Where the outputs go; empty if nowhere.
-    width, column : int
-        Length of a row of it, and where outputs begin.
+        Where the outputs go, if they are those of one direction; otherwise empty.
     """
 
     x: Array
     cols: int
     is_shorter: bool
     output: Array
-    width: int
-    column: int
 
 
 class Sums(NamedTuple):
@@ -321,31 +317,33 @@ def _tile_width(vectors):
 
 
 @_inline
-def _multiply_samples(m, x, at, start, start_at, out, to, pairs):
-    """Write ``start + m x`` with samples as lanes; `start` may be `out`."""
+def _multiply_samples(m, x, at, jump, start, start_at, out, to, pairs):
+    """Write ``start + m x`` with samples as lanes; `start` may be `out`.
+
+    The numbers of a sample are in blocks, as the columns of `m`, which begin `jump` apart; they are
+    neighbours if `jump` is 0. Of a sparse `m`, `indices` are places in `x`.
+    """
+    samples, part = sample_count(x), min(_PART, m.block)
     if m.is_sparse:
         _multiply_sparse(m, x, at, start, start_at, out, to)
-    else:
-        _multiply_columns(m, 0, m.cols, x, at, start, start_at, out, to, pairs)
-
-
-@_inline
-def _multiply_columns(m, first, cols, x, at, start, start_at, out, to, pairs):
-    """Write ``start + m x`` for some columns of a dense matrix, with samples as lanes."""
-    samples, part = sample_count(x), min(_PART, m.block)
-    for row in range(0, m.rows, m.tile):
-        place, own_start, values = to + row * samples, start_at + row * samples, row * m.cols
-        values += first * m.tile
-        if pairs:
-            add_pair_tile(
-                *(out, place, start, own_start, x, at, m.values, values),
-                *(cols // 2, part // 2, m.tile // 2),
-            )
-        else:
-            add_sample_tile(
-                *(out, place, start, own_start, x, at, m.values, values),
-                *(cols, part, m.tile),
-            )
+        return
+    cols = m.block if jump > 0 else m.cols
+    for first in range(0, m.cols, cols):
+        for row in range(0, m.rows, m.tile):
+            place, own_start = to + row * samples, start_at + row * samples
+            values = row * m.cols + first * m.tile
+            if pairs:
+                add_pair_tile(
+                    *(out, place, start, own_start, x, at, m.values, values),
+                    *(cols // 2, part // 2, m.tile // 2),
+                )
+            else:
+                add_sample_tile(
+                    *(out, place, start, own_start, x, at, m.values, values),
+                    *(cols, part, m.tile),
+                )
+        at += jump
+        start, start_at = out, to
 
 
 @_helper
@@ -476,8 +474,7 @@ def _end_block(s, caller, first, k, begin, end):
         start = max(k // STEPS * STEPS, begin)
         slot = s.steps - k if s.back else start + 1
         stop = slot + k + 1 - start
-        out, width, column = caller.output, caller.width, caller.column
-        _turn_slots_out(s.states, s, first, slot, stop, out, 1, width, column)
+        _turn_slots_out(s.states, s, first, slot, stop, caller.output, 1, s.units, 0)
 
 
 # -- States ----------------------------------------------------------------------------------------
@@ -527,20 +524,11 @@ def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     at = _row(s, first, t + 1) * w_in.block
     hidden = rows - w_hidden.rows
     if s.sample_lanes:
-        if w_in.is_sparse:
-            _multiply_sparse(w_in, x, at, bias, 0, s.parts, 0)
-        else:
-            size, start = w_in.block, bias
-            for block in range(w_in.blocks):
-                here = at + block * s.jump
-                _multiply_columns(
-                    *(w_in, block * size, size, x, here, start, 0, s.parts, 0, s.pairs)
-                )
-                start = s.parts
+        _multiply_samples(w_in, x, at, s.jump, bias, 0, s.parts, 0, s.pairs)
         for i in range(w_in.rows * s.samples, rows * s.samples, lanes):
             store(s.parts, i, load(bias, i))
         place = hidden * s.samples
-        _multiply_samples(w_hidden, s.states, before, s.parts, place, s.parts, place, s.pairs)
+        _multiply_samples(w_hidden, s.states, before, 0, s.parts, place, s.parts, place, s.pairs)
         return
     _multiply(
         *(w_in, x, at, w_in.block, s.jump),
@@ -586,7 +574,7 @@ def _take_above(s, first, above, t):
 def _back_products(s, w_back, grads):
     """Compute the gradient in the state before from those in the products that read it."""
     if s.sample_lanes:
-        _multiply_samples(w_back, s.grads, grads, s.zeros, 0, s.parts, 0, s.pairs)
+        _multiply_samples(w_back, s.grads, grads, 0, s.zeros, 0, s.parts, 0, s.pairs)
         return
     _multiply(
         *(w_back, s.grads, grads, s.units, s.samples * s.units),
@@ -603,7 +591,7 @@ def _back_input(s, first, w, t, grads, below):
     at = (t * s.given + first) * w.rows
     if s.sample_lanes:
         left = s.given - first
-        _multiply_samples(w, s.grads, grads, s.zeros, 0, s.products, 0, s.pairs)
+        _multiply_samples(w, s.grads, grads, 0, s.zeros, 0, s.products, 0, s.pairs)
         _turn_row_out(s.products, 0, w.rows, below, at, w.rows, left, s.pairs)
         return
     _multiply(
