@@ -41,7 +41,6 @@ __all__ = [
     "measure_here",
     "measure_in_turns",
     "named",
-    "plain_ticks",
     "plot_comparison",
     "run",
     "strategies",
@@ -334,12 +333,12 @@ def draw_over_workers(
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7 * min(lowest, default=alone / 1e6))
     axes.set_xticks(counts, [str(count) for count in counts])
-    plain_ticks(axes.yaxis)
+    _plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plain_ticks(axis: Any) -> None:
+def _plain_ticks(axis: Any) -> None:
     """Label a few places in every decade of a logarithmic axis by plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
