@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import CELLS
 from numpy.typing import NDArray
-from on_device import IN_PTX, IN_PYTHON, SIMULATED, cupy_or_stand_in
+from on_device import IN_PYTHON, SIMULATED, cupy_or_stand_in, run_as_compiled_if
 from recurrent_steps import KINDS, arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
@@ -92,8 +92,7 @@ def test_units_of_any_number(cupy: Any, kind: str, units: int) -> None:
     options = {"nonlinearity": "relu"} if kind == "relu" else {}
     rng = np.random.default_rng(units)
     small = units in (HELD, SHARED)
-    if IN_PTX and (kind == "relu" or (kind != "LSTM" and not small)):
-        pytest.skip("as the others, and takes long")
+    run_as_compiled_if(kind == "LSTM" or (kind != "relu" and small))
     net = KINDS[kind](2, units, bidirectional=small, dtype=F4, rng=rng, **options)
     batch = 5 if IN_PYTHON else 3
     arguments = arguments_of(rng, net, 3, batch, F4, shorter=True)
@@ -107,6 +106,7 @@ def test_blocks_of_several_samples(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, kind: str, samples: int
 ) -> None:
     """As many as lanes, fewer or more; and the same bits every time."""
+    run_as_compiled_if((kind, samples) in (("RNN", 1), ("GRU", 2), ("LSTM", 4), ("LSTM", 1)))
     units = {1: (5, 3)[kind == "LSTM"], 2: 6, 4: 7}[samples] if IN_PYTHON else 40
     net = KINDS[kind](2, units, bidirectional=True, dtype=F8, rng=3)
     arguments = arguments_of(np.random.default_rng(0), net, 4, 7, F8, shorter=True)
@@ -154,8 +154,8 @@ def test_memory_is_what_is_said(cupy: Any) -> None:
 
 
 def test_memory_is_used_again_on_any_stream(cupy: Any) -> None:
-    net = LSTM(3, 2, dtype=F8, rng=0)
-    host = LSTM(3, 2, dtype=F8, rng=0)
+    net = LSTM(3, 3, dtype=F8, rng=0)
+    host = LSTM(3, 3, dtype=F8, rng=0)
     put(cupy, net)
     step = net.training_step()
     for seed in (0, 1, 0):
@@ -169,7 +169,7 @@ def test_memory_is_used_again_on_any_stream(cupy: Any) -> None:
 
 @simulated
 def test_a_step_waits_for_the_streams_that_it_was_on(cupy: Any) -> None:
-    net = RNN(3, 2, dtype=F8, rng=0)
+    net = RNN(3, 3, dtype=F8, rng=0)
     put(cupy, net)
     step, x = net.training_step(), cupy.asarray(np.ones((3, 2, 3)))
     step.forward(x)
@@ -183,7 +183,7 @@ def test_a_step_waits_for_the_streams_that_it_was_on(cupy: Any) -> None:
 @simulated
 def test_weights_wait_for_the_stream_of_the_backward_pass(cupy: Any) -> None:
     """They were made on that of the forward pass, which was not the first one."""
-    net = RNN(3, 2, dtype=F8, rng=0)
+    net = RNN(3, 3, dtype=F8, rng=0)
     put(cupy, net)
     step, x = net.training_step(), cupy.asarray(np.ones((3, 2, 3)))
     step.forward(x)
@@ -199,7 +199,7 @@ def test_weights_wait_for_the_stream_of_the_backward_pass(cupy: Any) -> None:
 
 @simulated
 def test_few_launches_however_many_steps(launches: list[fake_cupy.Launch], cupy: Any) -> None:
-    net = GRU(2, 2, 2, bidirectional=True, dtype=F4, rng=0)
+    net = GRU(2, 3, 2, bidirectional=True, dtype=F4, rng=0)
     put(cupy, net)
     step = net.training_step()
     stream = cupy.cuda.Stream()
@@ -215,7 +215,7 @@ def test_few_launches_however_many_steps(launches: list[fake_cupy.Launch], cupy:
 
 @simulated
 def test_work_is_where_the_input_is(cupy: Any, launches: list[fake_cupy.Launch]) -> None:
-    net, host = RNN(3, 2, dtype=F8, rng=0), RNN(3, 2, dtype=F8, rng=0)
+    net, host = RNN(3, 3, dtype=F8, rng=0), RNN(3, 3, dtype=F8, rng=0)
     arguments = arguments_of(np.random.default_rng(0), net, 3, 2, F8)
     expected = gradients_of(host.training_step(), *arguments)
     with cupy.cuda.Device(1):
@@ -241,7 +241,7 @@ def test_nothing(cupy: Any, steps: int, batch: int) -> None:
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_what_fills_up_shorter_sequences_is_not_read(cupy: Any, kind: str) -> None:
     rng = np.random.default_rng()
-    net = KINDS[kind](3, 2, num_layers=2, bidirectional=True, dtype=F8, rng=rng)
+    net = KINDS[kind](3, 3, num_layers=2, bidirectional=True, dtype=F8, rng=rng)
     x, state, _, above, carry = arguments_of(rng, net, 5, 4, F8)
     lengths = np.array([5, 0, 3, 1])
     filling = np.arange(5)[:, None] >= lengths
@@ -269,7 +269,7 @@ def test_special_input_has_the_outputs_of_pytorch(cupy: Any, kind: str, special:
 
 
 def test_without_an_axis_of_samples_or_gradients(cupy: Any) -> None:
-    net = GRU(3, 2, dtype=F8, rng=0)
+    net = GRU(3, 3, dtype=F8, rng=0)
     x, state, _, above, carry = arguments_of(np.random.default_rng(0), net, 4, 1, F8)
     batched = on_device(cupy, net, (x, state, None, above, np.zeros_like(carry)))
     step = net.training_step()

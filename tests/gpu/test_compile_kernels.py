@@ -27,13 +27,13 @@ def find_ptxas() -> str | None:
     return str(wheels[0]) if wheels else shutil.which("ptxas")
 
 
-# As Numba compiles: from 9.0 on for that very one.
-CAPABILITIES = ["7.5", "8.0", "9.0a", "10.0a", "12.0a"]
+# The oldest, the newest, and one between; as Numba compiles, from 9.0 on for that very one.
+CAPABILITIES = ["7.5", "9.0a", "12.0a"]
 KERNELS = 60 + 16
 # Blocks of kernels of levels have 256 threads: so two fit beside each other, on all but 7.5 by the
 # shared memory of a multiprocessor, too, in KiB, of which each block takes one more.
 REGISTERS = {"vectors": 128, "level": 128, "rescale": 128, "sweep_steps": 128}
-SHARED = {"8.0": 164, "9.0a": 228, "10.0a": 228, "12.0a": 100}
+SHARED = {"9.0a": 228, "12.0a": 100}
 # The place of an entry of a dense matrix is divided by its columns, eleven times in `level` and
 # nine in `rescale`, where a product is scaled or one operand is diagonal. The number of a chunk is
 # divided by the batch.

@@ -17,7 +17,15 @@ from oracles import Chain
 
 from sparsescan import BatchedCSR, CSRChain
 
-__all__ = ["IN_PTX", "IN_PYTHON", "SIMULATED", "cupy_or_stand_in", "jacobians_on", "to_host"]
+__all__ = [
+    "IN_PTX",
+    "IN_PYTHON",
+    "SIMULATED",
+    "cupy_or_stand_in",
+    "jacobians_on",
+    "run_as_compiled_if",
+    "to_host",
+]
 
 IN_PYTHON, IN_PTX = bool(config.ENABLE_CUDASIM), "SPARSESCAN_PTX" in os.environ
 SIMULATED = IN_PYTHON or IN_PTX
@@ -38,6 +46,12 @@ def cupy_or_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         simulator.install()
     return fake_cupy.install(monkeypatch)
+
+
+def run_as_compiled_if(chosen: bool) -> None:
+    """Skip a case as compiled that is not one of a few, as each has kernels of its own."""
+    if IN_PTX and not chosen:
+        pytest.skip("others like it are run as compiled")
 
 
 def jacobians_on(cupy: Any, jacobians: Any) -> Any:
