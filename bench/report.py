@@ -51,6 +51,7 @@ _ON_A_GPU = {
     "gpu": (
         "The kernels, which have run in Numba's simulator: vectors, level "
         "(kernels/cuda/levels.py); multiply, carry, sweep, repair (kernels/cuda/chunks.py); "
+        "chained (kernels/cuda/chained.py); "
         "check_indices (kernels/cuda/checks.py).",
         "CuPy itself, CUDA graphs, cuBLAS, several streams, several devices; what sparsescan "
         "calibrate --device cuda measures.",

@@ -93,8 +93,8 @@ def _chunked(chunks: int, chunk: int, cupy: Any) -> Floors:
 
 
 def _implicit(chunks: int, chunk: int, cupy: Any) -> Floors:
-    """Scan the same steps, given by their slopes and the weights that all share."""
-    parts = workloads.tanh_rnn_slopes(chunks * chunk + 1, _BATCH, HIDDEN)
+    """Scan the same steps, given by their slopes and the weights that all share, in one launch."""
+    parts = workloads.tanh_rnn_slopes(chunks * chunk, _BATCH, HIDDEN)
     grad, slopes, weights = (array.astype(np.float32) for array in parts)
     pattern = ImplicitPattern(
         [Pattern.diagonal(HIDDEN), Pattern.dense((HIDDEN, HIDDEN))], shared=[1]
@@ -102,13 +102,9 @@ def _implicit(chunks: int, chunk: int, cupy: Any) -> Floors:
     tree = Schedule.chunked(len(slopes), chunks)
     chain = ImplicitChain([slopes, weights.ravel()], pattern)
     sparsescan.exclusive_scan(grad, chain, schedule=tree, device="cuda")
-    step, last, size = slopes[0].nbytes, chunks - 1, weights.nbytes
-    products = last * (HIDDEN + 2) * grad.nbytes
-    return {
-        "multiply": size + last * chunk * step + products,
-        "carry": products + chunks * grad.nbytes,
-        "sweep": size + (chunks * chunk - last) * (step + grad.nbytes) + chunks * grad.nbytes,
-    }
+    # Slopes of all but the last step, and all gradients.
+    applied = slopes[:-1].nbytes
+    return {"chained": weights.nbytes + 2 * applied + grad.nbytes}
 
 
 def _lstm(chunks: int, chunk: int, cupy: Any) -> Floors:

@@ -49,6 +49,7 @@ __all__ = [
     "chunk_form",
     "device_bytes",
     "form_of",
+    "in_one_launch",
     "multiprocessor_count",
 ]
 
@@ -161,7 +162,22 @@ def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> i
         return None
     processors = multiprocessor_count(load_cupy())
     return cuda_chunks.chunk_count(
-        len(patterns), batch, form.size, processors, terms=form.terms, states=form.states
+        len(patterns),
+        batch,
+        form.size,
+        processors,
+        terms=form.terms,
+        states=form.states,
+        itemsize=dtype.itemsize,
+    )
+
+
+def in_one_launch(
+    form: ChunkForm, dtype: np.dtype[Any], steps: int, batch: int, chunk: int
+) -> bool:
+    """Return whether all phases of a scan in chunks of so many steps are one launch."""
+    return cuda_chunks.in_one_launch(
+        form.size, dtype, steps, batch, chunk, terms=form.terms, states=form.states
     )
 
 
@@ -309,10 +325,11 @@ def device_bytes(program: Program, dtype: np.dtype[Any], batch: int, *, whole: b
     told = 8 * (Run.WIDTH + 3 * (n if form is None else len(program.steps)) + 1)
     sizes = [told]
     if form is not None and program.chunks is not None:
-        steps, size = len(program.steps), form.size
-        products = (-(-steps // -(-steps // program.chunks)) - 1) * batch
-        sizes += [products * (size + 1) * size * itemsize, products * size * 4]
-        sizes.append(4 * form.numbers)
+        steps = len(program.steps)
+        chunk = -(-steps // program.chunks)
+        one = in_one_launch(form, dtype, steps, batch, chunk)
+        values, exponents = cuda_chunks.scratch(form.size, steps, batch, chunk, one)
+        sizes += [values * itemsize, exponents * 4, 4 * form.numbers]
     else:
         sizes += [*_product_bytes(program, itemsize, batch), *_pattern_bytes(program)]
         sizes += _term_bytes(program, dtype)
@@ -704,6 +721,7 @@ class _Chunked(NamedTuple):
 
     kernels: cuda_chunks.ChunkKernels
     chunk: int
+    one: bool  # whether all is one launch
     memory: tuple[int, int, int]  # places of the entries, products, their exponents
 
 
@@ -840,11 +858,11 @@ class _Launches:
     # -- Chunked --------------------------------------------------------------------------------
 
     def _chunks(self, chunked: _Chunked, steps: int) -> list[Action]:
-        """Return the three phases of a chain of small steps."""
+        """Return the three phases of a chain of small steps, or what does all of them."""
         if steps == 0:
             return []
-        kernels, chunk, memory = chunked
-        phases = cuda_chunks.launches(kernels, self._run, *memory, steps, self._batch, chunk)
+        kernels, chunk, one, memory = chunked
+        phases = cuda_chunks.launches(kernels, self._run, *memory, steps, self._batch, chunk, one)
         return [
             partial(_launch, kernel, blocks, threads, arguments)
             for kernel, blocks, threads, arguments in phases
@@ -860,14 +878,15 @@ class _Launches:
         )
         assert chunks is not None
         chunk = -(-len(steps) // chunks)
-        values, exponents = kernels.scratch(len(steps), self._batch, chunk)
+        one = in_one_launch(form, self._dtype, len(steps), self._batch, chunk)
+        values, exponents = cuda_chunks.scratch(size, len(steps), self._batch, chunk, one)
         places = _terms_of(step, form) if isinstance(step, ImplicitPattern) else _places_of(step)
         memory = (
             0 if nnz == size * size and form.terms == 0 else workspace.place(places),
             workspace.room("the products of the chunks", values, self._dtype).data.ptr,
-            workspace.room("the exponents of the chunks", exponents, np.int32).data.ptr,
+            workspace.room("the exponents of the chunks", exponents, np.int32, zeros=one).data.ptr,
         )
-        return _Chunked(kernels, chunk, memory)
+        return _Chunked(kernels, chunk, one, memory)
 
     # -- Levels ---------------------------------------------------------------------------------
 

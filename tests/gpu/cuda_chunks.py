@@ -12,7 +12,7 @@ from sampling import slow
 
 import sparsescan
 from sparsescan import CSRChain
-from sparsescan.kernels.cuda.chunks import chunk_count, chunk_kernels, launches
+from sparsescan.kernels.cuda.chunks import chunk_count, chunk_kernels, launches, scratch
 from sparsescan.kernels.cuda.device import launch
 from sparsescan.kernels.cuda.tables import Run
 
@@ -99,7 +99,7 @@ def scan(
     if nnz < size * size:
         rows = np.repeat(np.arange(size), np.diff(chain.indptr))
         places = device.place((rows * size + chain.indices).astype(np.int32))
-    values, exponents = kernels.scratch(steps, batch, chunk)
+    values, exponents = scratch(size, steps, batch, chunk, False)
     columns = device.room(values, dtype.type(np.nan))
     powers = device.room(exponents, np.int32(99))
     table = device.place(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from on_device import SIMULATED, cupy_or_stand_in
 from sampling import examples
 
-from sparsescan import Pattern, Schedule
+from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.cli.main import main
 from sparsescan.execution import device
+from sparsescan.plan.scan_plan import ScanPlan
+from sparsescan.plan.spec import PlanSpec
 from sparsescan.planning.costs import cpu as costs
 from sparsescan.planning.costs.cpu import FAMILIES
 from sparsescan.planning.costs.cuda import Gpu, GpuModel, gpu_file, load_gpu
@@ -71,6 +74,35 @@ def test_predicted_launches_are_those_that_are_made(cupy: Any, seed: int, batch:
 @given(seeds, st.integers(1, 5))
 def test_a_program_takes_no_more_memory_than_was_said(cupy: Any, seed: int, batch: int) -> None:
     check_memory(cupy, random_plan(seed, 20, 12), batch)
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("steps", "chunks", "kernels"),
+    [(24, 2, ["chained", "repair"]), (24, 12, ["multiply", "carry", "sweep", "repair"])],
+)
+def test_implicit_steps_are_in_one_launch_where_that_takes_less(
+    cupy: Any, steps: int, chunks: int, kernels: list[str]
+) -> None:
+    """As predicted, and no more memory than was said."""
+    from fake_cupy import state
+
+    pattern = ImplicitPattern([Pattern.diagonal(3), Pattern.dense((3, 3))], shared=[1])
+    plan = ScanPlan(PlanSpec([pattern] * steps, Schedule.chunked(steps, chunks), device="cuda"))
+    chain = ImplicitChain([cupy.ones((steps, 2, 3), F4), cupy.ones(9, F4)], pattern)
+    grad, calls = cupy.ones((2, 3), F4), []
+    gc.collect()
+    before = state.peak[0] = state.used[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device._device, "launch", lambda *about: calls.append(about[0]))
+        gradients = plan.exclusive_scan(grad, chain)
+    assert [kernel.py_func.__name__ for kernel in calls] == kernels
+    program = plan._latest.program
+    run, times = GpuModel(LAUNCHES, F4, 2).level_times(program)
+    assert run + sum(times) == len(kernels)
+    assert len(times) == len(plan.schedule.levels)
+    taken = state.peak[0] - before - gradients.nbytes
+    assert taken <= device.device_bytes(program, F4, 2) <= taken + 2048
 
 
 @pytest.mark.slow

@@ -23,13 +23,15 @@ from sparsescan import (
 )
 from sparsescan.execution.device import DeviceWorkspace, chunk_form
 from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
+from sparsescan.kernels.cuda import chunks as cuda_chunks
+from sparsescan.kernels.cuda.chained import layout_of
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")
 DTYPES = (np.float32, np.float64)
-# The kernels of a chain in several chunks.
-PHASES = ["multiply", "carry", "sweep", "repair"]
+# The kernels of a chain in several chunks, in three launches or in one.
+PHASES, ONE = ["multiply", "carry", "sweep", "repair"], ["chained", "repair"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,30 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     import fake_cupy
 
     return fake_cupy.watch(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chains in three launches, whether or not one would take less."""
+    monkeypatch.setattr(cuda_chunks, "in_one_launch", lambda *about, **more: False)
+
+
+@pytest.fixture
+def one(phases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chains in one launch that can be."""
+
+    def fits(
+        size: int, dtype: Any, steps: int, batch: int, chunk: int, *, terms: int, states: int
+    ) -> bool:
+        layout = layout_of(size, dtype.itemsize) if terms == states == 1 else None
+        return layout is not None and chunk <= layout.longest
+
+    monkeypatch.setattr(cuda_chunks, "in_one_launch", fits)
+
+
+def kernels_of(launches: list[Any]) -> list[str]:
+    """Return the kernels that were launched, but for graphs."""
+    return [launch.kernel for launch in launches if launch.kernel != "graph"]
 
 
 class Ran(NamedTuple):
@@ -440,3 +466,139 @@ def test_what_is_not_finite_is_left_to_the_linear_scan(
     with np.errstate(all="ignore"):
         expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
     np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+
+
+# ---------------------------------------------------------------------------------------------
+# One launch
+# ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(10))
+@given(st.data())
+def test_any_steps_in_one_launch(one: None, ran: list[Ran], launches: list[Any], data: Any) -> None:
+    """Chunks with fewer steps than teams, or a shorter last one; pruned; local gradients."""
+    steps, batch = data.draw(st.integers(2, 30)), data.draw(st.sampled_from([None, 1, 3]))
+    size = data.draw(st.sampled_from([1, 3, 4, 9]))
+    rows = max(1, size - data.draw(st.integers(0, size - 1)))
+    given = case(
+        data.draw(st.integers(0, 2**32 - 1)),
+        *(steps, batch, size, data.draw(st.sampled_from(DTYPES)), rows),
+        data.draw(st.sampled_from([1.0, 0.5, 0.0])),
+    )
+    launches.clear()
+    check_chunks(data, given, steps, ran)
+    assert set(kernels_of(launches)) <= {*ONE, "sweep"}
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(20, np.float32), *slow((32, np.float64))])
+def test_sizes_in_one_launch(one: None, launches: list[Any], size: int, dtype: Any) -> None:
+    given = with_local(case(1, 23, 2, size, dtype, size), 24)
+    gradients = given.scan(True, Schedule.chunked(23, 2))
+    assert_within(gradients, given.expected(True), dtype)
+    assert kernels_of(launches) in (ONE, [])
+
+
+@pytest.mark.parametrize("how", ["list", "reversed"])
+def test_where_slopes_of_one_launch_are(one: None, launches: list[Any], how: str) -> None:
+    given = with_local(case(2, 9, 2, 4, np.float32, 4, 0.6), 10)
+    if how == "list":
+        chain: Any = [ImplicitStep([row, given.weights], given.pattern) for row in given.slopes]
+        given = given._replace(local=[None if k % 3 else x for k, x in enumerate(given.local)])
+    else:
+        backwards = given.slopes[::-1].copy()[::-1]
+        chain = ImplicitChain([backwards, given.weights], given.pattern)
+    gradients = given.scan(True, Schedule.chunked(9, 3), chain)
+    assert_within(gradients, given.expected(True), np.float32)
+    assert kernels_of(launches) in (ONE, [])
+
+
+@simulated
+def test_one_launch_leaves_its_tickets_as_they_were(
+    one: None, monkeypatch: pytest.MonkeyPatch, launches: list[Any]
+) -> None:
+    """For the next run, which may be of the other scan, or a graph, and gives the same bits."""
+    given, steps = case(3, 14, 3, 5, np.float32, 5), 14
+    rooms, make = [], DeviceWorkspace.room
+
+    def watched(self: DeviceWorkspace, what: str, *about: Any, **options: Any) -> Any:
+        made = make(self, what, *about, **options)
+        rooms.append((what, made))
+        return made
+
+    monkeypatch.setattr(DeviceWorkspace, "room", watched)
+    plan = sparsescan.plan([given.pattern] * steps, schedule="chunked:4", device="cuda")
+    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
+    first: dict[bool, Any] = {}
+    for inclusive in (True, False, False, True, False, True):
+        scan = plan.inclusive_scan if inclusive else plan.exclusive_scan
+        gradients = scan(given.grad, chain)
+        np.testing.assert_array_equal(gradients, first.setdefault(inclusive, gradients))
+        ((_, tickets),) = [room for room in rooms if room[0] == "the exponents of the chunks"]
+        assert len(tickets) == 3 * 3 + 1
+        np.testing.assert_array_equal(tickets.get(), 0)
+    assert_within(first[True], given.expected(True), np.float32)
+    captured = [launch.kernel for launch in launches if launch.captured]
+    assert captured == 2 * ONE
+    assert [launch.kernel for launch in launches].count("graph") == 4
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("density", [1.0, 0.4])
+@pytest.mark.parametrize("step", [0, 4, 11])
+def test_what_is_not_finite_in_one_launch(
+    one: None, ran: list[Ran], bad: float, density: float, step: int
+) -> None:
+    """The linear scan decides, also of a slope without weights, and of the last step."""
+    given = case(6, 12, 2, 5, np.float64, 5, density)
+    given.slopes[step, 1, 0] = bad
+    gradients = given.scan(True, Schedule.chunked(12, 2))
+    assert ran[-1].repaired
+    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
+    with np.errstate(all="ignore"):
+        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
+    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
+def test_decay_and_growth_in_one_launch(
+    one: None, ran: list[Ran], dtype: Any, factor: float
+) -> None:
+    """Products leave their band in each piece, gradients do not."""
+    given = case(4, 96, 1, 9, dtype, 9)
+    grows = np.arange(96) // 24 % 2 == 0
+    given.slopes[grows] *= dtype(factor)
+    given.slopes[~grows] /= dtype(factor)
+    given = given._replace(grad=given.grad * dtype(factor**-12))
+    assert_within(given.scan(True, Schedule.chunked(96, 2)), given.expected(True), dtype)
+    assert not ran[-1].repaired
+
+
+def test_columns_may_explode_and_decay_in_one_launch(one: None, ran: list[Ran]) -> None:
+    """Each has an exponent of its own, from piece to piece, beyond the range of the dtype."""
+    pattern = ImplicitPattern([Pattern.diagonal(2), Pattern.diagonal(2)], shared=[1])
+    slopes = np.tile(np.array([8.0, 0.125], np.float32), (40, 1, 1))
+    chain = ImplicitChain([slopes, np.ones(2, np.float32)], pattern)
+    grad = np.array([[2.0**-126, 1.0]], np.float32)
+    tree = Schedule.chunked(40, 2)
+    gradients = sparsescan.inclusive_scan(grad, chain, schedule=tree, device="cuda")
+    powers = 3 * np.arange(41)
+    np.testing.assert_array_equal(gradients[:, 0, 0], np.ldexp(np.float32(1), powers - 126))
+    np.testing.assert_array_equal(gradients[:, 0, 1], np.ldexp(np.float32(1), -powers))
+    assert not ran[-1].repaired
+
+
+@pytest.mark.parametrize("where", ["the first step", "a later step", "only the slopes"])
+def test_entries_that_one_launch_would_lose(one: None, ran: list[Ran], where: str) -> None:
+    """Terms below all numbers, where gradients are large."""
+    given, two = case(5, 40, 2, 4, np.float32, 4), np.float32(2)
+    if where == "only the slopes":
+        # Steps are as large as others; columns times their slopes are not.
+        given.slopes[:] = np.sign(given.slopes) * two**-123
+        given = given._replace(weights=given.weights * two**123)
+    else:
+        given.slopes[:] *= two**40
+        given.slopes[0 if where == "the first step" else 1] *= two**-130
+        given = given._replace(weights=given.weights * two**-40, grad=given.grad * two**80)
+    assert_within(given.scan(True, Schedule.chunked(40, 2)), given.expected(True), np.float32)
+    assert ran[-1].repaired

@@ -531,7 +531,7 @@ GRAPHED = {
     "large steps": (BAND, Schedule.linear(4), {"vectors"}),
     "products of large steps": (BAND, Schedule.blelloch(4), {"level", "rescale"}),
     "chunks": (Pattern.dense((2, 2)), Schedule.chunked(9, 3), {"multiply", "carry"}),
-    "implicit steps in chunks": (TANH, Schedule.chunked(9, 3), {"multiply", "carry"}),
+    "implicit steps in chunks": (TANH, Schedule.chunked(9, 3), {"chained"}),
     "implicit steps": (TANH, Schedule.blelloch(9), {"level"}),
 }
 

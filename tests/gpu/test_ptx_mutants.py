@@ -69,6 +69,15 @@ ANY_BOUND = {
         "the copy of `present` before a step: one chain more computes, and stores nothing",
         "the end of a row: behind it are zeros, as far as its pitch",
     ],
+    "chained": [
+        "the end of the rows of slopes: one turn more, which loads zeros",
+        *2 * ["slopes: a row behind those of the chunk, which nothing reads before it is written"],
+        *2 * ["the product of a piece behind the last, or of none, which is not applied"],
+        "the end of the pieces of a sample: one product more, behind which is nothing",
+        "the end of the vectors: one more is cleared, of the team's own columns",
+        *7 * ["local gradients: one is loaded for a step behind the last, which is not made"],
+        *2 * [TURNS],
+    ],
     "multiply of implicit steps": [
         *3 * ["copies of `present`: one chain more computes, and stores nothing"],
         *7 * [SLOPES],
@@ -90,6 +99,7 @@ ANY_BOUND = {
         TURNS,
     ],
     "multiply of two unknowns for each unit": [
+        "the last column, where `carry` finds as well what is not finite",
         *2 * ["copies of `present`: one chain more computes, and stores nothing"],
         "the end of the weights of a thread: one place more, to which a slope comes later",
         *4 * [SLOPES],

@@ -22,6 +22,7 @@ from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
+from sparsescan.kernels.cuda import chunks as chunks_of_steps  # noqa: E402
 from sparsescan.kernels.cuda.checks import is_safe  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_count  # noqa: E402
 
@@ -101,12 +102,9 @@ def test_chunks_of_a_long_recurrence(
     assert_within(gradients, sequential(grad, steps, dtype=dtype), dtype)
 
 
-def test_implicit_steps_move_slopes_and_gradients(
-    traffic: list[tuple[str, int, int, Traffic]],
-) -> None:
-    """No values: of 30,000 steps of 20 units and 16 samples not much more than that."""
+def scan_implicit_steps(size: int, batch: int, chunks: int, counts: tuple[int, ...]) -> None:
+    """Scan chains of so many chunks, of each number of steps, by slopes and shared weights."""
     rng = np.random.default_rng()
-    size, batch, chunks, counts = 20, 16, 3, (4, 9)
     pattern = ImplicitPattern([Pattern.diagonal(size), Pattern.dense((size, size))], shared=[1])
     weights = np.linalg.qr(rng.standard_normal((size, size)))[0].ravel().astype(np.float32)
     for chunk in counts:
@@ -115,6 +113,36 @@ def test_implicit_steps_move_slopes_and_gradients(
         chain = ImplicitChain([slopes, weights], pattern)
         tree = Schedule.chunked(len(slopes), chunks)
         sparsescan.exclusive_scan(grad, chain, schedule=tree, device="cuda")
+
+
+def test_one_launch_moves_slopes_and_gradients_once(
+    traffic: list[tuple[str, int, int, Traffic]],
+) -> None:
+    """At most 100 MB of 30,000 steps of 20 units and 16 samples, of which each sample has rows."""
+    size, batch, chunks, counts = 20, 16, 2, (20, 44)
+    scan_implicit_steps(size, batch, chunks, counts)
+    assert [name for name, *_ in traffic] == 2 * ["chained", "repair"]
+    few, many = (did for name, _, _, did in traffic if name == "chained")
+    step, more = 4 * batch * size, chunks * (counts[1] - counts[0])
+    assert many.bytes["global"] - few.bytes["global"] == 2 * more * step
+    # A row of 80 bytes takes three sectors, of one sample; half as many where others have it, too.
+    assert many.together.sectors - few.together.sectors == 2 * more * batch * 3
+    assert many.together.once - few.together.once == 2 * more * step // 32
+    # Of as many chunks and steps as on a GPU: what does not grow with these is of each chunk.
+    count = chunk_count(30_000, batch, size, 132, terms=1)
+    fixed = few.together.sectors - 6 * batch * (chunks * counts[0] - 1)
+    moved = 32 * (6 * batch * 30_000 + fixed / chunks * count)
+    print(f"{moved / 1e6:.1f} MB moved, {2 * 30_000 * step / 1e6:.1f} MB of slopes and gradients")
+    assert 2 * 30_000 * step <= moved <= 100e6
+
+
+def test_implicit_steps_move_slopes_twice_and_gradients_once(
+    traffic: list[tuple[str, int, int, Traffic]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No values, in three launches: of 30,000 steps not much more than that."""
+    monkeypatch.setattr(chunks_of_steps, "in_one_launch", lambda *about, **more: False)
+    size, batch, chunks, counts = 20, 16, 3, (4, 9)
+    scan_implicit_steps(size, batch, chunks, counts)
     few, many = (
         {name: did.bytes["global"] for name, _, _, did in half}
         for half in (traffic[: len(traffic) // 2], traffic[len(traffic) // 2 :])
@@ -124,7 +152,7 @@ def test_implicit_steps_move_slopes_and_gradients(
     assert many["sweep"] - few["sweep"] == chunks * more * 2 * step
     assert many["carry"] == few["carry"]
     # Of as many chunks and steps as on a GPU: what does not grow with these is of each chunk.
-    count = chunk_count(30_000, batch, size, 132, terms=1)
+    count = chunk_count(30_000, batch, size, 132)
     ahead = -(-30_000 // count) - counts[0]
     asked = (few["multiply"] / (chunks - 1) + ahead * step) * (count - 1)
     asked += (few["sweep"] / chunks + ahead * 2 * step) * count

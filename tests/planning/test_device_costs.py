@@ -22,7 +22,9 @@ pytest.importorskip("numba.cuda")
 import device_memory
 import fake_cupy
 
-from sparsescan import Pattern, Schedule
+from sparsescan import ImplicitPattern, Pattern, Schedule
+from sparsescan.kernels.cuda import chunks
+from sparsescan.kernels.cuda.chunks import teams_of
 from sparsescan.planning.costs import cpu as costs
 from sparsescan.planning.costs import cuda as device_costs
 from sparsescan.planning.costs.cpu import FAMILIES, Operations
@@ -191,6 +193,28 @@ def test_one_chunk_is_swept_without_products() -> None:
     vector = BUILT_IN.vector_step["float32"][0] * size + BUILT_IN.vector_step["float32"][1]
     expected = 2 * BUILT_IN.launch + 49 * vector
     assert predicted(chain, Schedule.chunked(n, 1)) == pytest.approx(expected)
+
+
+def test_one_launch_of_implicit_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few samples wait for the gradients of chunks, many for multiply-adds; it takes less."""
+    n, size = 30_000, 20
+    step = ImplicitPattern([Pattern.diagonal(size), Pattern.dense((size, size))], shared=[1])
+    a, b, c = BUILT_IN.product_step["float32"]
+    vector = BUILT_IN.vector_step["float32"][0] * size + BUILT_IN.vector_step["float32"][1]
+    program, launch = Program([step] * n, Schedule.chunked(n, 75)), BUILT_IN.launch
+    teams = teams_of(size, F4)
+    _, (*others, last) = GpuModel(replace(BUILT_IN, cache=1e99), F4, 8).level_times(program)
+    assert not any(others)
+    piece, behind = 400 / teams, 74 * (12 * BUILT_IN.vector_step["float32"][1] + teams * vector)
+    assert last == pytest.approx(2 * launch + piece * (b * size + c + vector) + behind)
+    _, (*_, last) = GpuModel(replace(BUILT_IN, cache=1e99), F4, 64).level_times(program)
+    multiply_adds = 64 * 74 * 400 * size * size * (size + 1)
+    assert last == pytest.approx(2 * launch + a * multiply_adds + piece * vector)
+    _, moved = GpuModel(replace(BUILT_IN, cache=0, bandwidth=1.0), F4, 16).level_times(program)
+    assert sum(moved) == pytest.approx(2 * launch + 2 * (n - 1) * 16 * size * 4)
+    one = sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
+    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: False)
+    assert one < sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
 
 
 def test_the_estimates_are_those_from_the_instructions_of_the_kernels() -> None:

@@ -26,6 +26,8 @@ from sparsescan.jacobians._kernels.device_sequences import (
     samples_of,
     sequence_kernels,
 )
+from sparsescan.kernels.cuda.chained import chained_kernel
+from sparsescan.kernels.cuda.chained import layout_of as layout_of_chunk
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import chunk_kernels
 from sparsescan.kernels.cuda.levels import level_kernels
@@ -69,6 +71,11 @@ def cases() -> Iterator[tuple[str, Any, int]]:
         about = f"{size} implicit, {terms} terms of {states}, {dtype}"
         for name in ("multiply", "sweep", "repair"):
             yield f"{name} {about}", getattr(chunks, name), 8
+    # All phases in one launch: the smallest blocks of several teams for a warp, and of one.
+    for size, dtype in ((20, F4), (32, F8)):
+        threads = layout_of_chunk(size, dtype.itemsize).threads
+        name = f"chained {size} {dtype}, {4 * threads} threads of a multiprocessor"
+        yield name, chained_kernel(size, dtype), 8
     for dtype, index in ((F4, I4), (F8, I8)):
         kernels = level_kernels(dtype, index)
         for name in ("vectors", "level", "rescale", "sweep_steps"):

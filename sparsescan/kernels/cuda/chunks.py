@@ -29,7 +29,8 @@ each step there from its slopes, *sweep* applies one factor after the other, and
 are written: a step is as many slopes. A state ``[h, c]`` of an LSTM is two unknowns for each unit,
 with a slope for each: then ``c`` has no weights but those of its own unit's last term, by which
 `multiply` makes half of the rows of a product from two entries each. Weights that are stored as a
-dense matrix may say otherwise; that raises the flag as well.
+dense matrix may say otherwise; that raises the flag as well. Where a unit has one slope, and slopes
+of a chunk fit into shared memory, all three phases are one launch: see :mod:`~.chained`.
 
 Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda.tables`.
 """
@@ -45,17 +46,31 @@ import numpy as np
 from numba import from_dtype, int32, int64
 
 from ...arrays.cuda import SIMULATED, cuda
-from ..cpu.tables import BAND
-from .device import exponent_of, load, scale, store
+from .chained import Layout, chained_kernel, layout_of
+from .device import load, store
+from .small_steps import (
+    BANDS,
+    NONE,
+    ROWS,
+    SHARED,
+    SMALL,
+    carrier,
+    jacobian_after,
+    local_after,
+    pitch_of,
+    rescaler,
+    smaller,
+    stacks_of,
+    weighted_terms,
+    weights_placer,
+)
 from .tables import Run, jacobian_at, local_at
 from .vectors import (
     barrier,
     block_index,
-    exponent_field,
     get,
     larger,
     load_vector,
-    power_of_two,
     put,
     read_vector,
     thread_index,
@@ -63,31 +78,25 @@ from .vectors import (
     write_vector,
 )
 
-__all__ = ["MAX_SIZE", "ChunkKernels", "chunk_count", "chunk_kernels", "launches", "takes"]
+__all__ = [
+    "MAX_SIZE",
+    "ChunkKernels",
+    "chunk_count",
+    "chunk_kernels",
+    "in_one_launch",
+    "launches",
+    "scratch",
+    "takes",
+    "teams_of",
+]
 
-# The largest step that these kernels take, and bytes of shared memory that every block may have.
-MAX_SIZE, _SHARED = 64, 48 * 1024
+# The largest step that these kernels take.
+MAX_SIZE = 64
 
-# For the largest entry of a column: the band in which it stays, and the exponent to which it is
-# brought back. Steps may have entries up to 2^80, or 2^700, which is left of the range.
-_BANDS = {
-    np.dtype(np.float32): (2.0**-20, 2.0**40, 20),
-    np.dtype(np.float64): (2.0**-100, 2.0**300, 200),
-}
-# Entries of columns, and of steps, whose products are normal numbers: those that are as large.
-_SMALL = {
-    np.dtype(np.float32): (2.0**-80, 2.0**-45),
-    np.dtype(np.float64): (2.0**-620, 2.0**-400),
-}
-
-# Rows of a product that a thread holds.
-_ROWS = 4
 # Warps that sweep through implicit steps with one copy of the weights.
 _WARPS = 2 if SIMULATED else 4
 # Slopes of a unit that a thread of `sweep` keeps in registers, for several steps.
 _MOST_SLOPES = 16
-# Less than any exponent.
-_NONE = -(1 << 30)
 _WORD, _INT = np.int64(0), np.int32(0)
 
 
@@ -119,20 +128,15 @@ class _Tiles(NamedTuple):
         return rows * self.pitch + -(-2 * self.light // 4) * 4
 
 
-def _pitch(rows: int, vector: int) -> int:
-    """Return values from one row to the next, an odd number of vectors: no bank conflicts."""
-    return (-(-rows // vector) | 1) * vector
-
-
 @cache
 def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
     """Return the cheapest tiles that fit into shared memory, in as few parts as possible."""
     vector, units = 16 // itemsize, size // states
-    groups = -(-size // _ROWS)
-    pitch = _pitch(_ROWS * groups, vector)
-    weights = _weighted(terms, states) * units * _weights_pitch(pitch, units, states, vector)
+    groups = -(-size // ROWS)
+    pitch = pitch_of(ROWS * groups, vector)
+    weights = weighted_terms(terms, states) * units * _weights_pitch(pitch, units, states, vector)
     light = size - units
-    dense = -(-units // groups) if light else _ROWS
+    dense = -(-units // groups) if light else ROWS
     for parts in range(1, size + 2):
         width = -(-(size + 1) // parts)
         fitting = []
@@ -157,7 +161,7 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
             )
             # Registers of a thread: its part of a product, and values and places of the next step.
             unit = 1 if units % vector else vector
-            registers = itemsize // 4 * _ROWS * cols
+            registers = itemsize // 4 * ROWS * cols
             slot = unit * itemsize // 4 + 2 * states - 1
             registers += -(-units * size // (unit * stride)) * slot
             registers += -(-terms * size // stride) * (itemsize // 4 + 1)
@@ -166,7 +170,7 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
             shared += tiles.threads * itemsize
             # Weights, and the slopes of a step of each chain.
             shared += (weights + terms * chains * pitch) * itemsize
-            if shared > _SHARED or registers > 104:
+            if shared > SHARED or registers > 104:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
             cost = (4 * dense * cols + 8 * (dense + cols)) * warps / chains
@@ -176,14 +180,9 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
     return None
 
 
-def _weighted(terms: int, states: int) -> int:
-    """Return the terms that reach any unit: of two states the last one reaches its own."""
-    return terms if states == 1 else terms - 1
-
-
 def _weights_pitch(pitch: int, units: int, states: int, vector: int) -> int:
     """Return the pitch of weights beside steps: theirs, if a step has an entry for each weight."""
-    return pitch if states == 1 else _pitch(units, vector)
+    return pitch if states == 1 else pitch_of(units, vector)
 
 
 def takes(size: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1) -> bool:
@@ -227,6 +226,11 @@ class ChunkKernels(NamedTuple):
         Threads of a block of `sweep`, and of `repair`.
     chains : int
         Samples, or chunks of samples, of a block of `sweep`, or of `repair`.
+    chained : callable or None
+        All of the three phases, of implicit steps with one slope for each unit, where slopes fit
+        into shared memory: see :mod:`~.chained`.
+    chained_threads : int
+        Threads of a block of `chained`.
     """
 
     size: int
@@ -238,11 +242,19 @@ class ChunkKernels(NamedTuple):
     threads: int
     sweep_threads: int
     chains: int
+    chained: Any
+    chained_threads: int
 
-    def scratch(self, steps: int, batch: int, chunk: int) -> tuple[int, int]:
-        """Return values and exponents of scratch memory that are needed."""
-        products = max(-(-steps // chunk) - 1, 0) * batch
-        return products * (self.size + 1) * self.size, products * self.size
+
+def scratch(size: int, steps: int, batch: int, chunk: int, one: bool) -> tuple[int, int]:
+    """Return values and exponents of scratch memory that are needed, in `one` launch or in three.
+
+    That of one launch is zero before its first run.
+    """
+    products = max(-(-steps // chunk) - 1, 0) * batch
+    if one:
+        return 0, products + 1
+    return products * (size + 1) * size, products * size
 
 
 def launches(
@@ -254,88 +266,141 @@ def launches(
     steps: int,
     batch: int,
     chunk: int,
+    one: bool = False,
 ) -> list[tuple[Any, int, int, tuple[int, ...]]]:
     """Return the kernels to start in turn, with blocks, threads of a block, and arguments."""
     chunks = -(-steps // chunk)
     arguments = run, places, columns, exponents, steps, batch, chunk, chunks
     tiles, threads, chains = kernels.tiles, kernels.sweep_threads, kernels.chains
     products = -(-(chunks - 1) * batch // tiles.chains) * tiles.parts
-    phases = [
-        (kernels.multiply, products, tiles.threads, arguments),
-        (kernels.carry, batch, kernels.threads, arguments),
-        (kernels.sweep, -(-chunks * batch // chains), threads, arguments),
-        (kernels.repair, -(-batch // chains), threads, arguments),
-    ]
-    return phases if chunks > 1 else phases[2:]
+    repair = kernels.repair, -(-batch // chains), threads, arguments
+    if chunks == 1:
+        phases = [(kernels.sweep, -(-batch // chains), threads, arguments)]
+    elif one:
+        phases = [(kernels.chained, chunks * batch, kernels.chained_threads, arguments)]
+    else:
+        phases = [
+            (kernels.multiply, products, tiles.threads, arguments),
+            (kernels.carry, batch, kernels.threads, arguments),
+            (kernels.sweep, -(-chunks * batch // chains), threads, arguments),
+        ]
+    return [*phases, repair]
+
+
+class _Cycles:
+    """Estimates of how long the scan of a chain takes a GPU, as the code for float32 has it."""
+
+    # Two launches; and to tell another block that a gradient is there.
+    LAUNCHES, HOP = 6000, 1500
+
+    def __init__(
+        self, size: int, itemsize: int, batch: int, multiprocessors: int, terms: int, states: int
+    ) -> None:
+        tiles = _tiles(size, 4, terms, states)
+        assert tiles is not None
+        self._tiles, self._batch, self._processors = tiles, batch, multiprocessors
+        self.layout = _layout(size, itemsize, terms, states)
+        # As if rows were shorter where some are light.
+        padded = -(-size // 4) * tiles.dense
+        # Cycles from one step to the next where nothing else goes on.
+        self.multiply = 8 * tiles.cols * padded + 300
+        self.carry, self.sweep = 4 * size + 150, 6 * size + 100
+        # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20
+        # bytes.
+        self._work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
+        self._read = (terms or size) * size * 4 / 20
+        if self.layout is not None:
+            cols, stride = self.layout.cols, self.layout.stride
+            self._chained_work = (5 * cols * padded + 250) * stride / 32 / 4
+
+    @property
+    def most(self) -> int:
+        """The most chunks that there is room for at once, with 168 registers for each thread."""
+        tiles = self._tiles
+        return self._processors * (384 // tiles.threads) * tiles.chains // self._batch
+
+    def of_phases(self, steps: int, chunks: int) -> float:
+        """Return the cycles of three launches, or of one through all steps."""
+        depth, chains = steps / chunks, self._batch * chunks / self._processors
+        swept = depth * max(self.sweep, chains * self._read)
+        if chunks == 1:
+            return swept
+        products = depth * max(self.multiply, chains * self._work)
+        return swept + products + chunks * self.carry + self.LAUNCHES
+
+    def of_chained(self, steps: int, chunks: int) -> float:
+        """Return the cycles of one launch, which are infinite where slopes do not fit."""
+        if self.layout is None or chunks == 1 or -(-steps // chunks) > self.layout.longest:
+            return math.inf
+        teams = self.layout.teams
+        depth, chains = steps / chunks / teams, self._batch * chunks * teams / self._processors
+        products = depth * max(self.multiply, chains * self._chained_work)
+        swept = depth * max(self.sweep, chains * self._read)
+        behind = chunks * (self.HOP + teams * self.carry)
+        return max(products + swept, behind + depth * (self.multiply + self.sweep))
+
+    def of(self, steps: int, chunks: int) -> float:
+        """Return the cycles of what takes less."""
+        return min(self.of_phases(steps, chunks), self.of_chained(steps, chunks))
+
+
+def _layout(size: int, itemsize: int, terms: int, states: int) -> Layout | None:
+    return layout_of(size, itemsize) if terms == states == 1 else None
+
+
+def teams_of(size: int, dtype: np.dtype[Any]) -> int:
+    """Return the pieces of a chunk in one launch."""
+    layout = layout_of(size, dtype.itemsize)
+    assert layout is not None
+    return layout.teams
+
+
+def in_one_launch(
+    size: int,
+    dtype: np.dtype[Any],
+    steps: int,
+    batch: int,
+    chunk: int,
+    *,
+    terms: int = 0,
+    states: int = 1,
+) -> bool:
+    """Return whether a chain takes less in one launch than in three, if it can be in one.
+
+    It is the same for all devices, so that what is planned is what runs: as for an H100.
+    """
+    if _layout(size, dtype.itemsize, terms, states) is None:
+        return False
+    cycles, chunks = _Cycles(size, dtype.itemsize, batch, 132, terms, states), -(-steps // chunk)
+    return cycles.of_chained(steps, chunks) < cycles.of_phases(steps, chunks)
 
 
 def chunk_count(
-    steps: int, batch: int, size: int, multiprocessors: int, *, terms: int = 0, states: int = 1
+    steps: int,
+    batch: int,
+    size: int,
+    multiprocessors: int,
+    *,
+    terms: int = 0,
+    states: int = 1,
+    itemsize: int = 4,
 ) -> int:
     """Return the number of chunks into which to cut a chain; 1 if products do not pay.
 
     Its steps are dense, or implicit ones as :func:`chunk_kernels` has them.
     """
-    tiles = _tiles(size, 4, terms, states)
-    assert tiles is not None
-    # As if rows were shorter where some are light.
-    padded = -(-size // 4) * tiles.dense
-    # Cycles from one step to the next where nothing else goes on, as the code for float32 has it;
-    # and of two launches.
-    multiply, carry, sweep = 8 * tiles.cols * padded + 300, 4 * size + 150, 6 * size + 100
-    launch = 6000
-    # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20 bytes.
-    work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
-    read = (terms or size) * size * 4 / 20
-
-    def cycles(chunks: int) -> float:
-        depth, chains = steps / chunks, batch * chunks / multiprocessors
-        swept = depth * max(sweep, chains * read)
-        if chunks == 1:
-            return swept
-        return swept + depth * max(multiply, chains * work) + chunks * carry + launch
-
+    cycles = _Cycles(size, itemsize, batch, multiprocessors, terms, states)
     # As many chunks as make depth and carries take the same time; but no more than there is room
-    # for at once, with 168 registers for each thread.
-    most = multiprocessors * (384 // tiles.threads) * tiles.chains // batch
-    best = min(math.isqrt(steps * (multiply + sweep) // carry), most, steps)
-    return min(1, max(best, 1), key=cycles)
-
-
-@cuda.jit(device=True)
-def _stacks(run, sample):
-    """Return where stacked steps start for a sample, and stacked local gradients; 0 if not stacked.
-
-    Then bytes to the next of each, and where the table of local gradients starts.
-    """
-    base = load(run, Run.BASE, _WORD)
-    if base != 0:
-        base += sample * load(run, Run.SAMPLE, _WORD)
-    return (
-        base,
-        load(run, Run.LOCAL_BASE, _WORD),
-        load(run, Run.STEP, _WORD),
-        load(run, Run.LOCAL_STEP, _WORD),
-        load(run, Run.LOCALS, _WORD),
-    )
-
-
-@cuda.jit(device=True)
-def _jacobian_after(run, stacks, address, step, steps, sample):
-    """Return the address of a step, given that of the one before; any after the last."""
-    if stacks[0] != 0:
-        return address + stacks[2]
-    return jacobian_at(run, min(step, steps - 1), sample)
-
-
-@cuda.jit(device=True)
-def _local_after(run, stacks, address, k, steps):
-    """Return the address of what is added to gradient `k`, or 0, given that of the one before."""
-    if stacks[1] != 0:
-        return address + stacks[3]
-    if stacks[4] == 0:
-        return stacks[4]
-    return local_at(run, min(k, steps))
+    # for at once.
+    best = math.isqrt(steps * (cycles.multiply + cycles.sweep) // cycles.carry)
+    counts = [1, max(min(best, cycles.most, steps), 1)]
+    layout = cycles.layout
+    if layout is not None and steps > 1:
+        # The same in one launch, where chunks are no longer than there is room for.
+        behind = layout.teams * (cycles.HOP + layout.teams * cycles.carry)
+        best = math.isqrt(steps * (cycles.multiply + cycles.sweep) // behind)
+        counts.append(min(max(best, -(-steps // layout.longest), 2), steps))
+    return min(counts, key=lambda count: cycles.of(steps, count))
 
 
 class _Staging(NamedTuple):
@@ -422,7 +487,7 @@ def _making(
     kind, vector, zero = from_dtype(dtype), 16 // dtype.itemsize, dtype.type(0)
     stride, pitch, units = tiles.stride, tiles.pitch, size // states
     least_normal = dtype.type(np.finfo(dtype).tiny)
-    every, weighted = terms * size, _weighted(terms, states)
+    every, weighted = terms * size, weighted_terms(terms, states)
     weights_pitch = _weights_pitch(pitch, units, states, vector)
     count = max(1, -(-every // stride))
     # As `_staging` has it for dense steps.
@@ -461,7 +526,7 @@ def _making(
                 number = load(places, at, _INT)
                 if number >= 0:
                     light_weights[slot] = load(address, np.int64(number), zero)
-                least = _smaller(least, light_weights[slot])
+                least = smaller(least, light_weights[slot])
         return least
 
     @cuda.jit(device=True)
@@ -542,33 +607,6 @@ def _making(
     )
 
 
-def _weights(
-    size: int, terms: int, states: int, dtype: np.dtype[Any], threads: int, pitch: int
-) -> Any:
-    zero, one = dtype.type(0), dtype.type(1)
-    units, weighted = size // states, _weighted(terms, states)
-
-    @cuda.jit(device=True)
-    def place_weights(run, places, pool, base, thread):
-        """Copy the weights to shared memory, zeros elsewhere; return the least of a thread."""
-        address = load(run, Run.WEIGHTS, _WORD)
-        least = one
-        for m in range(thread, weighted * units * pitch, threads):
-            row, column = m // pitch, m % pitch
-            weight = zero
-            if column < units:
-                # Rows of each term: those of both states.
-                row += row // units * (size - units)
-                number = load(places, terms * size + row * units + column, _INT)
-                if number >= 0:
-                    weight = load(address, np.int64(number), zero)
-            put(pool, base + m, weight)
-            least = _smaller(least, weight)
-        return least
-
-    return place_weights
-
-
 @cache
 def chunk_kernels(
     size: int, nnz: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1
@@ -594,45 +632,48 @@ def chunk_kernels(
     carry = _carry(size, dtype, threads)
     if terms == 0:
         sweep, repair = _sweeps(size, nnz, dtype, threads, chains)
-        return ChunkKernels(size, multiply, carry, sweep, repair, tiles, threads, threads, chains)
+        return ChunkKernels(
+            size, multiply, carry, sweep, repair, tiles, threads, threads, chains, None, 0
+        )
     units = size // states
     team, chains = (32, 32 // units) if units <= 32 else (128, 1)
     # Warps that share the weights do not wait for each other.
     warps = _WARPS if units <= 32 else 1
     sweep, repair = _implicit_sweeps(size, terms, states, dtype, warps * team, chains)
+    layout = _layout(size, dtype.itemsize, terms, states)
     return ChunkKernels(
-        size, multiply, carry, sweep, repair, tiles, threads, warps * team, warps * chains
+        size,
+        multiply,
+        carry,
+        sweep,
+        repair,
+        tiles,
+        threads,
+        warps * team,
+        warps * chains,
+        None if layout is None else chained_kernel(size, dtype),
+        0 if layout is None else layout.threads,
     )
-
-
-@cuda.jit(device=True)
-def _smaller(a, b):
-    """Return the smaller of a positive number and a magnitude, which counts unless it is zero."""
-    b = abs(b)
-    return b if b < a and b > 0 else a
 
 
 def _multiply(
     size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int, states: int
 ) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
-    low, high, aim = _BANDS[dtype]
-    low, high = real(low), real(high)
-    small, small_step = (real(limit) for limit in _SMALL[dtype])
-    normal, negligible = (int(limit) for limit in BAND[dtype][6:])
-    most = 100 if dtype.itemsize == 4 else 900
+    low, high = (real(limit) for limit in BANDS[dtype][:2])
+    small, small_step = (real(limit) for limit in SMALL[dtype])
     vector = 16 // dtype.itemsize
     groups, cols, column_groups, width, parts, stride, chains, threads, pitch, dense, light = tiles
     warp, units = threads == 32, size // states
     room, matrix_size = tiles.room, dense * groups * pitch
-    tile_size, left_size = _ROWS * cols, _ROWS * vector
+    tile_size, left_size = ROWS * cols, ROWS * vector
     # Rows of a thread from which on some are light, and where the values of those are.
-    first_light = units // groups if light else _ROWS
+    first_light = units // groups if light else ROWS
     lights_at = matrix_size + cols * column_groups * pitch
     # Behind the chains are weights, and the slopes of a step of each chain.
     weights_at = chains * room
     weights_pitch = _weights_pitch(pitch, units, states, vector)
-    slopes_at = weights_at + _weighted(terms, states) * units * weights_pitch
+    slopes_at = weights_at + weighted_terms(terms, states) * units * weights_pitch
     pool_size = slopes_at + chains * terms * pitch
     right_size, span = cols * vector, cols * column_groups
     powers_size = chains * span
@@ -649,8 +690,8 @@ def _multiply(
     slope_count, make, lights = making.count, making.make, making.lights
     find_values, find_slopes, fetch_slopes = making.find, making.find_slopes, making.fetch
     deliver_values, deliver_slopes = making.deliver, making.deliver_slopes
-    place_weights = _weights(size, terms, states, dtype, threads, weights_pitch)
-    none, infinity = np.int32(_NONE), real(np.inf)
+    place_weights = weights_placer(size, terms, states, dtype, threads, weights_pitch)
+    rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, warp)
 
     @cuda.jit
     def multiply(run, places, columns, exponents, steps, batch, chunk, chunks):
@@ -661,7 +702,7 @@ def _multiply(
         peaks = cuda.local.array(cols, kind)
         powers = cuda.shared.array(powers_size, int32)
         leasts = cuda.shared.array(threads, kind)
-        added = cuda.local.array(_ROWS, kind)
+        added = cuda.local.array(ROWS, kind)
         staged = cuda.local.array(stage_size, kind)
         offsets = cuda.local.array(slots, int32)
         sources = cuda.local.array(slots, int32)
@@ -685,7 +726,7 @@ def _multiply(
         rows_at = base + row * pitch
         columns_at = base + matrix_size + mine * cols * pitch
 
-        stacks = _stacks(run, sample)
+        stacks = stacks_of(run, sample)
         ahead = jacobian_at(run, first, sample)
         local = local_at(run, first + 1)
         least_weight, lost = one, False
@@ -699,7 +740,7 @@ def _multiply(
                 least = find_values(
                     run, places, lane, offsets, sources, light_sources, light_weights
                 )
-                least_weight = _smaller(least_weight, least)
+                least_weight = smaller(least_weight, least)
                 find_slopes(places, lane, numbers)
                 fetch_slopes(ahead, numbers, slopes)
             else:
@@ -714,19 +755,19 @@ def _multiply(
             # The slopes of a step are stored while the one before is multiplied, and those of the
             # next are on their way.
             for m in range(threads):
-                least_weight = _smaller(least_weight, get(leasts, m))
+                least_weight = smaller(least_weight, get(leasts, m))
             if present:
                 lost = deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
             barrier(warp)
             if present:
                 make(pool, own_slopes, lane, offsets, sources, light_sources, light_weights, staged)
-                ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
+                ahead = jacobian_after(run, stacks, ahead, first + 1, steps, sample)
                 if chunk > 1:
                     fetch_slopes(ahead, numbers, slopes)
             barrier(warp)
             if present and chunk > 1:
                 lost = lost | deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
-                ahead = _jacobian_after(run, stacks, ahead, first + 2, steps, sample)
+                ahead = jacobian_after(run, stacks, ahead, first + 2, steps, sample)
                 if chunk > 2:
                     fetch_slopes(ahead, numbers, slopes)
         if present:
@@ -739,7 +780,7 @@ def _multiply(
                 if c < width and part * width + c < size:
                     put(pool, base + matrix_size + c * pitch + part * width + c, one)
         if not implicit:
-            ahead = _jacobian_after(run, stacks, ahead, first + 1, steps, sample)
+            ahead = jacobian_after(run, stacks, ahead, first + 1, steps, sample)
         barrier(warp)
 
         for step in range(first, first + chunk):
@@ -748,16 +789,16 @@ def _multiply(
                 make(pool, own_slopes, lane, offsets, sources, light_sources, light_weights, staged)
             elif more:
                 fetch(ahead, lane, staged, 0)
-                ahead = _jacobian_after(run, stacks, ahead, step + 2, steps, sample)
+                ahead = jacobian_after(run, stacks, ahead, step + 2, steps, sample)
             outside = False
             if busy:
-                for r in range(_ROWS):
+                for r in range(ROWS):
                     added[r] = zero
                 if owner and local != 0:
-                    for r in range(_ROWS):
+                    for r in range(ROWS):
                         if (r + 1) * groups <= size or row + r * groups < size:
                             added[r] = load(local, sample * size + row + r * groups, zero)
-                local = _local_after(run, stacks, local, step + 2, steps)
+                local = local_after(run, stacks, local, step + 2, steps)
                 for m in range(tile_size):
                     tile[m] = zero
                 k = 0
@@ -772,11 +813,11 @@ def _multiply(
                     while n < cols:
                         for v in range(vector):
                             for r in range(dense):
-                                tile[n * _ROWS + r] += left[r * vector + v] * right[n * vector + v]
+                                tile[n * ROWS + r] += left[r * vector + v] * right[n * vector + v]
                         n += 1
                     k += vector
                 if light > 0:
-                    for r in range(first_light, _ROWS):
+                    for r in range(first_light, ROWS):
                         own = row + r * groups - units
                         if 0 <= own < light:
                             for state in range(2):
@@ -784,13 +825,13 @@ def _multiply(
                                 entry_at = columns_at + state * units + own
                                 for n in range(cols):
                                     entry = get(pool, entry_at + n * pitch)
-                                    tile[n * _ROWS + r] += value * entry
-                for r in range(_ROWS):
-                    tile[local_column * _ROWS + r] += added[r]
+                                    tile[n * ROWS + r] += value * entry
+                for r in range(ROWS):
+                    tile[local_column * ROWS + r] += added[r]
                 for n in range(cols):
                     peak, tiny = zero, False
-                    for r in range(_ROWS):
-                        size_of = abs(tile[n * _ROWS + r])
+                    for r in range(ROWS):
+                        size_of = abs(tile[n * ROWS + r])
                         peak = larger(peak, size_of)
                         tiny = tiny | ((size_of < small) & (size_of > zero))
                     if n == local_column and owner:
@@ -802,62 +843,37 @@ def _multiply(
                     size_of = abs(staged[m])
                     outside = outside | ((size_of < small_step) & (size_of > zero))
             if vote(outside, warp):
-                # The largest of each column, of all who share it, and the smallest, in the place of
-                # the column; and the smallest of the next step.
-                if busy:
-                    for n in range(cols):
-                        least = infinity
-                        for r in range(_ROWS):
-                            least = _smaller(least, tile[n * _ROWS + r])
-                        if n == local_column and owner:
-                            least = infinity
-                        put(pool, columns_at + n * pitch + row, peaks[n])
-                        put(pool, columns_at + n * pitch + groups + row, least)
-                if present:
-                    least = one
-                    if more:
-                        for m in range(stage_size):
-                            least = _smaller(least, staged[m])
-                    put(leasts, thread, least)
-                barrier(warp)
-                if busy:
-                    step_least = one
-                    for m in range(stride):
-                        step_least = _smaller(step_least, get(leasts, group * stride + m))
-                    for n in range(cols):
-                        peak, least = zero, infinity
-                        for r in range(groups):
-                            peak = larger(peak, get(pool, columns_at + n * pitch + r))
-                            least = _smaller(least, get(pool, columns_at + n * pitch + groups + r))
-                        place = group * span + mine * cols + n
-                        shift = 0
-                        if peak > high or (peak < low and peak > zero):
-                            shift = min(max(aim - exponent_of(peak), -most), most)
-                            factor = scale(one, shift)
-                            for r in range(_ROWS):
-                                tile[n * _ROWS + r] *= factor
-                        if row == 0 and peak > zero:
-                            power = int64(get(powers, place))
-                            put(powers, place, np.int32(power - shift))
-                            # The smallest entry, as it is kept, and what the next step makes of it.
-                            term = exponent_of(least) + shift + exponent_of(step_least) - 1
-                            if term < normal and exponent_of(least) + power > negligible:
-                                store(run, Run.FLAG, np.int64(1), _WORD)
-                        elif peak == zero and row == 0:
-                            # It stays so, and must not count as the largest.
-                            put(powers, place, none)
-                barrier(warp)
+                step_least = one
+                if more:
+                    for m in range(stage_size):
+                        step_least = smaller(step_least, staged[m])
+                rescale(
+                    run,
+                    pool,
+                    powers,
+                    leasts,
+                    tile,
+                    peaks,
+                    columns_at,
+                    group * span + mine * cols,
+                    row,
+                    thread,
+                    group * stride,
+                    busy,
+                    owner,
+                    step_least,
+                )
             if busy:
                 for n in range(cols):
-                    for r in range(_ROWS):
-                        put(pool, columns_at + n * pitch + row + r * groups, tile[n * _ROWS + r])
+                    for r in range(ROWS):
+                        put(pool, columns_at + n * pitch + row + r * groups, tile[n * ROWS + r])
             if present and not implicit:
                 deliver(pool, base, lane, offsets, staged, 0)
             if present and implicit:
                 deliver_values(pool, base, lane, offsets, staged)
                 if step + 2 < first + chunk:
                     lost = lost | deliver_slopes(pool, own_slopes, lane, slopes, least_weight)
-                    ahead = _jacobian_after(run, stacks, ahead, step + 3, steps, sample)
+                    ahead = jacobian_after(run, stacks, ahead, step + 3, steps, sample)
                     if step + 3 < first + chunk:
                         fetch_slopes(ahead, numbers, slopes)
             barrier(warp)
@@ -870,53 +886,40 @@ def _multiply(
                 c = mine * cols + n
                 j = part * width + c
                 if c < width and j <= size:
-                    for r in range(_ROWS):
-                        i = row + r * groups
-                        poison += tile[n * _ROWS + r] * zero
-                        if i < size:
-                            place = (chain * (size + 1) + j) * size + i
-                            store(columns, place, tile[n * _ROWS + r], zero)
+                    for r in range(ROWS):
+                        poison += tile[n * ROWS + r] * zero
                     if row == 0 and j < size:
                         store(exponents, chain * size + j, get(powers, group * span + c), _INT)
             if poison != zero:
                 store(run, Run.FLAG, np.int64(1), _WORD)
+        if present:
+            # The columns, one after the other as they are stored: threads write beside each other.
+            place = (chain * (size + 1) + part * width) * size
+            m, c, i = lane, lane // size, lane % size
+            while c < width and part * width + c <= size:
+                entry = get(pool, base + matrix_size + c * pitch + i)
+                store(columns, place + m, entry, zero)
+                m += stride
+                c, i = m // size, m % size
 
     return multiply
 
 
 @cache
 def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
-    kind, zero, infinity = from_dtype(dtype), dtype.type(0), dtype.type(np.inf)
+    kind, zero, none = from_dtype(dtype), dtype.type(0), np.int32(NONE)
     vector, width = 16 // dtype.itemsize, size + 1
     padded, padded_powers = -(-size // vector) * vector, -(-size // 4) * 4
     warp = threads == 32
     # Products that are loaded ahead, into so many registers.
     depth = min(max(100 // (width * dtype.itemsize // 4), 1), 2)
     ring_size = depth * width
-
-    info = np.finfo(dtype)
-    lowest, last = np.int32(info.minexp), np.int32(info.minexp - info.nmant)
-    # A sum that no term changes which is no normal number, before or after it is multiplied.
-    enough = dtype.type(2.0 ** (info.minexp + 8) * max(_BANDS[dtype][1], 2.0**info.nmant))
-    # To which exponent the largest term is brought: columns have entries up to `_BANDS`.
-    none, high = np.int32(_NONE), np.int32(60 if dtype.itemsize == 4 else 400)
-    most = np.int32(250 if dtype.itemsize == 4 else 2040)
-
-    @cuda.jit(device=True)
-    def scaled(value, exponent):
-        """Return ``value·2^exponent``, in two steps, of which each can be made."""
-        exponent = max(min(exponent, most), np.int32(-most))
-        half = np.int32(exponent >> 1)
-        value *= power_of_two(half, zero)
-        return value * power_of_two(np.int32(exponent - half), zero)
+    carried = carrier(size, dtype, warp)
 
     @cuda.jit
     def carry(run, places, columns, exponents, steps, batch, chunk, chunks):
         terms = cuda.shared.array(padded, kind, alignment=16)
         powers = cuda.shared.array(padded_powers, int32, alignment=16)
-        some_terms = cuda.local.array(vector, kind)
-        some_powers = cuda.local.array(4, int32)
-        sums = cuda.local.array(vector, kind)
         ring = cuda.local.array(ring_size, kind)
         ring_powers = cuda.local.array(depth, int32)
         i, sample = thread_index(), block_index()
@@ -945,43 +948,9 @@ def _carry(size: int, dtype: np.dtype[Any], threads: int) -> Any:
             for d in range(depth):
                 step = start + d
                 if step < chunks - 1:
-                    # Terms relative to the largest, so that none overflows, none that counts is
-                    # lost.
+                    x, lost = carried(i, x, ring, d * width, ring_powers[d], terms, powers)
                     if i < size:
-                        power = none
-                        if x != zero:
-                            power = np.int32(exponent_field(x) + ring_powers[d])
-                        put(powers, i, power)
-                    barrier(warp)
-                    top = none
-                    for j in range(0, padded_powers, 4):
-                        read_vector(some_powers, 0, powers, j)
-                        for v in range(4):
-                            top = max(top, some_powers[v])
-                    top = np.int32(top - high)
-                    if i < size:
-                        put(terms, i, scaled(x, np.int32(ring_powers[d] - top)))
-                    barrier(warp)
-                    if i < size:
-                        for v in range(vector):
-                            sums[v] = zero
-                        for j in range(0, padded, vector):
-                            read_vector(some_terms, 0, terms, j)
-                            for v in range(vector):
-                                if j + v < size:
-                                    sums[v] += ring[d * width + j + v] * some_terms[v]
-                        total = sums[0] + sums[1]
-                        if vector == 4:
-                            total += sums[2] + sums[3]
-                        x = scaled(total, top) + ring[d * width + size]
-                        if abs(total) < enough:
-                            # Were there terms that got lost beside the largest of other rows?
-                            for j in range(size):
-                                power = get(powers, j)
-                                if ring[d * width + j] != zero and power != none:
-                                    term = power + exponent_field(ring[d * width + j])
-                                    if min(power, term) - top < lowest and term > last - 2:
-                                        poison = infinity
+                        poison += lost
                         if step + depth < chunks - 1:
                             ring_powers[d] = load(exponents, at_power, _INT)
                             for j in range(width):
@@ -1002,7 +971,7 @@ def _sweeps(
 ) -> tuple[Any, Any]:
     kind, zero = from_dtype(dtype), dtype.type(0)
     vector, warp = 16 // dtype.itemsize, threads == 32
-    padded, pitch = -(-size // vector) * vector, _pitch(size, vector)
+    padded, pitch = -(-size // vector) * vector, pitch_of(size, vector)
     stride = threads // chains
     matrix_size, room = size * pitch, (size + 2) * pitch
     pool_size = chains * room
@@ -1043,7 +1012,7 @@ def _sweeps(
                     if place // size == lane:
                         mask |= 1 << place % size
 
-            stacks = _stacks(run, sample)
+            stacks = stacks_of(run, sample)
             ahead, local = np.int64(0), np.int64(0)
             if present:
                 find(places, lane, offsets)
@@ -1058,10 +1027,10 @@ def _sweeps(
                 added[d] = zero
                 if first + d < last:
                     fetch(ahead, lane, ring, d * values)
-                    ahead = _jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
+                    ahead = jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
                     if busy and local != 0:
                         added[d] = load(local, sample * size + lane, zero)
-                    local = _local_after(run, stacks, local, first + d + 2, steps)
+                    local = local_after(run, stacks, local, first + d + 2, steps)
             # Two places for the gradient, by turns.
             now, then = vectors, vectors + pitch
             place = (first * batch + sample) * size + lane
@@ -1077,13 +1046,13 @@ def _sweeps(
                         entry = added[d]
                         if step + depth < last:
                             fetch(ahead, lane, ring, d * values)
-                            ahead = _jacobian_after(
+                            ahead = jacobian_after(
                                 run, stacks, ahead, step + depth + 1, steps, sample
                             )
                             added[d] = zero
                             if busy and local != 0:
                                 added[d] = load(local, sample * size + lane, zero)
-                            local = _local_after(run, stacks, local, step + depth + 2, steps)
+                            local = local_after(run, stacks, local, step + depth + 2, steps)
                         if busy:
                             for v in range(vector):
                                 sums[v] = zero
@@ -1141,15 +1110,15 @@ def _implicit_sweeps(
 ) -> tuple[Any, Any]:
     """Return `sweep` and `repair` for implicit steps; a warp, or the block, has so many chains."""
     kind, zero = from_dtype(dtype), dtype.type(0)
-    vector, units, weighted = 16 // dtype.itemsize, size // states, _weighted(terms, states)
+    vector, units, weighted = 16 // dtype.itemsize, size // states, weighted_terms(terms, states)
     warp = units <= 32
     team = 32 if warp else threads
-    padded, pitch = -(-units // vector) * vector, _pitch(units, vector)
+    padded, pitch = -(-units // vector) * vector, pitch_of(units, vector)
     stride, every, slopes = team // chains, threads // team * chains, terms * states
     # Behind the weights are two places for what a chain multiplies them by, used by turns.
     vectors_at, room = weighted * units * pitch, terms * pitch
     pool_size = vectors_at + 2 * every * room
-    place_weights = _weights(size, terms, states, dtype, threads, pitch)
+    place_weights = weights_placer(size, terms, states, dtype, threads, pitch)
     most_ahead = min(max(16 // (slopes * dtype.itemsize // 4), 1), 8)
 
     @cuda.jit(device=True)
@@ -1193,7 +1162,7 @@ def _implicit_sweeps(
             for m in range(thread, 2 * every * room, threads):
                 put(pool, vectors_at + m, zero)
             out = load(run, Run.OUT, _WORD)
-            stacks = _stacks(run, sample)
+            stacks = stacks_of(run, sample)
             ahead, local = np.int64(0), np.int64(0)
             place = (first * batch + sample) * size + lane
             weight, weights_at = zero, load(run, Run.WEIGHTS, _WORD)
@@ -1231,12 +1200,12 @@ def _implicit_sweeps(
                     for m in range(slopes):
                         if numbers[m] >= 0:
                             ring[d * slopes + m] = load(ahead, np.int64(numbers[m]), zero)
-                    ahead = _jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
+                    ahead = jacobian_after(run, stacks, ahead, first + d + 1, steps, sample)
                     if local != 0:
                         for state in range(states):
                             at = sample * size + state * units + lane
                             added[d * states + state] = load(local, at, zero)
-                    local = _local_after(run, stacks, local, first + d + 2, steps)
+                    local = local_after(run, stacks, local, first + d + 2, steps)
             cuda.syncthreads()
             now = vectors_at + 2 * group * room
             then = now + room
@@ -1262,7 +1231,7 @@ def _implicit_sweeps(
                             for m in range(slopes):
                                 if numbers[m] >= 0:
                                     ring[d * slopes + m] = load(ahead, np.int64(numbers[m]), zero)
-                            ahead = _jacobian_after(
+                            ahead = jacobian_after(
                                 run, stacks, ahead, step + depth + 1, steps, sample
                             )
                             for state in range(states):
@@ -1270,7 +1239,7 @@ def _implicit_sweeps(
                                 if local != 0:
                                     at = sample * size + state * units + lane
                                     added[d * states + state] = load(local, at, zero)
-                            local = _local_after(run, stacks, local, step + depth + 2, steps)
+                            local = local_after(run, stacks, local, step + depth + 2, steps)
                         for v in range(vector):
                             sums[v] = zero
                         for k in range(weighted):

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
-from ...execution.device import BLAS_SIZE, GRAIN, LARGE, ChunkForm, Shares, form_of
+from ...execution.device import BLAS_SIZE, GRAIN, LARGE, ChunkForm, Shares, form_of, in_one_launch
 from ...kernels.cpu.tables import LANES, Op
+from ...kernels.cuda.chunks import teams_of
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
 from .cpu import FAMILIES, Operations, machine_file, read_constants, write_constants
@@ -34,6 +35,9 @@ _DENSE_PRODUCT = FAMILIES.index("dense·dense")
 # Products whose terms are laid out beforehand, in two bytes each.
 _SPARSE_PRODUCTS = tuple(map(FAMILIES.index, ("dense·csr", "csr·csr", "csr·csr, dense")))
 _TERM = 2
+# Steps without entries, `c` of `vector_step`, until another block has read what one has written: an
+# estimate.
+_HOP = 12
 # The kernel of products takes up to 128 registers, that of vectors up to 64: of blocks of the same
 # size half as many fit beside each other.
 _FEWER = 2
@@ -254,13 +258,22 @@ class GpuModel:
 
         # Where a unit has two unknowns, the second ones are two multiply-adds each.
         multiply_adds = products * chunk * self.batch * size * (size // form.states) * (size + 1)
+        count = len(program.levels)
+        if products and in_one_launch(form, self.dtype, n, self.batch, chunk):
+            # A block takes the gradient over its pieces, and the next one waits for it.
+            teams = teams_of(size, self.dtype)
+            piece = -(-chunk // teams)
+            alone = piece * (b * size + c + vector)
+            behind = products * (_HOP * gpu.vector_step[dtype][1] + teams * vector)
+            moved = from_memory(read + steps * size)
+            one = max(alone + behind, a * multiply_adds + piece * vector, moved)
+            return [*[0.0] * (count - 1), 2 * gpu.launch + one]
         multiply = max(chunk * (b * size + c), a * multiply_adds, from_memory(read + written))
         carry = max(products * vector, from_memory(written))
         sweep = max(min(chunk, steps) * vector, from_memory(read + steps * size))
         times = [gpu.launch + multiply, gpu.launch + carry] if products else []
         times += [2 * gpu.launch + sweep, 0.0, 0.0]
         # A level without products of cuBLAS, or with nothing else, has fewer launches.
-        count = len(program.levels)
         return [*times[: count - 1], sum(times[count - 1 :])] if count else []
 
     def _work(self, operations: Operations, blas: NDArray[np.bool_]) -> _Work:

@@ -21,6 +21,7 @@ import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import device
 from sparsescan.jacobians import GRU, LSTM, _recurrent_device
+from sparsescan.kernels.cuda import chunks
 from sparsescan.kernels.cuda.checks import is_safe
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.plan.spec import PlanSpec
@@ -38,7 +39,7 @@ _HELD, _READ = " of a GRU", " of an LSTM"
 _IMPLICIT, _TWO = " of implicit steps", " of two unknowns for each unit"
 KERNELS = (
     *("check_indices", "vectors", "level", "rescale", "sweep_steps"),
-    *("multiply", "carry", "sweep", "repair"),
+    *("multiply", "carry", "sweep", "repair", "chained"),
     *(name + about for about in (_IMPLICIT, _TWO) for name in ("multiply", "sweep", "repair")),
     *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
 )
@@ -62,6 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
+    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: False)
     for mutants.about, chains in ((_IMPLICIT, implicit_chains()), (_TWO, two_state_chains())):
         for grad, chain, local in chains:
             schedule = Schedule.chunked(len(chain), 4)
@@ -70,6 +72,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
                     grad, chain, local_grads=added, schedule=schedule, device="cuda"
                 )
     mutants.about = ""
+    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: True)
+    for grad, chain, local in chained_chains():
+        schedule = Schedule.chunked(len(chain), 2)
+        for added in (local, None):
+            sparsescan.inclusive_scan(
+                grad, chain, local_grads=added, schedule=schedule, device="cuda"
+            )
     for grad, jacobians, local in swept_chains():
         sparsescan.exclusive_scan(
             grad, jacobians, local_grads=local, schedule="linear", device="cuda"
@@ -293,6 +302,41 @@ def implicit_chains() -> Iterator[tuple[Any, Any, Any]]:
             slopes[1::2] /= F4(scale)
         else:
             slopes[-1, 0, steps - 4] = scale
+        yield grad, ImplicitChain([slopes, weights], pattern), local
+
+
+def chained_chains() -> Iterator[tuple[Any, Any, Any]]:
+    """Return chains of one slope for each unit, as those of :func:`chunked_chains`.
+
+    Teams have several steps of a chunk, or one, or none; the last of them fewer.
+    """
+    size, batch = 5, 2
+    columns = np.array([3, 0, 1, 4])
+    rows = len(columns)
+    slopes_at = Pattern(np.arange(rows + 1), columns, (rows, size))
+    kept = np.random.default_rng(0).random((size, rows)) < 0.8
+    # One gradient stays zero, as there.
+    kept[2] = False
+    pattern = ImplicitPattern([slopes_at, of_mask(kept)], [1])
+    cases = [(2 * steps, 1.0) for steps in (41, 40, 39, 38, 32, 22, 7)]
+    cases += [(96, 1e9), (95, 1e-9), (80, 1e-30), *((70 + row, np.inf) for row in range(rows))]
+    for seed, (steps, scale) in enumerate(cases):
+        rng = np.random.default_rng(seed)
+        weights = (rng.standard_normal(pattern.factors[1].nnz) / 2).astype(F4)
+        slopes = rng.standard_normal((steps, batch, rows)).astype(F4)
+        grad = rng.standard_normal((batch, size)).astype(F4)
+        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        slopes[:, 1, 2] = 0
+        if scale == 1e-30:
+            # Terms that are no normal numbers, in the first step or in a later one.
+            slopes[3, 0], slopes[20, 1] = F4(scale), F4(scale)
+            weights *= F4(1e-12)
+            slopes[30:] *= F4(1e12)
+        elif np.isfinite(scale):
+            slopes[::2] *= F4(scale)
+            slopes[1::2] /= F4(scale)
+        else:
+            slopes[-1, 0, steps - 70] = scale
         yield grad, ImplicitChain([slopes, weights], pattern), local
 
 

@@ -1,0 +1,456 @@
+"""One launch for a chain of small implicit steps: a single pass over their slopes.
+
+A block keeps the slopes of its chunk in shared memory, makes the products of the chunk's pieces,
+waits for the gradient of the chunk before, takes it over the pieces, passes it on, and sweeps
+through the pieces: slopes are read once, and gradients written once. Blocks take their chunks by
+tickets, in the order of the chain, so that a block waits for blocks alone that have started (the
+chained scan of Merrill and Garland, 2016, without its look-back: a product of matrices takes longer
+than to wait for a vector).
+
+For an RNN's steps ``J_t = W D_t``, of which each unit has one slope, products need no Jacobians:
+``p ← W (D_t p)``, where a column is multiplied by the slopes of the next step when it is stored.
+As for the rest, see :mod:`~.chunks`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype, int32, int64
+
+from ...arrays.cuda import SIMULATED, cuda
+from .device import atomic_add, load, store
+from .small_steps import (
+    BANDS,
+    NONE,
+    ROWS,
+    SHARED,
+    SMALL,
+    carrier,
+    local_after,
+    pitch_of,
+    rescaler,
+    smaller,
+    stacks_of,
+    weights_placer,
+)
+from .tables import Run, jacobian_at, local_at
+from .vectors import (
+    barrier,
+    get,
+    larger,
+    put,
+    read_vector,
+    thread_index,
+    vote,
+)
+
+__all__ = ["Layout", "chained_kernel", "layout_of"]
+
+# Warps of a block, if there is room for pieces of so many steps each; and columns that a thread
+# holds of a product.
+_WARPS, _SHORTEST, _MOST_COLUMNS = ((2, 1) if SIMULATED else (4, 2, 1)), 32, 9
+# Rows of slopes that a thread loads before it stores them; steps whose local gradients it loads
+# ahead.
+_TOGETHER, _AHEAD = 8, 4
+_WORD, _INT, _ONE = np.int64(0), np.int32(0), np.int32(1)
+
+
+class Layout(NamedTuple):
+    """How a block shares a chunk: each of its `teams` makes the product of a piece.
+
+    Thread ``(g, c)`` of the `stride` threads of a team has rows ``g, g + groups, …`` and columns
+    ``c·cols, c·cols + 1, …``. A chunk has at most `longest` steps.
+    """
+
+    groups: int
+    cols: int
+    column_groups: int
+    stride: int
+    teams: int
+    threads: int
+    pitch: int
+    longest: int
+
+    @property
+    def span(self) -> int:
+        """Columns that there is room for in each team."""
+        return self.cols * self.column_groups
+
+
+@cache
+def layout_of(size: int, itemsize: int) -> Layout | None:
+    """Return how a block shares a chunk of steps of this size, or None if it cannot."""
+    groups, vector = -(-size // ROWS), 16 // itemsize
+    pitch = pitch_of(ROWS * groups, vector)
+    for warps in _WARPS:
+        for teams in (2, 1):
+            stride = 32 // teams
+            most = stride // groups
+            if most == 0 or size + 1 > most * _MOST_COLUMNS:
+                continue
+            cols = -(-(size + 1) // most)
+            column_groups = -(-(size + 1) // cols)
+            layout = Layout(
+                groups, cols, column_groups, stride, warps * teams, 32 * warps, pitch, 0
+            )
+            taken = (_places(layout)[-1] + layout.threads + ROWS * groups) * itemsize
+            # Exponents, and what lies between arrays.
+            taken += 4 * (layout.teams * layout.span + ROWS * groups) + 128
+            longest = (SHARED - taken) // (size * itemsize)
+            if longest >= _SHORTEST * layout.teams:
+                return layout._replace(longest=longest)
+            break
+    return None
+
+
+def _places(layout: Layout) -> tuple[int, int, int]:
+    """Return where columns begin behind the weights, first gradients of pieces, and slopes."""
+    columns = ROWS * layout.groups * layout.pitch
+    starts = columns + layout.teams * layout.span * layout.pitch
+    return columns, starts, starts + layout.teams * layout.pitch
+
+
+@cache
+def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
+    """Return the kernel, which takes what those of :class:`~.chunks.ChunkKernels` take.
+
+    `exponents` is the address of the tickets that are taken and, for each chunk and sample, of
+    whether its last gradient is there: int32, zero before the first run, and left so.
+    """
+    layout = layout_of(size, dtype.itemsize)
+    assert layout is not None
+    kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
+    low, high = (real(limit) for limit in BANDS[dtype][:2])
+    small, small_step = (real(limit) for limit in SMALL[dtype])
+    least_normal, none = real(np.finfo(dtype).tiny), np.int32(NONE)
+    groups, cols, column_groups, stride, teams, threads, pitch, longest = layout
+    columns_first, starts_at, slopes_at = _places(layout)
+    vector, span, room = 16 // dtype.itemsize, layout.span, layout.span * pitch
+    pool_size, powers_size = slopes_at + longest * size, teams * span
+    tile_size, left_size, right_size = ROWS * cols, ROWS * vector, cols * vector
+    padded, padded_powers, width = -(-size // vector) * vector, ROWS * groups, size + 1
+    # The thread that has the column of local gradients.
+    local_group, local_column = divmod(size, cols)
+    # Rows of slopes that a warp loads at once; rows of a gradient that a thread makes.
+    at_once, own_rows = 32 // size, -(-size // stride)
+    rows_on, warp_teams = threads // 32 * at_once, 32 // stride
+    lefts, added_size = own_rows * vector, _AHEAD * own_rows
+    place_weights = weights_placer(size, 1, 1, dtype, threads, pitch)
+    rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
+    carried = carrier(size, dtype, False)
+
+    @cuda.jit(device=True)
+    def take(tickets, ticket, blocks):
+        """Return the number of a block in the order in which they start."""
+        if thread_index() == 0:
+            taken = atomic_add(tickets, 0, _ONE)
+            put(ticket, 0, taken)
+            if taken == blocks - 1:
+                # All are taken: so is the first of the next run.
+                atomic_add(tickets, 0, np.int32(-blocks))
+        cuda.syncthreads()
+        return int64(get(ticket, 0))
+
+    @cuda.jit(device=True)
+    def place_slopes(run, places, pool, stacks, first, count, sample):
+        """Copy the slopes of a chunk to shared memory, zeros where there are none."""
+        held = cuda.local.array(_TOGETHER, kind)
+        thread = thread_index()
+        own, u = thread % 32 // size, thread % 32 % size
+        if own < at_once:
+            number = load(places, u, _INT)
+            row = thread // 32 * at_once + own
+            while row < count:
+                for k in range(_TOGETHER):
+                    held[k] = zero
+                    step = first + row + k * rows_on
+                    if step < first + count and number >= 0:
+                        if stacks[0] != 0:
+                            address = stacks[0] + step * stacks[2]
+                        else:
+                            address = jacobian_at(run, step, sample)
+                        held[k] = load(address, np.int64(number), zero)
+                for k in range(_TOGETHER):
+                    if row + k * rows_on < count:
+                        put(pool, slopes_at + (row + k * rows_on) * size + u, held[k])
+                row += _TOGETHER * rows_on
+
+    @cuda.jit(device=True)
+    def multiply_piece(
+        run, pool, powers, leasts, stacks, first, start, stop, piece, steps, sample, least_weight
+    ):
+        """Make the product of a team's steps; return whether the linear scan has to decide."""
+        tile = cuda.local.array(tile_size, kind)
+        left = cuda.local.array(left_size, kind)
+        right = cuda.local.array(right_size, kind)
+        peaks = cuda.local.array(cols, kind)
+        added = cuda.local.array(ROWS, kind)
+        own = cuda.local.array(ROWS, kind)
+        thread = thread_index()
+        team, lane = thread // stride, thread % stride
+        row, mine = lane % groups, lane // groups
+        present = start < stop
+        busy = present and mine < column_groups
+        owner = busy and mine == local_group
+        columns_at = columns_first + team * room + mine * cols * pitch
+        slopes_now = slopes_at + (start - first) * size
+        local, lost = local_at(run, min(start + 1, steps)), False
+        if present:
+            for c in range(lane, size, stride):
+                slope = get(pool, slopes_now + c)
+                put(pool, columns_first + team * room + c * pitch + c, slope)
+                lost = lost | ((abs(slope) > zero) & (abs(slope) * least_weight < least_normal))
+        barrier(True)
+
+        for n_steps in range(1, piece + 1):
+            step = start + n_steps
+            going, more = busy and step <= stop, step < stop
+            outside, step_least = False, one
+            if going:
+                for r in range(ROWS):
+                    added[r], own[r] = zero, one
+                    if (r + 1) * groups <= size or row + r * groups < size:
+                        if owner and local != 0:
+                            added[r] = load(local, sample * size + row + r * groups, zero)
+                        if more:
+                            # Columns are stored as the next step multiplies them.
+                            own[r] = get(pool, slopes_now + n_steps * size + row + r * groups)
+                            size_of = abs(own[r])
+                            weighted = size_of * least_weight
+                            lost = lost | ((size_of > zero) & (weighted < least_normal))
+                            outside = outside | ((size_of > zero) & (weighted < small_step))
+                            step_least = smaller(step_least, weighted)
+                local = local_after(run, stacks, local, step + 1, steps)
+                for m in range(tile_size):
+                    tile[m] = zero
+                k = 0
+                while k < padded:
+                    for r in range(ROWS):
+                        read_vector(left, r * vector, pool, (row + r * groups) * pitch + k)
+                    for n in range(cols):
+                        read_vector(right, n * vector, pool, columns_at + n * pitch + k)
+                    # See `multiply` of :mod:`~.chunks`.
+                    n = 0
+                    while n < cols:
+                        for v in range(vector):
+                            for r in range(ROWS):
+                                tile[n * ROWS + r] += left[r * vector + v] * right[n * vector + v]
+                        n += 1
+                    k += vector
+                for r in range(ROWS):
+                    tile[local_column * ROWS + r] += added[r]
+                for n in range(cols):
+                    peak, tiny = zero, False
+                    for r in range(ROWS):
+                        size_of = abs(tile[n * ROWS + r])
+                        peak = larger(peak, size_of)
+                        tiny = tiny | ((size_of < small) & (size_of > zero))
+                    if n == local_column and owner:
+                        peak, tiny = zero, False
+                    peaks[n] = peak
+                    outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+            if vote(outside, True):
+                rescale(
+                    run,
+                    pool,
+                    powers,
+                    leasts,
+                    tile,
+                    peaks,
+                    columns_at,
+                    team * span + mine * cols,
+                    row,
+                    thread,
+                    team * stride,
+                    going,
+                    owner,
+                    step_least,
+                )
+            if going:
+                for n in range(cols):
+                    for r in range(ROWS):
+                        entry = tile[n * ROWS + r] * own[r]
+                        put(pool, columns_at + n * pitch + row + r * groups, entry)
+            barrier(True)
+
+        poison = zero
+        if busy:
+            for n in range(cols):
+                if mine * cols + n <= size:
+                    for r in range(ROWS):
+                        poison += tile[n * ROWS + r] * zero
+        return lost | (poison != zero)
+
+    @cuda.jit(device=True)
+    def sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample):
+        """Make the gradients of a piece in the place of its slopes; return whether one is bad."""
+        left = cuda.local.array(lefts, kind)
+        right = cuda.local.array(vector, kind)
+        sums = cuda.local.array(lefts, kind)
+        entries = cuda.local.array(own_rows, kind)
+        added = cuda.local.array(added_size, kind)
+        team, lane = thread_index() // stride, thread_index() % stride
+        # Two places for what the weights multiply, by turns.
+        now = columns_first + team * room
+        then = now + pitch
+        local, poison = local_at(run, min(start + 1, steps)), zero
+        for m in range(lane, 2 * pitch, stride):
+            put(pool, now + m, zero)
+        for r in range(own_rows):
+            entries[r] = zero
+            if lane + r * stride < size:
+                entries[r] = get(pool, starts_at + team * pitch + lane + r * stride)
+        for d in range(_AHEAD):
+            for r in range(own_rows):
+                added[d * own_rows + r] = zero
+                if local != 0 and start + d < stop and lane + r * stride < size:
+                    added[d * own_rows + r] = load(local, sample * size + lane + r * stride, zero)
+            local = local_after(run, stacks, local, start + d + 2, steps)
+        for begin in range(0, piece, _AHEAD):
+            for d in range(_AHEAD):
+                step = start + begin + d
+                slopes_now = slopes_at + (step - first) * size + lane
+                if step < stop:
+                    for r in range(own_rows):
+                        if (r + 1) * stride <= size or lane + r * stride < size:
+                            slope = get(pool, slopes_now + r * stride)
+                            put(pool, now + lane + r * stride, slope * entries[r])
+                barrier(True)
+                if step < stop:
+                    for m in range(lefts):
+                        sums[m] = zero
+                    for k in range(0, padded, vector):
+                        read_vector(right, 0, pool, now + k)
+                        for r in range(own_rows):
+                            # There is no row behind the last: the first one stands for it.
+                            at = lane + r * stride if lane + r * stride < size else int64(0)
+                            read_vector(left, r * vector, pool, at * pitch + k)
+                        for r in range(own_rows):
+                            for v in range(vector):
+                                sums[r * vector + v] += left[r * vector + v] * right[v]
+                    for r in range(own_rows):
+                        entry = added[d * own_rows + r]
+                        if vector == 4:
+                            entry += sums[r * vector + 2] + sums[r * vector + 3]
+                        entry += sums[r * vector] + sums[r * vector + 1]
+                        entries[r] = entry
+                        added[d * own_rows + r] = zero
+                        if (r + 1) * stride <= size or lane + r * stride < size:
+                            put(pool, slopes_now + r * stride, entry)
+                            poison += entry * zero
+                            if local != 0 and step + _AHEAD < stop:
+                                added[d * own_rows + r] = load(
+                                    local, sample * size + lane + r * stride, zero
+                                )
+                    local = local_after(run, stacks, local, step + _AHEAD + 2, steps)
+                now, then = then, now
+        return poison != zero
+
+    @cuda.jit
+    def chained(run, places, columns, exponents, steps, batch, chunk, chunks):
+        pool = cuda.shared.array(pool_size, kind, alignment=16)
+        leasts = cuda.shared.array(threads, kind)
+        powers = cuda.shared.array(powers_size, int32)
+        terms = cuda.shared.array(padded, kind, alignment=16)
+        term_powers = cuda.shared.array(padded_powers, int32, alignment=16)
+        ticket = cuda.shared.array(1, int32)
+        ring = cuda.local.array(width, kind)
+        thread = thread_index()
+        number = take(exponents, ticket, chunks * batch)
+        c, sample = number // batch, number % batch
+        flags = exponents + 4
+        first = c * chunk
+        end = min(first + chunk, steps)
+        # The steps of each team, some of which may have none.
+        team, piece = thread // stride, (chunk + teams - 1) // teams
+        start = min(first + team * piece, end)
+        stop = min(start + piece, end)
+        stacks = stacks_of(run, sample)
+
+        place_slopes(run, places, pool, stacks, first, end - first, sample)
+        put(leasts, thread, place_weights(run, places, pool, 0, thread))
+        for m in range(size * pitch + thread, slopes_at, threads):
+            put(pool, m, zero)
+        for m in range(thread, powers_size, threads):
+            put(powers, m, _INT)
+        for m in range(thread, padded_powers, threads):
+            put(term_powers, m, none)
+        for m in range(thread, padded, threads):
+            put(terms, m, zero)
+        cuda.syncthreads()
+        least_weight = one
+        for m in range(threads):
+            least_weight = smaller(least_weight, get(leasts, m))
+        cuda.syncthreads()
+        # Nothing is behind the last product of a sample.
+        multiplied = stop if stop < steps else start
+        bad = multiply_piece(
+            run,
+            pool,
+            powers,
+            leasts,
+            stacks,
+            first,
+            start,
+            multiplied,
+            piece,
+            steps,
+            sample,
+            least_weight,
+        )
+
+        if c > 0 and thread == 0:
+            while atomic_add(flags, number - batch, _INT) == 0:
+                pass
+            # Nobody else waits for it: the next run finds zeros.
+            atomic_add(flags, number - batch, np.int32(-1))
+            cuda.threadfence()
+        cuda.syncthreads()
+        out, x = load(run, Run.OUT, _WORD), zero
+        if thread < size:
+            x = load(out, (first * batch + sample) * size + thread, zero)
+        p = int64(0)
+        while p < teams:
+            begin = first + p * piece
+            if thread < size:
+                put(pool, starts_at + p * pitch + thread, x)
+            if begin < end and min(begin + piece, end) < steps:
+                if thread < size:
+                    for j in range(width):
+                        ring[j] = get(pool, columns_first + p * room + j * pitch + thread)
+                power = get(powers, p * span + min(thread, int64(size - 1)))
+                x, lost = carried(thread, x, ring, 0, power, terms, term_powers)
+                if thread < size:
+                    bad = bad | (lost + x * zero != zero)
+                # The next one changes the terms.
+                cuda.syncthreads()
+            p += 1
+        if end < steps:
+            if thread < size:
+                store(out, (end * batch + sample) * size + thread, x, zero)
+            cuda.syncthreads()
+            if thread == 0:
+                cuda.threadfence()
+                atomic_add(flags, number, _ONE)
+        else:
+            cuda.syncthreads()
+
+        bad = bad | sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample)
+        barrier(True)
+        # A warp writes what its teams have made, which are steps in turn. The last gradient of the
+        # chunk is there, unless it is that of the chain.
+        u, own = thread % 32 % size, thread % 32 // size
+        begin = min(first + thread // 32 * warp_teams * piece, end)
+        stop = min(begin + warp_teams * piece, end if end == steps else end - 1)
+        step = begin + own
+        while own < at_once and step < stop:
+            value = get(pool, slopes_at + (step - first) * size + u)
+            store(out, ((step + 1) * batch + sample) * size + u, value, zero)
+            step += at_once
+        if bad:
+            store(run, Run.FLAG, np.int64(1), _WORD)
+
+    return chained
