@@ -534,24 +534,24 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
 
 
-def _forward(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
-    """Compute some states of one direction, in its order, and their gates."""
-    memory, one = group.memory, group.memory.directions[k]
-    _run(group, k, all_weights, memory.caller(one), span)
-
-
 def _run(
-    group: _Group, k: int, all_weights: list[_Weights], caller: Caller, span: tuple[int, int]
+    group: _Group,
+    k: int,
+    all_weights: list[_Weights],
+    span: tuple[int, int],
+    *,
+    is_again: bool = False,
 ) -> None:
     """Compute some states of one direction, in its order, and their gates."""
-    one, weights = group.memory.directions[k], all_weights[k]
+    memory, weights = group.memory, all_weights[k]
+    one = memory.directions[k]
     one.cell._run_kernel(
         group.sequence(k, span),
         weights.w_in,
         weights.w_hidden,
         weights.bias,
-        group.memory.states[one.layer - 1],
-        caller,
+        memory.states[one.layer - 1],
+        memory.no_caller if is_again else memory.caller(one),
         one.is_relu,
         *span,
     )
@@ -570,7 +570,7 @@ def _back(
     memory = group.memory
     one, weights = memory.directions[k], all_weights[k]
     if one.cell._writes_gates and not memory.keeps_gates:
-        _run(group, k, all_weights, memory.no_caller, span)
+        _run(group, k, all_weights, span, is_again=True)
     carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
@@ -1141,7 +1141,7 @@ class _Memory:
             self._output = aligned_empty((self.steps, self.batch, self.widths[-1]), self.dtype)
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, _forward, weights, span)
+            self.for_each_group(ks, _run, weights, span)
         if self._writes_output(self.directions[ks.start]) and self.per_layer > 1:
             self._for_steps(self._turn_out)
 
