@@ -274,8 +274,7 @@ class BatchNorm2d(Parametrised, Operator):
             input_shape=input_shape,
             **{"training": self.training} | arguments,
         )
-        restricted: Operator = self._share_parameters(part, channels)
-        return restricted
+        return self._share_parameters(part, channels)
 
     def _check_arguments(self) -> None:
         shape = self.input_shape
