@@ -317,7 +317,7 @@ def test_factors_of_a_pattern_take_as_much_as_is_said() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is factorised, and what is ordered
+# Orderings and factorisations are kept
 # ---------------------------------------------------------------------------------------------
 
 
