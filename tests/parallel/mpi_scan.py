@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extremes import extreme_chain, finite_count, looped, needs_longer, oracle
+from extremes import extreme_chain, looped, needs_longer, oracle
 from mpi4py import MPI
 from oracles import (
     Gradients,
@@ -18,7 +18,7 @@ from oracles import (
     sequential,
     values_only,
 )
-from ranges import linear_length, positive_steps, two_blocks, waves
+from ranges import finite_count, linear_length, positive_steps, two_blocks, waves
 from ranks import grids, random_part
 
 import sparsescan

@@ -54,9 +54,13 @@ def as_dense(chain: CSRChain) -> np.ndarray:
 
 def linear_length(grad, jacobians) -> int:
     """How many gradients the linear scan gives before one is not finite."""
-    result = sparsescan.exclusive_scan(grad, jacobians, schedule="linear")
-    finite = np.isfinite(result).all(axis=tuple(range(1, result.ndim)))
-    return len(result) if finite.all() else int(np.argmin(finite))
+    return finite_count(sparsescan.exclusive_scan(grad, jacobians, schedule="linear"))
+
+
+def finite_count(gradients: np.ndarray) -> int:
+    """Count the gradients before the first that is not finite."""
+    finite = np.isfinite(gradients).reshape(len(gradients), -1).all(axis=1)
+    return len(finite) if finite.all() else int(finite.argmin())
 
 
 def waves(n: int, period: int, decades: float) -> np.ndarray:
