@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import io
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from damaged import arrays_of, bomb, file_of, other_files
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
@@ -278,11 +277,6 @@ def saved(folder: Path) -> dict[str, bytes]:
     return result
 
 
-def arrays_of(contents: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(contents)) as arrays:
-        return dict(arrays)
-
-
 def assert_refused(path: Path, contents: bytes, match: str | None = None) -> None:
     path.write_bytes(contents)
     with pytest.raises(PlanFileError, match=match) as caught:
@@ -303,9 +297,7 @@ def rewritten(contents: bytes, **changes: Any) -> bytes:
         digest.update(kept[key].tobytes())
     if "digest" not in changes:
         kept["digest"] = np.array(digest.hexdigest())
-    file = io.BytesIO()
-    np.savez(file, **kept)
-    return file.getvalue()
+    return file_of(kept)
 
 
 def test_the_digest_is_what_this_test_thinks(tmp_path: Path, saved: dict[str, bytes]) -> None:
@@ -541,15 +533,9 @@ def test_patterns_that_do_not_chain_are_refused(tmp_path: Path, saved: dict[str,
 
 
 def test_other_files_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> None:
-    array, archive = io.BytesIO(), io.BytesIO()
-    np.save(array, np.ones(3))
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("version", b"1")
+    for name, (contents, match) in other_files().items():
+        assert_refused(tmp_path / name, contents, match)
     save_chain(tmp_path / "chain", np.ones(2), np.ones((3, 2, 2)))
-    assert_refused(tmp_path / "empty", b"", "not a zip file")
-    assert_refused(tmp_path / "text", b"a line\n" * 100, "not a zip file")
-    assert_refused(tmp_path / "one.npy", array.getvalue(), "not a zip file")
-    assert_refused(tmp_path / "other.zip", archive.getvalue(), "the key 'version' is missing")
     assert_refused(tmp_path / "c", (tmp_path / "chain").read_bytes(), "the key 'digest' is missing")
     (tmp_path / "plan").write_bytes(saved["levels"])
     with pytest.raises(ChainFileError, match="the key 'layout' is missing"):
@@ -557,12 +543,5 @@ def test_other_files_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> Non
 
 
 def test_nothing_is_unpickled(tmp_path: Path, saved: dict[str, bytes]) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return pytest.fail, ("the file was unpickled",)
-
-    bomb = np.empty((), object)
-    bomb[()] = Bomb()
-    file = io.BytesIO()
-    np.savez(file, **arrays_of(saved["levels"]) | {"ops": bomb})
-    assert_refused(tmp_path / "p", file.getvalue(), "allow_pickle=False")
+    contents = file_of(arrays_of(saved["levels"]) | {"ops": bomb()})
+    assert_refused(tmp_path / "p", contents, "allow_pickle=False")
