@@ -235,10 +235,7 @@ def _least_sum(parts: Sequence[Table], out: Table, length: int) -> None:
 
 
 def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
-    try:
-        listed = list(node_costs)
-    except TypeError:
-        raise InputTypeError(f"node_costs is {node_costs!r}; expected a sequence") from None
+    listed = _listed("node_costs", node_costs)
     costs = [_check_cost(f"node_costs[{node}]", cost) for node, cost in enumerate(listed)]
     for node, cost in enumerate(costs):
         if cost.ndim != 1 or not len(cost):
@@ -249,11 +246,15 @@ def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
 
 
 def _check_edges(edges: Iterable[tuple[int, int, ArrayLike]], costs: Sequence[Table]) -> list[Edge]:
-    try:
-        listed = list(edges)
-    except TypeError:
-        raise InputTypeError(f"edges is {edges!r}; expected a sequence") from None
+    listed = _listed("edges", edges)
     return [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
+
+
+def _listed(name: str, given: Iterable[Any]) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise InputTypeError(f"{name} is {given!r}; expected a sequence") from None
 
 
 def _check_edge(name: str, edge: Any, costs: Sequence[Table]) -> Edge:
