@@ -25,7 +25,7 @@ from oracles import (
     values_only,
 )
 from sampling import examples, slow
-from trees import random_levels
+from trees import products_of, random_levels
 
 import sparsescan
 import sparsescan.planning.costs.cpu
@@ -74,8 +74,7 @@ def reloaded(plan: ScanPlan, folder: Path) -> ScanPlan:
 
 
 def run(plan: ScanPlan, chain: Chain) -> Any:
-    scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
-    return scan(chain.grad, values_only(chain.jacobians), local_grads=chain.local_grads)
+    return chain.scan(plan, values_only(chain.jacobians))
 
 
 @given(st.data())
@@ -130,11 +129,6 @@ def test_a_memory_limit_comes_back(tmp_path: Path, limit: int) -> None:
     patterns = [Pattern.dense((2, 2))] * 5 if limit == 2**62 else []
     plan = sparsescan.plan(patterns, memory_limit=limit)
     assert_same(reloaded(plan, tmp_path), plan)
-
-
-def products_of(schedule: Schedule) -> list[tuple[int, int]]:
-    ops = [op for level in schedule.levels for op in level.ops.tolist()]
-    return [(start, stop) for start, _, stop in ops if start > 0]
 
 
 TIMES = st.none() | st.floats(0, 1e12)

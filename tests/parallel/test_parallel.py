@@ -20,7 +20,7 @@ from oracles import (
     sequential,
     values,
 )
-from ranges import positive_steps, two_blocks
+from ranges import as_dense, positive_steps, two_blocks
 from sampling import slow
 
 import sparsescan
@@ -225,7 +225,9 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         down.data[:], up.data[:] = 1e-5, 1e5
     for first, second in ((down, up), (up, down)):
         # Each part alone leaves the range; by turns, so that the gradient does not.
-        mixed = [step for pair in zip(steps(first), steps(second), strict=True) for step in pair]
+        mixed = [
+            step for pair in zip(as_dense(first), as_dense(second), strict=True) for step in pair
+        ]
         chain = [mixed[:1], mixed[1:-1], mixed[-1:]]
         grad = np.full(5, 1e-3, F4)
         elements = Elements(chain, None, None, F4, form)
@@ -234,7 +236,7 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         assert result is not None
         assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
     # Three parts, each with products of 1e±60 a block.
-    blocks = steps(two_blocks(60, 10, 0.1))
+    blocks = list(as_dense(two_blocks(60, 10, 0.1)))
     elements = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
     grad = np.repeat([1e-30, 1e30], 3).astype(F4)
     expected = sequential(grad, blocks, inclusive=True, dtype=F4)
@@ -246,14 +248,6 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         elements.merge(elements.messages[0], elements.messages[1]), elements.messages[2]
     )
     assert abs(whole.exponents(6)[0, :-1]).max() > 100
-
-
-def steps(chain) -> list[np.ndarray]:
-    """Dense steps of a CSRChain."""
-    dense = np.zeros((len(chain), *chain.shape), chain.dtype)
-    rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
-    dense[:, rows, chain.indices] = chain.data
-    return list(dense)
 
 
 def test_what_no_operator_can_combine_is_bad() -> None:

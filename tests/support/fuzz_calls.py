@@ -259,24 +259,11 @@ def good_chain(rng: np.random.Generator) -> Chain:
         arrays = [draw(n // len(patterns), *lead, pattern.nnz) for pattern in patterns]
         jacobians, sizes = PeriodicChain(arrays, patterns), [sizes[0]] * (n + 1)
     else:
-        jacobians = []
-        for cols, rows in itertools.pairwise(sizes):
-            kinds = ["csr_array", "csr_matrix", "dense", "bare"]
-            kinds += [] if batch is None else ["batched", "dense of a batch"]
-            kind = kinds[rng.integers(len(kinds))]
-            where = oracles.mask(rng, "sparse", rows, cols)
-            indices, indptr = oracles.indices_of(where)
-            if kind == "dense of a batch":
-                jacobians.append(draw(batch, rows, cols))
-            elif kind == "batched":
-                data = draw(batch, len(indices))
-                jacobians.append(BatchedCSR(data, indices, indptr, where.shape))
-            elif kind.startswith("csr"):
-                matrix = getattr(sp, kind)(where.astype(dtype))
-                matrix.data[:] = draw(len(matrix.data))
-                jacobians.append(matrix)
-            else:
-                jacobians.append(draw(rows, cols))
+        forms = [str(form) for form in rng.choice(oracles.FORMS, n)]
+        jacobians = [
+            oracles.jacobian(rng, form, "sparse", (rows, cols), batch, dtype, np.int32)
+            for form, (cols, rows) in zip(forms, itertools.pairwise(sizes), strict=True)
+        ]
     return Chain(draw(*lead, sizes[0]), jacobians)
 
 
@@ -293,7 +280,7 @@ def scan(rng: np.random.Generator) -> Call:
             "blelloch",
             "truncated:1",
             "chunked:3",
-            *(oracles.every_schedule(length(chain))),
+            *oracles.every_schedule(len(chain.jacobians)),
         ]
         arguments["schedule"] = schedules[rng.integers(len(schedules))]
     if rng.random() < 0.2:
@@ -391,18 +378,13 @@ def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -
         shapes = [chain.grad.shape]
         for step in chain.jacobians if isinstance(chain.jacobians, list) else ():
             shapes.append((*chain.grad.shape[:-1], step.shape[-2]))
-        count = length(chain) + inclusive
+        count = len(chain.jacobians) + inclusive
         shapes = [shapes[min(k, len(shapes) - 1)] for k in range(count)]
         local = [rng.standard_normal(shape).astype(chain.grad.dtype) for shape in shapes]
         options["local_grads"] = [None if rng.random() < 0.3 else each for each in local]
     if rng.random() < 0.1:
         options["stream"] = None
     return options
-
-
-def length(chain: Chain) -> int:
-    """Return the number of Jacobians."""
-    return len(chain.jacobians)
 
 
 def spoil(rng: np.random.Generator, arguments: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
+import sparsescan
 from sparsescan import BatchedCSR, CSRChain, Pattern, Schedule
 from sparsescan.planning.costs.cpu import FAMILIES, Cpu
 from sparsescan.symbolic.pattern import of_mask
@@ -202,6 +203,15 @@ class Chain:
     dtype: np.dtype[Any]  # that of the result
     inclusive: bool
     batch: int | None
+
+    def call(self, by: Any = sparsescan) -> Any:
+        """Return the scan that it asks for, of the package or of a plan."""
+        return by.inclusive_scan if self.inclusive else by.exclusive_scan
+
+    def scan(self, by: Any = sparsescan, jacobians: Any = None, **options: Any) -> Any:
+        """Scan it, or other Jacobians in its place, by the package or by a plan."""
+        jacobians = self.jacobians if jacobians is None else jacobians
+        return self.call(by)(self.grad, jacobians, local_grads=self.local_grads, **options)
 
     def oracle(self) -> Gradients:
         return sequential(

@@ -42,13 +42,13 @@ def samples_of(array: Any, some: slice, batch: int | None) -> Any:
     return array[some] if has_axis else array
 
 
-def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
-    """Return the steps of this rank, and which gradients of its samples it gets."""
-    position = grid.position(WORLD.rank)
+def part_of(chain: Chain, grid: Grid, cuts: list[int], rank: int = RANK) -> tuple[Chain, slice]:
+    """Return the steps of a rank, and which gradients of its samples it gets."""
+    position = grid.position(rank)
     steps = slice(cuts[position], cuts[position + 1])
     last = position == grid.chain - 1
     got = slice(steps.start, steps.stop + (chain.inclusive and last))
-    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
+    some = slice(None) if chain.batch is None else grid.samples(rank, chain.batch)
     grad = chain.grad if chain.batch is None else chain.grad[some]
     jacobians = chain.jacobians
     if isinstance(jacobians, CSRChain):
@@ -82,10 +82,10 @@ def random_part(
     return mine, expected, cuts
 
 
-def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
+def expected_of(chain: Chain, grid: Grid, got: slice, comm: MPI.Intracomm = WORLD) -> Gradients:
     """Return the gradients that this rank should get."""
-    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
-    whole = WORLD.bcast(chain.oracle() if WORLD.rank == 0 else None)
+    some = slice(None) if chain.batch is None else grid.samples(comm.rank, chain.batch)
+    whole = comm.bcast(chain.oracle() if comm.rank == 0 else None)
     pick = [
         [array[some] if chain.batch is not None else array for array in arrays[got]]
         for arrays in (whole.exact, whole.bounds)
