@@ -1107,12 +1107,16 @@ class _Memory:
                 output[..., columns] = self._slots(self.states, one)[1:-1, 0, ..., 0]
         if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
+        return output, self._gathered(self._lasts)
+
+    def _gathered(self, places: list[tuple[int, slice, slice, Array]]) -> Array:
+        """Return states of all directions, or gradients in them, that lie at these places."""
         parts = self.directions[0].cell._parts
-        last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        states = self._by_vector(last)
-        for k, samples, vectors, place in self._lasts:
-            states[k, samples, vectors] = place
-        return output, last
+        states = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
+        by_vector = self._by_vector(states)
+        for k, samples, vectors, place in places:
+            by_vector[k, samples, vectors] = place
+        return states
 
     # -- Threads ----------------------------------------------------------------------------------
 
@@ -1166,12 +1170,7 @@ class _Memory:
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
-        parts = self.directions[0].cell._parts
-        grad = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        grads = self._by_vector(grad)
-        for k, samples, vectors, place in self._carry_places:
-            grads[k, samples, vectors] = place
-        return grad
+        return self._gathered(self._carry_places)
 
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""

@@ -7,16 +7,16 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
 from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_count, check_flag
 from ._checks import check_number, check_sizes
-from ._coupled import Coupled
+from ._coupled import Coupled, grouped
 from ._operator import Operator
 from ._parameters import Initial, Parameter, Parametrised
 from ._sharing import quiet
@@ -370,14 +370,12 @@ class BatchNorm2d(Parametrised, Operator):
             return Pattern.diagonal(size)
         if self.num_features == 1:
             return Pattern.dense((size, size))
+        return grouped(self._groups())
+
+    def _groups(self) -> NDArray[np.int64]:
+        """Return the group of each element of a batch: its channel."""
         batch, channels, height, width = self._core
-        dtype = index_dtype((size, size), self._core_nnz())
-        indptr = np.arange(size + 1, dtype=dtype) * dtype.type(self._count)
-        # All rows of a channel have the same columns: the places of that channel.
-        columns = np.arange(size, dtype=dtype).reshape(batch, channels, -1).swapaxes(0, 1)
-        indices = np.empty((batch, channels, height * width, self._count), dtype)
-        indices[...] = columns.reshape(channels, 1, -1)
-        return trusted(indptr, indices.reshape(-1), (size, size))
+        return np.tile(np.repeat(np.arange(channels), height * width), batch)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = self._normalise(xp, x)[0]
@@ -398,9 +396,7 @@ class BatchNorm2d(Parametrised, Operator):
 
     @cached_property
     def _coupled(self) -> Coupled:
-        batch, channels, height, width = self._core
-        group_of = np.tile(np.repeat(np.arange(channels), height * width), batch)
-        return Coupled(group_of, 2, self._blocks)
+        return Coupled(self._groups(), 2, self._blocks)
 
     def _implicit_pattern(self) -> ImplicitPattern | None:
         # Two sums of each channel, and two factors.
