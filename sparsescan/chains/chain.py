@@ -567,7 +567,7 @@ def pattern_of(k: int, jacobian: Any) -> Step:
     return split(f"jacobians[{k}]", jacobian, None)[0]
 
 
-def patterns_in(jacobians: Any, reverse: bool = False) -> tuple[Sequence[Step], bool]:
+def patterns_in(jacobians: Any, reverse: bool) -> tuple[Sequence[Step], bool]:
     """Return the patterns of steps, bare ones too, and whether any is on a device.
 
     The patterns run from the last layer to the first; the steps do so unless `reverse`.

@@ -14,7 +14,7 @@ from .implicit import ImplicitChain, ImplicitStep
 __all__ = ["Steps", "fold", "unfold"]
 
 
-def unfold(jacobians: Any, reverse: bool = False) -> tuple[Any, Sequence[ImplicitPattern | None]]:
+def unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern | None]]:
     """Return a chain with the factors of implicit steps in their place.
 
     Parameters
@@ -81,7 +81,7 @@ class Steps:
             self.starts = factor_starts(patterns)
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
-    def unfold(self, jacobians: Any, reverse: bool = False) -> Any:
+    def unfold(self, jacobians: Any, reverse: bool) -> Any:
         """Return the chain of the factors, of a chain of these steps.
 
         Raises

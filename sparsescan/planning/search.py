@@ -171,7 +171,7 @@ def choose_for(
     model: Model,
     *,
     fits: Callable[[Program], bool],
-    nbytes: float = math.inf,
+    nbytes: float,
 ) -> Choice:
     """Return the forms for a schedule that was asked for, or raise :class:`TooLargeError`.
 

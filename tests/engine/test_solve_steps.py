@@ -28,7 +28,7 @@ import scipy.sparse as sp
 from fresh_python import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import mask, same_bits
+from oracles import mask, on_pattern, same_bits
 from sampling import slow
 from scipy.sparse.linalg import spsolve
 
@@ -87,13 +87,9 @@ def regular(rng: np.random.Generator, entries: np.ndarray, dtype: Any, *lead: in
 
 def packed(dense: np.ndarray, entries: np.ndarray, form: str) -> Any:
     """Return matrices of a pattern in some form."""
-    pattern = of_mask(entries)
-    data = np.ascontiguousarray(dense[..., entries])
     if form == "dense":
         return dense
-    if dense.ndim == 3:
-        return BatchedCSR.from_pattern(data, pattern)
-    return sp.csr_array((data, pattern.indices, pattern.indptr), shape=pattern.shape)
+    return on_pattern(np.ascontiguousarray(dense[..., entries]), of_mask(entries))
 
 
 class Step:

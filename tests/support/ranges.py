@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from hypothesis import strategies as st
 from oracles import (
     Chain,
@@ -16,6 +15,7 @@ from oracles import (
     indices_of,
     mask,
     sequential,
+    steps_of,
 )
 
 import sparsescan
@@ -94,9 +94,7 @@ FORMS = {
     "csr": lambda chain: chain,
     "shuffled csr": shuffled,
     "dense": as_dense,
-    "list of csr": lambda chain: [
-        sp.csr_array((data, chain.indices, chain.indptr), chain.shape) for data in chain.data
-    ],
+    "list of csr": steps_of,
     "batched csr": lambda chain: [
         BatchedCSR(np.stack([data, data]), chain.indices, chain.indptr, chain.shape)
         for data in chain.data
