@@ -144,10 +144,7 @@ class LayerNorm(Parametrised, Operator):
         return self._coupled.pattern
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        rows = x.reshape(-1, *self._core)
-        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
-        slope = _times(inverse, self.weight)
-        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, normal[0].size)
+        return _coupled_values(self, x, self.weight, math.prod(self._core))
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         grads = {"weight": (grad_y * self._normalise(xp, x)[0]).sum(axis=0)}
@@ -405,11 +402,8 @@ class BatchNorm2d(Parametrised, Operator):
         return self._coupled.pattern
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        rows = x.reshape(-1, *self._core)
-        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
         weight = None if self.weight is None else self.weight[:, None, None]
-        slope = _times(inverse, weight)
-        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, self._count)
+        return _coupled_values(self, x, weight, self._count)
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - 3)
@@ -468,14 +462,16 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
     out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
 
 
-def _coupled_values(op: Any, x: Array, normal: Array, slope: Array, count: int) -> list[Array]:
+def _coupled_values(op: Any, x: Array, weight: Array, count: int) -> list[Array]:
     """Return the factors of ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)``, with `count` for ``m``.
 
-    `normal` is ``x̂``, shape ``(·, n)``, and `slope` can be broadcast to ``(·, *core)``.
+    The slopes are ``1/σ``, or its product with a weight that can be broadcast.
     """
-    xp, lead = namespace(normal), x.shape[: x.ndim - len(op.input_shape)]
-    dtype = np.result_type(x.dtype, *(param.dtype for param in op.params.values()))
-    slope = xp.broadcast_to(slope, (len(normal), *op._core)).reshape(normal.shape)
+    params, lead = op.params.values(), x.shape[: x.ndim - len(op.input_shape)]
+    xp, dtype = namespace(x, *params), np.result_type(x.dtype, *(p.dtype for p in params))
+    normal, inverse = op._normalise(xp, x.reshape(-1, *op._core))
+    slope = xp.broadcast_to(_times(inverse, weight), normal.shape).reshape(len(normal), -1)
+    normal = normal.reshape(slope.shape)
     rows = slope, slope * normal
     columns = -1 / count, normal / -count
     values: list[Array] = op._coupled.values(lead, slope, rows, columns, dtype)

@@ -210,26 +210,37 @@ def check_finite_wherever_the_linear_scan_is(data):
         assert np.isfinite(result)[np.isfinite(linear)].all()
 
 
-def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
-    """One value that is not finite, anywhere: in a Jacobian, the gradient or a local gradient."""
-    chain = data.draw(chains(max_n=9, min_size=1))
-    if not isinstance(chain.jacobians, list) or not chain.jacobians or chain.batch == 0:
-        return
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+@st.composite
+def with_one_bad_value(draw: Any, bad: float) -> Chain:
+    """Return a list of steps with this value in a Jacobian, the gradient, or a local gradient."""
+    chain = draw(
+        chains(max_n=9, min_size=1).filter(
+            lambda c: isinstance(c.jacobians, list) and c.jacobians and c.batch != 0
+        )
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     places = [chain.grad, *(a for a in chain.local_grads or [] if a is not None)]
     places += [s.data if not isinstance(s, np.ndarray) else s for s in chain.jacobians]
     places = [array for array in places if array.size]
-    place = places[data.draw(st.integers(0, len(places) - 1))]
+    place = places[draw(st.integers(0, len(places) - 1))]
     place.flat[rng.integers(place.size)] = bad
-    expected = reference(chain)
+    return chain
+
+
+def assert_reaches_as_in_the_linear_scan(result: Any, chain: Chain) -> None:
+    """Compare with the linear scan: what is not finite is in its places, all else about equal."""
+    for actual, exact in zip(result, reference(chain), strict=True):
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
+        np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
+        finite = np.isfinite(exact)
+        np.testing.assert_array_equal(np.isfinite(actual), finite)
+        np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
+
+
+def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
+    chain = data.draw(with_one_bad_value(bad))
     for schedule in every_schedule(len(chain.jacobians)):
-        result = chain.scan(schedule=schedule)
-        for actual, exact in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
-            np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
-            finite = np.isfinite(exact)
-            np.testing.assert_array_equal(np.isfinite(actual), finite)
-            np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
+        assert_reaches_as_in_the_linear_scan(chain.scan(schedule=schedule), chain)
 
 
 def check_what_is_not_finite_stays_where_no_entry_leads_on(form, bad):
