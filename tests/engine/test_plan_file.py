@@ -25,7 +25,7 @@ from oracles import (
     values_only,
 )
 from sampling import examples, slow
-from trees import products_of, random_levels
+from trees import any_schedule, products_of, random_levels
 
 import sparsescan
 import sparsescan.planning.costs.cpu
@@ -55,7 +55,7 @@ def assert_same(result: ScanPlan, expected: ScanPlan) -> None:
 
 
 @st.composite
-def any_schedule(draw: Any, n: int) -> Schedule | str:
+def named_or_tree(draw: Any, n: int) -> Schedule | str:
     if draw(st.booleans()):
         return draw(schedules(n))
     return Schedule.from_levels(
@@ -82,7 +82,7 @@ def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> N
     chain = data.draw(chains())
     plan = sparsescan.plan(
         patterns_of(chain.jacobians),
-        schedule=data.draw(any_schedule(len(chain.jacobians))),
+        schedule=data.draw(named_or_tree(len(chain.jacobians))),
         batch=data.draw(st.sampled_from([None, chain.batch or None])),
         dtype=data.draw(st.sampled_from([None, chain.dtype])),
         device=data.draw(st.sampled_from([None, "cpu"])),
@@ -140,7 +140,7 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
     chain = data.draw(chains())
     n = len(chain.jacobians)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    schedule = Schedule.from_levels(n, random_levels(rng, n))
+    schedule = any_schedule(rng, n)
     names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
     counts = st.integers(0, 2**40)
     plan = ScanPlan(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import (
     FORMS,
     STRUCTURES,
+    Gradients,
     jacobian,
     mask,
     random_patterns,
@@ -178,6 +179,11 @@ class Elements:
         size = self.ranges(len(self.messages) - 1, len(self.messages)).shape[0]
         return result[0].vector(size).reshape(*self.terms.shape, size)
 
+    def check(self, rng: np.random.Generator, grad: np.ndarray, expected: Gradients) -> None:
+        result = self.leaves(rng, grad)
+        assert result is not None
+        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+
 
 @given(st.data())
 def test_maps_combine_in_any_order(data: st.DataObject) -> None:
@@ -210,9 +216,7 @@ def test_maps_combine_in_any_order(data: st.DataObject) -> None:
     elements = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
     last = None if local is None else [*local, None]
     expected = sequential(grad, steps, last, inclusive=True, dtype=dtype)
-    result = elements.leaves(rng, grad)
-    assert result is not None
-    assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+    elements.check(rng, grad, expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr", "diagonal"])
@@ -232,18 +236,14 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         grad = np.full(5, 1e-3, F4)
         elements = Elements(chain, None, None, F4, form)
         expected = sequential(grad, mixed, inclusive=True, dtype=F4)
-        result = elements.leaves(rng, grad)
-        assert result is not None
-        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+        elements.check(rng, grad, expected)
     # Three parts, each with products of 1e±60 a block.
     blocks = list(as_dense(two_blocks(60, 10, 0.1)))
     elements = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
     grad = np.repeat([1e-30, 1e30], 3).astype(F4)
     expected = sequential(grad, blocks, inclusive=True, dtype=F4)
     for _ in range(4):
-        result = elements.leaves(rng, grad)
-        assert result is not None
-        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+        elements.check(rng, grad, expected)
     whole = elements.merge(
         elements.merge(elements.messages[0], elements.messages[1]), elements.messages[2]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,22 +199,6 @@ def test_any_number_of_threads_gives_the_same_bits(with_threads: Any) -> None:
             plan = random_plan(rng, patterns)
             bits.add(b"".join(array.tobytes() for array in plan.exclusive_scan(grad, values)))
     assert all(len(bits) == 1 for bits in seen)
-
-
-@given(data=st.data())
-def test_a_plan_comes_back_from_its_file(folder: Path, data: Any) -> None:
-    chain = data.draw(chains())
-    plan = random_plan(np.random.default_rng(data.draw(SEEDS)), patterns_of(chain.jacobians))
-    plan.save(folder / "plan")
-    loaded = ScanPlan.load(folder / "plan")
-    assert loaded.dense == plan.dense
-    assert str(loaded) == str(plan)
-    assert same_bits(chain.scan(loaded), chain.scan(plan))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("forms")
 
 
 @pytest.mark.parametrize(("dtype", "decades"), [("f4", 25), ("f8", 250)])
