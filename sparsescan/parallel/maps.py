@@ -86,6 +86,17 @@ class Terms(NamedTuple):
         """The batch axis of a gradient."""
         return () if self.batch is None else (self.batch,)
 
+    def workspace(
+        self,
+        program: Program,
+        leaves: NDArray[np.int64],
+        batched: NDArray[np.bool_],
+        threads: int,
+    ) -> Workspace:
+        """Return a workspace for a program, some of whose Jacobians differ between samples."""
+        dtype, samples, local = self.dtype, self.samples, self.local
+        return Workspace(program, leaves, dtype, samples, batched, local, threads)
+
 
 def vector_words(size: Any, terms: Terms) -> Any:
     """Return the words of a message with `size` entries of a gradient; the first is its state."""
@@ -354,15 +365,8 @@ class Merger:
 
     def _workspace(self, program: Program) -> Workspace:
         if program not in self._workspaces:
-            terms = self._terms
-            self._workspaces[program] = Workspace(
-                program,
-                np.zeros((1, 2), np.int64),
-                terms.dtype,
-                terms.samples,
-                # Products differ between samples if the one Jacobian does.
-                np.full(1, terms.batched),
-                terms.local,
-                self._threads,
-            )
+            # Products differ between samples if the one Jacobian does.
+            leaves, batched = np.zeros((1, 2), np.int64), np.full(1, self._terms.batched)
+            made = self._terms.workspace(program, leaves, batched, self._threads)
+            self._workspaces[program] = made
         return self._workspaces[program]
