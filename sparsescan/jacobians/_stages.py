@@ -268,8 +268,6 @@ class Pool(Stage):
 
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
-        if add is None:
-            return
         like = source.x if source.rectified else self.nothing
         arrays = source.grad, self.kept, self.result.grad, like, bool(add or self._overlaps)
         lots = self.samples.lots(source, self.result)
@@ -407,7 +405,7 @@ class Apply(Stage):
         else:
             values = op.values(x, y).astype(grad.dtype, copy=False)
             below = self._plan.inclusive_scan(grad.reshape(len(grad), -1), [values])[-1]
-        put_grad(source, in_lanes(source, below, self.samples), add)
+        put_grad(source, in_lanes(source, below, self.samples), add=add)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         if not self.params:
@@ -453,10 +451,8 @@ def write(one: Map, array: Array, samples: Samples) -> None:
         x[..., : len(some)] = np.moveaxis(some, 0, -1)
 
 
-def put_grad(one: Map, grad: Array, add: bool | None) -> None:
+def put_grad(one: Map, grad: Array, *, add: bool) -> None:
     """Write a gradient ``(blocks, *shape, room)``, 0 where the map's activation is, or add it."""
-    if add is None:
-        return
     if one.rectified:
         grad = np.where(one.inner(one.x) <= 0, grad.dtype.type(0), grad)
     room = one.inner(one.grad)

@@ -315,7 +315,8 @@ class Multiply(Apply):
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         if add is not None:
-            put_grad(source, in_lanes(source, self._above() @ self._weight, self.samples), add)
+            below = in_lanes(source, self._above() @ self._weight, self.samples)
+            put_grad(source, below, add=add)
 
     def _input(self) -> Array:
         return self._x().reshape(-1, self.op.in_features)

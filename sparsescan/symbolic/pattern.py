@@ -267,8 +267,6 @@ def product_nnz(a: Pattern, b: Pattern) -> int:
     if "dense" in (a.kind, b.kind):
         met_rows, met_cols = _met(a, b)
         return int(met_rows.sum()) * int(met_cols.sum())
-    if a.shape[0] == 0:
-        return 0
     count = min(a.shape[0], _SAMPLE)
     rows = np.random.default_rng(0).choice(a.shape[0], count, replace=False, shuffle=False)
     entries = kernels.count_entries(a.indptr, a.indices, b.indptr, b.indices, b.shape[1], rows)
