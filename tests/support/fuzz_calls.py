@@ -334,9 +334,11 @@ def planned(rng: np.random.Generator) -> Call:
     options |= {name: value for name, value in good.items() if rng.random() < 0.3}
     arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
     arguments |= options_of_a_scan(rng, chain, inclusive)
-    if rng.random() < 0.3:
-        values = bare_values(chain.jacobians)
-        arguments["jacobians"] = arguments["jacobians"] if values is None else values
+    if rng.random() < 0.3 and isinstance(chain.jacobians, list):
+        arguments["jacobians"] = [
+            item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
+            for item in chain.jacobians
+        ]
     turn(rng, options, arguments)
     spoil(rng, options if rng.random() < 0.5 else arguments)
 
@@ -359,16 +361,6 @@ def planned(rng: np.random.Generator) -> Call:
             check_scan(result, arguments["grad"], *given, inclusive, patterns, reverse=reverse)
 
     return Call(run, f"plan({told(options)}).scan({told(arguments)})", check)
-
-
-def bare_values(jacobians: Any) -> Any:
-    """Return the values of a chain alone, if that is a form that a plan takes."""
-    if isinstance(jacobians, list):
-        return [
-            item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
-            for item in jacobians
-        ]
-    return None
 
 
 def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -> dict[str, Any]:
@@ -480,35 +472,32 @@ def container(rng: np.random.Generator) -> Call:
     where = oracles.mask(rng, "sparse", size, size)
     indices, indptr = oracles.indices_of(where)
     index = {"indices": indices, "indptr": indptr, "shape": (size, size)}
+    pattern = Pattern(**index)
+    patterns = [pattern, Pattern.diagonal(size)]
+
+    def draw(*lead: int) -> np.ndarray:
+        return rng.standard_normal((*lead, pattern.nnz))
+
     kind = rng.integers(8)
     if kind == 0:
-        name, arguments = "BatchedCSR", {"data": rng.standard_normal((batch, len(indices)))} | index
+        name, arguments = "BatchedCSR", {"data": draw(batch)} | index
     elif kind == 1:
-        name, arguments = "CSRChain", {"data": rng.standard_normal((n, len(indices)))} | index
+        name, arguments = "CSRChain", {"data": draw(n)} | index
     elif kind == 2:
-        pattern = Pattern(indptr, indices, (size, size))
-        name = "CSRChain.from_pattern"
-        arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": pattern}
+        name, arguments = "CSRChain.from_pattern", {"data": draw(n, batch), "pattern": pattern}
     elif kind < 5:
-        pattern = Pattern(indptr, indices, (size, size))
-        patterns = [pattern, Pattern.diagonal(size)]
-        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
+        values = [draw(n), rng.standard_normal(size)]
         name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
     elif kind == 7:
-        arguments = {
-            "pattern": Pattern(indptr, indices, (size, size)),
-            "index": rng.integers(0, 3, len(indices)),
-            "size": 3,
-        }
+        places = rng.integers(0, 3, pattern.nnz)
+        arguments = {"pattern": pattern, "index": places, "size": 3}
         spoil(rng, arguments)
         return indexed_step(arguments)
     else:
-        factors = [Pattern(indptr, indices, (size, size)), Pattern.diagonal(size)]
-        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
         name = "ImplicitChain" if kind == 5 else "ImplicitStep"
-        values[0] = values[0] if kind == 5 else values[0][0]
+        values = [draw(n) if kind == 5 else draw(), rng.standard_normal(size)]
         positions = [[], [1]][rng.integers(2)]
-        arguments = {"values": values, "pattern": ImplicitPattern(factors, positions)}
+        arguments = {"values": values, "pattern": ImplicitPattern(patterns, positions)}
     spoil(rng, arguments)
     cls = getattr(sparsescan, name.split(".")[0])
     make = cls.from_pattern if "." in name else cls
