@@ -101,7 +101,8 @@ def minimise(
     """
     memory_limit = check_count("memory_limit", memory_limit, 0)
     costs = _check_nodes(node_costs)
-    links = _check_edges(edges, costs)
+    listed = _listed("edges", edges)
+    links = [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
     # Infinite costs are meant, a sum that becomes infinite is not.
     with np.errstate(over="raise"):
         try:
@@ -243,11 +244,6 @@ def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
                 f"node_costs[{node}] has shape {cost.shape}; expected (choices,), at least 1"
             )
     return costs
-
-
-def _check_edges(edges: Iterable[tuple[int, int, ArrayLike]], costs: Sequence[Table]) -> list[Edge]:
-    listed = _listed("edges", edges)
-    return [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
 
 
 def _listed(name: str, given: Iterable[Any]) -> list[Any]:

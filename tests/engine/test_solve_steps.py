@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib
 import itertools
+import os
 import pickle
 import threading
 import tracemalloc
@@ -955,6 +955,6 @@ FORK = """
 """
 
 
-@pytest.mark.skipif(not hasattr(importlib.import_module("os"), "fork"), reason="no fork here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_plan_goes_on_after_a_fork(tmp_path: Path) -> None:
     assert run_python(FORK, tmp_path, NUMBA_NUM_THREADS="3").split() == ["0"]
