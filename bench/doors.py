@@ -23,33 +23,16 @@ import sparsescan.torch
 from sparsescan import Pattern, affine_scan, affine_scan_vjp
 from sparsescan.jacobians import GRU
 
-from . import peers, recurrent, step, step_networks
+from . import peers, step, step_networks
 from .drawing import BLUE, GREEN, ORANGE
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
-from .timing import PAUSE, THREADS, Call
+from .timing import THREADS, Call
 
 Array = NDArray[Any]
 
 OURS, PYTORCH, JAX = step.OURS, step.PYTORCH, step.JAX
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
-_ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 2, 0.2, 0.02
 _CALLS = 2000
-
-
-def measure(makers: dict[str, Callable[[], dict[str, Call]]], quick: bool) -> Results:
-    """Time all contenders, who take turns, each in its fastest variant.
-
-    Returns
-    -------
-    dict
-        For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
-        ``missing`` peers, and ``cores_others_used`` in each round.
-    """
-    recurrent.keep_memory()
-    calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
-    rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
-    samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
-    return {"samples": samples, **chosen, "cores_others_used": others}
 
 
 # -- Modules --------------------------------------------------------------------------------------
@@ -94,7 +77,7 @@ class Module:
             OURS: partial(_trained, ours, head, loss),
             PYTORCH: partial(_trained, theirs, head, loss),
         }
-        return {**measure(makers, quick), "wanted": {PYTORCH: self.wanted}}
+        return step.timed(makers, {PYTORCH: self.wanted}, quick)
 
 
 def _trained(
@@ -153,7 +136,7 @@ class Stack:
             OURS: partial(_trained, ours, nn.Identity(), loss),
             PYTORCH: partial(_trained, theirs, nn.Identity(), loss),
         }
-        return {**measure(makers, quick), "wanted": self.case.wanted}
+        return step.timed(makers, self.case.wanted, quick)
 
 
 # Residual blocks are no stacks.
@@ -195,7 +178,7 @@ class Recurrence:
         }
         if self.is_diagonal:
             makers[DOUBLING] = self.doubling
-        return {**measure(makers, quick), "wanted": self.wanted}
+        return step.timed(makers, self.wanted, quick)
 
     def ours(self) -> dict[str, Call]:
         a, b, y0, loss = self.arrays()
@@ -362,12 +345,7 @@ def _about(options: Options) -> Results:
 
 
 def _rows(results: Results) -> list[Row]:
-    return [
-        row
-        for name, piece in step.races(results).items()
-        for peer in (PYTORCH, JAX, ASSOCIATIVE, DOUBLING)
-        if (row := recurrent.row(f"Front door: {name}", piece, peer, OURS))
-    ]
+    return step.rows("Front door", results, (PYTORCH, JAX, ASSOCIATIVE, DOUBLING))
 
 
 def _drawings(results: Results) -> list[Drawing]:

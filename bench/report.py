@@ -49,10 +49,7 @@ _ON_A_GPU = {
     ),
     "vgg11": ("Pruned VGG-11: the times of the steps in Figure 10 beside cuSPARSE.",),
     "gpu": (
-        "The kernels, which have run in Numba's simulator: vectors, level "
-        "(kernels/cuda/levels.py); multiply, carry, sweep, repair (kernels/cuda/chunks.py); "
-        "chained (kernels/cuda/chained.py); "
-        "check_indices (kernels/cuda/checks.py).",
+        "The kernels of sparsescan/kernels/cuda, which have run in Numba's simulator.",
         "CuPy itself, CUDA graphs, cuBLAS, several streams, several devices; what sparsescan "
         "calibrate --device cuda measures.",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ OURS, PYTORCH, JAX = "sparsescan", "PyTorch", "jax.lax.scan"
 _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
-_ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 3, 0.2, 0.05
+_ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 2, 0.2, 0.02
 # Those whose first steps are timed.
 _PROCESSES = 5
 # The cases of a quick run.
@@ -216,31 +216,40 @@ def _jax_step(jax: Any, kind: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
-    """Return the times of a training step of each contender, who take turns.
+    """Return the times of a training step of each contender, as :func:`timed` does.
+
+    Beside them are the ``differences`` of each gradient from a peer's, by the 2-norm, relative to
+    it.
+    """
+    race = case.race()
+    makers = {OURS: race.ours, PYTORCH: race.pytorch}
+    if race.jax is not None:
+        makers[JAX] = race.jax
+    return timed(makers, case.wanted, quick, lambda calls: _differences(race, calls))
+
+
+def timed(
+    makers: Mapping[str, Callable[[], dict[str, Call]]],
+    wanted: dict[str, float],
+    quick: bool,
+    differences: Callable[[dict[str, Call]], dict[str, float]] | None = None,
+) -> Results:
+    """Time contenders, who take turns, each in its fastest variant.
 
     Returns
     -------
     dict
         For each contender its ``samples`` in seconds and the ``variants`` that were fastest;
-        ``missing`` peers, ``cores_others_used`` in each round, and the ``differences`` of each
-        gradient from a peer's, by the 2-norm, relative to it.
+        ``missing`` peers, the ratios that are ``wanted``, ``cores_others_used`` in each round, and
+        ``differences`` between the calls' results, if they are compared.
     """
     recurrent.keep_memory()
-    race = case.race()
-    makers = {OURS: race.ours, PYTORCH: race.pytorch}
-    if race.jax is not None:
-        makers[JAX] = race.jax
     calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
-    differences = _differences(race, calls)
+    compared = {} if differences is None else {"differences": differences(calls)}
     rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
     samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
-    return {
-        "samples": samples,
-        **chosen,
-        "wanted": case.wanted,
-        "differences": differences,
-        "cores_others_used": others,
-    }
+    about = {"wanted": wanted, **compared, "cores_others_used": others}
+    return {"samples": samples, **chosen, **about}
 
 
 def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
@@ -327,13 +336,18 @@ def races(results: Results) -> Results:
     return {name: piece for name, piece in results["pieces"].items() if "samples" in piece}
 
 
-def _rows(results: Results) -> list[Row]:
+def rows(title: str, results: Results, contenders: Sequence[str]) -> list[Row]:
+    """Return a line of the table for each race, and each of the peers that took part."""
     return [
         row
         for name, piece in races(results).items()
-        for peer in (PYTORCH, JAX)
-        if (row := recurrent.row(f"Training step: {name}", piece, peer, OURS))
+        for peer in contenders
+        if (row := recurrent.row(f"{title}: {name}", piece, peer, OURS))
     ]
+
+
+def _rows(results: Results) -> list[Row]:
+    return rows("Training step", results, (PYTORCH, JAX))
 
 
 def _drawings(results: Results) -> list[Drawing]:

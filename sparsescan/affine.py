@@ -24,7 +24,7 @@ from .kernels.cpu.recurrence import (
     sweep_shared,
 )
 from .kernels.cpu.tables import LANES
-from .symbolic.pattern import Pattern, rows_of, trusted
+from .symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .symbolic.schedule import Schedule, check_flag, read_schedule
 
 __all__ = ["AffineGrads", "affine_scan", "affine_scan_vjp", "check_shapes"]
@@ -479,8 +479,7 @@ def _recur_by_plan(
 def _transposed(pattern: Pattern) -> tuple[Pattern, Array]:
     """Return the pattern of the transpose, and where its values are among those of the matrix."""
     order = np.lexsort((rows_of(pattern), pattern.indices))
-    counts = np.bincount(pattern.indices, minlength=pattern.shape[1])
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indptr = indptr_of(pattern.indices, pattern.shape[1])
     return trusted(indptr, rows_of(pattern)[order], pattern.shape[::-1]), order
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +49,7 @@ __all__ = [
     "grad_or_zeros",
     "is_stack",
     "length",
+    "name_of",
     "pattern_of",
     "patterns_in",
     "placed",
@@ -441,7 +443,7 @@ class Chain:
         if self._starts is not None:
             k = int(np.searchsorted(self._starts, k, side="right")) - 1
             n = len(self._starts) - 1
-        return _names(n, self.reverse)(k)
+        return name_of(k, n, self.reverse)
 
     def _check_batch(self, k: int, batch: int) -> None:
         if self.batch not in (None, batch):
@@ -565,7 +567,7 @@ def pattern_of(k: int, jacobian: Any) -> Step:
     return split(f"jacobians[{k}]", jacobian, None)[0]
 
 
-def patterns_in(jacobians: Any, reverse: bool = False) -> tuple[Sequence[Step], bool]:
+def patterns_in(jacobians: Any, reverse: bool) -> tuple[Sequence[Step], bool]:
     """Return the patterns of steps, bare ones too, and whether any is on a device.
 
     The patterns run from the last layer to the first; the steps do so unless `reverse`.
@@ -582,9 +584,9 @@ def patterns_in(jacobians: Any, reverse: bool = False) -> tuple[Sequence[Step], 
     return check_chain(patterns[::-1] if reverse else patterns, reverse), there
 
 
-def _names(n: int, reverse: bool) -> Callable[[int], str]:
-    """Return how errors call Jacobians, which the caller may count from the end."""
-    return lambda k: f"jacobians[{n - 1 - k if reverse else k}]"
+def name_of(k: int, n: int, reverse: bool) -> str:
+    """Return what errors call the `k`-th of `n` Jacobians, which the caller may count back."""
+    return f"jacobians[{n - 1 - k if reverse else k}]"
 
 
 def check_chain(
@@ -597,7 +599,7 @@ def check_chain(
     previous = None
     for k, pattern in enumerate(patterns):
         if previous is not None and pattern.shape[1] != previous.shape[0]:
-            called = name or _names(len(patterns), reverse)
+            called = name or partial(name_of, n=len(patterns), reverse=reverse)
             order = _ORDER_OF_TIME if reverse else _ORDER
             raise InputError(
                 f"{called(k)} has shape {pattern.shape}, but {called(k - 1)} has "

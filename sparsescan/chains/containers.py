@@ -33,6 +33,7 @@ from ..symbolic.pattern import (
     check_index_form,
     check_row_pointers,
     check_shape,
+    indptr_of,
     trusted,
     unsorted_row,
 )
@@ -505,8 +506,7 @@ class CanonicalOrder:
             # The first of the entries that share a place.
             self._starts = np.flatnonzero(new)
             indices = cols[new]
-            counts = np.bincount(rows[new], minlength=shape[0])
-            indptr = np.concatenate([[0], np.cumsum(counts)])
+            indptr = indptr_of(rows[new], shape[0])
         self.pattern = trusted(indptr, indices, shape)
 
     def values(self, data: Any) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 from ..errors import InputError, PatternMismatchError
 from ..symbolic.implicit import ImplicitPattern, Step, contains, factor_starts, factors_of
 from ..symbolic.pattern import Pattern
-from .chain import is_stack, length, steps_of
+from .chain import is_stack, length, name_of, steps_of
 from .implicit import ImplicitChain, ImplicitStep
 
 __all__ = ["Steps", "fold", "unfold"]
 
 
-def unfold(jacobians: Any, reverse: bool = False) -> tuple[Any, Sequence[ImplicitPattern | None]]:
+def unfold(jacobians: Any, reverse: bool) -> tuple[Any, Sequence[ImplicitPattern | None]]:
     """Return a chain with the factors of implicit steps in their place.
 
     Parameters
@@ -81,7 +81,7 @@ class Steps:
             self.starts = factor_starts(patterns)
         self._only = patterns[0] if len(set(patterns)) == 1 else None
 
-    def unfold(self, jacobians: Any, reverse: bool = False) -> Any:
+    def unfold(self, jacobians: Any, reverse: bool) -> Any:
         """Return the chain of the factors, of a chain of these steps.
 
         Raises
@@ -110,9 +110,8 @@ class Steps:
             if pattern is not step and pattern != (
                 step if isinstance(step, ImplicitPattern) else None
             ):
-                at = self.n - 1 - k if reverse else k
                 raise PatternMismatchError(
-                    f"jacobians[{at}] is {pattern or 'explicit'}; expected {step}, as the plan was "
-                    "made for"
+                    f"{name_of(k, self.n, reverse)} is {pattern or 'explicit'}; expected {step}, "
+                    "as the plan was made for"
                 )
         return unfolded

@@ -103,25 +103,23 @@ class Stages:
             threads = 1
         last = len(ops) - 1
         if program.solved:
-            self._around_solves(cost, widths, batch, threads)
+            self._around_solves(widths, batch, threads)
         else:
             for _, runs in [*program.levels, ("", np.array([[last, last + 1]], np.int64))]:
-                self._level(runs, cost, threads)
+                self._level(runs, threads)
         self.stages = np.array(self._rows, np.int64).reshape(-1, Stage.WIDTH)
         self.first_unit = np.concatenate([[0], np.cumsum(self._units)]).astype(np.int64)
         self.widest = max(self._units, default=1)
         self.runs = np.concatenate([np.empty((0, 2), np.int64), *self._runs])
 
-    def _around_solves(
-        self, cost: NDArray[np.float64], widths: NDArray[np.int64], batch: int, threads: int
-    ) -> None:
+    def _around_solves(self, widths: NDArray[np.int64], batch: int, threads: int) -> None:
         """Cut a program into pieces, which has one level and no products.
 
         Threads are woken for long stretches of Jacobians only. Where stages run the last operation,
         which only an inclusive scan has, they run no other.
         """
-        solved, last = self._program.solved, len(cost) - 1
-        time = cost.copy()
+        solved, time = self._program.solved, self._cost.copy()
+        last = len(time) - 1
         for k, form in solved.items():
             time[k] = sweep_nanoseconds(form, int(widths[k]), batch)
 
@@ -131,14 +129,14 @@ class Stages:
                 return "stages", k == last
             return ("sweep", 0) if form.is_compiled else ("solve", k)
 
-        for (name, _), group in itertools.groupby(range(len(cost)), kind):
+        for (name, _), group in itertools.groupby(range(len(time)), kind):
             ops = list(group)
             first, stop, total = ops[0], ops[-1] + 1, float(time[ops].sum())
             stages = len(self._rows)
             if name == "solve":
                 self.pieces.append(Piece("solve", first, stop, (0, 0), total))
             elif name == "stages" and total > RUN_GRAIN and threads > 1:
-                self._level(np.array([[first, stop]], np.int64), cost, threads)
+                self._level(np.array([[first, stop]], np.int64), threads)
                 self.pieces.append(Piece("stages", first, stop, (stages, len(self._rows)), total))
             else:
                 if self.pieces and self.pieces[-1].kind == "sweep":
@@ -146,15 +144,15 @@ class Stages:
                     first, total = before.first, before.nanoseconds + total
                 self.pieces.append(Piece("sweep", first, stop, (0, 0), total))
 
-    def _level(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> None:
-        first, last = int(runs[0, 0]), int(runs[-1, 1])
+    def _level(self, runs: NDArray[np.int64], threads: int) -> None:
+        first, last, cost = int(runs[0, 0]), int(runs[-1, 1]), self._cost
         large = cost >= 2 * ROW_GRAIN
         mostly_large = 2 * cost[first:last][large[first:last]].sum() > cost[first:last].sum()
         if (
             threads == 1
             or not mostly_large
             or self._in_scratch[first:last].any()
-            or self._balanced(runs, cost, threads)
+            or self._balanced(runs, threads)
         ):
             self._add_runs(runs, threads)
             return
@@ -171,13 +169,13 @@ class Stages:
                     self._add_rows(op, min(threads, int(cost[op] / ROW_GRAIN)))
                     op += 1
 
-    def _balanced(self, runs: NDArray[np.int64], cost: NDArray[np.float64], threads: int) -> bool:
+    def _balanced(self, runs: NDArray[np.int64], threads: int) -> bool:
         """Return whether runs cut only between samples keep all threads about equally busy."""
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         blocks = self._blocks(runs, threads)
         if len(runs) * blocks > 16 * threads:
             return True
-        run_cost = np.add.reduceat(cost[first:last], runs[:, 0] - first)
+        run_cost = np.add.reduceat(self._cost[first:last], runs[:, 0] - first)
         pieces = np.minimum(self._width[runs[:, 1] - 1], blocks)
         busy = np.zeros(threads)
         for unit in sorted(np.repeat(run_cost / pieces, pieces), reverse=True):

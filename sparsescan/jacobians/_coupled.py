@@ -11,7 +11,7 @@ from ..arrays.arrays import Constant, namespace, output
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, block_diagonal, index_dtype, trusted
 
-__all__ = ["Coupled"]
+__all__ = ["Coupled", "grouped"]
 
 Array = Any
 
@@ -82,8 +82,15 @@ class Coupled:
         return factors
 
 
+def grouped(group_of: NDArray[Any]) -> Pattern:
+    """Return a pattern in whose rows are all elements of a group; groups have equal sizes."""
+    n, groups = len(group_of), int(group_of.max()) + 1
+    size = n // groups
+    members = np.argsort(group_of, kind="stable").astype(index_dtype((n, n), n * size))
+    columns = members.reshape(groups, size)[group_of]
+    return trusted(size * np.arange(n + 1), columns.reshape(-1), (n, n))
+
+
 def _pattern(counts: NDArray[Any], columns: NDArray[Any], cols: int) -> Pattern:
-    shape = len(counts), cols
-    dtype = index_dtype(shape, len(columns))
     indptr = np.concatenate([[0], np.cumsum(counts)])
-    return trusted(indptr.astype(dtype), columns.astype(dtype), shape)
+    return trusted(indptr, columns, (len(counts), cols))

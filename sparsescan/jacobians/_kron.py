@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import Constant
 from ..errors import InputError
-from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.pattern import Pattern, indptr_of, trusted
 from ._checks import check_sizes
 from ._operator import Operator
 
-__all__ = ["Images", "Separable", "Taps", "kron_pattern"]
+__all__ = ["Images", "Separable", "Taps", "kron"]
 
 Array = Any
 
@@ -49,8 +49,7 @@ class Taps:
         order = np.lexsort((column, inputs[column, tap]))
         self.column, self.tap = column[order], tap[order]
         self.row = inputs[self.column, self.tap]
-        self.ptr = np.zeros(size + 1, np.int64)
-        np.cumsum(np.bincount(self.row, minlength=size), out=self.ptr[1:])
+        self.ptr = indptr_of(self.row, size)
 
     @property
     def nnz(self) -> int:
@@ -91,7 +90,10 @@ class Taps:
 
 
 class Images(Operator):
-    """A layer that reads images one by one: ``(…, height, width)``."""
+    """A layer that reads images one by one, ``(…, height, width)``, each axis by its own taps."""
+
+    _y: Taps
+    _x: Taps
 
     def _set_images(self, input_shape: Any) -> None:
         shape = check_sizes("input_shape", input_shape)
@@ -101,14 +103,6 @@ class Images(Operator):
             )
         self._set_shapes(shape, 2)
 
-
-class Separable(Images):
-    """``(∂y/∂x)ᵀ = I ⊗ A_y ⊗ A_x`` with two sparse matrices that do not depend on the input."""
-
-    _reads_input = False
-    _y: Taps
-    _x: Taps
-
     def _set_taps(self, y: Taps, x: Taps) -> None:
         self._y, self._x = y, x
         self._set_output((y.size_out, x.size_out))
@@ -117,7 +111,14 @@ class Separable(Images):
         return self._y.nnz * self._x.nnz
 
     def _core_pattern(self) -> Pattern:
-        return kron_pattern(self._y, self._x)
+        product = kron(self._y, self._x)
+        return trusted(product.indptr, product.indices, product.shape)
+
+
+class Separable(Images):
+    """``(∂y/∂x)ᵀ = I ⊗ A_y ⊗ A_x`` with two sparse matrices that do not depend on the input."""
+
+    _reads_input = False
 
     def _forward(self, xp: Any, x: Array) -> Array:
         return self._x.apply(xp, self._y.apply(xp, x, 1), 2)
@@ -136,11 +137,3 @@ def kron(y: Taps, x: Taps) -> sp.csr_array:
     product = sp.kron(y.transposed(), x.transposed(), format="csr")
     product.sort_indices()
     return product
-
-
-def kron_pattern(y: Taps, x: Taps) -> Pattern:
-    """Return the pattern of :func:`kron`."""
-    product = kron(y, x)
-    dtype = index_dtype(product.shape, product.nnz)
-    indptr, indices = (array.astype(dtype) for array in (product.indptr, product.indices))
-    return trusted(indptr, indices, product.shape)

@@ -203,7 +203,7 @@ class NetworkStep:
                 if flattened is not None:
                     # Maps that are added have one shape.
                     result = self._map(flattened.op.output_shape)
-                    self._stages.append(Apply(*flattened[:2], source, result))
+                    self._stages.append(Apply(*flattened[:2], result, source))
                     source, flattened = result, None
                 ends = [self._build(branch, source, is_branch=True) for branch in layer.branches]
                 ends += [source] * (2 - len(ends))
@@ -212,7 +212,7 @@ class NetworkStep:
                     # Nothing else reads the end of a branch but the sum.
                     if end is not source and not end.rectified:
                         end.join(result)
-                self._stages.append(Add(layer.name, (ends[0], ends[1]), result))
+                self._stages.append(Add(layer.name, None, result, *ends))
                 source, alone = result, True
             elif isinstance(op, Flatten) and not is_branch and self._keeps_places(op):
                 flattened = layer
@@ -229,7 +229,7 @@ class NetworkStep:
                 elif isinstance(op, (Conv1d, Conv2d, ConvTranspose2d, Linear)):
                     kind = next(each for each in (Multiply, WeighAll, Weigh) if each.pays(op))
                 result = self._map(op.output_shape)
-                self._stages.append(kind(layer.name, op, source, result))
+                self._stages.append(kind(layer.name, op, result, source))
                 source, flattened = result, None
                 alone = kind not in (Apply, Pool)
         return source

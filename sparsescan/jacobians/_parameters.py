@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -19,7 +18,6 @@ from ..symbolic.pattern import check_host
 
 __all__ = [
     "Initial",
-    "InitialWeight",
     "Parameter",
     "Parametrised",
     "Weighted",
@@ -30,6 +28,7 @@ __all__ = [
 
 Array = Any
 Shape = tuple[int, ...]
+Layer = TypeVar("Layer")
 # From a parameter's name and shape to a function that draws it when it is first read. The layer
 # keeps that function, so it can be pickled.
 Initial = Callable[[str, Shape], Callable[[], Array]]
@@ -96,7 +95,7 @@ class Parametrised:
             _check_kept(self, name, array, self._shapes[name])
         return array
 
-    def _share_parameters(self, part: Any, channels: slice) -> Any:
+    def _share_parameters(self, part: Layer, channels: slice) -> Layer:
         """Set the parameters of `part` to views of some channels of these; return it."""
         for name in self._shapes:
             setattr(part, name, getattr(self, name)[channels])
@@ -113,25 +112,6 @@ class Parametrised:
         return {name: getattr(self, name) for name in self._shapes}
 
 
-@dataclass(frozen=True)
-class InitialWeight:
-    """How an initial weight and bias are drawn.
-
-    Attributes
-    ----------
-    fan_in : int
-        Inputs of an output, which bound the entries by ``1/√fan_in``.
-    dtype : {float32, float64}
-        Dtype of the parameters.
-    rng : numpy.random.Generator, int or None
-        Source of the random numbers.
-    """
-
-    fan_in: int
-    dtype: DTypeLike
-    rng: np.random.Generator | int | None
-
-
 class Weighted(Parametrised):
     """A weight, which may be pruned, and a bias for each output channel."""
 
@@ -140,13 +120,13 @@ class Weighted(Parametrised):
     _mask: Constant | None
 
     def _set_weight(
-        self, shape: Shape, biases: int | None, mask: ArrayLike | None, drawn: InitialWeight
+        self, shape: Shape, biases: int | None, mask: ArrayLike | None, dtype: DTypeLike, rng: Any
     ) -> None:
-        """Declare a weight with a mask, and so many biases, or none."""
+        """Declare a weight with a mask, and so many biases, or none; the fan-in bounds both."""
         self._mask = check_mask("weight_mask", mask, shape)
         self._set_parameters(
             {"weight": shape, "bias": None if biases is None else (biases,)},
-            initial(1 / math.sqrt(drawn.fan_in), drawn.dtype, drawn.rng),
+            initial(1 / math.sqrt(math.prod(shape[1:])), dtype, rng),
         )
 
     def kept_weights(self) -> Array:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..symbolic.pattern import indptr_of
 from ._checks import Shape
 from ._windows import Window
 
@@ -161,18 +162,16 @@ def gathering(taps: Taps, windows: tuple[Window, Window], small: View, large: Vi
     """
     read, write = large.numbers(), small.numbers()
     y, x = windows
-    steps = _steps(large)
-    first = _corner(large, steps, -y.before, -x.before)
+    line = large.map.padded[-1]
     run, every = _run(write.shape[3], x.stride)
-    moved = np.arange(write.shape[2])[:, None] * (y.stride * steps[0])
-    moved = moved + np.arange(write.shape[3])[every] * (x.stride * steps[1])
-    blocks = read[:, 0, 0, 0] - read[0, 0, 0, 0]
-    tap = taps.y * (y.dilation * steps[0]) + taps.x * (x.dilation * steps[1])
+    moved = (np.arange(write.shape[2])[:, None] * y.stride - y.before) * line
+    moved = moved + np.arange(write.shape[3])[every] * x.stride - x.before
+    tap = taps.y * (y.dilation * line) + taps.x * x.dilation
     return Table(
-        _ends(taps.small, write.shape[1]),
+        indptr_of(taps.small, write.shape[1]),
         read[0, taps.large, 0, 0] - read[0, 0, 0, 0] + tap,
         np.arange(len(taps.small)),
-        (first + blocks[:, None, None] + moved).reshape(-1),
+        (read[:, 0, :1, :1] + moved).reshape(-1),
         *_written(write, slice(None), every),
         run,
         (read.shape[1], int(tap.max(initial=0))),
@@ -189,8 +188,7 @@ def scattering(
     """
     read, write = small.numbers(), large.numbers()
     y, x = windows
-    steps = _steps(small)
-    blocks = read[:, 0, 0, 0] - read[0, 0, 0, 0]
+    line = small.map.padded[-1]
     for phase_y in range(y.stride):
         for phase_x in range(x.stride):
             (rows, row), (columns, column) = (
@@ -200,15 +198,15 @@ def scattering(
             chosen = np.flatnonzero((on_y % y.stride == phase_y) & (on_x % x.stride == phase_x))
             chosen = chosen[np.argsort(taps.large[chosen], kind="stable")]
             some = taps.chosen(chosen)
-            back = (some.y * y.dilation - phase_y) // y.stride * steps[0]
-            back += (some.x * x.dilation - phase_x) // x.stride * steps[1]
+            back = (some.y * y.dilation - phase_y) // y.stride * line
+            back += (some.x * x.dilation - phase_x) // x.stride
             run, every = _run(len(column), x.stride)
-            moved = row[:, None] * steps[0] + column[every] * steps[1]
+            moved = row[:, None] * line + column[every]
             yield Table(
-                _ends(some.large, write.shape[1]),
+                indptr_of(some.large, write.shape[1]),
                 read[0, some.small, 0, 0] - read[0, 0, 0, 0] - back,
                 chosen,
-                (read[0, 0, 0, 0] + blocks[:, None, None] + moved).reshape(-1),
+                (read[:, 0, :1, :1] + moved).reshape(-1),
                 *_written(write, rows, every if x.stride == 1 else columns),
                 run,
                 (read.shape[1], int(back.max(initial=0))),
@@ -242,20 +240,7 @@ def _phase(window: Window, phase: int) -> tuple[slice, Places]:
     return slice(first, None, window.stride), (places + window.before - phase) // window.stride
 
 
-def _steps(view: View) -> tuple[int, int]:
-    """Return how far neighbours along both axes of an image are apart."""
-    return view.map.padded[-1], 1
-
-
-def _corner(view: View, steps: tuple[int, int], y: int, x: int) -> int:
-    return int(view.numbers()[0, 0, 0, 0]) + y * steps[0] + x * steps[1]
-
-
 def _written(numbers: Places, rows: slice, columns: slice) -> tuple[Places, Places]:
     """Return where rows of a table begin, and where each position lies behind that."""
     begin = numbers[0, :, 0, 0]
     return begin, (numbers[:, 0, rows, columns] - numbers[0, 0, 0, 0]).reshape(-1)
-
-
-def _ends(channels: Places, count: int) -> Places:
-    return np.concatenate([[0], np.cumsum(np.bincount(channels, minlength=count))])

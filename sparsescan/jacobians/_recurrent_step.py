@@ -534,24 +534,24 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
 
 
-def _forward(group: _Group, k: int, all_weights: list[_Weights], span: tuple[int, int]) -> None:
-    """Compute some states of one direction, in its order, and their gates."""
-    memory, one = group.memory, group.memory.directions[k]
-    _run(group, k, all_weights, memory.caller(one), span)
-
-
 def _run(
-    group: _Group, k: int, all_weights: list[_Weights], caller: Caller, span: tuple[int, int]
+    group: _Group,
+    k: int,
+    all_weights: list[_Weights],
+    span: tuple[int, int],
+    *,
+    is_again: bool = False,
 ) -> None:
     """Compute some states of one direction, in its order, and their gates."""
-    one, weights = group.memory.directions[k], all_weights[k]
+    memory, weights = group.memory, all_weights[k]
+    one = memory.directions[k]
     one.cell._run_kernel(
         group.sequence(k, span),
         weights.w_in,
         weights.w_hidden,
         weights.bias,
-        group.memory.states[one.layer - 1],
-        caller,
+        memory.states[one.layer - 1],
+        memory.no_caller if is_again else memory.caller(one),
         one.is_relu,
         *span,
     )
@@ -570,7 +570,7 @@ def _back(
     memory = group.memory
     one, weights = memory.directions[k], all_weights[k]
     if one.cell._writes_gates and not memory.keeps_gates:
-        _run(group, k, all_weights, memory.no_caller, span)
+        _run(group, k, all_weights, span, is_again=True)
     carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
@@ -1107,12 +1107,16 @@ class _Memory:
                 output[..., columns] = self._slots(self.states, one)[1:-1, 0, ..., 0]
         if lengths is not None:
             output[np.arange(self.steps)[:, None] >= lengths] = 0
+        return output, self._gathered(self._lasts)
+
+    def _gathered(self, places: list[tuple[int, slice, slice, Array]]) -> Array:
+        """Return states of all directions, or gradients in them, that lie at these places."""
         parts = self.directions[0].cell._parts
-        last = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        states = self._by_vector(last)
-        for k, samples, vectors, place in self._lasts:
-            states[k, samples, vectors] = place
-        return output, last
+        states = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
+        by_vector = self._by_vector(states)
+        for k, samples, vectors, place in places:
+            by_vector[k, samples, vectors] = place
+        return states
 
     # -- Threads ----------------------------------------------------------------------------------
 
@@ -1141,7 +1145,7 @@ class _Memory:
             self._output = aligned_empty((self.steps, self.batch, self.widths[-1]), self.dtype)
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
-            self.for_each_group(ks, _forward, weights, span)
+            self.for_each_group(ks, _run, weights, span)
         if self._writes_output(self.directions[ks.start]) and self.per_layer > 1:
             self._for_steps(self._turn_out)
 
@@ -1166,12 +1170,7 @@ class _Memory:
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
-        parts = self.directions[0].cell._parts
-        grad = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        grads = self._by_vector(grad)
-        for k, samples, vectors, place in self._carry_places:
-            grads[k, samples, vectors] = place
-        return grad
+        return self._gathered(self._carry_places)
 
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""

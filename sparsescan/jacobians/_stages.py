@@ -17,12 +17,10 @@ from ..execution.threads import thread_count
 from ._checks import on_host
 from ._kernels import places as kernels
 from ._kernels.lanes import lanes
-from ._operator import Operator
 from ._places import Map, View
 from ._sharing import aligned_zeros
 from .activations import Elementwise
 from .normalization import BatchNorm2d
-from .pooling import MaxPool2d
 
 __all__ = [
     "Add",
@@ -127,21 +125,27 @@ class Stage(ABC):
     ----------
     name : str
         Where the layer is in its network, such as ``"2.0"``.
-    sources : tuple of Map
-        What it reads.
+    op : Operator or None
+        The layer; a sum has none.
     result : Map
         What it writes.
+    sources : tuple of Map
+        What it reads.
+    ahead, back : Work
+        The work of :meth:`forward`, by channels of the result, and that of :meth:`backward`, by
+        those of the sources; set by :meth:`bind`.
     """
 
-    def __init__(self, name: str, sources: tuple[Map, ...], result: Map) -> None:
-        self.name, self.sources, self.result = name, sources, result
-
-    op: Any = None
+    ahead: Work
+    back: Work
     copied: tuple[str, ...] = ()
     # Whether parts are channels; and whether channels of the result depend on the same channels of
     # the sources, and no others.
     by_channels = True
     is_channelwise = False
+
+    def __init__(self, name: str, op: Any, result: Map, *sources: Map) -> None:
+        self.name, self.op, self.result, self.sources = name, op, result, sources
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -172,16 +176,6 @@ class Stage(ABC):
             self.read[name] = np.array(param, self.samples.dtype)
         return [], []
 
-    @property
-    @abstractmethod
-    def ahead(self) -> Work:
-        """The work of :meth:`forward`, by channels of the result."""
-
-    @property
-    def back(self) -> Work:
-        """The work of :meth:`backward`, by channels of the sources."""
-        return self.ahead
-
     @abstractmethod
     def forward(self, part: Span) -> None:
         """Write some channels of the result, and what is kept of them."""
@@ -204,6 +198,13 @@ class Stage(ABC):
         The tasks wait for no other, and nothing but the next forward pass changes what they read.
         """
         return {}, []
+
+    def _room(self, out: dict[str, Array], name: str) -> Array:
+        """Return where the gradient of a parameter is written: in `out`, or in zeros."""
+        room = out.get(name)
+        if room is None:
+            room = np.zeros(self.named_params()[name].shape, self.samples.dtype)
+        return room
 
 
 class Work(NamedTuple):
@@ -234,14 +235,10 @@ class Work(NamedTuple):
 class Pool(Stage):
     """The largest of each window, and which it is."""
 
-    def __init__(self, name: str, op: MaxPool2d, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
+    is_channelwise = True
 
     def numbers(self, samples: Samples) -> int:
         return self.result.size * samples.numbers
-
-    is_channelwise = True
 
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
@@ -256,11 +253,7 @@ class Pool(Stage):
         )
         reads = np.bincount(taps[taps >= 0], minlength=1)
         self._overlaps, self._covers = reads.max() > 1, np.count_nonzero(reads) == len(places)
-        self._work = Work.even(len(read), places.size, samples)
-
-    @property
-    def ahead(self) -> Work:
-        return self._work
+        self.ahead = self.back = Work.even(len(read), places.size, samples)
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, self.kept, self.sources[0].x
@@ -275,8 +268,6 @@ class Pool(Stage):
 
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
-        if add is None:
-            return
         like = source.x if source.rectified else self.nothing
         arrays = source.grad, self.kept, self.result.grad, like, bool(add or self._overlaps)
         lots = self.samples.lots(source, self.result)
@@ -288,9 +279,8 @@ class Normalise(Stage):
 
     is_channelwise = True
 
-    def __init__(self, name: str, op: BatchNorm2d, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
+    def __init__(self, name: str, op: BatchNorm2d, result: Map, source: Map) -> None:
+        super().__init__(name, op, result, source)
         running = () if op.training else ("running_mean", "running_var")
         self.copied = (*op.params, *running)
         height, width = source.shape[-2:]
@@ -301,15 +291,11 @@ class Normalise(Stage):
         super().bind(samples, kept)
         self._where, self._above = (_channels(view, samples.room) for view in self._views)
         channels, places = self.op.num_features, len(self._where[1])
-        self._work = Work.even(channels, places, samples)
+        self.ahead = self.back = Work.even(channels, places, samples)
         self._sums = np.zeros((channels, 2))
         self._mean, self._variance, self._inverse = np.zeros((3, channels))
         ones, zeros = np.ones(channels, samples.dtype), np.zeros(channels, samples.dtype)
         self._default = {"weight": ones, "bias": zeros}
-
-    @property
-    def ahead(self) -> Work:
-        return self._work
 
     def read_params(self) -> tuple[list[Task], list[Task]]:
         super().read_params()
@@ -354,7 +340,7 @@ class Normalise(Stage):
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         grads = {}
         for name, sums in zip(self.params, self._sums.T[::-1], strict=False):
-            grads[name] = room = out.get(name, np.empty(len(sums), self.samples.dtype))
+            grads[name] = room = self._room(out, name)
             room[:] = sums
         return grads, []
 
@@ -372,11 +358,7 @@ class Add(Stage):
         rows, runs = result
         # All numbers of a run count, those of empty lanes too, which are 0.
         self._run = self.result.shape[-1] * samples.room
-        self._work = Work.even(len(rows), len(runs) * self.result.shape[-1], samples)
-
-    @property
-    def ahead(self) -> Work:
-        return self._work
+        self.ahead = self.back = Work.even(len(rows), len(runs) * self.result.shape[-1], samples)
 
     def forward(self, part: Span) -> None:
         arrays = self.result.x, *(source.x for source in self.sources)
@@ -404,15 +386,11 @@ class Apply(Stage):
     """Any layer, by its own functions, on samples in the order of the caller's."""
 
     by_channels = False
+    ahead = back = Work(np.array([0, 1]))
 
-    def __init__(self, name: str, op: Operator, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
-        self._plan: Any = None
-
-    @property
-    def ahead(self) -> Work:
-        return Work(np.array([0, 1]))
+    @cached_property
+    def _plan(self) -> Any:
+        return api.plan([self.op.pattern])
 
     def forward(self, part: Span) -> None:
         write(self.result, self.op.forward(self._x()), self.samples)
@@ -425,18 +403,16 @@ class Apply(Stage):
         if isinstance(op, Elementwise):
             below = grad * op.values(x, y).reshape(grad.shape)
         else:
-            if self._plan is None:
-                self._plan = api.plan([op.pattern])
             values = op.values(x, y).astype(grad.dtype, copy=False)
             below = self._plan.inclusive_scan(grad.reshape(len(grad), -1), [values])[-1]
-        put_grad(source, in_lanes(source, below, self.samples), add)
+        put_grad(source, in_lanes(source, below, self.samples), add=add)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
         if not self.params:
             return {}, []
         grads = self.op.param_grads(self._x(), self._of_result(self.result.grad))
         for name, grad in grads.items():
-            grads[name] = room = out.get(name, np.empty(grad.shape, self.samples.dtype))
+            grads[name] = room = self._room(out, name)
             room[...] = grad
         return grads, []
 
@@ -475,10 +451,8 @@ def write(one: Map, array: Array, samples: Samples) -> None:
         x[..., : len(some)] = np.moveaxis(some, 0, -1)
 
 
-def put_grad(one: Map, grad: Array, add: bool | None) -> None:
+def put_grad(one: Map, grad: Array, *, add: bool) -> None:
     """Write a gradient ``(blocks, *shape, room)``, 0 where the map's activation is, or add it."""
-    if add is None:
-        return
     if one.rectified:
         grad = np.where(one.inner(one.x) <= 0, grad.dtype.type(0), grad)
     room = one.inner(one.grad)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import Constant
 from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ._checks import Shape
 from ._kernels.stencil import (
     Axis,
     Templates,
@@ -45,9 +46,9 @@ class Channels:
     inputs: int
     outputs: int
     groups: int
-    size: tuple[int, int]
-    size_out: tuple[int, int]
-    kernel: tuple[int, int]
+    size: Shape
+    size_out: Shape
+    kernel: Shape
 
     @property
     def reached(self) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ._checks import on_host
 from ._kernels import places as kernels
 from ._kernels.lanes import ROWS, lanes
-from ._kron import Separable, kron
+from ._kron import kron
 from ._places import Map, Table, Taps, View, gathering, scattering, widen
 from ._stages import Apply, Samples, Span, Stage, Task, Work, in_lanes, put_grad, write
 from ._windows import Window
@@ -45,13 +45,11 @@ class _Sums(Stage):
     _ahead: Sequence[_Bound]
     _back: Sequence[_Bound]
 
-    @property
-    def ahead(self) -> Work:
-        return Work(np.sum([table.ends for table in self._ahead], axis=0))
-
-    @property
-    def back(self) -> Work:
-        return Work(np.sum([table.ends for table in self._back], axis=0))
+    def _set_tables(self, ahead: Sequence[_Bound], back: Sequence[_Bound]) -> None:
+        self._ahead, self._back = ahead, back
+        self.ahead, self.back = (
+            Work(np.sum([table.ends for table in tables], axis=0)) for tables in (ahead, back)
+        )
 
     def forward(self, part: Span) -> None:
         (source,), result = self.sources, self.result
@@ -74,16 +72,14 @@ class Mix(_Sums):
 
     by_channels = False  # but by places of an image
 
-    def __init__(self, name: str, op: Separable, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
-
     def bind(self, samples: Samples, kept: Array) -> None:
         super().bind(samples, kept)
         (source,), result = self.sources, self.result
         jacobian = kron(self.op._y, self.op._x)
-        self._ahead = [_mixing(jacobian.T.tocsr(), source, result, samples)]
-        self._back = [_mixing(jacobian, result, source, samples)]
+        self._set_tables(
+            [_mixing(jacobian.T.tocsr(), source, result, samples)],
+            [_mixing(jacobian, result, source, samples)],
+        )
 
 
 def _mixing(matrix: sp.csr_array, source: Map, result: Map, samples: Samples) -> _Bound:
@@ -121,9 +117,8 @@ class Weigh(_Sums):
         """Return whether no other stage is faster, when those before in the list are not."""
         return True
 
-    def __init__(self, name: str, op: Any, source: Map, result: Map) -> None:
-        super().__init__(name, (source,), result)
-        self.op = op
+    def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
+        super().__init__(name, op, result, source)
         self.copied = ("bias",) if "bias" in op.params else ()
         if isinstance(op, Linear):
             one = Window(1, 1, 1, 0, 0, 1)
@@ -159,9 +154,8 @@ class Weigh(_Sums):
         super().bind(samples, kept)
         # From the large side to the small one, and back.
         self._gather, scattered = self._tables(samples)
-        self._ahead, self._back = [self._gather], scattered
-        if self._transposed:
-            self._ahead, self._back = self._back, self._ahead
+        directions = [self._gather], scattered
+        self._set_tables(*(directions[::-1] if self._transposed else directions))
 
     def _tables(self, samples: Samples) -> tuple[_Bound, Sequence[_Bound]]:
         arguments = self._taps(self.op.kept_weights()), self._windows, self._small, self._large
@@ -182,14 +176,10 @@ class Weigh(_Sums):
         ]
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        result, table = self.result, self._gather
-        weight = out.get("weight")
-        if weight is None:
-            weight = np.zeros(self.op.weight.shape, self.samples.dtype)
+        result, table, weight = self.result, self._gather, self._room(out, "weight")
         grads, tasks = {"weight": weight}, self._sum_weights(weight.reshape(-1))
         if "bias" in self.params:
-            size = self.op.out_channels if self._transposed else len(table.ptr) - 1
-            grads["bias"] = out.get("bias", np.empty(size, self.samples.dtype))
+            grads["bias"] = self._room(out, "bias")
             if self._transposed:
                 grads["bias"][:] = result.inner(result.grad).sum(axis=(0, -1, -2, -3))
             else:
@@ -294,8 +284,8 @@ class Multiply(Apply):
             return False
         return bool(op.kept_weights().mean() > MATRIX_DENSITY)
 
-    def __init__(self, name: str, op: Any, source: Map, result: Map) -> None:
-        super().__init__(name, op, source, result)
+    def __init__(self, name: str, op: Any, result: Map, source: Map) -> None:
+        super().__init__(name, op, result, source)
         self.copied = ("bias",) if "bias" in op.params else ()
 
     def bind(self, samples: Samples, kept: Array) -> None:
@@ -325,7 +315,8 @@ class Multiply(Apply):
     def backward(self, part: Span) -> None:
         (source,), (add,) = self.sources, self.adds
         if add is not None:
-            put_grad(source, in_lanes(source, self._above() @ self._weight, self.samples), add)
+            below = in_lanes(source, self._above() @ self._weight, self.samples)
+            put_grad(source, below, add=add)
 
     def _input(self) -> Array:
         return self._x().reshape(-1, self.op.in_features)
@@ -334,18 +325,15 @@ class Multiply(Apply):
         return self._of_result(self.result.grad).reshape(-1, self.op.out_features)
 
     def param_grads(self, out: dict[str, Array]) -> tuple[dict[str, Array], list[Task]]:
-        weight = out.get("weight")
-        if weight is None:
-            weight = np.zeros(self.op.weight.shape, self.samples.dtype)
-        grads = {"weight": weight}
-        above = self._above()
+        grads = {"weight": self._room(out, "weight")}
+        weight, above = grads["weight"], self._above()
         if self._bits is None:
             np.matmul(above.T, self._input(), out=weight)
         else:
             sums = (above.T @ self._input()).reshape(-1)
             _copy((0, sums.size), weight.reshape(-1), sums, self._bits)
         if self.copied:
-            grads["bias"] = out.get("bias", np.empty(self.op.out_features, self.samples.dtype))
+            grads["bias"] = self._room(out, "bias")
             above.sum(axis=0, out=grads["bias"])
         return grads, []
 

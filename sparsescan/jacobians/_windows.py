@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..symbolic.pattern import indptr_of
 from ._checks import Shape
 
 __all__ = ["Connections", "Window", "check_output_size", "slide"]
@@ -73,12 +74,12 @@ class Window:
         """Return which windows read each place, and by which taps."""
         window, tap, place = self._reads(count)
         order = np.argsort(place, kind="stable")
-        return Connections(_ends(place, self.size), tap[order], window[order])
+        return Connections(indptr_of(place, self.size), tap[order], window[order])
 
     def transposed_connections(self, count: int) -> Connections:
         """Return which places each window reads, and by which taps."""
         window, tap, place = self._reads(count)
-        return Connections(_ends(window, count), tap, place)
+        return Connections(indptr_of(window, count), tap, place)
 
     def _reads(self, count: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return window, tap and place of everything that is read, by window and tap."""
@@ -116,8 +117,3 @@ def check_output_size(size: Shape, input_shape: Shape, kernel_size: Shape) -> No
             f"input_shape is {input_shape}; too small for kernel_size {kernel_size}: the output "
             f"would be of size {size}"
         )
-
-
-def _ends(numbers: NDArray[Any], count: int) -> NDArray[Any]:
-    """Return where the entries of each of `count` sorted numbers start, and where the last end."""
-    return np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])

@@ -8,14 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arrays.arrays import namespace, special
 from ..errors import InputError, short
 from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_choice
 from ._checks import check_dim, check_number
-from ._coupled import Coupled
+from ._coupled import Coupled, grouped
 from ._kernels import values as kernels
 from ._operator import Operator
 
@@ -494,17 +495,18 @@ class Softmax(Operator):
         return self._length * self._length * self._after if self._length > 1 else 0
 
     def _core_pattern(self) -> Pattern:
-        length, after, nnz = self._length, self._after, self._core_nnz()
-        size = length * after
-        dtype = index_dtype((size, size), nnz)
-        indptr = np.arange(size + 1, dtype=dtype) * dtype.type(nnz // size)
-        # Columns (j, p) of row (i, p), the same for every i.
-        columns = np.arange(size, dtype=dtype).reshape(length, after).T.reshape(-1)
-        return trusted(indptr, np.tile(columns, length)[:nnz], (size, size))
+        size = math.prod(self._core)
+        if self._length == 1:
+            return trusted(np.zeros(size + 1), np.empty(0), (size, size))
+        return grouped(self._groups())
+
+    def _groups(self) -> NDArray[np.int64]:
+        """Return the group of each element: those along the axis are one."""
+        return np.tile(np.arange(self._after), self._length)
 
     @cached_property
     def _coupled(self) -> Coupled:
-        return Coupled(np.tile(np.arange(self._after), self._length), 1, self._blocks)
+        return Coupled(self._groups(), 1, self._blocks)
 
     def _implicit_pattern(self) -> ImplicitPattern | None:
         # One sum of each group, and two factors.

@@ -16,7 +16,7 @@ from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count, check_flag
 from ._checks import Shape, check_sizes
 from ._operator import Operator, repeated_rows
-from ._parameters import InitialWeight, Weighted
+from ._parameters import Weighted
 from ._stencil import Channels, Stencil
 from ._windows import Connections, Window, check_output_size, slide
 
@@ -87,9 +87,8 @@ class _Convolution(Weighted, Operator):
         if self._transposed:
             outer, inner = inner, outer
         shape = (outer, inner // self.groups, *self.kernel_size)
-        initial = InitialWeight(math.prod(shape[1:]), dtype, rng)
         biases = self.out_channels if check_flag("bias", bias) else None
-        self._set_weight(shape, biases, weight_mask, initial)
+        self._set_weight(shape, biases, weight_mask, dtype, rng)
 
     def _read_padding(self, padding: Any) -> tuple[Shape, Shape]:
         """Return the zeros before and after each axis."""
@@ -143,15 +142,13 @@ class _Convolution(Weighted, Operator):
 
     @cached_property
     def _stencil(self) -> Stencil:
-        (height, width), (height_out, width_out) = self._size, self._size_out
-        y, x = self._windows
         channels = Channels(
             self.in_channels,
             self.out_channels,
             self.groups,
-            (height, width),
-            (height_out, width_out),
-            (y.kernel, x.kernel),
+            self._size,
+            self._size_out,
+            _image(self.kernel_size, 1),
         )
         mask = None if self._mask is None else self._by_input(self._mask.on(np))
         shape = self._shapes["weight"]
@@ -255,8 +252,7 @@ class _Forward(_Convolution):
             input_shape=input_shape,
             weight_mask=None if self._mask is None else self._mask.on(np)[channels],
         )
-        restricted: Operator = self._share_parameters(part, channels)
-        return restricted
+        return self._share_parameters(part, channels)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         columns = self._columns(xp, x, self._size_out)

@@ -15,7 +15,7 @@ from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
 from ._kernels.stencil import transpose
 from ._operator import Operator, repeated_rows
-from ._parameters import InitialWeight, Weighted
+from ._parameters import Weighted
 
 __all__ = ["Linear"]
 
@@ -93,7 +93,7 @@ class Linear(Weighted, Operator):
         self._set_output((self.out_features,))
         shape = self.out_features, self.in_features
         biases = self.out_features if check_flag("bias", bias) else None
-        self._set_weight(shape, biases, weight_mask, InitialWeight(self.in_features, dtype, rng))
+        self._set_weight(shape, biases, weight_mask, dtype, rng)
 
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
@@ -107,8 +107,7 @@ class Linear(Weighted, Operator):
             weight_mask=None if self._mask is None else self._mask.on(np)[channels],
             **arguments,
         )
-        restricted: Operator = self._share_parameters(part, channels)
-        return restricted
+        return self._share_parameters(part, channels)
 
     def _core_nnz(self) -> int:
         if self._mask is None:

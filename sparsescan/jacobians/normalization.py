@@ -7,16 +7,16 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
 from ..symbolic.implicit import ImplicitPattern
-from ..symbolic.pattern import Pattern, index_dtype, trusted
+from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_count, check_flag
 from ._checks import check_number, check_sizes
-from ._coupled import Coupled
+from ._coupled import Coupled, grouped
 from ._operator import Operator
 from ._parameters import Initial, Parameter, Parametrised
 from ._sharing import quiet
@@ -144,10 +144,7 @@ class LayerNorm(Parametrised, Operator):
         return self._coupled.pattern
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        rows = x.reshape(-1, *self._core)
-        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
-        slope = _times(inverse, self.weight)
-        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, normal[0].size)
+        return _coupled_values(self, x, self.weight, math.prod(self._core))
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         grads = {"weight": (grad_y * self._normalise(xp, x)[0]).sum(axis=0)}
@@ -274,8 +271,7 @@ class BatchNorm2d(Parametrised, Operator):
             input_shape=input_shape,
             **{"training": self.training} | arguments,
         )
-        restricted: Operator = self._share_parameters(part, channels)
-        return restricted
+        return self._share_parameters(part, channels)
 
     def _check_arguments(self) -> None:
         shape = self.input_shape
@@ -371,14 +367,12 @@ class BatchNorm2d(Parametrised, Operator):
             return Pattern.diagonal(size)
         if self.num_features == 1:
             return Pattern.dense((size, size))
+        return grouped(self._groups())
+
+    def _groups(self) -> NDArray[np.int64]:
+        """Return the group of each element of a batch: its channel."""
         batch, channels, height, width = self._core
-        dtype = index_dtype((size, size), self._core_nnz())
-        indptr = np.arange(size + 1, dtype=dtype) * dtype.type(self._count)
-        # All rows of a channel have the same columns: the places of that channel.
-        columns = np.arange(size, dtype=dtype).reshape(batch, channels, -1).swapaxes(0, 1)
-        indices = np.empty((batch, channels, height * width, self._count), dtype)
-        indices[...] = columns.reshape(channels, 1, -1)
-        return trusted(indptr, indices.reshape(-1), (size, size))
+        return np.tile(np.repeat(np.arange(channels), height * width), batch)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         y = self._normalise(xp, x)[0]
@@ -399,9 +393,7 @@ class BatchNorm2d(Parametrised, Operator):
 
     @cached_property
     def _coupled(self) -> Coupled:
-        batch, channels, height, width = self._core
-        group_of = np.tile(np.repeat(np.arange(channels), height * width), batch)
-        return Coupled(group_of, 2, self._blocks)
+        return Coupled(self._groups(), 2, self._blocks)
 
     def _implicit_pattern(self) -> ImplicitPattern | None:
         # Two sums of each channel, and two factors.
@@ -410,11 +402,8 @@ class BatchNorm2d(Parametrised, Operator):
         return self._coupled.pattern
 
     def _implicit_values(self, x: Array, y: Array) -> list[Array]:
-        rows = x.reshape(-1, *self._core)
-        normal, inverse = self._normalise(namespace(x, *self.params.values()), rows)
         weight = None if self.weight is None else self.weight[:, None, None]
-        slope = _times(inverse, weight)
-        return _coupled_values(self, x, normal.reshape(len(rows), -1), slope, self._count)
+        return _coupled_values(self, x, weight, self._count)
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
         axes = tuple(axis for axis in range(x.ndim) if axis != x.ndim - 3)
@@ -473,14 +462,16 @@ def _fill_blocks(xp: Any, normal: Array, slope: Array, out: Array) -> None:
     out[:, places // s, :, places % s, places] += xp.moveaxis(slope, -1, 0)
 
 
-def _coupled_values(op: Any, x: Array, normal: Array, slope: Array, count: int) -> list[Array]:
+def _coupled_values(op: Any, x: Array, weight: Array, count: int) -> list[Array]:
     """Return the factors of ``slope_j (δ_ij - 1/m - x̂_i x̂_j/m)``, with `count` for ``m``.
 
-    `normal` is ``x̂``, shape ``(·, n)``, and `slope` can be broadcast to ``(·, *core)``.
+    The slopes are ``1/σ``, or its product with a weight that can be broadcast.
     """
-    xp, lead = namespace(normal), x.shape[: x.ndim - len(op.input_shape)]
-    dtype = np.result_type(x.dtype, *(param.dtype for param in op.params.values()))
-    slope = xp.broadcast_to(slope, (len(normal), *op._core)).reshape(normal.shape)
+    params, lead = op.params.values(), x.shape[: x.ndim - len(op.input_shape)]
+    xp, dtype = namespace(x, *params), np.result_type(x.dtype, *(p.dtype for p in params))
+    normal, inverse = op._normalise(xp, x.reshape(-1, *op._core))
+    slope = xp.broadcast_to(_times(inverse, weight), normal.shape).reshape(len(normal), -1)
+    normal = normal.reshape(slope.shape)
     rows = slope, slope * normal
     columns = -1 / count, normal / -count
     values: list[Array] = op._coupled.values(lead, slope, rows, columns, dtype)

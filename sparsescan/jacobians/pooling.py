@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from ..arrays.arrays import Constant
 from ..errors import InputError, short
-from ..symbolic.pattern import Pattern, rows_of
+from ..symbolic.pattern import rows_of
 from ..symbolic.schedule import check_count, check_flag
 from ._checks import check_sizes
 from ._kernels.pooling import Windows, mark_in_tiles, mark_in_windows
-from ._kron import Images, Separable, Taps, kron_pattern
+from ._kron import Images, Separable, Taps
 from ._windows import Window, check_output_size
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
@@ -101,20 +101,15 @@ class MaxPool2d(_Pooling):
     ) -> None:
         self._set_images(input_shape)
         windows = self._set_windows(kernel_size, stride, padding, dilation, ceil_mode)
-        self._y, self._x = (
-            Taps(window.size, inputs, ((inputs >= 0) & (inputs < window.size)).astype(np.float64))
-            for window, inputs in ((window, window.inputs(count)) for window, count in windows)
-        )
-        self._set_output((self._y.size_out, self._x.size_out))
+        axes = []
+        for window, count in windows:
+            inputs = window.inputs(count)
+            inside = (inputs >= 0) & (inputs < window.size)
+            axes.append(Taps(window.size, inputs, inside.astype(np.float64)))
+        self._set_taps(*axes)
         # With padding, or a window that reaches beyond the end, there would be more of them.
         tiles = self.kernel_size == self.stride == (2, 2) and self.dilation == (1, 1)
         self._tiles = tiles and self._core_out == tuple(size // 2 for size in self._core)
-
-    def _core_nnz(self) -> int:
-        return self._y.nnz * self._x.nnz
-
-    def _core_pattern(self) -> Pattern:
-        return kron_pattern(self._y, self._x)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         for axis, taps in ((1, self._y), (2, self._x)):

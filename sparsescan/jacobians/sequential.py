@@ -21,7 +21,7 @@ from ..errors import InputError, InputTypeError
 from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
-from ..symbolic.pattern import Pattern, multiply_adds, rows_of, trusted
+from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
 from ._fixed import Fixed
 from ._network_step import NamedLayer, NetworkStep
 from ._operator import Operator, as_matrix
@@ -858,5 +858,4 @@ def _pattern_of(
     """Return the pattern with these entries, and the place of each of them in it."""
     unique, place = np.unique(keys, return_inverse=True)
     rows, cols = np.divmod(unique, max(shape[1], 1))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=shape[0]))])
-    return trusted(indptr, cols, shape), place.reshape(-1)
+    return trusted(indptr_of(rows, shape[0]), cols, shape), place.reshape(-1)

@@ -179,9 +179,9 @@ def _all_gradients(how: _How, dims: tuple[int, ...], *given: Any) -> Any:
     fold = _Fold(batch, (a, y0, y, loss), dims)
     tail = 2 if pattern is None else 1
     has_batch = dims[0] == 2 + tail
-    a = fold.folded(a, 1, tail, whole=fold.is_mapped)
+    a = fold.folded(a, 1, tail, whole=True)
     y0 = fold.folded(y0, 0, 1)
-    y, loss = (fold.folded(each, 1, 1, whole=fold.is_mapped) for each in (y, loss))
+    y, loss = (fold.folded(each, 1, 1, whole=True) for each in (y, loss))
     grads = affine.affine_scan_vjp(a, y0, y, loss, pattern=pattern, transposed=transposed)
     assert grads.matrices is not None
     in_a = fold.unfolded(grads.matrices, 1, tail)

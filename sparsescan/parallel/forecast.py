@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ from .maps import (
     Capacity,
     Ranges,
     Terms,
-    apply_program,
-    compose_program,
     product_bytes,
     vector_words,
 )
@@ -298,25 +296,11 @@ class _Merges:
         self._call = setting.network.call
         self._count = setting.grid.chain
         self._ranges = ranges
-        self._programs: dict[tuple[Pattern, ...], Program] = {}
         self._times: dict[Program | None, float] = {None: 0.0}
 
     def program(self, merge: Merge) -> Program | None:
         """Return the program that a merge runs; None if it runs nothing."""
-        right = self._ranges(merge.mid, merge.stop)
-        if merge.stop == self._count or right is None:
-            return None
-        if merge.start == 0:
-            return self._kept((right,), lambda: apply_program(right))
-        left, out = self._ranges(merge.start, merge.mid), self._ranges(merge.start, merge.stop)
-        if left is None or out is None:
-            return None
-        return self._kept((left, right), lambda: compose_program(left, right, out))
-
-    def _kept(self, key: tuple[Pattern, ...], make: Callable[[], Program]) -> Program:
-        if key not in self._programs:
-            self._programs[key] = make()
-        return self._programs[key]
+        return self._ranges.program(*merge) if merge.stop < self._count else None
 
     def nanoseconds(self, merge: Merge) -> float:
         """Return the nanoseconds of one call of the operator."""

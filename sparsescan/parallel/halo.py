@@ -121,7 +121,7 @@ def find_halos(
     sharers: Communicator,
     patterns: Sequence[Pattern],
     entering: NDArray[np.int64],
-    reverse: bool = False,
+    reverse: bool,
 ) -> list[Halo]:
     """Find what this rank exchanges before each of its steps; owners are told what others need.
 

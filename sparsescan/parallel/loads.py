@@ -16,7 +16,7 @@ from ..symbolic.pattern import Pattern
 from .halo import Halo, even, length, reach_of, take_rows
 from .maps import Terms, vector_words
 from .network import Network
-from .part import PartCost, step_time
+from .part import NO_STEPS, PartCost, step_time
 
 __all__ = ["Load", "Loads", "costs_of_shares", "load_of"]
 
@@ -153,7 +153,7 @@ class Loads:
         """Return what the rows take, if the slowest rank that shares the steps has these times."""
         halos, last = self._halos, self._last
         if not halos:
-            return PartCost(0, None, 0, 0.0, 0, {})
+            return NO_STEPS
         applied = Counter(halos[:last])
         return _cost(
             Load(*np.array(list(self._own.values())).T),
@@ -181,7 +181,7 @@ def costs_of_shares(
 ) -> list[PartCost]:
     """Return what all ranks take, if each has an equal share of the rows of every step."""
     if not patterns:
-        return [PartCost(0, None, 0, 0.0, 0, {})] * rows
+        return [NO_STEPS] * rows
     counts = Counter(patterns)
     applied = Counter(patterns[: len(patterns) - skip])
     shares = [_shares(pattern, rows, terms, known) for pattern in counts]

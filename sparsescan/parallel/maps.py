@@ -8,7 +8,7 @@ product, and the operator is an operation of the engine, which keeps products in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ __all__ = [
     "Ranges",
     "State",
     "Terms",
-    "apply_program",
-    "compose_program",
     "product_bytes",
     "vector_of",
     "vector_words",
@@ -87,6 +85,17 @@ class Terms(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The batch axis of a gradient."""
         return () if self.batch is None else (self.batch,)
+
+    def workspace(
+        self,
+        program: Program,
+        leaves: NDArray[np.int64],
+        batched: NDArray[np.bool_],
+        threads: int,
+    ) -> Workspace:
+        """Return a workspace for a program, some of whose Jacobians differ between samples."""
+        dtype, samples, local = self.dtype, self.samples, self.local
+        return Workspace(program, leaves, dtype, samples, batched, local, threads)
 
 
 def vector_words(size: Any, terms: Terms) -> Any:
@@ -170,7 +179,7 @@ def _rows(section: NDArray[Any], count: int, size: int) -> NDArray[Any]:
 
 
 class Ranges:
-    """Patterns of the maps of neighbouring parts, combined.
+    """Maps of neighbouring parts, combined: their patterns, and the programs that combine them.
 
     Parameters
     ----------
@@ -183,6 +192,7 @@ class Ranges:
     def __init__(self, parts: Sequence[Pattern | None], products: Products | None = None) -> None:
         self._known = {(k, k + 1): pattern for k, pattern in enumerate(parts)}
         self._multiply = products or Products()
+        self._programs: dict[tuple[Pattern, ...], Program] = {}
 
     def __call__(self, start: int, stop: int) -> Pattern | None:
         """Return the pattern of parts `start` to ``stop - 1``, however they are combined."""
@@ -197,24 +207,37 @@ class Ranges:
                 self._known[start, stop] = right if left is None else left
         return self._known[start, stop]
 
+    def program(self, start: int, mid: int, stop: int) -> Program | None:
+        """Return the program that a scan merges two ranges by; None if it computes nothing."""
+        return self.apply(mid, stop) if start == 0 else self.compose(start, mid, stop)
 
-def compose_program(left: Pattern, right: Pattern, out: Pattern) -> Program:
-    """Make the program of the map that is `left` and then `right`: product 2 of products 0 and 1.
+    def apply(self, start: int, stop: int) -> Program | None:
+        """Return the program of the gradient that a map, product 0, makes of another one."""
+        pattern = self(start, stop)
+        if pattern is None:
+            return None
+        key = (pattern,)
+        if key not in self._programs:
+            rows, cols = pattern.shape
+            self._programs[key] = _one_operation(key, [1, 0, 1, 1], pattern.nnz, cols, rows)
+        return self._programs[key]
 
-    It runs nothing but this operation. Like all programs it has a Jacobian, which nothing reads.
-    """
-    return _one_operation([left, right, out], [0, 1, 2, 3], multiply_adds(right, left), 1, 1)
-
-
-def apply_program(pattern: Pattern) -> Program:
-    """Make the program of the gradient that a map, product 0, makes of another one."""
-    rows, cols = pattern.shape
-    return _one_operation([pattern], [1, 0, 1, 1], pattern.nnz, cols, rows)
+    def compose(self, start: int, mid: int, stop: int) -> Program | None:
+        """Return the program of a map that is two in turn: product 2 of products 0 and 1."""
+        left, right, out = self(start, mid), self(mid, stop), self(start, stop)
+        if left is None or right is None or out is None:
+            return None
+        key = left, right, out
+        if key not in self._programs:
+            work = multiply_adds(right, left)
+            self._programs[key] = _one_operation(key, [0, 1, 2, 3], work, 1, 1)
+        return self._programs[key]
 
 
 def _one_operation(
     products: Sequence[Pattern], op: list[int], work: int, entering: int, leaving: int
 ) -> Program:
+    """Make a program of one operation. Like all programs it has a Jacobian, which nothing reads."""
     return Program.from_tables(
         1,
         [Pattern.diagonal(1), *products],
@@ -241,7 +264,7 @@ class Merger:
     Parameters
     ----------
     ranges : Ranges
-        Patterns of maps.
+        The maps.
     capacity : Capacity
         Capacity of messages.
     terms : Terms
@@ -260,17 +283,14 @@ class Merger:
         self._capacity = capacity
         self._terms = terms
         self._threads = threads
-        self._workspaces: dict[tuple[Pattern, ...], Workspace] = {}
+        self._workspaces: dict[Program, Workspace] = {}
         self.error: BaseException | None = None
 
     def prepare(self, start: int, mid: int, stop: int) -> None:
         """Make the workspace of a merge, so that the merge takes no memory."""
-        left, right = self._ranges(start, mid), self._ranges(mid, stop)
-        if right is not None:
-            if start == 0:
-                self._apply(right)
-            elif left is not None and (out := self._ranges(start, stop)) is not None:
-                self._compose(left, right, out)
+        program = self._ranges.program(start, mid, stop)
+        if program is not None:
+            self._workspace(program)
 
     def __call__(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
         """Write ``a ◇ b`` to `b`."""
@@ -293,35 +313,33 @@ class Merger:
             if right.state == State.NOTHING:
                 right.words[:] = left.words
             return max(states)
-        pattern = self._ranges(*right.range)
-        if right.state == State.VECTOR or pattern is None:
+        if right.state == State.VECTOR:
             return State.BAD
-        if left.state == State.MAP:
-            return self._combine(left, right, pattern)
-        y = self.apply(right, pattern, left.vector(pattern.shape[1]))
-        if y is None:
-            return State.BAD
-        right.vector(pattern.shape[0])[:] = y
-        return State.VECTOR
+        return (self._apply if left.state == State.VECTOR else self._compose)(left, right)
 
-    def apply(self, message: Message, pattern: Pattern, y: NDArray[Any]) -> NDArray[Any] | None:
-        """Return the gradient that a map makes of another one; None if a value is not finite."""
-        workspace = self._apply(pattern)
-        self._fill(workspace, 0, message, pattern)
+    def _apply(self, left: Message, right: Message) -> int:
+        program = self._ranges.apply(*right.range)
+        if program is None:
+            return State.BAD
+        _, pattern = program.patterns
+        y = left.vector(pattern.shape[1])
+        workspace = self._workspace(program)
+        self._fill(workspace, 0, right, pattern)
         out = np.empty(y.size + len(y) * pattern.shape[0], self._terms.dtype)
         out[: y.size] = y.reshape(-1)
         if not workspace.run(out, False):
-            return None
-        return out[y.size :].reshape(len(y), pattern.shape[0])
-
-    def _combine(self, left: Message, right: Message, later: Pattern) -> int:
-        (start, mid), (_, stop) = left.range, right.range
-        earlier, out = self._ranges(start, mid), self._ranges(start, stop)
-        if earlier is None or out is None:
             return State.BAD
+        right.vector(pattern.shape[0])[:] = out[y.size :].reshape(len(y), -1)
+        return State.VECTOR
+
+    def _compose(self, left: Message, right: Message) -> int:
+        program = self._ranges.compose(*left.range, right.range[1])
+        if program is None:
+            return State.BAD
+        _, earlier, later, out = program.patterns
         if out.nnz > self._capacity.nnz or out.shape[1] > self._capacity.cols:
             return State.BAD
-        workspace = self._compose(earlier, later, out)
+        workspace = self._workspace(program)
         self._fill(workspace, 0, left, earlier)
         self._fill(workspace, 1, right, later)
         if not workspace.run(np.empty(1, self._terms.dtype), False):
@@ -345,23 +363,10 @@ class Merger:
         if self._terms.local:
             local[:] = message.vector(pattern.shape[0])
 
-    def _compose(self, left: Pattern, right: Pattern, out: Pattern) -> Workspace:
-        return self._workspace((left, right), lambda: compose_program(left, right, out))
-
-    def _apply(self, pattern: Pattern) -> Workspace:
-        return self._workspace((pattern,), lambda: apply_program(pattern))
-
-    def _workspace(self, key: tuple[Pattern, ...], make: Callable[[], Program]) -> Workspace:
-        if key not in self._workspaces:
-            terms = self._terms
-            self._workspaces[key] = Workspace(
-                make(),
-                np.zeros((1, 2), np.int64),
-                terms.dtype,
-                terms.samples,
-                # Products differ between samples if the one Jacobian does.
-                np.full(1, terms.batched),
-                terms.local,
-                self._threads,
-            )
-        return self._workspaces[key]
+    def _workspace(self, program: Program) -> Workspace:
+        if program not in self._workspaces:
+            # Products differ between samples if the one Jacobian does.
+            leaves, batched = np.zeros((1, 2), np.int64), np.full(1, self._terms.batched)
+            made = self._terms.workspace(program, leaves, batched, self._threads)
+            self._workspaces[program] = made
+        return self._workspaces[program]

@@ -21,10 +21,10 @@ from ..planning.forms import choose_forms
 from ..symbolic.implicit import Step, factor_starts
 from ..symbolic.pattern import Pattern, Products, TooLargeError
 from ..symbolic.program import Program
-from ..symbolic.schedule import Level, Schedule, schedule_of
+from ..symbolic.schedule import Schedule, level_of, schedule_of
 from .reduction import DeviceReduction, Reduction
 
-__all__ = ["FORMS", "MapCost", "Part", "PartCost", "step_time"]
+__all__ = ["FORMS", "NO_STEPS", "MapCost", "Part", "PartCost", "step_time"]
 
 # How products of parts are stored: where their entries are, or densely.
 FORMS = ("exact", "dense")
@@ -90,6 +90,10 @@ class PartCost:
     sent: int = 0
 
 
+# The cost of a part without steps.
+NO_STEPS = PartCost(0, None, 0, 0.0, 0, {})
+
+
 class Part:
     """A rank's part of the chain, planned on its own.
 
@@ -147,7 +151,7 @@ class Part:
             Whether it is the last part, whose last step an exclusive scan does not apply.
         """
         if not self.n:
-            return PartCost(0, None, 0, 0.0, 0, {})
+            return NO_STEPS
         nnz = sum(pattern.nnz for pattern in self._patterns)
         if wanted:
             limit = math.inf if parts is None else _WORTH * parts * nnz + _LITTLE
@@ -218,16 +222,10 @@ def _schedule(n: int, chunks: int) -> Schedule:
     """Return a schedule that multiplies all elements but the gradient, in so many chunks."""
     bounds = [1 + (n - 1) * c // chunks for c in range(chunks + 1)]
 
-    def run(ends: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def run(ends: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return the operations of a product from the first of these bounds to the last."""
-        ops = [(ends[0], mid, stop) for mid, stop in pairwise(ends[1:])]
-        return np.array(ops, np.int64).reshape(-1, 3)
+        return [(ends[0], mid, stop) for mid, stop in pairwise(ends[1:])]
 
     inner = [run(range(a, b + 1)) for a, b in pairwise(bounds)]
-    levels = []
-    for name, runs in (("chunks", inner), ("product", [run(bounds)])):
-        kept = [ops for ops in runs if len(ops)]
-        if kept:
-            counts = np.cumsum([0] + [len(ops) for ops in kept])
-            levels.append(Level(name, np.concatenate(kept), counts))
+    levels = [level_of("chunks", inner), level_of("product", [run(bounds)])]
     return schedule_of(n, levels, f"product({n}, {chunks})")

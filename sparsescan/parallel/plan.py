@@ -36,6 +36,7 @@ from .forecast import Forecast, boundaries
 from .halo import Halo
 from .maps import Merger, Message, Ranges, State, Terms, vector_of, vector_words
 from .part import FORMS, Part, PartCost
+from .reduction import Reduction
 from .rows import Messages, RowSweep, Sweep
 
 __all__ = ["Decision", "Options", "ParallelPlan", "Ranks", "check_form"]
@@ -101,39 +102,20 @@ class Decision(NamedTuple):
     kind: Kind
 
 
-class _Products:
-    """A rank's contribution to an exclusive scan over the products of parts."""
-
-    def __init__(self, part: Part, decision: Decision, position: int) -> None:
-        forecast = decision.forecast
-        form = forecast.form or FORMS[0]
-        self.part = part
-        self.algorithm = forecast.algorithm or ALGORITHMS[0]
-        self.capacity = forecast.capacity
-        self.count = forecast.grid.chain
-        self.position = position
-        patterns = [cost.maps[form].pattern if cost.maps else None for cost in decision.costs]
-        self.ranges = Ranges(patterns)
-        self.pattern = patterns[position]
-        self.reduction = None if self.pattern is None else part.reduction(form)
-
-
 class _Elements:
-    """Memory for an exclusive scan over products, on some terms."""
+    """Memory for an exclusive scan over the products of parts, on some terms."""
 
-    def __init__(self, products: _Products, terms: Terms) -> None:
-        self.products = products
-        capacity = products.capacity
+    def __init__(self, maps: Ranges, forecast: Forecast, position: int, terms: Terms) -> None:
+        capacity, count = forecast.capacity, forecast.grid.chain
+        self.algorithm = forecast.algorithm or ALGORITHMS[0]
         words = capacity.words(terms)
         self.own, self.prefix = (
             Message(np.zeros(words, np.int64), capacity, terms) for _ in range(2)
         )
-        self.merger = Merger(products.ranges, capacity, terms, thread_count())
-        if not terms.samples:
-            return
-        for merges in rounds(products.algorithm, products.count):
-            for merge in merges[products.position]:
-                if merge.stop < products.count:
+        self.merger = Merger(maps, capacity, terms, thread_count())
+        for merges in rounds(self.algorithm, count) if terms.samples else ():
+            for merge in merges[position]:
+                if merge.stop < count:
                     self.merger.prepare(*merge)
 
 
@@ -151,7 +133,9 @@ class _Way(NamedTuple):
 
     part: Part | RowSweep
     decision: Decision
-    products: _Products | None
+    # Where products of parts are combined: these, and what makes that of this part, if any does.
+    maps: Ranges | None = None
+    reduction: Reduction | None = None
 
 
 class ParallelPlan:
@@ -454,12 +438,15 @@ class ParallelPlan:
         self._way = self._ways[kind]
 
     def _add_way(self, part: Part | RowSweep, decision: Decision) -> _Way:
-        products = None
+        way = _Way(part, decision)
         if decision.forecast.schedule == "products" and isinstance(part, Part):
-            products = _Products(part, decision, self.position)
+            form = decision.forecast.form or FORMS[0]
+            maps = [cost.maps[form].pattern if cost.maps else None for cost in decision.costs]
+            reduction = None if maps[self.position] is None else part.reduction(form)
+            way = _Way(part, decision, Ranges(maps), reduction)
         while len(self._ways) >= _WAYS:
             del self._ways[next(iter(self._ways))]
-        way = self._ways[decision.kind] = _Way(part, decision, products)
+        self._ways[decision.kind] = way
         return way
 
     def _pass_on(self, first: NDArray[Any] | None) -> None:
@@ -501,16 +488,16 @@ class ParallelPlan:
     def _take_memory(self, terms: Terms) -> _Memory:
         xp = load_cupy() if self._direct else np
         entering, leaving = (xp.zeros(vector_words(n, terms), np.int64) for n in self._sizes)
-        chain, products, elements = self._slot.chain, self._way.products, None
+        chain, elements = self._slot.chain, None
         halos: Sequence[Halo] = ()
-        part = self._way.part
+        part, decision, maps, reduction = self._way
         if isinstance(part, RowSweep):
             halos = part.halos
             part.prepare(chain, terms)
-        if products is not None:
-            elements = _Elements(products, terms)
-            if products.reduction is not None and terms.samples:
-                products.reduction.prepare(chain, terms)
+        if maps is not None:
+            elements = _Elements(maps, decision.forecast, self.position, terms)
+            if reduction is not None and terms.samples:
+                reduction.prepare(chain, terms)
         return _Memory(entering, leaving, Messages(halos, terms), elements)
 
     def _check_turned(self, call: _Call) -> None:
@@ -542,7 +529,7 @@ class ParallelPlan:
             leaving = self._sweep_rows(part, y if good else None, memory.messages, call)
         elif good:
             with call.fault:
-                leaving = self._sweep(part, y, call)
+                leaving = self._sweep(y, call)
         if self._is_last:
             return
         if leaving is not None:
@@ -555,15 +542,15 @@ class ParallelPlan:
     def _by_products(self, elements: _Elements, call: _Call) -> bool:
         """Scan all parts at once; return whether no value was met that is not finite."""
         self._check_turned(call)
-        products, rank, fault = elements.products, self.position, call.fault
+        rank, fault = self.position, call.fault
         own, prefix, merger = elements.own, elements.prefix, elements.merger
         merger.error = None
         state: int = State.BAD
         if fault.error is None:
             with fault:
-                state = self._element(products, own, merger, call)
+                state = self._element(own, merger, call)
         own.describe(rank, rank + 1, state)
-        messages = exscan_messages(products.algorithm, self._comm.size, rank)
+        messages = exscan_messages(elements.algorithm, self._comm.size, rank)
         self._comm.exclusive_scan(own.words, prefix.words, merger, messages)
         fault.error = fault.error or merger.error
         if rank == 0:
@@ -573,30 +560,32 @@ class ParallelPlan:
         if fault.error is None:
             with fault:
                 y = prefix.vector(self._sizes[0]).reshape(*call.terms.shape, self._sizes[0])
-                self._sweep(products.part, y, call)
+                self._sweep(y, call)
         return state != State.BAD
 
-    def _element(self, products: _Products, own: Message, merger: Merger, call: _Call) -> int:
+    def _element(self, own: Message, merger: Merger, call: _Call) -> int:
         """Write the element that this rank contributes; return its state."""
+        reduction = self._way.reduction
         if self.position == 0:
-            own.vector(self._sizes[1])[:] = _host(self._sweep(products.part, call.first, call))
+            own.vector(self._sizes[1])[:] = _host(self._sweep(call.first, call))
             return State.VECTOR
         if self._is_last:
             return State.UNUSED
-        if products.reduction is None or products.pattern is None:
+        if reduction is None:
             return State.NOTHING
         sizes = [self._sizes[0], *(pattern.shape[0] for pattern in self._patterns[:-1])]
         local = LocalGrads(call.local_grads, self.n, sizes, call.terms.shape)
         if self._unfolded.starts is not None:
             local.spread(self._unfolded.starts[:-1])
-        product = products.reduction.run(self._slot.chain, local, call.terms)
+        product = reduction.run(self._slot.chain, local, call.terms)
         if product is None:
             return State.BAD
-        merger.write(own, product, products.pattern)
+        merger.write(own, product, reduction.pattern)
         return State.MAP
 
-    def _sweep(self, part: Part, y: Any, call: _Call) -> Any:
+    def _sweep(self, y: Any, call: _Call) -> Any:
         """Scan this rank's part from the gradient that enters it; return the one that leaves it."""
+        part: Any = self._way.part
         if self.device == "cuda" and not is_cupy(y):
             y = upload(y)
         y = y.astype(call.terms.dtype, copy=False)

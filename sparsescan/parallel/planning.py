@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chains.chain import name_of
 from ..chains.containers import check_dtype
 from ..errors import InputError
 from ..execution.threads import thread_count, usable_cores
@@ -179,18 +180,16 @@ def _ask(world: Communicator, request: Request) -> tuple[Request, _Asked]:
             f"device is 'cuda', but grid is {grid}; expected the CPU where ranks share the rows of "
             "steps"
         )
-    for k, pattern in enumerate(patterns if grid.rows > 1 else ()):
-        if isinstance(pattern, ImplicitPattern):
-            raise InputError(
-                f"jacobians[{k}] is an implicit step, but grid is {grid}; expected explicit ones "
-                "where ranks share the rows of steps"
-            )
     for k, pattern in enumerate(patterns):
-        if any(solved_of(pattern)):
-            at = len(patterns) - 1 - k if options.reverse else k
+        if grid.rows > 1 and isinstance(pattern, ImplicitPattern):
             raise InputError(
-                f"jacobians[{at}] is a step to solve with; expected steps that ranks can multiply: "
-                "sparsescan.plan takes it, on one rank"
+                f"{name_of(k, len(patterns), options.reverse)} is an implicit step, but grid is "
+                f"{grid}; expected explicit ones where ranks share the rows of steps"
+            )
+        if any(solved_of(pattern)):
+            raise InputError(
+                f"{name_of(k, len(patterns), options.reverse)} is a step to solve with; expected "
+                "steps that ranks can multiply: sparsescan.plan takes it, on one rank"
             )
     digest = hashlib.blake2b(digest_size=16)
     for pattern in patterns:
@@ -231,17 +230,15 @@ def _load(everyone: Sequence[_Asked]) -> float:
 
 def _check_devices(everyone: Sequence[_Asked]) -> str:
     """Return where all ranks scan; or raise, on every rank alike."""
-    first = None
-    for rank, each in enumerate(everyone):
-        if each.device is None:
-            continue
-        if first is not None and each.device != everyone[first].device:
+    devices = [(rank, each.device) for rank, each in enumerate(everyone) if each.device is not None]
+    first, chosen = devices[0] if devices else (0, "cpu")
+    for rank, device in devices:
+        if device != chosen:
             raise InputError(
-                f"device is {each.device!r} on rank {rank}, but {everyone[first].device!r} on rank "
-                f"{first}; expected one for all"
+                f"device is {device!r} on rank {rank}, but {chosen!r} on rank {first}; expected "
+                "one for all"
             )
-        first = rank if first is None else first
-    return "cpu" if first is None else str(everyone[first].device)
+    return chosen
 
 
 def _check_together(everyone: Sequence[_Asked]) -> None:
@@ -279,10 +276,10 @@ def _check_together(everyone: Sequence[_Asked]) -> None:
         if sizes is None:
             continue
         if before >= 0 and sizes[0] != _leaving(everyone, grid, before)[-1]:
-            first = everyone[rank].n - 1 if everyone[rank].reverse else 0
+            name = name_of(0, everyone[rank].n, everyone[rank].reverse)
             last = "the first of " if everyone[before].reverse else "the last of "
             raise InputError(
-                f"jacobians[{first}] of rank {rank} has {sizes[0]} columns, but {last}"
+                f"{name} of rank {rank} has {sizes[0]} columns, but {last}"
                 f"{_ranks(before, grid.rows)} has {_leaving(everyone, grid, before)[-1]} rows; "
                 "expected as many: order the parts from the last layer to the first"
             )

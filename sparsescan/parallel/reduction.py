@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..arrays.arrays import load_cupy
 from ..chains.chain import Chain, LocalGrads
 from ..execution.threads import thread_count
-from ..execution.workspace import Parts, Workspace
+from ..execution.workspace import Parts
 from ..symbolic.program import Program
 from .maps import Terms
 
@@ -28,10 +28,15 @@ class Reduction:
     ----------
     program : Program
         As :mod:`this module <sparsescan.parallel.reduction>` describes it.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The pattern of the product.
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self._program, self.pattern = program, program.patterns[-1]
         self._leaves = np.zeros((program.n, 2), np.int64)
         self._ones: Any = None
         self._key: Any = None
@@ -56,15 +61,7 @@ class Reduction:
 
     def _make(self, batched: NDArray[np.bool_], terms: Terms) -> Any:
         self._ones = np.ones(self._program.patterns[0].nnz, terms.dtype)
-        return Workspace(
-            self._program,
-            self._leaves,
-            terms.dtype,
-            terms.samples,
-            batched,
-            terms.local,
-            thread_count(),
-        )
+        return terms.workspace(self._program, self._leaves, batched, thread_count())
 
     def _run(self, workspace: Any, chain: Chain, local: LocalGrads) -> Parts | None:
         self._leaves[0] = self._ones.ctypes.data, 0

@@ -172,14 +172,8 @@ class RowSweep:
         if self._key != key and self.n:
             self._key = self._workspace = None
             if terms.samples:
-                self._workspace = Workspace(
-                    self._program,
-                    chain.leaves,
-                    terms.dtype,
-                    terms.samples,
-                    batched,
-                    terms.local,
-                    thread_count(),
+                self._workspace = terms.workspace(
+                    self._program, chain.leaves, batched, thread_count()
                 )
             self._key = key
         return self._workspace

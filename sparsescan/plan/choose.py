@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chains.chain import name_of
 from ..errors import DeviceError, InputError, MemoryLimitError, short
 from ..execution.threads import thread_count
 from ..execution.workspace import workspace_bytes
@@ -67,11 +68,10 @@ def check_solves(
 
     `reverse` says that the caller counts the steps from the end; None is ``"auto"``.
     """
-    n = len(patterns)
     k = next((k for k, step in enumerate(patterns) if any(solved_of(step))), None)
     if k is None:
         return
-    name = f"jacobians[{n - 1 - k if reverse else k}]"
+    name = name_of(k, len(patterns), reverse)
     if schedule is not None and any(level.ops[:, 0].any() for level in schedule.levels):
         raise InputError(
             f"schedule is {schedule!r}, which multiplies Jacobians, but {name} is one to solve "

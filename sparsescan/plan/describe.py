@@ -266,31 +266,22 @@ def _table(costs: Sequence[Cost], times: Sequence[float]) -> list[str]:
     rows = [header]
     for cost, time in zip(costs, times, strict=True):
         fill_in = f"{2 * cost.nnz_out / cost.nnz_in:.2f}" if cost.nnz_in else "-"
-        rows.append(
-            [
-                cost.name,
-                f"{cost.operations - cost.products:,}",
-                f"{cost.products:,}",
-                f"{cost.depth:,}",
-                f"{cost.nnz_in:,}" if cost.products else "-",
-                f"{cost.nnz_out:,}" if cost.products else "-",
-                fill_in,
-                format_count(2 * cost.multiply_adds),
-                format_count(2 * cost.critical),
-                format_bytes(cost.bytes),
-                format_time(time),
-            ]
-        )
-    total = [
-        "all",
+        nnz = [f"{entries:,}" if cost.products else "-" for entries in (cost.nnz_in, cost.nnz_out)]
+        rows.append(_row(cost.name, [cost], time, [*nnz, fill_in]))
+    rows.append(_row("all", costs, sum(times), ["", "", ""]))
+    return align(rows)
+
+
+def _row(name: str, costs: Sequence[Cost], time: float, filling: list[str]) -> list[str]:
+    """Return what some levels cost together; `filling` are the cells about their products."""
+    return [
+        name,
         f"{sum(cost.operations - cost.products for cost in costs):,}",
         f"{sum(cost.products for cost in costs):,}",
         f"{sum(cost.depth for cost in costs):,}",
-        *("", "", ""),
+        *filling,
         format_count(2 * sum(cost.multiply_adds for cost in costs)),
         format_count(2 * sum(cost.critical for cost in costs)),
         format_bytes(sum(cost.bytes for cost in costs)),
-        format_time(sum(times)),
+        format_time(time),
     ]
-    rows.append(total)
-    return align(rows)

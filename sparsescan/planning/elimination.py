@@ -101,7 +101,8 @@ def minimise(
     """
     memory_limit = check_count("memory_limit", memory_limit, 0)
     costs = _check_nodes(node_costs)
-    links = _check_edges(edges, costs)
+    listed = _listed("edges", edges)
+    links = [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
     # Infinite costs are meant, a sum that becomes infinite is not.
     with np.errstate(over="raise"):
         try:
@@ -235,10 +236,7 @@ def _least_sum(parts: Sequence[Table], out: Table, length: int) -> None:
 
 
 def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
-    try:
-        listed = list(node_costs)
-    except TypeError:
-        raise InputTypeError(f"node_costs is {node_costs!r}; expected a sequence") from None
+    listed = _listed("node_costs", node_costs)
     costs = [_check_cost(f"node_costs[{node}]", cost) for node, cost in enumerate(listed)]
     for node, cost in enumerate(costs):
         if cost.ndim != 1 or not len(cost):
@@ -248,12 +246,11 @@ def _check_nodes(node_costs: Sequence[ArrayLike]) -> list[Table]:
     return costs
 
 
-def _check_edges(edges: Iterable[tuple[int, int, ArrayLike]], costs: Sequence[Table]) -> list[Edge]:
+def _listed(name: str, given: Iterable[Any]) -> list[Any]:
     try:
-        listed = list(edges)
+        return list(given)
     except TypeError:
-        raise InputTypeError(f"edges is {edges!r}; expected a sequence") from None
-    return [_check_edge(f"edges[{k}]", edge, costs) for k, edge in enumerate(listed)]
+        raise InputTypeError(f"{name} is {given!r}; expected a sequence") from None
 
 
 def _check_edge(name: str, edge: Any, costs: Sequence[Table]) -> Edge:

@@ -29,7 +29,7 @@ from ..symbolic.pattern import (
     product_nnz,
 )
 from ..symbolic.program import Program
-from ..symbolic.schedule import Level, Schedule, chunk_levels
+from ..symbolic.schedule import Level, Schedule, chunk_levels, level_of
 from .costs.cpu import FAMILIES, CpuModel, Matrices, Model, Operations, load_cpu, run_time
 from .forms import choose_forms
 
@@ -141,25 +141,15 @@ def choose(
     search.run(more)
     in_order = sorted(search.candidates, key=lambda option: option.nanoseconds)
     linear = search.linear
-    if measure is None:
-        best, base = in_order[0], linear.nanoseconds
-        least = best.nanoseconds
-        alternatives = [Alternative.of(option.schedule, option.nanoseconds) for option in in_order]
-        how = "predicted"
-    else:
-        leading = [
-            linear,
-            *[option for option in in_order if option is not linear][:_LEADING],
-        ]
-        times = dict(zip(map(id, leading), measure(leading), strict=True))
-        best, base = min(leading, key=lambda option: times[id(option)]), times[id(linear)]
-        least = times[id(best)]
-        alternatives = [
-            Alternative.of(option.schedule, option.nanoseconds, times.get(id(option)))
-            for option in in_order
-        ]
-        how = "measured"
-    margin = _PREDICTED if measure is None else _MEASURED
+    options, how, margin = in_order, "predicted", _PREDICTED
+    times = {id(option): option.nanoseconds for option in in_order}
+    measured: dict[int, float] = {}
+    if measure is not None:
+        options = [linear, *[option for option in in_order if option is not linear][:_LEADING]]
+        how, margin = "measured", _MEASURED
+        times = measured = dict(zip(map(id, options), measure(options), strict=True))
+    best = min(options, key=lambda option: times[id(option)])
+    least, base = times[id(best)], times[id(linear)]
     if least > margin * base:
         best = linear
     reason = (
@@ -167,9 +157,12 @@ def choose(
         if best is linear
         else f"auto: {how} to take {least / base:.2f} of the linear scan's time"
     )
-    alternatives += search.given_up
+    alternatives = [
+        Alternative.of(option.schedule, option.nanoseconds, measured.get(id(option)))
+        for option in in_order
+    ]
     program = search.program if best is in_order[0] else None
-    return Choice(best.schedule, best.dense, reason, tuple(alternatives), program)
+    return Choice(best.schedule, best.dense, reason, (*alternatives, *search.given_up), program)
 
 
 def choose_for(
@@ -178,7 +171,7 @@ def choose_for(
     model: Model,
     *,
     fits: Callable[[Program], bool],
-    nbytes: float = math.inf,
+    nbytes: float,
 ) -> Choice:
     """Return the forms for a schedule that was asked for, or raise :class:`TooLargeError`.
 
@@ -280,8 +273,9 @@ class Search:
 
     def _try(self, schedule: Schedule) -> float:
         """Return nanoseconds, infinite if the search was given up."""
-        if any(schedule == other.schedule for other in self.candidates):
-            return next(o.nanoseconds for o in self.candidates if o.schedule == schedule)
+        for known in self.candidates:
+            if known.schedule == schedule:
+                return known.nanoseconds
         products = [_count_products(schedule), self.program.products]
         tables = sum(table_bytes(len(self._patterns), count) for count in products)
         try:
@@ -519,10 +513,10 @@ def _merged(patterns: Sequence[Pattern], model: Model, products: Products) -> It
                 merged.append(_Item(a.start, b.stop, products(b.pattern, a.pattern)))
             at = first + 2
         level = len(ups)
-        ups.append(_level(f"up-sweep {level}", runs))
-        downs.insert(0, _level(f"down-sweep {level}", [[op] for op in middle]))
+        ups.append(level_of(f"up-sweep {level}", runs))
+        downs.insert(0, level_of(f"down-sweep {level}", [[op] for op in middle]))
         items = merged
-        linear = _level("linear", [[(0, item.start, item.stop) for item in items]])
+        linear = level_of("linear", [[(0, item.start, item.stop) for item in items]])
         yield Schedule.from_levels(n, [*ups, linear, *downs])
 
 
@@ -533,9 +527,3 @@ def _swept_meanwhile(merges: Sequence[_Merge]) -> int:
     while head < len(merges) and (time := time - merges[head].step) >= 0:
         head += 1
     return head
-
-
-def _level(name: str, runs: Sequence[Sequence[tuple[int, int, int]]]) -> Level:
-    kept = [np.array(run, np.int64) for run in runs if run]
-    ops = np.concatenate([np.empty((0, 3), np.int64), *kept])
-    return Level(name, ops, np.cumsum([0] + [len(run) for run in kept], dtype=np.int64))

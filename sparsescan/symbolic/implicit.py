@@ -263,31 +263,31 @@ def planned(step: Step) -> Pattern:
 
 def count(step: Step) -> Pattern:
     """Return a pattern with about as many entries as the Jacobian of a step: only to be counted."""
-    if _is_small(step):
+    if isinstance(step, Pattern) or _is_small(step):
         return explicit(step)
-    whole, *later = factors_of(step)
-    for factor in later:
-        if not _is_quick(factor, whole):
-            return counted(step.shape, product_nnz(factor, whole))
-        whole = product(factor, whole)
-    return whole
+    whole, later = _multiplied(step)
+    return counted(step.shape, product_nnz(later[0], whole))
 
 
 def _is_small(step: Step) -> bool:
     """Return whether the pattern of the Jacobian of a step is known, or soon worked out."""
     if isinstance(step, Pattern) or step._jacobian is not None or any(step.solved):
         return True
-    whole, *later = step.factors
-    for factor in later:
-        if not _is_quick(factor, whole):
-            return False
-        whole = product(factor, whole)
+    whole, later = _multiplied(step)
+    if later:
+        return False
     step._jacobian = whole
     return True
 
 
-def _is_quick(a: Pattern, b: Pattern) -> bool:
-    return not a.kind == b.kind == "general" or multiply_adds(a, b) <= _EXACT
+def _multiplied(step: ImplicitPattern) -> tuple[Pattern, Sequence[Pattern]]:
+    """Return the product of the first factors, as far as it is soon worked out, and the others."""
+    whole, *later = step.factors
+    while later and (
+        not whole.kind == later[0].kind == "general" or multiply_adds(later[0], whole) <= _EXACT
+    ):
+        whole = product(later.pop(0), whole)
+    return whole, later
 
 
 def factor_starts(steps: Sequence[Step | None]) -> NDArray[np.int64]:

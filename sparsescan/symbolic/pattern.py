@@ -25,6 +25,7 @@ __all__ = [
     "TooLargeError",
     "block_diagonal",
     "counted",
+    "indptr_of",
     "multiply_adds",
     "of_mask",
     "product",
@@ -266,8 +267,6 @@ def product_nnz(a: Pattern, b: Pattern) -> int:
     if "dense" in (a.kind, b.kind):
         met_rows, met_cols = _met(a, b)
         return int(met_rows.sum()) * int(met_cols.sum())
-    if a.shape[0] == 0:
-        return 0
     count = min(a.shape[0], _SAMPLE)
     rows = np.random.default_rng(0).choice(a.shape[0], count, replace=False, shuffle=False)
     entries = kernels.count_entries(a.indptr, a.indices, b.indptr, b.indices, b.shape[1], rows)
@@ -363,15 +362,19 @@ def counted(shape: tuple[int, int], nnz: int) -> Pattern:
 
 def of_mask(mask: NDArray[np.bool_]) -> Pattern:
     """Return the pattern with an entry wherever a matrix is True."""
-    indptr = np.zeros(len(mask) + 1, np.int64)
-    np.cumsum(np.count_nonzero(mask, axis=1), out=indptr[1:])
-    return trusted(indptr, np.nonzero(mask)[1], (mask.shape[0], mask.shape[1]))
+    rows, columns = np.nonzero(mask)
+    return trusted(indptr_of(rows, len(mask)), columns, (mask.shape[0], mask.shape[1]))
 
 
 def rows_of(pattern: Pattern) -> NDArray[np.int64]:
     """Return the row of every entry, whose column is in ``pattern.indices``."""
     rows = np.arange(pattern.shape[0], dtype=np.int64)
     return np.repeat(rows, np.diff(pattern.indptr))
+
+
+def indptr_of(rows: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """Return where the entries of each of `count` rows start, and where the last end."""
+    return np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
 
 
 def index_dtype(shape: tuple[int, int], nnz: int) -> np.dtype[Any]:

@@ -88,8 +88,6 @@ class Program:
         dense: Collection[tuple[int, int]] = (),
         products: Products | None = None,
     ) -> None:
-        if schedule.n != len(steps):
-            raise InputError(f"schedule is for {schedule.n} Jacobians; expected {len(steps)}")
         self.steps, self.chunks = steps, schedule.chunks
         patterns: list[Any] = list(steps)
         indices: list[IndexedPattern | None] = []

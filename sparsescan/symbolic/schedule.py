@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.arrays import check_memory, host_array
 from ..arrays.frozen import Frozen
@@ -37,6 +37,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "chunk_levels",
+    "level_of",
     "read_schedule",
     "schedule_of",
 ]
@@ -140,7 +141,7 @@ class Schedule(Frozen):
         """
         n = check_count("n", n, 0)
         with _making(f"Schedule.linear({n})", n):
-            return schedule_of(n, [_level("linear", [_sweep(0, n)])], f"linear({n})")
+            return schedule_of(n, [level_of("linear", [_sweep(0, n)])], f"linear({n})")
 
     @classmethod
     def blelloch(cls, n: int) -> Schedule:
@@ -414,13 +415,13 @@ def chunk_levels(bounds: Sequence[int]) -> list[Level]:
     used = len(bounds) - 1
     first = [_sweep(0, bounds[1])]
     first += [_reduction(bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
-    boundaries = [(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]
+    boundaries = [[(0, bounds[c], bounds[c + 1]) for c in range(1, used - 1)]]
     # A boundary is the last prefix of its chunk, so the sweep of that chunk stops before it.
     last = [_sweep(bounds[c], bounds[c + 1] - (c < used - 1), offset=1) for c in range(1, used)]
     return [
-        _level("chunks", first),
-        _level("boundaries", [np.array(boundaries, np.int64).reshape(-1, 3)]),
-        _level("sweeps", last),
+        level_of("chunks", first),
+        level_of("boundaries", boundaries),
+        level_of("sweeps", last),
     ]
 
 
@@ -473,10 +474,12 @@ def check_flag(name: str, value: Any) -> bool:
         raise InputTypeError(f"{name} is {short(value)}; expected True or False") from None
 
 
-def _level(name: str, runs: list[NDArray[np.int64]]) -> Level:
-    runs = [run for run in runs if len(run)]
-    ops = np.concatenate([np.empty((0, 3), np.int64), *runs])
-    return Level(name, ops, np.cumsum([0] + [len(run) for run in runs], dtype=np.int64))
+def level_of(name: str, runs: Iterable[ArrayLike]) -> Level:
+    """Return the level with these runs, each a list or array of operations that may be empty."""
+    parts = [np.reshape(run, (-1, 3)).astype(np.int64, copy=False) for run in runs]
+    ops = np.concatenate([np.empty((0, 3), np.int64), *parts])
+    counts = [len(part) for part in parts if len(part)]
+    return Level(name, ops, np.cumsum([0, *counts], dtype=np.int64))
 
 
 def _sweep(start: int, stop: int, offset: int = 0) -> NDArray[np.int64]:
@@ -508,7 +511,7 @@ def _truncated_levels(n: int, up_levels: int) -> list[Level]:
     stop = mid + (1 << up_levels)
     keep = stop <= n
     linear = np.stack([np.zeros_like(mid), mid, stop], axis=1)[keep]
-    levels.append(_level("linear", [linear]))
+    levels.append(level_of("linear", [linear]))
     for d in reversed(range(up_levels)):
         mid = np.arange(2 << d, n, 2 << d, dtype=np.int64)
         stop = mid + (1 << d)

@@ -1,13 +1,12 @@
 """A chain comes back from its file as it was, and a damaged file is called one."""
 
-import io
 import time
 import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from damaged import arrays_of, bomb, file_of, other_files
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,8 +161,7 @@ def steps_of(jacobians):
 
 def saved_as(path, how):
     """Write a file again: compressed, big-endian, or in Fortran's order."""
-    with np.load(path) as stored:
-        arrays = dict(stored)
+    arrays = arrays_of(path.read_bytes())
     if how == "big-endian":
         arrays = {key: a.astype(a.dtype.newbyteorder(">")) for key, a in arrays.items()}
     if how == "Fortran":
@@ -349,11 +347,7 @@ def assert_refused(path, contents, match=None):
 
 def rewritten(contents, **changes):
     """Return the file with other arrays under some keys; None drops the key."""
-    with np.load(io.BytesIO(contents)) as arrays:
-        kept = dict(arrays) | changes
-    file = io.BytesIO()
-    np.savez(file, **{key: array for key, array in kept.items() if array is not None})
-    return file.getvalue()
+    return file_of(arrays_of(contents) | changes)
 
 
 @given(layout=st.sampled_from(LAYOUTS), share=st.floats(0, 1, exclude_max=True))
@@ -416,8 +410,7 @@ def test_arrays_that_were_tampered_with_are_refused_or_make_a_sound_chain(
     folder, saved, layout, data
 ):
     """Checksums are right here: only the reader's own checks stand between file and kernels."""
-    with np.load(io.BytesIO(saved[layout])) as stored:
-        arrays = dict(stored)
+    arrays = arrays_of(saved[layout])
     integers = [key for key, array in arrays.items() if array.dtype.kind == "i"]
     key = data.draw(st.sampled_from(integers))
     array = arrays[key].reshape(-1).copy()
@@ -455,8 +448,7 @@ EVERY_KEY = [
 
 def test_a_file_has_no_other_keys(saved):
     for layout, contents in saved.items():
-        with np.load(io.BytesIO(contents)) as arrays:
-            assert set(arrays) == {"version", "layout", "grad", *KEYS[layout]}
+        assert set(arrays_of(contents)) == {"version", "layout", "grad", *KEYS[layout]}
 
 
 @pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
@@ -468,8 +460,7 @@ def test_each_key_is_needed(tmp_path, saved, layout, key):
 @pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
 @pytest.mark.parametrize("dtype", [object, np.complex128, np.float16, "U3"])
 def test_each_key_has_its_dtype(tmp_path, saved, layout, key, dtype):
-    with np.load(io.BytesIO(saved[layout])) as arrays:
-        damaged = np.zeros(arrays[key].shape, dtype)
+    damaged = np.zeros(arrays_of(saved[layout])[key].shape, dtype)
     name = "Object arrays" if dtype is object else "layout is ''" if key == "layout" else key
     if key == "layout" and dtype not in (object, "U3"):
         name = "layout has dtype"
@@ -478,8 +469,7 @@ def test_each_key_has_its_dtype(tmp_path, saved, layout, key, dtype):
 
 @pytest.mark.parametrize(("layout", "key"), EVERY_KEY)
 def test_each_key_has_its_shape(tmp_path, saved, layout, key):
-    with np.load(io.BytesIO(saved[layout])) as arrays:
-        damaged = np.stack([arrays[key], arrays[key]])
+    damaged = np.stack([arrays_of(saved[layout])[key]] * 2)
     assert_refused(tmp_path / "f.npz", rewritten(saved[layout], **{key: damaged}))
 
 
@@ -517,8 +507,7 @@ def test_each_key_has_its_shape(tmp_path, saved, layout, key):
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, saved, key, change, match):
-    with np.load(io.BytesIO(saved["list"])) as arrays:
-        damaged = change(arrays[key])
+    damaged = change(arrays_of(saved["list"])[key])
     assert_refused(tmp_path / "f.npz", rewritten(saved["list"], **{key: damaged}), match)
 
 
@@ -529,21 +518,9 @@ def test_a_pattern_too_large_for_its_file_is_refused(tmp_path, saved):
 
 
 def test_other_files_are_refused(tmp_path):
-    array, archive = io.BytesIO(), io.BytesIO()
-    np.save(array, np.ones(3))
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("version", b"1")
-    assert_refused(tmp_path / "empty", b"", "not a zip file")
-    assert_refused(tmp_path / "text", b"a line\n" * 100, "not a zip file")
-    assert_refused(tmp_path / "one.npy", array.getvalue(), "not a zip file")
-    assert_refused(tmp_path / "other.zip", archive.getvalue(), "the key 'version' is missing")
+    for name, (contents, match) in other_files().items():
+        assert_refused(tmp_path / name, contents, match)
 
 
 def test_nothing_is_unpickled(tmp_path, saved):
-    class Bomb:
-        def __reduce__(self):
-            return pytest.fail, ("the file was unpickled",)
-
-    bomb = np.empty((), object)
-    bomb[()] = Bomb()
-    assert_refused(tmp_path / "f.npz", rewritten(saved["list"], grad=bomb), "allow_pickle=False")
+    assert_refused(tmp_path / "f.npz", rewritten(saved["list"], grad=bomb()), "allow_pickle=False")

@@ -585,7 +585,7 @@ def test_attributes_that_somebody_replaced_are_read_or_refused(name, value):
 
 
 # ---------------------------------------------------------------------------------------------
-# What compares, counts or holds in ways of its own
+# Objects that compare, count or hold in ways of their own
 # ---------------------------------------------------------------------------------------------
 
 ODD_OPTIONS: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles import every_schedule, random_patterns
+from oracles import random_patterns
 from sampling import slow
-from trees import random_levels
+from trees import any_schedule
 
 import sparsescan
 from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
@@ -67,11 +67,6 @@ class Case:
         finally:
             tracemalloc.stop()
         return max(planned, ran), plan
-
-
-def any_schedule(rng: np.random.Generator, n: int) -> Schedule:
-    named = [*every_schedule(n), Schedule.from_levels(n, random_levels(rng, n))]
-    return named[int(rng.integers(len(named)))]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,16 +19,16 @@ def test_none_is_zeros_in_every_form(chain: Chain) -> None:
     local = chain.local_grads
     assume(local is not None and any(each is not None for each in local))
     zeros = np.zeros(chain.grad.shape, np.float32)  # of the dtype that decides nothing
-    scan = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
-    result = scan(None, chain.jacobians, local_grads=local)
-    assert same_bits(result, scan(zeros, chain.jacobians, local_grads=local))
+    chain.grad = None
+    result = chain.scan()
+    plan = sparsescan.plan(patterns_of(chain.jacobians))
+    assert same_bits(chain.scan(plan, values_only(chain.jacobians)), result)
+    chain.grad = zeros
+    assert same_bits(chain.scan(), result)
     if len(result):
         dtype = result[0].dtype
         expected = sequential(zeros, chain.jacobians, local, inclusive=chain.inclusive, dtype=dtype)
         assert_within(result, expected, dtype)
-    plan = sparsescan.plan(patterns_of(chain.jacobians))
-    scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
-    assert same_bits(scan(None, values_only(chain.jacobians), local_grads=local), result)
 
 
 @given(cases())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import io
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from damaged import arrays_of, bomb, file_of, other_files
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
@@ -26,7 +25,7 @@ from oracles import (
     values_only,
 )
 from sampling import examples, slow
-from trees import random_levels
+from trees import any_schedule, products_of, random_levels
 
 import sparsescan
 import sparsescan.planning.costs.cpu
@@ -56,7 +55,7 @@ def assert_same(result: ScanPlan, expected: ScanPlan) -> None:
 
 
 @st.composite
-def any_schedule(draw: Any, n: int) -> Schedule | str:
+def named_or_tree(draw: Any, n: int) -> Schedule | str:
     if draw(st.booleans()):
         return draw(schedules(n))
     return Schedule.from_levels(
@@ -75,8 +74,7 @@ def reloaded(plan: ScanPlan, folder: Path) -> ScanPlan:
 
 
 def run(plan: ScanPlan, chain: Chain) -> Any:
-    scan = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
-    return scan(chain.grad, values_only(chain.jacobians), local_grads=chain.local_grads)
+    return chain.scan(plan, values_only(chain.jacobians))
 
 
 @given(st.data())
@@ -84,7 +82,7 @@ def test_a_plan_comes_back_and_gives_the_same_bits(folder: Path, data: Any) -> N
     chain = data.draw(chains())
     plan = sparsescan.plan(
         patterns_of(chain.jacobians),
-        schedule=data.draw(any_schedule(len(chain.jacobians))),
+        schedule=data.draw(named_or_tree(len(chain.jacobians))),
         batch=data.draw(st.sampled_from([None, chain.batch or None])),
         dtype=data.draw(st.sampled_from([None, chain.dtype])),
         device=data.draw(st.sampled_from([None, "cpu"])),
@@ -133,11 +131,6 @@ def test_a_memory_limit_comes_back(tmp_path: Path, limit: int) -> None:
     assert_same(reloaded(plan, tmp_path), plan)
 
 
-def products_of(schedule: Schedule) -> list[tuple[int, int]]:
-    ops = [op for level in schedule.levels for op in level.ops.tolist()]
-    return [(start, stop) for start, _, stop in ops if start > 0]
-
-
 TIMES = st.none() | st.floats(0, 1e12)
 
 
@@ -147,7 +140,7 @@ def test_what_the_planner_said_comes_back(folder: Path, data: Any) -> None:
     chain = data.draw(chains())
     n = len(chain.jacobians)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    schedule = Schedule.from_levels(n, random_levels(rng, n))
+    schedule = any_schedule(rng, n)
     names = st.sampled_from([repr(schedule), "Schedule.linear(9)"])
     counts = st.integers(0, 2**40)
     plan = ScanPlan(
@@ -278,11 +271,6 @@ def saved(folder: Path) -> dict[str, bytes]:
     return result
 
 
-def arrays_of(contents: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(contents)) as arrays:
-        return dict(arrays)
-
-
 def assert_refused(path: Path, contents: bytes, match: str | None = None) -> None:
     path.write_bytes(contents)
     with pytest.raises(PlanFileError, match=match) as caught:
@@ -303,9 +291,7 @@ def rewritten(contents: bytes, **changes: Any) -> bytes:
         digest.update(kept[key].tobytes())
     if "digest" not in changes:
         kept["digest"] = np.array(digest.hexdigest())
-    file = io.BytesIO()
-    np.savez(file, **kept)
-    return file.getvalue()
+    return file_of(kept)
 
 
 def test_the_digest_is_what_this_test_thinks(tmp_path: Path, saved: dict[str, bytes]) -> None:
@@ -541,15 +527,9 @@ def test_patterns_that_do_not_chain_are_refused(tmp_path: Path, saved: dict[str,
 
 
 def test_other_files_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> None:
-    array, archive = io.BytesIO(), io.BytesIO()
-    np.save(array, np.ones(3))
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("version", b"1")
+    for name, (contents, match) in other_files().items():
+        assert_refused(tmp_path / name, contents, match)
     save_chain(tmp_path / "chain", np.ones(2), np.ones((3, 2, 2)))
-    assert_refused(tmp_path / "empty", b"", "not a zip file")
-    assert_refused(tmp_path / "text", b"a line\n" * 100, "not a zip file")
-    assert_refused(tmp_path / "one.npy", array.getvalue(), "not a zip file")
-    assert_refused(tmp_path / "other.zip", archive.getvalue(), "the key 'version' is missing")
     assert_refused(tmp_path / "c", (tmp_path / "chain").read_bytes(), "the key 'digest' is missing")
     (tmp_path / "plan").write_bytes(saved["levels"])
     with pytest.raises(ChainFileError, match="the key 'layout' is missing"):
@@ -557,12 +537,5 @@ def test_other_files_are_refused(tmp_path: Path, saved: dict[str, bytes]) -> Non
 
 
 def test_nothing_is_unpickled(tmp_path: Path, saved: dict[str, bytes]) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return pytest.fail, ("the file was unpickled",)
-
-    bomb = np.empty((), object)
-    bomb[()] = Bomb()
-    file = io.BytesIO()
-    np.savez(file, **arrays_of(saved["levels"]) | {"ops": bomb})
-    assert_refused(tmp_path / "p", file.getvalue(), "allow_pickle=False")
+    contents = file_of(arrays_of(saved["levels"]) | {"ops": bomb()})
+    assert_refused(tmp_path / "p", contents, "allow_pickle=False")

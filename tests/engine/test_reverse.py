@@ -28,15 +28,14 @@ def test_every_form_in_the_order_of_time(chain: Chain) -> None:
     local = chain.local_grads
     local = local if local is None else turned(local)
     jacobians = turned(chain.jacobians)
-    name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
-    forward = getattr(sparsescan, name)(chain.grad, chain.jacobians, local_grads=chain.local_grads)
-    result = getattr(sparsescan, name)(chain.grad, jacobians, local_grads=local, reverse=True)
+    forward = chain.scan()
+    result = chain.call()(chain.grad, jacobians, local_grads=local, reverse=True)
     assert type(result) is type(forward)
     assert same_bits(result, turned(forward))
     assert_within(turned(result), chain.oracle(), chain.dtype)
     plan = sparsescan.plan(jacobians, reverse=True)
     assert plan.patterns == tuple(patterns_of(chain.jacobians))
-    scan = getattr(plan, name)
+    scan = chain.call(plan)
     for values in (jacobians, values_only(jacobians), jacobians):
         assert same_bits(scan(chain.grad, values, local_grads=local), result)
 

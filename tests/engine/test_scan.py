@@ -39,20 +39,6 @@ from sparsescan import (
     Schedule,
 )
 
-
-def scan(chain: Chain, schedule: Any = "auto") -> Any:
-    """Run the one-shot scan that a random chain asks for."""
-    call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
-    return call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
-
-
-def scan_with(plan: sparsescan.ScanPlan, chain: Chain, jacobians: Any = None) -> Any:
-    """Scan with a plan, for these Jacobians or for the chain's own."""
-    call = plan.inclusive_scan if chain.inclusive else plan.exclusive_scan
-    jacobians = chain.jacobians if jacobians is None else jacobians
-    return call(chain.grad, jacobians, local_grads=chain.local_grads)
-
-
 # ---------------------------------------------------------------------------------------------
 # Against the oracle
 # ---------------------------------------------------------------------------------------------
@@ -67,7 +53,7 @@ def scan_with(plan: sparsescan.ScanPlan, chain: Chain, jacobians: Any = None) ->
 def test_a_scan_is_back_propagation(sizes, data):
     chain = data.draw(chains(**sizes))
     schedule = data.draw(schedules(len(chain.jacobians)))
-    assert_within(scan(chain, schedule), chain.oracle(), chain.dtype)
+    assert_within(chain.scan(schedule=schedule), chain.oracle(), chain.dtype)
 
 
 @given(st.data())
@@ -75,13 +61,13 @@ def test_a_plan_gives_the_bits_of_a_one_shot_scan(data):
     """From Jacobians or from bare patterns; with Jacobians or bare values; again and again."""
     chain = data.draw(chains())
     schedule = data.draw(schedules(len(chain.jacobians)))
-    once = scan(chain, schedule)
-    assert same_bits(once, scan(chain, schedule))
+    once = chain.scan(schedule=schedule)
+    assert same_bits(once, chain.scan(schedule=schedule))
     for source in (chain.jacobians, patterns_of(chain.jacobians)):
         plan = sparsescan.plan(source, schedule=schedule)
         values = values_only(chain.jacobians) if len(chain.jacobians) else chain.jacobians
         for jacobians in (chain.jacobians, values, chain.jacobians):
-            again = scan_with(plan, chain, jacobians)
+            again = chain.scan(plan, jacobians)
             assert type(again) is type(once)
             assert same_bits(once, again)
 
@@ -158,13 +144,13 @@ def test_integers_are_summed_exactly():
 
 
 # ---------------------------------------------------------------------------------------------
-# What comes back
+# Forms of the result
 # ---------------------------------------------------------------------------------------------
 
 
 @given(chains(max_n=6))
 def test_stacked_in_stacked_out(chain):
-    result = scan(chain)
+    result = chain.scan()
     count = len(chain.jacobians) + chain.inclusive
     assert len(result) == count
     stacked = isinstance(chain.jacobians, (CSRChain, np.ndarray))
@@ -367,8 +353,8 @@ def test_the_callers_arrays_stay_as_they_are(data):
     chain = data.draw(chains())
     before = [array.tobytes() for array in arrays_of(chain)]
     for schedule in every_schedule(len(chain.jacobians)):
-        scan(chain, schedule)
-        scan_with(sparsescan.plan(chain.jacobians, schedule=schedule), chain)
+        chain.scan(schedule=schedule)
+        chain.scan(sparsescan.plan(chain.jacobians, schedule=schedule))
     assert [array.tobytes() for array in arrays_of(chain)] == before
 
 
@@ -435,7 +421,7 @@ def test_the_second_run_of_a_plan_allocates_only_its_result(form, local, schedul
 
 
 # ---------------------------------------------------------------------------------------------
-# What a plan insists on
+# A plan insists on its chain
 # ---------------------------------------------------------------------------------------------
 
 

@@ -78,7 +78,7 @@ def test_runs_of_a_level_do_not_depend_on_each_other(family, order):
             for level in schedule.levels:
                 assert level.runs[0] == 0
                 assert level.runs[-1] == len(level.ops)
-                runs = [level.ops[a:b].tolist() for a, b in zip(level.runs, level.runs[1:])]  # noqa: B905
+                runs = [level.ops[a:b].tolist() for a, b in itertools.pairwise(level.runs)]
                 assert all(runs), f"{schedule} has an empty run"
                 for run in runs[::order]:
                     for start, mid, stop in run:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib
 import itertools
+import os
 import pickle
 import threading
 import tracemalloc
@@ -28,7 +28,7 @@ import scipy.sparse as sp
 from fresh_python import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import mask, same_bits
+from oracles import mask, on_pattern, same_bits
 from sampling import slow
 from scipy.sparse.linalg import spsolve
 
@@ -87,13 +87,9 @@ def regular(rng: np.random.Generator, entries: np.ndarray, dtype: Any, *lead: in
 
 def packed(dense: np.ndarray, entries: np.ndarray, form: str) -> Any:
     """Return matrices of a pattern in some form."""
-    pattern = of_mask(entries)
-    data = np.ascontiguousarray(dense[..., entries])
     if form == "dense":
         return dense
-    if dense.ndim == 3:
-        return BatchedCSR.from_pattern(data, pattern)
-    return sp.csr_array((data, pattern.indices, pattern.indptr), shape=pattern.shape)
+    return on_pattern(np.ascontiguousarray(dense[..., entries]), of_mask(entries))
 
 
 class Step:
@@ -317,7 +313,7 @@ def test_factors_of_a_pattern_take_as_much_as_is_said() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is factorised, and what is ordered
+# Orderings and factorisations are kept
 # ---------------------------------------------------------------------------------------------
 
 
@@ -959,6 +955,6 @@ FORK = """
 """
 
 
-@pytest.mark.skipif(not hasattr(importlib.import_module("os"), "fork"), reason="no fork here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_plan_goes_on_after_a_fork(tmp_path: Path) -> None:
     assert run_python(FORK, tmp_path, NUMBA_NUM_THREADS="3").split() == ["0"]

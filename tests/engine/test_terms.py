@@ -49,6 +49,22 @@ def followed(terms: Terms, a: Any, x: Any, nnz: int, longest: int) -> Any:
     return values
 
 
+def agree(
+    a: Pattern, x: Pattern, c: Pattern, longest: int, exact: Pattern, dtype: np.dtype[Any] = I4
+) -> Terms:
+    """Check the product of random matrices, of which `A` has the entries `exact`."""
+    rng = np.random.default_rng()
+    terms, counts = lay_out_terms(a, x, c, longest, dtype), count_terms(a, x, c, longest)
+    assert counts == sizes_of(terms)
+    own, others = matrix(exact, rng.standard_normal(exact.nnz)), rng.standard_normal(x.nnz)
+    values = own.data if a is exact else own.toarray().ravel()
+    computed = matrix(c, followed(terms, values, others, c.nnz, longest)).toarray()
+    wanted = (own @ matrix(x, others)).toarray()
+    sizes = (abs(own) @ matrix(x, abs(others))).toarray()
+    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes).all()
+    return terms
+
+
 @settings(max_examples=examples(200))
 @given(st.data())
 def test_products_that_follow_the_tables(data: Any) -> None:
@@ -63,15 +79,10 @@ def test_products_that_follow_the_tables(data: Any) -> None:
         return
     c = Pattern.dense((sizes[0], sizes[2])) if data.draw(st.booleans()) else product(a, x)
     longest, dtype = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([I4, I8]))
-    terms, counts = lay_out_terms(a, x, c, longest, dtype), count_terms(a, x, c, longest)
-    own, others = rng.standard_normal(a.nnz), rng.standard_normal(x.nnz)
-    computed = matrix(c, followed(terms, own, others, c.nnz, longest)).toarray()
-    wanted = (matrix(a, own) @ matrix(x, others)).toarray()
-    sizes_of_terms = (matrix(a, abs(own)) @ matrix(x, abs(others))).toarray()
-    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
+    terms = agree(a, x, c, longest, a, dtype)
     assert int(terms.work.sum()) == multiply_adds(a, x)
-    assert counts == sizes_of(terms)
     *arrays, _, _ = terms
+    counts = count_terms(a, x, c, longest)
     assert counts.nbytes(dtype.itemsize) == [array.nbytes for array in arrays]
 
 
@@ -87,16 +98,9 @@ def test_terms_of_zeros_that_are_stored_are_left_out(data: Any) -> None:
     )
     if exact.kind == "diagonal" or x.kind != "general":
         return
-    a, c, longest = Pattern.dense((rows, inner)), product(exact, x), data.draw(st.integers(1, 9))
-    terms, counts = lay_out_terms(a, x, c, longest, I4), count_terms(a, x, c, longest)
-    own, others = rng.standard_normal(exact.nnz), rng.standard_normal(x.nnz)
-    wanted = matrix(exact, own) @ matrix(x, others)
-    followed_values = followed(terms, matrix(exact, own).toarray().ravel(), others, c.nnz, longest)
-    computed = matrix(c, followed_values).toarray()
-    sizes_of_terms = (matrix(exact, abs(own)) @ matrix(x, abs(others))).toarray()
-    assert (abs(computed - wanted.toarray()) <= 64 * np.finfo(F8).eps * sizes_of_terms).all()
+    a, longest = Pattern.dense((rows, inner)), data.draw(st.integers(1, 9))
+    terms = agree(a, x, product(exact, x), longest, exact)
     assert multiply_adds(exact, x) <= int(terms.work.sum()) <= multiply_adds(a, x)
-    assert counts == sizes_of(terms)
 
 
 def test_rows_of_a_dense_product_share_slots() -> None:
@@ -113,34 +117,15 @@ def test_rows_of_a_dense_product_share_slots() -> None:
 def test_slots_of_long_rows_are_aligned_as_their_entries_are() -> None:
     rng = np.random.default_rng()
     a, x = of_mask(rng.random((9, 12)) < 0.5), of_mask(rng.random((12, 200)) < 0.4)
-    c = product(a, x)
-    terms, counts = lay_out_terms(a, x, c, 80, I4), count_terms(a, x, c, 80)
+    terms = agree(a, x, product(a, x), 80, a)
     assert ((terms.slot_starts - terms.x_starts) % 16 == 0).all()
-    assert counts.slots == len(terms.slots) > multiply_adds(a, x)
-    own, others = rng.standard_normal(a.nnz), rng.standard_normal(x.nnz)
-    computed = matrix(c, followed(terms, own, others, c.nnz, 80)).toarray()
-    wanted = (matrix(a, own) @ matrix(x, others)).toarray()
-    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * 12 * 25).all()
+    assert len(terms.slots) > multiply_adds(a, x)
 
 
 def convolution(rng: np.random.Generator, channels: tuple[int, int], places: int) -> Any:
     """Which entries a one-dimensional convolution of three weights has, some of them pruned."""
     weights = [np.kron(rng.random(channels) < 0.5, np.eye(places, k=k)) for k in (-1, 0, 1)]
     return sum(weights) > 0
-
-
-def agree(a: Pattern, x: Pattern, c: Pattern, longest: int, exact: Pattern) -> Terms:
-    """Check the product of random matrices, of which `A` has the entries `exact`."""
-    rng = np.random.default_rng()
-    terms, counts = lay_out_terms(a, x, c, longest, I4), count_terms(a, x, c, longest)
-    assert counts == sizes_of(terms)
-    own, others = matrix(exact, rng.standard_normal(exact.nnz)), rng.standard_normal(x.nnz)
-    values = own.toarray().ravel() if a.kind == "dense" else own.data
-    computed = matrix(c, followed(terms, values, others, c.nnz, longest)).toarray()
-    wanted = (own @ matrix(x, others)).toarray()
-    sizes = (abs(own) @ matrix(x, abs(others))).toarray()
-    assert (abs(computed - wanted) <= 64 * np.finfo(F8).eps * sizes).all()
-    return terms
 
 
 @settings(max_examples=examples(50))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import check_operator, entries
+from autodiff import check_float32, check_operator, entries
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -180,14 +180,7 @@ MEANS = [
 
 @pytest.mark.parametrize(("op", "module"), MEANS)
 def test_means_in_float32(op: Any, module: Any) -> None:
-    x = np.random.default_rng(0).standard_normal((4, *op.input_shape)).astype(np.float32)
-    y = op.forward(x)
-    assert y.dtype == np.float32
-    bound = 4 * np.finfo(np.float32).eps * np.abs(x).max()
-    np.testing.assert_allclose(y, module(torch.tensor(x)).numpy(), rtol=0, atol=bound)
-    values = op.values(x)
-    assert values.dtype == np.float32
-    np.testing.assert_array_equal(values, op.values().astype(np.float32))
+    check_float32(op, module, batch=4, roundings=4)
 
 
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324])

@@ -14,6 +14,7 @@ import torch
 from autodiff import close, randomise, share
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import on_pattern
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Schedule
@@ -105,7 +106,7 @@ def rows(array: np.ndarray) -> np.ndarray:
 
 
 def dense(values: np.ndarray, pattern: sparsescan.Pattern) -> np.ndarray:
-    return sp.csr_array((values, pattern.indices, pattern.indptr), shape=pattern.shape).toarray()
+    return on_pattern(values, pattern).toarray()
 
 
 @given(cases())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autodiff import check_operator, close
+from autodiff import check_float32, check_operator, close
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -108,16 +108,8 @@ ARGUMENTS = [
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_upsampling_in_float32(arguments: dict[str, Any]) -> None:
     op = Upsample(**arguments, input_shape=(2, 4, 6))
-    x = np.random.default_rng(0).standard_normal((3, 2, 4, 6)).astype(np.float32)
-    y = op.forward(x)
-    assert y.dtype == np.float32
-    expected = torch.nn.Upsample(**arguments)(torch.tensor(x)).numpy()
     # PyTorch's positions are of float32 too, up to 6, and a weight is what is left of them.
-    bound = 32 * np.finfo(np.float32).eps * np.abs(x).max()
-    np.testing.assert_allclose(y, expected, rtol=0, atol=bound)
-    values = op.values(x)
-    assert values.dtype == np.float32
-    np.testing.assert_array_equal(values, op.values().astype(np.float32))
+    check_float32(op, torch.nn.Upsample(**arguments), batch=3, roundings=32)
 
 
 @pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan, 5e-324, 1e308])

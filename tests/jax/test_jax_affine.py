@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,15 +16,6 @@ import sparsescan
 from sparsescan import DeviceError, InputError, InputTypeError, Pattern
 from sparsescan.jax import affine_scan
 from sparsescan.symbolic.pattern import of_mask
-
-
-@pytest.fixture(autouse=True, scope="module")
-def double() -> Iterator[None]:
-    """Allow float64 on all threads: callbacks run on those of JAX, too."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
 
 
 class Case:

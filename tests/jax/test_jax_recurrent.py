@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,15 +13,6 @@ from sampling import slow
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.jacobians import GRU, LSTM, RNN
 from sparsescan.jax import recurrent
-
-
-@pytest.fixture(autouse=True, scope="module")
-def double() -> Iterator[None]:
-    """Allow float64 on all threads: callbacks run on those of JAX, too."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:

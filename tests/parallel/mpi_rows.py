@@ -20,7 +20,7 @@ from oracles import (
     steps_of,
     values_only,
 )
-from ranks import RANK, SIZE, WORLD, Broken, fails, random_chain, samples_of
+from ranks import RANK, SIZE, WORLD, Broken, expected_of, fails, part_of, random_chain
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Pattern, parallel
@@ -59,32 +59,17 @@ def rows_of(step: Any, rows: slice) -> Any:
     return step[rows] if step.ndim == 2 else step[:, rows]
 
 
-def part_of(
-    chain: Chain, grid: Grid, rank: int, cuts: list[int], shares: list[np.ndarray]
-) -> tuple[Chain, slice, list[slice]]:
-    """Return a rank's steps, its gradients, and its entries of each of the chain's."""
-    position, row = grid.position(rank), grid.row(rank)
-    steps = slice(cuts[position], cuts[position + 1])
-    got = slice(steps.start, steps.stop + (chain.inclusive and position == grid.chain - 1))
-    own = [slice(int(share[row]), int(share[row + 1])) for share in shares]
-    some = slice(None) if chain.batch is None else grid.samples(rank, chain.batch)
-    grad = chain.grad[..., own[0]] if chain.batch is None else chain.grad[some, own[0]]
-    jacobians = chain.jacobians
-    if isinstance(jacobians, np.ndarray):
-        jacobians = jacobians[steps, some] if jacobians.ndim == 4 else jacobians[steps]
-        jacobians = jacobians[..., own[-1], :]
+def cut_rows(mine: Chain, own: list[slice], got: slice) -> None:
+    """Leave a rank its entries `own` of each gradient of the whole chain, and rows of its steps."""
+    mine.grad = mine.grad[..., own[0]]
+    if isinstance(mine.jacobians, np.ndarray):
+        mine.jacobians = mine.jacobians[..., own[-1], :]
     else:
-        jacobians = [
-            rows_of(samples_of(step, some, chain.batch), own[k + 1])
-            for k, step in list(enumerate(steps_of(jacobians)))[steps]
-        ]
-    local = chain.local_grads
-    if local is not None:
-        local = [
-            None if a is None else (a if chain.batch is None else a[some])[..., own[k]]
-            for k, a in list(enumerate(local))[got]
-        ]
-    return Chain(grad, jacobians, local, chain.dtype, chain.inclusive, chain.batch), got, own
+        steps = zip(steps_of(mine.jacobians), own[got.start + 1 :], strict=False)
+        mine.jacobians = [rows_of(step, rows) for step, rows in steps]
+    if mine.local_grads is not None:
+        given = zip(mine.local_grads, own[got], strict=True)
+        mine.local_grads = [None if a is None else a[..., entries] for a, entries in given]
 
 
 @pytest.mark.parametrize("comm", COMMS.values(), ids=COMMS)
@@ -110,23 +95,22 @@ def check(seed: int, comm: MPI.Intracomm) -> None:
     if isinstance(chain.jacobians, np.ndarray):
         # One array has as many rows of every step.
         shares[1:] = shares[-1:] * n
-    mine, got, own = part_of(chain, grid, comm.rank, cuts, shares)
-    whole = comm.bcast(chain.oracle() if comm.rank == 0 else None)
-    some = slice(None) if chain.batch is None else grid.samples(comm.rank, chain.batch)
+    row = grid.row(comm.rank)
+    own = [slice(int(share[row]), int(share[row + 1])) for share in shares]
+    mine, got = part_of(chain, grid, cuts, comm.rank)
+    cut_rows(mine, own, got)
+    whole = expected_of(chain, grid, got, comm)
     expected = Gradients(
         *(
-            [
-                (array if chain.batch is None else array[some])[..., own[k]]
-                for k, array in list(enumerate(arrays))[got]
-            ]
+            [array[..., entries] for array, entries in zip(arrays, own[got], strict=True)]
             for arrays in (whole.exact, whole.bounds)
         )
     )
-    grad = mine.grad if grid.position(comm.rank) == 0 else None
-    name = "inclusive_scan" if chain.inclusive else "exclusive_scan"
+    if grid.position(comm.rank):
+        mine.grad = None
     about = f"seed {seed}, {grid}, cuts {cuts}, shares {shares}"
-    result = getattr(parallel, name)(
-        comm, grad, mine.jacobians, local_grads=mine.local_grads, grid=grid
+    result = mine.call(parallel)(
+        comm, mine.grad, mine.jacobians, local_grads=mine.local_grads, grid=grid
     )
     try:
         assert_within(result, expected, chain.dtype)
@@ -143,8 +127,7 @@ def check(seed: int, comm: MPI.Intracomm) -> None:
     )
     plan = parallel.plan(comm, patterns, grid=grid)
     for _ in range(2):
-        again = getattr(plan, name)(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
-        assert same_bits(again, result), about
+        assert same_bits(mine.scan(plan, values_only(mine.jacobians)), result), about
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from extremes import extreme_chain, finite_count, looped, needs_longer, oracle
+from extremes import extreme_chain, looped, needs_longer, oracle
 from mpi4py import MPI
 from oracles import (
     Gradients,
@@ -18,7 +18,7 @@ from oracles import (
     sequential,
     values_only,
 )
-from ranges import linear_length, positive_steps, two_blocks, waves
+from ranges import finite_count, linear_length, positive_steps, two_blocks, waves
 from ranks import grids, random_part
 
 import sparsescan
@@ -59,11 +59,10 @@ def check(seed: int) -> None:
     shared = grid.batch == 1 and rng.random() < 0.5
     batch = None if shared else int(rng.integers(grid.batch, grid.batch + 4))
     mine, expected, cuts = random_part(rng, grid, batch)
-    grad, name = mine.grad, "inclusive_scan" if mine.inclusive else "exclusive_scan"
     for schedule in ("vectors", "products"):
         options = {"grid": grid, "schedule": schedule}
-        result = getattr(parallel, name)(
-            WORLD, grad, mine.jacobians, local_grads=mine.local_grads, **options
+        result = mine.call(parallel)(
+            WORLD, mine.grad, mine.jacobians, local_grads=mine.local_grads, **options
         )
         try:
             assert_within(result, expected, mine.dtype)
@@ -71,9 +70,8 @@ def check(seed: int) -> None:
             raise AssertionError(f"seed {seed}, {options}, cuts {cuts}") from error
         if seed % 3 == 0:
             plan = parallel.plan(WORLD, patterns_of(mine.jacobians), **options)
-            scan = getattr(plan, name)
             for _ in range(2):
-                again = scan(grad, values_only(mine.jacobians), local_grads=mine.local_grads)
+                again = mine.scan(plan, values_only(mine.jacobians))
                 assert same_bits(again, result), (seed, options)
 
 

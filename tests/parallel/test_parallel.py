@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import (
     FORMS,
     STRUCTURES,
+    Gradients,
     jacobian,
     mask,
     random_patterns,
@@ -20,7 +21,7 @@ from oracles import (
     sequential,
     values,
 )
-from ranges import positive_steps, two_blocks
+from ranges import as_dense, positive_steps, two_blocks
 from sampling import slow
 
 import sparsescan
@@ -178,6 +179,11 @@ class Elements:
         size = self.ranges(len(self.messages) - 1, len(self.messages)).shape[0]
         return result[0].vector(size).reshape(*self.terms.shape, size)
 
+    def check(self, rng: np.random.Generator, grad: np.ndarray, expected: Gradients) -> None:
+        result = self.leaves(rng, grad)
+        assert result is not None
+        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+
 
 @given(st.data())
 def test_maps_combine_in_any_order(data: st.DataObject) -> None:
@@ -210,9 +216,7 @@ def test_maps_combine_in_any_order(data: st.DataObject) -> None:
     elements = Elements([steps[a:b] for a, b in pairs], own, batch, dtype, form)
     last = None if local is None else [*local, None]
     expected = sequential(grad, steps, last, inclusive=True, dtype=dtype)
-    result = elements.leaves(rng, grad)
-    assert result is not None
-    assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+    elements.check(rng, grad, expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr", "diagonal"])
@@ -225,35 +229,25 @@ def test_maps_far_out_of_range(kind: str, form: str) -> None:
         down.data[:], up.data[:] = 1e-5, 1e5
     for first, second in ((down, up), (up, down)):
         # Each part alone leaves the range; by turns, so that the gradient does not.
-        mixed = [step for pair in zip(steps(first), steps(second), strict=True) for step in pair]
+        mixed = [
+            step for pair in zip(as_dense(first), as_dense(second), strict=True) for step in pair
+        ]
         chain = [mixed[:1], mixed[1:-1], mixed[-1:]]
         grad = np.full(5, 1e-3, F4)
         elements = Elements(chain, None, None, F4, form)
         expected = sequential(grad, mixed, inclusive=True, dtype=F4)
-        result = elements.leaves(rng, grad)
-        assert result is not None
-        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+        elements.check(rng, grad, expected)
     # Three parts, each with products of 1e±60 a block.
-    blocks = steps(two_blocks(60, 10, 0.1))
+    blocks = list(as_dense(two_blocks(60, 10, 0.1)))
     elements = Elements([blocks[:20], blocks[20:40], blocks[40:]], None, None, F4, form)
     grad = np.repeat([1e-30, 1e30], 3).astype(F4)
     expected = sequential(grad, blocks, inclusive=True, dtype=F4)
     for _ in range(4):
-        result = elements.leaves(rng, grad)
-        assert result is not None
-        assert (np.abs(result - expected.exact[-1]) <= expected.bounds[-1]).all()
+        elements.check(rng, grad, expected)
     whole = elements.merge(
         elements.merge(elements.messages[0], elements.messages[1]), elements.messages[2]
     )
     assert abs(whole.exponents(6)[0, :-1]).max() > 100
-
-
-def steps(chain) -> list[np.ndarray]:
-    """Dense steps of a CSRChain."""
-    dense = np.zeros((len(chain), *chain.shape), chain.dtype)
-    rows = np.repeat(np.arange(chain.shape[0]), np.diff(chain.indptr))
-    dense[:, rows, chain.indices] = chain.data
-    return list(dense)
 
 
 def test_what_no_operator_can_combine_is_bad() -> None:

@@ -1,10 +1,10 @@
 """Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
 
-And how many divisions of 64 bits are in it, each of which is a hundred instructions.
+Printed too is how many divisions of 64 bits are in it, each of which is a hundred instructions.
 
 ``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
-Numba compiles with the suffix ``a``, for that very one. What was said of a kernel is kept until its
-sources or the compilers change, as compiled kernels are.
+Numba compiles with the suffix ``a``, for that very one. Reports are kept, as compiled
+kernels are, until the sources of a kernel or the compilers change.
 """
 
 from __future__ import annotations

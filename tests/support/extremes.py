@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from oracles import Gradients, assert_within, every_schedule, indices_of, sequential
+from ranges import as_dense, finite_count
 from sampling import times
 
 import sparsescan
@@ -78,12 +79,6 @@ def oracle(grad: np.ndarray, steps: Any, local: Any) -> Gradients:
     return sequential(grad, steps, local, dtype=grad.dtype, precision=np.longdouble)
 
 
-def finite_count(gradients: np.ndarray) -> int:
-    """How many gradients there are before one that is not finite."""
-    finite = np.isfinite(gradients).reshape(len(gradients), -1).all(axis=1)
-    return len(finite) if finite.all() else int(finite.argmin())
-
-
 # Five times as many examples as other tests have; ten thousand with --explore.
 EXAMPLES = times(5)
 # Whether there are floating-point numbers of a larger range than float64's.
@@ -93,11 +88,7 @@ needs_longer = pytest.mark.skipif(not LONGER, reason="no numbers of a larger ran
 
 def looped(grad: np.ndarray, steps: Any, local: Any) -> np.ndarray:
     """Back-propagation in the dtype of its input, as a caller would write it."""
-    dense = steps
-    if isinstance(steps, CSRChain):
-        dense = np.zeros((*steps.data.shape[:-1], *steps.shape), steps.dtype)
-        rows = np.repeat(np.arange(steps.shape[0]), np.diff(steps.indptr))
-        dense[..., rows, steps.indices] = steps.data
+    dense = as_dense(steps) if isinstance(steps, CSRChain) else steps
     gradients = [grad if local is None else grad + local[0]]
     for k, step in enumerate(dense[:-1], 1):
         x = (step * gradients[-1][..., None, :]).sum(-1)

@@ -58,7 +58,7 @@ SLOW = 5.0
 
 
 # ---------------------------------------------------------------------------------------------
-# What odd input means, if it is accepted
+# The values that accepted input stands for
 # ---------------------------------------------------------------------------------------------
 
 
@@ -259,24 +259,11 @@ def good_chain(rng: np.random.Generator) -> Chain:
         arrays = [draw(n // len(patterns), *lead, pattern.nnz) for pattern in patterns]
         jacobians, sizes = PeriodicChain(arrays, patterns), [sizes[0]] * (n + 1)
     else:
-        jacobians = []
-        for cols, rows in itertools.pairwise(sizes):
-            kinds = ["csr_array", "csr_matrix", "dense", "bare"]
-            kinds += [] if batch is None else ["batched", "dense of a batch"]
-            kind = kinds[rng.integers(len(kinds))]
-            where = oracles.mask(rng, "sparse", rows, cols)
-            indices, indptr = oracles.indices_of(where)
-            if kind == "dense of a batch":
-                jacobians.append(draw(batch, rows, cols))
-            elif kind == "batched":
-                data = draw(batch, len(indices))
-                jacobians.append(BatchedCSR(data, indices, indptr, where.shape))
-            elif kind.startswith("csr"):
-                matrix = getattr(sp, kind)(where.astype(dtype))
-                matrix.data[:] = draw(len(matrix.data))
-                jacobians.append(matrix)
-            else:
-                jacobians.append(draw(rows, cols))
+        forms = [str(form) for form in rng.choice(oracles.FORMS, n)]
+        jacobians = [
+            oracles.jacobian(rng, form, "sparse", (rows, cols), batch, dtype, np.int32)
+            for form, (cols, rows) in zip(forms, itertools.pairwise(sizes), strict=True)
+        ]
     return Chain(draw(*lead, sizes[0]), jacobians)
 
 
@@ -293,7 +280,7 @@ def scan(rng: np.random.Generator) -> Call:
             "blelloch",
             "truncated:1",
             "chunked:3",
-            *(oracles.every_schedule(length(chain))),
+            *oracles.every_schedule(len(chain.jacobians)),
         ]
         arguments["schedule"] = schedules[rng.integers(len(schedules))]
     if rng.random() < 0.2:
@@ -347,9 +334,11 @@ def planned(rng: np.random.Generator) -> Call:
     options |= {name: value for name, value in good.items() if rng.random() < 0.3}
     arguments: dict[str, Any] = {"grad": chain.grad, "jacobians": chain.jacobians}
     arguments |= options_of_a_scan(rng, chain, inclusive)
-    if rng.random() < 0.3:
-        values = bare_values(chain.jacobians)
-        arguments["jacobians"] = arguments["jacobians"] if values is None else values
+    if rng.random() < 0.3 and isinstance(chain.jacobians, list):
+        arguments["jacobians"] = [
+            item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
+            for item in chain.jacobians
+        ]
     turn(rng, options, arguments)
     spoil(rng, options if rng.random() < 0.5 else arguments)
 
@@ -374,16 +363,6 @@ def planned(rng: np.random.Generator) -> Call:
     return Call(run, f"plan({told(options)}).scan({told(arguments)})", check)
 
 
-def bare_values(jacobians: Any) -> Any:
-    """Return the values of a chain alone, if that is a form that a plan takes."""
-    if isinstance(jacobians, list):
-        return [
-            item.data if sp.issparse(item) or isinstance(item, BatchedCSR) else item
-            for item in jacobians
-        ]
-    return None
-
-
 def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -> dict[str, Any]:
     """Return some of the options that every scan takes."""
     options: dict[str, Any] = {}
@@ -391,18 +370,13 @@ def options_of_a_scan(rng: np.random.Generator, chain: Chain, inclusive: bool) -
         shapes = [chain.grad.shape]
         for step in chain.jacobians if isinstance(chain.jacobians, list) else ():
             shapes.append((*chain.grad.shape[:-1], step.shape[-2]))
-        count = length(chain) + inclusive
+        count = len(chain.jacobians) + inclusive
         shapes = [shapes[min(k, len(shapes) - 1)] for k in range(count)]
         local = [rng.standard_normal(shape).astype(chain.grad.dtype) for shape in shapes]
         options["local_grads"] = [None if rng.random() < 0.3 else each for each in local]
     if rng.random() < 0.1:
         options["stream"] = None
     return options
-
-
-def length(chain: Chain) -> int:
-    """Return the number of Jacobians."""
-    return len(chain.jacobians)
 
 
 def spoil(rng: np.random.Generator, arguments: dict[str, Any]) -> None:
@@ -498,35 +472,32 @@ def container(rng: np.random.Generator) -> Call:
     where = oracles.mask(rng, "sparse", size, size)
     indices, indptr = oracles.indices_of(where)
     index = {"indices": indices, "indptr": indptr, "shape": (size, size)}
+    pattern = Pattern(**index)
+    patterns = [pattern, Pattern.diagonal(size)]
+
+    def draw(*lead: int) -> np.ndarray:
+        return rng.standard_normal((*lead, pattern.nnz))
+
     kind = rng.integers(8)
     if kind == 0:
-        name, arguments = "BatchedCSR", {"data": rng.standard_normal((batch, len(indices)))} | index
+        name, arguments = "BatchedCSR", {"data": draw(batch)} | index
     elif kind == 1:
-        name, arguments = "CSRChain", {"data": rng.standard_normal((n, len(indices)))} | index
+        name, arguments = "CSRChain", {"data": draw(n)} | index
     elif kind == 2:
-        pattern = Pattern(indptr, indices, (size, size))
-        name = "CSRChain.from_pattern"
-        arguments = {"data": rng.standard_normal((n, batch, len(indices))), "pattern": pattern}
+        name, arguments = "CSRChain.from_pattern", {"data": draw(n, batch), "pattern": pattern}
     elif kind < 5:
-        pattern = Pattern(indptr, indices, (size, size))
-        patterns = [pattern, Pattern.diagonal(size)]
-        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
+        values = [draw(n), rng.standard_normal(size)]
         name, arguments = "PeriodicChain", {"values": values, "patterns": patterns}
     elif kind == 7:
-        arguments = {
-            "pattern": Pattern(indptr, indices, (size, size)),
-            "index": rng.integers(0, 3, len(indices)),
-            "size": 3,
-        }
+        places = rng.integers(0, 3, pattern.nnz)
+        arguments = {"pattern": pattern, "index": places, "size": 3}
         spoil(rng, arguments)
         return indexed_step(arguments)
     else:
-        factors = [Pattern(indptr, indices, (size, size)), Pattern.diagonal(size)]
-        values = [rng.standard_normal((n, len(indices))), rng.standard_normal(size)]
         name = "ImplicitChain" if kind == 5 else "ImplicitStep"
-        values[0] = values[0] if kind == 5 else values[0][0]
+        values = [draw(n) if kind == 5 else draw(), rng.standard_normal(size)]
         positions = [[], [1]][rng.integers(2)]
-        arguments = {"values": values, "pattern": ImplicitPattern(factors, positions)}
+        arguments = {"values": values, "pattern": ImplicitPattern(patterns, positions)}
     spoil(rng, arguments)
     cls = getattr(sparsescan, name.split(".")[0])
     make = cls.from_pattern if "." in name else cls

@@ -13,7 +13,7 @@ error has room too. `U` is for what falls among the subnormal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
+import sparsescan
 from sparsescan import BatchedCSR, CSRChain, Pattern, Schedule
 from sparsescan.planning.costs.cpu import FAMILIES, Cpu
 from sparsescan.symbolic.pattern import of_mask
@@ -203,6 +204,15 @@ class Chain:
     inclusive: bool
     batch: int | None
 
+    def call(self, by: Any = sparsescan) -> Any:
+        """Return the scan that it asks for, of the package or of a plan."""
+        return by.inclusive_scan if self.inclusive else by.exclusive_scan
+
+    def scan(self, by: Any = sparsescan, jacobians: Any = None, **options: Any) -> Any:
+        """Scan it, or other Jacobians in its place, by the package or by a plan."""
+        jacobians = self.jacobians if jacobians is None else jacobians
+        return self.call(by)(self.grad, jacobians, local_grads=self.local_grads, **options)
+
     def oracle(self) -> Gradients:
         return sequential(
             self.grad,
@@ -217,21 +227,43 @@ class Chain:
 def chains(draw: Any, max_n: int = 12, max_size: int = 7, min_size: int = 0) -> Chain:
     """Chains of every form: what is drawn is the structure; the numbers come from a drawn seed."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
-    n = draw(st.integers(0, max_n), label="n")
-    whole = draw(st.sampled_from(["list", "list", "CSRChain", "dense stack"]), label="whole")
-    batch = draw(st.sampled_from([None, None, 1, 2, 3, 0]), label="batch")
-    dtypes = draw(st.sampled_from([["f4"], ["f8"], ["f4", "f8"]]), label="dtypes")
-    inclusive = draw(st.booleans(), label="inclusive")
-    size = st.integers(min_size, max_size)
+    return chain_of(
+        lambda options, label=None: draw(st.sampled_from(options), label=label),
+        rng,
+        range(max_n + 1),
+        range(min_size, max_size + 1),
+        [None, None, 1, 2, 3, 0],
+    )
+
+
+def chain_of(
+    pick: Callable[..., Any],
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    size: Sequence[int],
+    batches: Sequence[int | None],
+    *,
+    in_parts: bool = False,
+) -> Chain:
+    """Return a chain of any form, made of what `pick` picks from sequences, each with a label.
+
+    A chain that is cut `in_parts` has the axis of its batch and one length of its gradients
+    wherever it comes as one array, even if it is short.
+    """
+    n = pick(lengths, "n")
+    whole = pick(["list", "list", "CSRChain", "dense stack"], "whole")
+    batch = pick(batches, "batch")
+    dtypes = pick([["f4"], ["f8"], ["f4", "f8"]], "dtypes")
+    inclusive = pick([False, True], "inclusive")
     if whole == "list":
-        same = draw(st.booleans(), label="square")
-        first = draw(size)
-        sizes = [first if same else draw(size) for _ in range(n + 1)]
+        same = pick([False, True], "square")
+        first = pick(size)
+        sizes = [first if same else pick(size) for _ in range(n + 1)]
         jacobians: Any = [
             jacobian(
                 rng,
-                draw(st.sampled_from(FORMS)),
-                draw(st.sampled_from(STRUCTURES)),
+                pick(FORMS),
+                pick(STRUCTURES),
                 (sizes[k + 1], sizes[k]),
                 batch,
                 rng.choice(dtypes),
@@ -243,25 +275,25 @@ def chains(draw: Any, max_n: int = 12, max_size: int = 7, min_size: int = 0) -> 
         needs_batch = bool(batched)
         results = [step.dtype for step in jacobians]
     else:
-        rows = draw(size)
-        cols = draw(size) if n == 1 else rows
+        rows = pick(size)
+        cols = pick(size) if n == 1 and not in_parts else rows
         sizes = [cols] + [rows] * n
-        leading = (n,) if batch is None or draw(st.booleans()) else (n, batch)
+        leading = (n,) if batch is None or pick([False, True]) else (n, batch)
         dtype = rng.choice(dtypes)
         if whole == "CSRChain":
-            indices, indptr = indices_of(mask(rng, draw(st.sampled_from(STRUCTURES)), rows, cols))
+            indices, indptr = indices_of(mask(rng, pick(STRUCTURES), rows, cols))
             data = values(rng, (*leading, len(indices)), dtype)
             jacobians = CSRChain(data, indices, indptr, (rows, cols))
         else:
             jacobians = values(rng, (*leading, rows, cols), dtype)
         needs_batch = len(leading) == 2
         results = [np.dtype(dtype)] * (n > 0)
-    batch = batch if needs_batch or draw(st.booleans()) else None
+    batch = batch if needs_batch or in_parts or pick([False, True]) else None
     leading = () if batch is None else (batch,)
     grad = values(rng, (*leading, sizes[0]), rng.choice(dtypes))
     local = None
     count = n + inclusive
-    if draw(st.booleans(), label="local gradients"):
+    if pick([False, True], "local gradients"):
         local = [
             values(rng, (*leading, sizes[k]), rng.choice(dtypes)) if rng.random() < 0.6 else None
             for k in range(count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from hypothesis import strategies as st
 from oracles import (
     Chain,
@@ -16,6 +15,7 @@ from oracles import (
     indices_of,
     mask,
     sequential,
+    steps_of,
 )
 
 import sparsescan
@@ -54,9 +54,13 @@ def as_dense(chain: CSRChain) -> np.ndarray:
 
 def linear_length(grad, jacobians) -> int:
     """How many gradients the linear scan gives before one is not finite."""
-    result = sparsescan.exclusive_scan(grad, jacobians, schedule="linear")
-    finite = np.isfinite(result).all(axis=tuple(range(1, result.ndim)))
-    return len(result) if finite.all() else int(np.argmin(finite))
+    return finite_count(sparsescan.exclusive_scan(grad, jacobians, schedule="linear"))
+
+
+def finite_count(gradients: np.ndarray) -> int:
+    """Count the gradients before the first that is not finite."""
+    finite = np.isfinite(gradients).reshape(len(gradients), -1).all(axis=1)
+    return len(finite) if finite.all() else int(finite.argmin())
 
 
 def waves(n: int, period: int, decades: float) -> np.ndarray:
@@ -90,9 +94,7 @@ FORMS = {
     "csr": lambda chain: chain,
     "shuffled csr": shuffled,
     "dense": as_dense,
-    "list of csr": lambda chain: [
-        sp.csr_array((data, chain.indices, chain.indptr), chain.shape) for data in chain.data
-    ],
+    "list of csr": steps_of,
     "batched csr": lambda chain: [
         BatchedCSR(np.stack([data, data]), chain.indices, chain.indptr, chain.shape)
         for data in chain.data
@@ -169,10 +171,8 @@ def of_alternating_scale(draw: Any) -> Chain:
 
 
 def check_steps_of_alternating_scale(chain: Chain) -> None:
-    call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
     for schedule in every_schedule(len(chain.jacobians)):
-        result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
-        assert_within(result, chain.oracle(), chain.dtype)
+        assert_within(chain.scan(schedule=schedule), chain.oracle(), chain.dtype)
 
 
 def check_subnormal_values(kind):
@@ -210,27 +210,37 @@ def check_finite_wherever_the_linear_scan_is(data):
         assert np.isfinite(result)[np.isfinite(linear)].all()
 
 
-def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
-    """One value that is not finite, anywhere: in a Jacobian, the gradient or a local gradient."""
-    chain = data.draw(chains(max_n=9, min_size=1))
-    if not isinstance(chain.jacobians, list) or not chain.jacobians or chain.batch == 0:
-        return
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+@st.composite
+def with_one_bad_value(draw: Any, bad: float) -> Chain:
+    """Return a list of steps with this value in a Jacobian, the gradient, or a local gradient."""
+    chain = draw(
+        chains(max_n=9, min_size=1).filter(
+            lambda c: isinstance(c.jacobians, list) and c.jacobians and c.batch != 0
+        )
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     places = [chain.grad, *(a for a in chain.local_grads or [] if a is not None)]
     places += [s.data if not isinstance(s, np.ndarray) else s for s in chain.jacobians]
     places = [array for array in places if array.size]
-    place = places[data.draw(st.integers(0, len(places) - 1))]
+    place = places[draw(st.integers(0, len(places) - 1))]
     place.flat[rng.integers(place.size)] = bad
-    expected = reference(chain)
-    call = sparsescan.inclusive_scan if chain.inclusive else sparsescan.exclusive_scan
+    return chain
+
+
+def assert_reaches_as_in_the_linear_scan(result: Any, chain: Chain) -> None:
+    """Compare with the linear scan: what is not finite is in its places, all else about equal."""
+    for actual, exact in zip(result, reference(chain), strict=True):
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
+        np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
+        finite = np.isfinite(exact)
+        np.testing.assert_array_equal(np.isfinite(actual), finite)
+        np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
+
+
+def check_nan_and_inf_reach_what_they_reach_in_the_linear_scan(bad, data):
+    chain = data.draw(with_one_bad_value(bad))
     for schedule in every_schedule(len(chain.jacobians)):
-        result = call(chain.grad, chain.jacobians, local_grads=chain.local_grads, schedule=schedule)
-        for actual, exact in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact))
-            np.testing.assert_array_equal(actual[np.isinf(exact)], exact[np.isinf(exact)])
-            finite = np.isfinite(exact)
-            np.testing.assert_array_equal(np.isfinite(actual), finite)
-            np.testing.assert_allclose(actual[finite], exact[finite], rtol=1e-2, atol=1e-2)
+        assert_reaches_as_in_the_linear_scan(chain.scan(schedule=schedule), chain)
 
 
 def check_what_is_not_finite_stays_where_no_entry_leads_on(form, bad):

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from oracles import (
-    FORMS,
-    STRUCTURES,
-    Chain,
-    Gradients,
-    indices_of,
-    jacobian,
-    mask,
-    values,
-)
+from oracles import Chain, Gradients, chain_of
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, parallel
@@ -36,46 +27,11 @@ def grids() -> list[Grid]:
 
 def random_chain(rng: np.random.Generator, batch: int | None) -> Chain:
     """Return a chain of any form; with a batch, some Jacobians may be shared."""
-    n, whole = int(rng.integers(0, 15)), str(rng.choice(["list", "list", "CSRChain", "dense"]))
-    dtypes = [["f4"], ["f8"], ["f4", "f8"]][rng.integers(3)]
-    if whole == "list":
-        same = rng.random() < 0.5
-        sizes = [int(size) for size in rng.integers(1, 8, n + 1)]
-        sizes = sizes[:1] * (n + 1) if same else sizes
-        jacobians: Any = [
-            jacobian(
-                rng,
-                str(rng.choice(FORMS)),
-                str(rng.choice(STRUCTURES)),
-                (sizes[k + 1], sizes[k]),
-                batch,
-                rng.choice(dtypes),
-                rng.choice([np.int32, np.int64]),
-            )
-            for k in range(n)
-        ]
-        dtypes_of_steps = [step.dtype for step in jacobians]
-    else:
-        size = int(rng.integers(1, 8))
-        sizes, dtype = [size] * (n + 1), rng.choice(dtypes)
-        leading = (n,) if batch is None or rng.random() < 0.3 else (n, batch)
-        dtypes_of_steps = [np.dtype(dtype)] * (n > 0)
-        if whole == "CSRChain":
-            indices, indptr = indices_of(mask(rng, str(rng.choice(STRUCTURES)), size, size))
-            data = values(rng, (*leading, len(indices)), dtype)
-            jacobians = CSRChain(data, indices, indptr, (size, size))
-        else:
-            jacobians = values(rng, (*leading, size, size), dtype)
-    leading = () if batch is None else (batch,)
-    grad = values(rng, (*leading, sizes[0]), rng.choice(dtypes))
-    inclusive, local = bool(rng.random() < 0.5), None
-    if rng.random() < 0.5:
-        local = [
-            values(rng, (*leading, size), rng.choice(dtypes)) if rng.random() < 0.6 else None
-            for size in sizes[: n + inclusive]
-        ]
-        dtypes_of_steps += [array.dtype for array in local if array is not None]
-    return Chain(grad, jacobians, local, np.result_type(grad, *dtypes_of_steps), inclusive, batch)
+
+    def pick(options: Sequence[Any], label: str = "") -> Any:
+        return options[rng.integers(len(options))]
+
+    return chain_of(pick, rng, range(15), range(1, 8), [batch], in_parts=True)
 
 
 def samples_of(array: Any, some: slice, batch: int | None) -> Any:
@@ -86,13 +42,13 @@ def samples_of(array: Any, some: slice, batch: int | None) -> Any:
     return array[some] if has_axis else array
 
 
-def part_of(chain: Chain, grid: Grid, cuts: list[int]) -> tuple[Chain, slice]:
-    """Return the steps of this rank, and which gradients of its samples it gets."""
-    position = grid.position(WORLD.rank)
+def part_of(chain: Chain, grid: Grid, cuts: list[int], rank: int = RANK) -> tuple[Chain, slice]:
+    """Return the steps of a rank, and which gradients of its samples it gets."""
+    position = grid.position(rank)
     steps = slice(cuts[position], cuts[position + 1])
     last = position == grid.chain - 1
     got = slice(steps.start, steps.stop + (chain.inclusive and last))
-    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
+    some = slice(None) if chain.batch is None else grid.samples(rank, chain.batch)
     grad = chain.grad if chain.batch is None else chain.grad[some]
     jacobians = chain.jacobians
     if isinstance(jacobians, CSRChain):
@@ -126,10 +82,10 @@ def random_part(
     return mine, expected, cuts
 
 
-def expected_of(chain: Chain, grid: Grid, got: slice) -> Gradients:
+def expected_of(chain: Chain, grid: Grid, got: slice, comm: MPI.Intracomm = WORLD) -> Gradients:
     """Return the gradients that this rank should get."""
-    some = slice(None) if chain.batch is None else grid.samples(WORLD.rank, chain.batch)
-    whole = WORLD.bcast(chain.oracle() if WORLD.rank == 0 else None)
+    some = slice(None) if chain.batch is None else grid.samples(comm.rank, chain.batch)
+    whole = comm.bcast(chain.oracle() if comm.rank == 0 else None)
     pick = [
         [array[some] if chain.batch is not None else array for array in arrays[got]]
         for arrays in (whole.exact, whole.bounds)

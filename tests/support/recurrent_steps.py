@@ -1,4 +1,4 @@
-"""Training steps of recurrent networks for tests: random ones, and the same by PyTorch."""
+"""Training steps of recurrent networks for tests: random ones, and PyTorch's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def kept(net: Any, name: str) -> Any:
 def gradients_of(
     step: Any, x: Array, state: Array, lengths: Array | None, above: Array, carry: Array
 ) -> dict[str, Array]:
-    """Return the same by a training step."""
+    """Return outputs, states and gradients by a training step."""
     output, last = step.forward(x, state, lengths)
     grads = step.backward(above, carry)
     return {"output": output, "last": last, "input": grads.input, "state": grads.state} | (
@@ -100,7 +100,10 @@ def networks(draw: Any, units: int = 21, inputs: int = 19, layers: int = 3) -> A
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     gates = {"GRU": 3, "LSTM": 4}.get(kind, 1)
     masks = {}
-    for name, width in (("weight_hh_l0", hidden), ("weight_ih_l0", inputs)):
+    widths = {"weight_hh_l0": hidden, "weight_ih_l0": inputs}
+    if layers > 1:
+        widths["weight_ih_l1"] = hidden * (1 + both)
+    for name, width in widths.items():
         density = draw(st.sampled_from([None, 0.0, 0.1, 0.9]))
         if density is not None:
             masks[name] = rng.random((gates * hidden, width)) < density

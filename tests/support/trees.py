@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from oracles import every_schedule
+
+from sparsescan import Schedule
 
 
 def letters(n: int) -> str:
@@ -59,3 +62,17 @@ def random_levels(rng: np.random.Generator, n: int) -> list[tuple[str, Runs]]:
         )
         for name, runs in levels
     ]
+
+
+def any_schedule(rng: np.random.Generator, n: int) -> Schedule:
+    """Return one that has a name, or a random tree."""
+    if rng.random() < 0.5:
+        return Schedule.from_levels(n, random_levels(rng, n))
+    named = every_schedule(n)
+    return named[rng.integers(len(named))]
+
+
+def products_of(schedule: Schedule) -> list[tuple[int, int]]:
+    """Return all products ``[start, stop)`` that it makes."""
+    ops = [op for level in schedule.levels for op in level.ops.tolist()]
+    return [(start, stop) for start, _, stop in ops if start > 0]

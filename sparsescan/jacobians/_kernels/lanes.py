@@ -332,16 +332,11 @@ def _square_loading(size):
             array, index, step, rows, count = args
             value = context.get_value_type(vector)
             vectors = [cgutils.alloca_once(builder, value) for _ in range(samples)]
+            first = _pointer(context, builder, signature.args[0], array, index)
 
             def load(k, mask):
-                at = builder.add(index, builder.mul(step, step.type(k)))
-                place = _pointer(context, builder, signature.args[0], array, at, value)
-                if mask is None:
-                    row = builder.load(place)
-                    row.align = _align(value)
-                else:
-                    row = _masked_load(builder, place, mask)
-                builder.store(row, vectors[k])
+                at = builder.mul(step, step.type(k))
+                builder.store(_load_at(builder, first, at, value, mask), vectors[k])
 
             _for_rows(builder, value, samples, rows, count, load)
             return context.make_tuple(builder, square, [builder.load(each) for each in vectors])
@@ -403,7 +398,6 @@ def transpose(typingctx, rows):
 
     def codegen(context, builder, signature, args):
         vectors = [builder.extract_value(args[0], k) for k in range(count)]
-        places = ir.VectorType(ir.IntType(32), lanes)
         distance = 1
         while distance < count:
             jump = distance * grain
@@ -414,8 +408,8 @@ def transpose(typingctx, rows):
                 # Lanes of the second vector are counted on from those of the first.
                 low = [n if not n & jump else lanes + n - jump for n in range(lanes)]
                 high = [n + jump if not n & jump else lanes + n for n in range(lanes)]
-                vectors[k] = builder.shuffle_vector(a, b, ir.Constant(places, low))
-                vectors[k + distance] = builder.shuffle_vector(a, b, ir.Constant(places, high))
+                vectors[k] = _shuffle(builder, a, b, low)
+                vectors[k + distance] = _shuffle(builder, a, b, high)
             distance *= 2
         return context.make_tuple(builder, signature.return_type, vectors)
 
@@ -526,18 +520,7 @@ def total(typingctx, x):
     """Return the sum over all lanes, added in pairs."""
 
     def codegen(context, builder, signature, args):
-        parts = args[0]
-        count = parts.type.count
-        while count > 1:
-            count //= 2
-            halves = [
-                builder.shuffle_vector(
-                    parts, parts, ir.Constant(ir.VectorType(ir.IntType(32), count), places)
-                )
-                for places in (list(range(count)), list(range(count, 2 * count)))
-            ]
-            parts = builder.fadd(*halves)
-        return builder.extract_element(parts, ir.IntType(32)(0))
+        return builder.extract_element(_totals(builder, args), ir.IntType(32)(0))
 
     return x.dtype(x), codegen
 

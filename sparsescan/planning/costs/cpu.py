@@ -356,10 +356,6 @@ class Model(Protocol):
     def workers(self) -> int:
         """Runs of a level that are worked on at once."""
 
-    @property
-    def meet(self) -> float:
-        """Nanoseconds that a level takes beside its operations."""
-
     def leaves_idle(self, steps: int, entries: int) -> bool:
         """Return whether a linear scan of so many steps and entries might leave workers idle."""
 
@@ -399,11 +395,6 @@ class CpuModel:
         """Threads for each sample."""
         return max(self.threads // self.batch, 1)
 
-    @property
-    def meet(self) -> float:
-        """Nanoseconds until all threads have come."""
-        return self.machine.meet if self.threads > 1 else 0.0
-
     def leaves_idle(self, steps: int, entries: int) -> bool:
         """Return whether a linear scan of so many steps and entries might leave threads idle.
 
@@ -416,7 +407,8 @@ class CpuModel:
         """Return the time of each where it is the only one of its level."""
         taken = operations.nanoseconds(self.machine, self.dtype)
         large = taken >= 2 * ROW_GRAIN
-        return np.where(large, taken / self.threads + self.meet, self._piece(taken))
+        meet = self.machine.meet if self.threads > 1 else 0.0
+        return np.where(large, taken / self.threads + meet, self._piece(taken))
 
     def share(self, operations: Operations) -> NDArray[np.float64]:
         """Return the time that each adds to a level with work for all workers."""

@@ -167,11 +167,6 @@ class GpuModel:
         """Blocks for each sample."""
         return max(int(self.gpu.blocks) // self.batch, 1)
 
-    @property
-    def meet(self) -> float:
-        """Nanoseconds of a launch."""
-        return self.gpu.launch
-
     def leaves_idle(self, steps: int, entries: int) -> bool:
         """Return whether samples alone do not keep all blocks busy."""
         return self.workers > 1
