@@ -351,16 +351,9 @@ def _plain_ticks(axis: Any) -> None:
 
 
 class Measured(NamedTuple):
-    """Time and bytes of a strategy that was measured, beside its prediction.
+    """A strategy's median time of a step on the slowest rank, and bytes that the busiest sent.
 
-    Attributes
-    ----------
-    prediction : Prediction
-        The prediction for this machine.
-    nanoseconds : float
-        Median time of a step on the slowest rank.
-    bytes : int
-        Bytes of data that the busiest rank sent in a step.
+    They stand beside its prediction for this machine.
     """
 
     prediction: Prediction
@@ -383,7 +376,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
     Returns
     -------
     Machine
-        The same on all ranks.
+        Equal on all ranks.
 
     Raises
     ------
@@ -498,7 +491,7 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     name : str
         Name of the network.
     machine : Machine
-        The same on all ranks.
+        Equal on all ranks.
     batch : int
         Samples of a step.
 

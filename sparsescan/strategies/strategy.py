@@ -100,17 +100,11 @@ class Prediction:
         return sum(self.nanoseconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction and its plan as JSON can hold them."""
-        layers = [
-            {
-                "name": one.name,
-                "configuration": list(one.configuration),
-                "devices": list(one.devices),
-                "bytes": one.bytes,
-                "memory": one.memory,
-            }
-            for one in self.layers
-        ]
+        """Return the prediction and its plan as JSON can hold them, devices as ranges."""
+        layers = []
+        for one in self.layers:
+            devices = {end: getattr(one.devices, end) for end in ("start", "stop", "step")}
+            layers.append(one._asdict() | {"devices": devices})
         return vars(self) | {"total": self.total, "layers": layers}
 
 
@@ -212,7 +206,7 @@ class Strategy(ABC):
         comm : mpi4py.MPI.Intracomm
             The ranks.
         network : Sequential or Recurrent
-            The same on all ranks; each takes a copy of the parameters that it needs, the
+            Equal on all ranks; each takes a copy of the parameters that it needs, the
             caller's are not changed.
         batch : int
             Samples of a step.

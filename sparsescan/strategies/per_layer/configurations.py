@@ -1,8 +1,8 @@
 """Configurations: how the output of a layer is divided, and what moves between two layers.
 
 DeePa, section 3: along samples, channels, height and width the output of a layer is cut into equal
-parts; the numbers of parts are its configuration, and each worker computes one block. What a block
-is computed from is a box of the layer's input, which may lie on other workers.
+parts; the numbers of parts are its configuration, and each worker computes one block. A block is
+computed from a box of the layer's input, which may lie on other workers.
 """
 
 from __future__ import annotations
