@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -163,15 +164,11 @@ def _page(
         names.setdefault(reason, []).append(name)
     lines = [
         *said,
-        *(f"{one.strategy}: {_shortened(one.how)}" for one in predictions),
+        *(f"{one.strategy}: {shorten(one.how, 100, placeholder=' …')}" for one in predictions),
         *(f"without {'; '.join(those)}: {reason}" for reason, those in names.items()),
     ]
     wrapped = [part for line in lines for part in wrap(line, "  ")]
     return "\n".join([head, *align(rows, "  "), *wrapped])
-
-
-def _shortened(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most - 1].rsplit(' ', 1)[0]} …"
 
 
 def compare(

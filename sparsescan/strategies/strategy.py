@@ -15,7 +15,7 @@ from ..parallel.communicator import Communicator
 from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
-from .recurrent import Trainable
+from .recurrent import Trainable, as_graph
 
 __all__ = [
     "Job",
@@ -23,6 +23,7 @@ __all__ = [
     "Prediction",
     "Strategy",
     "Training",
+    "Work",
     "check_samples",
     "cross_entropy",
 ]
@@ -166,7 +167,6 @@ class Strategy(ABC):
     name: str
     exact: bool = True
 
-    @abstractmethod
     def predict(
         self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
     ) -> Prediction:
@@ -189,6 +189,7 @@ class Strategy(ABC):
         InputError
             If the strategy cannot use so many workers for it; the text says why.
         """
+        return self._plan(Work.of(network, machine, workers, batch))[0]
 
     def start(
         self,
@@ -218,12 +219,32 @@ class Strategy(ABC):
         """
         communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
         own = communicator.together(lambda: load_machine() if machine is None else machine)
-        agreed: Machine = communicator.broadcast(own, 0)
-        return self._train(Job(comm, network, batch, learning_rate, agreed))
+        work = Work.of(network, communicator.broadcast(own, 0), communicator.size, batch)
+        return self._train(Job(comm, network, batch, learning_rate), self._plan(work)[1])
 
     @abstractmethod
-    def _train(self, job: Job) -> Training:
-        """Return the training of a job by the plan that is predicted for its machine."""
+    def _plan(self, work: Work) -> tuple[Prediction, Any]:
+        """Return the prediction of the best plan, and all of it that :meth:`_train` needs."""
+
+    @abstractmethod
+    def _train(self, job: Job, plan: Any) -> Training:
+        """Return the training of a job by a plan."""
+
+
+class Work(NamedTuple):
+    """A network that some workers train, as :meth:`Strategy.predict` describes it."""
+
+    network: Graph | Trainable
+    graph: Graph
+    machine: Machine
+    workers: int
+    batch: int
+
+    @classmethod
+    def of(cls, network: Graph | Trainable, machine: Machine, workers: int, batch: int) -> Work:
+        """Check numbers and the network; the machine's network becomes that of these workers."""
+        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+        return cls(network, as_graph(network), machine.among(workers), workers, batch)
 
 
 class Job(NamedTuple):
@@ -233,7 +254,6 @@ class Job(NamedTuple):
     network: Trainable
     batch: int
     rate: float
-    machine: Machine
 
     @property
     def communicator(self) -> Communicator:

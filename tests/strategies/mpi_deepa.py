@@ -416,7 +416,7 @@ def check_sums(rng: np.random.Generator) -> None:
     shape = graph.layers[0].shape
     batches = random_data(rng, shape, 3, batch, np.float64)
     expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
-    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE, Machine())  # type: ignore[arg-type]
+    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE)  # type: ignore[arg-type]
     training = Partitioned(job, graph, ops, chosen)  # type: ignore[arg-type]
     moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
     check(training, given, batches, expected, 1e4 * EPS, moved)

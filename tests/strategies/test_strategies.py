@@ -209,15 +209,15 @@ class Fixed(Strategy):
         self.name = name
         self._found = Prediction(name, "as told", {"forward": nanoseconds}, 7, memory, stale)
 
-    def predict(self, *arguments: Any) -> Prediction:
-        return self._found
+    def _plan(self, *arguments: Any) -> Any:
+        return self._found, None
 
     def _train(self, *arguments: Any) -> Any:
         raise NotImplementedError
 
 
 class Never(Fixed):
-    def predict(self, *arguments: Any) -> Prediction:
+    def _plan(self, *arguments: Any) -> Any:
         raise InputError("it never can")
 
 
