@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsescan.strategies import Machine, build
+from sparsescan.strategies import BatchParallel, Integrated, Machine, build
 
 from . import published
 from .experiment import Options, run
@@ -28,6 +28,35 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(rate["overlap"][name] >= rate["no overlap"][name] * 0.999 for name in way)
     for drawing in published.EXPERIMENT.drawings(results):
         drawing.figure.savefig(tmp_path / "picture.png")
+
+
+def test_speedups_of_integrated_parallelism() -> None:
+    """AlexNet on 512 processors with 2,048 images, over pure batch parallelism (Figures 6 to 8)."""
+    apart, together = published._grids().values()
+    for name, theirs, ours in (
+        # Communication, and in all.
+        ("Figure 6: 16 × 32, model in all layers", (5.0, 2.1), (4.65, 2.09)),
+        ("the best grid", (9.7, 2.5), (9.67, 2.47)),
+    ):
+        gains = [apart["batch"][key] / apart[name][key] for key in ("communicating", "nanoseconds")]
+        assert gains == pytest.approx(ours, abs=5e-3)
+        assert gains == pytest.approx(theirs, rel=0.075)
+    # With overlap they publish 2.0.
+    best, batch = (together[name]["nanoseconds"] for name in ("the best grid", "batch"))
+    assert 2.0 < batch / best == pytest.approx(2.29, abs=5e-3)
+
+
+def test_grids_gain_where_there_are_many_workers() -> None:
+    """Figure 6: nothing on 8 processors, where computing takes the time, and most on 512."""
+    graph, gains = build("alexnet"), []
+    for workers in (8, 64, 512):
+        grids = [Integrated((rows, workers // rows), ("model",)) for rows in (2, 4, 8)]
+        batch, *others = (
+            one.predict(graph, published._CORI, workers, 2048).total
+            for one in (BatchParallel(), *grids)
+        )
+        gains.append(batch / min(others))
+    assert gains == pytest.approx([1.007, 1.122, 2.154], abs=1e-3)
 
 
 def test_memory_is_that_of_tables_7_and_9() -> None:

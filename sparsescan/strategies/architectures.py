@@ -104,25 +104,11 @@ Sizes = int | Pair
 
 
 class Builder:
-    """A graph to which layers are added one by one.
+    """A graph of samples of a shape, to which layers are added one by one.
 
-    Every method that adds a layer returns its number. A layer reads the one that was added last,
-    or layer ``x``. Multiply-adds are those of convolutions, linear layers and cells, as they are
-    usually counted.
-
-    Parameters
-    ----------
-    name : str
-        Name of the network.
-    shape : tuple of int
-        Shape of one sample.
-
-    Attributes
-    ----------
-    layers : list of Layer
-        The layers so far.
-    prefix : str
-        Start of the names of layers that are added.
+    Every method that adds a layer returns its number; its name begins with `prefix`. A layer reads
+    the one that was added last, or layer ``x``. Multiply-adds are those of convolutions, linear
+    layers and cells, as they are usually counted.
 
     Examples
     --------
@@ -170,22 +156,11 @@ class Builder:
         sizes = pair(kernel), pair(stride), pair(padding)
         weights = channels * (shape[0] // groups) * math.prod(sizes[0])
         out = channels, *output_size(shape, *sizes)
-        return self.add(
-            Layer(
-                self.name_of("conv"),
-                "conv",
-                (x,),
-                out,
-                # The normalisation has a factor and a bias for each channel.
-                weights=weights + channels * (2 if norm else 1),
-                multiply_adds=weights * math.prod(out[1:]),
-                nnz=channels * (shape[0] // groups) * _meetings(shape, *sizes),
-                kernel=sizes[0],
-                stride=sizes[1],
-                padding=sizes[2],
-                groups=groups,
-            )
-        )
+        # The normalisation has a factor and a bias for each channel.
+        total, taps = weights + channels * (2 if norm else 1), weights * math.prod(out[1:])
+        nnz = channels * (shape[0] // groups) * _meetings(shape, *sizes)
+        name = self.name_of("conv")
+        return self.add(Layer(name, "conv", (x,), out, total, taps, nnz, *sizes, groups))
 
     def pool(
         self,
@@ -225,9 +200,9 @@ class Builder:
         name = self.name_of("elementwise")
         return self.add(Layer(name, "elementwise", (x,), shape, nnz=math.prod(shape)))
 
-    def flatten(self) -> int:
+    def flatten(self, *, x: int | None = None) -> int:
         """Add a layer that joins the axes of an image."""
-        x, shape = self._read(None)
+        x, shape = self._read(x)
         size = math.prod(shape)
         return self.add(Layer(self.name_of("flatten"), "flatten", (x,), (size,), nnz=size))
 
@@ -407,9 +382,10 @@ def _resnet(name: str) -> Graph:
 # width are not kept, of each convolution; | between two that read the same; poolings by name.
 _FORK = "384@1x3|384@3x1"
 _MODULES = {
-    "A1": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 32@1"),
-    "A2": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 64@1"),
-    "A3": ("64@1", "48@1 64@5", "64@1 96@3 96@3", "mean 64@1"),
+    **{
+        f"A{k + 1}": ("64@1", "48@1 64@5", "64@1 96@3 96@3", f"mean {c}@1")
+        for k, c in enumerate((32, 64, 64))
+    },
     "B1": ("384@3/2", "64@1 96@3 96@3/2", "max"),
     **{
         f"C{k + 1}": (
@@ -421,8 +397,9 @@ _MODULES = {
         for k, c in enumerate((128, 160, 160, 192))
     },
     "D1": ("192@1 320@3/2", "192@1 192@1x7 192@7x1 192@3/2", "max"),
-    "E1": ("320@1", f"384@1 {_FORK}", f"448@1 384@3 {_FORK}", "mean 192@1"),
-    "E2": ("320@1", f"384@1 {_FORK}", f"448@1 384@3 {_FORK}", "mean 192@1"),
+    **dict.fromkeys(
+        ("E1", "E2"), ("320@1", f"384@1 {_FORK}", f"448@1 384@3 {_FORK}", "mean 192@1")
+    ),
 }
 
 
@@ -519,13 +496,11 @@ def sequential(name: str, rng: np.random.Generator | int | None = None) -> Seque
     generator = np.random.default_rng(rng)
     if _blocks(name):
         return Sequential(_residual(name, generator))
-    if name == "inception-v3":
-        raise InputError(
-            "network is 'inception-v3', whose modules join the channels of their branches, which "
-            f"no chain of operators does; expected {_RUN}"
-        )
     if name not in _CHAINS:
-        raise InputError(f"network is {name!r}; expected {_RUN}")
+        why = (
+            ", whose modules join the channels of their branches, which no chain of operators does"
+        )
+        raise InputError(f"network is {name!r}{why * (name == 'inception-v3')}; expected {_RUN}")
     return Sequential(_chain(name, generator))
 
 
@@ -542,7 +517,7 @@ def _chain(name: str, rng: np.random.Generator) -> list[Operator]:
             pool = AvgPool2d if small else MaxPool2d
             ops.append(pool(layer.kernel, layer.stride, input_shape=shape))
         elif layer.kind == "elementwise":
-            ops.append(Tanh(input_shape=shape) if small else ReLU(input_shape=shape))
+            ops.append((Tanh if small else ReLU)(input_shape=shape))
         elif layer.kind == "flatten":
             ops.append(Flatten(input_shape=shape))
         else:

@@ -51,7 +51,7 @@ def run_chain(comm: Any, path: Path, batch: int, machine: Machine | None = None)
     batch : int
         Samples of the gradient in the file; 1 if it has no batch axis.
     machine : Machine, optional
-        The same on all ranks, for the memory of each; by default that of
+        Equal on all ranks, for the memory of each; by default that of
         :func:`~sparsescan.strategies.measure_here`.
 
     Returns

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -163,15 +164,11 @@ def _page(
         names.setdefault(reason, []).append(name)
     lines = [
         *said,
-        *(f"{one.strategy}: {_shortened(one.how)}" for one in predictions),
+        *(f"{one.strategy}: {shorten(one.how, 100, placeholder=' …')}" for one in predictions),
         *(f"without {'; '.join(those)}: {reason}" for reason, those in names.items()),
     ]
     wrapped = [part for line in lines for part in wrap(line, "  ")]
     return "\n".join([head, *align(rows, "  "), *wrapped])
-
-
-def _shortened(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most - 1].rsplit(' ', 1)[0]} …"
 
 
 def compare(
@@ -351,16 +348,9 @@ def _plain_ticks(axis: Any) -> None:
 
 
 class Measured(NamedTuple):
-    """Time and bytes of a strategy that was measured, beside its prediction.
+    """A strategy's median time of a step on the slowest rank, and bytes that the busiest sent.
 
-    Attributes
-    ----------
-    prediction : Prediction
-        The prediction for this machine.
-    nanoseconds : float
-        Median time of a step on the slowest rank.
-    bytes : int
-        Bytes of data that the busiest rank sent in a step.
+    They stand beside its prediction for this machine.
     """
 
     prediction: Prediction
@@ -383,7 +373,7 @@ def measure_here(comm: Any, name: str | None = None, batch: int = 64) -> Machine
     Returns
     -------
     Machine
-        The same on all ranks.
+        Equal on all ranks.
 
     Raises
     ------
@@ -498,7 +488,7 @@ def run(comm: Any, name: str, machine: Machine, batch: int) -> Run:
     name : str
         Name of the network.
     machine : Machine
-        The same on all ranks.
+        Equal on all ranks.
     batch : int
         Samples of a step.
 

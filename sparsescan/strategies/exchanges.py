@@ -189,7 +189,7 @@ def sum_words(length: Any, place: Any, copies: Any) -> Any:
 class Sums:
     """Sums of arrays over the ranks that have them, of all arrays in two exchanges.
 
-    Of each array that this rank has, `arrays` tells the length and the ranks that have it, in
+    For each array that this rank has, `arrays` tells the length and the ranks that have it, in
     order. Every rank sums a piece of each array in the order of ranks and gives it to the others,
     so that all have the same bits.
     """

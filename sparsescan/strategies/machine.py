@@ -22,7 +22,15 @@ from ..planning.costs.cpu import machine_file
 from .graph import Graph
 from .times import Times
 
-__all__ = ["PRESETS", "Machine", "load_machine", "measure_machine", "save_machine", "worker_file"]
+__all__ = [
+    "PRESETS",
+    "Machine",
+    "load_machine",
+    "measure_machine",
+    "save_machine",
+    "usual",
+    "worker_file",
+]
 
 # Measurements: a convolution, numbers that are copied, and repetitions of each.
 _CONV, _IMAGE, _COPIED, _TIMES = (16, 16, 3), (16, 16, 16), 1 << 22, 51
@@ -356,24 +364,24 @@ def measure_machine(network: Network | None = None) -> Machine:
     """
     conv = Conv2d(*_CONV, padding=1, input_shape=_IMAGE, rng=0)
     images = np.ones((32, *_IMAGE), np.float32)
-    multiplying = _usual(lambda: conv.forward(images))
+    multiplying = usual(lambda: conv.forward(images))
     given, copied = np.ones((2, _COPIED), np.float32)
-    copying = _usual(lambda: np.copyto(copied, given))
+    copying = usual(lambda: np.copyto(copied, given))
     layer, x = Tanh(input_shape=(1,)), np.zeros((1, 1), np.float32)
     return Machine(
         name=f"measured, {platform.processor() or platform.machine()}",
         multiply_adds=len(images) * math.prod(_IMAGE[1:]) * conv.weight.size / multiplying,
         bandwidth=2 * given.nbytes / copying,
-        overhead=_usual(lambda: layer.forward(x)),
+        overhead=usual(lambda: layer.forward(x)),
         memory=_memory(),
         network=load_network() if network is None else network,
     )
 
 
-def _usual(call: Callable[[], Any]) -> float:
+def usual(call: Callable[[], Any], times: int = _TIMES) -> float:
     """Return the median nanoseconds of a call: other workers may be on the same core."""
     samples = []
-    for _ in range(_TIMES):
+    for _ in range(times):
         start = time.perf_counter_ns()
         call()
         samples.append(time.perf_counter_ns() - start)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..parallel.communicator import Communicator
 from ..parallel.exchange import observe
 from ..parallel.network import time_together
 from .exchanges import Sums
+from .machine import usual
 from .recurrent import Recurrent, Step, Trainable, graph_of, operators
 from .stage import RecurrentStage, Stage
 from .strategy import cross_entropy
@@ -106,14 +106,7 @@ def _mean(communicator: Communicator, step: Callable[[], list[Any]]) -> Any:
 def _contention(communicator: Communicator, step: Callable[[], object], together: float) -> float:
     """Return the time of a step on all ranks at once over that on the first rank alone."""
     communicator.agree()
-    samples = [1]
-    if communicator.rank == 0:
-        samples = []
-        for _ in range(_STEPS):
-            start = time.perf_counter_ns()
-            step()
-            samples.append(time.perf_counter_ns() - start)
-    alone = communicator.broadcast(median(samples), 0)
+    alone = communicator.broadcast(usual(step, _STEPS) if communicator.rank == 0 else 1.0, 0)
     return float(min(max(together / alone, 1.0), communicator.size))
 
 

@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from ..errors import InputError, InputTypeError
 from ..symbolic.schedule import check_count
-from .architectures import Builder
+from .architectures import Builder, pair
 from .graph import Graph, Layer
 from .machine import Machine, load_machine
 from .strategy import Prediction
@@ -152,24 +152,25 @@ class _Reader:
         if isinstance(module, _ACTIVATIONS) or unary in _ELEMENTWISE:
             return builder.elementwise(x=x)
         if isinstance(module, nn.Flatten) or unary in _SHAPES:
-            return self._flat(x)
+            is_flat = len(builder.layers[x].shape) == 1
+            return builder.elementwise(x=x) if is_flat else builder.flatten(x=x)
         if isinstance(module, nn.AdaptiveAvgPool2d) or called == "adaptive_avg_pool2d":
             return self._means(node, x)
         if called in ("add", "add_", "iadd") and len(inputs) == 2:
             return builder.sum(*inputs)
-        if node.target is torch.cat and _axis(node, 1, 0) == 1:
+        axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        if node.target is torch.cat and axis == 1:
             return builder.concat(*inputs)
         if isinstance(module, _NORMS):
             return self._norm(module, x)
         if isinstance(module, nn.Linear) and len(builder.layers[x].shape) == 1:
             return builder.linear(module.out_features, x=x)
         if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d, nn.Conv2d)):
-            windows = module.kernel_size, module.stride, module.padding
+            windows: Any = module.kernel_size, module.stride, module.padding
             if not isinstance(module, nn.Conv2d):
-                return builder.pool(*map(_pair, windows), x=x)
-            if set(_pair(module.dilation)) == {1} and not isinstance(module.padding, str):
-                sizes = map(_pair, windows)
-                return builder.conv(module.out_channels, *sizes, groups=module.groups, x=x)
+                return builder.pool(*windows, x=x)
+            if set(pair(module.dilation)) == {1} and not isinstance(module.padding, str):
+                return builder.conv(module.out_channels, *windows, groups=module.groups, x=x)
         raise self._wrong(node)
 
     def _means(self, node: fx.Node, x: int) -> int:
@@ -179,12 +180,6 @@ class _Reader:
             raise self._wrong(node)
         height, width = (n // m for n, m in zip(shape[1:], out, strict=True))
         return self._builder.pool((height, width), x=x)
-
-    def _flat(self, x: int) -> int:
-        builder, layer = self._builder, self._builder.layers[x]
-        kind = "flatten" if len(layer.shape) > 1 else "elementwise"
-        flat = Layer(builder.name_of(kind), kind, (x,), (layer.size,), nnz=layer.size)
-        return builder.add(flat)
 
     def _norm(self, module: nn.Module, x: int) -> int:
         """Add a normalisation, by numbers that are fixed, or that depend on the whole sample."""
@@ -205,15 +200,6 @@ class _Reader:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     """Return the shape of what a call returns, for one sample."""
     return tuple(node.meta["tensor_meta"].shape)[1:]
-
-
-def _pair(sizes: Any) -> tuple[int, int]:
-    height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-    return height, width
-
-
-def _axis(node: fx.Node, place: int, default: int) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
 
 
 def measure_module(

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from ..errors import InputError, InputTypeError
 from ..jacobians import GRUCell, Linear, Operator, RNNCell, Sequential
 from ..jacobians.recurrent import Cell
-from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_count
 from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
 from .graph import Graph
@@ -26,14 +25,8 @@ _CELLS: dict[str, type[Cell]] = {"rnn": RNNCell, "gru": GRUCell}
 class Step(Operator):
     """Step `t` of a cell as a layer: from the state before it to the one behind.
 
-    Its parameters are those of the cell, which all steps share.
-
-    Parameters
-    ----------
-    cell : Cell or CellUnits
-        The cell, or some units of it, which read the whole state; not copied.
-    t : int
-        Number of the step, from 0 on.
+    Its parameters are those of the cell, which all steps share and none copies. A cell may be some
+    units of one, which read the whole state.
     """
 
     # A step reads its own inputs, which are not cut as the states are.
@@ -53,17 +46,15 @@ class Step(Operator):
         self._x = x[:, self.t]
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Any:
         """The parameters of the cell, not copied."""
-        params: dict[str, Any] = self.cell.params
-        return params
+        return self.cell.params
 
     def _core_nnz(self) -> int:
         return int(self.cell.nnz)
 
-    def _core_pattern(self) -> Pattern:
-        pattern: Pattern = self.cell.pattern
-        return pattern
+    def _core_pattern(self) -> Any:
+        return self.cell.pattern
 
     def _forward(self, xp: Any, x: Any) -> Any:
         return self.cell.forward(self._x, x)
@@ -71,9 +62,8 @@ class Step(Operator):
     def _fill(self, xp: Any, x: Any, y: Any, out: Any) -> None:
         self.cell.values(self._x, x, out=out)
 
-    def _param_grads(self, xp: Any, x: Any, grad_y: Any) -> dict[str, Any]:
-        grads: dict[str, Any] = self.cell.param_grads(self._x, x, grad_y)
-        return grads
+    def _param_grads(self, xp: Any, x: Any, grad_y: Any) -> Any:
+        return self.cell.param_grads(self._x, x, grad_y)
 
 
 class Recurrent:

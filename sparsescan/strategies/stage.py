@@ -33,25 +33,12 @@ def copies(ops: Sequence[Operator]) -> list[Operator]:
 
 
 class Stage:
-    """Layers one after the other, with parameters of their own.
+    """Layers one after the other, with parameters of their own; unless `copied`, those given.
 
-    Parameters
-    ----------
-    ops : sequence of Operator
-        The layers.
-    deep : bool
-        Whether the gradient of the input is needed.
-    copied : bool
-        Whether to copy the layers with their parameters; those that share some still do.
-
-    Attributes
-    ----------
-    network : Sequential
-        The layers.
-    shared : int
-        Number of its first layers whose parameters all stages have.
+    If `deep`, the gradient of the input is needed.
     """
 
+    #: Number of the first layers whose parameters all stages have.
     shared = 0
 
     def __init__(self, ops: Sequence[Operator], deep: bool = True, *, copied: bool = True) -> None:
@@ -128,12 +115,7 @@ class RecurrentStage(Stage):
 
     Back-propagation through time, by one call for all steps of each of its parts. The backward pass
     computes the gates again from the states that were kept, by the weights that it finds: those of
-    the forward pass, unless they are stale.
-
-    Parameters
-    ----------
-    ops : sequence of Operator
-        Some of a :class:`~.recurrent.Recurrent`, one after the other, the first a step; copied.
+    the forward pass, unless they are stale. The layers, of which the first is a step, are copied.
     """
 
     shared = 1
@@ -161,12 +143,8 @@ class RecurrentStage(Stage):
     def forward(self, x: Array, entering: Array | None = None) -> list[Array]:
         """Return the inputs of all steps, the states, the last of them, and the output.
 
-        Parameters
-        ----------
-        x : ndarray, shape (batch, all steps, features)
-            Sequences.
-        entering : ndarray, shape (batch, state_size), optional
-            The state before the first step; by default zeros.
+        Sequences have the shape ``(batch, all steps, features)``; the state `entering` is zeros by
+        default.
         """
         inputs = np.ascontiguousarray(x[:, self._steps].swapaxes(0, 1))
         states = self._cell.unroll(inputs, entering)
@@ -202,16 +180,9 @@ def stage_of(ops: Sequence[Operator], deep: bool = True) -> Stage:
 
 
 class StageTraining(Training):
-    """Training of layers that follow each other, some of which this rank has.
+    """Training of layers that follow each other, of which this rank has a part of ``network.ops``.
 
-    Parameters
-    ----------
-    job : Job
-        What is trained.
-    part : slice
-        Which of ``network.ops`` this rank has.
-    deep : bool
-        Whether the gradient of their input is needed.
+    If `deep`, the gradient of the part's input is needed.
     """
 
     def __init__(self, job: Job, part: slice, deep: bool = True) -> None:
@@ -229,9 +200,8 @@ class StageTraining(Training):
             {p.dtype for op in network.ops[:k] for p in op.params.values()} for k in ends
         ]
 
-    def check(
-        self, x: Array, labels: NDArray[np.int64]
-    ) -> tuple[Array, NDArray[np.int64], list[np.dtype[Any]]]:
-        """Check a batch; return it, and the dtypes of what enters and leaves, and of the output."""
+    def check(self, x: Array, labels: NDArray[np.int64]) -> tuple[Array, NDArray[np.int64]]:
+        """Check a batch, and note the dtypes of what enters and leaves, and of the output."""
         x, labels = check_samples(x, labels, (self.batch, *self._shape), self._classes)
-        return x, labels, [np.result_type(x.dtype, *kinds) for kinds in self._kinds]
+        self.dtypes = [np.result_type(x.dtype, *kinds) for kinds in self._kinds]
+        return x, labels

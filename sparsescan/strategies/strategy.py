@@ -15,7 +15,7 @@ from ..parallel.communicator import Communicator
 from ..symbolic.schedule import check_count
 from .graph import Graph
 from .machine import Machine, load_machine
-from .recurrent import Trainable
+from .recurrent import Trainable, as_graph
 
 __all__ = [
     "Job",
@@ -23,6 +23,7 @@ __all__ = [
     "Prediction",
     "Strategy",
     "Training",
+    "Work",
     "check_samples",
     "cross_entropy",
 ]
@@ -100,17 +101,11 @@ class Prediction:
         return sum(self.nanoseconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction and its plan as JSON can hold them."""
-        layers = [
-            {
-                "name": one.name,
-                "configuration": list(one.configuration),
-                "devices": list(one.devices),
-                "bytes": one.bytes,
-                "memory": one.memory,
-            }
-            for one in self.layers
-        ]
+        """Return the prediction and its plan as JSON can hold them, devices as ranges."""
+        layers = []
+        for one in self.layers:
+            devices = {end: getattr(one.devices, end) for end in ("start", "stop", "step")}
+            layers.append(one._asdict() | {"devices": devices})
         return vars(self) | {"total": self.total, "layers": layers}
 
 
@@ -172,7 +167,6 @@ class Strategy(ABC):
     name: str
     exact: bool = True
 
-    @abstractmethod
     def predict(
         self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
     ) -> Prediction:
@@ -195,6 +189,7 @@ class Strategy(ABC):
         InputError
             If the strategy cannot use so many workers for it; the text says why.
         """
+        return self._plan(Work.of(network, machine, workers, batch))[0]
 
     def start(
         self,
@@ -212,7 +207,7 @@ class Strategy(ABC):
         comm : mpi4py.MPI.Intracomm
             The ranks.
         network : Sequential or Recurrent
-            The same on all ranks; each takes a copy of the parameters that it needs, the
+            Equal on all ranks; each takes a copy of the parameters that it needs, the
             caller's are not changed.
         batch : int
             Samples of a step.
@@ -224,12 +219,32 @@ class Strategy(ABC):
         """
         communicator, batch = Communicator.of(comm), check_count("batch", batch, 1)
         own = communicator.together(lambda: load_machine() if machine is None else machine)
-        agreed: Machine = communicator.broadcast(own, 0)
-        return self._train(Job(comm, network, batch, learning_rate, agreed))
+        work = Work.of(network, communicator.broadcast(own, 0), communicator.size, batch)
+        return self._train(Job(comm, network, batch, learning_rate), self._plan(work)[1])
 
     @abstractmethod
-    def _train(self, job: Job) -> Training:
-        """Return the training of a job by the plan that is predicted for its machine."""
+    def _plan(self, work: Work) -> tuple[Prediction, Any]:
+        """Return the prediction of the best plan, and all of it that :meth:`_train` needs."""
+
+    @abstractmethod
+    def _train(self, job: Job, plan: Any) -> Training:
+        """Return the training of a job by a plan."""
+
+
+class Work(NamedTuple):
+    """A network that some workers train, as :meth:`Strategy.predict` describes it."""
+
+    network: Graph | Trainable
+    graph: Graph
+    machine: Machine
+    workers: int
+    batch: int
+
+    @classmethod
+    def of(cls, network: Graph | Trainable, machine: Machine, workers: int, batch: int) -> Work:
+        """Check numbers and the network; the machine's network becomes that of these workers."""
+        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+        return cls(network, as_graph(network), machine.among(workers), workers, batch)
 
 
 class Job(NamedTuple):
@@ -239,7 +254,6 @@ class Job(NamedTuple):
     network: Trainable
     batch: int
     rate: float
-    machine: Machine
 
     @property
     def communicator(self) -> Communicator:

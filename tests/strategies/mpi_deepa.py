@@ -291,7 +291,7 @@ def random_sums(rng: np.random.Generator) -> tuple[Graph, list[Operator | None]]
             builder.elementwise(x=x)
         else:
             add(*rng.integers(builder.last + 1, size=int(rng.integers(2, 4))).tolist())
-    # What no layer has read yet.
+    # All that no layer has read yet.
     add(
         *set(range(builder.last + 1)) - {j for layer in builder.layers for j in layer.inputs},
         builder.last,
@@ -416,7 +416,7 @@ def check_sums(rng: np.random.Generator) -> None:
     shape = graph.layers[0].shape
     batches = random_data(rng, shape, 3, batch, np.float64)
     expected = by_complex_steps(lambda params, x: of_graph(graph, ops, params, x), given, batches)
-    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE, Machine())  # type: ignore[arg-type]
+    job = Job(WORLD, SimpleNamespace(input_shape=shape), batch, RATE)  # type: ignore[arg-type]
     training = Partitioned(job, graph, ops, chosen)  # type: ignore[arg-type]
     moved = footprint(graph, chosen, WORLD.size, batch)[0][WORLD.rank]  # type: ignore[arg-type]
     check(training, given, batches, expected, 1e4 * EPS, moved)
@@ -553,7 +553,7 @@ GRIDS = [
 
 @pytest.mark.parametrize("strategy", [BatchParallel(), ModelParallel(), DomainParallel(), *GRIDS])
 def test_integrated_parallelism(strategy: Any, rng: np.random.Generator) -> None:
-    """What is predicted is done, on any grid."""
+    """A plan is run as it is predicted, on any grid."""
     by_rows = isinstance(strategy, DomainParallel) and WORLD.size > 1
     for network in [images(rng)] if by_rows else [images(rng), cells(rng)]:
         batches = data(rng, network, 2 * WORLD.size, np.float64)

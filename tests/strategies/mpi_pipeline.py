@@ -196,7 +196,7 @@ def test_what_is_predicted_is_run(rng: np.random.Generator) -> None:
 
 
 def test_what_cannot_be(rng: np.random.Generator) -> None:
-    """The same is refused where it is predicted and where it is run."""
+    """Predictions and runs refuse it by equal messages."""
     size, cells = WORLD.size, recurrent(RNNCell, rng, np.float32)
     both = [(images(rng, np.float32), "layers of a block stay together")]
     both.append((Recurrent(cells.cell, cells.readout, 9), "layers that share their weights stay"))

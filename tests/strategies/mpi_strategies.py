@@ -1,4 +1,4 @@
-"""What strategies train is what one process trains, and they send what they say."""
+"""Strategies train as one process does, and send what they say."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def images(rng: np.random.Generator, dtype: Any) -> Sequential:
 def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
     cell = rng.choice([RNNCell, GRUCell])(2, 5, dtype=dtype, rng=rng)
     readout = Linear(5, 4, dtype=dtype, rng=rng, weight_mask=rng.random((4, 5)) < 0.8)
-    # What is pruned counts as 0, whatever it is.
+    # Weights that are pruned count as 0, whatever they are.
     readout.weight = rng.uniform(-1, 1, (4, 5)).astype(dtype)
     return Recurrent(cell, readout, int(rng.integers(4, 20)))
 
@@ -161,7 +161,7 @@ def check(strategy: Any, network: Any, rng: np.random.Generator, dtype: Any) -> 
 
 
 def test_refusals(rng: np.random.Generator) -> None:
-    """What is wrong is said on all ranks, before any of them sends."""
+    """All ranks raise the error, before any of them sends."""
     x, labels = np.zeros((8, 1, 6, 6), np.float32), np.zeros(8, int)
     wrong = [
         (x[:, :, :5], labels, "x has shape (8, 1, 5, 6); expected (8, 1, 6, 6)"),

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,12 @@ from sparsescan.strategies.per_layer.configurations import (
     limits,
     reach,
 )
-from sparsescan.strategies.per_layer.costs import LayerCosts, optimise, with_loss
+from sparsescan.strategies.per_layer.costs import (
+    LayerCosts,
+    NetworkCosts,
+    optimise,
+    with_loss,
+)
 from sparsescan.strategies.per_layer.predict import PerLayer
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -294,6 +300,20 @@ def test_cells_that_share_parameters_have_one_configuration():
     assert len(cells) == 1
 
 
+def test_one_configuration_beside_all_others_takes_little_memory():
+    """Many workers have tens of thousands of configurations: one beside all is no table of all."""
+    builder = Builder("wide", (720,))
+    builder.linear(720)
+    builder.linear(720)
+    of = Configurations(720, most=(720, 720, 1, 1))
+    model = NetworkCosts(builder.graph(), LayerCosts(Machine()), of, 720)
+    every, one = np.arange(len(of.all)), np.array([0])
+    ((_, _, moves),) = model._edges
+    model._transfer(moves, every, one)
+    model._transfer(moves, one, every)
+    assert sum(table._values.size for table in model._pairs.values()) == 2 * len(every)
+
+
 def test_measured_times_come_before_the_model():
     graph = with_loss(build("lenet5"))
     of = Configurations(4)
@@ -312,7 +332,7 @@ def test_inception_on_16_devices_takes_a_fraction_of_a_second():
 
 @pytest.mark.slow
 def test_many_workers():
-    """What is chosen is never worse than what it could have chosen along samples alone."""
+    """A plan is never worse than one along samples alone."""
     graph, machine = build("alexnet"), Machine()
     for workers in (1, 7, 64, 512):
         best = PerLayer().predict(graph, machine, workers, BATCH)
@@ -379,7 +399,7 @@ TABLE_2 = {
     (1, 2, 1, 1): (16.8, 10.2, 0, 27.0),
     (1, 1, 1, 1): (8.4, 20.4, 0, 28.8),
 }
-# The same of the last three convolutions of VGG-16.
+# These are of the last three convolutions of VGG-16.
 TABLE_3 = {
     (16, 1, 1, 1): (0, 15.9, 134.4, 150.3),
     (8, 1, 1, 1): (39.2, 31.8, 67.2, 138.2),
@@ -541,7 +561,7 @@ NAMES = "alexnet-owt", "vgg16", "inception-v3"
 
 
 @functools.cache
-def best_of(name):
+def best_of(name, classes=1000):
     """Optimise over the link of Table 2 if its unit is a millisecond; return the machine, too.
 
     Compute times are not given. Here they are those of half the peak of a K80's GPU, 2,185
@@ -549,7 +569,11 @@ def best_of(name):
     """
     link = shared_link(BATCH * 9216 * 4, 8.4e6).machine.network
     gpu = Machine(multiply_adds=1092, bandwidth=1e9, overhead=0, network=link)
-    graph = with_loss(build(name))
+    *layers, last = build(name).layers
+    size = layers[-1].size * classes
+    work = {"weights": size + classes, "multiply_adds": size, "nnz": size}
+    graph = with_loss(Graph(name, [*layers, replace(last, shape=(classes,), **work)]))
+    assert classes != 1000 or graph.layers[:-1] == build(name).layers
     return graph, *optimise(graph, SharedLink(gpu), GPUS, BATCH), gpu
 
 
@@ -574,16 +598,43 @@ def test_figure_8():
     assert max(np.multiply(tricks, best)) == pytest.approx(23, rel=0.07)
 
 
+def test_figure_16():
+    """ImageNet-22K: image parallelism moves 5 to 10 GB more, DeePa 40 MB, "3.7-44.5×" less in all.
+
+    Its 21,841 classes make the last layer large, which DeePa divides along them. Ours: 5.5 to 10.9
+    GB, 65 to 94 MB, 3.9 to 41×.
+    """
+    images, best, ratios = [], [], []
+    for name in NAMES:
+        few, many = best_of(name), best_of(name, 21_841)
+        moved = [
+            [gigabytes(graph, one) for one in (image_parallelism(graph, GPUS, BATCH), chosen)]
+            for graph, chosen, *_ in (few, many)
+        ]
+        images.append(moved[1][0] - moved[0][0])
+        best.append(moved[1][1] - moved[0][1])
+        ratios.append(moved[1][0] / moved[1][1])
+        assert many[1][-2] == (1, 8, 1, 1)
+    assert images == pytest.approx([10.93, 10.93, 5.466], rel=1e-3)
+    assert best == pytest.approx([0.0937, 0.0937, 0.0648], rel=1e-3)
+    assert ratios == pytest.approx([40.96, 13.73, 3.899], rel=1e-3)
+    assert (min(images), max(images)) == pytest.approx((5, 10), rel=0.1)
+    assert (min(ratios), max(ratios)) == pytest.approx((3.7, 44.5), rel=0.08)
+
+
 def test_choices_for_whole_networks():
     """Sections 7.1.1 to 7.1.4: what is configurations as described, and where it differs."""
     chosen = {}
     for name in NAMES:
         graph, configurations, total, gpu = best_of(name)
         chosen[name] = list(zip(graph.layers, configurations, strict=True))
-        for strategy in (one_weird_trick, image_parallelism):
-            other = PerLayer(strategy, SharedLink).predict(graph, gpu, GPUS, BATCH).total
-            assert total < other
-            total = other
+        times = [
+            PerLayer(strategy, SharedLink).predict(graph, gpu, GPUS, BATCH).total
+            for strategy in (one_weird_trick, image_parallelism)
+        ]
+        assert total < times[0] < times[1]
+        # The paper: 2.3 times as fast as one weird trick, for AlexNet.
+        assert name != NAMES[0] or times[0] / total == pytest.approx(1.94, rel=1e-2)
     # "DeePa uses image parallelism for all convolutional and pooling layers" of AlexNet, and two
     # workers for its first linear layer; "similar configurations" in VGG-16. Here the last linear
     # layer of both has one worker.

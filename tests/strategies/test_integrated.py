@@ -245,7 +245,7 @@ def test_memory_of_weights_is_divided_by_rows() -> None:
     """Section 4: the 1.5D algorithm cuts the model by P_r, and replicates data.
 
     A parameter and its gradient, an activation and its own: two numbers each, in all rows of a
-    table. What is gathered has a gradient, too.
+    table. Activations that are gathered have gradients, too.
     """
     graph = even_chain(16)
     whole = BatchParallel().predict(graph, SENDING, 4, 4).memory
@@ -288,7 +288,7 @@ GROUPED = [96 * 363, 256 * 1200, 384 * 2304, 384 * 1728, 256 * 1728]
 WHOLE = [96 * 363, 256 * 2400, 384 * 2304, 384 * 3456, 256 * 3456]
 ONE_TOWER = [64 * 363, 192 * 1600, 384 * 1728, 256 * 3456, 256 * 2304]
 LINEAR = [4096 * 9216, 4096 * 4096, 1000 * 4096]
-# Of the paper's section 2: ⌈X/s⌉, for pooling as well.
+# The paper's section 2 has ⌈X/s⌉, for pooling as well.
 SIDES = {
     "before pooling": (55, 27, 13, 13, 13),
     "after pooling": (27, 13, 13, 13, 6),

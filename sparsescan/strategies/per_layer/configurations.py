@@ -1,8 +1,8 @@
 """Configurations: how the output of a layer is divided, and what moves between two layers.
 
 DeePa, section 3: along samples, channels, height and width the output of a layer is cut into equal
-parts; the numbers of parts are its configuration, and each worker computes one block. What a block
-is computed from is a box of the layer's input, which may lie on other workers.
+parts; the numbers of parts are its configuration, and each worker computes one block. A block is
+computed from a box of the layer's input, which may lie on other workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -237,8 +236,7 @@ class Ends:
 
     def most(self, others: Ends, own: Integers, divisors: Integers) -> Integers:
         """Return the most ranges of other divisors that overlap with one of each divisor here."""
-        few = [self._of.codes_of_divisor(k) for k in own.tolist()]
-        few = [codes[_spread(len(codes))] for codes in few]
+        few = [self._of.starts[k] + _spread(self._of.divisors[k]) for k in own.tolist()]
         codes = np.concatenate(few)
         counts = others.overlaps(self.start[codes], self.stop[codes], divisors)[1]
         most: Integers = np.maximum.reduceat(counts, np.cumsum([0, *map(len, few[:-1])]))
@@ -327,7 +325,8 @@ class Configurations:
         else:
             d = np.unique([1, *itertools.chain.from_iterable(given)])
         self.divisors = d
-        self._starts = 1 + np.cumsum(d) - d
+        # The codes of the first parts of each divisor.
+        self.starts = 1 + np.cumsum(d) - d
         self._part, self._parts = np.concatenate([np.arange(k) for k in d]), np.repeat(d, d)
         self.divisor_by_code = np.append(0, np.repeat(np.arange(len(d)), d))
         self.all: Integers = self._every(most) if given is None else np.array(given)
@@ -366,11 +365,6 @@ class Configurations:
             self._known[key] = Axis(self, size, start, stop)
         return self._known[key]
 
-    def codes_of_divisor(self, k: int) -> Integers:
-        """Return the codes of the parts of divisor number `k`."""
-        codes: Integers = self._starts[k] + np.arange(self.divisors[k])
-        return codes
-
     def divisors_of(self, chosen: Integers) -> Integers:
         """Return numbers of the divisors along each axis, shape ``(len(chosen), 4)``."""
         numbers: Integers = self.divisors.searchsorted(self.all[chosen])
@@ -394,7 +388,7 @@ class Configurations:
         return self._codes[key][chosen]
 
     def _codes_of(self, chosen: Integers, workers: Integers) -> Integers:
-        starts = self._starts[self.divisors_of(chosen)]
+        starts = self.starts[self.divisors_of(chosen)]
         codes: Integers = starts[:, None] + self.places(chosen, workers)
         idle = workers >= self.all[chosen].prod(axis=1)[:, None]
         codes[..., 0][idle] = 0
@@ -479,23 +473,16 @@ class Moves:
     def messages(self, a: Integers, b: Integers) -> Floats:
         """Return the most blocks that overlap with one, its own included, (len(a), len(b))."""
         first, second = self._of.divisors_of(a), self._of.divisors_of(b)
-        ways = _product(
-            axis.messages(first[:, k], second[:, k]) for k, axis in enumerate(self.axes)
-        )
+        axes = enumerate(self.axes)
+        ways = _product(axis.messages(first[:, k], second[:, k]) for k, axis in axes)
         most: Floats = ways.max(axis=0)
         return most
 
 
 def _product(factors: Iterable[Any]) -> Floats:
-    product: Floats = reduce(_times, factors, np.ones(()))
+    """Return a product in float64, which all counts fit."""
+    product: Floats = math.prod(factors, start=np.ones(()))
     return product
-
-
-def _times(product: Floats, factor: Any) -> Floats:
-    """Multiply, in place if there is room."""
-    room = product.shape == np.broadcast_shapes(product.shape, factor.shape)
-    both: Floats = np.multiply(product, factor, out=product if room else None)
-    return both
 
 
 def edges_of(graph: Graph) -> list[tuple[int, int, int]]:

@@ -44,9 +44,9 @@ _Plan = tuple[float, list[int]]
 # Relative error of sums that are compared with each other.
 _ROUNDING = 1e-9
 # Configurations of a layer among which the best are searched: the cheapest, if there are more, and
-# in further rounds the cheapest beside the plan that was found. If no layer has more than a few,
-# all are searched at once.
-_MOST, _FEW, _ROUNDS = 64, 4, 3
+# in further rounds those of all candidates that are the cheapest beside the plan that was found. If
+# no layer has more than a few, all are searched at once.
+_MOST, _FEW, _ROUNDS, _CANDIDATES = 64, 4, 3, 2048
 # Most searches for the step in which the backward pass hides as much as can be.
 _SEARCHES = 8
 
@@ -70,12 +70,10 @@ class LayerCosts:
             np.stack([samples, c if mixing else 1 + 0 * c]), axis=1, return_inverse=True
         )
         if self.machine.times is None and graph.layers[k].kind != "cell":
-            passes = np.stack(
-                np.broadcast_arrays(*self._passes(graph, k, *work), work[0])[:2], axis=-1
-            )
+            passes = np.stack(np.broadcast_arrays(*self._passes(graph, k, *work), work[0])[:2])
         else:
-            passes = np.array([self._passes(graph, k, *one) for one in work.T.tolist()])
-        taken: Times = passes.reshape(-1, 2)[which.ravel()]
+            passes = np.array([self._passes(graph, k, *one) for one in work.T.tolist()]).T
+        taken: Times = passes.T[which.ravel()]
         return taken
 
     def _passes(self, graph: Graph, k: int, samples: Any, channels: Any) -> tuple[Any, Any]:
@@ -83,13 +81,10 @@ class LayerCosts:
         machine, share = self.machine, 1 / channels
         if graph.layers[k].kind == "softmax":
             return machine.loss(samples), 0.0
+        forward = machine.forward(graph, k, samples, share)
         # Every layer is a chain of its own.
-        chain = machine.chain(graph, k, share)
-        backward = chain + machine.backward(graph, k, samples, share)
-        return (
-            machine.forward(graph, k, samples, share),
-            backward + machine.update(graph, k, share),
-        )
+        backward = machine.chain(graph, k, share) + machine.backward(graph, k, samples, share)
+        return forward, backward + machine.update(graph, k, share)
 
     def update(self, layer: Layer, configurations: Chosen) -> Times:
         """Return times of the numbers in the sum of parameter gradients over their copies.
@@ -157,12 +152,10 @@ def optimise(
     bounds = [limits(layer, batch) for layer in graph.layers] if most is None else most
     n, c, h, w = np.max(bounds, axis=0).tolist()
     model = NetworkCosts(graph, costs, Configurations(workers, most=(n, c, h, w)), batch)
-    ways = [
-        on_grid(graph.layers, bounds, workers, 1, ("model",), True),
-        on_grid(graph.layers, bounds, workers, 1, ("domain", "batch"), True),
-    ]
-    for columns in model.of.divisors[model.of.divisors <= batch].tolist():
-        ways.append(on_grid(graph.layers, bounds, workers // columns, columns))
+    columns = model.of.divisors[model.of.divisors <= batch].tolist()
+    grids: list[tuple[Any, ...]] = [(workers, 1, ("model",), True)]
+    grids += [(workers, 1, ("domain", "batch"), True), *((workers // k, k) for k in columns)]
+    ways = [on_grid(graph.layers, bounds, *grid) for grid in grids]
     choices = [
         np.flatnonzero(allowed(layer, bound, model.of.all))
         for layer, bound in zip(graph.layers, bounds, strict=True)
@@ -198,7 +191,7 @@ class NetworkCosts:
         copies, which = np.unique(self._copies, return_inverse=True)
         self._latency = np.array([costs.fused(one) for one in copies.tolist()])[which]
         self._known: dict[Any, Times] = {}
-        self._pairs: dict[Moves, Pairs] = {}
+        self._pairs: dict[Any, Pairs] = {}
 
     def _key(self, k: int, reads: Sequence[Moves]) -> Any:
         """Return what the costs of a layer depend on."""
@@ -242,22 +235,19 @@ class NetworkCosts:
 
     def _transfer(self, moves: Moves, a: Chosen, b: Chosen) -> Times:
         """Return times of an edge, for any two of some configurations."""
-        if moves not in self._pairs:
+        # One beside all others would make a table of few into one of all.
+        key = moves, len(a) == 1, len(b) == 1
+        if key not in self._pairs:
             compute = partial(self.costs.transfer, moves, self.of)
-            self._pairs[moves] = Pairs((len(self.of.all),) * 2, compute)
-        return self._pairs[moves](a, b)
+            self._pairs[key] = Pairs((len(self.of.all),) * 2, compute)
+        return self._pairs[key](a, b)
 
     def cheapest(
         self, ways: Sequence[Sequence[Chosen]], whole: Sequence[Chosen] | None = None
     ) -> tuple[list[Configuration], float]:
         """Return the cheapest configuration of every layer among some, and their cost.
 
-        Parameters
-        ----------
-        ways : sequence of sequences of ndarray
-            Numbers of configurations of each layer, which go together.
-        whole : sequence of ndarray, optional
-            One more, which has all others.
+        Each way has numbers of configurations of each layer; one more, `whole`, has all others.
         """
         overlap = self.costs.machine.overlap
         weights = [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)] if overlap else [(1.0, 1.0)]
@@ -318,13 +308,13 @@ class NetworkCosts:
             corner = min(corners, key=lambda both: weight * both[0] + (1 - weight) * both[1])
             if corner in ends:
                 return
-            if len(ends) < 2:
+            if not ends:
+                ends, weight = [corner], 0.0
+                continue
+            if len(ends) == 1:
                 ends.append(corner)
             else:
                 ends[corner[0] >= corner[1]] = corner
-            if len(ends) < 2:
-                weight = 0.0
-                continue
             (backward, sums), (other, less) = ends
             if backward >= other or sums <= less:
                 return
@@ -386,10 +376,10 @@ class NetworkCosts:
         # A configuration is not in the best solution if it costs more than the total leaves for its
         # layer when all others cost least.
         left = total * (1 + _ROUNDING) - lowest
+        masks = _near(choices, least, seed, _CANDIDATES, left)
+        choices, nodes, least = (_masked(each, masks) for each in (choices, nodes, least))
         for _ in range(_ROUNDS):
-            masks = [_cheapest(cost, _MOST) & (cost <= cost.min() + left) for cost in least]
-            for mask, choice, one in zip(masks, choices, seed, strict=True):
-                mask |= choice == one
+            masks = _near(choices, least, seed, _MOST, left)
             before, (total, seed) = (
                 total,
                 self._eliminate(_masked(choices, masks), _masked(nodes, masks)),
@@ -447,6 +437,16 @@ class NetworkCosts:
 
 def _masked(arrays: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> list[Any]:
     return [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+
+
+def _near(
+    choices: Sequence[Chosen], costs: Sequence[Times], plan: Sequence[int], most: int, left: float
+) -> list[NDArray[np.bool_]]:
+    """Tell which configurations are a plan's, or among the cheapest and within what is left."""
+    return [
+        (_cheapest(cost, most) & (cost <= cost.min() + left)) | (choice == one)
+        for choice, cost, one in zip(choices, costs, plan, strict=True)
+    ]
 
 
 def _cheapest(costs: Times, count: int) -> NDArray[np.bool_]:

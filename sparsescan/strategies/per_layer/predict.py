@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ...jacobians import Operator
 from ...parallel.communicator import Fault
-from ...symbolic.schedule import check_count
 from ..exchanges import sum_words
 from ..graph import Graph, Layer
 from ..machine import Machine
-from ..recurrent import Trainable, as_graph, operators
-from ..strategy import Job, LayerPlan, Prediction, Strategy, Training
+from ..recurrent import operators
+from ..strategy import Job, LayerPlan, Prediction, Strategy, Training, Work
 from .configurations import (
     Configuration,
     Configurations,
@@ -43,13 +42,9 @@ class Divided(Strategy):
 
     costs: Callable[[Machine], LayerCosts] = LayerCosts
 
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step with the configurations that cost least; see :meth:`Strategy.predict`."""
-        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-        graph, _, bounds = _layers(network, batch)
-        machine = machine.among(workers)
+    def _plan(self, work: Work) -> tuple[Prediction, tuple[Any, ...]]:
+        graph, ops, bounds = _layers(work)
+        _, _, machine, workers, batch = work
         costs = self.costs(machine)
         chosen = self.choose(graph, costs, workers, batch, bounds)
         of, numbers = _numbered(workers, chosen)
@@ -62,17 +57,14 @@ class Divided(Strategy):
             layer, one = graph.layers[k], chosen[k]
             peaks = int(moved.max()) * machine.itemsize, int(np.max(needed))
             layers.append(LayerPlan(layer.name, one, range(math.prod(one)), *peaks))
-        how = self.describe(graph, chosen)
-        return Prediction(self.name, how, times, sent.max(), kept.max(), layers=tuple(layers))
+        most, how = (sent.max(), kept.max()), self.describe(graph, chosen)
+        prediction = Prediction(self.name, how, times, *most, layers=tuple(layers))
+        return prediction, (graph, ops, chosen)
 
-    def _train(self, job: Job) -> Training:
-        graph, ops, bounds = _layers(job.network, job.batch)
-        workers = job.communicator.size
-        costs = self.costs(job.machine.among(workers))
-        chosen = self.choose(graph, costs, workers, job.batch, bounds)
+    def _train(self, job: Job, plan: tuple[Any, ...]) -> Training:
         fault = Fault()
         with fault:
-            training = Partitioned(job, graph, ops, chosen)
+            training = Partitioned(job, *plan)
         job.communicator.agree(fault.error)
         return training
 
@@ -157,15 +149,12 @@ class PerLayer(Divided):
         return chosen
 
 
-def _layers(
-    network: Graph | Trainable, batch: int
-) -> tuple[Graph, list[Operator | None], list[Limits]]:
+def _layers(work: Work) -> tuple[Graph, list[Operator | None], list[Limits]]:
     """Return a graph with its loss, operators if there are such, and the most parts of layers."""
-    plain = as_graph(network)
-    graph = with_loss(plain)
-    if isinstance(network, Graph):
+    graph, batch = with_loss(work.graph), work.batch
+    if isinstance(work.network, Graph):
         return graph, [], [limits(layer, batch) for layer in graph.layers]
-    ops = operators(network, plain)
+    ops = operators(work.network, work.graph)
     ops += [None] * (len(graph.layers) - len(ops))
     bounds = [limits_of(op, layer, batch) for op, layer in zip(ops, graph.layers, strict=True)]
     return graph, ops, bounds

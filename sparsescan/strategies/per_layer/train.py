@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -122,10 +123,10 @@ def _restricted(op: Operator, needed: Box, block: Box) -> tuple[Operator, int]:
 
 
 class _Local:
-    """A sum of layers, as one rank computes it; of one layer, that layer."""
+    """A sum of layers, as one rank computes it; or a block without entries, as what it reads is."""
 
-    def __init__(self, params: dict[str, Array] | None = None) -> None:
-        self.params = {} if params is None else params
+    def __init__(self, stage: Stage | None = None) -> None:
+        self.params = {} if stage is None else stage.parameters[0]
 
     def forward(self, *xs: Array) -> Array:
         """Return the sum."""
@@ -144,7 +145,7 @@ class _Block(_Local):
 
     def __init__(self, op: Operator, needed: Box, block: Box, first: int, deep: bool) -> None:
         self._op, self._deep, self._stage = op, deep, Stage([op], deep, copied=False)
-        super().__init__(self._stage.parameters[0])
+        super().__init__(self._stage)
         self._needed, self._size = shape_of(needed)[1:], shape_of(block)
         self._cut = slice(first, first + self._size[1])
 
@@ -177,7 +178,7 @@ class _Cells(_Local):
 
     def __init__(self, steps: Sequence[Operator], block: Box) -> None:
         self._stage = RecurrentStage(steps)
-        super().__init__(self._stage.parameters[0])
+        super().__init__(self._stage)
         self._samples, self._size = slice(*block[0]), shape_of(block)
 
     def forward(self, *xs: Array) -> Array:
@@ -187,17 +188,6 @@ class _Cells(_Local):
 
     def backward(self, grad: Array) -> tuple[Array, dict[str, Array]]:
         return grad, self._stage.backward(self._activations, grad)[1][0]
-
-
-class _Idle(_Local):
-    """A block without entries, on a rank that is left over."""
-
-    def __init__(self, block: Box) -> None:
-        super().__init__()
-        self._size = shape_of(block)
-
-    def forward(self, *xs: Array) -> Array:
-        return np.empty(self._size, xs[0].dtype)
 
 
 class _Edge(NamedTuple):
@@ -279,20 +269,21 @@ class Partitioned(Training):
 
     def _local_layers(self, ops: Sequence[Operator | None]) -> list[_Local]:
         """Return this rank's block of every layer, with parameters of its own."""
-        rank = self.communicator.rank
-        local = [_Local() if volume(block) else _Idle(block) for block in self._blocks]
-        units = slice(*self._blocks[1][1])
-        cells = [ops[k].cell for k in self._steps[:1]]  # type: ignore[union-attr]
-        if volume(self._blocks[1]) and not self._at_once:
-            cells = [cell.restrict(units) for cell in cells]
+        rank, local = self.communicator.rank, [_Local()] * len(ops)
+        steps = [op for op in ops if isinstance(op, Step)]
+        if self._at_once and volume(self._blocks[1]):
+            local[self._steps[0]] = local[self._steps[-1]] = _Cells(steps, self._blocks[1])
         own: dict[int, tuple[Operator, Box, int]] = {}
+        cell: Any = None
         for k, op in enumerate(ops):
             if op is None or not volume(self._blocks[k]) or not self._edges[k]:
                 continue
             needed = self._edges[k][0].moves.needed[rank]
             if isinstance(op, Step):
                 # All steps have the same part of the cell.
-                own[k] = Step(cells[0], op.t), needed, 0
+                if cell is None:
+                    cell = op.cell.restrict(slice(*self._blocks[k][1]))
+                own[k] = Step(cell, op.t), needed, 0
             else:
                 part, first = _restricted(op, needed, self._blocks[k])
                 own[k] = part, needed, first
@@ -300,11 +291,6 @@ class Partitioned(Training):
         for (k, (_, needed, first)), part in zip(own.items(), mine, strict=True):
             deep = self._edges[k][0].source > 0
             local[k] = _Block(part, needed, self._blocks[k], first, deep)
-        if self._at_once and volume(self._blocks[1]):
-            steps = [op for op in ops if isinstance(op, Step)]
-            whole = _Cells(steps, self._blocks[1])
-            for k in self._steps:
-                local[k] = whole
         return local
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
@@ -343,7 +329,10 @@ class Partitioned(Training):
             if edges and isinstance(part, _Block):
                 part.read(x[slice(*self._blocks[k][0])])
             boxes = [edge.forward(self.communicator, outputs, x.dtype) for edge in edges]
-            outputs[k] = self._parts[k].forward(*boxes or [x])
+            if not edges:
+                # All steps of a cell at once, on ranks that have samples.
+                boxes = [x if isinstance(part, _Cells) else np.empty((0,) * 4, x.dtype)]
+            outputs[k] = part.forward(*boxes)
         return outputs[self._order[-1]]
 
     def _backward(self, grad: Array, dtype: DTypeLike) -> dict[int, dict[str, Array]]:
@@ -355,38 +344,32 @@ class Partitioned(Training):
             owner = self._graph.owner(k)
             later = sums.get(owner)
             sums[owner] = own if later is None else {n: later[n] + g for n, g in own.items()}
-            for edge in self._edges[k]:
-                j = edge.source
+            for j, moves, _ in self._edges[k]:
                 if j > 0:
-                    below = edge.moves.backward(self.communicator, grad, dtype)
+                    below = moves.backward(self.communicator, grad, dtype)
                     grads[j] = grads[j] + below if j in grads else below
         return sums
 
     def parameters(self) -> list[dict[str, Array]]:
         """Return parameters of every layer, whole, on all ranks; those of a cell once."""
         mine = [
-            (self._blocks[k][1], self._parts[k].params) if volume(self._blocks[k]) else None
+            {self._blocks[k][1]: self._parts[k].params} if volume(self._blocks[k]) else {}
             for k in self._trained
         ]
         ranks = self.communicator.gather(mine)
+        # Each channel is from the first rank that has it.
         return [
-            _joined([shares for shares in layer if shares is not None])
-            for layer in zip(*ranks, strict=True)
+            _joined(reduce(operator.or_, reversed(layer))) for layer in zip(*ranks, strict=True)
         ]
 
 
-def _joined(shares: Sequence[tuple[Range, dict[str, Array]]]) -> dict[str, Array]:
-    """Join parameters over channels, each from the first rank that has them."""
-    first = dict(reversed(shares))
-    return {
-        name: _gate_by_gate([(first[channels][name], channels) for channels in sorted(first)])
-        for name in shares[0][1]
-    }
-
-
-def _gate_by_gate(blocks: Sequence[tuple[Array, Range]]) -> Array:
-    """Join a parameter with the same number of rows for every channel, such as one for a gate."""
-    if len(blocks) == 1:
-        return blocks[0][0]
-    rows = [param.reshape(-1, stop - start, *param.shape[1:]) for param, (start, stop) in blocks]
-    return np.concatenate(rows, axis=1).reshape(-1, *blocks[0][0].shape[1:])
+def _joined(shares: Mapping[Range, dict[str, Array]]) -> dict[str, Array]:
+    """Join parameters over channels, which have equal numbers of rows, such as one for a gate."""
+    channels = sorted(shares)
+    if len(channels) == 1:
+        return shares[channels[0]]
+    joined = {}
+    for name, some in shares[channels[0]].items():
+        rows = [shares[i, j][name].reshape(-1, j - i, *some.shape[1:]) for i, j in channels]
+        joined[name] = np.concatenate(rows, axis=1).reshape(-1, *some.shape[1:])
+    return joined

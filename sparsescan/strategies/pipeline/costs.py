@@ -24,19 +24,10 @@ _PLACES = 4096
 
 
 def balance(costs: Costs, stages: int) -> tuple[int, ...] | None:
-    """Cut a chain into stages of which the most expensive is as cheap as can be.
+    """Return the first layers of all stages but one, if the dearest is to be as cheap as can be.
 
-    Parameters
-    ----------
-    costs : ndarray of float64, shape (n + 1, n + 1)
-        Cost of a stage of layers ``a`` to ``b - 1``, for ``a < b``; inf where there can be none.
-    stages : int
-        Number of stages.
-
-    Returns
-    -------
-    tuple of int or None
-        First layer of each stage but the first; None if there is no way.
+    ``costs[a, b]`` is that of a stage of layers ``a`` to ``b - 1``; inf where there can be none. If
+    there is no way, return None.
 
     Examples
     --------

@@ -8,8 +8,8 @@ from ...errors import InputError
 from ...formatting import quantity
 from ..graph import Graph
 from ..machine import Machine
-from ..recurrent import Trainable, as_graph, graph_of
-from ..strategy import Job, Prediction, Strategy, Training
+from ..recurrent import Trainable, graph_of
+from ..strategy import Job, Prediction, Strategy, Training, Work
 from .costs import StageCosts, block_ends, place
 from .schedule import Placement
 from .train import MicroBatchTraining, PipelineTraining
@@ -41,7 +41,11 @@ class _Stages(Strategy):
         InputError
             If there are more workers than stages, or registers where none can be.
         """
-        return place(as_graph(network), machine.among(workers), workers, batch, self._given)
+        work = Work.of(network, machine, workers, batch)
+        return self._placed(work, work.batch)
+
+    def _placed(self, work: Work, samples: int) -> Placement:
+        return place(work.graph, work.machine, work.workers, samples, self._given)
 
 
 class Pipeline(_Stages):
@@ -83,16 +87,14 @@ class Pipeline(_Stages):
         super().__init__(registers)
         self._iterations = iterations
 
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step of a full pipeline."""
-        network, machine = as_graph(network), machine.among(workers)
-        placement = self.placement(network, machine, workers, batch)
+    def _plan(self, work: Work) -> tuple[Prediction, Placement]:
+        """Return a step of a full pipeline."""
+        _, network, machine, workers, batch = work
+        placement = self._placed(work, batch)
         costs = StageCosts(network, machine, placement, batch)
-        work = costs.work.tolist()
+        busy = costs.work.tolist()
         # Stages that wait leave their cores to others.
-        cycle = machine.shared(work, workers) / max(work) if max(work) else 1.0
+        cycle = machine.shared(busy, workers) / max(busy) if max(busy) else 1.0
         # A step takes as long as the slowest stage.
         slowest = int((cycle * costs.work + costs.messages).argmax())
         memory = [
@@ -101,24 +103,18 @@ class Pipeline(_Stages):
                 costs.weights, costs.kept, placement.degrees, strict=True
             )
         ]
-        return Prediction(
-            self.name,
-            str(placement),
-            {
-                "forward": cycle * costs.forward[slowest],
-                "backward": cycle * costs.backward[slowest],
-                "activations": costs.messages[slowest],
-                "loss": costs.agreeing,
-            },
-            costs.sent(batch),
-            max(memory),
-            placement.stale([layer.weights for layer in network.layers[1:]]),
-            tuple(costs.plans(batch)),
-        )
+        times = {
+            "forward": cycle * costs.forward[slowest],
+            "backward": cycle * costs.backward[slowest],
+            "activations": costs.messages[slowest],
+            "loss": costs.agreeing,
+        }
+        stale = placement.stale([layer.weights for layer in network.layers[1:]])
+        most, plans = (costs.sent(batch), max(memory)), tuple(costs.plans(batch))
+        return Prediction(self.name, str(placement), times, *most, stale, plans), placement
 
-    def _train(self, job: Job) -> Training:
-        placement = self.placement(job.network, job.machine, job.communicator.size, job.batch)
-        return PipelineTraining(job, _of_operators(placement, job.network), self._iterations)
+    def _train(self, job: Job, plan: Placement) -> Training:
+        return PipelineTraining(job, _of_operators(plan, job.network), self._iterations)
 
 
 class MicroBatches(_Stages):
@@ -146,35 +142,26 @@ class MicroBatches(_Stages):
         super().__init__(registers)
         self._count = count
 
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step, with the bubble as "idle"."""
-        return self._best(as_graph(network), machine, workers, batch)[2]
-
-    def _train(self, job: Job) -> Training:
-        graph, workers = graph_of(job.network), job.communicator.size
-        placement, count, _ = self._best(graph, job.machine, workers, job.batch)
+    def _train(self, job: Job, plan: tuple[Placement, int]) -> Training:
+        placement, count = plan
         return MicroBatchTraining(job, _of_operators(placement, job.network), count)
 
-    def _best(
-        self, network: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[Placement, int, Prediction]:
-        machine, given = machine.among(workers), self._count
+    def _plan(self, work: Work) -> tuple[Prediction, tuple[Placement, int]]:
+        """Return a step of the fastest count."""
+        batch, given = work.batch, self._count
         if given is not None and (given < 1 or batch % given):
             raise InputError(f"count is {given}; expected a divisor of batch = {batch}")
         divisors = [d for d in range(1, batch + 1) if batch % d == 0]
         ways = []
         for count in divisors if given is None else [given]:
-            placement = self.placement(network, machine, workers, batch // count)
-            prediction = self._predict(network, machine, placement, batch, count)
-            ways.append((placement, count, prediction))
-        return min(ways, key=lambda way: way[2].total)
+            placement = self._placed(work, batch // count)
+            ways.append((self._predict(work, placement, count), (placement, count)))
+        return min(ways, key=lambda way: way[0].total)
 
-    def _predict(
-        self, network: Graph, machine: Machine, placement: Placement, batch: int, count: int
-    ) -> Prediction:
-        samples, workers = batch // count, len(placement.parts)
+    def _predict(self, work: Work, placement: Placement, count: int) -> Prediction:
+        """Predict a step, with the bubble as "idle"."""
+        _, network, machine, workers, batch = work
+        samples = batch // count
         costs = StageCosts(network, machine, placement, samples)
         both = costs.messages
         # The last stage runs forward once, just before it runs backward.
@@ -182,13 +169,13 @@ class MicroBatches(_Stages):
         first[-1] = 0
         slowest = int((first + second + both * 2).argmax())
         # Stages that wait leave their cores to others.
-        work = count * (first + second)
+        taken = count * (first + second)
         alone = machine.shared([1.0], workers)
         # Each way the first micro-batch goes through all stages, and the others follow it.
         total = both.sum()
         for stages in (first, second):
             total += alone * stages.sum() + (count - 1) * (alone * stages + both).max()
-        total = max(total, machine.shared(work.tolist(), workers) + 2 * count * both[slowest])
+        total = max(total, machine.shared(taken.tolist(), workers) + 2 * count * both[slowest])
         # A stage keeps all inputs, and activations and gradients of one micro-batch.
         memory = [
             machine.needed(weights, samples * kept, (batch - samples) * entering)
@@ -196,20 +183,16 @@ class MicroBatches(_Stages):
                 costs.weights, costs.kept, costs.entering, strict=True
             )
         ]
-        return Prediction(
-            self.name,
-            f"{quantity(count, 'micro-batch', 'micro-batches')}; {placement}",
-            {
-                "forward": alone * count * costs.forward[slowest],
-                "backward": alone * count * (first[slowest] + costs.backward[slowest]),
-                "activations": count * 2 * both[slowest],
-                "loss": costs.agreeing,
-                "idle": total - alone * work[slowest] - 2 * count * both[slowest],
-            },
-            costs.sent(batch),
-            max(memory),
-            layers=tuple(costs.plans(batch)),
-        )
+        how = f"{quantity(count, 'micro-batch', 'micro-batches')}; {placement}"
+        times = {
+            "forward": alone * count * costs.forward[slowest],
+            "backward": alone * count * (first[slowest] + costs.backward[slowest]),
+            "activations": count * 2 * both[slowest],
+            "loss": costs.agreeing,
+            "idle": total - alone * taken[slowest] - 2 * count * both[slowest],
+        }
+        most, plans = (costs.sent(batch), max(memory)), tuple(costs.plans(batch))
+        return Prediction(self.name, how, times, *most, layers=plans)
 
 
 def _of_operators(placement: Placement, network: Trainable) -> Placement:

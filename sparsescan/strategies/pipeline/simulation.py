@@ -107,18 +107,8 @@ class Pipelined(ABC):
 class Simulation(Pipelined):
     """A pipeline whose stages all run in this process, one after the other in every cycle.
 
-    Parameters
-    ----------
-    stages : sequence of Stage
-        The network: ``K + 1`` stages for ``K`` pairs of registers, as for a :class:`Worker`. They
-        are trained, not copied.
-    batch : int
-        Samples of a minibatch.
-    learning_rate : float
-        Learning rate of SGD.
-    iterations : int, optional
-        Number of minibatches that are pipelined; those that follow are run alone (hybrid training).
-        By default all are pipelined.
+    Its ``K + 1`` stages for ``K`` pairs of registers, as for a :class:`Worker`, are trained, not
+    copied. Minibatches behind the first `iterations` are run alone (hybrid training).
 
     Examples
     --------

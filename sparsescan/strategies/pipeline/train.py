@@ -35,26 +35,21 @@ class _Neighbours(StageTraining):
         self.first, self.last = rank == 0, rank == job.communicator.size - 1
         self._in, self._out = (samples, *self.input_shape), (samples, *self.output_shape)
 
-    def take(self, x: Array, labels: NDArray[np.int64]) -> tuple[Array, NDArray[np.int64]]:
-        """Check a batch, and note the dtypes that follow from it."""
-        x, labels, (self._before, self._behind, self._every) = self.check(x, labels)
-        return x, labels
-
     def forth(self, y: Array | None) -> Message:
         """Return a message of activations for the next rank; zeros if this one has failed."""
-        return self.communicator.rank + 1, _message(y, self._out, self._behind)
+        return self.communicator.rank + 1, _message(y, self._out, self.dtypes[1])
 
     def back(self, grad: Array | None) -> Message:
         """Return a message of gradients for the rank before."""
-        return self.communicator.rank - 1, _message(grad, self._in, self._every)
+        return self.communicator.rank - 1, _message(grad, self._in, self.dtypes[2])
 
     def activations(self) -> Message:
         """Return the rank before, and room for its activations."""
-        return self.communicator.rank - 1, np.empty(self._in, self._before)
+        return self.communicator.rank - 1, np.empty(self._in, self.dtypes[0])
 
     def gradients(self) -> Message:
         """Return the next rank, and room for its gradients."""
-        return self.communicator.rank + 1, np.empty(self._out, self._every)
+        return self.communicator.rank + 1, np.empty(self._out, self.dtypes[2])
 
     def agree(self, fault: Fault, loss: float) -> float:
         """Return the loss of the last rank, or raise if any rank has failed."""
@@ -88,7 +83,7 @@ class PipelineTraining(Pipelined, _Neighbours):
         After an error of a stage, which all ranks raise, the pipeline is empty; samples that are
         refused change nothing.
         """
-        return super().step(*self.take(x, labels))
+        return super().step(*self.check(x, labels))
 
     def _run(self, feeds: Sequence[Batch | None]) -> float:
         self._fault = Fault()
@@ -129,21 +124,14 @@ class PipelineTraining(Pipelined, _Neighbours):
         """
         rank, last = self.communicator.rank, self._registers
         sends: list[Message] = []
-        receives: list[Message] = []
-        self._x = self._grad = None
-        if not self.first:
-            if self._fed[2 * last - rank]:
-                sends.append(self.back(grad))
-            if self._fed[rank - 1]:
-                receives.append(self.activations())
-                self._x = receives[-1][1]
-        if not self.last:
-            if self._fed[rank]:
-                sends.append(self.forth(y))
-            if self._fed[2 * last - rank - 1]:
-                receives.append(self.gradients())
-                self._grad = receives[-1][1]
-        self.communicator.exchange(sends, receives)
+        x = self.activations() if not self.first and self._fed[rank - 1] else None
+        below = self.gradients() if not self.last and self._fed[2 * last - rank - 1] else None
+        if not self.first and self._fed[2 * last - rank]:
+            sends.append(self.back(grad))
+        if not self.last and self._fed[rank]:
+            sends.append(self.forth(y))
+        self.communicator.exchange(sends, [room for room in (x, below) if room is not None])
+        self._x, self._grad = (None if room is None else room[1] for room in (x, below))
 
 
 class MicroBatchTraining(_Neighbours):
@@ -155,7 +143,7 @@ class MicroBatchTraining(_Neighbours):
 
     def step(self, x: Array, labels: NDArray[np.int64]) -> float:
         """Run one training step; return the mean loss of the minibatch before it."""
-        x, labels = self.take(x, labels)
+        x, labels = self.check(x, labels)
         with self.communicator.ending("a training step"):
             fault, loss = self._run(x, labels)
         return self.agree(fault, loss)

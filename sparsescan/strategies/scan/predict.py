@@ -5,11 +5,7 @@ from __future__ import annotations
 from ...errors import InputError
 from ...formatting import quantity
 from ...parallel.grid import Grid, check_grid
-from ...symbolic.schedule import check_count
-from ..graph import Graph
-from ..machine import Machine
-from ..recurrent import Trainable, as_graph, graph_of
-from ..strategy import Job, Prediction, Strategy, Training
+from ..strategy import Job, Prediction, Strategy, Training, Work
 from .costs import NAME, Division, most_parts
 from .train import ScanTraining
 
@@ -49,18 +45,10 @@ class Scan(Strategy):
             raise InputError(f"schedule is {schedule!r}; expected 'vectors' or 'products'")
         self.schedule = schedule
 
-    def predict(
-        self, network: Graph | Trainable, machine: Machine, workers: int, batch: int
-    ) -> Prediction:
-        """Predict a step by the best grid; if none fits, by the one that needs least memory."""
-        return self._best(as_graph(network), machine, workers, batch)[2]
-
-    def _best(
-        self, network: Graph, machine: Machine, workers: int, batch: int
-    ) -> tuple[Grid, str, Prediction]:
-        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
-        most, machine = most_parts(network), machine.among(workers)
-        ways: list[tuple[Grid, str, Prediction]] = []
+    def _plan(self, work: Work) -> tuple[Prediction, tuple[Grid, str]]:
+        """Return the best grid; if none fits, the one that needs least memory."""
+        _, network, machine, workers, batch = work
+        most, ways = most_parts(network), []
         chains = [n for n in range(min(workers, 2), workers + 1) if workers % n == 0]
         grids = [Grid(n, workers // n) for n in chains]
         for grid in grids if self.grid is None else [check_grid(self.grid, workers)]:
@@ -70,18 +58,16 @@ class Scan(Strategy):
             for schedule in ("vectors", "products"):
                 wanted = self.schedule in (None, schedule)
                 if wanted and (schedule == "vectors" or grid.chain > 1):
-                    ways.append((grid, schedule, division.prediction(schedule)))
+                    ways.append((division.prediction(schedule), (grid, schedule)))
         if not ways:
             raise InputError(
                 f"workers is {workers}: {network.name} can be cut into {quantity(most, 'part')} at "
                 f"most, and {quantity(batch, 'sample')} into {quantity(batch, 'group')}"
             )
-        fitting = [one for one in ways if one[2].memory <= machine.memory]
+        fitting = [one for one in ways if one[0].memory <= machine.memory]
         if not fitting:
-            return min(ways, key=lambda one: one[2].memory)
-        return min(fitting, key=lambda one: one[2].total)
+            return min(ways, key=lambda one: one[0].memory)
+        return min(fitting, key=lambda one: one[0].total)
 
-    def _train(self, job: Job) -> Training:
-        graph, workers = graph_of(job.network), job.communicator.size
-        grid, schedule, _ = self._best(graph, job.machine, workers, job.batch)
-        return ScanTraining(job, grid, schedule)
+    def _train(self, job: Job, plan: tuple[Grid, str]) -> Training:
+        return ScanTraining(job, *plan)

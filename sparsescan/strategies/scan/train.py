@@ -40,7 +40,8 @@ class ScanTraining(StageTraining):
 
     def step(self, x: NDArray[Any], labels: NDArray[np.int64]) -> float:
         """Run one training step; see :meth:`.Training.step`."""
-        x, labels, (before, behind, _) = self.check(x, labels)
+        x, labels = self.check(x, labels)
+        before, behind, _ = self.dtypes
         stage, world, rank = self.stage, self.communicator, self.communicator.rank
         samples = self._grid.samples(rank, self.batch)
         x, labels = x[samples], labels[samples]
