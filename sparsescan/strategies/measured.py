@@ -164,11 +164,8 @@ def _sequential(communicator: Communicator, network: Sequential, sizes: Sequence
     timed = [one for one in whole if one is not None]
     halves = _halves(communicator, timed)
     halves["product"] -= sweep
-    contention = _contention(
-        communicator,
-        lambda: _step(whole, reads, data, labels),
-        table[..., -1].sum() + losses[-1],
-    )
+    total = table[..., -1].sum() + losses[-1]
+    contention = _contention(communicator, lambda: _step(whole, reads, data, labels), total)
     layers = [layer for layer, op in zip(graph.layers[1:], ops, strict=True) if op is not None]
     return Times(layers, sizes, parts, halves, {}, losses, sweep, {}, contention)
 
@@ -192,8 +189,7 @@ def _step(
     layers: Sequence[_Timed | None], reads: Sequence[tuple[int, ...]], x: Array, labels: Any
 ) -> list[int]:
     """Return times of each part of each layer, and of the loss; None is a sum of its inputs."""
-    outputs = [x]
-    times: list[list[int]] = []
+    outputs, times = [x], list[list[int]]()
     for layer, inputs in zip(layers, reads, strict=True):
         if layer is None:
             times.append([])
@@ -227,11 +223,8 @@ def _halves(communicator: Communicator, layers: Sequence[_Timed]) -> dict[str, F
 
 def _beside(communicator: Communicator, whole: _Timed, half: Operator) -> Floats:
     """Return times of each part of a layer and of half of it, in turns; (parts, 2)."""
-    x = whole.kept[0]
-    pairs = [
-        (one, np.ones((len(x), *one.op.output_shape), np.float32))
-        for one in (whole, _Timed(Stage([half])))
-    ]
+    x, both = whole.kept[0], (whole, _Timed(Stage([half])))
+    pairs = [(one, np.ones((len(x), *one.op.output_shape), np.float32)) for one in both]
     times: Floats = _mean(communicator, lambda: [one.parts(x, grad) for one, grad in pairs]).T
     return times
 
@@ -245,19 +238,15 @@ def _recurrent(communicator: Communicator, network: Recurrent, sizes: Sequence[i
     The time of a chain of products by itself, and that of an update, are common to both.
     """
     rng, cell = np.random.default_rng(communicator.rank), network.cell
-    samples = {
-        size: rng.standard_normal((size, *network.input_shape), np.float32) for size in sizes
-    }
+    shape = network.input_shape
+    samples = {size: rng.standard_normal((size, *shape), np.float32) for size in sizes}
     ops = [op for op in network.ops if isinstance(op, Step)][:_CELLS]
     steps = [_Timed(Stage([op])) for op in ops]
 
-    def read(size: int, *timed: _Timed) -> None:
-        for one in timed:
-            one.op.read(samples[size])  # type: ignore[attr-defined]
-
     def batches() -> Iterable[tuple[Array, Array]]:
         for size in sizes:
-            read(size, *steps)
+            for one in steps:
+                one.op.read(samples[size])  # type: ignore[attr-defined]
             start = np.zeros((size, cell.state_size), np.float32)
             yield start, rng.integers(network.output_shape[0], size=size)
 

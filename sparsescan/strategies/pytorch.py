@@ -162,7 +162,10 @@ class _Reader:
         if node.target is torch.cat and axis == 1:
             return builder.concat(*inputs)
         if isinstance(module, _NORMS):
-            return self._norm(module, x)
+            # By numbers that are fixed, or that depend on the whole sample.
+            fixed = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+            shape, nnz = builder.layers[x].shape, builder.layers[x].size ** (1 if fixed else 2)
+            return builder.add(Layer(builder.name_of("norm"), "norm", (x,), shape, nnz=nnz))
         if isinstance(module, nn.Linear) and len(builder.layers[x].shape) == 1:
             return builder.linear(module.out_features, x=x)
         if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d, nn.Conv2d)):
@@ -180,13 +183,6 @@ class _Reader:
             raise self._wrong(node)
         height, width = (n // m for n, m in zip(shape[1:], out, strict=True))
         return self._builder.pool((height, width), x=x)
-
-    def _norm(self, module: nn.Module, x: int) -> int:
-        """Add a normalisation, by numbers that are fixed, or that depend on the whole sample."""
-        builder, layer = self._builder, self._builder.layers[x]
-        fixed = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
-        nnz = layer.size if fixed else layer.size**2
-        return builder.add(Layer(builder.name_of("norm"), "norm", (x,), layer.shape, nnz=nnz))
 
     def _wrong(self, node: fx.Node) -> InputError:
         what = self._modules.get(str(node.target), node.target)
@@ -285,14 +281,9 @@ def _out_of_place(traced: fx.GraphModule) -> fx.GraphModule:
 class _Timed(fx.Interpreter):
     """Runs a traced module call by call, and measures each.
 
-    Attributes
-    ----------
-    parts : ndarray, shape (calls, parts)
-        Nanoseconds of each of :data:`PARTS` of each call.
-    halves : ndarray, shape (calls, parts, 2)
-        Those of the whole layer, and of half of its outputs; nan where there is no such half.
-    loss : float
-        Nanoseconds of the cross-entropy and its gradient.
+    ``parts`` are nanoseconds, (calls, parts); ``halves``, (calls, parts, 2), are those of the whole
+    layer and of half of its outputs, nan where there is no such half; ``loss`` is the time of the
+    cross-entropy and its gradient.
     """
 
     def __init__(self, traced: fx.GraphModule) -> None:
@@ -321,11 +312,10 @@ class _Timed(fx.Interpreter):
         module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         params = [] if module is None else [*module.parameters()]
         self._times.append(_parts(lambda: super(_Timed, self).run_node(node), inputs, params))
-        half = _half_of(module)
-        if half is None:
-            self._halves.append([math.nan] * len(PARTS))
-        else:
-            self._halves.append(_parts(lambda: half(*inputs), inputs, [*half.parameters()]))
+        half, times = _half_of(module), [math.nan] * len(PARTS)
+        if half is not None:
+            times = _parts(lambda: half(*inputs), inputs, [*half.parameters()])
+        self._halves.append(times)
         return y.detach().requires_grad_()
 
 
@@ -448,9 +438,8 @@ def to_torch(prediction: Prediction, module: nn.Module, workers: int) -> TorchPl
             continue
         n, c, h, w = one.configuration
         if one.name in linear and c == channels > 1:
-            entries[one.name] = ColwiseParallel(
-                input_layouts=Replicate(), output_layouts=Replicate()
-            )
+            whole = Replicate()
+            entries[one.name] = ColwiseParallel(input_layouts=whole, output_layouts=whole)
         elif c * h * w > 1 or n > mesh["samples"]:
             rest = " and computed by all along channels" if channels > 1 else ""
             left[one.name] = f"planned as {one.configuration}, cut along samples only{rest}"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from deepa_paper import footprint, image_parallelism, one_weird_trick
 from mpi4py import MPI
+from update_rule import parameters
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -343,12 +344,6 @@ def random_data(
         (rng.standard_normal((batch, *shape)).astype(dtype), rng.integers(classes, size=batch))
         for _ in range(2)
     ]
-
-
-def parameters(network: Any) -> Params:
-    if isinstance(network, Recurrent):
-        return [network.cell.params, network.readout.params]
-    return [op.params for op in network.layers]
 
 
 # -------------------------------------------------------------------------------------------------

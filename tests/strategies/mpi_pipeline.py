@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from oracles import same_bits
-from update_rule import start_of, transcription
+from update_rule import parameters, start_of, transcription
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -248,11 +248,6 @@ def goes_on(strategy: Any, training: Any, net: Trainable, rng: np.random.Generat
         training.step(place_of_x, place)
     for one, other in zip(new.parameters(), training.parameters(), strict=True):
         assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
-def parameters(net: Trainable) -> list[dict[str, Any]]:
-    layers = [net.cell, net.readout] if isinstance(net, Recurrent) else net.layers
-    return [layer.params for layer in layers]
 
 
 def broken(x: Any) -> Any:

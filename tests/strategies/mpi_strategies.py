@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from update_rule import loss_of, parameters
 
 from sparsescan import InputError
 from sparsescan.jacobians import (
@@ -77,23 +78,13 @@ def recurrent(rng: np.random.Generator, dtype: Any) -> Recurrent:
     return Recurrent(cell, readout, int(rng.integers(4, 20)))
 
 
-def loss_and_output_grad(output: Any, labels: Any) -> tuple[float, Any]:
-    """Mean cross-entropy, from its definition."""
-    rows = np.arange(len(labels))
-    shares = np.exp(output - output.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    loss = -np.log(shares[rows, labels]).mean()
-    shares[rows, labels] -= 1
-    return float(loss), shares / len(labels)
-
-
 def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]:
     """Loss and gradients of one process, layer by layer and step by step."""
     if isinstance(network, Recurrent):
         cell, readout = network.cell, network.readout
         x = x.swapaxes(0, 1)
         states = cell.unroll(x)
-        loss, grad = loss_and_output_grad(readout.forward(states[-1]), labels)
+        loss, grad = loss_of(readout.forward(states[-1]), labels)
         grads = [dict.fromkeys(cell.params, 0), readout.param_grads(states[-1], grad)]
         grad = grad @ readout.jacobian(states[-1][0]).toarray().T
         for before, now in zip(states[-2::-1], x[::-1], strict=True):
@@ -103,7 +94,7 @@ def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]
             grad = np.stack([cell.jacobian(one, state) @ g for one, state, g in steps])
         return loss, grads
     xs = network.activations(x)
-    loss, grad = loss_and_output_grad(xs[-1], labels)
+    loss, grad = loss_of(xs[-1], labels)
     samples = []
     for k in range(len(x)):
         gradients = [grad[k]]
@@ -111,12 +102,6 @@ def sgd(network: Any, x: Any, labels: Any) -> tuple[float, list[dict[str, Any]]]
             gradients.append(jacobian @ gradients[-1])
         samples.append(gradients)
     return loss, network.param_grads(xs, [np.stack(step) for step in zip(*samples, strict=True)])
-
-
-def parameters(network: Any) -> list[dict[str, Any]]:
-    if isinstance(network, Recurrent):
-        return [network.cell.params, network.readout.params]
-    return [layer.params for layer in network.layers]
 
 
 def sent(training: Training) -> int:
@@ -190,7 +175,7 @@ def test_outputs_of_any_shape(rng: np.random.Generator) -> None:
         except InputError:
             continue
         losses[strategy.name] = training.step(x, labels)
-    expected = loss_and_output_grad(conv.forward(x).reshape(8, -1), labels)[0]
+    expected = loss_of(conv.forward(x).reshape(8, -1), labels)[0]
     np.testing.assert_allclose([*losses.values()], expected, rtol=1e-12)
     assert {"batch", "per layer"} <= losses.keys()
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sparsescan.jacobians import GRUCell, Linear, Operator, Residual, Tanh
-from sparsescan.strategies.recurrent import Step
+from sparsescan.strategies.recurrent import Recurrent, Step, Trainable
 
-__all__ = ["loss_of", "start_of", "transcription"]
+__all__ = ["loss_of", "parameters", "start_of", "transcription"]
 
 Array = Any
 Params = dict[str, Array]
@@ -75,11 +75,19 @@ def start_of(ops: Sequence[Operator]) -> list[Params]:
     return [{name: array.astype(np.float64) for name, array in op.params.items()} for op in owners]
 
 
+def parameters(network: Trainable) -> list[Params]:
+    """Parameters of all layers, of a cell once, not copied."""
+    recurrent = isinstance(network, Recurrent)
+    layers = [network.cell, network.readout] if recurrent else network.layers  # type: ignore[union-attr]
+    return [layer.params for layer in layers]
+
+
 def loss_of(y: Array, labels: Array) -> tuple[float, Array]:
     """Mean cross-entropy, and its gradient."""
-    p = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
+    p = np.exp(y - y.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
     loss = -np.log(p[np.arange(len(y)), labels]).mean()
-    return float(loss), (p - np.eye(y.shape[1])[labels]) / len(y)
+    return float(loss), (p - np.eye(y.shape[1], dtype=y.dtype)[labels]) / len(y)
 
 
 def _firsts(ops: Sequence[Operator]) -> list[int]:

@@ -120,15 +120,10 @@ def _checked(placement: Placement, workers: int, inside: dict[str, NDArray[np.bo
 def _times(network: Graph, machine: Machine, samples: int) -> tuple[Costs, Costs, Costs]:
     """Return nanoseconds of each layer forward and backward, and of a message behind each."""
     numbers, same = np.unique(network.alike[1:], return_inverse=True)
-    forward, backward = np.array(
-        [
-            (
-                machine.forward(network, k, samples),
-                machine.backward(network, k, samples) + machine.update(network, k),
-            )
-            for k in numbers.tolist()
-        ]
-    )[same].T
+    each = [(network, k) for k in numbers.tolist()]
+    forward = np.array([machine.forward(*one, samples) for one in each])[same]
+    updates = [machine.update(*one) for one in each]
+    backward = np.add([machine.backward(*one, samples) for one in each], updates)[same]
     forward[-1] += machine.loss(samples)
     sizes = samples * machine.itemsize * np.array([layer.size for layer in network.layers])
     messages = np.array(machine.network.latency + machine.network.inverse_bandwidth * sizes, float)
@@ -139,15 +134,9 @@ def _times(network: Graph, machine: Machine, samples: int) -> tuple[Costs, Costs
 class StageCosts:
     """Costs of the stages of a placement, for some samples at a time.
 
-    Attributes
-    ----------
-    forward, backward, work : ndarray of float64
-        Nanoseconds of each stage: of its passes, and of both.
-    messages : ndarray of float64
-        Nanoseconds of the messages on both sides of each stage.
-    weights, kept, entering : list of int
-        Numbers of parameters; entries, for a sample, of its input and all outputs of its layers,
-        and of its input.
+    For each stage: nanoseconds of its passes, `forward`, `backward` and `work` for both, and of the
+    `messages` on both sides; its number of `weights`, and entries, for a sample, of what it has
+    `kept`, its input and all outputs of its layers, and of its input, `entering`.
     """
 
     def __init__(

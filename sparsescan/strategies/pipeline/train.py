@@ -190,6 +190,5 @@ def _sum(a: Gradients, b: Gradients) -> Gradients:
 
 def _message(array: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array in one piece, of the shape that is expected; zeros if there is none."""
-    if array is None:
-        return np.zeros(shape, dtype)
-    return np.ascontiguousarray(array.reshape(shape), dtype)
+    whole = np.zeros(shape) if array is None else array.reshape(shape)
+    return np.ascontiguousarray(whole, dtype)

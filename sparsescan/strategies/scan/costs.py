@@ -80,27 +80,26 @@ class Division:
         # By products there are elements given and returned, those of the library and the operator.
         elements = 4 * self._message(self._samples) if by_products else 0
         held = [self._held(part) + elements for part in self._parts]
+        forward, values, params = (
+            [self._each(what, part) for part in self._parts]
+            for what in ("forward", "values", "params")
+        )
+        nbytes = [self._samples * size * machine.itemsize for size in self._sizes]
         times = {
             # One part after the other, in each group; Jacobians of all parts at once.
-            "forward": sum(self._at_once(self._each("forward", part)) for part in self._parts),
-            "activations": sum(
-                network.message(self._samples * size * machine.itemsize) for size in self._sizes
-            ),
-            "Jacobians": self._at_once(*(self._each("values", part) for part in self._parts)),
+            "forward": sum(map(self._at_once, forward)),
+            "activations": sum(map(network.message, nbytes)),
+            "Jacobians": self._at_once(*values),
             "scan": working + waiting,
-            "parameters": self._at_once(*map(self._param_grads, self._parts)),
+            "parameters": self._at_once(*params),
             "weights": max(map(self._updating, reduced, self._parts)),
             "loss": machine.loss(self._samples) + machine.collective("gather", grid.size),
         }
-        return Prediction(
-            strategy=NAME,
-            how=f"{quantity(grid.chain, 'part')} × {quantity(grid.batch, 'group')} of samples, by "
-            f"{schedule}",
-            nanoseconds=machine.hidden(times),
-            bytes=max(self._sent(rank, by_products, reduced) for rank in range(grid.size)),
-            memory=max(held),
-            layers=tuple(self._plans()),
-        )
+        parts, groups = quantity(grid.chain, "part"), quantity(grid.batch, "group")
+        how = f"{parts} × {groups} of samples, by {schedule}"
+        sent = max(self._sent(rank, by_products, reduced) for rank in range(grid.size))
+        plans = tuple(self._plans())
+        return Prediction(NAME, how, machine.hidden(times), sent, max(held), layers=plans)
 
     def _plans(self) -> Iterator[LayerPlan]:
         """Yield what workers have of each layer, from the first on; parts alone send."""
@@ -108,12 +107,10 @@ class Division:
         one = (grid.batch, 1, 1, 1)
         for position, part in reversed(list(enumerate(self._parts))):
             for k in part:
-                layer, needed = self._layers[k], self._held([k])
-                sent = 0
-                if k == part[-1] and position > 0:
-                    sent = self._samples * layer.size * machine.itemsize
+                layer, leaves = self._layers[k], k == part[-1] and position > 0
+                sent = self._samples * layer.size * machine.itemsize * leaves
                 devices = range(position, grid.size, grid.chain)
-                yield LayerPlan(layer.name, one, devices, sent, needed)
+                yield LayerPlan(layer.name, one, devices, sent, self._held([k]))
 
     def _at_once(self, *work: float) -> float:
         """Return nanoseconds of work that some parts do at once."""
@@ -122,11 +119,10 @@ class Division:
     def _each(self, part: str, layers: Sequence[int]) -> float:
         """Return nanoseconds of some layers; those that share parameters are one call."""
         graph, machine, samples = self._graph, self._machine, self._samples
+        if part == "params":
+            layers = [k for k in layers if self._layers[k].learns]
         calls = sum(machine.call(part, graph, k, samples) for k in set(map(graph.owner, layers)))
         return calls + math.fsum(machine.step(part, graph, k, samples) for k in layers)
-
-    def _param_grads(self, part: Sequence[int]) -> float:
-        return self._each("params", [k for k in part if self._layers[k].learns])
 
     def _updating(self, sums: Sequence[tuple[int, int]], part: Sequence[int]) -> float:
         """Return nanoseconds of sums of parameter gradients, and of updates."""
@@ -150,23 +146,18 @@ class Division:
         """Nanoseconds of work and of messages, every part after the one before."""
         message = self._machine.network.message
         terms = self._terms(self._samples)
-        return sum(map(self._at_once, self._sweeps)), sum(
-            message(8 * vector_words(n, terms)) for n in self._sizes
-        )
+        waiting = sum(message(8 * vector_words(n, terms)) for n in self._sizes)
+        return sum(map(self._at_once, self._sweeps)), waiting
 
     @cached_property
     def _products(self) -> tuple[float, float]:
         """Nanoseconds of work and of messages: all parts are multiplied at once, then combined."""
         machine, network, count = self._machine, self._machine.network, self._grid.chain
-        inner = self._parts[1:-1]
-        reducing = [
-            machine.overhead
-            + sum(
-                machine.columns(self._graph, k, self._samples, self._layers[part[-1]].size)
-                for k in part
-            )
-            for part in inner
-        ]
+        inner, reducing = self._parts[1:-1], []
+        for part in inner:
+            sizes = self._samples, self._layers[part[-1]].size
+            taken = sum(machine.columns(self._graph, k, *sizes) for k in part)
+            reducing.append(machine.overhead + taken)
         rounds = count - 1 if self._exscan == "linear" else (count - 1).bit_length()
         size = max(self._sizes)
         # With three parts, only gradients are combined.
