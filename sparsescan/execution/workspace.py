@@ -39,7 +39,7 @@ __all__ = ["KINDS", "Parts", "Workspace", "places", "table_bytes", "workspace_by
 KINDS = {"dense": Kind.DENSE, "general": Kind.CSR, "diagonal": Kind.DIAGONAL}
 
 # Bytes of tables and objects, at most: of a run, for a step, a product.
-_RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES = 24_576, 1024, 3072
+_RUN_BYTES, _STEP_BYTES, _PRODUCT_BYTES = 32_768, 1024, 3072
 
 # Values, exponents and local gradients of a product, with a row for each sample.
 Parts = tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]

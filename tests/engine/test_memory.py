@@ -90,6 +90,7 @@ def test_short_chains_of_small_steps(threads: int, seeds: Callable[..., range]) 
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 40))
         case = Case(rng, random_patterns(rng, n, 1, 30), any_schedule(rng, n))
+        case.peak()  # loads kernels that no case before has met
         peak, plan = case.peak()
         assert peak <= plan.workspace_bytes, (seed, case.schedule)
 
