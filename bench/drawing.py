@@ -29,6 +29,17 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
+def panels_in_rows(
+    count: int, columns: int, width: float, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure, and the axes of so many panels, of which rows have so many at most."""
+    rows = -(-count // columns)
+    figure, every = panels(rows, columns, width, 3.4 * rows + 0.6, **options)
+    for axes in every.flat[count:]:
+        axes.remove()
+    return figure, list(every.flat[:count])
+
+
 def plain(axes: Axes, grid: Any = None, sides: tuple[str, ...] = ("top", "right")) -> None:
     """Leave out these sides of the frame; a faint grid along "x", "y" or "both" lies behind."""
     axes.set_axisbelow(True)

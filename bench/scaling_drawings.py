@@ -97,8 +97,7 @@ def _measured(
     times: list[Results], names: Sequence[str], steps: Callable[[str, int], int]
 ) -> Figure:
     """Return a panel for each chain: milliseconds over ranks."""
-    rows = -(-len(names) // 2)
-    figure, panels = _panels(max(rows, 1), min(len(names), 2) or 1)
+    figure, panels = _panels(len(names) or 1, min(len(names), 2) or 1)
     for axes, name in zip(panels, names, strict=False):
         scans = {
             piece["ranks"]: scan
@@ -125,8 +124,6 @@ def _measured(
             axes.axvspan(min(shared) / 1.3, max(shared) * 1.15, color=_GREY, alpha=0.12, lw=0)
         axes.set_title(CHAINS[name].what, size=10)
         axes.set_ylabel("ms of a scan")
-    for axes in panels[len(names) :]:
-        axes.set_visible(False)
     panels[0].plot([], [], ls="--", color=_GREY, label="predicted")
     legend(figure, panels, 6, loc="outside upper center")
     return figure
@@ -137,7 +134,7 @@ def _measured(
 
 def _model(model: Results) -> Drawing:
     networks = [network["name"] for network in model["networks"]]
-    figure, panels = _panels(len(networks), 2, sharey=True)
+    figure, panels = _panels(2 * len(networks), 2, sharey=True)
     for k, network in enumerate(networks):
         strong = [curve for curve in model["strong"] if curve["network"] == network]
         weak = [curve for curve in model["weak"] if curve["network"] == network]
@@ -250,10 +247,8 @@ def _memory(limited: list[Results]) -> Drawing:
 # -- Parts of all pictures -------------------------------------------------------------------------
 
 
-def _panels(rows: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
-    width = 7 if columns == 1 else 10.5
-    figure, axes = drawing.panels(rows, columns, width, 0.6 + 3.4 * rows, **options)
-    return figure, list(axes.ravel())
+def _panels(count: int, columns: int, **options: Any) -> tuple[Figure, list[Axes]]:
+    return drawing.panels_in_rows(count, columns, 7 if columns == 1 else 10.5, **options)
 
 
 def _over_ranks(axes: Axes, ranks: Sequence[int], digits: tuple[int, ...] = (1,)) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsescan.strategies import Machine, Prediction, Scan, build, compare
 from sparsescan.strategies.compare import draw_over_workers, styles
@@ -25,10 +25,6 @@ from sparsescan.strategies.compare import draw_over_workers, styles
 from . import drawing
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row
 from .scaling import _call, _on_ranks, cores, missing
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["EXPERIMENT"]
 
@@ -165,16 +161,9 @@ def _drawings(results: Results) -> list[Drawing]:
     return drawings + ([_beside(measured)] if measured else [])
 
 
-def _figure(count: int, columns: int) -> tuple[Figure, list[Axes]]:
-    rows = -(-count // columns)
-    figure, every = drawing.panels(rows, columns, 4 * columns, 3.4 * rows + 0.6)
-    for axes in every.flat[count:]:
-        axes.remove()
-    return figure, list(every.flat[:count])
-
-
 def _over_workers(pieces: list[Results]) -> Drawing:
-    figure, panels = _figure(len(pieces), min(len(pieces), 3))
+    columns = min(len(pieces), 3)
+    figure, panels = drawing.panels_in_rows(len(pieces), columns, 4 * columns)
     for axes, piece in zip(panels, pieces, strict=True):
         counts = [one["workers"] for one in piece["comparisons"]]
         points: dict[str, list[Any]] = {}
@@ -198,7 +187,7 @@ def _over_workers(pieces: list[Results]) -> Drawing:
 
 def _beside(pieces: list[Results]) -> Drawing:
     """Measured over predicted, one panel for each number of ranks."""
-    figure, panels = _figure(len(pieces), len(pieces))
+    figure, panels = drawing.panels_in_rows(len(pieces), len(pieces), 4 * len(pieces))
     for axes, piece in zip(panels, pieces, strict=True):
         both = []
         for run in piece["runs"]:

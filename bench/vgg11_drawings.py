@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 from . import drawing
@@ -194,7 +193,9 @@ def _steps(groups: dict[str, Results]) -> Drawing:
         axes.set_xlim(-0.6, len(labels) - 0.4)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.axhline(call, **_CALL)
-    _legend(figure)
+    for label, style in (("the floor", _FLOOR), ("ours: a call that computes nothing", _CALL)):
+        rows[0, 0].plot([], [], label=label, **style)
+    legend(figure, rows.flat, order=_STYLES, loc="outside upper center")
     left_out = {
         label: why for group in groups.values() for label, why in group["not timed"].items()
     }
@@ -232,17 +233,6 @@ def _times(axes: Axes, works: Sequence[Results]) -> None:
     axes.yaxis.set_major_formatter(EngFormatter("s"))
     axes.tick_params(axis="x", length=0)
     plain(axes, "y")
-
-
-def _legend(figure: Figure) -> None:
-    """Every contender once, the floor, and what a call costs."""
-    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-    entries = {name: lines[name] for name in _STYLES if name in lines}
-    for label, style in (("the floor", _FLOOR), ("ours: a call that computes nothing", _CALL)):
-        entries[label] = figure.axes[0].plot([], [], **style)[0]
-    figure.legend(
-        list(entries.values()), list(entries), loc="outside upper center", ncols=4, frameon=False
-    )
 
 
 def _backward(pieces: dict[str, Results]) -> Drawing:

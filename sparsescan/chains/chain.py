@@ -714,24 +714,21 @@ class LocalGrads:
         self._stacks: list[Any] = []
         self._list: list[Any] = []
         self.device: int | None = None
-        if is_on_device(local_grads):
-            local_grads = on_device(local_grads, "local_grads")
-        if reverse and local_grads is not None:
-            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
-            if not is_array or local_grads.ndim == 0:
-                local_grads = read_local_grads(local_grads, count)
-            local_grads = local_grads[::-1]
         if local_grads is not None:
+            if is_on_device(local_grads):
+                local_grads = on_device(local_grads, "local_grads")
+            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
+            if reverse:
+                if not is_array or local_grads.ndim == 0:
+                    local_grads = read_local_grads(local_grads, count)
+                local_grads = local_grads[::-1]
             sizes = sizes[:count]
             if period > 1:
                 self._read_periodic(local_grads, sizes, batch_shape, period)
-                local_grads = None
-        if local_grads is not None:
-            is_array = isinstance(local_grads, np.ndarray) or is_cupy(local_grads)
-            if count and is_array and local_grads.dtype in (_FLOAT32, _FLOAT64):
-                self._read_stack(local_grads, count, sizes, batch_shape)
+            elif count and is_array and local_grads.dtype in (_FLOAT32, _FLOAT64):
+                self._read_stack(local_grads, sizes, batch_shape)
             else:
-                self._read_list(local_grads, count, sizes, batch_shape)
+                self._read_list(local_grads, sizes, batch_shape)
         given = self._stacks or self._list
         self.dtypes = {array.dtype for array in given if array is not None}
         self.given = bool(self.dtypes)
@@ -756,11 +753,9 @@ class LocalGrads:
                 self.device = given[0][1]
             self._stacks.append(stack)
 
-    def _read_stack(
-        self, stack: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
-    ) -> None:
+    def _read_stack(self, stack: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]) -> None:
         stack = read_array("local_grads", stack)
-        _check_count(stack, count)
+        _check_count(stack, self._count)
         self._stacks, self.device = [stack], device_of(stack)
         shape = stack.shape[1:]
         if shape != (*batch_shape, sizes[0]) or len(set(sizes)) > 1:
@@ -768,11 +763,9 @@ class LocalGrads:
                 if shape != (*batch_shape, size):
                     raise self._wrong_shape(k, shape, (*batch_shape, size))
 
-    def _read_list(
-        self, arrays: Any, count: int, sizes: Sequence[int], batch_shape: tuple[int, ...]
-    ) -> None:
+    def _read_list(self, arrays: Any, sizes: Sequence[int], batch_shape: tuple[int, ...]) -> None:
         first = -1
-        arrays = read_local_grads(arrays, count)
+        arrays = read_local_grads(arrays, self._count)
         for k, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
             if array is not None:
                 name = self._name(k)

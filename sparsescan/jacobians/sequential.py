@@ -549,8 +549,8 @@ class _Branch:
         grads: Any = api.exclusive_scan(grad, network.jacobians(xs))
         by_layer = network.param_grads(xs, grads)
         return {
-            f"{place}.{name}": array
-            for place, arrays in zip(_places(self._ops), by_layer, strict=True)
+            f"{layer}.{name}": array
+            for layer, arrays in zip(_names(network.parts), by_layer, strict=True)
             for name, array in arrays.items()
         }
 
@@ -822,18 +822,8 @@ def _steps(ops: Sequence[Operator], carried: int) -> list[Any]:
     return steps
 
 
-def _places(ops: Sequence[Operator]) -> Iterator[str]:
-    """Yield the place of every layer, as they run: ``"2.0"`` is the first in the third."""
-    for k, op in enumerate(ops):
-        if isinstance(op, Residual):
-            yield from (f"{k}.{place}" for place in _places(op.ops))
-            yield from (f"{k}.shortcut.{place}" for place in _places(op.shortcut))
-        else:
-            yield str(k)
-
-
 def _parts(ops: Sequence[Operator], before: str) -> list[NamedLayer]:
-    """Return layers and blocks with their names, as :func:`_places` gives them."""
+    """Return layers and blocks with their names."""
     parts = []
     for k, op in enumerate(ops):
         name = f"{before}{k}"
@@ -845,6 +835,15 @@ def _parts(ops: Sequence[Operator], before: str) -> list[NamedLayer]:
         else:
             parts.append(NamedLayer(name, op))
     return parts
+
+
+def _names(parts: Sequence[NamedLayer]) -> Iterator[str]:
+    """Yield the name of every layer, as they run."""
+    for part in parts:
+        if part.op is not None:
+            yield part.name
+        for branch in part.branches:
+            yield from _names(branch)
 
 
 def _keys(pattern: Pattern) -> NDArray[np.int64]:
