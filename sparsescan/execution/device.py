@@ -32,6 +32,7 @@ from ..kernels.cuda.levels import (
     longest_segment,
     segments_at_once,
 )
+from ..kernels.cuda.products import DENSE_ROWS
 from ..kernels.cuda.tables import EVERY, Mode, Node, Plan, Run, State, Sweep, Terms, Unit
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.pattern import Pattern, index_dtype, rows_of
@@ -273,6 +274,9 @@ class Shares(NamedTuple):
         large = np.array([_is_large(pattern) for pattern in patterns])
         # Some entries of dense operands may be known to be zero, and left out of the product.
         blas = product & large[left] & large[right] & large[np.where(product, out, 0)]
+        dense = np.array([pattern.kind == "dense" for pattern in patterns])
+        full = product & dense[left] & dense[right] & dense[np.where(product, out, 0)]
+        rows = np.where(full, -(-rows // DENSE_ROWS), rows)
         blocks = np.where(product, np.minimum(program.work // GRAIN, rows), count)
         small = np.array([_is_small(pattern) for pattern in patterns])[right]
         many = (count > LARGE) & (product | ~small)
@@ -994,7 +998,9 @@ class _Launches:
         elif pattern.kind == "general":
             before = pattern.indptr
         else:
-            return np.asarray(pattern.shape[0] * parts // blocks)
+            rows = pattern.shape[0]
+            groups = -(-rows // DENSE_ROWS) * parts // blocks
+            return np.asarray(np.minimum(groups * DENSE_ROWS, rows))
         bounds = np.searchsorted(before, int(before[-1]) * parts // blocks)
         bounds[-1] = len(before) - 1
         return bounds

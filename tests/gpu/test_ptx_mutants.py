@@ -43,6 +43,8 @@ CACHE = "a step, or a value, more is brought to the cache, which nothing reads"
 ANY_BOUND = {
     "vectors": [HALF, GROUPS, *4 * [LDEXP]],
     "level": [
+        *2 * ["multiply_full, the end of the groups of rows: one turn more, which stores no row"],
+        "multiply_full, the end of a row: one turn more, which adds nothing",
         *2 * ["multiply_sparse, the end of the segments: one turn more, without segments"],
         *2 * ["multiply_sparse, the end of the factors: one turn more, without factors"],
         *2 * ["multiply_sparse, the end of those that are loaded: one turn more, without factors"],
@@ -75,7 +77,7 @@ ANY_BOUND = {
         *2 * ["the product of a piece behind the last, or of none, which is not applied"],
         "the end of the pieces of a sample: one product more, behind which is nothing",
         "the end of the vectors: one more is cleared, of the team's own columns",
-        *7 * ["local gradients: one is loaded for a step behind the last, which is not made"],
+        *8 * ["local gradients: one is loaded for a step behind the last, which is not made"],
         *2 * [TURNS],
     ],
     "multiply of implicit steps": [

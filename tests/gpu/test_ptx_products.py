@@ -118,6 +118,32 @@ def test_products_of_convolutions_have_a_list_of_slots_for_each_channel(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", [64, 63])
+def test_a_dense_product_loads_an_entry_once_for_several_rows(
+    traffic: list[tuple[str, int, int, Traffic]], inner: int, dtype: Any
+) -> None:
+    """And those of the left operand by 16 bytes, where its rows are as long as that allows."""
+    rng = np.random.default_rng()
+    a, x = (sp.csr_array(rng.standard_normal(shape)) for shape in ((90, inner), (inner, 72)))
+    scan(rng, [x, a], dtype)
+    name, blocks, _, did = traffic[0]
+    assert name == "level"
+    assert blocks > 8
+    size = np.dtype(dtype).itemsize
+    at_once, kind = 16 // size, f"f{8 * size}"
+    scalars = did.instructions[f"ld.global.{kind}"]
+    vectors = did.instructions[f"ld.global.v{at_once}.{kind}"]
+    # Four multiply-adds for an entry of X, and one for an entry of A; the rows of the last of these
+    # are loaded though there are none. Then both operands, for their range.
+    terms = inner * 72 * 92
+    others = terms // 4 + a.nnz + x.nnz
+    if inner == 64:
+        assert (vectors, scalars) == (terms // at_once, others)
+    else:
+        assert (vectors, scalars) == (0, terms + others)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["an operand", "the result"])
 def test_many_blocks_bring_a_product_into_range(
     monkeypatch: pytest.MonkeyPatch,

@@ -137,7 +137,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     # Rows of slopes that a warp loads at once; rows of a gradient that a thread makes.
     at_once, own_rows = 32 // size, -(-size // stride)
     rows_on, warp_teams = threads // 32 * at_once, 32 // stride
-    lefts, added_size = own_rows * vector, _AHEAD * own_rows
+    sums_size, added_size = own_rows * vector, _AHEAD * own_rows
     place_weights = weights_placer(size, 1, 1, dtype, threads, pitch)
     rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
     carried = carrier(size, dtype, False)
@@ -287,9 +287,9 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     @cuda.jit(device=True)
     def sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample):
         """Make the gradients of a piece in the place of its slopes; return whether one is bad."""
-        left = cuda.local.array(lefts, kind)
+        left = cuda.local.array(vector, kind)
         right = cuda.local.array(vector, kind)
-        sums = cuda.local.array(lefts, kind)
+        sums = cuda.local.array(sums_size, kind)
         entries = cuda.local.array(own_rows, kind)
         added = cuda.local.array(added_size, kind)
         team, lane = thread_index() // stride, thread_index() % stride
@@ -320,17 +320,19 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
                             put(pool, now + lane + r * stride, slope * entries[r])
                 barrier(True)
                 if step < stop:
-                    for m in range(lefts):
+                    for m in range(sums_size):
                         sums[m] = zero
                     for k in range(0, padded, vector):
                         read_vector(right, 0, pool, now + k)
-                        for r in range(own_rows):
+                        # As `while`, for the same reason as in `multiply` of :mod:`~.chunks`.
+                        r = 0
+                        while r < own_rows:
                             # There is no row behind the last: the first one stands for it.
                             at = lane + r * stride if lane + r * stride < size else int64(0)
-                            read_vector(left, r * vector, pool, at * pitch + k)
-                        for r in range(own_rows):
+                            read_vector(left, 0, pool, at * pitch + k)
                             for v in range(vector):
-                                sums[r * vector + v] += left[r * vector + v] * right[v]
+                                sums[r * vector + v] += left[v] * right[v]
+                            r += 1
                     for r in range(own_rows):
                         entry = added[d * own_rows + r]
                         if vector == 4:

@@ -13,6 +13,11 @@ product is added up in shared memory by a warp or some of its lanes, one row of 
 after the other, in places that were worked out once (:mod:`sparsescan.symbolic.terms`): so no sum
 depends on timing, and no float is added atomically.
 
+A gradient that many blocks take through a large step is a launch, in which they bring the values of
+the next step to the L2 cache. Blocks that stayed for all steps would wait for each other after
+each: a fence, an atomic operation and a look at it go through that cache, an estimated microsecond,
+which is what a graph takes from one launch to the next.
+
 A kernel gets addresses and sizes only: see :mod:`sparsescan.kernels.cuda.tables`.
 """
 

@@ -26,12 +26,26 @@ from .nodes import (
 from .rescale import rescale_alone, rescale_together, set_exponents, state_of
 from .scaling import IN_BAND, NOT_FINITE, OUT_OF_BAND, operand_in, range_in, range_of
 from .tables import Mode, Node, Plan, State, Terms
-from .vectors import any_of, barrier, block_size, get, put, quotient, thread_index, vote
+from .vectors import (
+    any_of,
+    barrier,
+    block_size,
+    get,
+    load_vector,
+    put,
+    quotient,
+    thread_index,
+    vote,
+)
 
-__all__ = ["WARP", "product", "product_together"]
+__all__ = ["DENSE_ROWS", "WARP", "product", "product_together"]
 
 # Threads of a warp. The simulator knows none; its blocks have no more threads than one.
 WARP = 8 if SIMULATED else 32
+# Rows of a dense product that a thread makes at once.
+DENSE_ROWS = 4
+# Values of those rows that it loads at once: 16 bytes of each, at most so many.
+_PART = 4 * DENSE_ROWS
 # Factors whose terms are read ahead of being added up.
 _AHEAD = 4
 
@@ -68,6 +82,55 @@ def multiply_dense(t, a_node, a, x, c_node, c, first, last):
         if n >= cols:
             i += 1
             n -= cols
+    return worst
+
+
+@cuda.jit(device=True)
+def multiply_full(t, left, a, x, product, c, first, last, shared):
+    """Make rows of ``C = A X``, all of them dense, some of a column a thread.
+
+    A value of `X` is loaded once for all of them, and `A` by 16 bytes if its rows are aligned.
+    """
+    columns = shared.columns
+    some = cuda.local.array(_PART, columns.dtype)
+    totals = cuda.local.array(DENSE_ROWS, columns.dtype)
+    me, threads, vector = thread_index(), block_size(), 16 // t.itemsize
+    cols, inner = product.cols, left.cols
+    aligned = inner & (vector - 1) == 0 and a & 15 == 0
+    worst = IN_BAND
+    groups_on, cols_on = quotient(threads, cols)
+    group, j = quotient(me, cols)
+    while first + group * DENSE_ROWS < last:
+        i = first + group * DENSE_ROWS
+        for r in range(DENSE_ROWS):
+            totals[r] = t.zero
+        k = int64(0)
+        while k < inner:
+            for r in range(DENSE_ROWS):
+                # The last row stands for those behind it, which are not stored.
+                at = min(i + r, last - 1) * inner + k
+                if aligned:
+                    load_vector(some, r * vector, a, at)
+                else:
+                    for v in range(vector):
+                        some[r * vector + v] = t.zero
+                        if k + v < inner:
+                            some[r * vector + v] = load(a, at + v, t.zero)
+            for v in range(vector):
+                if k + v < inner:
+                    entry = load(x, (k + v) * cols + j, t.zero)
+                    for r in range(DENSE_ROWS):
+                        totals[r] += some[r * vector + v] * entry
+            k += vector
+        for r in range(DENSE_ROWS):
+            if i + r < last:
+                store(c, (i + r) * cols + j, totals[r], t.zero)
+                worst = max(worst, range_of(t, totals[r]))
+        group += groups_on
+        j += cols_on
+        if j >= cols:
+            group += 1
+            j -= cols
     return worst
 
 
@@ -183,6 +246,10 @@ def multiply(t, a_node, a, x_node, x, c_node, c, first, last, shared):
         return multiply_sparse(t, terms, a, x, c, first, last, shared)
     left, right = matrix_at(a_node), matrix_at(x_node)
     last = min(last, left.rows)
+    if right.kind == Kind.DENSE and left.kind == Kind.DENSE:
+        product = matrix_at(c_node)
+        if product.kind == Kind.DENSE:
+            return multiply_full(t, left, a, x, product, c, first, last, shared)
     if right.kind == Kind.DENSE and left.kind != Kind.DIAGONAL:
         return multiply_dense(t, a_node, a, x, c_node, c, first, last)
     worst = IN_BAND

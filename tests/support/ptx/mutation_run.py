@@ -163,6 +163,9 @@ def odd_products() -> Iterator[Case]:
     for left in (np.ones((4, 12)), np.eye(4, 12), np.eye(4, 12, k=-1)):
         masks = [np.eye(64), np.ones((12, 64)), left, np.eye(4)]
         yield Case(masks, [rng.standard_normal(int(each.sum())) for each in masks], _PAIR)
+    # Entries of a dense product for several turns of all threads.
+    masks = [np.eye(10), np.ones((10, 10)), np.ones((240, 10)), np.eye(240)]
+    yield Case(masks, [rng.standard_normal(int(each.sum())) for each in masks], _PAIR)
     # The next sample is out of the band, this one is not: few entries, and more than threads.
     for step in (np.roll(np.eye(6), 1, axis=1) > 0, rng.random((20, 20)) < 0.9):
         masks = [np.eye(len(step)) > 0, step, step, np.eye(len(step)) > 0]
