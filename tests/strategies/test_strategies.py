@@ -302,11 +302,8 @@ def test_long_networks_take_linear_time(workers: int) -> None:
     ("name", "workers", "machine", "overlap"),
     [
         ("inception-v3", 98_280, None, False),
-        ("inception-v3", 98_280, "h100", False),
         ("inception-v3", 98_280, "h100", True),
-        ("resnet-110", 83_160, "p100", True),
         ("rnn:1000", 83_160, "v100", True),
-        ("alexnet", 100_000, None, False),
     ],
 )
 def test_many_workers_take_seconds(
@@ -385,10 +382,9 @@ def test_equal_plans_cost_and_need_the_same_in_every_row(name: str) -> None:
         assert prediction.total == pytest.approx(alone.total)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("preset", [None, "h100"])
-@pytest.mark.parametrize("name", [*SOME, *slow("vgg16")])
-@pytest.mark.parametrize("workers", [6, *slow(2, 16, 64)])
+@pytest.mark.parametrize(("preset", "overlap"), [(None, False), ("h100", True)])
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("workers", [6, *slow(64)])
 def test_no_plan_that_per_layer_contains_is_better(
     name: str, workers: int, preset: str | None, overlap: bool
 ) -> None:
