@@ -12,7 +12,14 @@ from sampling import slow
 
 import sparsescan
 from sparsescan import CSRChain
-from sparsescan.kernels.cuda.chunks import chunk_count, chunk_kernels, launches, scratch
+from sparsescan.kernels.cuda.chained import layout_of
+from sparsescan.kernels.cuda.chunks import (
+    chunk_count,
+    chunk_kernels,
+    in_one_launch,
+    launches,
+    scratch,
+)
 from sparsescan.kernels.cuda.device import launch
 from sparsescan.kernels.cuda.tables import Run
 
@@ -362,3 +369,24 @@ def test_chunk_count(size: int) -> None:
     counts = [chunk_count(steps, 16, size, 132) for steps in (10, 100, 1000, 10_000, 100_000)]
     assert counts == sorted(counts)
     assert counts[-1] > 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_of_one_launch(dtype: Any) -> None:
+    """As long as slopes fit, where samples keep a device busy while gradients are passed on."""
+    dtype, n = np.dtype(dtype), 30_000
+    layout = layout_of(20, dtype.itemsize)
+    assert layout is not None
+
+    def one(batch: int, chunk: int, size: int = 20, **about: int) -> bool:
+        return in_one_launch(size, dtype, n, batch, chunk, **{"terms": 1, "states": 1, **about})
+
+    for batch, expected in ((16, True), (64, True), (1, False)):
+        count = chunk_count(n, batch, 20, 132, terms=1, itemsize=dtype.itemsize)
+        assert one(batch, -(-n // count)) is expected
+    assert one(16, layout.longest)
+    assert not one(16, layout.longest + 1)
+    assert not one(16, 100, terms=0)
+    assert not one(16, 100, terms=4)
+    assert not one(16, 100, size=40, terms=2, states=2)
+    assert not one(16, 100, size=33)

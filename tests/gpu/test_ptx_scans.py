@@ -17,12 +17,13 @@ pytest.importorskip("numba_cuda")
 
 import fake_cupy  # noqa: E402
 import ptx.stand_in  # noqa: E402
-from oracles import assert_within, sequential  # noqa: E402
+from oracles import Gradients, assert_within, sequential  # noqa: E402
 from ptx.runner import Traffic  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
 from sparsescan.kernels.cuda import chunks as chunks_of_steps  # noqa: E402
+from sparsescan.kernels.cuda.chained import layout_of  # noqa: E402
 from sparsescan.kernels.cuda.checks import is_safe  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_count  # noqa: E402
 
@@ -134,6 +135,29 @@ def test_one_launch_moves_slopes_and_gradients_once(
     moved = 32 * (6 * batch * 30_000 + fixed / chunks * count)
     print(f"{moved / 1e6:.1f} MB moved, {2 * 30_000 * step / 1e6:.1f} MB of slopes and gradients")
     assert 2 * 30_000 * step <= moved <= 100e6
+
+
+@pytest.mark.slow
+def test_the_longest_chunks_of_one_launch(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slopes fill shared memory, and nothing is written behind it."""
+    monkeypatch.setattr(chunks_of_steps, "in_one_launch", lambda *about, **more: True)
+    layout = layout_of(20, 4)
+    assert layout is not None
+    rng, steps = np.random.default_rng(), 2 * layout.longest
+    pattern = ImplicitPattern([Pattern.diagonal(20), Pattern.dense((20, 20))], shared=[1])
+    # Rows of one entry, so that bounds of so many steps are finite.
+    weights = (np.eye(20)[rng.permutation(20)] * rng.choice([-1, 1], 20)).astype(np.float32)
+    slopes = rng.uniform(0.9, 1.1, (steps, 1, 20)).astype(np.float32)
+    grad = rng.standard_normal((1, 20)).astype(np.float32)
+    chain, tree = ImplicitChain([slopes, weights.ravel()], pattern), Schedule.chunked(steps, 2)
+    gradients = sparsescan.inclusive_scan(grad, chain, schedule=tree, device="cuda")
+    assert [launch.kernel for launch in launches] == ["chained", "repair"]
+    factors = [factor for row in slopes for factor in (row[:, :, None] * np.eye(20), weights)]
+    expected = sequential(grad, factors, inclusive=True, dtype=np.float32)
+    expected = Gradients(expected.exact[::2], expected.bounds[::2])
+    assert_within(gradients, expected, np.float32)
 
 
 def test_implicit_steps_move_slopes_twice_and_gradients_once(

@@ -4,8 +4,8 @@ A block keeps the slopes of its chunk in shared memory, makes the products of th
 waits for the gradient of the chunk before, takes it over the pieces, passes it on, and sweeps
 through the pieces: slopes are read once, and gradients written once. Blocks take their chunks by
 tickets, in the order of the chain, so that a block waits for blocks alone that have started (the
-chained scan of Merrill and Garland, 2016, without its look-back: a product of matrices takes longer
-than to wait for a vector).
+chained scan of Merrill and Garland, 2016, without its look-back: a block waits for the gradient
+itself, and does not make products of other chunks meanwhile).
 
 For an RNN's steps ``J_t = W D_t``, of which each unit has one slope, products need no Jacobians:
 ``p ← W (D_t p)``, where a column is multiplied by the slopes of the next step when it is stored.

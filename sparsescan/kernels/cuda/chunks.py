@@ -369,7 +369,8 @@ def in_one_launch(
 
     It is the same for all devices, so that what is planned is what runs: as for an H100.
     """
-    if _layout(size, dtype.itemsize, terms, states) is None:
+    layout = _layout(size, dtype.itemsize, terms, states)
+    if layout is None or chunk > layout.longest:
         return False
     cycles, chunks = _Cycles(size, dtype.itemsize, batch, 132, terms, states), -(-steps // chunk)
     return cycles.of_chained(steps, chunks) < cycles.of_phases(steps, chunks)
