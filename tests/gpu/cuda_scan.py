@@ -798,7 +798,7 @@ def test_a_workspace_is_in_no_cycle(cupy: Any, schedule: Any) -> None:
         gc.enable()
 
 
-@simulated
+@in_python
 @pytest.mark.parametrize("pooled", [True, False])
 def test_memory_that_garbage_holds_is_collected(cupy: Any, pooled: bool) -> None:
     """CuPy without a pool, as by ``cupy.cuda.set_allocator(None)``, raises another error."""
@@ -824,7 +824,7 @@ def test_memory_that_garbage_holds_is_collected(cupy: Any, pooled: bool) -> None
         sparsescan.plan(steps, schedule="blelloch").exclusive_scan(grad, steps)
 
 
-@simulated
+@in_python
 def test_memory_is_given_back_on_its_device(cupy: Any) -> None:
     """Streams wait for the last run; a null stream is that of the current device."""
     import fake_cupy
@@ -840,7 +840,7 @@ def test_memory_is_given_back_on_its_device(cupy: Any) -> None:
     assert set(fake_cupy.state.waited) == {(1, 0)}
 
 
-@simulated
+@in_python
 def test_a_plan_that_goes_does_not_spoil_a_capture(cupy: Any) -> None:
     steps, grad = cupy.asarray(np.ones((8, 3, 3))), cupy.asarray(np.ones(3))
     stream = cupy.cuda.Stream(non_blocking=True)

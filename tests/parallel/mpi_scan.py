@@ -37,7 +37,7 @@ from sparsescan.errors import RankError
 from sparsescan.parallel import Grid
 
 pytestmark = [
-    pytest.mark.ranks(3, slow=(1, 7), doubling=True),
+    pytest.mark.ranks(3, slow=(1, 5), doubling=True),
     pytest.mark.ranks(slow=(4,)),
 ]
 
@@ -45,7 +45,7 @@ WORLD = MPI.COMM_WORLD
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
-@pytest.mark.ranks(3, slow=(1, 7), doubling=True)
+@pytest.mark.ranks(3, slow=(1, 5), doubling=True)
 @pytest.mark.ranks(slow=(2, 4, 6))
 def test_random_chains(seeds: Callable[..., range]) -> None:
     for seed in seeds(4, 9, 200):

@@ -53,7 +53,7 @@ from sparsescan.strategies.recurrent import Recurrent, graph_of, operators
 from sparsescan.strategies.stage import Stage
 from sparsescan.strategies.strategy import Job, Training, cross_entropy
 
-pytestmark = pytest.mark.ranks(2, slow=(3, 4), doubling=True)
+pytestmark = pytest.mark.ranks(2, slow=(3,), doubling=True)
 
 WORLD = MPI.COMM_WORLD
 RATE = 0.5

@@ -33,7 +33,7 @@ from sparsescan.strategies.pipeline.simulation import Simulation
 from sparsescan.strategies.recurrent import Recurrent, Trainable, graph_of
 from sparsescan.strategies.stage import Gradients, Stage, stage_of
 
-pytestmark = pytest.mark.ranks(2, slow=(1, 3, 4), doubling=True)
+pytestmark = pytest.mark.ranks(2, slow=(1, 3), doubling=True)
 
 WORLD = MPI.COMM_WORLD
 BATCH, RATE = 4, 0.1

@@ -303,7 +303,6 @@ def test_long_networks_take_linear_time(workers: int) -> None:
     [
         ("inception-v3", 98_280, None, False),
         ("inception-v3", 98_280, "h100", True),
-        ("rnn:1000", 83_160, "v100", True),
     ],
 )
 def test_many_workers_take_seconds(
