@@ -296,7 +296,7 @@ def test_one_entry_of_a_column_may_be_far_below_the_others(cupy: Any) -> None:
 
 
 def test_a_local_gradient_after_long_decay(cupy: Any) -> None:
-    """What came before is far below the range by then, and no reason to repair anything."""
+    """Gradients from before are far below the range by then, and no reason to repair anything."""
     grad, chain = chain_of("dense", 40, 1, 3, np.float32, 7)
     chain.data[:] *= np.float32(2.0**-9)
     local: list[Any] = [None] * 41
@@ -305,7 +305,7 @@ def test_a_local_gradient_after_long_decay(cupy: Any) -> None:
 
 
 def test_local_gradients_grow_and_decay(cupy: Any) -> None:
-    """What they add to a chunk leaves the band of products, but has no exponent."""
+    """Their sum in a chunk leaves the band of products, but has no exponent."""
     grad, chain = chain_of("dense", 24, 1, 3, np.float32, 10)
     chain.data[:8] *= np.float32(2.0**9)
     chain.data[8:16] *= np.float32(2.0**-9)

@@ -55,7 +55,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 @settings(max_examples=examples(100))
 @given(seeds, st.integers(1, 3))
 def test_predicted_launches_are_those_that_are_made(cupy: Any, seed: int, batch: int) -> None:
-    """Of kernels and of cuBLAS, whatever the blocks compute."""
+    """Kernels and cuBLAS are counted, whatever the blocks compute."""
     plan = random_plan(seed, 10, 12)
     calls = []
     with pytest.MonkeyPatch.context() as patch:

@@ -597,7 +597,7 @@ def test_a_chain_lies_on_one_device(cupy: Any) -> None:
             assert str(caught.value).startswith(message)
             assert "; expected all on one device" in str(caught.value)
             assert ("cupy.asarray" in str(caught.value)) == ("host mem" in message)
-    # What failed leaves nothing behind.
+    # A call that failed leaves nothing behind.
     chain = Chain(2)
     with pytest.raises(DeviceError):
         chain.read([first, second])
@@ -827,7 +827,7 @@ def test_upload_promotes_and_shares(cupy: Any, monkeypatch: pytest.MonkeyPatch) 
     patterns = chain.read([narrow, wide, wide, wide, wide])
     transfers = Transfers(cupy, monkeypatch)
     chain.upload()
-    # What is there many times is sent once.
+    # An array that is there many times is sent once.
     assert transfers.bytes == [8 * (9 + wide.nnz)]
     assert len(set(chain.leaves[:, 0].tolist())) == 2
     values = all_values(cupy, chain, patterns)

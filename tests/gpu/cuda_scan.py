@@ -82,7 +82,7 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of all runs, whether they met a value that is not finite, and scanned again, linearly."""
+    """Return for each run whether a value was not finite, and the scan was run again, linearly."""
     flags: list[int] = []
     run = DeviceWorkspace.run
 
@@ -99,7 +99,7 @@ def call_of(chain: Chain) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------
-# What a scan computes
+# Results of scans
 # ---------------------------------------------------------------------------------------------
 
 
@@ -158,7 +158,7 @@ def test_any_products_may_be_stored_densely(cupy: Any, flags: list[int], data: A
 def test_dense_operands_of_a_product_that_is_stored_sparsely(
     cupy: Any, flags: list[int], dense: list[tuple[int, int]], size: int
 ) -> None:
-    """What is known to be zero is in the operands, and has no place in the product."""
+    """Operands store what is known to be zero, for which the product has no place."""
     run_as_compiled_if(size == 4 or len(dense) == 2)
     rng, blocks = np.random.default_rng(), np.kron(np.eye(3), np.ones((size, size)))
     # Blocks of a diagonal, of which some are in other columns: the products have them, too.
@@ -854,7 +854,7 @@ def test_a_plan_that_goes_does_not_spoil_a_capture(cupy: Any) -> None:
 
 
 def test_two_large_steps_that_samples_share(cupy: Any) -> None:
-    """What cuBLAS multiplies has one sample, and gives none."""
+    """Operands of cuBLAS have one sample, and its products none."""
     rng = np.random.default_rng(8)
     size = BLAS_SIZE + 1
     steps = [rng.standard_normal((size, size)) / size for _ in range(6)]

@@ -70,7 +70,7 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
         if name in REGISTERS and capability in SHARED:
             (shared,) = re.findall(r"(\d+) bytes smem", line)
             assert 2 * (int(shared) + 1024) <= 1024 * SHARED[capability], line
-        # Of all threads of a block as many as a multiprocessor has; or of those of four blocks.
+        # All threads of a block have as many as a multiprocessor has; or those of four blocks.
         threads = re.findall(r"(\d+) threads of a (?:block|multiprocessor)", line)
         taken = -(-int(registers) // 8) * 8
         assert all(taken * int(each) <= 1 << 16 for each in threads), line

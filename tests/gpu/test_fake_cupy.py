@@ -29,7 +29,7 @@ def test_arrays_remember_their_device(cupy: Any) -> None:
         assert view.device.id == 1
     assert y.copy().device.id == 0
     assert cupy.asarray(x) is x
-    # What lies on another device than the current one is copied there.
+    # An array on another device than the current one is copied there.
     assert cupy.asarray(y).device.id == 0
     assert cupy.asarray(Tensor(np.ones(3), 1)).device.id == 0
     assert cupy.cuda.runtime.pointerGetAttributes(y[1:].data.ptr).device == 1

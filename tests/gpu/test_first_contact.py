@@ -1,4 +1,4 @@
-"""What CuPy and numba-cuda do on a machine with a GPU, and no simulator of kernels shows."""
+"""CuPy and numba-cuda on a machine with a GPU: what no simulator of kernels shows."""
 
 from __future__ import annotations
 

@@ -472,7 +472,7 @@ ATOMICS = {
 @pytest.mark.parametrize("kind", ["s32", "s64"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomic_operations(name: str, kind: str, space: str) -> None:
-    """Of all threads of two blocks; the old value is that of some order of them."""
+    """All threads of two blocks make one; the old value is that of some order of them."""
     letter = {"add": "u", "max": "s", "min": "s"}.get(name, "b")
     width, wide = kind[1:], kind == "s64"
     r = "%rd" if wide else "%r"

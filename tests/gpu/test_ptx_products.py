@@ -1,4 +1,4 @@
-"""What the kernel of sparse products moves, as compiled, beside what it must move."""
+"""Sparse products as compiled: what their kernel moves, beside what it must move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECTOR = 32
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
-    """Of every launch its kernel, blocks and threads, and what it did."""
+    """Return the kernel, blocks and threads of every launch, and what it did."""
     return ptx.stand_in.count(monkeypatch)
 
 
@@ -78,7 +78,7 @@ def test_products_of_pruned_layers_move_little_more_than_they_must(
     assert did.together.sectors <= 1.3 * needed / SECTOR
     # Five before and behind the rows of a block, and one more of the last one to be done.
     assert did.instructions["bar.sync"] == (5 * blocks + 1) * threads
-    # What is in range the next launch leaves alone.
+    # The next launch leaves alone what is in range.
     name, blocks, threads, did = traffic[1]
     assert name == "rescale"
     assert blocks > 8

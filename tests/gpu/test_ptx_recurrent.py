@@ -1,4 +1,4 @@
-"""What the kernels for whole sequences move and wait for, counted as compiled."""
+"""Kernels for whole sequences: what they move and wait for, counted as compiled."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
-    """Of every launch its kernel, blocks and threads, and what it did."""
+    """Return the kernel, blocks and threads of every launch, and what it did."""
     return ptx.stand_in.count(monkeypatch)
 
 
@@ -129,7 +129,7 @@ def test_one_launch_moves_slopes_and_gradients_once(
     # A row of 80 bytes takes three sectors, of one sample; half as many where others have it, too.
     assert many.together.sectors - few.together.sectors == 2 * more * batch * 3
     assert many.together.once - few.together.once == 2 * more * step // 32
-    # Of as many chunks and steps as on a GPU: what does not grow with these is of each chunk.
+    # As on a GPU, with as many chunks and steps: what does not grow with these is of each chunk.
     count = chunk_count(30_000, batch, size, 132, terms=1)
     fixed = few.together.sectors - 6 * batch * (chunks * counts[0] - 1)
     moved = 32 * (6 * batch * 30_000 + fixed / chunks * count)
@@ -175,7 +175,7 @@ def test_implicit_steps_move_slopes_twice_and_gradients_once(
     assert many["multiply"] - few["multiply"] == (chunks - 1) * more * step
     assert many["sweep"] - few["sweep"] == chunks * more * 2 * step
     assert many["carry"] == few["carry"]
-    # Of as many chunks and steps as on a GPU: what does not grow with these is of each chunk.
+    # As on a GPU, with as many chunks and steps: what does not grow with these is of each chunk.
     count = chunk_count(30_000, batch, size, 132)
     ahead = -(-30_000 // count) - counts[0]
     asked = (few["multiply"] / (chunks - 1) + ahead * step) * (count - 1)

@@ -1,4 +1,4 @@
-"""What a sweep through small steps moves, and how often it waits, counted as compiled."""
+"""A sweep through small steps: what it moves, and how often it waits, counted as compiled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECTOR, UNKNOWNS, THREADS = 32, 256, 256
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]]:
-    """Of every launch its kernel, blocks and threads, and what it did."""
+    """Return the kernel, blocks and threads of every launch, and what it did."""
     return ptx.stand_in.count(monkeypatch)
 
 
@@ -59,5 +59,5 @@ def test_a_step_has_two_barriers_and_moves_its_values_and_gradient(
     moved = (many.together.sectors - few.together.sectors) * SECTOR / more
     print(f"{moved / needed:.3f} times the bytes needed")
     assert needed <= moved + SECTOR
-    # Of what a warp reads a sector is another's, too, unless it is aligned.
+    # A warp shares a sector of what it reads with another one, unless that is aligned.
     assert moved <= 1.2 * needed

@@ -397,7 +397,7 @@ def chunk_count(
     counts = [1, max(min(best, cycles.most, steps), 1)]
     layout = cycles.layout
     if layout is not None and steps > 1:
-        # The same in one launch, where chunks are no longer than there is room for.
+        # One launch does as much, where chunks are no longer than there is room for.
         behind = layout.teams * (cycles.HOP + layout.teams * cycles.carry)
         best = math.isqrt(steps * (cycles.multiply + cycles.sweep) // behind)
         counts.append(min(max(best, -(-steps // layout.longest), 2), steps))
