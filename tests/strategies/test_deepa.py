@@ -169,6 +169,17 @@ def test_configurations_are_blocks_of_workers(seed, workers, batch):
             assert sides[0] == 0
 
 
+@pytest.mark.parametrize("workers", [6, 127, 128, 256, 32_768])
+def test_workers_are_numbered_by_rows(workers: int) -> None:
+    """Whatever integers hold their number."""
+    of, everyone = Configurations(workers), np.arange(workers)
+    for k in range(0, len(of.all), len(of.all) // 20 + 1):
+        grid = tuple(of.all[k].tolist())
+        busy = everyone[: math.prod(grid)]
+        places = of.places(np.array([k]), busy)[0]
+        np.testing.assert_array_equal(places.T, np.unravel_index(busy, grid))
+
+
 def test_there_are_as_many_configurations_as_factorisations():
     """Powers of two: exponents of four axes and of what is left over add up to that of workers."""
     assert len(Configurations(16).all) == 70  # 8 over 4

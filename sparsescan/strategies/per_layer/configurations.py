@@ -372,8 +372,8 @@ class Configurations:
 
     def places(self, chosen: Integers, workers: Integers) -> Integers:
         """Return each worker's part along each axis, ``(len(chosen), len(workers), 4)``."""
-        # Division takes longest, and less of small integers.
-        grid = self.all[chosen][:, None].astype(np.min_scalar_type(-self.workers))
+        # Division takes longest, and less of small integers, of which -128 is one, but not 128.
+        grid = self.all[chosen][:, None].astype(np.min_scalar_type(~self.workers))
         inner = np.cumprod(grid[..., ::-1], axis=-1, dtype=grid.dtype)[..., ::-1] // grid
         places: Integers = workers[:, None].astype(grid.dtype) // inner % grid
         return places
