@@ -80,21 +80,24 @@ def test_the_order_is_said():
     "path", sorted(RESULTS.glob("strategies-*.json")), ids=lambda path: path.stem
 )
 def test_results_that_are_kept_are_in_the_order_predicted(path: Path):
-    """Bytes exactly; times of ranks with a core or a thread of their own, mostly."""
+    """Bytes exactly; times of ranks with a core or a thread of their own, mostly.
+
+    On one rank all do the same arithmetic: there are times to predict, but no order.
+    """
     pieces = json.loads(path.read_text())["pieces"]
     for name, piece in pieces.items():
         if not name.startswith("measured"):
             continue
         for run_ in piece["runs"]:
-            taken = [(one["measured_nanoseconds"], one["total"]) for one in run_["measured"]]
             assert all(one["measured_bytes"] == one["bytes"] for one in run_["measured"])
-            if piece["ranks"] > 2:
-                continue
-            off = sorted(abs(measured / predicted - 1) for measured, predicted in taken)
-            assert off[len(off) // 2] < 0.2
-            assert off[-1] < 0.6
-            pairs = [(a, b) for a in taken for b in taken if b[0] > 1.15 * a[0]]
-            assert sum(a[1] < b[1] for a, b in pairs) >= 0.9 * len(pairs)
+            if piece["ranks"] <= 2:
+                times = [(one["measured_nanoseconds"], one["total"]) for one in run_["measured"]]
+                off = sorted(abs(measured / predicted - 1) for measured, predicted in times)
+                assert off[len(off) // 2] < 0.2
+                assert off[-1] < 0.6
+        if piece["ranks"] > 1:
+            right, pairs = (sum(run_["pairs"][k] for run_ in piece["runs"]) for k in (0, 1))
+            assert right >= 0.9 * pairs
 
 
 def test_what_cannot_be_run_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
