@@ -173,12 +173,12 @@ def samples_of(
     samples = 1
     while 2 * samples <= most and -(-batch // samples) * directions > at_once:
         samples *= 2
-    while samples and _shared(kind, layout, dtype, samples) > _SHARED:
+    while samples and _shared(kind, layout, samples) > _SHARED:
         samples //= 2
     return samples
 
 
-def _shared(kind: str, layout: Layout, dtype: np.dtype[Any], samples: int) -> int:
+def _shared(kind: str, layout: Layout, samples: int) -> int:
     """Return bytes of shared memory of the backward kernel, which takes more."""
     gates, _, parts = _GATES[kind]
     return (2 * gates + parts) * samples * layout.vectors * layout.lanes * 16
