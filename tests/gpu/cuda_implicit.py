@@ -403,15 +403,30 @@ def test_auto_takes_chunks_and_says_what_is_implicit(cupy: Any) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def growing_and_decaying(given: Case, factor: float) -> Case:
+    """Return steps that grow for 24 in turn, and decay as much for the next 24."""
+    scale = given.dtype.type
+    grows = np.arange(len(given.slopes)) // 24 % 2 == 0
+    given.slopes[grows] *= scale(factor)
+    given.slopes[~grows] /= scale(factor)
+    return given._replace(grad=given.grad * scale(factor**-12))
+
+
+def check_repaired(given: Case, schedule: Schedule, ran: list[Ran]) -> None:
+    """Assert that the linear scan has decided, and that gradients are those of the CPU."""
+    gradients = given.scan(True, schedule)
+    assert ran[-1].repaired
+    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
+    with np.errstate(all="ignore"):
+        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
+    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
 def test_decay_and_growth(ran: list[Ran], dtype: Any, factor: float) -> None:
     """Products leave their band: every other chunk does the opposite of the one before."""
-    given = case(4, 96, 1, 9, dtype, 9)
-    grows = np.arange(96) // 24 % 2 == 0
-    given.slopes[grows] *= dtype(factor)
-    given.slopes[~grows] /= dtype(factor)
-    given = given._replace(grad=given.grad * dtype(factor**-12))
+    given = growing_and_decaying(case(4, 96, 1, 9, dtype, 9), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), dtype)
     assert not ran[-1].repaired
 
@@ -430,11 +445,7 @@ def test_entries_that_a_step_would_lose(ran: list[Ran]) -> None:
 @pytest.mark.parametrize("factor", [2.0**-9, 2.0**9])
 def test_decay_and_growth_of_two_unknowns(ran: list[Ran], factor: float) -> None:
     """Both halves of a column leave the band together, and come back."""
-    given = two_state_case(4, 96, 1, 5, np.float32, 4, "dense")
-    grows = np.arange(96) // 24 % 2 == 0
-    given.slopes[grows] *= np.float32(factor)
-    given.slopes[~grows] /= np.float32(factor)
-    given = given._replace(grad=given.grad * np.float32(factor**-12))
+    given = growing_and_decaying(two_state_case(4, 96, 1, 5, np.float32, 4, "dense"), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 4)), given.expected(True), np.float32)
     assert not ran[-1].repaired
 
@@ -443,12 +454,7 @@ def test_decay_and_growth_of_two_unknowns(ran: list[Ran], factor: float) -> None
 def test_what_is_not_finite_of_two_unknowns(ran: list[Ran], stored: str) -> None:
     given = two_state_case(6, 6, 2, 4, np.float64, 3, stored)
     given.slopes[3, 1, 2] = np.inf
-    gradients = given.scan(True, Schedule.chunked(6, 3))
-    assert ran[-1].repaired
-    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
-    with np.errstate(all="ignore"):
-        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
-    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+    check_repaired(given, Schedule.chunked(6, 3), ran)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -460,12 +466,7 @@ def test_what_is_not_finite_is_left_to_the_linear_scan(
     """Also where there is no weight, which is not reached."""
     given = case(6, 6, 2, 5, np.float64, 9, density)
     given.slopes[step, 1, 0] = bad
-    gradients = given.scan(True, Schedule.chunked(6, 3))
-    assert ran[-1].repaired
-    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
-    with np.errstate(all="ignore"):
-        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
-    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+    check_repaired(given, Schedule.chunked(6, 3), ran)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -551,12 +552,7 @@ def test_what_is_not_finite_in_one_launch(
     """The linear scan decides, also of a slope without weights, and of the last step."""
     given = case(6, 12, 2, 5, np.float64, 5, density)
     given.slopes[step, 1, 0] = bad
-    gradients = given.scan(True, Schedule.chunked(12, 2))
-    assert ran[-1].repaired
-    chain = ImplicitChain([given.slopes, given.weights], given.pattern)
-    with np.errstate(all="ignore"):
-        expected = np.asarray(sparsescan.inclusive_scan(given.grad, chain, schedule="linear"))
-    np.testing.assert_allclose(gradients, expected, rtol=1e-13, atol=1e-13)
+    check_repaired(given, Schedule.chunked(12, 2), ran)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -565,11 +561,7 @@ def test_decay_and_growth_in_one_launch(
     one: None, ran: list[Ran], dtype: Any, factor: float
 ) -> None:
     """Products leave their band in each piece, gradients do not."""
-    given = case(4, 96, 1, 9, dtype, 9)
-    grows = np.arange(96) // 24 % 2 == 0
-    given.slopes[grows] *= dtype(factor)
-    given.slopes[~grows] /= dtype(factor)
-    given = given._replace(grad=given.grad * dtype(factor**-12))
+    given = growing_and_decaying(case(4, 96, 1, 9, dtype, 9), factor)
     assert_within(given.scan(True, Schedule.chunked(96, 2)), given.expected(True), dtype)
     assert not ran[-1].repaired
 

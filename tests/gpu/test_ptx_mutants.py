@@ -102,6 +102,7 @@ ANY_BOUND = {
     ],
     "multiply of two unknowns for each unit": [
         "the last column, where `carry` finds as well what is not finite",
+        "one that launches tell by some orders of threads alone, which differ from run to run",
         *2 * ["copies of `present`: one chain more computes, and stores nothing"],
         "the end of the weights of a thread: one place more, to which a slope comes later",
         *4 * [SLOPES],
@@ -232,11 +233,11 @@ def test_what_launches_tell_is_what_the_table_says(monkeypatch: pytest.MonkeyPat
         assert undetected <= len(NOT_NEEDED.get(name, [])), name
         bound = counted[name]["bound"]
         undetected = bound["mutants"] - sum(bound[key] for key in bound if key != "mutants")
-        # One more may be told by some orders of threads alone, which are others in each run.
-        assert undetected <= len(ANY_BOUND.get(name, [])) + 1, name
+        assert undetected <= len(ANY_BOUND.get(name, [])), name
         for kind, said in table[name].items():
             now = counted[name][kind]
             if now["mutants"] == said["mutants"]:
+                # The order of threads is another one in each run.
                 assert now["detected"] >= said["detected"] - 1, (name, kind, now)
             elif said["mutants"]:
                 share = said["detected"] / said["mutants"]

@@ -23,13 +23,13 @@ from numba import from_dtype, int32, int64
 from ...arrays.cuda import SIMULATED, cuda
 from .device import atomic_add, load, store
 from .small_steps import (
-    BANDS,
     NONE,
     ROWS,
     SHARED,
     SMALL,
     carrier,
     local_after,
+    peak_finder,
     pitch_of,
     rescaler,
     smaller,
@@ -40,7 +40,6 @@ from .tables import Run, jacobian_at, local_at
 from .vectors import (
     barrier,
     get,
-    larger,
     put,
     read_vector,
     thread_index,
@@ -123,8 +122,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     layout = layout_of(size, dtype.itemsize)
     assert layout is not None
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
-    low, high = (real(limit) for limit in BANDS[dtype][:2])
-    small, small_step = (real(limit) for limit in SMALL[dtype])
+    small_step = real(SMALL[dtype][1])
     least_normal, none = real(np.finfo(dtype).tiny), np.int32(NONE)
     groups, cols, column_groups, stride, teams, threads, pitch, longest = layout
     columns_first, starts_at, slopes_at = _places(layout)
@@ -139,6 +137,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     rows_on, warp_teams = threads // 32 * at_once, 32 // stride
     sums_size, added_size = own_rows * vector, _AHEAD * own_rows
     place_weights = weights_placer(size, 1, 1, dtype, threads, pitch)
+    find_peaks = peak_finder(dtype, cols, local_column)
     rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
     carried = carrier(size, dtype, False)
 
@@ -242,16 +241,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
                     k += vector
                 for r in range(ROWS):
                     tile[local_column * ROWS + r] += added[r]
-                for n in range(cols):
-                    peak, tiny = zero, False
-                    for r in range(ROWS):
-                        size_of = abs(tile[n * ROWS + r])
-                        peak = larger(peak, size_of)
-                        tiny = tiny | ((size_of < small) & (size_of > zero))
-                    if n == local_column and owner:
-                        peak, tiny = zero, False
-                    peaks[n] = peak
-                    outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+                outside = outside | find_peaks(tile, peaks, owner)
             if vote(outside, True):
                 rescale(
                     run,

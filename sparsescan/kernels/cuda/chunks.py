@@ -49,7 +49,6 @@ from ...arrays.cuda import SIMULATED, cuda
 from .chained import Layout, chained_kernel, layout_of
 from .device import load, store
 from .small_steps import (
-    BANDS,
     NONE,
     ROWS,
     SHARED,
@@ -57,6 +56,7 @@ from .small_steps import (
     carrier,
     jacobian_after,
     local_after,
+    peak_finder,
     pitch_of,
     rescaler,
     smaller,
@@ -69,7 +69,6 @@ from .vectors import (
     barrier,
     block_index,
     get,
-    larger,
     load_vector,
     put,
     read_vector,
@@ -661,8 +660,7 @@ def _multiply(
     size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int, states: int
 ) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
-    low, high = (real(limit) for limit in BANDS[dtype][:2])
-    small, small_step = (real(limit) for limit in SMALL[dtype])
+    small_step = real(SMALL[dtype][1])
     vector = 16 // dtype.itemsize
     groups, cols, column_groups, width, parts, stride, chains, threads, pitch, dense, light = tiles
     warp, units = threads == 32, size // states
@@ -692,6 +690,7 @@ def _multiply(
     find_values, find_slopes, fetch_slopes = making.find, making.find_slopes, making.fetch
     deliver_values, deliver_slopes = making.deliver, making.deliver_slopes
     place_weights = weights_placer(size, terms, states, dtype, threads, weights_pitch)
+    find_peaks = peak_finder(dtype, cols, local_column)
     rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, warp)
 
     @cuda.jit
@@ -829,16 +828,7 @@ def _multiply(
                                     tile[n * ROWS + r] += value * entry
                 for r in range(ROWS):
                     tile[local_column * ROWS + r] += added[r]
-                for n in range(cols):
-                    peak, tiny = zero, False
-                    for r in range(ROWS):
-                        size_of = abs(tile[n * ROWS + r])
-                        peak = larger(peak, size_of)
-                        tiny = tiny | ((size_of < small) & (size_of > zero))
-                    if n == local_column and owner:
-                        peak, tiny = zero, False
-                    peaks[n] = peak
-                    outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+                outside = outside | find_peaks(tile, peaks, owner)
             if more:
                 for m in range(stage_size):
                     size_of = abs(staged[m])

@@ -30,6 +30,7 @@ __all__ = [
     "carrier",
     "jacobian_after",
     "local_after",
+    "peak_finder",
     "pitch_of",
     "rescaler",
     "smaller",
@@ -139,6 +140,31 @@ def weights_placer(
         return least
 
     return place_weights
+
+
+def peak_finder(dtype: np.dtype[Any], cols: int, local_column: int) -> Any:
+    """Return a device function that finds the largest entry of each column of a thread's tile."""
+    zero = dtype.type(0)
+    low, high = (dtype.type(limit) for limit in BANDS[dtype][:2])
+    small = dtype.type(SMALL[dtype][0])
+
+    @cuda.jit(device=True)
+    def find_peaks(tile, peaks, owner):
+        """Return whether a column is out of its band or has small entries; the owner's is not."""
+        outside = False
+        for n in range(cols):
+            peak, tiny = zero, False
+            for r in range(ROWS):
+                size_of = abs(tile[n * ROWS + r])
+                peak = larger(peak, size_of)
+                tiny = tiny | ((size_of < small) & (size_of > zero))
+            if n == local_column and owner:
+                peak, tiny = zero, False
+            peaks[n] = peak
+            outside = outside | tiny | (peak > high) | ((peak < low) & (peak > zero))
+        return outside
+
+    return find_peaks
 
 
 def rescaler(

@@ -280,6 +280,16 @@ def chunked_chains() -> Iterator[tuple[Any, Any, Any]]:
         yield grad, jacobians, local
 
 
+def _drawn(
+    rng: np.random.Generator, pattern: ImplicitPattern, steps: int, batch: int
+) -> tuple[Any, Any, list[Any]]:
+    """Return slopes, a gradient and local gradients of so many steps."""
+    size = pattern.shape[1]
+    slopes = rng.standard_normal((steps, batch, pattern.factors[0].nnz)).astype(F4)
+    grad = rng.standard_normal((batch, size)).astype(F4)
+    return slopes, grad, list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+
+
 def implicit_chains() -> Iterator[tuple[Any, Any, Any]]:
     """Return chains of slopes and pruned weights, as those of :func:`chunked_chains`."""
     size, batch = 5, 13
@@ -296,9 +306,7 @@ def implicit_chains() -> Iterator[tuple[Any, Any, Any]]:
     for seed, (steps, scale) in enumerate(cases):
         rng = np.random.default_rng(seed)
         weights = (rng.standard_normal(pattern.factors[1].nnz) / 2).astype(F4)
-        slopes = rng.standard_normal((steps, batch, rows)).astype(F4)
-        grad = rng.standard_normal((batch, size)).astype(F4)
-        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        slopes, grad, local = _drawn(rng, pattern, steps, batch)
         slopes[:, 1, 2] = 0
         if np.isfinite(scale):
             slopes[::2] *= F4(scale)
@@ -326,9 +334,7 @@ def chained_chains() -> Iterator[tuple[Any, Any, Any]]:
     for seed, (steps, scale) in enumerate(cases):
         rng = np.random.default_rng(seed)
         weights = (rng.standard_normal(pattern.factors[1].nnz) / 2).astype(F4)
-        slopes = rng.standard_normal((steps, batch, rows)).astype(F4)
-        grad = rng.standard_normal((batch, size)).astype(F4)
-        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        slopes, grad, local = _drawn(rng, pattern, steps, batch)
         slopes[:, 1, 2] = 0
         if scale == 1e-30:
             # Terms that are no normal numbers, in the first step or in a later one.
@@ -363,9 +369,7 @@ def two_state_chains() -> Iterator[tuple[Any, Any, Any]]:
         weights = np.zeros((size, rows))
         weights[:units, :-units] = rng.standard_normal((units, rows - units)) / 2
         weights[units + unit, rows - units + unit] = rng.uniform(0.5, 1, units)
-        slopes = rng.standard_normal((steps, batch, first.nnz)).astype(F4)
-        grad = rng.standard_normal((batch, size)).astype(F4)
-        local = list(rng.standard_normal((steps + 1, batch, size)).astype(F4))
+        slopes, grad, local = _drawn(rng, pattern, steps, batch)
         if place is not None:
             weights[place] = 0.75
         elif np.isfinite(scale):
