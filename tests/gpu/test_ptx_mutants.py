@@ -39,6 +39,7 @@ LDEXP = "scale: 2^100 is made exactly in either of the two ways that libdevice's
 TURNS = "the end of a loop over steps: each turn looks whether its step is there"
 SEGMENT = "whether the gates of all steps are kept: nothing comes before the one segment"
 SLOPES = "where slopes are, before it is known whether a thread has a chain: zero if it has none"
+CHANCE = "one that only some orders of threads tell, which differ from run to run"
 CACHE = "a step, or a value, more is brought to the cache, which nothing reads"
 ANY_BOUND = {
     "vectors": [HALF, GROUPS, *4 * [LDEXP]],
@@ -78,6 +79,7 @@ ANY_BOUND = {
         "the end of the pieces of a sample: one product more, behind which is nothing",
         "the end of the vectors: one more is cleared, of the team's own columns",
         *8 * ["local gradients: one is loaded for a step behind the last, which is not made"],
+        CHANCE,
         *2 * [TURNS],
     ],
     "multiply of implicit steps": [
@@ -102,7 +104,7 @@ ANY_BOUND = {
     ],
     "multiply of two unknowns for each unit": [
         "the last column, where `carry` finds as well what is not finite",
-        "one that launches tell by some orders of threads alone, which differ from run to run",
+        CHANCE,
         *2 * ["copies of `present`: one chain more computes, and stores nothing"],
         "the end of the weights of a thread: one place more, to which a slope comes later",
         *4 * [SLOPES],
