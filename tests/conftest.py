@@ -114,6 +114,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_collection_finish() -> None:
     # Imported objects stay: no collection has to look at them, and tests ask for many.
     gc.freeze()
+    # What Numba compiled stays, too: few collections look at all of it.
+    gc.set_threshold(20_000, 20, 100)
+
+
+def pytest_sessionfinish() -> None:
+    # Not again and again on the way out.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

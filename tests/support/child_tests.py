@@ -336,7 +336,7 @@ class Child:
         command = [sys.executable, *arguments]
         if self.variant.ranks is not None:
             command = mpi_launch.command(self.variant.ranks, *arguments)
-            env |= mpi_launch.SETTINGS
+            env |= mpi_launch.settings()
             env |= mpi_launch.DOUBLING if self.variant.doubling else {}
             env |= mpi_launch.MONITORING if self.variant.monitored else {}
         return subprocess.Popen(

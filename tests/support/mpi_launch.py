@@ -7,17 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DOUBLING", "IS_INSTALLED", "MONITORING", "SETTINGS", "Ended", "command", "run"]
+__all__ = ["DOUBLING", "IS_INSTALLED", "MONITORING", "Ended", "command", "run", "settings"]
 
 SUPPORT = Path(__file__).parent
 # The one that was installed beside this Python comes first.
 _FOLDERS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 MPIEXEC = shutil.which("mpiexec", path=_FOLDERS)
 IS_INSTALLED = MPIEXEC is not None and importlib.util.find_spec("mpi4py") is not None
-SETTINGS = {
+_SETTINGS = {
     "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     # Open MPI asks for it where there are fewer cores than ranks, and of root.
@@ -37,6 +38,27 @@ DOUBLING = {
 }
 # It counts its messages.
 MONITORING = {"OMPI_MCA_pml_monitoring_enable": "1"}
+# A rank that waits looks for messages all the time, and asks by this whether another process has
+# something to do. So it takes half a core from the others, and twice as long as a rank that sleeps.
+_SLEEP = """
+#include <time.h>
+int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&pause, 0); }
+"""
+
+
+@cache
+def settings() -> dict[str, str]:
+    """Return the environment of ranks, which sleep while they wait where there is a C compiler."""
+    compiler = shutil.which("cc")
+    if sys.platform != "linux" or compiler is None:
+        return _SETTINGS
+    library = SUPPORT / "__pycache__" / "sleep.so"
+    library.parent.mkdir(exist_ok=True)
+    own = library.with_suffix(f".{os.getpid()}")
+    options = ["-x", "c", "-", "-shared", "-fPIC", "-o", str(own)]
+    subprocess.run([compiler, *options], input=_SLEEP, text=True, check=True)
+    own.replace(library)
+    return _SETTINGS | {"LD_PRELOAD": str(library)}
 
 
 class Ended(NamedTuple):
@@ -56,7 +78,7 @@ def run(ranks: int, *arguments: object, timeout: float = 300) -> Ended:
     """Run Python on some ranks, until it ends."""
     process = subprocess.Popen(
         command(ranks, *map(str, arguments)),
-        env=os.environ | SETTINGS,
+        env=os.environ | settings(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -403,6 +403,8 @@ def lower(function: Callable[..., Any], signature: Any) -> Lowered:
             cuda.compile(function, signature, cc=(9, 0), device=False, abi="numba", output="ptx")
         finally:
             gc.enable()
+            gc.collect()
+            gc.freeze()
     return lowered[0]
 
 
