@@ -11,7 +11,7 @@ import pytest
 from device_memory import check_memory, gradients, random_plan, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_device import SIMULATED, cupy_or_stand_in
+from on_device import SIMULATED, cupy_or_stand_in, run_as_compiled_if
 from sampling import examples
 
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
@@ -110,6 +110,7 @@ def test_a_device_is_calibrated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With few short chains here, so that nothing can be said of the numbers but that they are."""
+    run_as_compiled_if(False)
     monkeypatch.setattr(costs, "machine_file", lambda: tmp_path / "machine.json")
     monkeypatch.setattr("sparsescan.planning.costs.cuda.machine_file", costs.machine_file)
     kinds = [Pattern.dense((3, 3)), Pattern.diagonal(3), of_mask(np.tri(3) > 0)]

@@ -262,7 +262,7 @@ def test_other_weights_in_a_dense_matrix_are_not_passed_over(ran: list[Ran], chu
     [(20, 5, np.float32), *slow((32, 5, np.float32), (28, 5, np.float64), (15, 8, np.float32))],
 )
 def test_sizes_of_two_unknowns(units: int, terms: int, dtype: Any) -> None:
-    run_as_compiled_if(units in (20, 28))
+    run_as_compiled_if(units == 20)
     given = with_local(two_state_case(1, 6, 3, units, dtype, terms, "dense"), 7)
     assert chunk_form([given.pattern], np.dtype(dtype)) is not None
     gradients = given.scan(True, Schedule.chunked(6, 3))
@@ -275,7 +275,7 @@ def test_sizes_of_two_unknowns(units: int, terms: int, dtype: Any) -> None:
 )
 def test_sizes(size: int, rows: int, dtype: Any) -> None:
     """Several chains to a warp, or one; whole vectors or not; weights that just fit, or do not."""
-    run_as_compiled_if(rows in (7, 80, 64) if dtype is np.float32 else rows in (8, 33))
+    run_as_compiled_if(rows in (7, 64) if dtype is np.float32 else rows == 8)
     given = with_local(case(1, 6, 3, size, dtype, rows), 7)
     gradients = given.scan(True, Schedule.chunked(6, 3))
     assert_within(gradients, given.expected(True), dtype)
@@ -335,6 +335,7 @@ def test_kernels_are_chosen_by_what_steps_share(launches: list[Any]) -> None:
 )
 def test_cells_in_the_order_of_time(ran: list[Ran], cell: Any) -> None:
     """As the scan of explicit Jacobians on the CPU."""
+    run_as_compiled_if(not isinstance(cell, RNNCell))
     assert chunk_form([cell.implicit_pattern] * 2, np.dtype(np.float32)) is not None
     rng = np.random.default_rng(0)
     x = rng.standard_normal((11, 2, 3), np.float32)

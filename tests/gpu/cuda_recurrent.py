@@ -92,7 +92,7 @@ def test_units_of_any_number(cupy: Any, kind: str, units: int) -> None:
     options = {"nonlinearity": "relu"} if kind == "relu" else {}
     rng = np.random.default_rng(units)
     small = units in (HELD, SHARED)
-    run_as_compiled_if(kind == "LSTM" or (kind != "relu" and small))
+    run_as_compiled_if(kind == "LSTM" or (kind, units) in (("RNN", HELD), ("GRU", SHARED)))
     net = KINDS[kind](2, units, bidirectional=small, dtype=F4, rng=rng, **options)
     batch = 5 if IN_PYTHON else 3
     arguments = arguments_of(rng, net, 3, batch, F4, shorter=True)

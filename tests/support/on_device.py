@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from hypothesis import settings
 from numba import config
 from oracles import Chain
+from sampling import ALL
 
 from sparsescan import BatchedCSR, CSRChain
 
@@ -49,8 +51,11 @@ def cupy_or_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run_as_compiled_if(chosen: bool) -> None:
-    """Skip a case as compiled that is not one of a few, as each has kernels of its own."""
-    if IN_PTX and not chosen:
+    """Skip a case as compiled that is not one of a few, as each has kernels of its own.
+
+    With ``--explore`` all are run.
+    """
+    if IN_PTX and not chosen and settings().max_examples <= ALL:
         pytest.skip("others like it are run as compiled")
 
 
