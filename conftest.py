@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Let two processes share whole folders; a few files, and benchmarks, take one."""
+    """Let three processes share whole folders; a few files, and benchmarks, take one.
+
+    Three keep two cores busy, as each waits for children of its own now and then.
+    """
     alone = config.getoption("benchmark_only")
-    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 2
+    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 3

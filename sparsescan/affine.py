@@ -487,7 +487,9 @@ def _steps(given: _Matrices, offsets: Array | None, start: Array, out: Array) ->
     """Return what the kernels are told."""
     pattern = given.pattern
     is_csr = pattern.kind == "general"
+    # Read-only as a pattern's: no other kernels are compiled for it.
     none = np.empty(0, np.int32)
+    none.flags.writeable = False
     return Steps(
         count=given.steps,
         size=given.size,

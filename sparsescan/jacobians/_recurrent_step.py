@@ -649,7 +649,8 @@ class _Packing:
             self.tile = size = sample_rows * best
         if self.is_sparse:
             self.order = places[kept]
-            self.indices = np.nonzero(kept)[1]
+            # Not with gaps, for which other kernels would be compiled.
+            self.indices = np.ascontiguousarray(np.nonzero(kept)[1])
             self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
             return
         # Where an entry is pruned, or fills up a vector, a zero behind the weight.
