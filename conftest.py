@@ -13,18 +13,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let threads of PyTorch sleep between its loops, not spin on the cores of other processes.
 
     Bytecode is kept, as kernels are, even where Python is told not to: some 40 processes import the
-    same modules, and each would compile them anew.
+    same modules, and each would compile them anew. Ranks are on one machine: to find out that Open
+    MPI needs nothing else takes it a second.
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("OMPI_MCA_btl", "self,sm")
     if not config.getoption("benchmark_only"):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Let three processes share whole folders; a few files, and benchmarks, take one.
-
-    Three keep two cores busy, as each waits for children of its own now and then.
-    """
+    """Let two processes share whole folders; a few files, and benchmarks, take one."""
     alone = config.getoption("benchmark_only")
-    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 3
+    return 0 if alone or not all(Path(path).is_dir() for path in config.args) else 2

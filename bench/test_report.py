@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from . import files, grid, page, pictures, plots, readme, report
 from .contests import OURS
-from .experiment import NAMES, RESULTS, Drawing, Experiment, Results, Row
+from .experiment import Drawing, Experiment, Results, Row
 from .gpu_races import CUDNN, VALUES
 from .gpu_table import wanted
 from .test_gpu import rnn_races
@@ -832,20 +832,3 @@ def test_each_section_is_a_page_of_the_site(tmp_path: Path, rng: np.random.Gener
     before = {path: path.stat().st_mtime_ns for path in written}
     assert report.write_pages(results, pages) == written
     assert {path: path.stat().st_mtime_ns for path in sorted(pages.iterdir())} == before
-
-
-# -- What there is --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_results_that_are_kept_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("torch")
-    for reader in (files, report):
-        monkeypatch.setattr(reader, "NAMES", NAMES)
-    shown = Page(report.write(RESULTS, tmp_path / "page.html"))
-    names = {row[0] for row in shown.tables["Files"][1:]}
-    assert names == {path.name for path in RESULTS.glob("*.json")}
-    assert not any("cannot be shown" in said for said in shown.sections.values())
-    for path in RESULTS.glob("cpu-*.json"):
-        for line in json.loads(path.read_text())["engine"]:
-            assert line["work"] in shown.sections["The engine"]

@@ -77,12 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--rest"):
         left = [item for item in items if is_slow(item) or child_tests.takes_more(item)]
     elif any(config.getoption(name) for name in ("--all", "--explore", "-m")):
-        return
+        left = items
     else:
         left = [item for item in items if not is_slow(item)]
     kept = set(left)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = left
+    # Those of children first, which take longest: none is left to one process in the end.
+    items[:] = sorted(left, key=lambda item: not isinstance(item, child_tests.ChildTest))
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import json
+import os
 import re
 import subprocess
 import sys
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
 import mpi_launch
@@ -14,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "bench" / "results"
 SCRIPTS = sorted((DOCS / "gallery").glob("plot_*.py"))
 
 
@@ -38,7 +41,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
     # All scripts run, whether or not they have changed.
     options = ["-q", "-W", "-E", "-D", "sphinx_gallery_conf.run_stale_examples=1", "-b", "html"]
     command = [sys.executable, "-m", "sphinx", *options, "-d", folder / "trees", DOCS, folder]
-    built = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True)
+    env = os.environ | mpi_launch.sleeping()
+    built = subprocess.run(
+        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True
+    )
     assert built.returncode == 0, built.stderr.decode()
     assert sorted((DOCS / "gallery").iterdir()) == before
     return {path: path.read_text() for path in folder.rglob("*.html")}
@@ -83,3 +89,14 @@ def test_every_script_of_the_gallery_draws(pages: dict[Path, str]) -> None:
     }
     for script in SCRIPTS:
         assert script.stem in drawn[script.stem]
+
+
+@pytest.mark.slow
+def test_all_results_are_shown(pages: dict[Path, str]) -> None:
+    shown = "".join(text for path, text in pages.items() if path.parent.name == "results")
+    assert "cannot be shown" not in shown
+    for path in RESULTS.glob("*.json"):
+        assert path.name in shown
+    for path in RESULTS.glob("cpu-*.json"):
+        for line in json.loads(path.read_text())["engine"]:
+            assert escape(line["work"], quote=False) in shown

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, affine_scan, affine_scan_vjp
 from sparsescan.execution import threads
+from sparsescan.kernels.cpu.recurrence import outer_products, sweep
 from sparsescan.symbolic.pattern import of_mask
 
 Array = NDArray[Any]
@@ -296,6 +297,18 @@ def test_gradients_need_the_states_of_the_call() -> None:
     chain = CSRChain.from_pattern(np.ones((4, 3)), Pattern.diagonal(3))
     with pytest.raises(InputError, match="pattern is given for a CSRChain"):
         affine_scan(chain, pattern=Pattern.diagonal(3))
+
+
+def test_dense_steps_need_no_kernels_beyond_those_of_sparse_ones() -> None:
+    rng, compiled = np.random.default_rng(), []
+    kept = rng.random((6, 6)) < 0.5
+    for mask in (kept, np.ones((6, 6), bool)):
+        pattern = of_mask(mask)
+        a, y0 = rng.standard_normal((9, 2, pattern.nnz)), rng.standard_normal((2, 6))
+        states = affine_scan(a, None, y0, pattern=pattern, schedule="linear")
+        affine_scan_vjp(a, y0, states, states, pattern=pattern)
+        compiled.append([len(kernel.signatures) for kernel in (sweep, outer_products)])
+    assert compiled[0] == compiled[1]
 
 
 @pytest.mark.parametrize("size", [8, 9, 31, 32, 33, 47, 65])

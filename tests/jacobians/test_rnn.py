@@ -17,6 +17,7 @@ from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.jacobians._kernels import sequences
 from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
 
 Array = NDArray[Any]
@@ -128,6 +129,20 @@ def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
         match=r"(?m)memory_limit is 1000 B; 700 steps of 5 samples need .* \([\d,]+ bytes\)$",
     ):
         net.training_step(memory_limit=1000).forward(arguments[0])
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_pruned_weights_need_no_kernels_of_their_own(kind: str) -> None:
+    """To compile one takes a second, which a first step would wait for."""
+    kernels = [getattr(sequences, f"{name}_{kind.lower()}") for name in ("run", "back")]
+    rng, compiled = np.random.default_rng(), []
+    for density in (1.0, 0.1):
+        shapes = {name: array.shape for name, array in KINDS[kind](40, 40).params.items()}
+        masks = {k: rng.random(shapes[k]) < density for k in ("weight_ih_l0", "weight_hh_l0")}
+        net = KINDS[kind](40, 40, dtype=F4, masks=masks)
+        gradients_of(net.training_step(), *arguments_of(rng, net, 3, 2, F4, shorter=False))
+        compiled.append([len(kernel.signatures) for kernel in kernels])
+    assert compiled[0] == compiled[1]
 
 
 def test_memory_is_what_is_said() -> None:

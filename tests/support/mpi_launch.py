@@ -11,7 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DOUBLING", "IS_INSTALLED", "MONITORING", "Ended", "command", "run", "settings"]
+__all__ = [
+    "DOUBLING",
+    "IS_INSTALLED",
+    "MONITORING",
+    "Ended",
+    "command",
+    "run",
+    "settings",
+    "sleeping",
+]
 
 SUPPORT = Path(__file__).parent
 # The one that was installed beside this Python comes first.
@@ -47,18 +56,23 @@ int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&p
 
 
 @cache
-def settings() -> dict[str, str]:
-    """Return the environment of ranks, which sleep while they wait where there is a C compiler."""
+def sleeping() -> dict[str, str]:
+    """Return what lets ranks sleep while they wait, where there is a C compiler."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or compiler is None:
-        return _SETTINGS
+        return {}
     library = SUPPORT / "__pycache__" / "sleep.so"
     library.parent.mkdir(exist_ok=True)
     own = library.with_suffix(f".{os.getpid()}")
     options = ["-x", "c", "-", "-shared", "-fPIC", "-o", str(own)]
     subprocess.run([compiler, *options], input=_SLEEP, text=True, check=True)
     own.replace(library)
-    return _SETTINGS | {"LD_PRELOAD": str(library)}
+    return {"LD_PRELOAD": str(library)}
+
+
+def settings() -> dict[str, str]:
+    """Return the environment of ranks."""
+    return _SETTINGS | sleeping()
 
 
 class Ended(NamedTuple):
