@@ -47,8 +47,8 @@ DOUBLING = {
 }
 # It counts its messages.
 MONITORING = {"OMPI_MCA_pml_monitoring_enable": "1"}
-# A rank that waits looks for messages all the time, and asks by this whether another process has
-# something to do. So it takes half a core from the others, and twice as long as a rank that sleeps.
+# Open MPI calls it between two looks for a message: a rank that waits takes half a core from those
+# that compute. One that sleeps leaves it to them, and tests take half as long beside others.
 _SLEEP = """
 #include <time.h>
 int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&pause, 0); }
@@ -57,7 +57,7 @@ int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&p
 
 @cache
 def sleeping() -> dict[str, str]:
-    """Return what lets ranks sleep while they wait, where there is a C compiler."""
+    """Return the environment of ranks that sleep while they wait, where C can be compiled."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or compiler is None:
         return {}
@@ -65,7 +65,9 @@ def sleeping() -> dict[str, str]:
     library.parent.mkdir(exist_ok=True)
     own = library.with_suffix(f".{os.getpid()}")
     options = ["-x", "c", "-", "-shared", "-fPIC", "-o", str(own)]
-    subprocess.run([compiler, *options], input=_SLEEP, text=True, check=True)
+    compiled = subprocess.run([compiler, *options], input=_SLEEP, text=True, capture_output=True)
+    if compiled.returncode:
+        return {}
     own.replace(library)
     return {"LD_PRELOAD": str(library)}
 

@@ -64,6 +64,8 @@ class Layout(NamedTuple):
     ``c·cols, c·cols + 1, …``. A chunk has at most `longest` steps.
     """
 
+    size: int
+    vector: int
     groups: int
     cols: int
     column_groups: int
@@ -77,6 +79,41 @@ class Layout(NamedTuple):
     def span(self) -> int:
         """Columns that there is room for in each team."""
         return self.cols * self.column_groups
+
+    @property
+    def room(self) -> int:
+        """Values that those of a team take."""
+        return self.span * self.pitch
+
+    @property
+    def columns(self) -> int:
+        """Where columns begin, behind the weights."""
+        return ROWS * self.groups * self.pitch
+
+    @property
+    def starts(self) -> int:
+        """Where the first gradients of pieces begin."""
+        return self.columns + self.teams * self.room
+
+    @property
+    def slopes(self) -> int:
+        """Where slopes begin, which become gradients."""
+        return self.starts + self.teams * self.pitch
+
+    @property
+    def padded(self) -> int:
+        """Entries of a column in whole vectors."""
+        return -(-self.size // self.vector) * self.vector
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """The thread of a row, and its column, that has the column of local gradients."""
+        return divmod(self.size, self.cols)
+
+    @property
+    def at_once(self) -> int:
+        """Rows of slopes that a warp loads at once."""
+        return 32 // self.size
 
 
 @cache
@@ -92,10 +129,9 @@ def layout_of(size: int, itemsize: int) -> Layout | None:
                 continue
             cols = -(-(size + 1) // most)
             column_groups = -(-(size + 1) // cols)
-            layout = Layout(
-                groups, cols, column_groups, stride, warps * teams, 32 * warps, pitch, 0
-            )
-            taken = (_places(layout)[-1] + layout.threads + ROWS * groups) * itemsize
+            parts = groups, cols, column_groups, stride, warps * teams, 32 * warps
+            layout = Layout(size, vector, *parts, pitch, 0)
+            taken = (layout.slopes + layout.threads + ROWS * groups) * itemsize
             # Exponents, and what lies between arrays.
             taken += 4 * (layout.teams * layout.span + ROWS * groups) + 128
             longest = (SHARED - taken) // (size * itemsize)
@@ -103,13 +139,6 @@ def layout_of(size: int, itemsize: int) -> Layout | None:
                 return layout._replace(longest=longest)
             break
     return None
-
-
-def _places(layout: Layout) -> tuple[int, int, int]:
-    """Return where columns begin behind the weights, first gradients of pieces, and slopes."""
-    columns = ROWS * layout.groups * layout.pitch
-    starts = columns + layout.teams * layout.span * layout.pitch
-    return columns, starts, starts + layout.teams * layout.pitch
 
 
 @cache
@@ -121,37 +150,143 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     """
     layout = layout_of(size, dtype.itemsize)
     assert layout is not None
-    kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
-    small_step = real(SMALL[dtype][1])
-    least_normal, none = real(np.finfo(dtype).tiny), np.int32(NONE)
-    groups, cols, column_groups, stride, teams, threads, pitch, longest = layout
-    columns_first, starts_at, slopes_at = _places(layout)
-    vector, span, room = 16 // dtype.itemsize, layout.span, layout.span * pitch
-    pool_size, powers_size = slopes_at + longest * size, teams * span
-    tile_size, left_size, right_size = ROWS * cols, ROWS * vector, cols * vector
-    padded, padded_powers, width = -(-size // vector) * vector, ROWS * groups, size + 1
-    # The thread that has the column of local gradients.
-    local_group, local_column = divmod(size, cols)
-    # Rows of slopes that a warp loads at once; rows of a gradient that a thread makes.
-    at_once, own_rows = 32 // size, -(-size // stride)
-    rows_on, warp_teams = threads // 32 * at_once, 32 // stride
-    sums_size, added_size = own_rows * vector, _AHEAD * own_rows
+    kind, zero, one, none = from_dtype(dtype), dtype.type(0), dtype.type(1), np.int32(NONE)
+    stride, teams, threads, pitch = layout.stride, layout.teams, layout.threads, layout.pitch
+    columns_at, starts_at, slopes_at = layout.columns, layout.starts, layout.slopes
+    span, room, padded, at_once = layout.span, layout.room, layout.padded, layout.at_once
+    pool_size, powers_size = slopes_at + layout.longest * size, teams * span
+    padded_powers, width, warp_teams = ROWS * layout.groups, size + 1, 32 // stride
     place_weights = weights_placer(size, 1, 1, dtype, threads, pitch)
-    find_peaks = peak_finder(dtype, cols, local_column)
-    rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
+    place_slopes = _slopes_placer(layout, dtype)
+    multiply_piece = _piece_multiplier(layout, dtype)
     carried = carrier(size, dtype, False)
+    sweep_piece = _piece_sweeper(layout, dtype)
 
-    @cuda.jit(device=True)
-    def take(tickets, ticket, blocks):
-        """Return the number of a block in the order in which they start."""
-        if thread_index() == 0:
-            taken = atomic_add(tickets, 0, _ONE)
-            put(ticket, 0, taken)
-            if taken == blocks - 1:
-                # All are taken: so is the first of the next run.
-                atomic_add(tickets, 0, np.int32(-blocks))
+    @cuda.jit
+    def chained(run, places, columns, exponents, steps, batch, chunk, chunks):
+        pool = cuda.shared.array(pool_size, kind, alignment=16)
+        leasts = cuda.shared.array(threads, kind)
+        powers = cuda.shared.array(powers_size, int32)
+        terms = cuda.shared.array(padded, kind, alignment=16)
+        term_powers = cuda.shared.array(padded_powers, int32, alignment=16)
+        ticket = cuda.shared.array(1, int32)
+        ring = cuda.local.array(width, kind)
+        thread = thread_index()
+        number = _take(exponents, ticket, chunks * batch)
+        c, sample = number // batch, number % batch
+        flags = exponents + 4
+        first = c * chunk
+        end = min(first + chunk, steps)
+        # The steps of each team, some of which may have none.
+        team, piece = thread // stride, (chunk + teams - 1) // teams
+        start = min(first + team * piece, end)
+        stop = min(start + piece, end)
+        stacks = stacks_of(run, sample)
+
+        place_slopes(run, places, pool, stacks, first, end - first, sample)
+        put(leasts, thread, place_weights(run, places, pool, 0, thread))
+        for m in range(size * pitch + thread, slopes_at, threads):
+            put(pool, m, zero)
+        for m in range(thread, powers_size, threads):
+            put(powers, m, _INT)
+        for m in range(thread, padded_powers, threads):
+            put(term_powers, m, none)
+        for m in range(thread, padded, threads):
+            put(terms, m, zero)
         cuda.syncthreads()
-        return int64(get(ticket, 0))
+        least_weight = one
+        for m in range(threads):
+            least_weight = smaller(least_weight, get(leasts, m))
+        cuda.syncthreads()
+        # Nothing is behind the last product of a sample.
+        multiplied = stop if stop < steps else start
+        bad = multiply_piece(
+            run,
+            pool,
+            powers,
+            leasts,
+            stacks,
+            first,
+            start,
+            multiplied,
+            piece,
+            steps,
+            sample,
+            least_weight,
+        )
+
+        if c > 0 and thread == 0:
+            while atomic_add(flags, number - batch, _INT) == 0:
+                pass
+            # Nobody else waits for it: the next run finds zeros.
+            atomic_add(flags, number - batch, np.int32(-1))
+            cuda.threadfence()
+        cuda.syncthreads()
+        out, x = load(run, Run.OUT, _WORD), zero
+        if thread < size:
+            x = load(out, (first * batch + sample) * size + thread, zero)
+        p = int64(0)
+        while p < teams:
+            begin = first + p * piece
+            if thread < size:
+                put(pool, starts_at + p * pitch + thread, x)
+            if begin < end and min(begin + piece, end) < steps:
+                if thread < size:
+                    for j in range(width):
+                        ring[j] = get(pool, columns_at + p * room + j * pitch + thread)
+                power = get(powers, p * span + min(thread, int64(size - 1)))
+                x, lost = carried(thread, x, ring, 0, power, terms, term_powers)
+                if thread < size:
+                    bad = bad | (lost + x * zero != zero)
+                # The next one changes the terms.
+                cuda.syncthreads()
+            p += 1
+        if end < steps:
+            if thread < size:
+                store(out, (end * batch + sample) * size + thread, x, zero)
+            cuda.syncthreads()
+            if thread == 0:
+                cuda.threadfence()
+                atomic_add(flags, number, _ONE)
+        else:
+            cuda.syncthreads()
+
+        bad = bad | sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample)
+        barrier(True)
+        # A warp writes what its teams have made, which are steps in turn. The last gradient of the
+        # chunk is there, unless it is that of the chain.
+        u, own = thread % 32 % size, thread % 32 // size
+        begin = min(first + thread // 32 * warp_teams * piece, end)
+        stop = min(begin + warp_teams * piece, end if end == steps else end - 1)
+        step = begin + own
+        while own < at_once and step < stop:
+            value = get(pool, slopes_at + (step - first) * size + u)
+            store(out, ((step + 1) * batch + sample) * size + u, value, zero)
+            step += at_once
+        if bad:
+            store(run, Run.FLAG, np.int64(1), _WORD)
+
+    return chained
+
+
+@cuda.jit(device=True)
+def _take(tickets, ticket, blocks):
+    """Return the number of a block in the order in which they start."""
+    if thread_index() == 0:
+        taken = atomic_add(tickets, 0, _ONE)
+        put(ticket, 0, taken)
+        if taken == blocks - 1:
+            # All are taken: so is the first of the next run.
+            atomic_add(tickets, 0, np.int32(-blocks))
+    cuda.syncthreads()
+    return int64(get(ticket, 0))
+
+
+def _slopes_placer(layout: Layout, dtype: np.dtype[Any]) -> Any:
+    """Return the copy of a chunk's slopes to shared memory."""
+    kind, zero = from_dtype(dtype), dtype.type(0)
+    size, slopes_at, at_once = layout.size, layout.slopes, layout.at_once
+    rows_on = layout.threads // 32 * at_once
 
     @cuda.jit(device=True)
     def place_slopes(run, places, pool, stacks, first, count, sample):
@@ -176,6 +311,22 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
                     if row + k * rows_on < count:
                         put(pool, slopes_at + (row + k * rows_on) * size + u, held[k])
                 row += _TOGETHER * rows_on
+
+    return place_slopes
+
+
+def _piece_multiplier(layout: Layout, dtype: np.dtype[Any]) -> Any:
+    """Return the product of a piece's steps."""
+    kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
+    small_step, least_normal = real(SMALL[dtype][1]), real(np.finfo(dtype).tiny)
+    size, vector, groups, cols = layout.size, layout.vector, layout.groups, layout.cols
+    column_groups, stride, pitch = layout.column_groups, layout.stride, layout.pitch
+    span, room, padded = layout.span, layout.room, layout.padded
+    columns_first, slopes_at = layout.columns, layout.slopes
+    tile_size, left_size, right_size = ROWS * cols, ROWS * vector, cols * vector
+    local_group, local_column = layout.local
+    find_peaks = peak_finder(dtype, cols, local_column)
+    rescale = rescaler(dtype, groups, cols, stride, pitch, local_column, True)
 
     @cuda.jit(device=True)
     def multiply_piece(
@@ -274,6 +425,19 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
                         poison += tile[n * ROWS + r] * zero
         return lost | (poison != zero)
 
+    return multiply_piece
+
+
+def _piece_sweeper(layout: Layout, dtype: np.dtype[Any]) -> Any:
+    """Return the sweep through a piece from its first gradient."""
+    kind, zero = from_dtype(dtype), dtype.type(0)
+    size, vector, stride, pitch = layout.size, layout.vector, layout.stride, layout.pitch
+    room, padded, columns_at = layout.room, layout.padded, layout.columns
+    starts_at, slopes_at = layout.starts, layout.slopes
+    # Rows of a gradient that a thread makes.
+    own_rows = -(-size // stride)
+    sums_size, added_size = own_rows * vector, _AHEAD * own_rows
+
     @cuda.jit(device=True)
     def sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample):
         """Make the gradients of a piece in the place of its slopes; return whether one is bad."""
@@ -284,7 +448,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
         added = cuda.local.array(added_size, kind)
         team, lane = thread_index() // stride, thread_index() % stride
         # Two places for what the weights multiply, by turns.
-        now = columns_first + team * room
+        now = columns_at + team * room
         then = now + pitch
         local, poison = local_at(run, min(start + 1, steps)), zero
         for m in range(lane, 2 * pitch, stride):
@@ -341,108 +505,4 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
                 now, then = then, now
         return poison != zero
 
-    @cuda.jit
-    def chained(run, places, columns, exponents, steps, batch, chunk, chunks):
-        pool = cuda.shared.array(pool_size, kind, alignment=16)
-        leasts = cuda.shared.array(threads, kind)
-        powers = cuda.shared.array(powers_size, int32)
-        terms = cuda.shared.array(padded, kind, alignment=16)
-        term_powers = cuda.shared.array(padded_powers, int32, alignment=16)
-        ticket = cuda.shared.array(1, int32)
-        ring = cuda.local.array(width, kind)
-        thread = thread_index()
-        number = take(exponents, ticket, chunks * batch)
-        c, sample = number // batch, number % batch
-        flags = exponents + 4
-        first = c * chunk
-        end = min(first + chunk, steps)
-        # The steps of each team, some of which may have none.
-        team, piece = thread // stride, (chunk + teams - 1) // teams
-        start = min(first + team * piece, end)
-        stop = min(start + piece, end)
-        stacks = stacks_of(run, sample)
-
-        place_slopes(run, places, pool, stacks, first, end - first, sample)
-        put(leasts, thread, place_weights(run, places, pool, 0, thread))
-        for m in range(size * pitch + thread, slopes_at, threads):
-            put(pool, m, zero)
-        for m in range(thread, powers_size, threads):
-            put(powers, m, _INT)
-        for m in range(thread, padded_powers, threads):
-            put(term_powers, m, none)
-        for m in range(thread, padded, threads):
-            put(terms, m, zero)
-        cuda.syncthreads()
-        least_weight = one
-        for m in range(threads):
-            least_weight = smaller(least_weight, get(leasts, m))
-        cuda.syncthreads()
-        # Nothing is behind the last product of a sample.
-        multiplied = stop if stop < steps else start
-        bad = multiply_piece(
-            run,
-            pool,
-            powers,
-            leasts,
-            stacks,
-            first,
-            start,
-            multiplied,
-            piece,
-            steps,
-            sample,
-            least_weight,
-        )
-
-        if c > 0 and thread == 0:
-            while atomic_add(flags, number - batch, _INT) == 0:
-                pass
-            # Nobody else waits for it: the next run finds zeros.
-            atomic_add(flags, number - batch, np.int32(-1))
-            cuda.threadfence()
-        cuda.syncthreads()
-        out, x = load(run, Run.OUT, _WORD), zero
-        if thread < size:
-            x = load(out, (first * batch + sample) * size + thread, zero)
-        p = int64(0)
-        while p < teams:
-            begin = first + p * piece
-            if thread < size:
-                put(pool, starts_at + p * pitch + thread, x)
-            if begin < end and min(begin + piece, end) < steps:
-                if thread < size:
-                    for j in range(width):
-                        ring[j] = get(pool, columns_first + p * room + j * pitch + thread)
-                power = get(powers, p * span + min(thread, int64(size - 1)))
-                x, lost = carried(thread, x, ring, 0, power, terms, term_powers)
-                if thread < size:
-                    bad = bad | (lost + x * zero != zero)
-                # The next one changes the terms.
-                cuda.syncthreads()
-            p += 1
-        if end < steps:
-            if thread < size:
-                store(out, (end * batch + sample) * size + thread, x, zero)
-            cuda.syncthreads()
-            if thread == 0:
-                cuda.threadfence()
-                atomic_add(flags, number, _ONE)
-        else:
-            cuda.syncthreads()
-
-        bad = bad | sweep_piece(run, pool, stacks, first, start, stop, piece, steps, sample)
-        barrier(True)
-        # A warp writes what its teams have made, which are steps in turn. The last gradient of the
-        # chunk is there, unless it is that of the chain.
-        u, own = thread % 32 % size, thread % 32 // size
-        begin = min(first + thread // 32 * warp_teams * piece, end)
-        stop = min(begin + warp_teams * piece, end if end == steps else end - 1)
-        step = begin + own
-        while own < at_once and step < stop:
-            value = get(pool, slopes_at + (step - first) * size + u)
-            store(out, ((step + 1) * batch + sample) * size + u, value, zero)
-            step += at_once
-        if bad:
-            store(run, Run.FLAG, np.int64(1), _WORD)
-
-    return chained
+    return sweep_piece

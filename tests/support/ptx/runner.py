@@ -397,7 +397,8 @@ def lower(function: Callable[..., Any], signature: Any) -> Lowered:
         patch.setattr(nvvm, "compile_ir", keep_ir)
         patch.setattr(BaseFunction, "get_call_type", _remembering(BaseFunction.get_call_type))
         patch.setattr(PostProcessor, "run", _where_it_counts(PostProcessor.run))
-        # Collections of garbage would go through all of Numba's objects, again and again.
+        # Collections of garbage would go through all of Numba's objects, again and again. The one
+        # behind each kernel leaves out what is kept of those before.
         gc.disable()
         try:
             cuda.compile(function, signature, cc=(9, 0), device=False, abi="numba", output="ptx")
