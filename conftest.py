@@ -10,11 +10,12 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let threads of PyTorch sleep between its loops, not spin on the cores of other processes.
+    """Set what all processes of the tests share.
 
     Bytecode is kept, as kernels are, even where Python is told not to: some 40 processes import the
-    same modules, and each would compile them anew. Ranks are on one machine: to find out that Open
-    MPI needs nothing else takes it a second.
+    same modules, and each would compile them anew. Ranks are on one machine: to find out that it
+    needs nothing else takes Open MPI a second. Threads of PyTorch sleep between its loops, and do
+    not spin on the cores of other processes.
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mpi_launch
 import pytest
 
 from . import machine
@@ -31,6 +32,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def reduced(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("reduced"))
+
+
+@pytest.fixture
+def sleeping_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks sleep while they wait: how long they take is not looked at."""
+    for name, value in mpi_launch.sleeping().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)

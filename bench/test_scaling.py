@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import mpi_launch
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,9 +91,8 @@ def test_a_logarithm_is_found(a: float, b: float, count: int):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
+@pytest.mark.usefixtures("sleeping_ranks")
 def test_a_run_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in mpi_launch.sleeping().items():
-        monkeypatch.setenv(name, value)
     constants = save_cpu(load_cpu(), tmp_path / "machine.json").read_bytes()
     monkeypatch.setattr(scaling, "_machine", lambda: constants)
     monkeypatch.setattr(scaling, "cores", lambda: 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import mpi_launch
 import pytest
 
 from sparsescan.strategies.compare import strategies as all_strategies
@@ -19,9 +18,8 @@ EVERY = len(all_strategies())
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(scaling.missing()), reason=str(scaling.missing()))
+@pytest.mark.usefixtures("sleeping_ranks")
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in mpi_launch.sleeping().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("bench.machine.pin", lambda: None)
     monkeypatch.setattr(strategies, "RANKS", (1, 2))
     path = run(strategies.EXPERIMENT, QUICK, tmp_path / "results")

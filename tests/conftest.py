@@ -25,7 +25,7 @@ from sparsescan.planning.costs.cpu import Cpu, load_cpu
 
 # Scripts and helpers: they hold no tests, and some run on several ranks only.
 collect_ignore = ["support"]
-# Files whose tests take a minute or more.
+# Files whose tests take longest, in the order in which they begin.
 LONGEST = "cuda_*.py", "mpi_*.py", "test_compile_kernels.py", "test_strategies.py", "test_site.py"
 
 
@@ -84,16 +84,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if not is_slow(item)]
     kept = set(left)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = sorted(left, key=when)
+    items[:] = sorted(left, key=turn_of)
 
 
-def when(item: pytest.Item) -> int:
-    """Return the place of a test's file in the order of all: the longest come first.
-
-    So no process is left alone with one of them in the end.
-    """
-    places = [place for place, name in enumerate(LONGEST) if item.path.match(name)]
-    return min(places, default=len(LONGEST))
+def turn_of(item: pytest.Item) -> int:
+    """Return when a test's file has its turn; nothing long is left to one process in the end."""
+    turns = [turn for turn, name in enumerate(LONGEST) if item.path.match(name)]
+    return min(turns, default=len(LONGEST))
 
 
 def is_slow(item: pytest.Item) -> bool:

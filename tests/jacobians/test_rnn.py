@@ -133,16 +133,15 @@ def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_pruned_weights_need_no_kernels_of_their_own(kind: str) -> None:
-    """To compile one takes a second, which a first step would wait for."""
+    """No kernel was compiled for arrays with gaps: it takes a second, which a first step waits."""
     kernels = [getattr(sequences, f"{name}_{kind.lower()}") for name in ("run", "back")]
-    rng, compiled = np.random.default_rng(), []
-    for density in (1.0, 0.1):
-        shapes = {name: array.shape for name, array in KINDS[kind](40, 40).params.items()}
-        masks = {k: rng.random(shapes[k]) < density for k in ("weight_ih_l0", "weight_hh_l0")}
-        net = KINDS[kind](40, 40, dtype=F4, masks=masks)
-        gradients_of(net.training_step(), *arguments_of(rng, net, 3, 2, F4, shorter=False))
-        compiled.append([len(kernel.signatures) for kernel in kernels])
-    assert compiled[0] == compiled[1]
+    rng, params = np.random.default_rng(), KINDS[kind](40, 40).params
+    masks = {k: rng.random(params[k].shape) < 0.1 for k in ("weight_ih_l0", "weight_hh_l0")}
+    net = KINDS[kind](40, 40, dtype=F4, masks=masks)
+    gradients_of(net.training_step(), *arguments_of(rng, net, 3, 2, F4, shorter=False))
+    signatures = [str(signature) for kernel in kernels for signature in kernel.signatures]
+    assert signatures
+    assert not any("1d, A)" in signature for signature in signatures)
 
 
 def test_memory_is_what_is_said() -> None:

@@ -48,7 +48,7 @@ DOUBLING = {
 # It counts its messages.
 MONITORING = {"OMPI_MCA_pml_monitoring_enable": "1"}
 # Open MPI calls it between two looks for a message: a rank that waits takes half a core from those
-# that compute. One that sleeps leaves it to them, and tests take half as long beside others.
+# that compute. One that sleeps leaves it to them: beside others, tests take two thirds as long.
 _SLEEP = """
 #include <time.h>
 int sched_yield(void) { struct timespec pause = {0, 100000}; return nanosleep(&pause, 0); }

@@ -71,9 +71,13 @@ class Layout(NamedTuple):
     column_groups: int
     stride: int
     teams: int
-    threads: int
     pitch: int
     longest: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        return self.stride * self.teams
 
     @property
     def span(self) -> int:
@@ -129,8 +133,9 @@ def layout_of(size: int, itemsize: int) -> Layout | None:
                 continue
             cols = -(-(size + 1) // most)
             column_groups = -(-(size + 1) // cols)
-            parts = groups, cols, column_groups, stride, warps * teams, 32 * warps
-            layout = Layout(size, vector, *parts, pitch, 0)
+            layout = Layout(
+                size, vector, groups, cols, column_groups, stride, warps * teams, pitch, 0
+            )
             taken = (layout.slopes + layout.threads + ROWS * groups) * itemsize
             # Exponents, and what lies between arrays.
             taken += 4 * (layout.teams * layout.span + ROWS * groups) + 128
@@ -152,7 +157,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
     assert layout is not None
     kind, zero, one, none = from_dtype(dtype), dtype.type(0), dtype.type(1), np.int32(NONE)
     stride, teams, threads, pitch = layout.stride, layout.teams, layout.threads, layout.pitch
-    columns_at, starts_at, slopes_at = layout.columns, layout.starts, layout.slopes
+    columns_first, starts_at, slopes_at = layout.columns, layout.starts, layout.slopes
     span, room, padded, at_once = layout.span, layout.room, layout.padded, layout.at_once
     pool_size, powers_size = slopes_at + layout.longest * size, teams * span
     padded_powers, width, warp_teams = ROWS * layout.groups, size + 1, 32 // stride
@@ -233,7 +238,7 @@ def chained_kernel(size: int, dtype: np.dtype[Any]) -> Any:
             if begin < end and min(begin + piece, end) < steps:
                 if thread < size:
                     for j in range(width):
-                        ring[j] = get(pool, columns_at + p * room + j * pitch + thread)
+                        ring[j] = get(pool, columns_first + p * room + j * pitch + thread)
                 power = get(powers, p * span + min(thread, int64(size - 1)))
                 x, lost = carried(thread, x, ring, 0, power, terms, term_powers)
                 if thread < size:
@@ -432,7 +437,7 @@ def _piece_sweeper(layout: Layout, dtype: np.dtype[Any]) -> Any:
     """Return the sweep through a piece from its first gradient."""
     kind, zero = from_dtype(dtype), dtype.type(0)
     size, vector, stride, pitch = layout.size, layout.vector, layout.stride, layout.pitch
-    room, padded, columns_at = layout.room, layout.padded, layout.columns
+    room, padded, columns_first = layout.room, layout.padded, layout.columns
     starts_at, slopes_at = layout.starts, layout.slopes
     # Rows of a gradient that a thread makes.
     own_rows = -(-size // stride)
@@ -448,7 +453,7 @@ def _piece_sweeper(layout: Layout, dtype: np.dtype[Any]) -> Any:
         added = cuda.local.array(added_size, kind)
         team, lane = thread_index() // stride, thread_index() % stride
         # Two places for what the weights multiply, by turns.
-        now = columns_at + team * room
+        now = columns_first + team * room
         then = now + pitch
         local, poison = local_at(run, min(start + 1, steps)), zero
         for m in range(lane, 2 * pitch, stride):
