@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arrays.arrays import check_memory
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
+from ..execution.calls import LINE, aligned_zeros, call_all
 from ..formatting import align, exact_bytes, format_bytes
 from ..symbolic.schedule import check_count
 from ._checkpoints import choose_segments, needed_bytes
@@ -20,7 +21,7 @@ from ._kernels.lanes import lanes
 from ._kron import Separable
 from ._operator import Operator
 from ._places import Map
-from ._sharing import LINE, aligned_zeros, call_all, quiet
+from ._sharing import quiet
 from ._stages import (
     Add,
     Apply,

@@ -24,16 +24,19 @@ from ..arrays.arrays import (
     read_array,
 )
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
+from ..execution.calls import LINE, Calls, aligned_empty
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
+from ..kernels.cpu.copies import add_range, fill_with
 from ._cell import Cell
+from ._kernels import callers
 from ._kernels import sequences as kernels
 from ._kernels.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
-from ._sharing import LINE, aligned_empty, aligned_zeros, call_all, even_slices, quiet
+from ._sharing import even_slices, quiet
 
-__all__ = ["Gradients", "TrainingStep", "unroll"]
+__all__ = ["Gradients", "TrainingStep", "memory_on_host", "unroll"]
 
 Array = NDArray[Any]
 
@@ -528,10 +531,19 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     """Return memory for inputs like `x`, which keeps the gates of `segment` steps."""
     steps, batch, _ = x.shape
     if device_of(x) is None:
-        return _Memory(network, directions, steps, batch, segment)
+        return _Memory(network, directions, steps, batch, segment, Calls())
     from ._recurrent_device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
+
+
+def memory_on_host(network: Layers, x: Array, calls: Calls) -> _Memory:
+    """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
+    steps, batch, _ = x.shape
+    directions = _directions_of(network, x)
+    memory = _Memory(network, directions, steps, batch, max(1, steps), calls)
+    memory.allocate()
+    return memory
 
 
 def _run(
@@ -545,7 +557,8 @@ def _run(
     """Compute some states of one direction, in its order, and their gates."""
     memory, weights = group.memory, all_weights[k]
     one = memory.directions[k]
-    one.cell._run_kernel(
+    memory.calls.launch(
+        one.cell._run_kernel,
         group.sequence(k, span),
         weights.w_in,
         weights.w_hidden,
@@ -574,7 +587,8 @@ def _back(
     carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
-    one.cell._back_kernel(
+    memory.calls.launch(
+        one.cell._back_kernel,
         group.sequence(k, span),
         weights.w_back,
         w_in,
@@ -592,14 +606,10 @@ def _back(
 # -- Weights --------------------------------------------------------------------------------------
 
 
-def _add_steps(total: Array, part: Array, start: int, stop: int) -> None:
-    """Add some steps of an array to those of another."""
-    total[start:stop] += part[start:stop]
-
-
-def _total(parts: Array, count: int) -> Array:
-    """Return the sum of parts of `count` numbers each."""
-    return parts if len(parts) == count else parts.reshape(-1, count).sum(axis=0)
+def _flat(param: Array) -> Array:
+    """Return the numbers of a parameter; a copy of some for which other kernels would be made."""
+    flat = np.ascontiguousarray(param.reshape(-1))
+    return flat if flat.flags.writeable else flat.copy()
 
 
 class _Packing:
@@ -659,11 +669,11 @@ class _Packing:
         tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
         self.order = np.concatenate(tiles)
         self.indices = self.indptr = np.zeros(0, np.int64)
-        # Where the sum of each entry of the weight is.
+        # Where the sum of each entry of the weight is; nowhere if that is pruned.
         sums = np.arange(self.cols * self.stride).reshape(self.cols, -1)
         sums = sums[:cols, first : first + self.rows].T
         self._sums = sums.reshape(-1)[np.argsort(places.reshape(-1))]
-        self._pruned = places[~kept]
+        self._sums[places[~kept]] = -1
 
     def matrix(self, values: Array) -> Matrix:
         """Return the matrix of values that are in this order."""
@@ -680,16 +690,13 @@ class _Packing:
             self.indptr,
         )
 
-    def unpack(self, sums: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return the gradient of the weight from the sums, 0 where it is pruned."""
+    def unpack(self, calls: Calls, sums: Array, out: Array) -> None:
+        """Write the gradient of the weight from the sums, 0 where it is pruned."""
         if self.is_sparse:
-            grad = np.zeros(math.prod(shape), dtype)
-            grad[self.order] = sums
+            calls.launch(callers.put_grads, sums, self.order, out)
         else:
-            grad = _total(sums, self.cols * self.stride).take(self._sums).astype(dtype)
-            if len(self._pruned):
-                grad[self._pruned] = 0
-        return grad.reshape(shape)
+            count = self.cols * self.stride
+            calls.launch(callers.total_grads, sums, len(sums) // count, count, self._sums, out)
 
 
 class _Weights(NamedTuple):
@@ -741,7 +748,7 @@ class _Direction:
         vectors = -(-max(self.hidden_packing.rows, self.units) // self.lanes)
         ends = self.first_hidden + vectors * self.lanes, self.products, self._in_back.rows
         self.stride = (-(-max(ends) // self.lanes) + 1) * self.lanes
-        self._pack()
+        self._biases = self._bias_orders()
 
     def _packings(
         self, name: str, order: NDArray[np.int64], first: int, block: int
@@ -757,83 +764,73 @@ class _Direction:
             _Packing(places.T, kept.T, self.lanes, self.units, rows, 0, shape[1]),
         )
 
-    def _whole_order(self) -> list[NDArray[np.int64]]:
-        """Return where all that kernels read is among the parameters, which a zero ends."""
-        sizes = [math.prod(self.cell._shapes[name]) for name in ("weight_ih", "weight_hh")]
-        biases = [np.full((self.products // self.units, self.units), -1) for _ in range(2)]
-        end = sum(sizes)
-        if self.cell.bias:
-            for bias, places in zip(biases, (self.cell._ih, self.cell._hh), strict=True):
-                count = len(places) * self.units
-                bias[list(places)] = np.arange(end, end + count).reshape(-1, self.units)
-                end += count
-        starts, parts = (0, sizes[0]), []
-        for packings in (self.packings, (self._in_back, self._hidden_back)):
-            for packing, start, size in zip(packings, starts, sizes, strict=True):
-                parts.append(np.where(packing.order == size, end, packing.order + start))
+    def _bias_orders(self) -> list[NDArray[np.int64]]:
+        """Return where the bias of each product is in both of the cell's, or that it has none."""
         # Whole vectors or tiles are read, and what is too much is not used.
         copies, rows, more = 1, 1, 2 * self.lanes
         if self.sample_rows:
             copies, rows = sample_lanes(self.dtype), self.sample_rows
             more = rows * SAMPLE_VECTORS
-        padded = [np.append(np.where(b < 0, end, b), np.full(more, end)) for b in biases]
-        return parts + [each.reshape(-1, 1, rows).repeat(copies, axis=1).ravel() for each in padded]
+        orders = []
+        for products in (self.cell._ih, self.cell._hh):
+            count = len(products) * self.units
+            order = np.full((self.products // self.units, self.units), count)
+            order[list(products)] = np.arange(count).reshape(-1, self.units)
+            padded = np.append(order, np.full(more, count))
+            orders.append(padded.reshape(-1, 1, rows).repeat(copies, axis=1).ravel())
+        return orders
 
-    def _pack(self) -> None:
-        """Take memory for the parameters, and for what kernels read, which lines begin."""
-        orders, line = self._whole_order(), LINE // self.dtype.itemsize
-        sizes = [math.prod(shape) for shape in self.cell._shapes.values()]
-        self._params = np.zeros(sum(sizes) + 1, self.dtype)
-        self._param_parts = np.split(self._params, np.cumsum(sizes))[:-1]
-        padded = [np.pad(each, (0, -len(each) % line), mode="edge") for each in orders]
-        self._order = np.concatenate(padded)
-        self._packed = aligned_zeros(len(self._order), self.dtype)
-        places = np.split(self._packed, np.cumsum([len(each) for each in padded])[:-1])
-        parts = [place[: len(each)] for place, each in zip(places, orders, strict=True)]
-        w_in, w_hidden, w_in_back, w_back, *self._biases = parts
-        self._weights = _Weights(
-            self.in_packing.matrix(w_in),
-            self.hidden_packing.matrix(w_hidden),
-            np.empty_like(self._biases[0]),
-            self._in_back.matrix(w_in_back),
-            self._hidden_back.matrix(w_back),
+    def room(self, calls: Calls) -> _Weights:
+        """Take memory for the parameters, as kernels read them."""
+        packings = self.in_packing, self.hidden_packing, self._in_back, self._hidden_back
+        w_in, w_hidden, w_in_back, w_back = (
+            each.matrix(calls.room(len(each.order), self.dtype)) for each in packings
         )
+        bias = calls.room(len(self._biases[0]), self.dtype)
+        return _Weights(w_in, w_hidden, bias, w_in_back, w_back)
 
-    def weights(self, params: list[Array]) -> _Weights:
-        """Return a copy of the parameters, which the next call overwrites."""
-        for part, param in zip(self._param_parts, params, strict=True):
-            part[:] = param.reshape(-1)
-        # Every place is one of the parameters; "raise" would make another copy.
-        self._params.take(self._order, out=self._packed, mode="clip")
-        first, second = self._biases
-        np.add(first, second, out=self._weights.bias)
-        return self._weights
+    def pack(self, calls: Calls, room: _Weights, params: list[Array]) -> None:
+        """Write the parameters of the cell to memory that :meth:`room` has taken."""
+        w_ih, w_hh, *biases = params
+        packings = (self.in_packing, self._in_back), (self.hidden_packing, self._hidden_back)
+        matrices = (room.w_in, room.w_in_back), (room.w_hidden, room.w_back)
+        for param, orders, places in zip((w_ih, w_hh), packings, matrices, strict=True):
+            for packing, matrix in zip(orders, places, strict=True):
+                calls.launch(callers.place, param, packing.order, matrix.values)
+        if not biases:
+            calls.launch(fill_with, room.bias, 0)
+            return
+        calls.launch(callers.place, biases[0], self._biases[0], room.bias)
+        calls.launch(callers.add_placed, biases[1], self._biases[1], room.bias)
 
-    def zeros(self, lots: int) -> _Sums:
+    def zeros(self, calls: Calls, lots: int) -> _Sums:
         """Return what sums of gradients of the parameters begin with."""
         x_cols, h_cols = (0 if each.is_sparse else each.cols for each in self.packings)
         count = lots * self.in_packing.stride
-        room = aligned_zeros(count * (1 + x_cols + h_cols), float)
+        room = calls.zeros(count * (1 + x_cols + h_cols), float)
         end = count * (1 + x_cols)
         in_x, in_h = (
-            (np.zeros(len(each.order)), np.zeros(each.stride))
+            (calls.zeros(len(each.order), float), calls.zeros(each.stride, float))
             if each.is_sparse
             else (part, room[:count])
             for each, part in zip(self.packings, (room[count:end], room[end:]), strict=True)
         )
         return in_x, in_h
 
-    def param_grads(self, sums: _Sums) -> dict[str, Array]:
-        """Return the gradients of the parameters by their names."""
-        shapes, grads = self.cell._shapes, {}
-        names = ("weight_ih", "weight_hh")
-        for name, packing, (entries, _) in zip(names, self.packings, sums, strict=True):
-            grads[name] = packing.unpack(entries, shapes[name], self.dtype)
+    def param_grads(self, calls: Calls, k: int, sums: _Sums) -> dict[str, Array]:
+        """Return the gradients of the parameters by their names, as results of direction `k`."""
+        grads = {
+            name: calls.result(f"{name} {k}", shape, self.dtype)
+            for name, shape in self.cell._shapes.items()
+        }
+        for name, packing, (entries, _) in zip(grads, self.packings, sums, strict=False):
+            packing.unpack(calls, entries, grads[name].reshape(-1))
         if self.cell.bias:
-            names = ("bias_ih", "bias_hh")
-            parts = zip(names, self.packings, self._bias_places, sums, strict=True)
+            parts = zip(("bias_ih", "bias_hh"), self.packings, self._bias_places, sums, strict=True)
             for name, packing, places, (_, rows) in parts:
-                grads[name] = _total(rows, packing.stride).take(places).astype(self.dtype)
+                count = packing.stride
+                about = rows, len(rows) // count, count, places
+                calls.launch(callers.total_grads, *about, grads[name])
         return grads
 
 
@@ -856,8 +853,9 @@ class _Memory:
         steps: int,
         batch: int,
         segment: int,
+        calls: Calls,
     ) -> None:
-        self.directions, self.per_layer = directions, len(network.cells[0])
+        self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
         self.steps, self.batch, self.segment = steps, batch, segment
         self.keeps_gates = segment >= steps
         one = directions[0]
@@ -887,14 +885,12 @@ class _Memory:
         line = LINE // self.dtype.itemsize
         self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.groups: list[_Group] = []
-        self._rooms: list[Array] = []
         self._sparse_places = {
             k: self._places_of(each)
             for k, each in enumerate(directions)
             if each.in_packing.is_sparse and each.in_packing.block < each.in_packing.cols
         }
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
-        self._ones = aligned_zeros(2 * self.group, self.dtype) + self.dtype.type(1)
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none)
 
@@ -909,16 +905,19 @@ class _Memory:
 
     def weights(self, params: list[list[Array]]) -> list[_Weights]:
         """Return a copy of the parameters of each direction, which the next call overwrites."""
-        weights = [one.weights(own) for one, own in zip(self.directions, params, strict=True)]
-        for k, places in self._sparse_places.items():
-            w_in = weights[k].w_in._replace(indices=places)
-            weights[k] = weights[k]._replace(w_in=w_in)
-        return weights
+        for one, room, own in zip(self.directions, self._weights, params, strict=True):
+            one.pack(self.calls, room, [_flat(param) for param in own])
+        return self._weights
 
     def _places_of(self, one: _Direction) -> NDArray[np.int64]:
         """Return where the numbers of an input are that the entries of a sparse weight multiply."""
         block, column = np.divmod(one.in_packing.indices, one.in_packing.block)
         return block * (self.plane // self.group) + column
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the first of each group of samples, and how many they are."""
+        size, count = self._samples, self.padded
+        return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
 
     def _sizes(self) -> list[tuple[str, int]]:
         """Return, for each array, what it holds, and how many numbers.
@@ -952,8 +951,7 @@ class _Memory:
         sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
         if self.per_layer > 1:
             sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
-        for first in range(0, self.padded, self._samples):
-            count = min(self._samples, self.padded - first)
+        for _, count in self._spans():
             for one in self.directions:
                 if self.has_sample_lanes:
                     products = zeros
@@ -971,99 +969,81 @@ class _Memory:
         check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
         arrays: dict[str, list[Array]] = {"cells": [], "grads": [], "part": []}
         for name, count in self._sizes():
-            arrays.setdefault(name, []).append(aligned_zeros(count, self.dtype))
-        self.states, self.cells = arrays["states"], [aligned_zeros(0, self.dtype), *arrays["cells"]]
+            take = self.calls.zeros if name == "zeros" else self.calls.room
+            arrays.setdefault(name, []).append(take(count, self.dtype))
+        self.states, self.cells = arrays["states"], [np.zeros(0, self.dtype), *arrays["cells"]]
         (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
         self._grads, self._parts = arrays["grads"], arrays["part"]
+        self._ones = self.calls.room(2 * self.group, self.dtype)
+        self.calls.launch(fill_with, self._ones, 1)
         gates = arrays["gates"]
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
         carries = iter(arrays["carries"])
         self.carries = [[next(carries) for _ in range(one.cell._parts)] for one in self.directions]
         own = {name: iter(arrays.get(name, ())) for name in ("products", "parts", "block")}
-        self.groups = [
-            _Group(self, first, min(self._samples, self.padded - first), own)
-            for first in range(0, self.padded, self._samples)
-        ]
-        self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
-        self._carry_places = [
-            (k, samples, self._vectors(part), place)
-            for k, parts in enumerate(self.carries)
-            for part, array in enumerate(parts)
-            for samples, place in self._each_group(self._by_sample(array, self.units))
-        ]
+        self.groups = [_Group(self, first, count, own) for first, count in self._spans()]
+        self._weights = [one.room(self.calls) for one in self.directions]
+        for k, places in self._sparse_places.items():
+            w_in = self._weights[k].w_in._replace(indices=places)
+            self._weights[k] = self._weights[k]._replace(w_in=w_in)
         self._all_steps = False
-
-    def _by_sample(self, array: Array, *lead: int) -> Array:
-        """Return a view with axes of groups, samples, vectors of units, and units of one."""
-        *steps, width = lead
-        vectors = width // self._rows
-        if not self.has_sample_lanes:
-            shape = *steps, 1, self.batch, vectors, 1
-            return array[: math.prod(shape)].reshape(shape)
-        shape = self.padded // self.group, *steps, vectors, self.group, self._rows
-        by_group = array[: math.prod(shape)].reshape(shape).swapaxes(-2, -3)
-        return np.moveaxis(by_group, 0, len(steps))
-
-    def _by_vector(self, states: Array) -> Array:
-        """Return a view of states of the caller with axes of vectors of units, and units of one."""
-        *lead, units = states.shape
-        return states.reshape(*lead, units // self._rows, self._rows)
 
     def plane_of(self, arrays: list[Array], one: _Direction) -> Array:
         """Return the states of a direction, and all behind them."""
         return arrays[one.layer][one.back * self.plane :]
 
-    def _slots(self, arrays: list[Array], one: _Direction) -> Array:
-        """Return its states with an axis of slots before those of :meth:`_by_sample`."""
-        return self._by_sample(self.plane_of(arrays, one), self.steps + 2, self.units)
+    # -- The caller's arrays ----------------------------------------------------------------------
 
-    def _each_group(self, places: Array) -> Iterator[tuple[slice, Array]]:
-        """Yield the samples of each group, and what they have of an array of all groups."""
-        size = places.shape[1]
-        for k, place in enumerate(places):
-            samples = slice(k * size, min((k + 1) * size, self.batch))
-            yield samples, place[: samples.stop - samples.start]
+    def _row(self) -> int:
+        """Return how many numbers a sample has in states of the caller."""
+        return self.directions[0].cell._parts * self.units
 
-    def _vectors(self, part: int) -> slice:
-        """Return the vectors of a part of some states, as many units as a direction has."""
-        count = self.units // self._rows
-        return slice(part * count, (part + 1) * count)
+    def _state_parts(self, k: int) -> list[tuple[Array, int]]:
+        """Return the states of a direction, and of an LSTM the cell states, with their columns."""
+        one = self.directions[k]
+        parts = [self.states, self.cells][: one.cell._parts]
+        return [(self.plane_of(each, one), part * self.units) for part, each in enumerate(parts)]
 
-    def _state_places(self, last: bool) -> list[tuple[int, slice, slice, Array]]:
-        """Return the direction, samples and vectors of each part of the first or last states.
+    def _carry_parts(self, k: int) -> list[tuple[Array, int]]:
+        """Return the gradients in the states of a direction likewise."""
+        return [(carry, part * self.units) for part, carry in enumerate(self.carries[k])]
 
-        And where it is in the slots.
-        """
-        places = []
-        for k, one in enumerate(self.directions):
-            first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
-            slot = last_slot if last else first_slot
-            for part, arrays in enumerate([self.states, self.cells][: one.cell._parts]):
-                slots, own = self._slots(arrays, one)[slot], self._vectors(part)
-                places += [(k, samples, own, place) for samples, place in self._each_group(slots)]
-        return places
+    def _read_states(
+        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
+    ) -> None:
+        """Write what the caller has for a direction to a slot; zeros if that has nothing."""
+        for array, column in parts:
+            at = k * self.batch * self._row() + column
+            about = array, slot, states, at, self._row()
+            self.calls.launch(callers.state_in, self._all_samples(k), *about)
+
+    def _write_states(
+        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
+    ) -> None:
+        """Write what a direction has in a slot as the caller has it."""
+        for array, column in parts:
+            at = k * self.batch * self._row() + column
+            about = array, slot, states.reshape(-1), at, self._row()
+            self.calls.launch(callers.state_out, self._all_samples(k), *about)
+
+    def _states_of_caller(self, name: str) -> Array:
+        shape = len(self.directions), self.batch, self._row()
+        return self.calls.result(name, shape, self.dtype)
 
     def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
         """Take over inputs, initial states, which are zeros by default, and lengths."""
         self._x, self._is_shorter = x.reshape(-1), lengths is not None
-        states = None if state is None else self._by_vector(state)
-        for k, samples, vectors, place in self._firsts:
-            place[:] = 0 if states is None else states[k, samples, vectors]
+        states = np.zeros(0, self.dtype) if state is None else state.reshape(-1)
+        for k, one in enumerate(self.directions):
+            self._read_states(k, self._state_parts(k), self.steps + 1 if one.back else 0, states)
         if lengths is not None or not self._all_steps:
-            for samples, place in self._each_group(self._by_sample(self.lengths, self.units)):
-                place[:] = self.steps if lengths is None else lengths[samples, None, None]
+            counts = np.zeros(0, np.int64) if lengths is None else lengths
+            self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
         self._all_steps = lengths is None
-        if self.has_sample_lanes:
-            if self.per_layer > 1:
-                caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
-                turn = partial(kernels.turn_in, caller, self._all_samples(0))
-                self._for_steps(partial(turn, self._cols, self.states[0]))
-            return
-        inputs = self._by_sample(self.states[0], self.steps + 2, self._cols)[1:-1, 0, ..., 0]
-        inputs[:] = x
-        if lengths is not None:
-            # Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
-            inputs[np.arange(self.steps)[:, None] >= lengths] = 0
+        if not self.has_sample_lanes or self.per_layer > 1:
+            caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
+            about = caller, self._all_samples(0), self._cols, self.states[0]
+            self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
 
     def caller(self, one: _Direction) -> Caller:
         """Return the caller's arrays, as far as a direction reads and writes them itself.
@@ -1092,32 +1072,24 @@ class _Memory:
 
     def _turn_out(self, start: int, stop: int) -> None:
         """Write the outputs of some steps, of both directions, which share cache lines."""
-        for k, one in enumerate(self.directions):
-            if self._writes_output(one):
-                out, column = self._output[start:].reshape(-1), one.back * self.units
-                where = start + 1, stop + 1, out, self.widths[-1], column
-                kernels.turn_out(self.plane_of(self.states, one), self._all_samples(k), *where)
+        out = self._output[start:].reshape(-1)
+        first = len(self.directions) - self.per_layer
+        for k, one in enumerate(self.directions[first:], first):
+            where = start + 1, stop + 1, out, self.widths[-1], one.back * self.units
+            states = self.plane_of(self.states, one)
+            self.calls.launch(callers.turn_out, states, self._all_samples(k), *where)
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
         output = self._output
         del self._output, self._x
-        if not self.has_sample_lanes:
-            for one in self.directions[-self.per_layer :]:
-                columns = slice(one.back * self.units, (one.back + 1) * self.units)
-                output[..., columns] = self._slots(self.states, one)[1:-1, 0, ..., 0]
         if lengths is not None:
-            output[np.arange(self.steps)[:, None] >= lengths] = 0
-        return output, self._gathered(self._lasts)
-
-    def _gathered(self, places: list[tuple[int, slice, slice, Array]]) -> Array:
-        """Return states of all directions, or gradients in them, that lie at these places."""
-        parts = self.directions[0].cell._parts
-        states = np.empty((len(self.directions), self.batch, parts * self.units), self.dtype)
-        by_vector = self._by_vector(states)
-        for k, samples, vectors, place in places:
-            by_vector[k, samples, vectors] = place
-        return states
+            about = output.reshape(-1), lengths, self.widths[-1]
+            self._for_steps(partial(self.calls.launch, callers.clear_outputs, *about))
+        last = self._states_of_caller("last")
+        for k, one in enumerate(self.directions):
+            self._write_states(k, self._state_parts(k), 1 if one.back else self.steps, last)
+        return output, last
 
     # -- Threads ----------------------------------------------------------------------------------
 
@@ -1128,50 +1100,44 @@ class _Memory:
     def call_all(self, tasks: list[Callable[[], None]]) -> None:
         """Do some tasks, with other threads if that is worth it."""
         if self.threads > 1:
-            call_all(tasks)
+            self.calls.together(tasks)
         else:
             for task in tasks:
                 task()
-
-    def _borrow(self, count: int) -> Array:
-        """Return memory for a task, which gives it back to the others."""
-        room = self._rooms.pop() if self._rooms else aligned_zeros(0, self.dtype)
-        return room if len(room) >= count else aligned_zeros(count, self.dtype)
 
     # -- States and gradients ---------------------------------------------------------------------
 
     def run(self, ks: range, weights: list[_Weights]) -> None:
         """Compute all states of the directions of a layer, and the gates of the last segment."""
         if self.directions[ks.start].layer == len(self.widths) - 1:
-            self._output = aligned_empty((self.steps, self.batch, self.widths[-1]), self.dtype)
+            shape = self.steps, self.batch, self.widths[-1]
+            self._output = self.calls.result("output", shape, self.dtype)
         for start in range(0, self.steps, self.segment):
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _run, weights, span)
-        if self._writes_output(self.directions[ks.start]) and self.per_layer > 1:
+        is_last = self.directions[ks.start].layer == len(self.widths) - 1
+        if is_last and not (self.has_sample_lanes and self.per_layer == 1):
             self._for_steps(self._turn_out)
 
     def every_state(self) -> Array:
         """Return the states of the only direction: before the first step, and after each."""
-        parts = [self.states, self.cells][: self.directions[0].cell._parts]
-        states = np.empty((self.steps + 1, self.batch, len(parts) * self.units), self.dtype)
-        for part, arrays in enumerate(parts):
-            if self.has_sample_lanes:
-                where = 0, self.steps + 1, states.reshape(-1), states.shape[2], part * self.units
-                kernels.turn_out(arrays[1], self._all_samples(0), *where)
-            else:
-                columns = slice(part * self.units, (part + 1) * self.units)
-                states[..., columns] = self._slots(arrays, self.directions[0])[:-1, 0, ..., 0]
+        states = np.empty((self.steps + 1, self.batch, self._row()), self.dtype)
+        for array, column in self._state_parts(0):
+            where = 0, self.steps + 1, states.reshape(-1), self._row(), column
+            self.calls.launch(callers.turn_out, array, self._all_samples(0), *where)
         return states
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""
-        grads = self._by_vector(carry)
-        for k, samples, vectors, place in self._carry_places:
-            place[:] = grads[k, samples, vectors]
+        for k in range(len(self.directions)):
+            self._read_states(k, self._carry_parts(k), -1, carry.reshape(-1))
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
-        return self._gathered(self._carry_places)
+        states = self._states_of_caller("state")
+        for k in range(len(self.directions)):
+            self._write_states(k, self._carry_parts(k), -1, states)
+        return states
 
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""
@@ -1187,14 +1153,21 @@ class _Memory:
         `above` holds the gradients in its outputs, and `below` gets those in its inputs.
         """
         parts = self._input_parts(below)
-        sums = {k: self.directions[k].zeros(-(-self.padded // self.lot)) for k in ks}
+        lots = -(-self.padded // self.lot)
+        sums = {k: self.directions[k].zeros(self.calls, lots) for k in ks}
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _back, weights, sums, above, parts, span)
             self._sum_up(ks, sums, span)
         for part in parts[1:]:
-            self._for_steps(partial(_add_steps, parts[0], part))
-        return [self.directions[k].param_grads(sums[k]) for k in ks]
+            self._for_steps(partial(self._add_steps, parts[0], part))
+        return [self.directions[k].param_grads(self.calls, k, sums[k]) for k in ks]
+
+    def _add_steps(self, total: Array, part: Array, start: int, stop: int) -> None:
+        """Add some steps of an array to those of another."""
+        row = math.prod(total.shape[1:])
+        flat = total.reshape(-1), part.reshape(-1)
+        self.calls.launch(add_range, *flat, start * row, stop * row)
 
     def _sum_up(self, ks: range, sums: dict[int, _Sums], span: tuple[int, int]) -> None:
         """Add the gradients of the parameters over some steps that the backward pass has not."""
@@ -1277,16 +1250,18 @@ class _Memory:
         one, terms = self.directions[k], max(self.batch, kernels.BLOCK)
         gates, ((x, x_at), (h, h_at)) = self._terms(k, span, 0)
         (x_out, row_sums), (h_out, _) = sums
-        room = self._borrow(((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes)
-        room[: TILE_VECTORS * self.lanes] = 0
-        kernels.sum_products(
+        count = ((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes
+        room = self.calls.borrow(count, self.dtype)
+        self.calls.launch(fill_with, room[: TILE_VECTORS * self.lanes], 0)
+        self.calls.launch(
+            kernels.sum_products,
             *(gates, x, x_at, one.in_packing.cols, one.in_packing.block, self.plane),
             *(one.in_packing.rows, x_out),
             *(h, h_at, one.hidden_packing.cols, one.first_hidden, h_out),
             row_sums,
             *(self.batch, span[1] - span[0], room, *rows),
         )
-        self._rooms.append(room)
+        self.calls.give_back(room)
 
     def add_sparse_grads(
         self, k: int, which: int, sums: _Sums, rows: tuple[int, int], span: tuple[int, int]
@@ -1296,14 +1271,15 @@ class _Memory:
         gates, factors = self._terms(k, span, packing.first)
         entries, row_sums = sums[which]
         stride = max(self.padded, kernels.BLOCK) + 2 * self.lanes
-        room = self._borrow((rows[1] - rows[0] + packing.cols) * stride)
-        kernels.sum_sparse_products(
+        room = self.calls.borrow((rows[1] - rows[0] + packing.cols) * stride, self.dtype)
+        self.calls.launch(
+            kernels.sum_sparse_products,
             *(gates, *factors[which], packing.cols, packing.block, self.plane),
             *(self.steps + 2, self.padded, span[1] - span[0]),
             *(packing.indptr, packing.indices, room),
             *(entries, row_sums[packing.first :], *rows),
         )
-        self._rooms.append(room)
+        self.calls.give_back(room)
 
 
 class _Group:
@@ -1328,7 +1304,7 @@ class _Group:
             memory.batch,
             self.first,
             self.samples,
-            min(self.samples, memory.group),
+            max(1, min(self.samples, memory.group)),
             memory.has_sample_lanes,
             one.sample_rows == 2,
             memory.lengths,

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import api
+from ..execution.calls import aligned_zeros
 from ..execution.threads import thread_count
 from ._checks import on_host
 from ._kernels import places as kernels
 from ._kernels.lanes import lanes
 from ._places import Map, View
-from ._sharing import aligned_zeros
 from .activations import Elementwise
 from .normalization import BatchNorm2d
 

@@ -24,6 +24,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...kernels.compile import njit
+from .callers import (
+    copy_some,
+    row_of,
+    turn_row_in,
+    turn_row_out,
+    turn_slots_out,
+    turn_steps_in,
+)
 from .lanes import (
     SUM_COLUMNS,
     SUM_ROWS,
@@ -40,19 +48,15 @@ from .lanes import (
     lane_count,
     less_or,
     load,
-    load_pair_square,
     load_samples,
-    load_square,
     number,
     sample_count,
     sigmoid,
     splat_samples,
     store,
     store_some,
-    store_square,
     tanh,
     total,
-    transpose,
 )
 
 __all__ = [
@@ -70,8 +74,6 @@ __all__ = [
     "run_rnn",
     "sum_products",
     "sum_sparse_products",
-    "turn_in",
-    "turn_out",
 ]
 
 Array = Any
@@ -269,19 +271,6 @@ class Sums(NamedTuple):
     ones: Array
 
 
-@_inline
-def _copy(x, at, out, to, count, room):
-    """Copy some numbers, and whole vectors of them where there is room for what is too much."""
-    lanes = lane_count(x)
-    whole = -(-count // lanes) * lanes
-    if whole > room:
-        whole = count // lanes * lanes
-    for i in range(0, whole, lanes):
-        store(out, to + i, load(x, at + i))
-    for i in range(whole, count):
-        out[to + i] = x[at + i]
-
-
 # -- Products --------------------------------------------------------------------------------------
 
 
@@ -372,90 +361,7 @@ def _multiply_sparse(m, x, at, start, start_at, out, to):
         store(out, to + row * samples, before + ((s0 + s1) + (s2 + s3)))
 
 
-# -- The caller's arrays ---------------------------------------------------------------------------
-
-
-@_inline
-def _turn_row_in(x, at, row, samples, cols, out, to, pairs):
-    """Write a step of a group, whose samples are `row` apart, with samples as lanes."""
-    lanes = sample_count(x)
-    if pairs:
-        for j in range(0, cols, 2 * lanes):
-            square = transpose(load_pair_square(x, at + j, row, samples, cols - j))
-            vectors = (cols - j + 1) // 2
-            store_square(out, to + j * lanes, 2 * lanes, square, vectors, 2 * lanes)
-    else:
-        for j in range(0, cols, lanes):
-            square = transpose(load_square(x, at + j, row, samples, cols - j))
-            store_square(out, to + j * lanes, lanes, square, cols - j, lanes)
-
-
-@_inline
-def _turn_row_out(x, at, cols, out, to, row, samples, pairs):
-    """Write a step of a group, which has samples as lanes, in rows of the samples."""
-    lanes = sample_count(x)
-    if pairs:
-        for j in range(0, cols, 2 * lanes):
-            vectors = (cols - j + 1) // 2
-            square = load_pair_square(x, at + j * lanes, 2 * lanes, vectors, 2 * lanes)
-            store_square(out, to + j, row, transpose(square), samples, cols - j)
-    else:
-        for j in range(0, cols, lanes):
-            square = transpose(load_square(x, at + j * lanes, lanes, cols - j, lanes))
-            store_square(out, to + j, row, square, samples, cols - j)
-
-
-@_kernel
-def turn_in(caller, s, cols, out, begin, end):
-    """Write the inputs of some steps of the samples of a sequence, filled up with zeros."""
-    for first in range(s.first, s.first + s.count, s.samples):
-        _turn_steps_in(caller, s, first, cols, out, begin, end)
-
-
-@_helper
-def _turn_steps_in(caller, s, first, cols, out, begin, end):
-    """Write the inputs of some steps of a group, which have `cols` columns here."""
-    x, row, left = caller.x, caller.cols, s.given - first
-    for t in range(begin, end):
-        to = _row(s, first, t + 1) * cols
-        _turn_row_in(x, (t * s.given + first) * row, row, left, row, out, to, s.pairs)
-        if caller.is_shorter:
-            _clear_shorter(s, first, t, out, to, cols * s.samples)
-
-
-@_inline
-def _clear_shorter(s, first, t, out, to, count):
-    """Clear the inputs of a step of samples that do not have it.
-
-    Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
-    """
-    own = first * s.units
-    if s.pairs:
-        lengths = load(s.lengths, own)
-        at, zero = number(lengths, t), number(lengths, 0.0)
-        for i in range(to, to + count, lane_count(out)):
-            store(out, i, less_or(at, lengths, load(out, i), zero))
-    else:
-        length = load_samples(s.lengths, own)
-        when, none = number(length, t), number(length, 0.0)
-        for i in range(to, to + count, s.samples):
-            store(out, i, less_or(when, length, load_samples(out, i), none))
-
-
-@_kernel
-def turn_out(states, s, begin, end, out, width, column):
-    """Write the states in some slots, of the samples of a sequence, to columns of an array."""
-    for first in range(s.first, s.first + s.count, s.samples):
-        _turn_slots_out(states, s, first, begin, end, out, begin, width, column)
-
-
-@_helper
-def _turn_slots_out(states, s, first, begin, end, out, origin, width, column):
-    """Write the states of a group in some slots to rows of an array, which begins with `origin`."""
-    for slot in range(begin, end):
-        at = _row(s, first, slot) * s.units
-        to = ((slot - origin) * s.given + first) * width + column
-        _turn_row_out(states, at, s.units, out, to, width, s.given - first, s.pairs)
+# -- States ----------------------------------------------------------------------------------------
 
 
 @_inline
@@ -464,7 +370,7 @@ def _begin_block(s, caller, first, cols, x, k, begin, end):
     if len(caller.x) > 0 and (k == begin or k % STEPS == 0):
         stop = min((k // STEPS + 1) * STEPS, end)
         t = s.steps - stop if s.back else k
-        _turn_steps_in(caller, s, first, cols, x, t, t + stop - k)
+        turn_steps_in(caller, s, first, cols, x, t, t + stop - k)
 
 
 @_inline
@@ -474,16 +380,7 @@ def _end_block(s, caller, first, k, begin, end):
         start = max(k // STEPS * STEPS, begin)
         slot = s.steps - k if s.back else start + 1
         stop = slot + k + 1 - start
-        _turn_slots_out(s.states, s, first, slot, stop, caller.output, 1, s.units, 0)
-
-
-# -- States ----------------------------------------------------------------------------------------
-
-
-@_inline
-def _row(s, first, slot):
-    """Return how many samples' states are before those of a group in a slot."""
-    return first * (s.steps + 2) + slot * s.samples if s.sample_lanes else slot * s.batch + first
+        turn_slots_out(s.states, s, first, slot, stop, caller.output, 1, s.units, 0)
 
 
 @_inline
@@ -494,9 +391,9 @@ def _places(s, first, k):
     """
     t = s.steps - 1 - k if s.back else k
     before = t + 2 if s.back else t
-    here = _row(s, first, t + 1) * s.units
+    here = row_of(s, first, t + 1) * s.units
     gates = (first * s.segment + (t - s.begin) * s.samples) * s.kept * s.units
-    return t, here, _row(s, first, before) * s.units, gates
+    return t, here, row_of(s, first, before) * s.units, gates
 
 
 @_inline
@@ -521,7 +418,7 @@ def _part(s):
 def _make_products(s, first, w_in, w_hidden, bias, x, t, before, gates):
     """Compute all products of a step: those that read the input come first, of states last."""
     lanes, rows = lane_count(x), gates * s.units
-    at = _row(s, first, t + 1) * w_in.block
+    at = row_of(s, first, t + 1) * w_in.block
     hidden = rows - w_hidden.rows
     if s.sample_lanes:
         _multiply_samples(w_in, x, at, s.jump, bias, 0, s.parts, 0, s.pairs)
@@ -563,11 +460,11 @@ def _take_above(s, first, above, t):
     at = (t * s.given + first) * s.width + s.back * s.units
     if s.sample_lanes:
         left = s.given - first
-        _turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
+        turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
         return
     for b in range(s.samples):
         room = (s.samples - 1 - b) * s.width + s.units
-        _copy(above, at + b * s.width, s.products, b * s.units, s.units, room)
+        copy_some(above, at + b * s.width, s.products, b * s.units, s.units, room)
 
 
 @_inline
@@ -592,7 +489,7 @@ def _back_input(s, first, w, t, grads, below):
     if s.sample_lanes:
         left = s.given - first
         _multiply_samples(w, s.grads, grads, 0, s.zeros, 0, s.products, 0, s.pairs)
-        _turn_row_out(s.products, 0, w.rows, below, at, w.rows, left, s.pairs)
+        turn_row_out(s.products, 0, w.rows, below, at, w.rows, left, s.pairs)
         return
     _multiply(
         *(w, s.grads, grads, s.units, s.samples * s.units),
@@ -600,7 +497,7 @@ def _back_input(s, first, w, t, grads, below):
     )
     for b in range(s.samples):
         room = (s.samples - b) * w.rows
-        _copy(s.products, b * s.stride, below, at + b * w.rows, w.rows, room)
+        copy_some(s.products, b * s.stride, below, at + b * w.rows, w.rows, room)
 
 
 @_inline
@@ -897,7 +794,7 @@ def _add_steps(s, sums, x, first, k, count):
     place, step = _grads_at(s, k, gates), s.grad_step
     if step == 0:
         step = ahead * samples * s.kept * s.units
-    x_at, x_step = _row(s, first, t + 1) * sums.x_block, ahead * samples * sums.x_block
+    x_at, x_step = row_of(s, first, t + 1) * sums.x_block, ahead * samples * sums.x_block
     h_step = ahead * samples * s.units
     a, h, pairs = s.grads, s.states, s.pairs
     columns = 2 * SUM_COLUMNS if pairs else SUM_COLUMNS
@@ -982,7 +879,7 @@ def _take_together(gates, batch, start, steps, row, count, out, to, stride):
                 at = (first * gates.steps + t * samples) * gates.kept * units
                 at += gate * samples * units + unit
                 for _ in range(samples):
-                    _copy(a, at, out, place, some, stride - done)
+                    copy_some(a, at, out, place, some, stride - done)
                     at += units
                     place += stride
         gate, unit, done = gate + 1, 0, done + some

@@ -1,0 +1,293 @@
+"""Kernel calls recorded once for arrays of some shapes, which compiled code makes again.
+
+A :class:`Recorder` takes the place of :class:`Calls`. It hands out arrays at addresses where no
+memory is, and finds these addresses among the arguments of kernels, which it does not call. A
+:class:`Recording` is what it has noted. That needs no Python to run, and so no GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
+from numpy.typing import DTypeLike, NDArray
+
+from ..kernels.cpu.copies import fill_with
+from ..kernels.cpu.replay import Control, Header, begin, replay
+from .calls import LINE, Calls, Task
+from .threads import thread_count, work
+
+__all__ = ["Recorder", "Recording", "Result", "Space"]
+
+Array = NDArray[Any]
+
+# The arrays that a recorder hands out begin with multiples of this. No memory is there, and no
+# other number among the arguments of kernels is as large.
+_SPACE = 1 << 48
+# Bytes behind the end that kernels may read, and do not use: a few tiles of vectors.
+_MARGIN = 1 << 13
+
+
+class Space:
+    """Memory that recorded kernels work in: one array, whose size is known at the end.
+
+    Parameters
+    ----------
+    number : int
+        Which of the arrays of a replay it is.
+
+    Attributes
+    ----------
+    nbytes : int
+        The size.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number, self._end, self.nbytes = number, 0, _MARGIN
+
+    def take(self, count: int, dtype: DTypeLike) -> Array:
+        """Return an array that begins with a cache line."""
+        array = _array_at((self._number + 1) * _SPACE + self._end, (count,), dtype)
+        self._end += -(-array.nbytes // LINE) * LINE
+        self.nbytes = max(self.nbytes, self._end + _MARGIN)
+        return array
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Give back what the block takes."""
+        end = self._end
+        yield
+        self._end = end
+
+
+class _At:
+    """An address, as NumPy reads it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "typestr": dtype.str,
+        }
+
+
+def _array_at(address: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    return np.asarray(_At(address, shape, np.dtype(dtype)))
+
+
+class Recording:
+    """Kernel calls that were recorded.
+
+    Parameters
+    ----------
+    phases : list of list of list of tuple
+        Pairs of a function and the words of its arguments, in strands, in phases.
+    read : object
+        What must be there as long as the calls are made.
+
+    Attributes
+    ----------
+    header : ndarray of int64
+        Where all that a replay reads is in memory, as :data:`Header` says.
+    width : int
+        Strands of the widest phase.
+    """
+
+    def __init__(
+        self, phases: Sequence[Sequence[Sequence[tuple[int, list[int]]]]], read: object
+    ) -> None:
+        self._read = read
+        strands = [strand for phase in phases for strand in phase]
+        calls = [call for strand in strands for call in strand]
+        self.width = max(map(len, phases), default=0)
+        words = np.array([word for _, own in calls for word in own], np.int64)
+        begins = np.cumsum([0, *(len(own) for _, own in calls)])[:-1]
+        where = np.flatnonzero(words >= _SPACE)
+        number, behind = np.divmod(words[where], _SPACE)
+        functions = [function for function, _ in calls]
+        self._tables = [
+            np.cumsum([0, *map(len, phases)]),
+            np.cumsum([0, *map(len, strands)]),
+            np.array([functions, begins], np.int64).reshape(2, -1).T.copy(),
+            words,
+            np.array([where, number - 1, behind], np.int64).T.copy(),
+        ]
+        self.header = np.zeros(Header.SIZE, np.int64)
+        places = Header.STRANDS, Header.CALLS, Header.TABLE, Header.WORDS, Header.PLACES
+        self.header[list(places)] = [table.ctypes.data for table in self._tables]
+        self.header[Header.PHASES] = len(phases)
+        self.header[Header.WORD_COUNT] = len(words)
+        self.header[Header.PLACE_COUNT] = len(where)
+
+    @property
+    def words(self) -> int:
+        """How many words a replay takes."""
+        return Control.SIZE + int(self.header[Header.WORD_COUNT])
+
+    def run(self, arrays: Sequence[Array]) -> None:
+        """Make the calls with arrays in the order of their numbers."""
+        control = np.empty(self.words, np.int64)
+        begin(self.header, np.array([each.ctypes.data for each in arrays], np.int64), control)
+        work(replay, (self.header, control), min(self.width, thread_count()))
+        if control[Control.FAILED]:
+            raise RuntimeError("a kernel has failed")
+
+
+class Result(NamedTuple):
+    """An array that a replay writes for the caller."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class Recorder(Calls):
+    """Note calls of kernels.
+
+    Parameters
+    ----------
+    space : Space
+        Where memory is taken.
+    first : int
+        The number of the first result among the arrays of a replay.
+
+    Attributes
+    ----------
+    results : list of Result
+        What the caller gets, in the order of their numbers.
+    """
+
+    def __init__(self, space: Space, first: int) -> None:
+        super().__init__()
+        self.results: list[Result] = []
+        self._space, self._first = space, first
+        self._read: list[Any] = []
+        self._phases: list[list[list[tuple[int, list[int]]]]] = []
+        self._strand: list[tuple[int, list[int]]] | None = None
+
+    def array(self, number: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return what stands for a contiguous array of the caller, which has this number."""
+        return _array_at((number + 1) * _SPACE, shape, dtype)
+
+    def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        """Note the call of a kernel."""
+        kinds = tuple(map(numba.typeof, arguments))
+        words: list[int] = []
+        for kind, argument in zip(kinds, arguments, strict=True):
+            words += _words(kind, argument)
+        # Tables among them are read by each replay.
+        self._read.append(arguments)
+        self._open_strand().append((_entry(kernel, kinds), words))
+
+    def _open_strand(self) -> list[tuple[int, list[int]]]:
+        if self._strand is None:
+            self._strand = []
+            self._phases.append([self._strand])
+        return self._strand
+
+    def together(self, tasks: Sequence[Task]) -> None:
+        """Note the calls that functions make, as strands of a phase."""
+        phase: list[list[tuple[int, list[int]]]] = []
+        with self._space.borrowed():
+            for task in tasks:
+                self._strand = []
+                task()
+                phase.append(self._strand)
+        self._phases.append([strand for strand in phase if strand])
+        self._strand = None
+
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        """Return what stands for zeros, and note that they are written."""
+        array = self.room(count, dtype)
+        self.launch(fill_with, array, 0)
+        return array
+
+    def room(self, count: int, dtype: DTypeLike) -> Array:
+        """Return what stands for memory."""
+        return self._space.take(count, dtype)
+
+    def result(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return what stands for an array that the caller gets."""
+        self.results.append(Result(name, shape, np.dtype(dtype)))
+        return self.array(self._first + len(self.results) - 1, shape, dtype)
+
+    def borrow(self, count: int, dtype: DTypeLike) -> Array:
+        """Return what stands for memory that no other strand of the phase has."""
+        return self.room(count, dtype)
+
+    def give_back(self, room: Array) -> None:
+        """Do nothing: the phase gives back all at its end."""
+
+    def recording(self) -> Recording:
+        """Return what was noted."""
+        return Recording([phase for phase in self._phases if phase], self._read)
+
+
+# -- Calls by words --------------------------------------------------------------------------------
+
+
+def _words(kind: Any, value: Any) -> Iterator[int]:
+    """Yield the words of an argument, as Numba passes it: an array as its parts."""
+    if isinstance(kind, types.BaseTuple):
+        for each, part in zip(kind, value, strict=True):
+            yield from _words(each, part)
+    elif isinstance(kind, types.Array):
+        yield from (0, 0, value.size, value.itemsize, value.ctypes.data)
+        yield from value.shape
+        yield from value.strides
+    elif isinstance(kind, (types.Integer, types.Boolean)):
+        yield int(value)
+    else:
+        raise TypeError(f"a kernel takes {kind}; expected integers, flags, arrays and tuples")
+
+
+# The entries of kernels by their argument types, and what must not be freed as long as they are.
+_entries: dict[tuple[Any, tuple[Any, ...]], int] = {}
+_libraries: list[Any] = []
+
+
+def _entry(kernel: Any, kinds: tuple[Any, ...]) -> int:
+    """Return the address of a function that calls a kernel with arguments from words."""
+    key = kernel, kinds
+    if key not in _entries:
+        with global_compiler_lock:
+            if kinds not in kernel.overloads:
+                kernel.compile(kinds)
+            _entries[key] = _compile_entry(kernel.overloads[kinds])
+    return _entries[key]
+
+
+def _compile_entry(compiled: Any) -> int:
+    context, about = compiled.target_context, compiled.fndesc
+    word = ir.IntType(64)
+    module = ir.Module("entry")
+    function = ir.Function(module, ir.FunctionType(word, [word]), "entry")
+    builder = ir.IRBuilder(function.append_basic_block())
+    words = builder.inttoptr(function.args[0], word.as_pointer())
+    arguments = []
+    for k, kind in enumerate(context.get_arg_packer(about.argtypes).argument_types):
+        value = builder.load(builder.gep(words, [word(k)]))
+        if isinstance(kind, ir.PointerType):
+            value = builder.inttoptr(value, kind)
+        elif kind.width < word.width:
+            value = builder.trunc(value, kind)
+        arguments.append(value)
+    kind = context.call_conv.get_function_type(about.restype, about.argtypes)
+    results = [cgutils.alloca_once(builder, each.pointee) for each in kind.args[:2]]
+    address = compiled.library.get_pointer_to_function(about.llvm_func_name)
+    called = builder.inttoptr(word(address), kind.as_pointer())
+    status = builder.call(called, [*results, *arguments])
+    builder.ret(builder.sext(status, word))
+    library = context.codegen().create_library("entry")
+    library.add_ir_module(module)
+    library.finalize()
+    _libraries.extend((compiled, library))
+    return int(library.get_pointer_to_function("entry"))

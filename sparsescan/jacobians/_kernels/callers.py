@@ -1,0 +1,276 @@
+"""Between the arrays of a caller and those of whole sequences: states, inputs, parameters.
+
+See :mod:`.sequences` for the places of samples, steps and units.
+"""
+
+from __future__ import annotations
+
+from ...kernels.compile import njit
+from .lanes import (
+    lane_count,
+    less_or,
+    load,
+    load_pair_square,
+    load_samples,
+    load_square,
+    number,
+    sample_count,
+    store,
+    store_square,
+    transpose,
+)
+
+__all__ = [
+    "add_placed",
+    "clear_outputs",
+    "copy_some",
+    "lengths_in",
+    "place",
+    "put_grads",
+    "row_of",
+    "state_in",
+    "state_out",
+    "total_grads",
+    "turn_in",
+    "turn_out",
+    "turn_row_in",
+    "turn_row_out",
+    "turn_slots_out",
+    "turn_steps_in",
+]
+
+# Without counts of references: threads that share arrays would wait for each other at every call.
+_kernel = njit(nogil=True, cache=True, _nrt=False)
+_helper = njit(_nrt=False)
+_inline = njit(_nrt=False, forceinline=True)
+
+
+@_inline
+def copy_some(x, at, out, to, count, room):
+    """Copy some numbers, and whole vectors of them where there is room for what is too much."""
+    lanes = lane_count(x)
+    whole = -(-count // lanes) * lanes
+    if whole > room:
+        whole = count // lanes * lanes
+    for i in range(0, whole, lanes):
+        store(out, to + i, load(x, at + i))
+    for i in range(whole, count):
+        out[to + i] = x[at + i]
+
+
+@_inline
+def row_of(s, first, slot):
+    """Return how many samples' states are before those of a group in a slot."""
+    return first * (s.steps + 2) + slot * s.samples if s.sample_lanes else slot * s.batch + first
+
+
+# -- Inputs and outputs ----------------------------------------------------------------------------
+
+
+@_inline
+def turn_row_in(x, at, row, samples, cols, out, to, pairs):
+    """Write a step of a group, whose samples are `row` apart, with samples as lanes."""
+    lanes = sample_count(x)
+    if pairs:
+        for j in range(0, cols, 2 * lanes):
+            square = transpose(load_pair_square(x, at + j, row, samples, cols - j))
+            vectors = (cols - j + 1) // 2
+            store_square(out, to + j * lanes, 2 * lanes, square, vectors, 2 * lanes)
+    else:
+        for j in range(0, cols, lanes):
+            square = transpose(load_square(x, at + j, row, samples, cols - j))
+            store_square(out, to + j * lanes, lanes, square, cols - j, lanes)
+
+
+@_inline
+def turn_row_out(x, at, cols, out, to, row, samples, pairs):
+    """Write a step of a group, which has samples as lanes, in rows of the samples."""
+    lanes = sample_count(x)
+    if pairs:
+        for j in range(0, cols, 2 * lanes):
+            vectors = (cols - j + 1) // 2
+            square = load_pair_square(x, at + j * lanes, 2 * lanes, vectors, 2 * lanes)
+            store_square(out, to + j, row, transpose(square), samples, cols - j)
+    else:
+        for j in range(0, cols, lanes):
+            square = transpose(load_square(x, at + j * lanes, lanes, cols - j, lanes))
+            store_square(out, to + j, row, square, samples, cols - j)
+
+
+@_inline
+def _rows_in(s, x, at, row, first, cols, out, to):
+    """Write what the samples of a group have in rows of the caller to a slot."""
+    if s.sample_lanes:
+        turn_row_in(x, at, row, s.given - first, cols, out, to, s.pairs)
+        return
+    for b in range(min(s.samples, s.given - first)):
+        for i in range(cols):
+            out[to + b * cols + i] = x[at + b * row + i]
+
+
+@_inline
+def _rows_out(s, x, at, cols, out, to, row, first):
+    """Write what the samples of a group have in a slot to rows of the caller."""
+    if s.sample_lanes:
+        turn_row_out(x, at, cols, out, to, row, s.given - first, s.pairs)
+        return
+    for b in range(min(s.samples, s.given - first)):
+        for i in range(cols):
+            out[to + b * row + i] = x[at + b * cols + i]
+
+
+@_kernel
+def turn_in(caller, s, cols, out, begin, end):
+    """Write the inputs of some steps of the samples of a sequence, filled up with zeros."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        turn_steps_in(caller, s, first, cols, out, begin, end)
+
+
+@_helper
+def turn_steps_in(caller, s, first, cols, out, begin, end):
+    """Write the inputs of some steps of a group, which have `cols` columns here."""
+    x, row = caller.x, caller.cols
+    for t in range(begin, end):
+        to = row_of(s, first, t + 1) * cols
+        _rows_in(s, x, (t * s.given + first) * row, row, first, row, out, to)
+        if caller.is_shorter:
+            _clear_shorter(s, first, t, out, to, cols)
+
+
+@_inline
+def _clear_shorter(s, first, t, out, to, cols):
+    """Clear the inputs of a step of samples that do not have it.
+
+    Shorter sequences are often filled up with NaN, and 0·NaN is not 0.
+    """
+    own, count = first * s.units, cols * s.samples
+    if not s.sample_lanes:
+        for b in range(min(s.samples, s.given - first)):
+            if t >= s.lengths[own + b * s.units]:
+                for i in range(to + b * cols, to + (b + 1) * cols):
+                    out[i] = 0
+    elif s.pairs:
+        lengths = load(s.lengths, own)
+        at, zero = number(lengths, t), number(lengths, 0.0)
+        for i in range(to, to + count, lane_count(out)):
+            store(out, i, less_or(at, lengths, load(out, i), zero))
+    else:
+        length = load_samples(s.lengths, own)
+        when, none = number(length, t), number(length, 0.0)
+        for i in range(to, to + count, s.samples):
+            store(out, i, less_or(when, length, load_samples(out, i), none))
+
+
+@_kernel
+def turn_out(states, s, begin, end, out, width, column):
+    """Write the states in some slots, of the samples of a sequence, to columns of an array."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        turn_slots_out(states, s, first, begin, end, out, begin, width, column)
+
+
+@_helper
+def turn_slots_out(states, s, first, begin, end, out, origin, width, column):
+    """Write the states of a group in some slots to rows of an array, which begins with `origin`."""
+    for slot in range(begin, end):
+        at = row_of(s, first, slot) * s.units
+        to = ((slot - origin) * s.given + first) * width + column
+        _rows_out(s, states, at, s.units, out, to, width, first)
+
+
+# -- States and gradients of the caller ------------------------------------------------------------
+
+
+@_inline
+def _count(s, first):
+    """Return how many samples a group has, with those that fill it up."""
+    return min(s.samples, s.batch - first)
+
+
+@_inline
+def _state_at(s, first, slot):
+    """Return where the states of a group begin, in a slot, or in an array without slots."""
+    return (first if slot < 0 else row_of(s, first, slot)) * s.units
+
+
+@_kernel
+def state_in(s, out, slot, states, at, row):
+    """Write states of the caller, whose samples are `row` apart, to a slot; zeros without any.
+
+    A negative slot stands for an array that has none, such as of gradients in states.
+    """
+    for first in range(s.first, s.first + s.count, s.samples):
+        to, count = _state_at(s, first, slot), _count(s, first) * s.units
+        if len(states) == 0:
+            for i in range(to, to + count):
+                out[i] = 0
+        else:
+            _rows_in(s, states, at + first * row, row, first, s.units, out, to)
+
+
+@_kernel
+def state_out(s, states, slot, out, at, row):
+    """Write the states in a slot to rows of the caller, which are `row` apart."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        _rows_out(s, states, _state_at(s, first, slot), s.units, out, at + first * row, row, first)
+
+
+@_kernel
+def lengths_in(s, out, lengths):
+    """Write how many steps each sample has, `s.steps` without `lengths`, for each of its units."""
+    samples, per = s.samples, 2 if s.pairs else 1
+    for first in range(s.first, s.first + s.count, samples):
+        for i in range(_count(s, first) * s.units):
+            b = first + (i // per % samples if s.sample_lanes else i // s.units)
+            length = 0
+            if b < s.given:
+                length = lengths[b] if len(lengths) > 0 else s.steps
+            out[first * s.units + i] = length
+
+
+@_kernel
+def clear_outputs(output, lengths, width, begin, end):
+    """Clear the outputs of some steps of samples that do not have them."""
+    batch = len(lengths)
+    for t in range(begin, end):
+        for b in range(batch):
+            if t >= lengths[b]:
+                for i in range((t * batch + b) * width, (t * batch + b + 1) * width):
+                    output[i] = 0
+
+
+# -- Parameters of the caller ----------------------------------------------------------------------
+
+
+@_kernel
+def place(param, order, out):
+    """Write the numbers of a parameter in some order; a place behind the last stands for 0."""
+    for p in range(len(order)):
+        out[p] = param[order[p]] if order[p] < len(param) else 0
+
+
+@_kernel
+def add_placed(param, order, out):
+    """Add what :func:`place` writes."""
+    for p in range(len(order)):
+        if order[p] < len(param):
+            out[p] += param[order[p]]
+
+
+@_kernel
+def total_grads(sums, lots, count, order, out):
+    """Write the sums of `lots` parts of `count` numbers, in some order; a negative place is 0."""
+    for p in range(len(order)):
+        sum_of_lots = 0.0
+        if order[p] >= 0:
+            for i in range(order[p], lots * count, count):
+                sum_of_lots += sums[i]
+        out[p] = sum_of_lots
+
+
+@_kernel
+def put_grads(sums, order, out):
+    """Write some sums to their places, and 0 elsewhere."""
+    for p in range(len(out)):
+        out[p] = 0
+    for p in range(len(order)):
+        out[order[p]] = sums[p]

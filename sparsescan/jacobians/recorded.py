@@ -1,0 +1,97 @@
+"""Training steps of recurrent networks as recordings, which compiled code runs without Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from numpy.typing import DTypeLike
+
+from ..execution.recording import Recorder, Recording, Result, Space
+from ._recurrent_step import memory_on_host
+from .rnn import Recurrent
+
+__all__ = ["Pass", "RecordedStep", "record"]
+
+
+class Pass(NamedTuple):
+    """A pass through a network.
+
+    Attributes
+    ----------
+    recording : Recording
+        Its kernel calls.
+    results : list of Result
+        What it writes, behind the other arrays of a replay.
+    """
+
+    recording: Recording
+    results: list[Result]
+
+
+class RecordedStep(NamedTuple):
+    """A training step for inputs of one shape.
+
+    Arrays of a replay of `forward` are the memory, the inputs, initial states, lengths if there are
+    any, all parameters, and the results ``output`` and ``last``. Those of `backward` are the memory
+    as `forward` has left it, memory for itself, gradients in ``output`` and ``last``, and the
+    results: gradients in parameters, in initial states (``state``) and inputs (``input``).
+
+    Attributes
+    ----------
+    nbytes, back_nbytes : int
+        Bytes of the memory, and of that which only `backward` takes.
+    """
+
+    forward: Pass
+    backward: Pass
+    nbytes: int
+    back_nbytes: int
+
+
+def record(
+    network: Recurrent, steps: int, batch: int, dtype: DTypeLike, *, lengths: DTypeLike | None
+) -> RecordedStep:
+    """Record the training step of a network.
+
+    Parameters
+    ----------
+    network : Recurrent
+        The network; its parameters are not read.
+    steps, batch : int
+        The shape of the inputs, ``(steps, batch, input_size)``.
+    dtype : dtype
+        Of all arrays.
+    lengths : dtype or None
+        Of the lengths, if samples have different ones.
+    """
+    kept, scratch = Space(0), Space(1)
+    shapes = [param.shape for param in network.params.values()]
+    count = 3 + (lengths is not None)
+    recorder = Recorder(kept, count + len(shapes))
+    x = recorder.array(1, (steps, batch, network.input_size), dtype)
+    memory = memory_on_host(network, x, recorder)
+    states = len(memory.directions), batch, network.state_size
+    state = recorder.array(2, states, dtype)
+    counts = None if lengths is None else recorder.array(3, (batch,), lengths)
+    params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
+    each = len(params) // len(memory.directions)
+    weights = memory.weights([params[k : k + each] for k in range(0, len(params), each)])
+    memory.read(x, state, counts)
+    width = len(network.cells[0])
+    layers = [range(k, k + width) for k in range(0, len(memory.directions), width)]
+    for ks in layers:
+        memory.run(ks, weights)
+    memory.results(counts)
+    forward = Pass(recorder.recording(), recorder.results)
+
+    memory.calls = recorder = Recorder(scratch, 4)
+    above = recorder.array(2, (steps, batch, memory.widths[-1]), dtype)
+    memory.read_carry(recorder.array(3, states, dtype))
+    for ks in reversed(layers):
+        is_first = ks.start == 0
+        below = recorder.result("input", x.shape, dtype) if is_first else memory.below(ks.start)
+        memory.back(ks, weights, above, below)
+        above = below
+    memory.state_grad()
+    backward = Pass(recorder.recording(), recorder.results)
+    return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)

@@ -1,0 +1,142 @@
+"""Kernel calls that were recorded once, made again by compiled code with other arrays.
+
+A recording is a sequence of *phases*. The *strands* of a phase do not depend on each other; a phase
+starts when every strand before it is done, and a strand is kernel calls one after the other.
+Threads claim strands from a counter, so a thread that comes late, or never, delays nobody.
+
+A call is a function that takes the address of the words of its arguments. Some of the words are
+addresses in arrays that differ from replay to replay; each replay has its own copy of all words.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..compile import njit
+from .memory import array_at, fetch_add, load, relax
+from .tables import WORD
+
+__all__ = ["Control", "Header", "begin", "call_at", "fill", "replay", "words_at", "work_off"]
+
+_WORDS = np.zeros(0, np.int64)
+
+
+class _Header(NamedTuple):
+    """Words of a recording.
+
+    `STRANDS` is the address of the number of strands before each phase, and of all; `CALLS` that of
+    the number of calls before each strand, and of all; `TABLE` that of pairs for each call: a
+    function, and where its words begin. `WORDS` is the address of all words, and `PLACES` that of
+    triples for each word that is an address in an array: which word, the number of the array, and
+    bytes behind where that begins.
+    """
+
+    PHASES: int = 0
+    STRANDS: int = 1
+    CALLS: int = 2
+    TABLE: int = 3
+    WORDS: int = 4
+    WORD_COUNT: int = 5
+    PLACES: int = 6
+    PLACE_COUNT: int = 7
+    SIZE: int = 8
+
+
+class _Control(NamedTuple):
+    """Words that the threads of a replay share, a cache line apart, before their copy of all words.
+
+    `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a
+    call has failed.
+    """
+
+    NEXT: int = 0
+    DONE: int = 8
+    FAILED: int = 16
+    SIZE: int = 24
+
+
+Header, Control = _Header(), _Control()
+
+
+@intrinsic
+def call_at(typingctx, function, argument):
+    """Call a function at an address, of one word, and return the word that it returns."""
+
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(64)
+        called = builder.inttoptr(args[0], ir.FunctionType(word, [word]).as_pointer())
+        return builder.call(called, [args[1]])
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@njit(inline="always")
+def words_at(address, count):
+    """Return words at an address."""
+    return array_at(address, count, _WORDS)
+
+
+@njit
+def fill(header, arrays, control):
+    """Begin a replay: copy all words behind the control words, with these addresses of arrays."""
+    count = header[Header.WORD_COUNT]
+    given = words_at(header[Header.WORDS], count)
+    for i in range(Control.SIZE):
+        control[i] = 0
+    for i in range(count):
+        control[Control.SIZE + i] = given[i]
+    places = words_at(header[Header.PLACES], 3 * header[Header.PLACE_COUNT])
+    for i in range(0, len(places), 3):
+        control[Control.SIZE + places[i]] = arrays[places[i + 1]] + places[i + 2]
+
+
+@njit
+def work_off(header, control):
+    """Make calls as one of the threads of a replay until no strand is left."""
+    phases = header[Header.PHASES]
+    strands = words_at(header[Header.STRANDS], phases + 1)
+    count = strands[phases]
+    calls = words_at(header[Header.CALLS], count + 1)
+    table = words_at(header[Header.TABLE], 2 * calls[count])
+    words = control.ctypes.data + Control.SIZE * WORD
+    phase = 0
+    while True:
+        strand = fetch_add(control, Control.NEXT, 1)
+        if strand >= count:
+            return
+        while strand >= strands[phase + 1]:
+            phase += 1
+        _await(control, strands[phase])
+        for i in range(calls[strand], calls[strand + 1]):
+            if call_at(table[2 * i], words + table[2 * i + 1] * WORD) != 0:
+                control[Control.FAILED] = 1
+        fetch_add(control, Control.DONE, 1)
+
+
+@njit
+def _await(control, strands):
+    """Wait until so many strands are done."""
+    spins = 0
+    while load(control, Control.DONE) < strands:
+        relax(spins)
+        spins += 1
+
+
+@njit(nogil=True, cache=True)
+def begin(header, arrays, control):
+    """Do what :func:`fill` does."""
+    fill(header, arrays, control)
+
+
+@njit(nogil=True, cache=True)
+def replay(tables, thread):
+    """Take part in a replay as thread number `thread`: of the header, and the control words."""
+    header, control = tables
+    work_off(header, control)
+    if thread == 0:
+        _await(control, words_at(header[Header.STRANDS], header[Header.PHASES] + 1)[-1])
