@@ -537,11 +537,11 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
 
 
-def memory_on_host(network: Layers, x: Array, calls: Calls) -> _Memory:
+def memory_on_host(network: Layers, x: Array, calls: Calls, *, keeps_gates: bool) -> _Memory:
     """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
     steps, batch, _ = x.shape
-    directions = _directions_of(network, x)
-    memory = _Memory(network, directions, steps, batch, max(1, steps), calls)
+    segment = max(1, steps if keeps_gates else min(steps, _SEGMENT))
+    memory = _Memory(network, _directions_of(network, x), steps, batch, segment, calls)
     memory.allocate()
     return memory
 

@@ -38,18 +38,26 @@ class RecordedStep(NamedTuple):
 
     Attributes
     ----------
+    backward : Pass or None
+        None if only `forward` was asked for.
     nbytes, back_nbytes : int
         Bytes of the memory, and of that which only `backward` takes.
     """
 
     forward: Pass
-    backward: Pass
+    backward: Pass | None
     nbytes: int
     back_nbytes: int
 
 
 def record(
-    network: Recurrent, steps: int, batch: int, dtype: DTypeLike, *, lengths: DTypeLike | None
+    network: Recurrent,
+    steps: int,
+    batch: int,
+    dtype: DTypeLike,
+    *,
+    lengths: DTypeLike | None,
+    has_backward: bool = True,
 ) -> RecordedStep:
     """Record the training step of a network.
 
@@ -63,13 +71,15 @@ def record(
         Of all arrays.
     lengths : dtype or None
         Of the lengths, if samples have different ones.
+    has_backward : bool, default True
+        Whether a backward pass will come. Without one less memory is taken.
     """
     kept, scratch = Space(0), Space(1)
     shapes = [param.shape for param in network.params.values()]
     count = 3 + (lengths is not None)
     recorder = Recorder(kept, count + len(shapes))
     x = recorder.array(1, (steps, batch, network.input_size), dtype)
-    memory = memory_on_host(network, x, recorder)
+    memory = memory_on_host(network, x, recorder, keeps_gates=has_backward)
     states = len(memory.directions), batch, network.state_size
     state = recorder.array(2, states, dtype)
     counts = None if lengths is None else recorder.array(3, (batch,), lengths)
@@ -83,6 +93,8 @@ def record(
         memory.run(ks, weights)
     memory.results(counts)
     forward = Pass(recorder.recording(), recorder.results)
+    if not has_backward:
+        return RecordedStep(forward, None, kept.nbytes, 0)
 
     memory.calls = recorder = Recorder(scratch, 4)
     above = recorder.array(2, (steps, batch, memory.widths[-1]), dtype)

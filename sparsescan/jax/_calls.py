@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DeviceError, InputTypeError, short
 
-__all__ = ["as_float", "check_platform"]
+__all__ = ["as_float", "check_platform", "together", "vary", "varying"]
 
 
 def check_platform() -> None:
@@ -32,3 +32,34 @@ def as_float(name: str, given: Any) -> Any:
     if array.dtype not in (np.float32, np.float64):
         raise InputTypeError(f"{name} has dtype {array.dtype}; expected float32 or float64")
     return array
+
+
+def together(tree: Any) -> Any:
+    """Return arrays that all vary over the axes of a mesh over which any does.
+
+    Within ``jax.shard_map`` what does not vary over an axis is the same on all of its devices, and
+    so must its gradient be: a sum over them, which is the derivative of this cast.
+    """
+    return vary(tree, varying(tree))
+
+
+def varying(tree: Any) -> frozenset[Any]:
+    """Return the axes of a mesh over which any of some arrays varies."""
+    return frozenset[Any]().union(*map(_varying, jax.tree.leaves(tree)))
+
+
+def vary(tree: Any, axes: frozenset[Any]) -> Any:
+    """Return arrays that vary over these axes."""
+
+    def cast(leaf: Any) -> Any:
+        missing = axes - _varying(leaf)
+        return jax.lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def _varying(leaf: Any) -> frozenset[Any]:
+    kind = jax.typeof(leaf)
+    if hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.manual_axis_type.varying)
+    return frozenset(getattr(kind, "vma", ()))  # before JAX 0.10

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import threading
-import weakref
-from collections import OrderedDict
+import functools
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 
 from ..errors import InputError, InputTypeError, short
-from ..jacobians import Recurrent, TrainingStep
-from ..jacobians.step_pool import StepPool, run_forward
-from ._calls import as_float, check_platform
+from ..jacobians import Recurrent
+from ..jacobians.recorded import RecordedStep, record
+from ._calls import as_float, check_platform, together
+from ._programs import Lengths, add, call, key_of
 
 __all__ = ["recurrent"]
 
@@ -29,8 +26,8 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.jacobians.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.grad`` (once, in reverse mode) and ``jax.vmap`` (one after the other: samples belong into
-    the batch axis). It takes the place of a ``jax.lax.scan`` over a cell.
+    ``jax.grad`` (once, in reverse mode) and ``jax.vmap``. It takes the place of a ``jax.lax.scan``
+    over a cell.
 
     Parameters
     ----------
@@ -59,11 +56,6 @@ def recurrent(
         If an argument is wrong, when it is traced.
     DeviceError
         If JAX computes elsewhere than on the CPU.
-
-    Notes
-    -----
-    The 32 latest forward passes keep what backward needs; where it has gone, the forward pass runs
-    again.
 
     Examples
     --------
@@ -104,18 +96,36 @@ def recurrent(
     if begin is not None and begin.shape != states:
         raise InputError(f"state has shape {begin.shape}; expected {states}")
     if lengths is not None:
-        lengths = jnp.asarray(lengths)
-        if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != inputs.shape[1:-1]:
-            raise InputError(
-                f"lengths has shape {lengths.shape} and dtype {lengths.dtype}; expected integers "
-                f"of shape {inputs.shape[1:-1]}"
-            )
+        lengths = _read_lengths(lengths, inputs.shape)
     arrays = [inputs, *given.values(), *([] if begin is None else [begin])]
     dtype = jnp.result_type(*arrays)
-    given = {name: param.astype(dtype) for name, param in given.items()}
+    inputs, params = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
     begin = jnp.zeros(states, dtype) if begin is None else begin.astype(dtype)
-    output, last = _recurrent(network, given, inputs.astype(dtype), begin, lengths)
-    return output, last
+    is_batched = inputs.ndim == 3
+    if not is_batched:
+        inputs, begin = inputs[:, None], begin[:, None]
+    run = _functions(_Network(network)).run
+    output, last = run(*together((params, inputs, begin, lengths)))
+    return (output, last) if is_batched else (output[:, 0], last[:, 0])
+
+
+def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
+    """Return lengths as programs take them, which check those that are not known yet."""
+    try:
+        array = jnp.asarray(lengths)
+    except Exception as error:  # of a caller's own class
+        raise InputTypeError(f"lengths is {short(lengths)}, no array: {error}") from None
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != x[1:-1]:
+        raise InputError(
+            f"lengths has shape {array.shape} and dtype {array.dtype}; expected integers of "
+            f"shape {x[1:-1]}"
+        )
+    if not isinstance(array, jax.core.Tracer):
+        known = np.asarray(array)
+        if known.size and not (known.min() >= 0 and known.max() <= x[0]):
+            raise InputError(f"lengths is {short(known)}; expected integers from 0 to {x[0]}")
+    # Numbers that int32 does not hold stay out of range.
+    return jnp.clip(array, -1, min(x[0] + 1, _MOST)).astype(np.int32)
 
 
 def _state_shape(network: Recurrent, x: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,56 +133,159 @@ def _state_shape(network: Recurrent, x: tuple[int, ...]) -> tuple[int, ...]:
     return (network.num_layers * directions, *x[1:-1], network.state_size)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrent(network: Recurrent, params: Any, x: Any, state: Any, lengths: Any) -> Any:
-    output, last, _ = _call_forward(network, False, params, x, state, lengths)
-    return output, last
+# -- Programs --------------------------------------------------------------------------------------
+
+_MOST = np.iinfo(np.int32).max
 
 
-def _forward(network: Recurrent, params: Any, x: Any, state: Any, lengths: Any) -> Any:
-    given = params, x, state, lengths
-    output, last, token = _call_forward(network, True, *given)
-    return (output, last), (token, given)
+class _Network:
+    """A network, equal to others that compute the same from the same parameters."""
+
+    def __init__(self, network: Recurrent) -> None:
+        self.network = network
+        cells = [cell for layer in network.cells for cell in layer]
+        masks = [
+            None if mask is None else mask.on(np).tobytes()
+            for cell in cells
+            for mask in cell._masks.values()
+        ]
+        shapes = [param.shape for param in network.params.values()]
+        kind = type(network).__name__, getattr(cells[0], "nonlinearity", None)
+        self._key = repr((kind, shapes, network.num_layers, network.bidirectional, masks))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Network) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return self._key
 
 
-def _backward(network: Recurrent, kept: Any, above: Any) -> Any:
-    token, (params, x, state, lengths) = kept
-    grads = _gradients(network, above, token, params, x, state, lengths)
-    return (*grads, None)
+class _Step(NamedTuple):
+    """A recorded training step, and the keys of its programs; `backward` is 0 if it has none."""
+
+    recorded: RecordedStep
+    forward: int
+    backward: int
 
 
-_recurrent.defvjp(_forward, _backward)
+@functools.lru_cache(maxsize=256)
+def _step_of(
+    network: _Network, steps: int, batch: int, dtype: str, has_lengths: bool, keeps: bool
+) -> _Step:
+    """Return the programs of a network for inputs of a shape."""
+    net = network.network
+    lengths = np.int32 if has_lengths else None
+    recorded = record(net, steps, batch, dtype, lengths=lengths, has_backward=keeps)
+    about = network, steps, batch, dtype, has_lengths, keeps
+    forward, backward = key_of("forward", *about), key_of("backward", *about)
+    count = 2 + has_lengths + len(net.params)
+    # Of the arrays only the memory, and the results behind all others, are results.
+    checked = Lengths(2, batch, steps) if has_lengths else None
+    add(forward, recorded.forward.recording, [-3, *range(count), -1, -2], checked)
+    if recorded.backward is None:
+        return _Step(recorded, forward, 0)
+    results = len(recorded.backward.results)
+    places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
+    add(backward, recorded.backward.recording, places)
+    return _Step(recorded, forward, backward)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _call_forward(
-    network: Recurrent, keeps: bool, params: Any, x: Any, state: Any, lengths: Any
-) -> Any:
-    width = network.hidden_size * (1 + network.bidirectional)
-    results = (
-        jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype),
-        jax.ShapeDtypeStruct(state.shape, x.dtype),
-        jax.ShapeDtypeStruct((), np.int32),
-    )
-    return jax.pure_callback(
-        partial(_run_forward, network, keeps),
-        *(results, params, x, state, lengths),
-        vmap_method="sequential",
-    )
+def _run_forward(
+    network: _Network, keeps: bool, params: Any, x: Any, state: Any, lengths: Any
+) -> tuple[Any, Any, Any]:
+    """Return outputs, last states, and the memory that a backward pass needs."""
+    steps, batch, _ = x.shape
+    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
+    results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
+    memory = (step.recorded.nbytes,), np.uint8
+    arrays = [x, state, *([] if lengths is None else [lengths]), *params]
+    output, last, kept = call(step.forward, arrays, [*results, memory])
+    return output, last, kept
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(
-    network: Recurrent, above: Any, token: Any, params: Any, x: Any, state: Any, lengths: Any
-) -> Any:
-    results = jax.tree.map(
-        lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (params, x, state)
-    )
-    return jax.pure_callback(
-        partial(_run_backward, network),
-        *(results, above, token, params, x, state, lengths),
-        vmap_method="sequential",
-    )
+def _run_backward(
+    network: _Network, above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients in parameters, inputs and initial states."""
+    steps, batch, _ = x.shape
+    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, True)
+    assert step.recorded.backward is not None
+    names = [each.name for each in step.recorded.backward.results]
+    results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
+    memory = [((each,), np.uint8) for each in (step.recorded.nbytes, step.recorded.back_nbytes)]
+    arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
+    grads = dict(zip(names, arrays, strict=False))
+    own = [name for name in names if " " in name]
+    order = sorted(own, key=lambda name: int(name.split()[1]))
+    return [grads[name] for name in order], grads["input"], grads["state"]
+
+
+# -- Functions with derivatives --------------------------------------------------------------------
+
+
+class _Functions(NamedTuple):
+    """Functions of JAX for a network."""
+
+    run: Any
+
+
+@functools.lru_cache(maxsize=256)
+def _functions(network: _Network) -> _Functions:
+    """Return functions for a network: one with derivatives, which map samples as batches."""
+
+    @custom_vmap
+    def infer(params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        return _run_forward(network, False, params, x, state, lengths)[:2]
+
+    @infer.def_vmap
+    def _(count: int, mapped: Any, *given: Any) -> Any:
+        if any(mapped[0]):
+            return _one_by_one(infer, mapped, given), (True, True)
+        params, *rest = given
+        x, state, lengths = (
+            _merged(each, is_mapped, count, axis)
+            for each, is_mapped, axis in zip(rest, mapped[1:], (1, 1, 0), strict=True)
+        )
+        results = infer(params, x, state, lengths)
+        return tuple(_parted(each, count) for each in results), (True, True)
+
+    @custom_vmap
+    def forward(params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        return _run_forward(network, True, params, x, state, lengths)
+
+    @forward.def_vmap
+    def _(count: int, mapped: Any, *given: Any) -> Any:
+        return _one_by_one(forward, mapped, given), (True, True, True)
+
+    @custom_vmap
+    def backward(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        return _run_backward(network, above, kept, params, x, state, lengths)
+
+    @backward.def_vmap
+    def _(count: int, mapped: Any, *given: Any) -> Any:
+        grads = _one_by_one(backward, mapped, given)
+        return grads, jax.tree.map(lambda _: True, grads)
+
+    once = jax.custom_jvp(backward)
+    once.defjvp(_no_more)
+
+    @jax.custom_vjp
+    def run(params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        return infer(params, x, state, lengths)
+
+    def run_forward(*given: Any) -> Any:
+        output, last, kept = forward(*given)
+        return (output, last), (kept, given)
+
+    def run_backward(saved: Any, above: Any) -> Any:
+        kept, given = saved
+        return (*once(above, kept, *given), None)
+
+    run.defvjp(run_forward, run_backward)
+    return _Functions(run)
 
 
 def _no_more(*given: Any) -> Any:
@@ -182,62 +295,30 @@ def _no_more(*given: Any) -> Any:
     )
 
 
-_call_forward.defjvp(_no_more)
-_gradients.defjvp(_no_more)
+def _one_by_one(function: Any, mapped: Any, given: Any) -> Any:
+    """Return the results of a function for each of the mapped arguments."""
+    leaves, structure = jax.tree.flatten(given)
+    flags = jax.tree.leaves(mapped)
+
+    def call_for(own: list[Any]) -> Any:
+        rest = iter(own)
+        each = [next(rest) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+        return function(*jax.tree.unflatten(structure, each))
+
+    return jax.lax.map(call_for, [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag])
 
 
-# -- On the host -----------------------------------------------------------------------------------
-
-# Forward passes whose backward pass may come.
-_KEPT = 32
-_lock = threading.Lock()
-_pools: weakref.WeakKeyDictionary[Recurrent, StepPool[TrainingStep]] = weakref.WeakKeyDictionary()
-_waiting: OrderedDict[int, tuple[StepPool[TrainingStep], TrainingStep]] = OrderedDict()
-_tokens = itertools.count(1)
-
-
-def _pool_of(network: Recurrent) -> StepPool[TrainingStep]:
-    with _lock:
-        pool = _pools.get(network)
-        if pool is None:
-            own = copy.deepcopy(network)
-            pool = _pools[network] = StepPool(lambda: copy.deepcopy(own).training_step())
-        return pool
+def _merged(array: Any, is_mapped: Any, count: int, axis: int) -> Any:
+    """Return an array whose samples are those of all maps."""
+    if array is None:
+        return None
+    if not is_mapped:
+        array = jnp.broadcast_to(array, (count, *array.shape))
+    array = jnp.moveaxis(array, 0, axis)
+    return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
 
 
-def _arrays(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
-
-
-def _run_forward(
-    network: Recurrent, keeps: bool, params: Any, x: Any, state: Any, lengths: Any
-) -> Any:
-    pool = _pool_of(network)
-    params, x, state, lengths = _arrays((params, x, state, lengths))
-    step, output, last = run_forward(pool, x, state, lengths, params)
-    if not keeps:
-        pool.give_back(step)
-        return output, last, np.int32(0)
-    with _lock:
-        token = next(_tokens) % (1 << 31)
-        _waiting[token] = pool, step
-        late = _waiting.popitem(last=False)[1] if len(_waiting) > _KEPT else None
-    if late is not None:
-        late[0].give_back(late[1])
-    return output, last, np.int32(token)
-
-
-def _run_backward(
-    network: Recurrent, above: Any, token: Any, params: Any, x: Any, state: Any, lengths: Any
-) -> Any:
-    above, params, x, state, lengths = _arrays((above, params, x, state, lengths))
-    with _lock:
-        kept = _waiting.pop(int(token), None)
-    if kept is None:
-        pool = _pool_of(network)
-        step, _, _ = run_forward(pool, x, state, lengths, params)
-    else:
-        pool, step = kept
-    grads = step.backward(*above)
-    pool.give_back(step)
-    return grads.params, grads.input, grads.state
+def _parted(array: Any, count: int) -> Any:
+    """Return results with an axis of maps before all others."""
+    apart = array.reshape(array.shape[0], count, -1, *array.shape[2:])
+    return jnp.moveaxis(apart, 1, 0)

@@ -127,6 +127,13 @@ def _await(control, strands):
         spins += 1
 
 
+@njit
+def wait_for_all(header, control):
+    """Wait until all strands are done."""
+    phases = header[Header.PHASES]
+    _await(control, words_at(header[Header.STRANDS], phases + 1)[phases])
+
+
 @njit(nogil=True, cache=True)
 def begin(header, arrays, control):
     """Do what :func:`fill` does."""
@@ -139,4 +146,4 @@ def replay(tables, thread):
     header, control = tables
     work_off(header, control)
     if thread == 0:
-        _await(control, words_at(header[Header.STRANDS], header[Header.PHASES] + 1)[-1])
+        wait_for_all(header, control)

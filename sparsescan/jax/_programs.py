@@ -1,0 +1,141 @@
+"""Recordings as functions that XLA calls by their keys."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import llvmlite.binding
+import numpy as np
+from numba import types
+from numpy.typing import DTypeLike
+
+from .. import __version__
+from ..execution.recording import Recording
+from ..execution.threads import thread_count
+from ._calls import vary, varying
+from ._handler import ROOT, Program, Root, handle, help_replay
+
+__all__ = ["Lengths", "add", "call", "key_of"]
+
+_TARGET = "sparsescan"
+_lock = threading.Lock()
+_root = np.zeros(Root.SIZE, np.int64)
+_programs: dict[int, Any] = {}
+# Tables that a call may still read.
+_tables: list[Any] = []
+
+
+class Lengths(NamedTuple):
+    """Lengths among the arguments of a program, int32, which each replay checks.
+
+    Attributes
+    ----------
+    argument : int
+        Which argument they are.
+    count, steps : int
+        How many, and the largest that is allowed.
+    """
+
+    argument: int
+    count: int
+    steps: int
+
+
+def key_of(*parts: Any) -> int:
+    """Return a number that stands for all that a program depends on, in any process."""
+    text = repr((__version__, thread_count(), parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
+
+
+def add(
+    key: int, recording: Recording, sources: Sequence[int], lengths: Lengths | None = None
+) -> None:
+    """Let XLA call a recording by a key.
+
+    Parameters
+    ----------
+    key : int
+        As :func:`key_of` returns it.
+    recording : Recording
+        What is called.
+    sources : sequence of int
+        For each array of the recording which argument it is, or -1 and below for a result.
+    lengths : Lengths, optional
+        What is checked before a call.
+    """
+    with _lock:
+        if key in _programs:
+            return
+        _register()
+        words, own = np.zeros(Program.SIZE, np.int64), np.array(sources, np.int64)
+        words[Program.HEADER] = recording.header.ctypes.data
+        words[Program.WORDS] = recording.words
+        words[Program.SOURCES], words[Program.ARRAYS] = own.ctypes.data, len(own)
+        words[Program.THREADS] = min(recording.width, thread_count())
+        about = (-1, 0, 0) if lengths is None else lengths
+        words[[Program.LENGTHS, Program.LENGTH_COUNT, Program.STEPS]] = about
+        _programs[key] = words, own, recording
+        _publish()
+
+
+def _publish() -> None:
+    """Let the next calls find the latest program, maybe in a larger table."""
+    size = 16
+    while size < 2 * len(_programs):
+        size *= 2
+    todo = [next(reversed(_programs))]
+    if not _tables or len(_tables[-1]) < 1 + size:
+        _tables.append(np.zeros((1 + size, 2), np.int64))
+        _tables[-1][0, 0] = size - 1
+        todo = list(_programs)
+    table = _tables[-1]
+    for key in todo:
+        place = key & (size - 1)
+        while table[1 + place, 0]:
+            place = (place + 1) & (size - 1)
+        # The address comes first: a call that finds the key reads it.
+        table[1 + place] = 0, _programs[key][0].ctypes.data
+        table[1 + place, 0] = key
+    _root[Root.TABLE] = table.ctypes.data
+
+
+@functools.cache
+def _register() -> None:
+    """Compile what XLA calls, and tell XLA."""
+    llvmlite.binding.add_symbol(ROOT, _root.ctypes.data)
+    entries = {}
+    for function in (handle, help_replay):
+        kinds = (types.int64,)
+        function.compile(kinds)
+        compiled = function.overloads[kinds]
+        name = compiled.fndesc.llvm_cfunc_wrapper_name
+        entries[function] = compiled.library.get_pointer_to_function(name)
+    _root[Root.HELP] = entries[help_replay]
+    handler = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(entries[handle])
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def call(
+    key: int,
+    arguments: Sequence[Any],
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
+    aliases: dict[int, int] | None = None,
+) -> list[Any]:
+    """Return the results of a program, of these shapes and dtypes.
+
+    Parameters
+    ----------
+    aliases : dict of int to int, optional
+        Arguments that the program overwrites, which are results, too.
+    """
+    kinds = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    function = jax.ffi.ffi_call(
+        _TARGET, kinds, vmap_method="sequential", input_output_aliases=aliases
+    )
+    return list(vary(function(*arguments, key=np.int64(key)), varying(arguments)))
