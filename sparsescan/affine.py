@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,17 +12,9 @@ from .arrays.arrays import contiguous, namespace, output, read_array
 from .arrays.streams import place
 from .chains.containers import CSRChain
 from .errors import Allocating, InputError, InputTypeError, short
-from .execution.threads import share, thread_count
-from .execution.workspace import KINDS
-from .kernels.cpu.recurrence import (
-    Stack,
-    Steps,
-    outer_products,
-    sweep,
-    sweep_columns,
-    sweep_shared,
-)
-from .kernels.cpu.tables import LANES
+from .execution.calls import Calls
+from .execution.recurrence import Matrices, write_outer_products, write_states
+from .execution.threads import thread_count
 from .symbolic.pattern import Pattern, indptr_of, rows_of, trusted
 from .symbolic.schedule import Schedule, check_flag, read_schedule
 
@@ -34,11 +25,6 @@ Shape = tuple[int, ...]
 
 # Entries of the matrices of a step from which the rows of one sample are worth sharing out.
 _LARGE = 1 << 17
-# Multiply-adds that are worth another thread.
-_GRAIN = 1 << 17
-# Bytes of the matrices of a step that are worth another thread: in smaller pieces of memory, of
-# which each thread skips those of others, two are no faster than one.
-_PIECE = 1 << 15
 
 
 class AffineGrads(NamedTuple):
@@ -140,7 +126,7 @@ def affine_scan(
            [-1.,  0.],
            [ 0., -1.]])
     """
-    given = _Matrices.read(matrices, pattern, transposed)
+    given = _Given.read(matrices, pattern, transposed).matrices
     steps, size = given.steps, given.size
     b = None if offsets is None else _read_vectors("offsets", offsets, steps, size)
     y0 = None if initial is None else _read_vectors("initial", initial, None, size)
@@ -156,7 +142,7 @@ def affine_scan(
         states: Array = output(xp, None, (steps, *batch, size), dtype, what="the states")
         begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
         added = None if b is None else _converted(b, dtype)
-        _recur(given.converted(dtype), added, begin, states, chosen)
+        _recur(_in_dtype(given, dtype), added, begin, states, chosen)
     return states
 
 
@@ -212,7 +198,8 @@ def affine_scan_vjp(
     >>> grads.matrices.ravel(), grads.offsets.ravel(), grads.initial
     (array([0. , 0.5, 1.5]), array([0.25, 0.5 , 1.  ]), array([0.125]))
     """
-    given = _Matrices.read(matrices, pattern, transposed)
+    form = _Given.read(matrices, pattern, transposed)
+    given = form.matrices
     steps, size = given.steps, given.size
     y = _read_vectors("states", states, steps, size)
     loss = _read_vectors("grads", grads, steps, size)
@@ -234,7 +221,7 @@ def affine_scan_vjp(
     read = (given.values, y, loss, y0)
     dtype = np.result_type(*(each.dtype for each in read if each is not None))
     with place("matrices", given.values, None, None), Allocating("the gradients"):
-        given, y, loss = given.converted(dtype), _converted(y, dtype), _converted(loss, dtype)
+        given, y, loss = _in_dtype(given, dtype), _converted(y, dtype), _converted(loss, dtype)
         begin = xp.zeros(size, dtype) if y0 is None else _converted(y0, dtype)
         in_offsets = output(xp, None, loss.shape, dtype, what="the gradients")
         in_initial = xp.zeros((1, *batch, size), dtype)
@@ -250,7 +237,7 @@ def affine_scan_vjp(
                 carried = xp.empty_like(loss)
                 _recur(back, later, loss[-1], carried, chosen)
                 in_offsets[:-1], in_initial[0] = carried[-2::-1], carried[-1]
-        in_matrices = _outer(given, in_offsets, y, begin) if needs_matrices_grad else None
+        in_matrices = _outer(form, given, in_offsets, y, begin) if needs_matrices_grad else None
         return AffineGrads(in_matrices, in_offsets, in_initial[0])
 
 
@@ -321,31 +308,25 @@ def _batch_of(**batches: Shape) -> Shape:
     return next(iter(known.values()), ())
 
 
-class _Matrices(NamedTuple):
-    """The matrices of all steps.
+class _Given(NamedTuple):
+    """Matrices in the form of the array that the caller has passed.
 
     Attributes
     ----------
-    pattern : Pattern
-        The pattern of each.
-    values : ndarray, shape (T, nnz) or (T, batch, nnz)
-        Their values; the last axis is contiguous.
-    transposed : bool
-        Whether a step applies the transposed matrix.
+    matrices : Matrices
+        What they are.
     shape : tuple of int
-        The shape of the array that the caller has passed.
+        The shape of the array.
     turned : bool
-        Whether that are these matrices transposed.
+        Whether these matrices are its transposed ones.
     """
 
-    pattern: Pattern
-    values: Array
-    transposed: bool
+    matrices: Matrices
     shape: tuple[int, ...]
     turned: bool
 
     @classmethod
-    def read(cls, matrices: Any, pattern: Pattern | None, transposed: bool) -> _Matrices:
+    def read(cls, matrices: Any, pattern: Pattern | None, transposed: bool) -> _Given:
         """Return what the caller has given, checked; a view wherever one can be."""
         transposed = check_flag("transposed", transposed)
         if isinstance(matrices, CSRChain):
@@ -355,40 +336,13 @@ class _Matrices(NamedTuple):
         array = read_array("matrices", matrices)
         size = _check_matrices(array.shape, pattern)
         if pattern is not None:
-            return cls(pattern, _walkable(array), transposed, array.shape, False)
+            return cls(Matrices(pattern, _walkable(array), transposed), array.shape, False)
         # Matrices stored column by column are transposed ones, stored row by row.
         turned = array.strides[-2] < array.strides[-1]
         rows = array.swapaxes(-1, -2) if turned else array
         values = _walkable(rows.reshape(*array.shape[:-2], size * size))
         pattern = Pattern.dense((size, size))
-        return cls(pattern, values, transposed != turned, array.shape, turned)
-
-    @property
-    def steps(self) -> int:
-        """How many there are."""
-        return len(self.values)
-
-    @property
-    def size(self) -> int:
-        """Length of a state."""
-        return self.pattern.shape[0]
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The batch axis, if there is one."""
-        return self.values.shape[1:-1]
-
-    def converted(self, dtype: np.dtype[Any]) -> _Matrices:
-        """Return them in a dtype."""
-        return self._replace(values=_converted(self.values, dtype))
-
-    def adjoint(self) -> _Matrices:
-        """Return what gradients go through: from the last step to the first, and transposed."""
-        return self._replace(values=self.values[::-1], transposed=not self.transposed)
-
-    def part(self, begin: int, end: int | None) -> _Matrices:
-        """Return some steps."""
-        return self._replace(values=self.values[begin:end])
+        return cls(Matrices(pattern, values, transposed != turned), array.shape, turned)
 
     def as_given(self, values: Array) -> Array:
         """Return values of this pattern in the form that the caller has given."""
@@ -414,12 +368,16 @@ def _walkable(array: Array) -> Array:
     return copy
 
 
+def _in_dtype(matrices: Matrices, dtype: np.dtype[Any]) -> Matrices:
+    return matrices._replace(values=_converted(matrices.values, dtype))
+
+
 def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
     return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _recur(
-    given: _Matrices,
+    given: Matrices,
     offsets: Array | None,
     start: Array,
     out: Array,
@@ -432,32 +390,16 @@ def _recur(
         _recur_by_plan(given, offsets, start, out, schedule)
         return
     samples = out.shape[1] if out.ndim == 3 else 1
-    threads = thread_count()
-    few = samples < threads and given.pattern.kind != "diagonal" and given.pattern.nnz >= _LARGE
+    is_large = given.pattern.kind != "diagonal" and given.pattern.nnz >= _LARGE
+    few = samples < thread_count() and is_large
     if few if schedule is None else schedule != Schedule.linear(given.steps):
         _recur_by_plan(given, offsets, start, out, schedule)
         return
-    steps = _steps(given, offsets, start, out)
-    work = given.steps * samples * given.pattern.nnz
-    threads = max(1, min(threads, work // _GRAIN))
-    if given.pattern.kind == "diagonal":
-        steps, samples = _flattened(steps, samples)
-        _share(lambda i, j: sweep_columns(steps, samples, i, j), steps.size, threads, 16)
-    elif given.values.ndim == 2 and samples > 1:
-        room = 2 * LANES * given.size
-        _share(
-            lambda i, j: sweep_shared(steps, i, j, np.empty(room, out.dtype)),
-            samples,
-            threads,
-            LANES,
-        )
-    else:
-        threads = min(threads, abs(steps.values.step) // _PIECE)
-        _share(lambda i, j: sweep(steps, i, j), samples, threads, 1)
+    write_states(Calls(), given, offsets, start, out)
 
 
 def _recur_by_plan(
-    given: _Matrices, offsets: Array | None, start: Array, out: Array, schedule: Schedule | None
+    given: Matrices, offsets: Array | None, start: Array, out: Array, schedule: Schedule | None
 ) -> None:
     """Write all states by the scan of a plan, which takes matrices that are not transposed."""
     pattern, values, xp = given.pattern, given.values, namespace(out)
@@ -483,70 +425,19 @@ def _transposed(pattern: Pattern) -> tuple[Pattern, Array]:
     return trusted(indptr, rows_of(pattern)[order], pattern.shape[::-1]), order
 
 
-def _steps(given: _Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
-    """Return what the kernels are told."""
-    pattern = given.pattern
-    is_csr = pattern.kind == "general"
-    # Read-only as a pattern's: no other kernels are compiled for it.
-    none = np.empty(0, np.int32)
-    none.flags.writeable = False
-    return Steps(
-        count=given.steps,
-        size=given.size,
-        nnz=pattern.nnz,
-        kind=KINDS[pattern.kind],
-        transposed=int(given.transposed),
-        indptr=pattern.indptr if is_csr else none,
-        indices=pattern.indices if is_csr else none,
-        values=_stack(given.values),
-        offsets=Stack(0, 0, 0) if offsets is None else _stack(offsets),
-        states=_stack(out),
-        start=_stack(start[None]),
-        like=np.empty(0, out.dtype),
-    )
-
-
-def _stack(array: Array) -> Stack:
-    step, *rest = array.strides[:-1]
-    return Stack(array.ctypes.data, step, rest[0] if rest else 0)
-
-
-def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
-    """Return the same with all samples as one, if they lie end to end."""
-    row = steps.size * steps.like.itemsize
-    stacks = [steps.values, steps.states, steps.start]
-    stacks += [steps.offsets] if steps.offsets.at else []
-    if samples == 1 or any(stack.sample != row for stack in stacks):
-        return steps, samples
-    size = steps.size * samples
-    return steps._replace(size=size, nnz=size), 1
-
-
-def _share(call: Callable[[int, int], None], count: int, threads: int, least: int) -> None:
-    """Share out `count` things, in ranges of a multiple of `least`."""
-    parts = max(1, min(threads, count // least))
-    ends = [count * k // parts // least * least for k in range(parts)] + [count]
-    share(lambda k: call(ends[k], ends[k + 1]), parts)
-
-
-def _outer(given: _Matrices, grads: Array, states: Array, start: Array) -> Array:
-    """Return the gradients in the matrices."""
+def _outer(form: _Given, matrices: Matrices, grads: Array, states: Array, start: Array) -> Array:
+    """Return the gradients in the matrices, in the form of the caller's."""
     if namespace(grads) is not np:
-        return given.as_given(_outer_on_device(given, grads, states, start))
-    out = output(np, None, given.values.shape, grads.dtype, what="the gradients in the matrices")
-    samples = grads.shape[1] if grads.ndim == 3 else 1
-    if samples == 0:
+        return form.as_given(_outer_on_device(matrices, grads, states, start))
+    shape = matrices.values.shape
+    out = output(np, None, shape, grads.dtype, what="the gradients in the matrices")
+    if not grads.size:
         out[...] = 0
-    if out.size and samples:
-        steps = _steps(given, None, start, states)
-        work = grads.size // max(given.size, 1) * given.pattern.nnz
-        threads = max(1, min(thread_count(), work // _GRAIN))
-        loss, to = _stack(grads), _stack(out)
-        _share(lambda i, j: outer_products(steps, loss, to, samples, i, j), given.steps, threads, 1)
-    return given.as_given(out)
+    write_outer_products(Calls(), matrices, grads, states, start, out)
+    return form.as_given(out)
 
 
-def _outer_on_device(given: _Matrices, grads: Array, states: Array, start: Array) -> Array:
+def _outer_on_device(given: Matrices, grads: Array, states: Array, start: Array) -> Array:
     """Return the gradients in the matrices, in the order of their pattern."""
     xp, pattern = namespace(grads), given.pattern
     before = xp.concatenate([xp.broadcast_to(start, states.shape[1:])[None], states[:-1]])

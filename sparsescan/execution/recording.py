@@ -15,7 +15,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import DTypeLike, NDArray
 
@@ -83,6 +82,14 @@ def _array_at(address: int, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return np.asarray(_At(address, shape, np.dtype(dtype)))
 
 
+class Result(NamedTuple):
+    """An array that a replay writes for the caller."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 class Recording:
     """Kernel calls that were recorded.
 
@@ -92,6 +99,8 @@ class Recording:
         Pairs of a function and the words of its arguments, in strands, in phases.
     read : object
         What must be there as long as the calls are made.
+    results : sequence of Result
+        What the calls write for the caller, in arrays behind all others.
 
     Attributes
     ----------
@@ -102,9 +111,12 @@ class Recording:
     """
 
     def __init__(
-        self, phases: Sequence[Sequence[Sequence[tuple[int, list[int]]]]], read: object
+        self,
+        phases: Sequence[Sequence[Sequence[tuple[int, list[int]]]]],
+        read: object,
+        results: Sequence[Result],
     ) -> None:
-        self._read = read
+        self._read, self.results = read, results
         strands = [strand for phase in phases for strand in phase]
         calls = [call for strand in strands for call in strand]
         self.width = max(map(len, phases), default=0)
@@ -141,14 +153,6 @@ class Recording:
             raise RuntimeError("a kernel has failed")
 
 
-class Result(NamedTuple):
-    """An array that a replay writes for the caller."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
 class Recorder(Calls):
     """Note calls of kernels.
 
@@ -181,8 +185,8 @@ class Recorder(Calls):
         """Note the call of a kernel."""
         kinds = tuple(map(numba.typeof, arguments))
         words: list[int] = []
-        for kind, argument in zip(kinds, arguments, strict=True):
-            words += _words(kind, argument)
+        for argument in arguments:
+            words += _words(argument)
         # Tables among them are read by each replay.
         self._read.append(arguments)
         self._open_strand().append((_entry(kernel, kinds), words))
@@ -228,17 +232,18 @@ class Recorder(Calls):
 
     def recording(self) -> Recording:
         """Return what was noted."""
-        return Recording([phase for phase in self._phases if phase], self._read)
+        return Recording([phase for phase in self._phases if phase], self._read, self.results)
 
 
 # -- Calls by words --------------------------------------------------------------------------------
 
 
-def _words(kind: Any, value: Any) -> Iterator[int]:
+def _words(value: Any) -> Iterator[int]:
     """Yield the words of an argument, as Numba passes it: an array as its parts."""
+    kind: Any = numba.typeof(value)  # type: ignore[no-untyped-call]
     if isinstance(kind, types.BaseTuple):
-        for each, part in zip(kind, value, strict=True):
-            yield from _words(each, part)
+        for part in value:
+            yield from _words(part)
     elif isinstance(kind, types.Array):
         yield from (0, 0, value.size, value.itemsize, value.ctypes.data)
         yield from value.shape
@@ -281,7 +286,7 @@ def _compile_entry(compiled: Any) -> int:
             value = builder.trunc(value, kind)
         arguments.append(value)
     kind = context.call_conv.get_function_type(about.restype, about.argtypes)
-    results = [cgutils.alloca_once(builder, each.pointee) for each in kind.args[:2]]
+    results = [builder.alloca(each.pointee) for each in kind.args[:2]]
     address = compiled.library.get_pointer_to_function(about.llvm_func_name)
     called = builder.inttoptr(word(address), kind.as_pointer())
     status = builder.call(called, [*results, *arguments])

@@ -6,26 +6,11 @@ from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
-from ..execution.recording import Recorder, Recording, Result, Space
+from ..execution.recording import Recorder, Recording, Space
 from ._recurrent_step import memory_on_host
 from .rnn import Recurrent
 
-__all__ = ["Pass", "RecordedStep", "record"]
-
-
-class Pass(NamedTuple):
-    """A pass through a network.
-
-    Attributes
-    ----------
-    recording : Recording
-        Its kernel calls.
-    results : list of Result
-        What it writes, behind the other arrays of a replay.
-    """
-
-    recording: Recording
-    results: list[Result]
+__all__ = ["RecordedStep", "record"]
 
 
 class RecordedStep(NamedTuple):
@@ -38,14 +23,14 @@ class RecordedStep(NamedTuple):
 
     Attributes
     ----------
-    backward : Pass or None
+    backward : Recording or None
         None if only `forward` was asked for.
     nbytes, back_nbytes : int
         Bytes of the memory, and of that which only `backward` takes.
     """
 
-    forward: Pass
-    backward: Pass | None
+    forward: Recording
+    backward: Recording | None
     nbytes: int
     back_nbytes: int
 
@@ -92,7 +77,7 @@ def record(
     for ks in layers:
         memory.run(ks, weights)
     memory.results(counts)
-    forward = Pass(recorder.recording(), recorder.results)
+    forward = recorder.recording()
     if not has_backward:
         return RecordedStep(forward, None, kept.nbytes, 0)
 
@@ -105,5 +90,5 @@ def record(
         memory.back(ks, weights, above, below)
         above = below
     memory.state_grad()
-    backward = Pass(recorder.recording(), recorder.results)
+    backward = recorder.recording()
     return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)

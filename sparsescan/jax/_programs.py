@@ -38,12 +38,12 @@ class Lengths(NamedTuple):
     ----------
     argument : int
         Which argument they are.
-    count, steps : int
+    samples, steps : int
         How many, and the largest that is allowed.
     """
 
     argument: int
-    count: int
+    samples: int
     steps: int
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jax.custom_batching import custom_vmap
 
-from .. import affine
+from ..affine import check_shapes
+from ..execution.recurrence import record_gradients, record_states
 from ..symbolic.pattern import Pattern, rows_of
-from ._calls import as_float, check_platform
+from ._calls import as_float, check_platform, together, vary, varying
+from ._programs import add, call, key_of
 
 __all__ = ["affine_scan"]
 
@@ -78,166 +79,233 @@ def affine_scan(
     a = as_float("matrices", matrices)
     b = None if offsets is None else as_float("offsets", offsets)
     y0 = None if initial is None else as_float("initial", initial)
-    batch, size = affine.check_shapes(
+    _, size = check_shapes(
         a.shape, None if b is None else b.shape, None if y0 is None else y0.shape, pattern
     )
-    # There is one form of the call: what is not given is zeros.
+    # There is one form of the call: what is not given is zeros, and values have a pattern.
     b = jnp.zeros((len(a), size), a.dtype) if b is None else b
     y0 = jnp.zeros(size, a.dtype) if y0 is None else y0
     dtype = jnp.result_type(a, b, y0)
-    how = pattern, bool(transposed), batch
-    return _affine_scan(how, a.astype(dtype), b.astype(dtype), y0.astype(dtype))
+    if pattern is None:
+        a, pattern = a.reshape(*a.shape[:-2], size * size), Pattern.dense((size, size))
+    given = tuple(each.astype(dtype) for each in (a, b, y0))
+    return _functions(pattern, bool(transposed)).states(*together(given))
 
 
-Array = NDArray[Any]
-# How a call is made: the pattern, whether matrices are transposed, the batch axis of the states.
-_How = tuple[Pattern | None, bool, tuple[int, ...]]
+class _Functions(NamedTuple):
+    """Functions of JAX for matrices of a pattern; all have derivatives, and map samples as batches.
+
+    Attributes
+    ----------
+    states : callable
+        Returns the states, for values, offsets and an initial state.
+    gradients : callable
+        Returns the gradients in values, and in offsets and initial state of every sample, for
+        values, initial state, states and gradients in these.
+    """
+
+    states: Any
+    gradients: Any
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _affine_scan(how: _How, a: Any, b: Any, y0: Any) -> Any:
-    _, _, batch = how
-    states = jax.ShapeDtypeStruct((len(a), *batch, y0.shape[-1]), a.dtype)
-    return jax.pure_callback(
-        partial(_states, how, (a.ndim, b.ndim, y0.ndim)),
-        *(states, a, b, y0),
-        vmap_method="expand_dims",
-    )
+@functools.lru_cache(maxsize=256)
+def _functions(pattern: Pattern, transposed: bool) -> _Functions:
+    """Return the functions for a pattern."""
+    how = pattern, transposed
+
+    @custom_vmap
+    def run(a: Any, b: Any, y0: Any) -> Any:
+        return _run_states(how, a, b, y0)
+
+    @run.def_vmap
+    def _(count: int, mapped: Any, a: Any, b: Any, y0: Any) -> Any:
+        fold = _Fold(count, (a, b, y0), mapped, (2, 2, 1))
+        given = fold.folded(0), fold.folded(1), fold.folded(2)
+        return fold.unfolded(run(*given), 1), True
+
+    @custom_vmap
+    def run_back(a: Any, y0: Any, y: Any, loss: Any) -> Any:
+        return _run_gradients(how, a, y0, y, loss)
+
+    @run_back.def_vmap
+    def _(count: int, mapped: Any, a: Any, y0: Any, y: Any, loss: Any) -> Any:
+        if a.ndim == 2 and not mapped[0]:
+            # Samples of all maps share the matrices, but each map has its own sum over samples.
+            vectors = jax.vmap(run_vectors, (None, _axis(mapped[3])), axis_size=count)
+            in_b, in_y0 = vectors(a, loss)
+            axes = 0, _axis(mapped[1]), _axis(mapped[2])
+            in_a = jax.vmap(functools.partial(_in_matrices, how, True), axes)(in_b, y0, y)
+            return (in_a, in_b, in_y0), (True, True, True)
+        fold = _Fold(count, (a, y0, y, loss), mapped, (2, 1, 2, 2))
+        whole = [fold.folded(k, whole=True) for k in range(4)]
+        in_a, in_b, in_y0 = run_back(*whole)
+        in_a = fold.unfolded(in_a, 1)
+        has_batch = a.ndim - mapped[0] == 3
+        in_a = in_a if has_batch or fold.batch is None else in_a.sum(2)
+        return (in_a, fold.unfolded(in_b, 1), fold.unfolded(in_y0, 0)), (True, True, True)
+
+    @custom_vmap
+    def run_vectors(a: Any, loss: Any) -> Any:
+        """Return the gradients in offsets and initial state alone."""
+        return _run_gradients(how, a, None, None, loss)
+
+    @run_vectors.def_vmap
+    def _(count: int, mapped: Any, a: Any, loss: Any) -> Any:
+        fold = _Fold(count, (a, loss), mapped, (2, 2))
+        in_b, in_y0 = run_vectors(fold.folded(0), fold.folded(1, whole=True))
+        return (fold.unfolded(in_b, 1), fold.unfolded(in_y0, 0)), (True, True)
+
+    @jax.custom_vjp
+    def states(a: Any, b: Any, y0: Any) -> Any:
+        return run(a, b, y0)
+
+    def states_forward(a: Any, b: Any, y0: Any) -> Any:
+        y = states(a, b, y0)
+        return y, (a, y0, y, b)
+
+    def states_backward(kept: Any, loss: Any) -> Any:
+        a, y0, y, b = kept
+        in_a, in_b, in_y0 = gradients(a, y0, y, loss)
+        # An argument that samples share has the sum of their gradients.
+        in_b = in_b.sum(1) if b.ndim < in_b.ndim else in_b
+        return in_a, in_b, in_y0.sum(0) if y0.ndim < in_y0.ndim else in_y0
+
+    states.defvjp(states_forward, states_backward)
+
+    @jax.custom_vjp
+    def gradients(a: Any, y0: Any, y: Any, loss: Any) -> Any:
+        return run_back(a, y0, y, loss)
+
+    def gradients_forward(*given: Any) -> Any:
+        return gradients(*given), given
+
+    def gradients_backward(given: Any, above: Any) -> Any:
+        return jax.vjp(functools.partial(_differentiable_gradients, how), *given)[1](above)
+
+    gradients.defvjp(gradients_forward, gradients_backward)
+    return _Functions(states, gradients)
 
 
-def _forward(how: _How, a: Any, b: Any, y0: Any) -> tuple[Any, Any]:
-    y = _affine_scan(how, a, b, y0)
-    return y, (a, y0, y, b.ndim)
-
-
-def _backward(how: _How, kept: Any, loss: Any) -> tuple[Any, Any, Any]:
-    a, y0, y, b_ndim = kept
-    in_a, in_b, in_y0 = _gradients(how, a, y0, y, loss)
-    # An argument that samples share has the sum of their gradients.
-    in_b = in_b.sum(1) if b_ndim < in_b.ndim else in_b
-    return in_a, in_b, in_y0.sum(0) if y0.ndim < in_y0.ndim else in_y0
-
-
-_affine_scan.defvjp(_forward, _backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
-    """Return the gradients in matrices, and in offsets and initial state of every sample."""
-    shapes = [jax.ShapeDtypeStruct(shape, a.dtype) for shape in (a.shape, y.shape, y.shape[1:])]
-    return jax.pure_callback(
-        partial(_all_gradients, how, (a.ndim, y0.ndim, y.ndim, loss.ndim)),
-        *(tuple(shapes), a, y0, y, loss),
-        vmap_method="expand_dims",
-    )
-
-
-def _forward_of_gradients(how: _How, *given: Any) -> tuple[Any, Any]:
-    return _gradients(how, *given), given
-
-
-def _backward_of_gradients(how: _How, given: Any, loss: Any) -> Any:
-    return jax.vjp(partial(_differentiable_gradients, how), *given)[1](loss)
-
-
-_gradients.defvjp(_forward_of_gradients, _backward_of_gradients)
+# The pattern, and whether a step applies transposed matrices.
+_How = tuple[Pattern, bool]
 
 
 def _differentiable_gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
     """Return the gradients by functions that have derivatives."""
-    pattern, transposed, batch = how
+    pattern, transposed = how
     if not len(a):
-        return a, loss, jnp.zeros(y.shape[1:], a.dtype)
+        return jnp.zeros_like(a), loss, jnp.zeros_like(y, shape=y.shape[1:])
     later = jnp.concatenate([loss[:-1][::-1], jnp.zeros_like(loss[:1])])
-    back = _affine_scan((pattern, not transposed, batch), a[::-1], later, loss[-1])
+    back = _functions(pattern, not transposed).states(a[::-1], later, loss[-1])
     in_b = jnp.concatenate([back[:-1][::-1], loss[-1:]])
+    return _in_matrices(how, a.ndim == 2, in_b, y0, y), in_b, back[-1]
+
+
+def _in_matrices(how: _How, is_shared: bool, in_b: Any, y0: Any, y: Any) -> Any:
+    """Return the gradients in values, summed over samples that share them."""
+    pattern, transposed = how
     before = jnp.concatenate([jnp.broadcast_to(y0, y.shape[1:])[None], y[:-1]])
     left, right = (before, in_b) if transposed else (in_b, before)
-    if pattern is None:
-        in_a = left[..., :, None] * right[..., None, :]
-    else:
-        in_a = left[..., rows_of(pattern)] * right[..., pattern.indices]
-    return in_a.sum(1) if in_a.ndim > a.ndim else in_a, in_b, back[-1]
-
-
-# -- On the host -----------------------------------------------------------------------------------
-
-
-def _states(how: _How, dims: tuple[int, ...], *given: Any) -> Any:
-    pattern, transposed, batch = how
-    a, b, y0 = (np.asarray(each) for each in given)
-    fold = _Fold(batch, (a, b, y0), dims)
-    tail = 2 if pattern is None else 1
-    a, b, y0 = fold.folded(a, 1, tail), fold.folded(b, 1, 1), fold.folded(y0, 0, 1)
-    y = affine.affine_scan(a, b, y0, pattern=pattern, transposed=transposed)
-    return fold.unfolded(y, 1, 1)
-
-
-def _all_gradients(how: _How, dims: tuple[int, ...], *given: Any) -> Any:
-    pattern, transposed, batch = how
-    a, y0, y, loss = (np.asarray(each) for each in given)
-    fold = _Fold(batch, (a, y0, y, loss), dims)
-    tail = 2 if pattern is None else 1
-    has_batch = dims[0] == 2 + tail
-    a = fold.folded(a, 1, tail, whole=True)
-    y0 = fold.folded(y0, 0, 1)
-    y, loss = (fold.folded(each, 1, 1, whole=True) for each in (y, loss))
-    grads = affine.affine_scan_vjp(a, y0, y, loss, pattern=pattern, transposed=transposed)
-    assert grads.matrices is not None
-    in_a = fold.unfolded(grads.matrices, 1, tail)
-    if fold.is_mapped and batch and not has_batch:
-        in_a = in_a.sum(-1 - tail)
-    return in_a, fold.unfolded(grads.offsets, 1, 1), fold.unfolded(grads.initial, 0, 1)
+    adds = is_shared and y.ndim == 3
+    if pattern.kind == "dense":
+        products = jnp.einsum(
+            "tbi,tbj->tij" if adds else "...i,...j->...ij", left, right, precision="highest"
+        )
+        return products.reshape(*products.shape[:-2], pattern.nnz)
+    if pattern.kind == "general":
+        left, right = left[..., rows_of(pattern)], right[..., pattern.indices]
+    return (left * right).sum(1) if adds else left * right
 
 
 class _Fold:
-    """How arrays to which ``vmap`` has given leading axes become some whose samples are a batch.
+    """How arrays to which ``vmap`` has given a leading axis become some whose samples are a batch.
 
     Parameters
     ----------
-    batch : tuple of int
-        The batch axis that a call has of its own, if any.
-    arrays : sequence of ndarray
-        Arrays with leading axes, of the lengths of the maps or of length 1.
+    count : int
+        How many maps there are.
+    arrays, mapped : sequence
+        The arrays, and which of them have the leading axis.
     dims : sequence of int
-        How many axes each has of its own.
+        How many axes each has without that one and samples.
 
     Attributes
     ----------
-    is_mapped : bool
-        Whether there is any leading axis.
+    batch : int or None
+        How many samples there are without maps, if any array has an axis of them.
     """
 
     def __init__(
-        self, batch: tuple[int, ...], arrays: Sequence[Array], dims: Sequence[int]
+        self, count: int, arrays: Sequence[Any], mapped: Sequence[bool], dims: Sequence[int]
     ) -> None:
-        leads = [array.shape[: array.ndim - dim] for array, dim in zip(arrays, dims, strict=True)]
-        self._lead = np.broadcast_shapes(*leads)
-        self._batch = batch
-        self.is_mapped = bool(self._lead)
+        self._count, self._arrays, self._mapped = count, arrays, mapped
+        self._axes = [dim - 1 for dim in dims]  # before which axis of its own samples are
+        each = zip(arrays, mapped, dims, strict=True)
+        self._has_batch = [array.ndim - flag > dim for array, flag, dim in each]
+        batches = zip(arrays, self._has_batch, strict=True)
+        self.batch = next((array.shape[-2] for array, flag in batches if flag), None)
 
-    def folded(self, array: Array, steps: int, tail: int, *, whole: bool = False) -> Array:
-        """Return one for the kernels: `steps` axes, maybe the samples, and the last `tail` axes.
-
-        An array that all samples share stays as it is, unless it is asked for `whole`.
-        """
-        lead = len(self._lead)
-        has_batch = array.ndim == lead + steps + 1 + tail
-        if not lead or (not has_batch and not whole and set(array.shape[:lead]) <= {1}):
-            return array.reshape(array.shape[lead:])
-        if not has_batch:
-            array = np.expand_dims(array, lead + steps)
-        own, last = array.shape[lead : lead + steps], array.shape[-tail:]
-        batch = self._batch or (1,)
-        array = np.broadcast_to(array, (*self._lead, *own, *batch, *last))
-        array = np.moveaxis(array, range(lead), range(steps, steps + lead))
-        return array.reshape(*own, math.prod(self._lead) * batch[0], *last)
-
-    def unfolded(self, array: Array, steps: int, tail: int) -> Array:
-        """Return a result of the kernels with the leading axes."""
-        if not self._lead:
+    def folded(self, k: int, *, whole: bool = False) -> Any:
+        """Return an array with one axis of samples; `whole` even if all of them share it."""
+        array, axis = self._arrays[k], self._axes[k]
+        if not self._mapped[k]:
+            if not whole and not self._has_batch[k]:
+                return array
+            array = jnp.broadcast_to(array, (self._count, *array.shape))
+        array = jnp.moveaxis(array, 0, axis)
+        if self.batch is None:
             return array
-        own, last = array.shape[:steps], array.shape[-tail:]
-        array = array.reshape(*own, *self._lead, *self._batch, *last)
-        lead = len(self._lead)
-        return np.moveaxis(array, range(steps, steps + lead), range(lead))
+        if not self._has_batch[k]:
+            array = jnp.repeat(array[..., None, :], self.batch, axis=-2)
+        return array.reshape(*array.shape[:axis], self._count * self.batch, array.shape[-1])
+
+    def unfolded(self, array: Any, axis: int) -> Any:
+        """Return a result with the leading axis, whose samples are at an axis."""
+        own = (self._count,) if self.batch is None else (self._count, self.batch)
+        return jnp.moveaxis(array.reshape(*array.shape[:axis], *own, array.shape[-1]), axis, 0)
+
+
+def _axis(is_mapped: bool) -> int | None:
+    return 0 if is_mapped else None
+
+
+# -- Programs --------------------------------------------------------------------------------------
+
+
+def _run_states(how: _How, a: Any, b: Any, y0: Any) -> Any:
+    """Return the states of all steps and samples."""
+    shapes = a.shape, b.shape, y0.shape
+    batch = max((a.shape[1:-1], b.shape[1:-1], y0.shape[:-1]), key=len)
+    states = len(a), *batch, y0.shape[-1]
+    return _results(record_states, how, shapes, [a, b, y0], [states])[0]
+
+
+def _run_gradients(how: _How, a: Any, y0: Any, y: Any, loss: Any) -> Any:
+    """Return the gradients in values, unless states are None, in offsets and initial state."""
+    shapes = a.shape, loss.shape, None if y0 is None else y0.shape
+    given = [a, loss] if y0 is None else [a, loss, y0, y]
+    results = [] if y0 is None else [a.shape]
+    return _results(record_gradients, how, shapes, given, [*results, loss.shape, loss.shape[1:]])
+
+
+def _results(
+    record: Any, how: _How, shapes: Any, given: list[Any], results: list[tuple[int, ...]]
+) -> tuple[Any, ...]:
+    """Return the results of a recording."""
+    dtype = given[0].dtype
+    if 0 in results[-1] or not len(given[0]):  # no kernel runs
+        return tuple(vary([jnp.zeros(shape, dtype) for shape in results], varying(given)))
+    key, nbytes = _program(record, how, shapes, dtype.name, len(given))
+    kinds = [*((shape, dtype) for shape in results), ((nbytes,), np.uint8)]
+    return tuple(call(key, given, kinds)[:-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(record: Any, how: _How, shapes: Any, dtype: str, arguments: int) -> tuple[int, int]:
+    """Return the key of a program, and the bytes of its memory."""
+    pattern, transposed = how
+    recording, nbytes = record(pattern, transposed, *shapes, dtype)
+    results = len(recording.results)
+    key = key_of(record.__name__, pattern.key, transposed, shapes, dtype)
+    add(key, recording, [-1 - results, *range(arguments), *range(-1, -1 - results, -1)])
+    return key, nbytes

@@ -99,13 +99,13 @@ def recurrent(
         lengths = _read_lengths(lengths, inputs.shape)
     arrays = [inputs, *given.values(), *([] if begin is None else [begin])]
     dtype = jnp.result_type(*arrays)
-    inputs, params = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
+    inputs, own = inputs.astype(dtype), [param.astype(dtype) for param in given.values()]
     begin = jnp.zeros(states, dtype) if begin is None else begin.astype(dtype)
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
     run = _functions(_Network(network)).run
-    output, last = run(*together((params, inputs, begin, lengths)))
+    output, last = run(*together((own, inputs, begin, lengths)))
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
 
@@ -184,12 +184,12 @@ def _step_of(
     count = 2 + has_lengths + len(net.params)
     # Of the arrays only the memory, and the results behind all others, are results.
     checked = Lengths(2, batch, steps) if has_lengths else None
-    add(forward, recorded.forward.recording, [-3, *range(count), -1, -2], checked)
+    add(forward, recorded.forward, [-3, *range(count), -1, -2], checked)
     if recorded.backward is None:
         return _Step(recorded, forward, 0)
     results = len(recorded.backward.results)
     places = [0, -results - 2, 1, 2, *range(-1, -results - 1, -1)]
-    add(backward, recorded.backward.recording, places)
+    add(backward, recorded.backward, places)
     return _Step(recorded, forward, backward)
 
 
@@ -269,20 +269,21 @@ def _functions(network: _Network) -> _Functions:
         grads = _one_by_one(backward, mapped, given)
         return grads, jax.tree.map(lambda _: True, grads)
 
-    once = jax.custom_jvp(backward)
-    once.defjvp(_no_more)
+    forward_once, backward_once = jax.custom_jvp(forward), jax.custom_jvp(backward)
+    forward_once.defjvp(_no_more)
+    backward_once.defjvp(_no_more)
 
     @jax.custom_vjp
     def run(params: Any, x: Any, state: Any, lengths: Any) -> Any:
         return infer(params, x, state, lengths)
 
     def run_forward(*given: Any) -> Any:
-        output, last, kept = forward(*given)
+        output, last, kept = forward_once(*given)
         return (output, last), (kept, given)
 
     def run_backward(saved: Any, above: Any) -> Any:
         kept, given = saved
-        return (*once(above, kept, *given), None)
+        return (*backward_once(above, kept, *given), None)
 
     run.defvjp(run_forward, run_backward)
     return _Functions(run)

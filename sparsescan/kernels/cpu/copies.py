@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..compile import njit
 
-__all__ = ["add_range", "fill_with"]
+__all__ = ["add_range", "copy_into", "fill_with"]
 
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _kernel = njit(nogil=True, cache=True, _nrt=False)
@@ -15,6 +15,13 @@ def fill_with(array, value):
     """Write a number, a whole one, everywhere."""
     for i in range(len(array)):
         array[i] = value
+
+
+@_kernel
+def copy_into(out, array):
+    """Copy numbers, which lie end to end."""
+    for i in range(len(out)):
+        out[i] = array[i]
 
 
 @_kernel

@@ -1,0 +1,298 @@
+"""Linear recurrences on the host, ``y_t = A_t y_{t-1} + b_t``, and recordings of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..kernels.cpu.copies import copy_into
+from ..kernels.cpu.recurrence import (
+    Stack,
+    Steps,
+    outer_products,
+    sweep,
+    sweep_columns,
+    sweep_shared,
+)
+from ..kernels.cpu.tables import LANES
+from ..symbolic.pattern import Pattern
+from .calls import Calls
+from .recording import Recorder, Recording, Space
+from .threads import thread_count
+from .workspace import KINDS
+
+__all__ = [
+    "Matrices",
+    "Recorded",
+    "record_gradients",
+    "record_states",
+    "write_outer_products",
+    "write_states",
+]
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+# Multiply-adds that are worth another thread.
+_GRAIN = 1 << 17
+# Bytes of the matrices of a step that are worth another thread: in smaller pieces of memory, of
+# which each thread skips those of others, two are no faster than one.
+_PIECE = 1 << 15
+
+
+class Matrices(NamedTuple):
+    """The matrices of all steps, in the order in which they are applied.
+
+    Attributes
+    ----------
+    pattern : Pattern
+        The pattern of each.
+    values : ndarray, shape (T, nnz) or (T, batch, nnz)
+        Their values; the last axis is contiguous.
+    transposed : bool
+        Whether a step applies the transposed matrix.
+    """
+
+    pattern: Pattern
+    values: Array
+    transposed: bool
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return len(self.values)
+
+    @property
+    def size(self) -> int:
+        """Length of a state."""
+        return self.pattern.shape[0]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The batch axis, if there is one."""
+        return self.values.shape[1:-1]
+
+    def adjoint(self) -> Matrices:
+        """Return what gradients go through: from the last step to the first, and transposed."""
+        return self._replace(values=self.values[::-1], transposed=not self.transposed)
+
+    def part(self, begin: int | None, end: int | None) -> Matrices:
+        """Return some steps."""
+        return self._replace(values=self.values[begin:end])
+
+
+# -- Sweeps ----------------------------------------------------------------------------------------
+
+
+def write_states(
+    calls: Calls, matrices: Matrices, offsets: Array | None, start: Array, out: Array
+) -> None:
+    """Write the states of all steps and samples, which threads share.
+
+    Parameters
+    ----------
+    calls : Calls
+        What launches the kernels.
+    matrices : Matrices
+        The matrices ``A_1, …, A_T``.
+    offsets : ndarray, shape (T, size) or (T, batch, size), or None
+        The terms ``b_1, …, b_T``.
+    start : ndarray, shape (size,) or (batch, size)
+        The state ``y_0``.
+    out : ndarray, shape (T, size) or (T, batch, size)
+        The states ``y_1, …, y_T``. The last axis of each of these is contiguous.
+    """
+    if out.size == 0:
+        return
+    samples = out.shape[1] if out.ndim == 3 else 1
+    steps = _steps(matrices, offsets, start, out)
+    work = matrices.steps * samples * matrices.pattern.nnz
+    threads = max(1, min(thread_count(), work // _GRAIN))
+    if matrices.pattern.kind == "diagonal":
+        steps, samples = _flattened(steps, samples)
+        kernel = partial(calls.launch, sweep_columns, steps, samples)
+        _share(calls, kernel, steps.size, threads, 16)
+    elif matrices.values.ndim == 2 and samples > 1:
+
+        def sweep_part(first: int, last: int) -> None:
+            room = calls.borrow(2 * LANES * matrices.size, out.dtype)
+            calls.launch(sweep_shared, steps, first, last, room)
+            calls.give_back(room)
+
+        _share(calls, sweep_part, samples, threads, LANES)
+    else:
+        threads = min(threads, abs(steps.values.step) // _PIECE)
+        _share(calls, partial(calls.launch, sweep, steps), samples, threads, 1)
+
+
+def write_outer_products(
+    calls: Calls, matrices: Matrices, grads: Array, states: Array, start: Array, out: Array
+) -> None:
+    """Write the gradients in the matrices: outer products of vectors, where the pattern is.
+
+    Parameters
+    ----------
+    calls : Calls
+        What launches the kernels.
+    matrices : Matrices
+        The matrices ``A_1, …, A_T``.
+    grads, states : ndarray, shape (T, size) or (T, batch, size)
+        The gradients in the states through all that follows, and the states.
+    start : ndarray, shape (size,) or (batch, size)
+        The state ``y_0``.
+    out : ndarray, shape (T, nnz) or (T, batch, nnz)
+        What is written, in the form of the values; summed over samples that share the matrices.
+    """
+    samples = grads.shape[1] if grads.ndim == 3 else 1
+    if out.size == 0 or samples == 0:
+        return
+    steps = _steps(matrices, None, start, states)
+    work = grads.size // max(matrices.size, 1) * matrices.pattern.nnz
+    threads = max(1, min(thread_count(), work // _GRAIN))
+    kernel = partial(calls.launch, outer_products, steps, _stack(grads), _stack(out), samples)
+    _share(calls, kernel, matrices.steps, threads, 1)
+
+
+def _steps(matrices: Matrices, offsets: Array | None, start: Array, out: Array) -> Steps:
+    """Return what the kernels are told."""
+    pattern = matrices.pattern
+    is_csr = pattern.kind == "general"
+    # Read-only as a pattern's: no other kernels are compiled for it.
+    none = np.empty(0, np.int32)
+    none.flags.writeable = False
+    return Steps(
+        count=matrices.steps,
+        size=matrices.size,
+        nnz=pattern.nnz,
+        kind=KINDS[pattern.kind],
+        transposed=int(matrices.transposed),
+        indptr=pattern.indptr if is_csr else none,
+        indices=pattern.indices if is_csr else none,
+        values=_stack(matrices.values),
+        offsets=Stack(0, 0, 0) if offsets is None else _stack(offsets),
+        states=_stack(out),
+        start=_stack(start[None]),
+        like=np.empty(0, out.dtype),
+    )
+
+
+def _stack(array: Array) -> Stack:
+    step, *rest = array.strides[:-1]
+    return Stack(array.ctypes.data, step, rest[0] if rest else 0)
+
+
+def _flattened(steps: Steps, samples: int) -> tuple[Steps, int]:
+    """Return the same with all samples as one, if they lie end to end."""
+    row = steps.size * steps.like.itemsize
+    stacks = [steps.values, steps.states, steps.start]
+    stacks += [steps.offsets] if steps.offsets.at else []
+    if samples == 1 or any(stack.sample != row for stack in stacks):
+        return steps, samples
+    size = steps.size * samples
+    return steps._replace(size=size, nnz=size), 1
+
+
+def _share(
+    calls: Calls, call: Callable[[int, int], None], count: int, threads: int, least: int
+) -> None:
+    """Share out `count` things, in ranges of a multiple of `least`."""
+    parts = max(1, min(threads, count // least))
+    ends = [count * k // parts // least * least for k in range(parts)] + [count]
+    calls.together([partial(call, ends[k], ends[k + 1]) for k in range(parts)])
+
+
+# -- Recordings ------------------------------------------------------------------------------------
+
+
+class Recorded(NamedTuple):
+    """A recording, and the memory that it works in.
+
+    Attributes
+    ----------
+    recording : Recording
+        The kernel calls.
+    nbytes : int
+        Bytes of the memory, the first array of a replay.
+    """
+
+    recording: Recording
+    nbytes: int
+
+
+def record_states(
+    pattern: Pattern,
+    transposed: bool,
+    values: Shape,
+    offsets: Shape,
+    initial: Shape,
+    dtype: DTypeLike,
+) -> Recorded:
+    """Record :func:`write_states` for arrays of some shapes, of at least one step.
+
+    Arrays of a replay are the memory, values of matrices, offsets, the initial state, and the
+    result ``states``.
+
+    Parameters
+    ----------
+    pattern : Pattern
+        The pattern of the matrices.
+    transposed : bool
+        Whether a step applies the transposed matrix.
+    values, offsets, initial : tuple of int
+        The shapes of the arrays.
+    dtype : dtype
+        Of all arrays.
+    """
+    space = Space(0)
+    recorder = Recorder(space, 4)
+    shapes = values, offsets, initial
+    a, b, y0 = (recorder.array(1 + k, shape, dtype) for k, shape in enumerate(shapes))
+    batch = max((values[1:-1], offsets[1:-1], initial[:-1]), key=len)
+    states = recorder.result("states", (len(a), *batch, pattern.shape[0]), dtype)
+    write_states(recorder, Matrices(pattern, a, transposed), b, y0, states)
+    return Recorded(recorder.recording(), space.nbytes)
+
+
+def record_gradients(
+    pattern: Pattern,
+    transposed: bool,
+    values: Shape,
+    states: Shape,
+    initial: Shape | None,
+    dtype: DTypeLike,
+) -> Recorded:
+    """Record the gradients in all that enters a recurrence, for arrays of some shapes.
+
+    Arrays of a replay are the memory, values of matrices, gradients of a loss in the states, the
+    initial state, the states, and the results: ``matrices``, ``offsets`` and ``initial``, in the
+    latter two the gradients of every sample.
+
+    Parameters
+    ----------
+    pattern, transposed, dtype
+        As for :func:`record_states`.
+    values, states : tuple of int
+        The shapes of the arrays; there is at least one step.
+    initial : tuple of int or None
+        The shape of the initial state. If it is None, the gradients in matrices are not computed,
+        and no initial state and states enter.
+    """
+    space = Space(0)
+    recorder = Recorder(space, 3 if initial is None else 5)
+    a, loss = recorder.array(1, values, dtype), recorder.array(2, states, dtype)
+    matrices = Matrices(pattern, a, transposed)
+    in_matrices = None if initial is None else recorder.result("matrices", values, dtype)
+    in_offsets = recorder.result("offsets", states, dtype)
+    in_initial = recorder.result("initial", states[1:], dtype)
+    recorder.launch(copy_into, in_offsets[-1].ravel(), loss[-1].ravel())
+    back = matrices.adjoint()
+    write_states(recorder, back.part(0, -1), loss[-2::-1], loss[-1], in_offsets[-2::-1])
+    write_states(recorder, back.part(-1, None), None, in_offsets[0], in_initial[None])
+    if initial is not None and in_matrices is not None:
+        y0, y = recorder.array(3, initial, dtype), recorder.array(4, states, dtype)
+        write_outer_products(recorder, matrices, in_offsets, y, y0, in_matrices)
+    return Recorded(recorder.recording(), space.nbytes)
