@@ -537,11 +537,17 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
 
 
-def memory_on_host(network: Layers, x: Array, calls: Calls, *, keeps_gates: bool) -> _Memory:
-    """Return memory for inputs like `x`, and calls of kernels that others may make, or note."""
+def memory_on_host(
+    network: Layers, x: Array, calls: Calls, *, keeps_gates: bool, keeps_samples: bool = False
+) -> _Memory:
+    """Return memory for inputs like `x`, and calls of kernels that others may make, or note.
+
+    If it `keeps_samples`, a backward pass returns what gradients of parameters are sums of.
+    """
     steps, batch, _ = x.shape
     segment = max(1, steps if keeps_gates else min(steps, _SEGMENT))
-    memory = _Memory(network, _directions_of(network, x), steps, batch, segment, calls)
+    directions = _directions_of(network, x)
+    memory = _Memory(network, directions, steps, batch, segment, calls, keeps_samples)
     memory.allocate()
     return memory
 
@@ -854,8 +860,10 @@ class _Memory:
         batch: int,
         segment: int,
         calls: Calls,
+        keeps_samples: bool = False,
     ) -> None:
         self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
+        self._keeps_samples = keeps_samples
         self.steps, self.batch, self.segment = steps, batch, segment
         self.keeps_gates = segment >= steps
         one = directions[0]
@@ -1150,18 +1158,50 @@ class _Memory:
     ) -> list[dict[str, Array]]:
         """Return the gradients in the parameters of each direction of a layer.
 
-        `above` holds the gradients in its outputs, and `below` gets those in its inputs.
+        `above` holds the gradients in its outputs, and `below` gets those in its inputs. If samples
+        are kept apart, it is the factors whose products would be summed up that are returned.
         """
         parts = self._input_parts(below)
-        lots = -(-self.padded // self.lot)
+        lots = 1 if self._keeps_samples else -(-self.padded // self.lot)
         sums = {k: self.directions[k].zeros(self.calls, lots) for k in ks}
         for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
             span = start, min(start + self.segment, self.steps)
             self.for_each_group(ks, _back, weights, sums, above, parts, span)
-            self._sum_up(ks, sums, span)
+            if not self._keeps_samples:
+                self._sum_up(ks, sums, span)
         for part in parts[1:]:
             self._for_steps(partial(self._add_steps, parts[0], part))
+        if self._keeps_samples:
+            return [self._factors(k) for k in ks]
         return [self.directions[k].param_grads(self.calls, k, sums[k]) for k in ks]
+
+    def _factors(self, k: int) -> dict[str, Array]:
+        """Return what the gradients of the parameters of a direction are sums of products of.
+
+        Of each step and sample they are the gradients in the ``products``, the ``state`` before the
+        step and, above the first layer, the ``input``.
+        """
+        one, samples = self.directions[k], self._all_samples(k)
+        factors = {
+            name: self.calls.result(f"{name} {k}", (self.steps, self.batch, width), self.dtype)
+            for name, width in (("products", one.products), ("state", one.units))
+        }
+        gates, _ = self._terms(k, (0, self.steps), 0)
+        about = samples, gates, one.products, factors["products"].reshape(-1)
+        self._for_steps(partial(self.calls.launch, callers.products_out, *about))
+        own, out = self.plane_of(self.states, one), factors["state"].reshape(-1)
+        where = 2 * one.back, 2 * one.back + self.steps
+        self.calls.launch(callers.turn_out, own, samples, *where, out, one.units, 0)
+        if one.layer > 1:
+            width = self.widths[one.layer - 1]
+            shape = self.steps, self.batch, width
+            factors["input"] = self.calls.result(f"input {k}", shape, self.dtype)
+            for below in self.directions:
+                if below.layer == one.layer - 1:
+                    states, column = self.plane_of(self.states, below), below.back * self.units
+                    into = 1, self.steps + 1, factors["input"].reshape(-1), width, column
+                    self.calls.launch(callers.turn_out, states, samples, *into)
+        return factors
 
     def _add_steps(self, total: Array, part: Array, start: int, stop: int) -> None:
         """Add some steps of an array to those of another."""
@@ -1225,7 +1265,8 @@ class _Memory:
 
         They are kept for a block of steps; 0 if for all, in the place of the gates.
         """
-        if not self.has_sample_lanes or any(packing.is_sparse for packing in one.packings):
+        is_sparse = any(packing.is_sparse for packing in one.packings)
+        if not self.has_sample_lanes or is_sparse or self._keeps_samples:
             return 0
         # No power of two, which caches are slow at.
         return (-(-one.kept * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
@@ -1239,7 +1280,7 @@ class _Memory:
         (x_out, x_rows), (h_out, h_rows) = sums
         x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
         return Sums(
-            one.products if one.is_dense else 0,
+            one.products if one.is_dense and not self._keeps_samples else 0,
             *(one.in_packing.stride, x_cols, one.in_packing.block, one.in_packing.rows, h_cols),
             *(one.first_hidden, self.lot),
             *(x_out, h_out, x_rows if x_cols else h_rows, self._ones),

@@ -43,6 +43,7 @@ def record(
     *,
     lengths: DTypeLike | None,
     has_backward: bool = True,
+    keeps_samples: bool = False,
 ) -> RecordedStep:
     """Record the training step of a network.
 
@@ -58,13 +59,19 @@ def record(
         Of the lengths, if samples have different ones.
     has_backward : bool, default True
         Whether a backward pass will come. Without one less memory is taken.
+    keeps_samples : bool, default False
+        Whether its results are, in place of gradients in parameters, what these are sums of: for
+        each direction ``products``, ``state`` and, above the first layer, ``input``, of all steps
+        and samples.
     """
     kept, scratch = Space(0), Space(1)
     shapes = [param.shape for param in network.params.values()]
     count = 3 + (lengths is not None)
     recorder = Recorder(kept, count + len(shapes))
     x = recorder.array(1, (steps, batch, network.input_size), dtype)
-    memory = memory_on_host(network, x, recorder, keeps_gates=has_backward)
+    memory = memory_on_host(
+        network, x, recorder, keeps_gates=has_backward, keeps_samples=keeps_samples
+    )
     states = len(memory.directions), batch, network.state_size
     state = recorder.array(2, states, dtype)
     counts = None if lengths is None else recorder.array(3, (batch,), lengths)

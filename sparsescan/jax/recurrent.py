@@ -173,12 +173,20 @@ class _Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _step_of(
-    network: _Network, steps: int, batch: int, dtype: str, has_lengths: bool, keeps: bool
+    network: _Network, steps: int, batch: int, dtype: str, has_lengths: bool, keeps: str
 ) -> _Step:
-    """Return the programs of a network for inputs of a shape."""
+    """Return the programs of a network for inputs of a shape.
+
+    A backward pass will come if `keeps` says whether there are gradients of the parameters for
+    ``"all"`` samples, or only what they are sums of, for ``"each"``.
+    """
     net = network.network
-    lengths = np.int32 if has_lengths else None
-    recorded = record(net, steps, batch, dtype, lengths=lengths, has_backward=keeps)
+    recorded = record(
+        *(net, steps, batch, dtype),
+        lengths=np.int32 if has_lengths else None,
+        has_backward=keeps != "",
+        keeps_samples=keeps == "each",
+    )
     about = network, steps, batch, dtype, has_lengths, keeps
     forward, backward = key_of("forward", *about), key_of("backward", *about)
     count = 2 + has_lengths + len(net.params)
@@ -194,33 +202,60 @@ def _step_of(
 
 
 def _run_forward(
-    network: _Network, keeps: bool, params: Any, x: Any, state: Any, lengths: Any
+    network: _Network, keeps: str, params: Any, x: Any, state: Any, lengths: Any
 ) -> tuple[Any, Any, Any]:
-    """Return outputs, last states, and the memory that a backward pass needs."""
+    """Return outputs, last states, and the memory that a backward pass needs.
+
+    The memory that is for each sample has an axis for these.
+    """
     steps, batch, _ = x.shape
     step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
+    nbytes = step.recorded.nbytes
+    memory = (batch, -(-nbytes // batch)) if keeps == "each" else (nbytes,)
     results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
-    memory = (step.recorded.nbytes,), np.uint8
     arrays = [x, state, *([] if lengths is None else [lengths]), *params]
-    output, last, kept = call(step.forward, arrays, [*results, memory])
+    output, last, kept = call(step.forward, arrays, [*results, (memory, np.uint8)])
     return output, last, kept
 
 
 def _run_backward(
-    network: _Network, above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any
-) -> tuple[Any, Any, Any]:
-    """Return the gradients in parameters, inputs and initial states."""
+    network: _Network, keeps: str, above: Any, kept: Any, x: Any, lengths: Any
+) -> dict[str, Any]:
+    """Return the results of a backward pass by their names."""
     steps, batch, _ = x.shape
-    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, True)
+    step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
     assert step.recorded.backward is not None
     names = [each.name for each in step.recorded.backward.results]
     results = [(each.shape, each.dtype) for each in step.recorded.backward.results]
-    memory = [((each,), np.uint8) for each in (step.recorded.nbytes, step.recorded.back_nbytes)]
+    memory = [(kept.shape, np.uint8), ((step.recorded.back_nbytes,), np.uint8)]
     arrays = call(step.backward, [kept, *above], [*results, *memory], {0: len(results)})
-    grads = dict(zip(names, arrays, strict=False))
-    own = [name for name in names if " " in name]
-    order = sorted(own, key=lambda name: int(name.split()[1]))
-    return [grads[name] for name in order], grads["input"], grads["state"]
+    return dict(zip(names, arrays, strict=False))
+
+
+def _in_order(network: _Network, grads: Mapping[str, Any]) -> list[Any]:
+    """Return gradients in the parameters, as a recording names them, in their order."""
+    cells = [cell for layer in network.network.cells for cell in layer]
+    return [grads[f"{name} {k}"] for k, cell in enumerate(cells) for name in cell._shapes]
+
+
+def _sums(network: _Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
+    """Return the gradients in the parameters: sums of products over steps and samples."""
+    grads = []
+    cells = [cell for layer in network.network.cells for cell in layer]
+    for k, cell in enumerate(cells):
+        products = factors[f"products {k}"]
+        products = products.reshape(*products.shape[:-1], -1, cell.hidden_size)
+        sums = products.sum((0, 1))
+        for name, gates in (("weight_ih", cell._ih), ("weight_hh", cell._hh)):
+            other = factors[f"state {k}"] if name == "weight_hh" else factors.get(f"input {k}", x)
+            own = products[..., np.array(gates), :]
+            grad = jnp.einsum("tbgi,tbj->gij", own, other, precision="highest")
+            grad = grad.reshape(cell._shapes[name])
+            mask = cell._masks[name]
+            grads.append(grad if mask is None else jnp.where(mask.on(np), grad, 0))
+        if cell.bias:
+            grads += [sums[np.array(gates)].reshape(-1) for gates in (cell._ih, cell._hh)]
+    return grads
 
 
 # -- Functions with derivatives --------------------------------------------------------------------
@@ -238,36 +273,76 @@ def _functions(network: _Network) -> _Functions:
 
     @custom_vmap
     def infer(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_forward(network, False, params, x, state, lengths)[:2]
+        return _run_forward(network, "", params, x, state, lengths)[:2]
 
     @infer.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
         if any(mapped[0]):
             return _one_by_one(infer, mapped, given), (True, True)
-        params, *rest = given
-        x, state, lengths = (
-            _merged(each, is_mapped, count, axis)
-            for each, is_mapped, axis in zip(rest, mapped[1:], (1, 1, 0), strict=True)
-        )
-        results = infer(params, x, state, lengths)
+        results = infer(given[0], *_merged(count, mapped[1:], given[1:]))
         return tuple(_parted(each, count) for each in results), (True, True)
 
     @custom_vmap
     def forward(params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_forward(network, True, params, x, state, lengths)
+        return _run_forward(network, "all", params, x, state, lengths)
 
-    @forward.def_vmap
-    def _(count: int, mapped: Any, *given: Any) -> Any:
-        return _one_by_one(forward, mapped, given), (True, True, True)
+    @custom_vmap
+    def forward_each(params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        return _run_forward(network, "each", params, x, state, lengths)
+
+    def map_forward(function: Any, count: int, mapped: Any, *given: Any) -> Any:
+        if any(mapped[0]):
+            return _one_by_one(function, mapped, given), (True, True, True)
+        *results, kept = forward_each(given[0], *_merged(count, mapped[1:], given[1:]))
+        # There is one memory, for the samples of all maps.
+        return (*(_parted(each, count) for each in results), kept), (True, True, False)
+
+    forward.def_vmap(functools.partial(map_forward, forward))
+    forward_each.def_vmap(functools.partial(map_forward, forward_each))
 
     @custom_vmap
     def backward(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        return _run_backward(network, above, kept, params, x, state, lengths)
+        if kept.ndim == 2:  # of all maps, of which this is one
+            *_, kept = forward(params, x, state, lengths)
+        grads = _run_backward(network, "all", above, kept, x, lengths)
+        return _in_order(network, grads), grads["input"], grads["state"]
 
     @backward.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
-        grads = _one_by_one(backward, mapped, given)
+        above, kept, params, *rest = given
+        if any(mapped[2]):
+            grads = _one_by_one(backward, mapped, given)
+            return grads, jax.tree.map(lambda _: True, grads)
+        x, state, lengths = _merged(count, mapped[3:], rest)
+        above = [_merge(each, flag, count, 1) for each, flag in zip(above, mapped[0], strict=True)]
+        # Memory that is mapped may be of other maps than these.
+        kept = None if mapped[1] or kept.ndim == 1 else kept
+        factors = backward_each(above, kept, params, x, state, lengths)
+        apart = {name: _parted(each, count) for name, each in factors.items()}
+        in_x, in_state = apart.pop("input"), apart.pop("state")
+        sums = jax.vmap(functools.partial(_sums, network), (0, 0 if mapped[3] else None))
+        grads = sums(apart, rest[0]), in_x, in_state
         return grads, jax.tree.map(lambda _: True, grads)
+
+    @custom_vmap
+    def backward_each(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
+        if kept is None or len(kept) != x.shape[1]:
+            *_, kept = forward_each(params, x, state, lengths)
+        return _run_backward(network, "each", above, kept, x, lengths)
+
+    @backward_each.def_vmap
+    def _(count: int, mapped: Any, *given: Any) -> Any:
+        above, kept, params, *rest = given
+        if any(mapped[2]):
+            factors = _one_by_one(backward_each, mapped, given)
+        else:
+            kept = None if mapped[1] else kept
+            above = [
+                _merge(each, flag, count, 1) for each, flag in zip(above, mapped[0], strict=True)
+            ]
+            all_factors = backward_each(above, kept, params, *_merged(count, mapped[3:], rest))
+            factors = {name: _parted(each, count) for name, each in all_factors.items()}
+        return factors, jax.tree.map(lambda _: True, factors)
 
     forward_once, backward_once = jax.custom_jvp(forward), jax.custom_jvp(backward)
     forward_once.defjvp(_no_more)
@@ -309,8 +384,14 @@ def _one_by_one(function: Any, mapped: Any, given: Any) -> Any:
     return jax.lax.map(call_for, [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag])
 
 
-def _merged(array: Any, is_mapped: Any, count: int, axis: int) -> Any:
-    """Return an array whose samples are those of all maps."""
+def _merged(count: int, mapped: Any, given: Any) -> list[Any]:
+    """Return inputs, states and lengths whose samples are those of all maps."""
+    each = zip(given, mapped, (1, 1, 0), strict=True)
+    return [_merge(array, flag, count, axis) for array, flag, axis in each]
+
+
+def _merge(array: Any, is_mapped: Any, count: int, axis: int) -> Any:
+    """Return an array whose axis of samples has those of all maps."""
     if array is None:
         return None
     if not is_mapped:

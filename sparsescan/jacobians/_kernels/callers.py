@@ -177,6 +177,25 @@ def turn_slots_out(states, s, first, begin, end, out, origin, width, column):
         _rows_out(s, states, at, s.units, out, to, width, first)
 
 
+@_kernel
+def products_out(s, gates, products, out, begin, end):
+    """Write the gradients in the products of some steps, ``[step][sample][product]``."""
+    size, units = gates.kept * gates.units, gates.units
+    for first in range(0, s.given, gates.samples):
+        left = min(gates.samples, s.given - first)
+        # Where samples are lanes, a group is filled up.
+        samples = gates.samples if s.sample_lanes else left
+        for t in range(begin, end):
+            at, to = (first * gates.steps + t * samples) * size, (t * s.given + first) * products
+            if s.sample_lanes:
+                turn_row_out(gates.values, at, products, out, to, products, left, s.pairs)
+                continue
+            for b in range(left):
+                for i in range(products):
+                    place = at + (i // units * samples + b) * units + i % units
+                    out[to + b * products + i] = gates.values[place]
+
+
 # -- States and gradients of the caller ------------------------------------------------------------
 
 
