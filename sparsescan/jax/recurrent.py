@@ -243,19 +243,24 @@ def _sums(network: _Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
     grads = []
     cells = [cell for layer in network.network.cells for cell in layer]
     for k, cell in enumerate(cells):
-        products = factors[f"products {k}"]
-        products = products.reshape(*products.shape[:-1], -1, cell.hidden_size)
-        sums = products.sum((0, 1))
-        for name, gates in (("weight_ih", cell._ih), ("weight_hh", cell._hh)):
-            other = factors[f"state {k}"] if name == "weight_hh" else factors.get(f"input {k}", x)
-            own = products[..., np.array(gates), :]
-            grad = jnp.einsum("tbgi,tbj->gij", own, other, precision="highest")
-            grad = grad.reshape(cell._shapes[name])
-            mask = cell._masks[name]
+        products, state = (_rows(factors[f"{name} {k}"]) for name in ("products", "state"))
+        given = _rows(factors.get(f"input {k}", x))
+        # One product of matrices is faster than three.
+        others = jnp.concatenate([given, state, jnp.ones_like(state, shape=(len(state), 1))], 1)
+        sums = jnp.matmul(products.T, others, precision="highest")
+        sums = sums.reshape(-1, cell.hidden_size, others.shape[1])
+        of_input, of_state, of_one = jnp.split(sums, (cell.input_size, others.shape[1] - 1), -1)
+        in_x, in_h = np.array(cell._ih), np.array(cell._hh)
+        for name, grad in (("weight_ih", of_input[in_x]), ("weight_hh", of_state[in_h])):
+            grad, mask = grad.reshape(cell._shapes[name]), cell._masks[name]
             grads.append(grad if mask is None else jnp.where(mask.on(np), grad, 0))
-        if cell.bias:
-            grads += [sums[np.array(gates)].reshape(-1) for gates in (cell._ih, cell._hh)]
+        grads += [of_one[in_x].ravel(), of_one[in_h].ravel()] if cell.bias else []
     return grads
+
+
+def _rows(array: Any) -> Any:
+    """Return the numbers of each step and sample as a row."""
+    return array.reshape(-1, array.shape[-1])
 
 
 # -- Functions with derivatives --------------------------------------------------------------------

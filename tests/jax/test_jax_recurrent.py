@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from sampling import slow
 from sparsescan import DeviceError, InputError, InputTypeError
 from sparsescan.jacobians import GRU, LSTM, RNN
 from sparsescan.jax import recurrent
+from sparsescan.jax._programs import call
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
@@ -111,6 +113,72 @@ def test_a_gradient_that_is_taken_twice_and_late() -> None:
         close(backs[k](above), expected(x[k], above))
 
 
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 8))])
+def test_vmap(seed: int) -> None:
+    """Maps over any of the arguments, once and twice, around gradients or within them."""
+    rng = np.random.default_rng(seed)
+    kind, hidden, steps, batch = (RNN, GRU, LSTM)[rng.integers(3)], *rng.integers(1, 5, 3)
+    options: Any = {"num_layers": rng.integers(1, 3), "bidirectional": bool(rng.random() < 0.5)}
+    net = kind(2, int(hidden), rng=rng, dtype=np.float64, **options)
+    layers = net.num_layers * (1 + net.bidirectional)
+    counts = rng.integers(1, 4, rng.integers(1, 3)).tolist()
+    # Of parameters, inputs, states and lengths, from the outer map to the inner one.
+    maps = rng.random((len(counts), 4)) < [0.3, 0.8, 0.5, 0.5]
+    maps[:, 1] |= ~maps.any(1)
+
+    def lead(k: int) -> tuple[int, ...]:
+        return tuple(count for count, mapped in zip(counts, maps[:, k], strict=True) if mapped)
+
+    params = {
+        name: rng.standard_normal((*lead(0), *param.shape)) / 2
+        for name, param in net.params.items()
+    }
+    x = rng.standard_normal((*lead(1), steps, batch, 2))
+    state = rng.standard_normal((*lead(2), layers, batch, net.state_size))
+    lengths = rng.integers(0, steps + 1, (*lead(3), batch)) if rng.random() < 0.5 else None
+    is_inside = rng.random() < 0.5
+
+    def mapped(function: Any) -> Any:
+        def value(params: Any, x: Any, state: Any, lengths: Any) -> Any:
+            output, last = function(net, params, x, state, lengths)
+            return jnp.sin(output).sum() + jnp.cos(last).sum()
+
+        gradients = partial(jax.value_and_grad, argnums=(0, 1, 2))
+        result = gradients(value) if is_inside else value
+        for count, flags in zip(counts[::-1], maps[::-1], strict=True):
+            axes = [0 if flag else None for flag in flags]
+            axes[3] = None if lengths is None else axes[3]
+            result = jax.vmap(result, axes, axis_size=count)
+        if is_inside:
+            return jax.jit(result)
+        return jax.jit(gradients(lambda *given, every=result: jnp.sin(every(*given)).sum()))
+
+    given = params, x, state, lengths
+    close(mapped(recurrent)(*given), mapped(loop)(*given))
+
+
+def test_gradients_of_some_maps() -> None:
+    """Gradients that are mapped apart from the states: one, in another order, or more of them."""
+    rng = np.random.default_rng(8)
+    net = GRU(2, 3, rng=rng, dtype=np.float64)
+    x, above = rng.standard_normal((3, 5, 2, 2)), rng.standard_normal((3, 5, 2, 3))
+
+    def backs(function: Any) -> Any:
+        def back(x: Any) -> Any:
+            return jax.vjp(lambda p: function(net, p, x, jnp.zeros((1, 2, 3)))[0], net.params)[1]
+
+        every = jax.vmap(back)(x)
+        one, turned = (jax.tree.map(lambda each, k=k: each[k], every) for k in (1, slice(0, 2)))
+        turned = jax.tree.map(lambda each: each[::-1], turned)
+        return (
+            one(above[0]),
+            jax.vmap(lambda back, above: back(above))(turned, above[:2]),
+            jax.vmap(back(x[0]))(above),
+        )
+
+    close(backs(recurrent), backs(loop))
+
+
 @pytest.mark.slow
 def test_vmap_over_parameters() -> None:
     rng = np.random.default_rng(5)
@@ -165,6 +233,26 @@ def test_no_second_derivative() -> None:
 
     with pytest.raises(InputError, match="differentiated once more"):
         jax.grad(first)(net.params)
+
+
+def test_wrong_lengths() -> None:
+    """Lengths that are known are compared at once, others when they are."""
+    net = GRU(2, 3, rng=0)
+    x = np.ones((4, 2, 2))
+    with pytest.raises(InputError, match=r"lengths is array\(\[ 5, -1\]\).*integers from 0 to 4"):
+        recurrent(net, net.params, x, lengths=np.array([5, -1]))
+    jitted = jax.jit(lambda lengths: recurrent(net, net.params, x, lengths=lengths)[0])
+    for wrong in (5, -1, 2**40, -(2**40)):
+        said = r"INVALID_ARGUMENT: lengths\[1\] is (5|-1); expected an integer from 0 to 4"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            jitted(np.array([4, wrong])).block_until_ready()
+    assert jitted(np.array([4, 0])).shape == (4, 2, 3)
+
+
+def test_a_program_that_is_not_there() -> None:
+    """An executable of another process has only the keys of its programs."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="was compiled by another process"):
+        jax.block_until_ready(call(12345, [jnp.ones(3)], [((3,), np.float64)]))
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

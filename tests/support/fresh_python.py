@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 
-def run_python(code: str, folder: Path, **environment: str) -> str:
-    """Return what a fresh interpreter prints, in which warnings are errors."""
+def run_python(code: str, folder: Path, *, timeout: float = 400, **environment: str) -> str:
+    """Return what a fresh interpreter prints in so many seconds; its warnings are errors."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code))
     done = subprocess.run(
@@ -18,7 +18,7 @@ def run_python(code: str, folder: Path, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

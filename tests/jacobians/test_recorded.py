@@ -1,0 +1,90 @@
+"""Recorded training steps: what NumPy's has, bit by bit, from and in memory of any content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sampling import examples
+
+from sparsescan.execution.recording import Recording
+from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.jacobians.recorded import record
+
+Array = NDArray[Any]
+
+GUARD = 64
+
+
+class Guarded:
+    """An array of 0xFF, which are NaN, between bytes that must stay."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._room = np.full(nbytes + 2 * GUARD, 0xFF, np.uint8)
+        self._room[:GUARD] = self._room[GUARD + nbytes :] = 0xA5
+        self.array = self._room[GUARD : GUARD + nbytes].view(dtype).reshape(shape)
+
+    def check(self) -> None:
+        nbytes = self.array.nbytes
+        guards = self._room[:GUARD], self._room[GUARD + nbytes :]
+        assert all((guard == 0xA5).all() for guard in guards)
+
+
+def replay(recording: Recording, memory: list[Guarded], given: list[Array]) -> dict[str, Any]:
+    """Return the results of a recording, which changes nothing but these and its memory."""
+    results = {each.name: Guarded(each.shape, each.dtype) for each in recording.results}
+    before = [each.copy() for each in given]
+    recording.run(
+        [each.array for each in memory] + given + [each.array for each in results.values()]
+    )
+    assert all(map(np.array_equal, given, before))
+    for each in (*memory, *results.values()):
+        each.check()
+    return {name: each.array for name, each in results.items()}
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(0, 2**32))
+def test_what_numpy_has(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kind, dtype = (RNN, GRU, LSTM)[rng.integers(3)], (np.float32, np.float64)[rng.integers(2)]
+    steps, inputs, hidden = (int(rng.integers(1, most)) for most in (40, 6, 24))
+    batch = int(rng.choice([1, 2, 5, 16, 17, 40]))
+    shape = kind(1, hidden).params["weight_hh_l0"].shape
+    masks = {"weight_hh_l0": rng.random(shape) < 0.2} if rng.random() < 0.3 else None
+    net: Any = kind(
+        inputs,
+        hidden,
+        num_layers=int(rng.integers(1, 3)),
+        bidirectional=bool(rng.random() < 0.5),
+        bias=bool(rng.random() < 0.7),
+        masks=masks,
+        rng=rng,
+        dtype=dtype,
+    )
+    layers = net.num_layers * (1 + net.bidirectional)
+    x = rng.standard_normal((steps, batch, inputs)).astype(dtype)
+    state = rng.standard_normal((layers, batch, net.state_size)).astype(dtype)
+    lengths = rng.integers(0, steps + 1, batch) if rng.random() < 0.5 else None
+    ours = record(net, steps, batch, dtype, lengths=None if lengths is None else np.int64)
+    step = net.training_step()
+    output, last = step.forward(x, state, lengths)
+    loss, loss_of_last = (rng.standard_normal(each.shape).astype(dtype) for each in (output, last))
+    expected = step.backward(loss, loss_of_last)
+    assert ours.backward is not None
+    kept, scratch = Guarded((ours.nbytes,), np.uint8), Guarded((ours.back_nbytes,), np.uint8)
+    given = [x, state, *([] if lengths is None else [lengths]), *net.params.values()]
+    results = replay(ours.forward, [kept], given)
+    assert np.array_equal(results["output"], output)
+    assert np.array_equal(results["last"], last)
+    results = replay(ours.backward, [kept, scratch], [loss, loss_of_last])
+    assert np.array_equal(results["input"], expected.input)
+    assert np.array_equal(results["state"], expected.state)
+    cells = [cell for layer in net.cells for cell in layer]
+    names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell._shapes]
+    for name, own in zip(net.params, names, strict=True):
+        assert np.array_equal(results[own], expected.params[name])
