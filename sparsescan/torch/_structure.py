@@ -69,10 +69,11 @@ class _Kind:
         return self._methods(self._kind)
 
 
-_KINDS = {
+_named: list[Any] = [getattr(nn, name) for name in jacobians.__all__ if hasattr(nn, name)]
+_KINDS: dict[type[nn.Module], _Kind] = {
     kind: _Kind(kind)
-    for kind in (getattr(nn, name, None) for name in jacobians.__all__)
-    if isinstance(kind, type) and not issubclass(kind, (nn.RNNBase, nn.RNNCellBase, nn.Sequential))
+    for kind in _named
+    if not issubclass(kind, (nn.RNNBase, nn.RNNCellBase, nn.Sequential))
 }
 _IDENTITY = {nn.Identity: _Kind(nn.Identity)}
 _ALL = _KINDS | _IDENTITY

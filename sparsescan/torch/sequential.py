@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -23,6 +22,7 @@ from ..jacobians.step_pool import StepPool
 from ._direct import is_direct, is_watched
 from ._masks import Kept, Masked, Pruned, apply_masks
 from ._once import Once
+from ._probe import asks_for_some, is_looked_at, probe
 from ._structure import (
     STATISTICS,
     Layer,
@@ -298,7 +298,7 @@ class _Call(NamedTuple):
         if torch.is_grad_enabled():
             some = [x, *self.tensors]
             if any(each.requires_grad for each in some):
-                output: Tensor = _Step.apply(self, *some, *self.sources.values(), _probe)
+                output: Tensor = _Step.apply(self, *some, *self.sources.values(), probe)
                 return output
         step = self.network.pool.take()
         output = self.forward(step, x, self.tensors)
@@ -371,10 +371,6 @@ def _weight(source: Tensor, masked: Masked) -> Tensor:
 
 
 # -- Graphs ----------------------------------------------------------------------------------------
-
-
-# A pass for all gradients comes to it; one for some (`torch.autograd.grad`) does not.
-_probe = torch.zeros((), requires_grad=True, device="cpu")
 
 
 class _Product(torch.autograd.Function):
@@ -487,12 +483,11 @@ class _Step(torch.autograd.Function):
 
 def _is_asked(ctx: Any, weight: Tensor | None, layer: nn.Module) -> bool:
     """Return whether somebody may look at the gradient in a masked weight."""
-    if weight is None or weight.grad_fn is None:
+    if weight is None:
         return False
-    if weight.retains_grad or weight._backward_hooks:
+    if is_looked_at(weight):
         return True
-    runs = torch._C._will_engine_execute_node
-    if runs(ctx.next_functions[-1][0]) or not runs(weight.grad_fn):
+    if not asks_for_some(ctx, [weight.grad_fn]):
         return False
     # Who asks for some gradients has the tensors, beside the layer.
     own = vars(layer).get("weight") is weight
@@ -508,7 +503,7 @@ def _count(weight: Any, _: Any) -> int:
 def _alone() -> int:
     """Return references to a tensor that a graph has saved, and nobody else has."""
     with torch.enable_grad():
-        held = [_probe.exp()]
+        held = [probe.exp()]
         graph = held[0].square()
     ref = weakref.ref(held[0])
     count = _count(ref(), graph)
