@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ._direct import is_recorded
 from ._recurrent_op import Shape, has_kernels, run
 from ._structure import is_pruning
 
@@ -26,7 +27,7 @@ class _Recurrent(nn.RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
-        if not self._takes(input, hx, weights):
+        if is_recorded() or not self._takes(input, hx, weights):
             return self._theirs.forward(self, input, hx)
         if isinstance(input, PackedSequence):
             return self._packed(input, hx, weights)
