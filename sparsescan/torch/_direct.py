@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-__all__ = ["is_direct"]
+__all__ = ["is_direct", "is_recorded", "is_watched"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 
@@ -22,4 +26,33 @@ def is_direct(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_recorded() -> bool:
+    """Return whether a transform of ``torch.func``, forward mode or ``torch.jit.trace`` is at work.
+
+    They need PyTorch's own operators.
+    """
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_watched() -> bool:
+    """Return whether something else wants to see each call of a module or a function.
+
+    That is a hook of all modules or all tensors that are saved (as of checkpoints), a mode of
+    functions other than that of the default device, a transform or a trace.
+    """
+    return bool(
+        modules._has_any_global_hook()
+        or is_recorded()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or (
+            torch._C._len_torch_function_stack()
+            and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+        )
     )

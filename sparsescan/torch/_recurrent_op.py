@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
@@ -17,6 +19,7 @@ from ..jacobians.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct
 from ._once import Once
+from ._probe import asks_for_some, is_looked_at, probe
 
 __all__ = ["Shape", "has_kernels", "run"]
 
@@ -88,13 +91,13 @@ def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
     return _runs_on_gpu(mode.lower().removeprefix("rnn_"), hidden_size, str(x.dtype)[6:])
 
 
-def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
+def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
     kind, options = _NETWORKS[shape.mode]
-    named = zip(shape.names(), masks, strict=bool(masks))
+    named = zip(shape.names(), kept, strict=bool(kept))
     network: Recurrent = kind(
         *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
         bidirectional=shape.bidirectional,
-        masks={name: mask.cpu().numpy() != 0 for name, mask in named if mask is not None},
+        masks={name: each for name, each in named if each is not None},
         rng=0,
         **options,
     )
@@ -104,8 +107,8 @@ def _make(shape: Shape, masks: Sequence[Tensor | None]) -> TrainingStep:
 class _Steps(StepPool[TrainingStep]):
     """Training steps of one network, and the names of its parameters in PyTorch's order."""
 
-    def __init__(self, shape: Shape, masks: Sequence[Tensor | None]) -> None:
-        super().__init__(partial(_make, shape, masks))
+    def __init__(self, shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> None:
+        super().__init__(partial(_make, shape, kept))
         self._names = shape.names()
 
     def run(
@@ -130,21 +133,32 @@ _steps: OrderedDict[Any, _Steps] = OrderedDict()
 _waiting: dict[int, _Waiting] = {}  # by the address of the token
 
 
-def _steps_of(shape: Shape, x: Tensor, masks: Sequence[Tensor | None]) -> _Steps:
-    # A mask that is kept has an address of its own, and a count of its changes.
-    contents = tuple(
-        None if mask is None else (mask.data_ptr(), mask._version, tuple(mask.shape))
-        for mask in masks
-    )
-    key = shape, x.dtype, x.device, contents
+def _steps_of(
+    shape: Shape, x: Tensor, params: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> _Steps:
+    """Return the steps of a network, whose masks are those of now, by content."""
+    kept = list(map(_kept, params, masks))
+    bits = tuple(None if each is None else np.packbits(each).tobytes() for each in kept)
+    key = shape, x.dtype, x.device, bits
     with _lock:
         steps = _steps.get(key)
         if steps is None:
-            steps = _steps[key] = _Steps(shape, masks)
+            steps = _steps[key] = _Steps(shape, kept)
             if len(_steps) > _KEPT:
                 _steps.popitem(last=False)
         _steps.move_to_end(key)
         return steps
+
+
+def _kept(weight: Tensor, mask: Tensor | None) -> NDArray[np.bool_] | None:
+    """Return which weights are kept; None if there is no mask, or a pruned weight is not 0."""
+    if mask is None:
+        return None
+    kept = mask.detach() != 0
+    if bool((~kept).logical_and_(weight.detach()).any()):
+        return None
+    array: NDArray[np.bool_] = kept.cpu().numpy()
+    return array
 
 
 def _forget(address: int, _: Any) -> None:
@@ -196,7 +210,7 @@ def _forward(
     masks: list[Tensor | None],
     *about: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    steps = _steps_of(Shape.of(x, about[:5]), x, masks)
+    steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
     with here(x):
         step, *arrays = steps.run(x, state, lengths, params)
         output, last = map(tensor_of, arrays)
@@ -225,7 +239,7 @@ def _backward(
     with here(x):
         if waiting is None:
             # Another backward pass has used it, or another tensor stands for it.
-            steps = _steps_of(Shape.of(x, about[:5]), x, masks)
+            steps = _steps_of(Shape.of(x, about[:5]), x, params, masks)
             step, _, _ = steps.run(x, state, lengths, params)
         else:
             steps, step, _ = waiting
@@ -286,13 +300,16 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def given(counts: Any, tensors: Any) -> tuple[Any, ...]:
         """Return initial states, lengths, parameters and masks."""
-        state, lengths, *rest = tensors
+        state, lengths, *rest, _ = tensors
         return state, lengths, list(rest[:counts]), list(rest[counts:])
 
     @staticmethod
     def backward(ctx: Any, *above: Any) -> tuple[Any, ...]:
         token, x, *tensors = ctx.saved_tensors
         given, needs = _Recurrent.given(ctx.counts, tensors), ctx.needs_input_grad[2]
+        if _Recurrent.is_dense(ctx, given):
+            # Without masks, and by a step that runs forward again.
+            token, given = torch.zeros_like(token), (*given[:3], [])
         arguments = *above[:2], token, x, *given, *ctx.about, needs
         if torch.is_grad_enabled():
             some = [each for each in (*above[:2], x, *tensors) if each is not None]
@@ -303,7 +320,19 @@ class _Recurrent(torch.autograd.Function):
             grads = call(*arguments)
         below = grads.pop() if needs else None
         state_grad = grads[0] if tensors[0] is not None else None
-        return (None, None, below, state_grad, None, *grads[1:], *(None,) * len(given[3]))
+        masks = len(tensors) - 3 - ctx.counts
+        return (None, None, below, state_grad, None, *grads[1:], *(None,) * (masks + 1))
+
+    @staticmethod
+    def is_dense(ctx: Any, given: tuple[Any, ...]) -> bool:
+        """Return whether somebody may look at the gradient in a pruned weight."""
+        _, _, params, masks = given
+        pruned = [
+            param for param, mask in zip(params, masks, strict=bool(masks)) if mask is not None
+        ]
+        return any(map(is_looked_at, pruned)) or (
+            bool(pruned) and asks_for_some(ctx, [param.grad_fn for param in pruned])
+        )
 
 
 def _with_graph(
@@ -312,7 +341,8 @@ def _with_graph(
     if not about[5]:
         with torch.no_grad():
             return _recurrent_forward(x, state, lengths, params, masks, *about)
-    return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks)
+    own = probe if is_direct(x, *params) else None
+    return _Recurrent.apply(about, len(params), x, state, lengths, *params, *masks, own)
 
 
 for _name in ("recurrent", "recurrent_forward"):

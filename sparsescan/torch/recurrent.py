@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ._direct import is_recorded
 from ._recurrent_op import Shape, has_kernels, run
+from ._structure import is_pruning
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -25,7 +27,7 @@ class _Recurrent(nn.RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002, PyTorch's name
         weights: list[Tensor] = [weight for each in self.all_weights for weight in each]
-        if not self._takes(input, hx, weights):
+        if is_recorded() or not self._takes(input, hx, weights):
             return self._theirs.forward(self, input, hx)
         if isinstance(input, PackedSequence):
             return self._packed(input, hx, weights)
@@ -88,15 +90,29 @@ class _Recurrent(nn.RNNBase):
         states = self.permute_hidden(self._parted(last), back)
         return PackedSequence(rows, sizes, order, back), states
 
+    def _masks(self, shape: Shape, weights: list[Tensor]) -> list[Tensor | None]:
+        """Return the masks of pruned weights, or None for others; [] if nothing is pruned.
+
+        They only tell where weights are 0. With other hooks than those of pruning weights may be
+        anything.
+        """
+        hooks: Any = self._forward_pre_hooks.values()
+        if not hooks or not all(map(is_pruning, hooks)):
+            return []
+        pruned, buffers = {hook._tensor_name for hook in hooks}, self._buffers
+        masks = [buffers.get(f"{name}_mask") if name in pruned else None for name in shape.names()]
+        return [
+            mask if mask is not None and mask.shape == weight.shape else None
+            for mask, weight in zip(masks, weights, strict=True)
+        ]
+
     def _run(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, weights: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run all layers at once; one after the other if there is dropout between them."""
         flags = bool(self.bias), bool(self.bidirectional)
-        masks: list[Tensor | None] = []
-        if buffers := dict(self.named_buffers(recurse=False)):
-            shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
-            masks = [buffers.get(f"{name}_mask") for name in shape.names()]
+        shape = Shape(self.mode, self.input_size, self.hidden_size, self.num_layers, *flags)
+        masks = self._masks(shape, weights)
         calls = self.num_layers if self.dropout > 0 and self.training else 1
         width, states = len(weights) // calls, self.num_layers // calls * (1 + self.bidirectional)
         lasts = []

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from .. import jacobians
 from ..errors import SparseScanError
-from ..jacobians import NetworkStep, from_torch
+from ..jacobians import Operator, from_torch
+from ..jacobians.bound import BoundStep, without_arrays
 from ..jacobians.step_pool import StepPool
+from ._direct import is_direct, is_watched
+from ._masks import Kept, Masked, Pruned, apply_masks
 from ._once import Once
+from ._probe import asks_for_some, is_looked_at, probe
+from ._structure import (
+    STATISTICS,
+    Layer,
+    Structure,
+    add_container,
+    has_operator,
+    is_container,
+    is_pruning,
+    modules_of,
+    read,
+)
 from ._team import pytorchs_threads
 
 __all__ = ["Sequential", "why_not"]
@@ -22,8 +41,10 @@ __all__ = ["Sequential", "why_not"]
 _DTYPES = (torch.float32, torch.float64)
 # Share of the weights that are kept, from which on PyTorch's dense products are as fast.
 _DENSE = 0.25
-# Steps that are kept for each stack: of several shapes of the input, or masks.
+# Networks that are kept for each stack: of several structures, shapes of the input, or masks.
 _KEPT = 8
+# Networks that are made one after the other, and used once: then a stack changes too often.
+_MOST_NEW = 4
 
 
 class Sequential(nn.Sequential):
@@ -31,10 +52,17 @@ class Sequential(nn.Sequential):
 
     Where :func:`sparsescan.jacobians.from_torch` has operators for all layers, a call runs as one
     training step (:meth:`sparsescan.jacobians.Sequential.training_step`): convolutions and linear
-    layers compute with the weights that ``torch.nn.utils.prune`` has kept. A mask that changes is
-    seen at the next call, and running statistics of a ``BatchNorm2d`` in training take in each
-    batch. PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in
-    training mode, and calls within a graph of ``torch.compile``.
+    layers compute with the weights that ``torch.nn.utils.prune`` has kept. Each call reads what the
+    stack is then: its layers with their settings and hooks, and the contents of parameters,
+    statistics and masks, however they have changed. ``layer.weight`` of a pruned layer is, as
+    PyTorch's pruning leaves it, the product of mask and parameter at the last call; gradients in it
+    are dense if somebody asks for them. Running statistics of a ``BatchNorm2d`` in training take in
+    each batch.
+
+    PyTorch computes all that has no kernel: other layers, devices and dtypes, dropout in training
+    mode, masks of other numbers than 0 and 1, layers with hooks, parametrisations or methods of
+    their own, a structure or masks that are new at each call, and calls that something records or
+    transforms (``torch.compile``, ``torch.func``, ``torch.jit``, fake tensors).
 
     Parameters
     ----------
@@ -43,7 +71,9 @@ class Sequential(nn.Sequential):
 
     Notes
     -----
-    Gradients may be taken once: a second derivative raises a :class:`RuntimeError`.
+    Gradients may be taken once: a second derivative raises a :class:`RuntimeError`. An input or a
+    weight that is infinite or NaN has no effect through a pruned weight, where PyTorch's product
+    with 0 is NaN.
 
     Examples
     --------
@@ -59,59 +89,46 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:  # noqa: A002, PyTorch's name
         """Return the output of the last layer."""
-        if torch.compiler.is_compiling() or not self._takes(input):
+        if torch.compiler.is_compiling():
             return super().forward(input)
-        layers = list(_flat(self))
-        pool = _pool_of(self, layers, input)
-        if pool is None:
-            return super().forward(input)
-        params = {
-            f"{k}.{name}": tensor
-            for k, layer in enumerate(layers)
-            for name, tensor in _parameters(layer).items()
-        }
-        some = (input, *params.values())
-        if torch.is_grad_enabled() and any(each.requires_grad for each in some):
-            return _Step.apply(pool, tuple(params), *some)
-        step = pool.take()
-        output = _forward(step, input)
-        step.update_running_stats()
-        pool.give_back(step)
-        return output
+        call = _prepare(self, input) if _takes(input) else None
+        return super().forward(input) if call is None else call.run(input)
 
-    def _takes(self, given: Any) -> bool:
-        """Return whether this input, and the modules in their modes, may have kernels."""
-        if (
-            not isinstance(given, Tensor)
-            or given.device.type != "cpu"
-            or given.dtype not in _DTYPES
-            or given.layout is not torch.strided
-            or given.dim() < 2
-            or 0 in given.shape
-            or torch.is_autocast_enabled("cpu")
-        ):
-            return False
-        for layer in _flat(self):
-            tensors = _parameters(layer).values()
-            if any(each.device.type != "cpu" or each.dtype != given.dtype for each in tensors):
-                return False
-        return True
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sequential:
+        """Return a copy, in which masked weights have no graph: PyTorch copies none that has."""
+        for module in self.modules():
+            weight = vars(module).get("weight")
+            if isinstance(weight, Tensor) and not weight.is_leaf:
+                memo[id(weight)] = weight.detach().clone()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __prepare_scriptable__(self) -> nn.Sequential:
+        """Return the stack as ``torch.jit.script`` compiles it."""
+        plain = nn.Sequential()
+        vars(plain).update(vars(self))
+        return plain
 
 
-def _flat(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers in the order in which they are called, but those that do nothing."""
-    if type(module) in (nn.Sequential, Sequential):
-        for child in module._modules.values():
-            if child is not None:
-                yield from _flat(child)
-    elif type(module) is not nn.Identity:
-        yield module
+add_container(Sequential)
 
 
-def _parameters(layer: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a layer by the names that its operator has for them."""
-    own = dict(layer.named_parameters(recurse=False))
-    return {name.removesuffix("_orig"): tensor for name, tensor in own.items()}
+def _takes(given: Any) -> bool:
+    """Return whether a call with this input may have kernels."""
+    return (
+        is_direct(given)
+        and isinstance(given, Tensor)
+        and given.device.type == "cpu"
+        and given.dtype in _DTYPES
+        and given.layout is torch.strided
+        and given.dim() >= 2
+        and 0 not in given.shape
+        and not given.is_neg()
+        and not torch.is_autocast_enabled("cpu")
+        and not is_watched()
+    )
 
 
 def why_not(module: nn.Sequential) -> str | None:
@@ -119,15 +136,15 @@ def why_not(module: nn.Sequential) -> str | None:
 
     The answer is "" for a stack in which nothing is pruned.
     """
-    layers = list(_flat(module))
+    layers = [each for each in modules_of(module) if not is_container(each)]
     masks = [mask for mask in map(_mask, layers) if mask is not None]
     if not masks:
         return ""
     for layer in layers:
-        if not hasattr(jacobians, type(layer).__name__):
+        if not has_operator(layer):
             return f"a {type(layer).__name__} has no kernel"
         hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-        if any(not hasattr(hook, "_tensor_name") for hook in hooks):
+        if not all(map(is_pruning, hooks)):
             return f"a {type(layer).__name__} has hooks"
     kept = sum(int(torch.count_nonzero(mask)) for mask in masks)
     share = kept / max(sum(mask.numel() for mask in masks), 1)
@@ -141,110 +158,362 @@ def _mask(layer: nn.Module) -> Tensor | None:
     return dict(layer.named_buffers(recurse=False)).get("weight_mask")
 
 
-# -- Steps -----------------------------------------------------------------------------------------
+# -- Networks --------------------------------------------------------------------------------------
 
 
-_Pool = StepPool[NetworkStep]
+_Pool = StepPool[BoundStep]
+
+
+class _Network:
+    """The operators of a structure with its masks, and training steps of them.
+
+    Attributes
+    ----------
+    pool : StepPool
+        The steps.
+    layers : list of Module
+        Copies of the layers as they were, without hooks, for PyTorch to compute with.
+    reads_again : bool
+        Whether a backward pass reads parameters again.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        modules = [layer.module for layer in structure.layers]
+        ops = without_arrays(from_torch(nn.Sequential(*modules), structure.shape))
+        self.pool = StepPool(lambda: BoundStep(ops))
+        self.pool.give_back(self.pool.take())
+        self.layers = [_copy(module) for module in modules]
+        self.reads_again = any(isinstance(module, nn.LayerNorm) for module in modules)
+        self.is_right = _has_parameters(ops, structure.layers) and not (
+            structure.joint and not _keeps_batch(ops, structure.shape)
+        )
+
+
+def _has_parameters(ops: Sequence[Operator], layers: Sequence[Layer]) -> bool:
+    """Return whether operators have the parameters that their layers have, and no others."""
+    return all(
+        set(getattr(op, "parameter_names", ())) == layer.tensors.keys() - {"num_batches_tracked"}
+        for op, layer in zip(ops, layers, strict=True)
+    )
+
+
+def _keeps_batch(ops: Sequence[Operator], shape: tuple[int, ...]) -> bool:
+    """Return whether the first axis is that of the samples everywhere.
+
+    A step in which it is not does not know the statistics of the batch.
+    """
+    outputs = [op.output_shape for op in ops]
+    return all(len(output) > 1 and output[0] == shape[0] for output in outputs)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a module with the same settings, and without tensors and hooks."""
+    copied = type(module).__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if not isinstance(value, Tensor)}
+    vars(copied).update(own | vars(nn.Module()) | {"training": module.training})
+    return copied
+
+
+class _Known(NamedTuple):
+    """A network, or None, and the objects whose addresses are in its key."""
+
+    held: Any
+    network: _Network | None
+
+
+class _Stack:
+    """Networks of one stack, those used last, and what its masks were at the last call."""
+
+    def __init__(self) -> None:
+        self.runs_here = False  # whether the last call was not PyTorch's
+        self.kept: list[Kept] = []
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, _Known] = OrderedDict()
+        self._made = 0  # networks that were made since one was used again
+        self._passed: OrderedDict[int, None] = OrderedDict()
+
+    def network(self, structure: Structure, masked: Sequence[Masked]) -> _Network | None:
+        """Return the network of a structure; None if there is no operator for something in it."""
+        key = structure.key, tuple(id(each.kept) for each in masked)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                self._made = 0
+                return self._known[key].network
+            if self._made >= _MOST_NEW and hash(key) not in self._passed:
+                # It may be new at each call, and takes longer to make than PyTorch to compute.
+                _keep(self._passed, hash(key), None)
+                return None
+            self._made += 1
+            network = _make(structure)
+            held = structure.modules, [each.kept for each in masked]
+            _keep(self._known, key, _Known(held, network))
+            return network
+
+
+def _keep(those: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value, and let go of the oldest of too many."""
+    those[key] = value
+    while len(those) > _KEPT:
+        those.popitem(last=False)
+
+
+def _make(structure: Structure) -> _Network | None:
+    try:
+        network = _Network(structure)
+    except SparseScanError:
+        return None
+    return network if network.is_right else None
+
+
+_lock = threading.Lock()
+_stacks: weakref.WeakKeyDictionary[nn.Module, _Stack] = weakref.WeakKeyDictionary()
+
+
+class _Call(NamedTuple):
+    """A call that has kernels.
+
+    Attributes
+    ----------
+    network : _Network
+        What is computed.
+    names : list of tuple
+        The number of the layer, and the name, of each tensor.
+    tensors : list of Tensor
+        Parameters, statistics and masked weights, as the step reads them.
+    sources : dict of int to Tensor
+        The parameter behind each masked weight, by its place in `tensors`.
+    modules : dict of int to Module
+        Their layers.
+    """
+
+    network: _Network
+    names: list[tuple[int, str]]
+    tensors: list[Tensor]
+    sources: dict[int, Tensor]
+    modules: dict[int, nn.Module]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the output."""
+        if torch.is_grad_enabled():
+            some = [x, *self.tensors]
+            if any(each.requires_grad for each in some):
+                output: Tensor = _Step.apply(self, *some, *self.sources.values(), probe)
+                return output
+        step = self.network.pool.take()
+        output = self.forward(step, x, self.tensors)
+        self.update(step)
+        _give_back(self.network.pool, step)
+        return output
+
+    def forward(self, step: BoundStep, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Run a step forward."""
+        arrays = {
+            name: each.detach().numpy() for name, each in zip(self.names, tensors, strict=True)
+        }
+        with pytorchs_threads():
+            return torch.from_numpy(step.forward(x.detach().numpy(), arrays))
+
+    def update(self, step: BoundStep) -> None:
+        """Let running statistics take in the batch."""
+        step.update_running_stats()
+        for (k, name), tensor in zip(self.names, self.tensors, strict=True):
+            written = name in STATISTICS and self.network.layers[k].training
+            if written and not tensor.is_inference():
+                increment_version(tensor)
+
+
+def _prepare(stack: nn.Module, x: Tensor) -> _Call | None:
+    """Read a stack, and leave masked weights in its pruned layers; None if PyTorch has to run."""
+    with _lock:
+        known = _stacks.setdefault(stack, _Stack())
+    known.runs_here = False
+    structure = read(stack, x)
+    if structure is None:
+        return None
+    pruned = [layer for layer in structure.layers if layer.mask is not None]
+    before: list[Any] = [*known.kept] if len(known.kept) == len(pruned) else [None] * len(pruned)
+    given = [
+        Pruned(layer.module, layer.mask, layer.tensors["weight"], kept)
+        for layer, kept in zip(pruned, before, strict=True)
+        if layer.mask is not None
+    ]
+    with pytorchs_threads():
+        masked = apply_masks(given)
+    if masked is None:
+        return None
+    known.kept = [each.kept for each in masked]
+    network = known.network(structure, masked)
+    if network is None:
+        return None
+    known.runs_here = True
+    names, tensors = list[tuple[int, str]](), list[Tensor]()
+    sources, modules = dict[int, Tensor](), dict[int, nn.Module]()
+    following = iter(masked)
+    for k, layer in enumerate(structure.layers):
+        for name, tensor in layer.tensors.items():
+            if name == "weight" and layer.mask is not None:
+                one = next(following)
+                sources[len(tensors)], modules[len(tensors)] = tensor, layer.module
+                tensor = _weight(tensor, one)
+                vars(layer.module)["weight"] = tensor
+            names.append((k, name))
+            tensors.append(tensor)
+    return _Call(network, names, tensors, sources, modules)
+
+
+def _weight(source: Tensor, masked: Masked) -> Tensor:
+    """Return the product of a weight and its mask, which has been computed, with its graph."""
+    if torch.is_grad_enabled() and source.requires_grad:
+        weight: Tensor = _Product.apply(source, masked)
+        return weight
+    return torch.from_numpy(masked.room)
+
+
+# -- Graphs ----------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """The product of a weight and its mask, for gradients that come from elsewhere than a call."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, masked: Masked) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.kept = masked.kept
+        return torch.from_numpy(masked.room)
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor | None) -> Any:
+        return None if above is None else above * ctx.kept.mask(above.dtype), None
 
 
 class _Lease(NamedTuple):
     """A step that has run forward and waits for its backward pass."""
 
     pool: _Pool
-    steps: list[NetworkStep]  # this one, until its backward pass
+    steps: list[BoundStep]  # this one, until its backward pass
 
     def end(self) -> None:
         """Let another call use the step."""
         while self.steps:
-            self.pool.give_back(self.steps.pop())
+            _give_back(self.pool, self.steps.pop())
 
 
-_lock = threading.Lock()
-_pools: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Pool | None]]
-_pools = weakref.WeakKeyDictionary()
-
-
-def _pool_of(module: nn.Sequential, layers: list[nn.Module], x: Tensor) -> _Pool | None:
-    """Return the steps for an input and the present masks; None if there is no operator for it."""
-    # A normalisation in training couples the samples of a batch, whose number then counts.
-    joint = any(isinstance(layer, nn.BatchNorm2d) and layer.training for layer in layers)
-    shape = tuple(x.shape if joint else x.shape[1:])
-    arrays = [
-        (each.data_ptr(), tuple(each.shape), each._version if each is _mask(layer) else 0)
-        for layer in layers
-        for each in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-    ]
-    key = shape, x.dtype, tuple(layer.training for layer in layers), tuple(arrays)
-    with _lock:
-        known = _pools.setdefault(module, {})
-        if key not in known:
-            while len(known) >= _KEPT:
-                known.pop(next(iter(known)))
-            known[key] = _make(layers, shape, joint)
-        return known[key]
-
-
-def _make(layers: list[nn.Module], shape: tuple[int, ...], joint: bool) -> _Pool | None:
-    try:
-        network = jacobians.Sequential(from_torch(nn.Sequential(*layers), shape))
-        pool = StepPool(network.training_step)
-        pool.give_back(pool.take())
-    except SparseScanError:
-        return None
-    outputs = [op.output_shape for op in network.layers]
-    if joint and any(len(output) < 2 or output[0] != shape[0] for output in outputs):
-        return None  # such a step does not know the statistics of the batch
-    return pool
-
-
-def _forward(step: NetworkStep, x: Tensor) -> Tensor:
-    with pytorchs_threads():
-        return torch.from_numpy(step.forward(x.detach().numpy()))
+def _give_back(pool: _Pool, step: BoundStep) -> None:
+    step.release()
+    pool.give_back(step)
 
 
 class _Step(torch.autograd.Function):
     """The graph of a call.
 
-    The input is saved as well as the step that has run, so that a second backward pass through the
-    same graph is right, too: it runs forward again.
+    It leads to the parameters behind masked weights, and to these, whose gradients are computed if
+    somebody asks for them: with those of pruned weights, by PyTorch. Tensors are saved as well as
+    the step that has run, so that a second backward pass through the same graph is right, too: it
+    runs forward again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, pool: _Pool, names: tuple[str, ...], x: Tensor, *params: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, call: _Call, x: Tensor, *others: Tensor) -> Tensor:
+        pool = call.network.pool
         step = pool.take()
-        output = _forward(step, x)
-        step.update_running_stats()
+        output = call.forward(step, x, call.tensors)
+        saved = [
+            # What is computed again has not yet taken in the batch.
+            each.clone() if name in STATISTICS else each
+            for (_, name), each in zip(call.names, call.tensors, strict=True)
+        ]
+        call.update(step)
         ctx.lease = _Lease(pool, [step])
         weakref.finalize(ctx, ctx.lease.end).atexit = False
-        ctx.names = names
-        ctx.save_for_backward(x, *params)
+        ctx.call = _Call(call.network, call.names, [], {}, {})
+        ctx.masked = {k: (weakref.ref(call.tensors[k]), call.modules[k]) for k in call.sources}
+        ctx.save_for_backward(x, *saved)
         return output
 
     @staticmethod
     def backward(ctx: Any, above: Tensor) -> tuple[Any, ...]:
-        x, *params = ctx.saved_tensors
         if torch.is_grad_enabled():
-            grads = list(Once.apply(_Step.run, (ctx, above, x), "a stack", above, x, *params))
+            saved = ctx.saved_tensors
+            grads = list(Once.apply(_Step.run, (ctx, above), "a stack", above, *saved))
         else:
-            grads = _Step.run(ctx, above, x)
-        below = grads.pop() if ctx.needs_input_grad[2] else None
-        return None, None, below, *grads
+            grads = _Step.run(ctx, above)
+        return None, *grads
 
     @staticmethod
-    def run(ctx: Any, above: Tensor, x: Tensor) -> list[Tensor]:
-        """Return the gradients in the parameters, and in the input if that needs one."""
-        pool, steps = ctx.lease
+    def run(ctx: Any, above: Tensor) -> list[Tensor | None]:
+        """Return the gradients in all arguments of the call."""
+        call, (pool, steps) = ctx.call, ctx.lease
+        asked = {k for k, (ref, layer) in ctx.masked.items() if _is_asked(ctx, ref(), layer)}
+        dense = _Step.dense(ctx, above) if asked else {}
+        if not steps or call.network.reads_again:
+            # This raises if one of them has changed, or they have been let go of.
+            x, *tensors = ctx.saved_tensors
         if steps:
             step = steps.pop()
         else:
             step = pool.take()
-            _forward(step, x)
+            call.forward(step, x, tensors)
         with pytorchs_threads():
-            grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[2])
-        pool.give_back(step)
-        arrays = [grads.params[name] for name in ctx.names]
-        if grads.input is not None:
-            arrays.append(grads.input)
-        return [torch.from_numpy(array) for array in arrays]
+            grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[1])
+        _give_back(pool, step)
+        below = None if grads.input is None else torch.from_numpy(grads.input)
+        found = [
+            None if name in STATISTICS else torch.from_numpy(grads.params[f"{k}.{name}"])
+            for k, name in call.names
+        ]
+        own = [dense.get(k) if k in ctx.masked else grad for k, grad in enumerate(found)]
+        return [below, *own, *(None if k in asked else found[k] for k in ctx.masked), None]
+
+    @staticmethod
+    def dense(ctx: Any, above: Tensor) -> dict[int, Tensor]:
+        """Return the gradients in masked weights, those of pruned ones too, by their places."""
+        call = ctx.call
+        x, *tensors = (each.detach() for each in ctx.saved_tensors)
+        layers = [_with_tensors(layer) for layer in call.network.layers]
+        with torch.enable_grad():
+            asked = {k: tensors[k].requires_grad_() for k in ctx.masked}
+            for (k, name), tensor in zip(call.names, tensors, strict=True):
+                vars(layers[k])[name] = tensor.clone() if name in STATISTICS else tensor
+            for layer in layers:
+                x = layer.forward(x)
+            grads = torch.autograd.grad(x, list(asked.values()), above.detach())
+        return dict(zip(asked, grads, strict=True))
+
+
+def _is_asked(ctx: Any, weight: Tensor | None, layer: nn.Module) -> bool:
+    """Return whether somebody may look at the gradient in a masked weight."""
+    if weight is None:
+        return False
+    if is_looked_at(weight):
+        return True
+    if not asks_for_some(ctx, [weight.grad_fn]):
+        return False
+    # Who asks for some gradients has the tensors, beside the layer.
+    own = vars(layer).get("weight") is weight
+    return sys.getrefcount(weight) > _alone() + own
+
+
+def _count(weight: Any, _: Any) -> int:
+    """Return references to a tensor, as :func:`_is_asked` counts them."""
+    return sys.getrefcount(weight)
+
+
+@cache
+def _alone() -> int:
+    """Return references to a tensor that a graph has saved, and nobody else has."""
+    with torch.enable_grad():
+        held = [probe.exp()]
+        graph = held[0].square()
+    ref = weakref.ref(held[0])
+    count = _count(ref(), graph)
+    return count - len(held)
+
+
+def _with_tensors(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer that has tensors of its own."""
+    copied = type(layer).__new__(type(layer))
+    copied.__dict__ = vars(layer) | {"bias": None, "weight": None}
+    if isinstance(layer, nn.BatchNorm2d):
+        vars(copied).update(dict.fromkeys(STATISTICS))
+    return copied

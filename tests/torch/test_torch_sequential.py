@@ -71,8 +71,8 @@ def close(actual: list[Tensor], expected: list[Tensor], terms: float = 1.0) -> N
 
 def ran_here(net: nn.Module) -> bool:
     """Whether the latest call was not left to PyTorch."""
-    pools = sequential._pools.get(net)
-    return bool(pools) and next(reversed(pools.values())) is not None
+    known = sequential._stacks.get(net)
+    return known is not None and known.runs_here
 
 
 @settings(max_examples=examples(20))
@@ -240,9 +240,9 @@ def test_steps_are_used_again_without_a_backward_pass() -> None:
     for _ in range(10):
         ours(x)
     gc.collect()
-    (pool,) = sequential._pools[ours].values()
-    assert pool is not None
-    assert pool.free <= 2
+    (known,) = sequential._stacks[ours]._known.values()
+    assert known.network is not None
+    assert known.network.pool.free <= 2
 
 
 def test_only_what_requires_it_has_a_gradient() -> None:

@@ -1,0 +1,30 @@
+"""Gradients in masked weights: whether somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["asks_for_some", "is_looked_at", "probe"]
+
+# The last input of a function that asks. A pass for all gradients comes to it; one for some of them
+# (`torch.autograd.grad`, or `backward` with `inputs`) does not.
+probe = torch.zeros((), requires_grad=True, device="cpu")
+
+
+def is_looked_at(weight: Tensor) -> bool:
+    """Return whether a tensor keeps its gradient, or shows it to a hook."""
+    return weight.requires_grad and bool(weight.retains_grad or weight._backward_hooks)
+
+
+def asks_for_some(ctx: Any, nodes: Iterable[Any]) -> bool:
+    """Return whether a pass for some gradients comes to one of these nodes."""
+    edges = ctx.next_functions
+    runs = torch._C._will_engine_execute_node
+    last = edges[-1][0] if edges else None
+    if last is None or getattr(last, "variable", None) is not probe or runs(last):
+        return False
+    return any(node is not None and runs(node) for node in nodes)

@@ -1,0 +1,274 @@
+"""The structure of a stack at a call: layers, what enters of each, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from .. import jacobians
+
+__all__ = [
+    "STATISTICS",
+    "Layer",
+    "Structure",
+    "add_container",
+    "has_operator",
+    "is_container",
+    "is_pruning",
+    "modules_of",
+    "read",
+]
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+_TENSORS = frozenset((Tensor, nn.Parameter))
+_PARAMETERS = frozenset(("weight", "bias"))
+_HOOKS = attrgetter(
+    "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+)
+# Layers that return their input, or a view of it, when they do not train.
+_VIEWS = (nn.Flatten, nn.Dropout)
+# Methods that a call of a layer goes through.
+_METHODS = (
+    *("__call__", "_call_impl", "forward", "__getattr__", "__getattribute__"),
+    *("_conv_forward", "_check_input_dim", "_output_padding"),
+)
+# What a pruning hook goes through.
+_PRUNING = attrgetter("__call__", "apply_mask")
+
+
+class _Kind:
+    """A class of modules, as it was when this package was imported.
+
+    Attributes
+    ----------
+    settings : callable
+        It returns the attributes of a module that enter its forward pass.
+    before : tuple
+        What :meth:`methods` returned.
+    names : frozenset of str
+        Names of methods, which no attribute of a module may hide.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        # The first is there twice, since a getter of one returns no tuple.
+        settings = "training", "training", *getattr(kind, "__constants__", ())
+        self.settings = attrgetter(*settings)
+        self.names = frozenset(dir(kind))
+        self._kind = kind
+        self._methods = attrgetter(*(name for name in _METHODS if hasattr(kind, name)))
+        self.before = self.methods()
+
+    def methods(self) -> Any:
+        """Return the methods that a call goes through, in which somebody may have put others."""
+        return self._methods(self._kind)
+
+
+_named: list[Any] = [getattr(nn, name) for name in jacobians.__all__ if hasattr(nn, name)]
+_KINDS: dict[type[nn.Module], _Kind] = {
+    kind: _Kind(kind)
+    for kind in _named
+    if not issubclass(kind, (nn.RNNBase, nn.RNNCellBase, nn.Sequential))
+}
+_IDENTITY = {nn.Identity: _Kind(nn.Identity)}
+_ALL = _KINDS | _IDENTITY
+_SETTINGS = frozenset((bool, int, float, str, tuple, type(None)))
+_BasePruning = prune.BasePruningMethod
+_pruning = _PRUNING(_BasePruning)
+# Sequences that call their modules one after the other.
+_CONTAINERS: dict[type[nn.Module], _Kind] = {nn.Sequential: _Kind(nn.Sequential)}
+
+
+class Layer(NamedTuple):
+    """A layer that has an operator, at one call.
+
+    Attributes
+    ----------
+    module : Module
+        The layer.
+    tensors : dict of str to Tensor
+        Its parameters and running statistics by the names of its operator; the weight of a pruned
+        layer is the parameter that is masked.
+    mask : Tensor or None
+        The mask of its weight.
+    """
+
+    module: nn.Module
+    tensors: dict[str, Tensor]
+    mask: Tensor | None
+
+
+class Structure(NamedTuple):
+    """A stack at one call, without the contents of its tensors.
+
+    Attributes
+    ----------
+    key : tuple
+        Equal for two calls, if they differ in contents of tensors only; as long as `modules` live.
+    layers : list of Layer
+        In the order in which they are called, without those that do nothing.
+    modules : list of Module
+        All modules, for somebody to hold.
+    shape : tuple of int
+        Shape of a sample; that of the batch if samples are coupled.
+    joint : bool
+        Whether a normalisation in training couples samples.
+    """
+
+    key: tuple[Any, ...]
+    layers: list[Layer]
+    modules: list[nn.Module]
+    shape: tuple[int, ...]
+    joint: bool
+
+
+def add_container(kind: type[nn.Module]) -> None:
+    """Let a class be one whose modules are called one after the other."""
+    _CONTAINERS[kind] = _Kind(kind)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether a module calls those in it one after the other."""
+    return type(module) in _CONTAINERS
+
+
+def has_operator(layer: nn.Module) -> bool:
+    """Return whether there is an operator for layers of a class, or none is needed."""
+    return type(layer) in _ALL
+
+
+def modules_of(stack: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a stack in the order of calls, and the containers among them first."""
+    for child in stack._modules.values():
+        if child is None:
+            continue
+        yield child
+        if type(child) in _CONTAINERS:
+            yield from modules_of(child)
+
+
+def is_pruning(hook: Any) -> bool:
+    """Return whether a hook multiplies a parameter by its mask, as PyTorch's own does."""
+    return (
+        isinstance(hook, _BasePruning)
+        and _PRUNING(type(hook)) == _pruning
+        and "apply_mask" not in vars(hook)
+    )
+
+
+def read(stack: nn.Module, x: Tensor) -> Structure | None:
+    """Return the structure of a stack; None if something in it is not understood."""
+    key: list[Any] = [x.dtype]
+    layers: list[Layer] = []
+    modules: list[nn.Module] = []
+    joint = is_fresh = False
+    if None in stack._modules.values():
+        return None
+    for module in modules_of(stack):
+        kind = type(module)
+        known = _ALL.get(kind) or _CONTAINERS.get(kind)
+        attributes = module.__dict__
+        if (
+            known is None
+            or known.methods() != known.before
+            or any(_HOOKS(module))
+            or not known.names.isdisjoint(attributes)
+        ):
+            return None
+        modules.append(module)
+        if kind not in _KINDS:
+            if attributes["_forward_pre_hooks"] or None in attributes["_modules"].values():
+                return None
+            key.append(id(module))
+            continue
+        if attributes["_modules"]:
+            return None
+        layer = _layer(module, attributes, x.dtype)
+        if layer is None:
+            return None
+        settings = known.settings(module)
+        types = tuple(map(type, settings))
+        if not _SETTINGS.issuperset(types):
+            return None
+        if not is_fresh:
+            # What works in place would change the caller's tensor.
+            if getattr(module, "inplace", False):
+                return None
+            is_fresh = kind not in _VIEWS
+        joint = joint or (kind is nn.BatchNorm2d and module.training)
+        layers.append(layer)
+        shapes = tuple(each.shape for each in layer.tensors.values())
+        about = id(module), settings, types, tuple(layer.tensors), shapes, layer.mask is None
+        key.append(about)
+    if not is_fresh:
+        return None
+    shape = tuple(x.shape if joint else x.shape[1:])
+    key.append(shape)
+    try:
+        hash(tuple(key))
+    except TypeError:  # a setting that can change where it is
+        return None
+    return Structure(tuple(key), layers, modules, shape, joint)
+
+
+def _layer(module: nn.Module, attributes: dict[str, Any], dtype: torch.dtype) -> Layer | None:
+    """Return a layer with its tensors; None if one of them is not understood."""
+    parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+    mask = None
+    own = parameters
+    if hooks := attributes["_forward_pre_hooks"]:
+        (hook, *more) = hooks.values()
+        if more or not is_pruning(hook) or hook._tensor_name != "weight":
+            return None
+        mask, weight = buffers.get("weight_mask"), parameters.get("weight_orig")
+        if "weight" in parameters or "weight" in buffers or weight is None:
+            return None
+        if not _is_mask(mask, weight) or "weight_orig" in attributes or "weight_mask" in attributes:
+            return None
+        own = {"weight": weight} | {
+            name: each for name, each in parameters.items() if name != "weight_orig"
+        }
+    if not _PARAMETERS.issuperset(own) or not parameters.keys().isdisjoint(attributes):
+        return None
+    tensors = {name: each for name, each in own.items() if each is not None}
+    if isinstance(module, nn.BatchNorm2d):
+        statistics = {name: buffers.get(name) for name in STATISTICS}
+        if not buffers.keys().isdisjoint(attributes):
+            return None
+        if any((each is None) == module.track_running_stats for each in statistics.values()):
+            return None
+        if module.track_running_stats:
+            count: Any = statistics.pop("num_batches_tracked")
+            if count.dtype is not torch.int64 or not _is_plain(count):
+                return None
+            tensors |= {name: each for name, each in statistics.items() if each is not None}
+            if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
+                return None
+            return Layer(module, tensors | {"num_batches_tracked": count}, None)
+    if not all(each.dtype is dtype and _is_plain(each) for each in tensors.values()):
+        return None
+    return Layer(module, tensors, mask)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in _TENSORS
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    )
+
+
+def _is_mask(mask: Any, weight: Tensor) -> bool:
+    return (
+        mask is not None
+        and _is_plain(mask)
+        and mask.shape == weight.shape
+        and not mask.requires_grad
+        and not mask.is_complex()
+    )
