@@ -44,7 +44,8 @@ they are one array, under the key "gradients"; if it is a list, they are arrays 
 the keys "gradient_0", "gradient_1", and so on. The last layer's come first.
 
 mpiexec -n 4 sparsescan scan FILE.npz -o OUT.npz --mpi does the same on four ranks,
-each of which reads, holds and scans its part of the chain.
+each of which reads, holds and scans its part of the chain. Open MPI, .venv/bin/mpiexec, needs
+--map-by :OVERSUBSCRIBE where there are fewer cores, and --allow-run-as-root of root.
 """
 
 

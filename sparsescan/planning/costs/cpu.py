@@ -243,8 +243,10 @@ def machine_file() -> Path | None:
         named, below = "", ("Library", "Caches")
     else:
         named, below = "XDG_CACHE_HOME", (".cache",)
-    folder = Path(os.environ.get(named, "") or Path(os.path.expanduser("~"), *below))
-    # Without a home, "~" stays as it is. A relative folder would be another one in each directory.
+    # A relative folder would be another one in each directory. Without a home "~" stays as it is.
+    folder = Path(os.environ.get(named, ""))
+    if not folder.is_absolute():
+        folder = Path(os.path.expanduser("~"), *below)
     return folder / "sparsescan" / "machine.json" if folder.is_absolute() else None
 
 
