@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 from numba.core.caching import (
@@ -180,7 +180,7 @@ class _HomeFolder(UserWideCacheLocator):
 class _Places(CompileResultCacheImpl):
     """Find the folder of a function's compiled code, as Numba does."""
 
-    _locator_classes: ClassVar[list[Any]] = [
+    _locator_classes = [  # noqa: RUF012
         _HomeFolder if place is UserWideCacheLocator else place
         for place in CompileResultCacheImpl._locator_classes
     ]
