@@ -22,7 +22,7 @@ from ..errors import InputError, SparseScanError
 from ..execution.threads import thread_count, usable_cores
 from ..kernels.addresses import address_of
 from ..plan.drawing import check_packages, plot_plan
-from ..planning.costs.cpu import machine_file
+from ..planning.costs.cpu import file_to_write, machine_file
 from ..symbolic.implicit import explicit
 from ..symbolic.schedule import check_count, read_schedule
 from . import mpi as _mpi_commands
@@ -44,7 +44,8 @@ they are one array, under the key "gradients"; if it is a list, they are arrays 
 the keys "gradient_0", "gradient_1", and so on. The last layer's come first.
 
 mpiexec -n 4 sparsescan scan FILE.npz -o OUT.npz --mpi does the same on four ranks,
-each of which reads, holds and scans its part of the chain.
+each of which reads, holds and scans its part of the chain. Open MPI, .venv/bin/mpiexec, needs
+--map-by :OVERSUBSCRIBE where there are fewer cores, and --allow-run-as-root of root.
 """
 
 
@@ -248,8 +249,11 @@ def _info(arguments: argparse.Namespace) -> None:
     rows += [("CPU", f"{_cpu_name()}, {len(usable_cores())} usable")]
     rows += [("CUDA GPUs", ", ".join(_gpu_names()) or "none")]
     rows += [("threads", f"{thread_count()} (NUMBA_NUM_THREADS)")]
-    rows += [("Numba cache", f"{address_of.stats.cache_path} (NUMBA_CACHE_DIR)")]
-    rows += [("calibration", str(machine_file()) if machine_file().exists() else "none")]
+    rows += [("Numba cache", f"{address_of.stats.cache_path or 'none'} (NUMBA_CACHE_DIR)")]
+    calibration = machine_file()
+    # Not Path.exists, which raises where a folder above cannot be read.
+    there = calibration is not None and os.path.exists(calibration)
+    rows += [("calibration", str(calibration) if there else "none")]
     for name, value in rows:
         print(f"{name:<12}{value}")
 
@@ -262,6 +266,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         from ..planning.costs.cuda import save_gpu
         from ..tuning.calibrate_device import calibrate_device
 
+        file_to_write(machine_file())
         gpu = calibrate_device()
         _print_families(gpu.families)
         print(f"a run {gpu.run:.0f} ns, a launch {gpu.launch:.0f} ns")
@@ -271,6 +276,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     from ..planning.costs.cpu import save_cpu
     from ..tuning.calibrate import calibrate
 
+    file_to_write(machine_file())
     machine = calibrate()
     _print_families(machine.families)
     print(f"a run {machine.run:.0f} ns, a meeting of threads {machine.meet:.0f} ns")
@@ -378,8 +384,9 @@ def _strategies(arguments: argparse.Namespace) -> None:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(compared.to_dict(), file, indent=1)
     print(compared)
-    if arguments.machine is None and worker_file().exists():
-        print(f"for the machine that --run has measured and kept: {worker_file()}")
+    kept = worker_file()
+    if arguments.machine is None and kept is not None and os.path.exists(kept):
+        print(f"for the machine that --run has measured and kept: {kept}")
     if arguments.plot is not None:
         print(f"time of a step over the number of workers: {arguments.plot}")
     if arguments.json is not None:

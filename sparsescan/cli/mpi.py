@@ -129,10 +129,12 @@ def calibrate(world: Any, arguments: argparse.Namespace) -> None:
     """Run ``calibrate --mpi``: measure the network between the ranks."""
     from ..parallel import Communicator, measure, save_network
     from ..parallel.network import network_file
+    from ..planning.costs.cpu import file_to_write
 
     communicator = Communicator.of(world)
     if communicator.size == 1:
         raise InputError("there is one rank; expected several: run it by mpiexec -n 4")
+    _by_first(communicator, network_file(), lambda: file_to_write(network_file()))
     network = measure(communicator)
     path = _by_first(communicator, network_file(), lambda: save_network(network))
     if communicator.rank == 0:
@@ -173,6 +175,7 @@ def run_strategies(world: Any, arguments: argparse.Namespace) -> None:
         print(measured)
     # One rank alone measures no network.
     if file is None and world.size > 1 and not name.endswith(".npz"):
-        path = _by_first(communicator, worker_file(), lambda: save_machine(measured.machine))
-        if world.rank == 0:
+        kept = worker_file()
+        path = _by_first(communicator, kept, lambda: kept and save_machine(measured.machine))
+        if path is not None and world.rank == 0:
             print(f"this machine, for which tables are from now on: {path}")

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ..arrays.arrays import Constant, check_memory, contiguous, namespace, output, read_array
 from ..chains.containers import BatchedCSR, CSRChain
 from ..chains.implicit import ImplicitChain
-from ..errors import Allocating, InputError
+from ..errors import Allocating, InputError, InputTypeError, short
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
@@ -47,6 +47,9 @@ _ROWS = 8192
 _ONE_THREAD, _ROWS_OF_TILE, _WIDE = 1 << 18, 64, 150
 # Share of entries from which on weights are multiplied as a dense matrix.
 _DENSE = 0.35
+# What a cell computes.
+_EQUATIONS = {"_ih", "_hh", "_parts", "_carries", "_advance", "_slopes", "_columns"}
+_EQUATIONS |= {"_factor", "_product_grads", "_products", "forward"}
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
@@ -126,6 +129,9 @@ class Cell(Parametrised, Fixed, ABC):
     # parts of the state in which each block has entries.
     _blocks: ClassVar[tuple[tuple[int, ...], ...]]
     _kernel: ClassVar[Callable[..., None]]
+    # Which compiled loops compute its sequences. A class that defines other equations does not
+    # inherit them.
+    _kinds: ClassVar[tuple[str, ...]] = ()
     # For whole sequences: vectors of length hidden_size that are kept of a step for the backward
     # pass, or that it writes; whether the forward pass writes any; the kernels of both passes, and
     # what runs that of the first.
@@ -164,6 +170,11 @@ class Cell(Parametrised, Fixed, ABC):
             "weight_hh": check_mask("weight_hh_mask", weight_hh_mask, self._shapes["weight_hh"]),
         }
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_kinds" not in vars(cls) and not _EQUATIONS.isdisjoint(vars(cls)):
+            cls._kinds = ()
+
     # -- Defined by each cell -------------------------------------------------------------------
 
     @abstractmethod
@@ -191,6 +202,23 @@ class Cell(Parametrised, Fixed, ABC):
         return slopes.products * grad
 
     # -- Public ---------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """Return what compiled loops over sequences compute: tanh, relu, gru or lstm.
+
+        Raises
+        ------
+        InputTypeError
+            If the cell is none of these, or a class of its own that defines other equations.
+        """
+        kind = getattr(self, "nonlinearity", *self._kinds[:1]) if self._kinds else None
+        if kind not in self._kinds:
+            raise InputTypeError(
+                f"the cell is {short(self)}, for whose equations there are no compiled loops over "
+                "sequences; expected an RNNCell, GRUCell or LSTMCell"
+            )
+        return str(kind)
 
     @cached_property
     @Allocating("the pattern")
@@ -280,11 +308,12 @@ class Cell(Parametrised, Fixed, ABC):
         Raises
         ------
         InputError, InputTypeError, DeviceError
-            As :meth:`forward`; or if there are more units than a GPU's kernels take, as for
-            :meth:`TrainingStep.forward`.
+            As :meth:`forward`; if the cell has no :attr:`kind`; or if there are more units than a
+            GPU's kernels take, as for :meth:`TrainingStep.forward`.
         MemoryLimitError
             If the states would take more memory than there is.
         """
+        _ = self.kind
         x = read_array("x", x)
         if x.ndim < 2 or x.shape[-1] != self.input_size:
             raise InputError(f"x has shape {x.shape}; expected (T, …, {self.input_size})")

@@ -56,7 +56,7 @@ class DeviceDirection:
 
     def __init__(self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
-        self.kind = getattr(cell, "nonlinearity", "lstm" if cell._parts == 2 else "gru")
+        self.kind = cell.kind
         self.layout: Layout = layout_of(self.kind, cell.hidden_size, dtype)
         if samples_of(self.kind, self.layout, dtype, 1, 1, 1) == 0:
             raise InputError(

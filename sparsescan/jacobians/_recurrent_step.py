@@ -728,7 +728,7 @@ class _Direction:
     ) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
         self.sample_rows = sample_rows
-        self.is_relu = getattr(cell, "nonlinearity", None) == "relu"
+        self.is_relu = cell.kind == "relu"
         self.lanes = lanes_of(dtype)
         self.units = cell.hidden_size
         self.products = (max(cell._hh) + 1) * self.units

@@ -86,6 +86,7 @@ class RNNCell(Cell):
     _ih = _hh = (0,)
     _carries = False
     _blocks = ((0,),)
+    _kinds = ("tanh", "relu")
     _kernel = staticmethod(fill_rnn)
     _kept_gates = 1
     _writes_gates = False
@@ -198,6 +199,7 @@ class GRUCell(Cell):
     _ih = (1, 2, 0)
     _hh = (1, 2, 3)
     _blocks = ((0,), (0,), (0,), (0,))
+    _kinds = ("gru",)
     _kernel = staticmethod(fill_gru)
     _kept_gates = 4
     _run_kernel = staticmethod(sequences.run_gru)
@@ -296,6 +298,7 @@ class LSTMCell(Cell):
     _ih = _hh = (0, 1, 2, 3)
     _parts = 2
     _blocks = ((0, 1), (0, 1), (0, 1), (0,), (0, 1))
+    _kinds = ("lstm",)
     _kernel = staticmethod(fill_lstm)
     _kept_gates = 4
     _run_kernel = staticmethod(sequences.run_lstm)

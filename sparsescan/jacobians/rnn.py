@@ -77,6 +77,10 @@ class Recurrent(Fixed):
         rng: np.random.Generator | int | None = None,
         **options: Any,
     ) -> None:
+        if not hasattr(self, "_cell"):
+            raise InputTypeError(
+                "Recurrent is a base class, without a cell; expected RNN, GRU or LSTM"
+            )
         self.input_size = check_count("input_size", input_size, 1)
         self.hidden_size = check_count("hidden_size", hidden_size, 1)
         self.num_layers = check_count("num_layers", num_layers, 1)

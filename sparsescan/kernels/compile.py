@@ -5,7 +5,8 @@ them: a truncated file raises whatever ``pickle`` stumbles over, and a flipped b
 code. Here each file ends with a checksum, and one that is damaged counts as missing: the function
 is compiled anew, and the file replaced. One process at a time compiles and saves a function, and
 others that wait for it read what it has saved: two that save at once would give their files one
-name, and an index to code for other types.
+name, and an index to code for other types. Where no folder can be written, each process compiles
+what it needs, and one warning says so.
 
 A function without a cache is a helper: only kernels call it. By itself Numba would optimise every
 helper, make machine code of it and let Python call it, and do all of that again in each function
@@ -17,14 +18,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    UserWideCacheLocator,
+)
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
@@ -49,7 +57,8 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
     function : callable, optional
         The function; without it a decorator is returned.
     cache : bool, default False
-        Whether to keep compiled code on disk, in Numba's places and format.
+        Whether to keep compiled code on disk, in Numba's places and format; where none of these can
+        be written, it is kept in memory.
     **options
         As for ``numba.njit``.
     """
@@ -59,8 +68,9 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
             return _helper(function, dict(options))
         dispatcher = numba.njit(**options)(function)
         # Where NUMBA_DISABLE_JIT is set, it is the function itself.
-        if hasattr(dispatcher, "_cache"):
-            dispatcher._cache = kept = _Cache(function)
+        kept = _cache_of(function) if hasattr(dispatcher, "_cache") else None
+        if kept is not None:
+            dispatcher._cache = kept
             compile_or_load = dispatcher.compile
 
             def compile_alone(signature: Any) -> Any:
@@ -129,11 +139,60 @@ class _HelperLibrary(JITCodeLibrary):
         self._finalized = True
 
 
+def _cache_of(function: Callable[..., Any]) -> _Cache | None:
+    """Return the cache of a function; None where no folder can be written, and warn once."""
+    try:
+        return _Cache(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        _warn_of_memory()
+        return None
+
+
+@functools.cache
+def _warn_of_memory() -> None:
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    place = f"NUMBA_CACHE_DIR, {named!r}," if named else "the user's cache folder"
+    warnings.warn(
+        f"neither {place} nor the folder of sparsescan can be written: kernels are compiled anew "
+        "in every process, which takes seconds to a minute; set the environment variable "
+        "NUMBA_CACHE_DIR to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class _HomeFolder(UserWideCacheLocator):
+    """Keep compiled code in the user's cache folder, if the user has one.
+
+    Without a home the folder would be called ``~``, in whichever directory the process is.
+    """
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        place = cls(py_func, py_file).get_cache_path()  # type: ignore[no-untyped-call]
+        if not os.path.isabs(place):
+            return None
+        return super().from_function(py_func, py_file)  # type: ignore[no-untyped-call]
+
+
+class _Places(CompileResultCacheImpl):
+    """Find the folder of a function's compiled code, as Numba does."""
+
+    _locator_classes = [  # noqa: RUF012
+        _HomeFolder if place is UserWideCacheLocator else place
+        for place in CompileResultCacheImpl._locator_classes
+    ]
+
+
 class _Cache(FunctionCache):
     """Keep the compiled code of one function, if the disk can be written.
 
     `lock` holds other processes up from when code is missing to the end of its ``with``.
     """
+
+    _impl_class = _Places
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]

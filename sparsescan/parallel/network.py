@@ -137,9 +137,10 @@ def time_together(communicator: Communicator, call: Callable[[], object], times:
     return float(communicator.maximum([round(median(samples))])[0])
 
 
-def network_file() -> Path:
+def network_file() -> Path | None:
     """Return the file of the constants, which is beside that of the machine."""
-    return machine_file().with_name("network.json")
+    beside = machine_file()
+    return beside and beside.with_name("network.json")
 
 
 def load_network(path: Path | None = None) -> Network:

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import InputError
 from ..jacobians import Conv2d, Tanh
 from ..parallel.network import BUILT_IN, Network, load_network
-from ..planning.costs.cpu import machine_file
+from ..planning.costs.cpu import file_to_write, machine_file
 from .graph import Graph
 from .times import Times
 
@@ -297,9 +297,10 @@ class Machine:
         return content
 
 
-def worker_file() -> Path:
+def worker_file() -> Path | None:
     """Return the file of the worker that was measured, beside the constants of the engine."""
-    return machine_file().with_name("worker.json")
+    beside = machine_file()
+    return beside and beside.with_name("worker.json")
 
 
 def load_machine(path: _Path | None = None) -> Machine:
@@ -324,7 +325,7 @@ def load_machine(path: _Path | None = None) -> Machine:
     """
     if path is None:
         path = worker_file()
-        if not path.exists():
+        if path is None or not os.path.exists(path):
             return Machine(network=load_network())
     if path in PRESETS:
         return PRESETS[str(path)][0]
@@ -341,8 +342,7 @@ def load_machine(path: _Path | None = None) -> Machine:
 
 def save_machine(machine: Machine, path: _Path | None = None) -> Path:
     """Write a machine to a JSON file; return its path."""
-    file = worker_file() if path is None else Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = file_to_write(worker_file() if path is None else Path(path))
     file.write_text(json.dumps(machine.to_dict(), indent=1) + "\n", encoding="utf-8")
     return file
 

@@ -212,6 +212,36 @@ def test_processes_that_start_together_compile_a_function_once_for_each_type(tmp
     assert [int(process.communicate()[0]) for process in later] == [0, 0]
 
 
+def test_without_a_folder_kernels_are_kept_in_memory_and_one_warning_says_so(monkeypatch):
+    monkeypatch.setattr(compiling._Places, "_locator_classes", [])
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/no/such/folder")
+    compiling._warn_of_memory.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR, '/no/such/folder', nor") as warned:
+        kernels = [compiling.njit(lambda x, n=n: x + n, cache=True) for n in range(3)]
+    assert [kernel(1) for kernel in kernels] == [1, 2, 3]
+    assert len(warned) == 1
+    assert kernels[0].stats.cache_path is None
+
+
+def test_errors_in_the_settings_of_numba_s_cache_are_not_hidden(monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "Nothing", raising=False)
+    with pytest.raises(RuntimeError, match="Nothing"):
+        compiling.njit(lambda x: x, cache=True)
+
+
+@pytest.mark.parametrize("home", [{}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "cache"}])
+def test_without_a_home_no_folder_is_made_in_the_current_one(monkeypatch, tmp_path, home):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in home.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    found = compiling._HomeFolder.from_function(values.relu.py_func, values.__file__)
+    assert found is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_kernel_that_is_kept_is_checked():
     for kernel in (values.relu, recurrent.fill_rnn):
         assert isinstance(kernel._cache, compiling._Cache)

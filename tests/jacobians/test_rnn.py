@@ -16,9 +16,10 @@ from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
-from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell
 from sparsescan.jacobians._kernels import sequences
 from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
+from sparsescan.jacobians._recurrent_step import _directions_of, _OneCell
 
 Array = NDArray[Any]
 KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
@@ -351,3 +352,40 @@ def test_copied_step_computes_the_same() -> None:
     grads, copied = step.backward(*expected), twin.backward(*expected)
     for name, grad in grads.params.items():
         np.testing.assert_array_equal(copied.params[name], grad)
+
+
+class _Minimal(GRUCell):
+    """A cell of one part with other equations than a GRU's."""
+
+    def _advance(self, xp: Any, a: Any, state: Any, out: Any) -> None:
+        out[...] = xp.tanh(a[0])
+
+
+class _Renamed(GRUCell):
+    """A GRU by another name."""
+
+
+class _Network(Recurrent):
+    _cell = _Minimal
+
+
+def test_cells_say_what_compiled_loops_compute_and_others_are_refused() -> None:
+    x = np.ones((4, 2), np.float32)
+    cells = [RNNCell(2, 3), RNNCell(2, 3, nonlinearity="relu"), _Renamed(2, 3), LSTMCell(2, 3)]
+    assert [cell.kind for cell in cells] == ["tanh", "relu", "gru", "lstm"]
+    calls = [
+        lambda: _Minimal(2, 3).unroll(x),
+        lambda: _Network(2, 3).training_step().forward(x),
+        lambda: _directions_of(_OneCell(_Minimal(2, 3)), x),
+    ]
+    for call in calls:
+        with pytest.raises(InputTypeError, match=r"the cell is _Minimal\(2, 3.*RNNCell, GRUCell"):
+            call()
+    # What needs no loop over steps works.
+    state = np.zeros((4, 3), np.float32)
+    assert _Minimal(2, 3).forward(x, state).shape == (4, 3)
+
+
+def test_the_base_of_networks_is_no_network() -> None:
+    with pytest.raises(InputTypeError, match="expected RNN, GRU or LSTM"):
+        Recurrent(2, 3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from oracles import chains, every_schedule, patterns_of, schedules
 import sparsescan
 from sparsescan import Pattern, Schedule
 from sparsescan.cli.main import main
+from sparsescan.parallel.network import load_network, network_file
 from sparsescan.planning.costs import cpu as costs
 from sparsescan.planning.costs.cpu import FAMILIES, CpuModel, Operations, load_cpu, save_cpu
+from sparsescan.planning.costs.cuda import gpu_file
+from sparsescan.strategies.machine import Machine, load_machine, worker_file
 from sparsescan.symbolic.pattern import multiply_adds, of_mask
 from sparsescan.symbolic.program import Program
 from sparsescan.tuning import calibrate
@@ -149,6 +154,30 @@ def test_constants_on_disk(tmp_path: Path) -> None:
         assert load_cpu(path) == built_in
     path.write_bytes(b"\xff\xfe")
     assert load_cpu(path) == built_in
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the variables of Linux")
+@pytest.mark.parametrize("named", [None, "", "a/relative/folder"])
+def test_without_a_home_there_is_no_file_and_calibration_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str | None
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+    # As it stays without HOME, for a user that is in no /etc/passwd.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    files = (costs.machine_file(), gpu_file("H200"), network_file(), worker_file())
+    assert files == (None,) * 4
+    assert (load_cpu().name, load_network().name) == ("built in", "built in")
+    assert load_machine() == Machine(network=load_network())
+    for command in (["calibrate"], ["info"]):
+        code = main(command)
+        printed = capsys.readouterr()
+        if command == ["info"]:
+            assert "calibration none" in printed.out
+        else:
+            assert code != 0
+            assert "XDG_CACHE_HOME" in printed.err
 
 
 @pytest.mark.slow

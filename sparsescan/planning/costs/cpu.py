@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import InputError
 from ...execution.solves import is_long
 from ...execution.stages import ROW_GRAIN, RUN_GRAIN
 from ...execution.workspace import KINDS
@@ -231,15 +232,43 @@ class Operations:
         return taken
 
 
-def machine_file() -> Path:
-    """Return the file of this machine's constants, in the user's cache folder."""
+def machine_file() -> Path | None:
+    """Return the file of this machine's constants in the user's cache folder; None without one.
+
+    A user without a home, as that of a container may be, has no such folder.
+    """
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        named, below = "LOCALAPPDATA", ("AppData", "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        named, below = "", ("Library", "Caches")
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "sparsescan" / "machine.json"
+        named, below = "XDG_CACHE_HOME", (".cache",)
+    # A relative folder would be another one in each directory. Without a home "~" stays as it is.
+    folder = Path(os.environ.get(named, ""))
+    if not folder.is_absolute():
+        folder = Path(os.path.expanduser("~"), *below)
+    return folder / "sparsescan" / "machine.json" if folder.is_absolute() else None
+
+
+def file_to_write(path: Path | None) -> Path:
+    """Return the path of a file for measured constants, whose folder is made.
+
+    Raises
+    ------
+    InputError
+        If the user has no cache folder.
+    OSError
+        If it cannot be made.
+    """
+    if path is None:
+        variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+        named = "HOME" if sys.platform == "darwin" else variable
+        raise InputError(
+            "measured constants are kept in the user's cache folder, and this user has no home; "
+            f"expected the environment variable {named} to name a folder by its absolute path"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def load_cpu(path: Path | None = None) -> Cpu:
@@ -254,16 +283,18 @@ def save_cpu(machine: Cpu, path: Path | None = None) -> Path:
 
 
 def read_constants(
-    path: Path,
+    path: Path | None,
     kind: type[_Constants],
     tables: Mapping[str, tuple[int, ...]],
     positive: Sequence[str],
 ) -> _Constants | None:
-    """Return constants from a file, read again only if it has changed; None if they cannot be.
+    """Return constants from a file, read again only if it has changed; None if there are none.
 
     Attributes are numbers, but for the name, and for `tables`, with a table of this shape for each
     dtype. Attributes in `positive` are not zero.
     """
+    if path is None:
+        return None
     try:
         about = path.stat()
     except OSError:
@@ -296,9 +327,9 @@ def _parse(
     return constants if all(getattr(constants, key) > 0 for key in positive) else None
 
 
-def write_constants(constants: Any, path: Path) -> Path:
+def write_constants(constants: Any, path: Path | None) -> Path:
     """Write constants to a file; the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = file_to_write(path)
     path.write_text(json.dumps(asdict(constants), indent=1) + "\n")
     return path
 

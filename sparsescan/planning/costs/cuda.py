@@ -96,9 +96,10 @@ _TABLES: dict[str, tuple[int, ...]] = {
 }
 
 
-def gpu_file(name: str) -> Path:
+def gpu_file(name: str) -> Path | None:
     """Return where ``sparsescan calibrate --device cuda`` keeps the constants of GPUs of a name."""
-    return machine_file().with_name(f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json")
+    beside = machine_file()
+    return beside and beside.with_name(f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json")
 
 
 def load_gpu(path: Path | None = None) -> Gpu:
