@@ -1,4 +1,4 @@
-"""Front doors beside what they take the place of: modules of PyTorch, and linear recurrences.
+"""Front doors beside what they take the place of: modules of PyTorch, and loops of JAX.
 
 A step of a module is all that a user of PyTorch waits for: forward, loss, backward, and Adam.
 """
@@ -31,7 +31,10 @@ from .timing import THREADS, Call
 Array = NDArray[Any]
 
 OURS, PYTORCH, JAX = step.OURS, step.PYTORCH, step.JAX
+NUMPY = "sparsescan, NumPy calls"
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
+# A jitted call may take 1.15 times as long as calls with NumPy's arrays.
+_AS_NUMPY = 1 / 1.15
 _CALLS = 2000
 
 
@@ -143,29 +146,68 @@ class Stack:
 STACKS = tuple(Stack(case) for case in step_networks.NETWORKS if case.kind in ("VGG-11", "MLP"))
 
 
+# -- Networks in JAX ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """A recurrent network in JAX: value and gradients of a jitted loss."""
+
+    case: step.Case
+
+    @property
+    def name(self) -> str:
+        case = self.case
+        return f"{case.kind}({case.inputs}, {case.hidden}) in JAX, B={case.batch}, T={case.steps:,}"
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of values and gradients."""
+        race = self.case.race()
+        assert race.jax is not None
+        makers = {OURS: partial(self.ours, race), NUMPY: race.ours, JAX: race.jax}
+        return step.timed(makers, {NUMPY: _AS_NUMPY, JAX: self.case.jax}, quick)
+
+    def ours(self, race: Any) -> dict[str, Call]:
+        jax = peers.load_jax()
+        from sparsescan.jax import recurrent
+
+        def loss(params: Any, x: Any, state: Any, grad: Any) -> Any:
+            return (recurrent(race.net, params, x, state)[0] * grad).sum()
+
+        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        given = jax.device_put((dict(race.net.params), race.x, race.state, race.grad))
+        return {"jit": lambda: jax.block_until_ready(gradients(*given))}
+
+
+NETWORKS = (Jitted(step.Case("GRU", 12, 20, 16, 1000, 1.0, 1.5)),)
+
+
 # -- Linear recurrences ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A linear recurrence, and the ratios that are asked for."""
+    """A linear recurrence in JAX, and the ratios that are asked for."""
 
     steps: int
     size: int
     batch: int
     is_diagonal: bool
     wanted: dict[str, float]
+    is_constant: bool = False
 
     @property
     def name(self) -> str:
         kind = "diagonal" if self.is_diagonal else "dense"
+        kind = f"one {kind}" if self.is_constant else kind
         return f"affine_scan, {kind} {self.size}×{self.size}, B={self.batch}, T={self.steps:,}"
 
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """Return matrices, offsets, the first state, and gradients in all states."""
         rng = np.random.default_rng(0)
         lead, own = (self.steps, self.batch), (self.size,) * (1 if self.is_diagonal else 2)
-        a = rng.standard_normal((*lead, *own), np.float32) / (2 * math.sqrt(own[0]))
+        shape = own if self.is_constant else (*lead, *own)
+        a = rng.standard_normal(shape, np.float32) / (2 * math.sqrt(own[0]))
         b, loss = (rng.standard_normal((*lead, self.size), np.float32) for _ in range(2))
         return a, b, np.zeros((self.batch, self.size), np.float32), loss
 
@@ -173,22 +215,42 @@ class Recurrence:
         """Return the times of forward and backward passes."""
         makers: dict[str, Callable[[], dict[str, Call]]] = {
             OURS: self.ours,
+            NUMPY: self.numpy,
             JAX: partial(self.jax, associative=False),
-            ASSOCIATIVE: partial(self.jax, associative=True),
         }
-        if self.is_diagonal:
+        if not self.is_constant:
+            makers[ASSOCIATIVE] = partial(self.jax, associative=True)
+        if self.is_diagonal and not self.is_constant:
             makers[DOUBLING] = self.doubling
         return step.timed(makers, self.wanted, quick)
 
     def ours(self) -> dict[str, Call]:
+        jax = peers.load_jax()
+        from sparsescan.jax import affine_scan as scan
+
+        *given, loss = jax.device_put(self.arrays())
+        shape = self.steps, *given[0].shape
+
+        def value(a: Any, b: Any, y0: Any) -> Any:
+            a = jax.numpy.broadcast_to(a, shape) if self.is_constant else a
+            return (scan(a, b, y0, pattern=self._pattern) * loss).sum()
+
+        gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
+        return {"jit": lambda: jax.block_until_ready(gradients(*given))}
+
+    def numpy(self) -> dict[str, Call]:
         a, b, y0, loss = self.arrays()
-        pattern = Pattern.diagonal(self.size) if self.is_diagonal else None
+        a = np.broadcast_to(a, (self.steps, *a.shape)) if self.is_constant else a
 
         def call() -> Any:
-            y = affine_scan(a, b, y0, pattern=pattern)
-            return affine_scan_vjp(a, y0, y, loss, pattern=pattern)
+            y = affine_scan(a, b, y0, pattern=self._pattern)
+            return affine_scan_vjp(a, y0, y, loss, pattern=self._pattern)
 
         return {"NumPy": call}
+
+    @property
+    def _pattern(self) -> Pattern | None:
+        return Pattern.diagonal(self.size) if self.is_diagonal else None
 
     def jax(self, associative: bool) -> dict[str, Call]:
         jax = peers.load_jax()
@@ -212,6 +274,8 @@ class Recurrence:
                 y = apply(each[0], y) + each[1]
                 return y, y
 
+            if self.is_constant:
+                return lax.scan(lambda y, each: body(y, (a, each)), y0, b, unroll=unroll)[1]
             return lax.scan(body, y0, (a, b), unroll=unroll)[1]
 
         def variant(unroll: int) -> Call:
@@ -242,8 +306,18 @@ class Recurrence:
         return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
 
 
+def _like_a_filter(is_constant: bool) -> tuple[Recurrence, ...]:
+    sizes = (2000, 16, 4), (1000, 64, 16), (20_000, 64, 1)
+    wanted = (
+        {JAX: 1.5} if is_constant else {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 1, DOUBLING: 1}
+    )
+    return tuple(Recurrence(*each, True, wanted, is_constant) for each in sizes)
+
+
 RECURRENCES = (
-    Recurrence(1000, 20, 16, False, {JAX: 1.5, ASSOCIATIVE: 10}),
+    Recurrence(1000, 20, 16, False, {JAX: 1.5, NUMPY: _AS_NUMPY, ASSOCIATIVE: 10}),
+    *_like_a_filter(is_constant=False),
+    *_like_a_filter(is_constant=True),
     Recurrence(100_000, 1, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
     Recurrence(100_000, 64, 1, True, {JAX: 1, ASSOCIATIVE: 1, DOUBLING: 1}),
 )
@@ -329,7 +403,7 @@ def _each(call: Call, times: int) -> float:
 def _pieces(options: Options) -> Iterable[Piece]:
     cpu_only("doors", options)
     quick = MODULES[0], RECURRENCES[0]
-    for case in quick if options.quick else (*MODULES, *STACKS, *RECURRENCES):
+    for case in quick if options.quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES):
         yield Piece(case.name, partial(case.measure, options.quick))
     calls = _CALLS // 10 if options.quick else _CALLS
     yield Piece("overhead of a call", partial(measure_overhead, calls))
@@ -337,25 +411,25 @@ def _pieces(options: Options) -> Iterable[Piece]:
 
 def _about(options: Options) -> Results:
     return {
-        "a step": "of modules: forward pass, a loss, backward pass and Adam; of a recurrence: all "
-        "states, and the gradients in all that enters; float32",
+        "a step": "of modules of PyTorch: forward pass, a loss, backward pass and Adam; in JAX: a "
+        "loss of all states, and its gradients in all that enters; float32",
         "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune",
         "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
     }
 
 
 def _rows(results: Results) -> list[Row]:
-    return step.rows("Front door", results, (PYTORCH, JAX, ASSOCIATIVE, DOUBLING))
+    return step.rows("Front door", results, (PYTORCH, JAX, NUMPY, ASSOCIATIVE, DOUBLING))
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    colors = {PYTORCH: BLUE, JAX: GREEN, ASSOCIATIVE: ORANGE, DOUBLING: "black"}
+    colors = {PYTORCH: BLUE, JAX: GREEN, NUMPY: "grey", ASSOCIATIVE: ORANGE, DOUBLING: "black"}
     return step.draw_races("Front doors", step.races(results), colors)
 
 
 EXPERIMENT = Experiment(
     name="doors",
-    title="Front doors: modules of PyTorch, and linear recurrences",
+    title="Front doors: modules of PyTorch, networks and linear recurrences of JAX",
     pieces=_pieces,
     about=_about,
     drawings=_drawings,

@@ -44,7 +44,10 @@ _GRU_64 = Line(("GRU, 64 units, T=1,000",), "doors", f"{_DOOR}GRU(12, 64), B=16,
 _LSTM = Line(("LSTM, 20 units, T=1,000",), "doors", f"{_DOOR}LSTM(12, 20), B=16, T=1,000")
 _LSTM_128 = Line(("LSTM, 128 units, T=1,000 *",), "step", f"{_STEP}LSTM, H=128, B=16, T=1,000")
 _SCANNED = Line(
-    ("GRU, 20 units, T=1,000 *",), "step", f"{_STEP}GRU, H=20, B=16, T=1,000", "jax.lax.scan"
+    ("GRU, 20 units, T=1,000",),
+    "doors",
+    f"{_DOOR}GRU(12, 20) in JAX, B=16, T=1,000",
+    "jax.lax.scan",
 )
 _VGG = Line(("VGG-11, pruned by 97%",), "doors", f"{_DOOR}VGG-11, pruned by 97%, B=16")
 _VGG_ONE = Line(("one image at a time",), "doors", f"{_DOOR}VGG-11, pruned by 97%, B=1")
@@ -66,7 +69,7 @@ _RANKS = Line(
     "tanh RNN, dense 20×20, n=4,096: 2 ranks",
     "one process",
 )
-_MODULE, _LOOPS = "`sparsescan.torch`", "`jacobians.GRU.training_step`"
+_MODULE, _JITTED = "`sparsescan.torch`", "`sparsescan.jax.recurrent`"
 
 
 def _chosen(line: Line, have: str, use: str) -> Line:
@@ -90,7 +93,7 @@ TABLES = {
                 f"{_DOOR}LSTM(12, 20), two layers, both directions, B=16, T=100 to 1,000",
             ),
             _chosen(_LSTM_128, "an LSTM of 128 units", "`jacobians.LSTM.training_step`"),
-            _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _LOOPS),
+            _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _JITTED),
             Line(
                 (
                     "an RNN of 512 units with 95% of its weights pruned",
@@ -124,9 +127,13 @@ TABLES = {
                 "pruned VGG-11, B=1: gradients",
                 "PyTorch, dense",
             ),
-            _chosen(_LINEAR, "a linear recurrence: filter, smoother, state space", "`affine_scan`"),
+            _chosen(
+                _LINEAR,
+                "a linear recurrence: filter, smoother, state space",
+                "`sparsescan.jax.affine_scan`",
+            ),
             Line(
-                ("one with 20×20 matrices, 16 samples", "`affine_scan`"),
+                ("one with 20×20 matrices, 16 samples", "`sparsescan.jax.affine_scan`"),
                 "doors",
                 f"{_DOOR}affine_scan, dense 20×20, B=16, T=1,000",
                 "jax.lax.scan",

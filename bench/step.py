@@ -6,6 +6,7 @@ parameters; of recurrent networks also of input and initial state. There is no o
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -368,7 +369,7 @@ def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawi
             axes.plot([low, high], [at, at], color=color, lw=1.2)
             label = peer if peer not in shown else None
             axes.plot(middle, at, "o", color=color, ms=6, label=label)
-            axes.plot(piece["wanted"][peer], at, "|", color=color, ms=12)
+            axes.plot(piece["wanted"].get(peer, math.nan), at, "|", color=color, ms=12)
             shown.add(peer)
     axes.set_yticks(range(len(pieces)), list(pieces))
     axes.set(xscale="log", ylim=(len(pieces) - 0.4, -0.6), xlabel="time over ours")
