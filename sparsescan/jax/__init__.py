@@ -1,6 +1,7 @@
 """Front door for JAX: linear recurrences and recurrent networks under ``jit``, ``grad``, ``vmap``.
 
-JAX is imported when this is. Compiled programs call back to the kernels on the CPU.
+JAX is imported when this is. Its compiled programs call compiled kernels on their own buffers, on
+the CPU, with its threads and without Python.
 """
 
 from .affine import affine_scan

@@ -26,8 +26,8 @@ def recurrent(
     """Return the outputs and the last states of a recurrent network.
 
     As :meth:`sparsescan.jacobians.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
-    ``jax.grad`` (once, in reverse mode) and ``jax.vmap``. It takes the place of a ``jax.lax.scan``
-    over a cell.
+    ``jax.grad`` (once, in reverse mode) and ``jax.vmap``, by which samples become a batch. It takes
+    the place of a ``jax.lax.scan`` over a cell.
 
     Parameters
     ----------
@@ -54,6 +54,8 @@ def recurrent(
     ------
     InputError, InputTypeError
         If an argument is wrong, when it is traced.
+    jax.errors.JaxRuntimeError
+        If lengths are known only when a program runs, and one of them is not from 0 to T.
     DeviceError
         If JAX computes elsewhere than on the CPU.
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def double() -> Iterator[None]:
-    """Allow float64 on all threads: callbacks run on those of JAX, too."""
+    """Allow float64 on all threads."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield

@@ -8,7 +8,7 @@ import pytest
 from fresh_python import run_python
 from sampling import slow
 
-# Arrays of JAX's callbacks wait for each other from some 100 kB on.
+# Callbacks of JAX wait for each other from arrays of some 100 kB on.
 SHAPES = [(40, 3, 5, 16), *slow(((2, 1, 1, 1),), ((400, 17, 16, 64),))]
 LIMIT = 100.0
 
