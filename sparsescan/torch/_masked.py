@@ -53,7 +53,7 @@ class MaskedWeight(Tensor):
     Whoever uses this in any way finds a plain tensor, with its graph, as if it had been computed.
     """
 
-    values: Values
+    pending: Values
 
     @classmethod
     def __torch_function__(
@@ -76,8 +76,8 @@ def is_untouched(weight: Any) -> bool:
 
 def _compute(weight: MaskedWeight) -> None:
     """Make a plain tensor of a masked weight, in its place."""
-    values = weight.values
-    del weight.values
+    values = weight.pending
+    del weight.pending
     weight.__class__ = Tensor  # type: ignore[assignment]
     with _disable_current_modes(), torch.inference_mode(weight.is_inference()):
         weight.data = values.full()
@@ -111,7 +111,7 @@ def masked_weight(source: Tensor, values: Values) -> MaskedWeight:
         weight = _Product.apply(source, values)
     else:
         weight = _nowhere(source)
-    weight.values = values
+    weight.pending = values
     weight.__class__ = MaskedWeight
     masked: MaskedWeight = weight
     return masked

@@ -42,7 +42,7 @@ class Kept:
     def full(self, values: Tensor | float, dtype: torch.dtype) -> Tensor:
         """Return an array of the weights' shape with these values among zeros."""
         array = torch.zeros(self.shape, dtype=dtype, device="cpu")
-        array.view(-1)[self.places] = values  # type: ignore[assignment]
+        array.view(-1)[self.places] = values
         return array
 
     def changes(self, mask: NDArray[Any]) -> tuple[list[partial[None]], NDArray[np.int64]]:

@@ -333,8 +333,9 @@ class _Call(NamedTuple):
             each.values.set(step.kept_weights(k))
         step.update_running_stats()
         for (k, name), tensor in zip(self.names, self.tensors, strict=True):
-            written = name in STATISTICS and self.network.layers[k].training
-            if written and not tensor.is_inference():
+            # PyTorch counts no versions of running means and variances.
+            is_counted = name == "num_batches_tracked" and self.network.layers[k].training
+            if is_counted and not tensor.is_inference():
                 increment_version(tensor)
         return output
 
