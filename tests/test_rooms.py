@@ -131,8 +131,8 @@ NUMBA = {"_cache", "_cache_file", "_cache_path", "_data_path", "_impl", "_index_
 TORCH = {
     *("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_modules", "_tensor_name"),
     *("_C", "_are_functorch_transforms_active", "_get_tracing_state", "_len_torch_dispatch_stack"),
-    *("_has_any_global_hook", "_autograd", "_current_level", "_len_torch_function_stack", "_top_saved_tensors_default_hooks"),
-    *("_buffers", "_will_engine_execute_node"),
+    *("_autograd", "_buffers", "_current_level", "_has_any_global_hook"),
+    *("_len_torch_function_stack", "_top_saved_tensors_default_hooks", "_will_engine_execute_node"),
 }
 TUPLE = {"_asdict", "_fields", "_replace"}
 # Private names of Frozen and of Operator, for classes that are derived from them.

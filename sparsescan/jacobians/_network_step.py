@@ -364,6 +364,23 @@ class NetworkStep:
         y = samples_of(self._last, self._last.x, samples)
         return y.reshape(*lead, *self.network.output_shape)
 
+    def kept_weights(self, name: str) -> Array:
+        """Return a copy of the kept weights of a layer, as the last forward pass has read them.
+
+        Parameters
+        ----------
+        name : str
+            The name of a convolution or a linear layer.
+
+        Returns
+        -------
+        ndarray, shape (kept,)
+            In the order of the weights.
+        """
+        (stage,) = (each for each in self._stages if each.name == name)
+        assert isinstance(stage, (Weigh, Multiply))
+        return stage.kept_weights()
+
     def update_running_stats(self) -> None:
         """Let running statistics take in the batch that has run forward, as PyTorch does.
 

@@ -168,6 +168,10 @@ class Weigh(_Sums):
         weight = on_host(f"{self.name}.weight", self.op.read_parameter("weight"))
         return self._copy(np.ascontiguousarray(weight, self.samples.dtype).reshape(-1))
 
+    def kept_weights(self) -> Array:
+        """Return a copy of the kept weights, as they were read last."""
+        return self._gather.weight.copy()
+
     def _copy(self, weight: Array) -> tuple[list[Task], list[Task]]:
         kept = self._gather.weight
         others = [table for table in (*self._ahead, *self._back) if table is not self._gather]
@@ -246,6 +250,10 @@ class WeighAll(Weigh):
             for table in scattering(self._taps(first), *arguments)
         ]
 
+    def kept_weights(self) -> Array:
+        """Return a copy of the kept weights, as they were read last."""
+        return self._gather.weight[self.kept_at]
+
     def _copy(self, weight: Array) -> tuple[list[Task], list[Task]]:
         copy, bits = self._gather.weight[: len(weight)], self._bits
         rows, of_row = len(self.op.kept_weights()), len(weight) // len(self.op.kept_weights())
@@ -303,6 +311,11 @@ class Multiply(Apply):
             partial(_copy, (k, min(k + _COPIED, size)), copy, weight, self._bits)
             for k in range(0, size, _COPIED)
         ], []
+
+    def kept_weights(self) -> Array:
+        """Return a copy of the kept weights, as they were read last."""
+        kept: Array = self._weight[self.op.kept_weights()]
+        return kept
 
     def forward(self, part: Span) -> None:
         y = self._input() @ self._weight.T

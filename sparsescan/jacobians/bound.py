@@ -62,6 +62,10 @@ class BoundStep:
             vars(self._layers[k])[own] = array
         return self._step.forward(x)
 
+    def kept_weights(self, k: int) -> Array:
+        """Return a copy of the kept weights of a layer, as the last forward pass has read them."""
+        return self._step.kept_weights(str(k))
+
     def update_running_stats(self) -> None:
         """Let running statistics take in the batch that has run forward."""
         self._step.update_running_stats()

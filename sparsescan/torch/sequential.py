@@ -20,7 +20,8 @@ from ..jacobians import Operator, from_torch
 from ..jacobians.bound import BoundStep, without_arrays
 from ..jacobians.step_pool import StepPool
 from ._direct import is_direct, is_watched
-from ._masks import Kept, Masked, Pruned, apply_masks
+from ._masked import Values, is_untouched, masked_weight
+from ._masks import Kept, kept_now
 from ._once import Once
 from ._probe import asks_for_some, is_looked_at, probe
 from ._structure import (
@@ -232,9 +233,9 @@ class _Stack:
         self._made = 0  # networks that were made since one was used again
         self._passed: OrderedDict[int, None] = OrderedDict()
 
-    def network(self, structure: Structure, masked: Sequence[Masked]) -> _Network | None:
+    def network(self, structure: Structure, kept: Sequence[Kept]) -> _Network | None:
         """Return the network of a structure; None if there is no operator for something in it."""
-        key = structure.key, tuple(id(each.kept) for each in masked)
+        key = structure.key, tuple(map(id, kept))
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
@@ -246,7 +247,7 @@ class _Stack:
                 return None
             self._made += 1
             network = _make(structure)
-            held = structure.modules, [each.kept for each in masked]
+            held = structure.modules, list(kept)
             _keep(self._known, key, _Known(held, network))
             return network
 
@@ -270,6 +271,27 @@ _lock = threading.Lock()
 _stacks: weakref.WeakKeyDictionary[nn.Module, _Stack] = weakref.WeakKeyDictionary()
 
 
+class _Pruned(NamedTuple):
+    """A masked weight of a call.
+
+    Attributes
+    ----------
+    place : int
+        Which of the tensors of the call it stands for.
+    module : Module
+        The layer.
+    values : Values
+        What is kept of it.
+    weight : Tensor
+        What the layer shows.
+    """
+
+    place: int
+    module: nn.Module
+    values: Values
+    weight: Tensor
+
+
 class _Call(NamedTuple):
     """A call that has kernels.
 
@@ -280,47 +302,50 @@ class _Call(NamedTuple):
     names : list of tuple
         The number of the layer, and the name, of each tensor.
     tensors : list of Tensor
-        Parameters, statistics and masked weights, as the step reads them.
-    sources : dict of int to Tensor
-        The parameter behind each masked weight, by its place in `tensors`.
-    modules : dict of int to Module
-        Their layers.
+        Parameters and statistics; of a pruned layer the parameter that is masked.
+    pruned : list of _Pruned
+        The masked weights.
     """
 
     network: _Network
     names: list[tuple[int, str]]
     tensors: list[Tensor]
-    sources: dict[int, Tensor]
-    modules: dict[int, nn.Module]
+    pruned: list[_Pruned]
 
     def run(self, x: Tensor) -> Tensor:
         """Return the output."""
         if torch.is_grad_enabled():
             some = [x, *self.tensors]
             if any(each.requires_grad for each in some):
-                output: Tensor = _Step.apply(self, *some, *self.sources.values(), probe)
+                masked = [each.weight for each in self.pruned]
+                output: Tensor = _Step.apply(self, *some, *masked, probe)
                 return output
         step = self.network.pool.take()
-        output = self.forward(step, x, self.tensors)
-        self.update(step)
+        output = self.forward(step, x)
         _give_back(self.network.pool, step)
         return output
 
-    def forward(self, step: BoundStep, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Run a step forward."""
-        arrays = {
-            name: each.detach().numpy() for name, each in zip(self.names, tensors, strict=True)
-        }
-        with pytorchs_threads():
-            return torch.from_numpy(step.forward(x.detach().numpy(), arrays))
-
-    def update(self, step: BoundStep) -> None:
-        """Let running statistics take in the batch."""
+    def forward(self, step: BoundStep, x: Tensor) -> Tensor:
+        """Run a step forward, note what it has read, and let statistics take in the batch."""
+        output = _forward(step, x, self.names, self.tensors)
+        for each in self.pruned:
+            k, _ = self.names[each.place]
+            each.values.set(step.kept_weights(k))
         step.update_running_stats()
         for (k, name), tensor in zip(self.names, self.tensors, strict=True):
-            written = name in STATISTICS and self.network.layers[k].training
-            if written and not tensor.is_inference():
+            # PyTorch counts no versions of running means and variances.
+            is_counted = name == "num_batches_tracked" and self.network.layers[k].training
+            if is_counted and not tensor.is_inference():
                 increment_version(tensor)
+        return output
+
+
+def _forward(
+    step: BoundStep, x: Tensor, names: Sequence[tuple[int, str]], tensors: Sequence[Tensor]
+) -> Tensor:
+    arrays = {name: each.detach().numpy() for name, each in zip(names, tensors, strict=True)}
+    with pytorchs_threads():
+        return torch.from_numpy(step.forward(x.detach().numpy(), arrays))
 
 
 def _prepare(stack: nn.Module, x: Tensor) -> _Call | None:
@@ -331,60 +356,32 @@ def _prepare(stack: nn.Module, x: Tensor) -> _Call | None:
     structure = read(stack, x)
     if structure is None:
         return None
-    pruned = [layer for layer in structure.layers if layer.mask is not None]
-    before: list[Any] = [*known.kept] if len(known.kept) == len(pruned) else [None] * len(pruned)
-    given = [
-        Pruned(layer.module, layer.mask, layer.tensors["weight"], kept)
-        for layer, kept in zip(pruned, before, strict=True)
-        if layer.mask is not None
-    ]
+    masks = [layer.mask for layer in structure.layers if layer.mask is not None]
+    before: Any = known.kept if len(known.kept) == len(masks) else [None] * len(masks)
     with pytorchs_threads():
-        masked = apply_masks(given)
-    if masked is None:
+        kept = kept_now(masks, x.dtype, before)
+    if kept is None:
         return None
-    known.kept = [each.kept for each in masked]
-    network = known.network(structure, masked)
+    known.kept = kept
+    network = known.network(structure, kept)
     if network is None:
         return None
     known.runs_here = True
-    names, tensors = list[tuple[int, str]](), list[Tensor]()
-    sources, modules = dict[int, Tensor](), dict[int, nn.Module]()
-    following = iter(masked)
+    names, tensors, pruned = list[tuple[int, str]](), list[Tensor](), list[_Pruned]()
+    following = iter(kept)
     for k, layer in enumerate(structure.layers):
         for name, tensor in layer.tensors.items():
             if name == "weight" and layer.mask is not None:
-                one = next(following)
-                sources[len(tensors)], modules[len(tensors)] = tensor, layer.module
-                tensor = _weight(tensor, one)
-                vars(layer.module)["weight"] = tensor
+                values = Values(next(following), tensor)
+                weight = masked_weight(tensor, values)
+                vars(layer.module)["weight"] = weight
+                pruned.append(_Pruned(len(tensors), layer.module, values, weight))
             names.append((k, name))
             tensors.append(tensor)
-    return _Call(network, names, tensors, sources, modules)
-
-
-def _weight(source: Tensor, masked: Masked) -> Tensor:
-    """Return the product of a weight and its mask, which has been computed, with its graph."""
-    if torch.is_grad_enabled() and source.requires_grad:
-        weight: Tensor = _Product.apply(source, masked)
-        return weight
-    return torch.from_numpy(masked.room)
+    return _Call(network, names, tensors, pruned)
 
 
 # -- Graphs ----------------------------------------------------------------------------------------
-
-
-class _Product(torch.autograd.Function):
-    """The product of a weight and its mask, for gradients that come from elsewhere than a call."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, masked: Masked) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.kept = masked.kept
-        return torch.from_numpy(masked.room)
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor | None) -> Any:
-        return None if above is None else above * ctx.kept.mask(above.dtype), None
 
 
 class _Lease(NamedTuple):
@@ -417,25 +414,26 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, *others: Tensor) -> Tensor:
         pool = call.network.pool
         step = pool.take()
-        output = call.forward(step, x, call.tensors)
+        masked = {each.place for each in call.pruned}
+        # What is computed again has not yet taken in the batch. Masked weights are no longer those
+        # of the call, once an optimiser has been at work.
         saved = [
-            # What is computed again has not yet taken in the batch.
-            each.clone() if name in STATISTICS else each
-            for (_, name), each in zip(call.names, call.tensors, strict=True)
+            None if k in masked else tensor.clone() if name in STATISTICS else tensor
+            for k, ((_, name), tensor) in enumerate(zip(call.names, call.tensors, strict=True))
         ]
-        call.update(step)
+        output = call.forward(step, x)
         ctx.lease = _Lease(pool, [step])
         weakref.finalize(ctx, ctx.lease.end).atexit = False
-        ctx.call = _Call(call.network, call.names, [], {}, {})
-        ctx.masked = {k: (weakref.ref(call.tensors[k]), call.modules[k]) for k in call.sources}
+        ctx.network, ctx.names = call.network, call.names
+        ctx.pruned = [(*each[:3], weakref.ref(each.weight)) for each in call.pruned]
         ctx.save_for_backward(x, *saved)
         return output
 
     @staticmethod
     def backward(ctx: Any, above: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            saved = ctx.saved_tensors
-            grads = list(Once.apply(_Step.run, (ctx, above), "a stack", above, *saved))
+            saved = (each for each in ctx.saved_tensors if each is not None)
+            grads = list(Once.apply(_Step.run, (ctx, above), "a stack", above, probe, *saved))
         else:
             grads = _Step.run(ctx, above)
         return None, *grads
@@ -443,37 +441,50 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def run(ctx: Any, above: Tensor) -> list[Tensor | None]:
         """Return the gradients in all arguments of the call."""
-        call, (pool, steps) = ctx.call, ctx.lease
-        asked = {k for k, (ref, layer) in ctx.masked.items() if _is_asked(ctx, ref(), layer)}
+        network, (pool, steps) = ctx.network, ctx.lease
+        asked = any(
+            _is_asked(ctx, k - len(ctx.pruned) - 1, module, ref())
+            for k, (_, module, _, ref) in enumerate(ctx.pruned)
+        )
         dense = _Step.dense(ctx, above) if asked else {}
-        if not steps or call.network.reads_again:
-            # This raises if one of them has changed, or they have been let go of.
-            x, *tensors = ctx.saved_tensors
+        if not steps or network.reads_again:
+            x, *tensors = _Step.tensors(ctx)
         if steps:
             step = steps.pop()
         else:
             step = pool.take()
-            call.forward(step, x, tensors)
+            _forward(step, x, ctx.names, tensors)
         with pytorchs_threads():
             grads = step.backward(above.detach().numpy(), needs_input_grad=ctx.needs_input_grad[1])
         _give_back(pool, step)
         below = None if grads.input is None else torch.from_numpy(grads.input)
         found = [
             None if name in STATISTICS else torch.from_numpy(grads.params[f"{k}.{name}"])
-            for k, name in call.names
+            for k, name in ctx.names
         ]
-        own = [dense.get(k) if k in ctx.masked else grad for k, grad in enumerate(found)]
-        return [below, *own, *(None if k in asked else found[k] for k in ctx.masked), None]
+        for place in dense:
+            found[place] = None  # it comes by the masked weight
+        return [below, *found, *(dense.get(place) for place, *_ in ctx.pruned), None]
+
+    @staticmethod
+    def tensors(ctx: Any) -> list[Tensor]:
+        """Return the input and all tensors of the call, as they were.
+
+        This raises if one of them has changed, or they have been let go of.
+        """
+        x, *tensors = ctx.saved_tensors
+        for place, _, values, _ in ctx.pruned:
+            tensors[place] = values.full()
+        return [x, *tensors]
 
     @staticmethod
     def dense(ctx: Any, above: Tensor) -> dict[int, Tensor]:
         """Return the gradients in masked weights, those of pruned ones too, by their places."""
-        call = ctx.call
-        x, *tensors = (each.detach() for each in ctx.saved_tensors)
-        layers = [_with_tensors(layer) for layer in call.network.layers]
+        x, *tensors = (each.detach() for each in _Step.tensors(ctx))
+        layers = [_with_tensors(layer) for layer in ctx.network.layers]
         with torch.enable_grad():
-            asked = {k: tensors[k].requires_grad_() for k in ctx.masked}
-            for (k, name), tensor in zip(call.names, tensors, strict=True):
+            asked = {place: tensors[place].requires_grad_() for place, *_ in ctx.pruned}
+            for (k, name), tensor in zip(ctx.names, tensors, strict=True):
                 vars(layers[k])[name] = tensor.clone() if name in STATISTICS else tensor
             for layer in layers:
                 x = layer.forward(x)
@@ -481,33 +492,30 @@ class _Step(torch.autograd.Function):
         return dict(zip(asked, grads, strict=True))
 
 
-def _is_asked(ctx: Any, weight: Tensor | None, layer: nn.Module) -> bool:
+def _is_asked(ctx: Any, edge: int, layer: nn.Module, weight: Tensor | None) -> bool:
     """Return whether somebody may look at the gradient in a masked weight."""
     if weight is None:
         return False
-    if is_looked_at(weight):
+    if not is_untouched(weight) and is_looked_at(weight):
         return True
-    if not asks_for_some(ctx, [weight.grad_fn]):
+    if not asks_for_some(ctx, [ctx.next_functions[edge][0]]):
         return False
     # Who asks for some gradients has the tensors, beside the layer.
     own = vars(layer).get("weight") is weight
     return sys.getrefcount(weight) > _alone() + own
 
 
-def _count(weight: Any, _: Any) -> int:
+def _count(_: Any, __: Any, ___: Any, weight: Any) -> int:
     """Return references to a tensor, as :func:`_is_asked` counts them."""
     return sys.getrefcount(weight)
 
 
 @cache
 def _alone() -> int:
-    """Return references to a tensor that a graph has saved, and nobody else has."""
-    with torch.enable_grad():
-        held = [probe.exp()]
-        graph = held[0].square()
+    """Return references to a tensor that nobody has."""
+    held = [torch.zeros(1)]
     ref = weakref.ref(held[0])
-    count = _count(ref(), graph)
-    return count - len(held)
+    return _count(None, None, None, ref()) - len(held)
 
 
 def _with_tensors(layer: nn.Module) -> nn.Module:

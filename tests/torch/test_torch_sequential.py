@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,113 @@ def test_what_has_no_kernel_is_pytorchs() -> None:
     torch.testing.assert_close(own, nn.Sequential(*norm.children())(image))
     with pytest.raises(RuntimeError):
         ours(torch.randn(3, 5))
+
+
+def test_pruning_goes_on_from_trained_weights() -> None:
+    """Iterative magnitude pruning ranks the weights that training has left."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
+    prune.l1_unstructured(theirs[0], "weight", 0.8)
+    with torch.no_grad():
+        theirs(torch.zeros(1, 64))
+    nets = [copy.deepcopy(theirs), theirs]
+    assert convert(nets[0]).replaced == [""]
+    x, masks = torch.randn(32, 64), []
+    for net in nets:
+        optimiser = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(50):
+            optimiser.zero_grad()
+            loss = (net(x) - 1).square().mean()
+            (loss + 1e-3 * net[0].weight.abs().sum()).backward()
+            optimiser.step()
+        prune.l1_unstructured(net[0], "weight", 0.5)
+        masks.append(net[0].weight_mask)
+    assert ran_here(nets[0])
+    assert torch.equal(*masks)
+    torch.testing.assert_close(nets[0](x), nets[1](x))
+
+
+def test_masked_weights_are_plain_tensors_for_who_looks() -> None:
+    """They cost nothing before, and are as PyTorch's pruning leaves them after."""
+    net = Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2)).double()
+    prune.random_unstructured(net[0], "weight", 0.5)
+    x, layer = torch.randn(3, 5, dtype=torch.float64), net[0]
+    net(x)
+    assert ran_here(net)
+    assert isinstance(layer.weight, Tensor)
+    assert repr(layer) == repr(nn.Linear(5, 7))
+    before = layer.weight_orig.detach().clone()
+    with torch.no_grad():
+        layer.weight_orig.mul_(2)  # after the call
+    weight = layer.weight
+    torch.testing.assert_close(weight, layer.weight_mask * before, rtol=0, atol=0)
+    assert type(weight) is Tensor
+    assert weight.requires_grad
+    weight.square().sum().backward()
+    torch.testing.assert_close(layer.weight_orig.grad, 2 * layer.weight_mask * before)
+    copies = [copy.deepcopy(net), copy.deepcopy(nn.ModuleList([net]))[0]]
+    for each in copies:
+        assert torch.equal(each[0].weight, weight)
+        assert torch.equal(each(x), net(x))
+        assert ran_here(each)
+    with torch.inference_mode():
+        net(x)
+    assert torch.equal(layer.weight + 0, layer.weight_mask * layer.weight_orig)
+
+
+def test_a_compiled_model_that_has_run_before() -> None:
+    net, x = stack(7)
+    ours = ours_of(net)
+    ours(x)
+    assert ran_here(ours)
+    compiled = torch.compile(ours, backend="eager")
+    torch.testing.assert_close(compiled(x), net(x))
+    torch.testing.assert_close(ours(x), net(x))
+    assert ran_here(ours)
+    torch.testing.assert_close(compiled(2 * x), net(2 * x))
+
+
+def test_a_stack_that_changes_at_each_call_is_pytorchs() -> None:
+    net = Sequential(nn.Linear(30, 40), nn.LeakyReLU(), nn.Linear(40, 3)).double()
+    prune.random_unstructured(net[0], "weight", 0.9)
+    theirs, x = nn.Sequential(*net.children()), torch.randn(4, 30, dtype=torch.float64)
+    ran = []
+    for k in range(20):
+        net[1].negative_slope = k / 20
+        torch.testing.assert_close(net(x), theirs(x))
+        ran.append(ran_here(net))
+    assert ran[:4] == [True] * 4
+    assert not any(ran[4:])
+    for _ in range(2):
+        torch.testing.assert_close(net(x), theirs(x))
+    assert ran_here(net)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_stacks() -> None:
+    net = Sequential(nn.Linear(3, 4), nn.ReLU())
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(torch.jit.script(net)(x), net(x))
+
+
+def test_threads_share_a_stack() -> None:
+    net, x = stack(9)
+    ours = ours_of(net)
+    expected = [net((k + 1) * x) for k in range(4)]
+    wrong: list[Any] = []
+
+    def run(k: int) -> None:
+        for _ in range(20):
+            y = ours((k + 1) * x)
+            if not torch.allclose(y, expected[k]):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
 
 
 def test_compiled_models() -> None:

@@ -1,0 +1,46 @@
+"""Models that change in all ways that people change them, converted and not, side by side."""
+
+from __future__ import annotations
+
+import warnings
+
+import fuzz_lives
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def events(kind: str) -> st.SearchStrategy[list[str]]:
+    """Names of events, in any order."""
+    names = sorted({event.__name__ for event in fuzz_lives.KINDS[kind][1]})
+    return st.lists(st.sampled_from(names), min_size=1, max_size=8)
+
+
+@given(SEEDS, events("stack"))
+def test_lives_of_stacks(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuzz_lives.live("stack", seed, names)
+
+
+@given(SEEDS, events("recurrent"))
+def test_lives_of_recurrent_modules(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuzz_lives.live("recurrent", seed, names)
+
+
+@pytest.mark.parametrize("kind", fuzz_lives.KINDS)
+def test_each_event_can_be(kind: str) -> None:
+    """An event that no model could have would test nothing."""
+    for event in set(fuzz_lives.KINDS[kind][1]):
+        name = event.__name__
+        if kind == "recurrent" and name == "bool_mask":
+            continue
+        before = ["share"] if name == "interleave" else ["hook"] if name == "unhook" else []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lives = (fuzz_lives.live(kind, seed, [*before, name]) for seed in range(20))
+            assert any(count > len(before) for count in lives), name
