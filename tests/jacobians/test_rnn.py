@@ -413,7 +413,7 @@ def test_arrays_that_cannot_be_written_need_no_kernels_of_their_own(kind: str) -
     x = rng.standard_normal((4, 2, 2)).astype(F4)
     state = rng.standard_normal((2, 2, net.state_size)).astype(F4)
     grad = rng.standard_normal((4, 2, 6)).astype(F4)
-    results = []
+    results, before = [], (0, 0)
     for form in (lambda a: a, fixed, lambda a: np.asfortranarray(a.astype(">f4"))):
         step = net.training_step()
         step.forward(form(x), form(state))
@@ -437,7 +437,7 @@ def fixed(array: Array) -> Array:
 @pytest.mark.parametrize("lengths", [np.ma.array([1, 2]), [np.ma.masked, 1]])
 def test_lengths_with_a_mask_are_refused(lengths: Any) -> None:
     step = RNN(2, 3).training_step()
-    with pytest.raises(InputTypeError, match="^lengths has a mask"):
+    with pytest.raises(InputTypeError, match=r"^lengths has a mask"):
         step.forward(np.ones((3, 2, 2), np.float32), lengths=lengths)
 
 
@@ -450,7 +450,7 @@ def test_flags_are_true_or_false(flag: Any) -> None:
             RNN(2, 3, **{name: flag})
     step = RNN(2, 3).training_step()
     output, _ = step.forward(np.ones((3, 2, 2), np.float32))
-    with pytest.raises(InputTypeError, match="^needs_input_grad is .*; expected True or False"):
+    with pytest.raises(InputTypeError, match=r"^needs_input_grad is .*; expected True or False"):
         step.backward(output, needs_input_grad=flag)
     assert step.backward(output, needs_input_grad=np.bool_(False)).input is None
 
