@@ -323,7 +323,8 @@ def _scan_once(
         if implicit:
             check_solves(patterns, asked, device == "cuda", reverse)
         size = patterns[0].shape[1] if patterns else None
-        first = grad_or_zeros(grad, local_grads, size, chain)
+        period = 0 if implicit else chain.period
+        first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
         batch = len(first) if first.ndim == 2 else 1
         dtype = np.result_type(chain.dtype, first.dtype)
         kind = Kind(max(batch, 1), dtype, device == "cuda", chain.differs() if batch > 1 else None)

@@ -26,10 +26,12 @@ __all__ = [
     "check_one_place",
     "contiguous",
     "device_of",
+    "for_kernels",
     "host_array",
     "is_cupy",
     "is_on_device",
     "load_cupy",
+    "memory_left",
     "namespace",
     "on_device",
     "output",
@@ -157,6 +159,27 @@ def contiguous(array: Any, dtype: np.dtype[Any]) -> Any:
         return array
     with beside(array):
         return namespace(array).ascontiguousarray(array, dtype)
+
+
+def for_kernels(array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return what :func:`contiguous` does, for kernels that read it.
+
+    Numba compiles other kernels for arrays that cannot be written, if it can: a view of one counts
+    as writeable. Only kernels may have it.
+    """
+    array = contiguous(array, dtype)
+    if type(array) is np.ndarray and not array.flags.writeable:
+        array = np.asarray(_Writeable(array))
+    return array
+
+
+class _Writeable:
+    """The memory of an array, as one that can be written."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
 
 
 def upload(array: Any) -> Any:
@@ -406,18 +429,15 @@ def check_memory(what: str, needed: int) -> None:
     """Raise, with the bytes named, if this machine has not so much memory left."""
     if needed < _SMALL:
         return
-    left = _memory_left()
-    if left is None:
-        # No system has more, and NumPy would not call it a lack of memory.
-        left = sys.maxsize
+    left = memory_left()
     if needed > left:
         raise MemoryLimitError(
             f"{what} would take {format_bytes(needed)}; this machine has {format_bytes(left)} left"
         )
 
 
-def _memory_left() -> int | None:
-    """Return bytes that a new array may take, or None where the system does not say."""
+def memory_left() -> int:
+    """Return bytes that a new array may take; more than any system has where it does not say."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -426,4 +446,5 @@ def _memory_left() -> int | None:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
-        return None
+        # NumPy would not call it a lack of memory if there were no limit.
+        return sys.maxsize

@@ -629,15 +629,20 @@ def placed(grad: Any, local_grads: Any) -> tuple[str, Any]:
     return ("grad", grad) if grad is not None else _first_given(local_grads)
 
 
-def grad_or_zeros(grad: Any, local_grads: Any, size: int | None, chain: Chain) -> Any:
-    """Return `grad` as an array, or zeros in its place, as many as there are samples."""
+def grad_or_zeros(
+    grad: Any, local_grads: Any, size: int | None, batch: int | None, period: int = 0
+) -> Any:
+    """Return `grad` as an array, or zeros in its place, as many as there are samples.
+
+    `batch` is that of the chain, None if samples share it; `period` is as for :class:`LocalGrads`.
+    """
     if grad is not None:
         return read_array("grad", grad)
     name, given = _first_given(local_grads)
     given = read_array(name, given)
     # Without the axis of steps, where gradients of many came as one array.
-    shape = given.shape[(name == "local_grads") + (chain.period > 1) :]
-    samples = shape[:-1] if chain.batch is None else (chain.batch,)
+    shape = given.shape[(name == "local_grads") + (period > 1) :]
+    samples = shape[:-1] if batch is None else (batch,)
     size = shape[-1] if size is None and shape else size
     with beside(given):
         return namespace(given).zeros((*samples[:1], size or 0), _FLOAT32)

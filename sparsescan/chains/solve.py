@@ -58,8 +58,9 @@ class SolveStep(ImplicitStep):
     working precision as its factorisation says (a pivot is zero). A matrix with a value that is not
     finite makes all gradients before it NaN.
 
-    The schedule is the linear one, since the product of an inverse and a matrix is dense; any
-    other that is named raises :class:`InputError`. Scans run on the CPU.
+    The schedule is the linear one, since the product of an inverse and a matrix is dense; one that
+    multiplies Jacobians raises :class:`InputError`. (``"truncated:0"``, ``"chunked:2"``, and any
+    schedule for up to three Jacobians multiply none.) Scans run on the CPU.
 
     A pattern is analysed once, in :func:`plan`: tridiagonal, banded and dense matrices, and small
     ones, are factorised as LAPACK does, in one compiled call for all steps that follow each other,

@@ -23,7 +23,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..arrays.arrays import Constant, check_memory, contiguous, namespace, output, read_array
+from ..arrays.arrays import Constant, check_memory, for_kernels, namespace, output, read_array
 from ..chains.containers import BatchedCSR, CSRChain
 from ..chains.implicit import ImplicitChain
 from ..errors import Allocating, InputError, InputTypeError, short
@@ -328,8 +328,8 @@ class Cell(Parametrised, Fixed, ABC):
             )
         _, dtype = self._place(x, state)
         batch = math.prod(lead)
-        x = contiguous(x.reshape(steps, batch, self.input_size), dtype)
-        first = contiguous(state.reshape(batch, self.state_size), dtype)
+        x = for_kernels(x.reshape(steps, batch, self.input_size), dtype)
+        first = for_kernels(state.reshape(batch, self.state_size), dtype)
         return self._unroll(self, x, first).reshape(steps + 1, *lead, self.state_size)
 
     @Allocating("the linearization")

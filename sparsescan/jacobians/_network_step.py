@@ -14,7 +14,7 @@ from ..arrays.arrays import check_memory
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.calls import LINE, aligned_zeros, call_all
 from ..formatting import align, exact_bytes, format_bytes
-from ..symbolic.schedule import check_count
+from ..symbolic.schedule import check_count, check_flag
 from ._checkpoints import choose_segments, needed_bytes
 from ._checks import Shape, on_host
 from ._kernels.lanes import lanes
@@ -439,6 +439,7 @@ class NetworkStep:
             If a shape or a dtype is wrong, or an array on a GPU; or if there was no forward pass,
             or another backward pass, which has used what was kept.
         """
+        needs_input_grad = check_flag("needs_input_grad", needs_input_grad)
         samples = self._samples
         if samples is None or not self._is_forward:
             raise InputError("backward was called without a forward pass before it")

@@ -17,8 +17,9 @@ from ..arrays import streams
 from ..arrays.arrays import (
     check_memory,
     check_one_place,
-    contiguous,
     device_of,
+    for_kernels,
+    host_array,
     load_cupy,
     namespace,
     read_array,
@@ -28,6 +29,7 @@ from ..execution.calls import LINE, Calls, aligned_empty
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ..kernels.cpu.copies import add_range, fill_with
+from ..symbolic.schedule import check_flag
 from ._cell import Cell
 from ._kernels import callers
 from ._kernels import sequences as kernels
@@ -315,6 +317,7 @@ class TrainingStep:
             If a shape or a dtype is wrong, or an array is elsewhere than the input was; or if there
             was no forward pass, or another backward pass, which has used what was kept.
         """
+        needs_input_grad = check_flag("needs_input_grad", needs_input_grad)
         memory, weights = self._memory, self._weights
         if memory is None or weights is None:
             raise InputError("backward was called without a forward pass before it")
@@ -402,9 +405,9 @@ class TrainingStep:
             )
         arrays = [x, *every, *([] if state is None else [state])]
         dtype = np.result_type(*{array.dtype for array in arrays})
-        x = contiguous(x.reshape(steps, batch, net.input_size), dtype)
+        x = for_kernels(x.reshape(steps, batch, net.input_size), dtype)
         if state is not None:
-            state = contiguous(state.reshape(self._count, batch, net.state_size), dtype)
+            state = for_kernels(state.reshape(self._count, batch, net.state_size), dtype)
         return x, state, None if lengths is None else _read_lengths(lengths, steps, batch)
 
     def _read_grads(self, memory: Memory, output: Any, state: Any) -> tuple[Array, Array]:
@@ -422,7 +425,7 @@ class TrainingStep:
             expected = shape if self._is_batched else (shape[0], shape[2])
             if array.shape != expected:
                 raise InputError(f"{name} has shape {array.shape}; expected {expected}")
-            checked.append(contiguous(array.reshape(shape), memory.dtype))
+            checked.append(for_kernels(array.reshape(shape), memory.dtype))
         return checked[0], checked[1]
 
     def _as_given(self, array: Array) -> Array:
@@ -443,11 +446,10 @@ def _read_params(given: Mapping[str, Array], shapes: dict[str, tuple[int, ...]])
 
 def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | None:
     """Return the steps that each sample has; None if each has all."""
-    try:
-        array = np.array(lengths)
-    except Exception:  # a caller's own class may raise any
-        array = np.empty(0, object)
-    if array.dtype.kind not in "iu":
+    array = np.array(host_array("lengths", lengths))
+    # NumPy makes float64 of an empty list.
+    is_empty_list = array.shape == (0,) and isinstance(lengths, (list, tuple))
+    if array.dtype.kind not in "iu" and not is_empty_list:
         raise InputTypeError(f"lengths is {short(lengths)}; expected integers")
     if array.shape != (batch,):
         raise InputError(f"lengths has shape {array.shape}; expected {(batch,)}, one for a sample")
@@ -613,9 +615,9 @@ def _back(
 
 
 def _flat(param: Array) -> Array:
-    """Return the numbers of a parameter; a copy of some for which other kernels would be made."""
-    flat = np.ascontiguousarray(param.reshape(-1))
-    return flat if flat.flags.writeable else flat.copy()
+    """Return the numbers of a parameter."""
+    flat: Array = for_kernels(param.reshape(-1), param.dtype)
+    return flat
 
 
 class _Packing:

@@ -19,6 +19,9 @@ from .recurrent import GRUCell, LSTMCell, RNNCell
 
 __all__ = ["GRU", "LSTM", "RNN", "Recurrent"]
 
+# Each takes 100 µs to make, whatever its size, and no network has nearly as many.
+_MOST_LAYERS = 10_000
+
 
 class Recurrent(Fixed):
     """Layers of recurrent cells: what :class:`RNN`, :class:`GRU` and :class:`LSTM` have in common.
@@ -32,7 +35,7 @@ class Recurrent(Fixed):
     input_size, hidden_size : int
         Length of an input ``x_t`` and of each ``h_t``.
     num_layers : int, default 1
-        Number of layers.
+        Number of layers, at most 10,000.
     bias : bool, default True
         Whether there are biases.
     bidirectional : bool, default False
@@ -83,7 +86,7 @@ class Recurrent(Fixed):
             )
         self.input_size = check_count("input_size", input_size, 1)
         self.hidden_size = check_count("hidden_size", hidden_size, 1)
-        self.num_layers = check_count("num_layers", num_layers, 1)
+        self.num_layers = check_count("num_layers", num_layers, 1, _MOST_LAYERS)
         self.bidirectional = check_flag("bidirectional", bidirectional)
         directions = range(1 + self.bidirectional)
         masks = _read_masks(masks)

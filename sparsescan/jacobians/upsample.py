@@ -104,7 +104,7 @@ class Upsample(Separable):
         if mode == "nearest":
             self._set_taps(*(_nearest(*axis) for axis in axes))
         else:
-            corners = check_flag("align_corners", align_corners)
+            corners = align_corners is not None and check_flag("align_corners", align_corners)
             self._set_taps(*(_linear(*axis, corners) for axis in axes))
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays.arrays import check_no_mask
 from ..errors import DeviceError, InputTypeError, short
 
 __all__ = ["as_float", "check_platform", "together", "vary", "varying"]
@@ -25,6 +26,7 @@ def check_platform() -> None:
 
 def as_float(name: str, given: Any) -> Any:
     """Return an array of JAX, or of a trace, of float32 or float64."""
+    check_no_mask(name, given)
     try:
         array = jnp.asarray(given)
     except Exception as error:  # of a caller's own class

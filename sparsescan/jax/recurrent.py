@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
+from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..jacobians import Recurrent
 from ..jacobians.recorded import RecordedStep, record
@@ -113,8 +114,11 @@ def recurrent(
 
 def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
     """Return lengths as programs take them, which check those that are not known yet."""
+    check_no_mask("lengths", lengths)
+    # JAX makes floats of an empty list.
+    dtype = np.int32 if isinstance(lengths, (list, tuple)) and not lengths else None
     try:
-        array = jnp.asarray(lengths)
+        array = jnp.asarray(lengths, dtype)
     except Exception as error:  # of a caller's own class
         raise InputTypeError(f"lengths is {short(lengths)}, no array: {error}") from None
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != x[1:-1]:

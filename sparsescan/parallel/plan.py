@@ -356,8 +356,8 @@ class ParallelPlan:
                     "grad is given; expected None on ranks that do not hold the first part"
                 )
             return None
-        chain, size = self._slot.chain, self._sizes[0] if self._steps else None
-        return read_grad(grad_or_zeros(grad, local_grads, size, chain), size, chain.batch)
+        batch, size = self._slot.chain.batch, self._sizes[0] if self._steps else None
+        return read_grad(grad_or_zeros(grad, local_grads, size, batch), size, batch)
 
     def _check_places(self, call: _Call) -> None:
         """Raise if not all input is in one place, or not where the plan scans."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arrays.arrays import check_memory, load_cupy, namespace, upload
+from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
 from ..chains.chain import Chain, LocalGrads, check_places, grad_or_zeros, placed, read_grad
@@ -20,7 +20,7 @@ from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.solves import Given
 from ..execution.threads import thread_count
 from ..execution.workspace import Workspace
-from ..formatting import exact_bytes
+from ..formatting import exact_bytes, format_bytes
 from ..planning.search import Alternative
 from ..symbolic.implicit import Step
 from ..symbolic.program import Program
@@ -188,14 +188,21 @@ class ScanPlan(Frozen):
     def _admit(
         self, program: Program, dtype: np.dtype[Any], batch: int, whole: bool = True
     ) -> None:
-        """Raise if a program and a run of it need more than the limit."""
-        if self.memory_limit is None:
+        """Raise if a program and a run of it need more than the limit, or than there is."""
+        if self.memory_limit is None and (not program.products or self.device == "cuda"):
             return
         needed = needed_bytes(program, dtype, batch, self.device, whole=whole)
-        if needed <= self.memory_limit:
+        limit = memory_left() if self.memory_limit is None else self.memory_limit
+        if needed <= limit:
             return
         linear = Program(self.patterns, Schedule.linear(self.n))
         least = needed_bytes(linear, dtype, batch, self.device)
+        if self.memory_limit is None:
+            raise MemoryLimitError(
+                f"{program.schedule} needs {format_bytes(needed)}, and this machine has "
+                f"{format_bytes(limit)} left; the least, Schedule.linear({self.n}), needs "
+                f"{format_bytes(least)}"
+            )
         raise MemoryLimitError(
             f"memory_limit is {exact_bytes(self.memory_limit)}; {program.schedule} needs "
             f"{exact_bytes(needed)}, and the least, Schedule.linear({self.n}), {exact_bytes(least)}"
@@ -499,17 +506,20 @@ class ScanPlan(Frozen):
     ) -> tuple[Any, LocalGrads, np.dtype[Any]]:
         """Return what comes with a chain, checked, and the dtype of all gradients."""
         size = self._sizes[0] if self.n else None
-        first = read_grad(grad_or_zeros(grad, local_grads, size, chain), size, chain.batch)
+        starts, count = self._steps.starts, self.n + inclusive
+        # The factors of implicit steps take turns, and gradients do not.
+        period = chain.period if starts is None else 0
+        given = grad_or_zeros(grad, local_grads, size, chain.batch, period)
+        first = read_grad(given, size, chain.batch)
         batch_shape = first.shape[:-1]
         if self.batch is not None and batch_shape != (self.batch,):
             raise InputError(
                 f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
             )
-        starts, count = self._steps.starts, self.n + inclusive
         if starts is None:
-            sizes, period = self._sizes or [first.shape[-1]], chain.period
+            sizes = self._sizes or [first.shape[-1]]
         else:
-            sizes, period = [self._sizes[k] for k in starts.tolist()], 0
+            sizes = [self._sizes[k] for k in starts.tolist()]
         local = LocalGrads(local_grads, count, sizes, batch_shape, period, reverse=self.reverse)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import check_array
+from ..arrays.arrays import check_array, host_array
 from ..errors import InputError, InputTypeError
 from ..parallel.communicator import Communicator
 from ..symbolic.schedule import check_count
@@ -268,7 +268,7 @@ def check_samples(
 
     All ranks have all of both, so they raise the same errors.
     """
-    x, labels = check_array("x", x), np.asarray(labels)
+    x, labels = check_array("x", x), host_array("labels", labels)
     if x.shape != shape:
         raise InputError(f"x has shape {x.shape}; expected {shape}")
     if labels.dtype.kind not in "iu":

@@ -7,6 +7,7 @@ just before.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Any, TypeAlias
@@ -217,12 +218,16 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:
     """Return which of so many factors are at these positions."""
-    chosen = set(_listed(name, positions))
-    unknown = chosen.difference(range(count))
-    if unknown:
-        raise InputError(
-            f"{name} has {short(min(unknown, key=repr))}; expected positions from 0 to {count - 1}"
-        )
+    chosen: set[int] = set()
+    expected = f"expected positions from 0 to {count - 1}" if count else "expected none"
+    for given in _listed(name, positions):
+        try:
+            position = operator.index(given)
+        except Exception:  # of a list, an array, or a caller's own class
+            raise InputTypeError(f"{name} has {short(given)}; {expected}") from None
+        if not 0 <= position < count:
+            raise InputError(f"{name} has {short(position)}; {expected}")
+        chosen.add(position)
     return tuple(k in chosen for k in range(count))
 
 

@@ -444,14 +444,16 @@ def read_schedule(schedule: Any, n: int) -> Schedule | None:
     return schedule_by_name
 
 
-def check_count(name: str, value: int, least: int) -> int:
-    """Return `value` as an integer of at least `least`, or raise an error that names it."""
+def check_count(name: str, value: int, least: int, most: int | None = None) -> int:
+    """Return `value` as an integer from `least` to `most`, or raise an error that names it."""
     try:
         count = operator.index(value)
     except Exception:  # of an array, or of a caller's own class
         raise InputTypeError(f"{name} is {short(value)}; expected an integer") from None
     if count < least:
         raise InputError(f"{name} is {short(count)}; expected at least {least}")
+    if most is not None and count > most:
+        raise InputError(f"{name} is {short(count)}; expected at most {most:,}")
     if count.bit_length() > _BITS:
         raise InputError(f"{name} is {short(count)}; expected at most 2**{_BITS}")
     return count
@@ -467,11 +469,13 @@ def check_choice(name: str, value: Any, *choices: str) -> str:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool, or raise an error that names it."""
-    try:
+    """Return `value` as a bool, or raise an error that names it; 0 and 1 count as flags."""
+    # An array may have several truth values, and a string that says "False" counts as true.
+    if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    except Exception:  # an array has several truth values
-        raise InputTypeError(f"{name} is {short(value)}; expected True or False") from None
+    if isinstance(value, (int, np.integer)) and value in (0, 1):
+        return bool(value)
+    raise InputTypeError(f"{name} is {short(value)}; expected True or False")
 
 
 def level_of(name: str, runs: Iterable[ArrayLike]) -> Level:

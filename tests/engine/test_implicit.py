@@ -399,6 +399,9 @@ def test_the_pattern_of_the_jacobian_is_the_product() -> None:
         ),
         (lambda: ImplicitPattern([DENSE, DENSE], [2]), "shared has 2; expected positions from 0"),
         (lambda: ImplicitPattern([DENSE, DENSE], ["a"]), "shared has 'a'; expected positions"),
+        (lambda: ImplicitPattern([DENSE, DENSE], [[1]]), r"shared has \[1\]; expected positions"),
+        (lambda: ImplicitPattern([DENSE, DENSE], np.array([[1]])), "shared has array.*; expected"),
+        (lambda: ImplicitPattern([], [0]), "shared has 0; expected none"),
         (lambda: ImplicitStep([np.ones(2)], STEP), "values has 1 arrays; expected 2, one for each"),
         (lambda: ImplicitStep([np.ones(3), np.ones(4)], STEP), r"values\[0\] has shape \(3,\)"),
         (
@@ -485,3 +488,18 @@ def test_attributes_cannot_be_changed() -> None:
 def test_repr_tells_the_shapes() -> None:
     assert repr(CHAIN) == "ImplicitChain((2, 2), n=3, float64)"
     assert repr(STEP) == "ImplicitPattern((2, 2); (2, 2) diagonal, (2, 2) dense and shared)"
+
+
+@pytest.mark.parametrize("shared", [[], [1]])
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_local_gradients_have_samples_that_factors_share(
+    shared: list[int], in_a_list: bool
+) -> None:
+    pattern = ImplicitPattern([DIAGONAL, DENSE], shared=shared)
+    slopes, weight = np.linspace(0.5, 1, 10).reshape(5, 2), np.arange(4.0)
+    chain = ImplicitChain([slopes, weight if shared else np.tile(weight, (5, 1))], pattern)
+    local = np.random.default_rng(0).standard_normal((5, 3, 2))
+    given = list(local) if in_a_list else local
+    expected = sparsescan.exclusive_scan(np.zeros((3, 2)), chain, local_grads=given)
+    for scan in (sparsescan.exclusive_scan, sparsescan.plan(chain).exclusive_scan):
+        assert np.array_equal(scan(None, chain, local_grads=given), expected)

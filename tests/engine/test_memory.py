@@ -17,6 +17,7 @@ from trees import any_schedule
 import sparsescan
 from sparsescan import MemoryLimitError, Pattern, ScanPlan, Schedule
 from sparsescan.arrays import arrays
+from sparsescan.plan import scan_plan
 from sparsescan.symbolic.pattern import of_mask
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -156,7 +157,7 @@ def test_planning_keeps_to_the_limit_too(as_if: Any, share: float) -> None:
 def test_more_steps_than_memory_holds_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broadcast array of them takes no memory itself."""
     steps = np.broadcast_to(np.eye(1), (1 << 26, 1, 1))
-    monkeypatch.setattr(arrays, "_memory_left", lambda: 20 << 30)
+    monkeypatch.setattr(arrays, "memory_left", lambda: 20 << 30)
     for call in (
         lambda: sparsescan.plan(steps),
         lambda: sparsescan.exclusive_scan(np.ones(1), steps),
@@ -165,3 +166,13 @@ def test_more_steps_than_memory_holds_are_refused_at_once(monkeypatch: pytest.Mo
         with pytest.raises(MemoryLimitError, match="a chain of 67108864 steps would take 24 GiB"):
             call()
         assert time.process_time() - start < 0.5
+
+
+def test_products_that_no_memory_holds_are_refused_when_they_are_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan_plan, "memory_left", lambda: 100 << 30)
+    patterns = [sparsescan.Pattern.dense((60_000, 60_000))] * 4
+    with pytest.raises(MemoryLimitError, match=r"Schedule.blelloch\(4\) needs \d+ GiB, and this"):
+        sparsescan.plan(patterns, schedule="blelloch")
+    assert "linear" in str(sparsescan.plan(patterns).schedule)

@@ -17,7 +17,7 @@ from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell
-from sparsescan.jacobians._kernels import sequences
+from sparsescan.jacobians._kernels import callers, sequences
 from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
 from sparsescan.jacobians._recurrent_step import _directions_of, _OneCell
 
@@ -389,3 +389,72 @@ def test_cells_say_what_compiled_loops_compute_and_others_are_refused() -> None:
 def test_the_base_of_networks_is_no_network() -> None:
     with pytest.raises(InputTypeError, match="expected RNN, GRU or LSTM"):
         Recurrent(2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0_reverse"])
+def test_no_samples_take_no_steps(kind: str, steps: int, name: str) -> None:
+    shape = KINDS[kind](2, 8, bidirectional=True).params[name].shape
+    mask = np.zeros(shape, bool)
+    mask[0, 0] = True
+    net = KINDS[kind](2, 8, bidirectional=True, masks={name: mask})
+    for lengths in (None, [], np.zeros(0, int)):
+        step = net.training_step()
+        output, state = step.forward(np.ones((steps, 0, 2), np.float32), lengths=lengths)
+        assert output.shape == (steps, 0, 16)
+        grads = step.backward(output, state)
+        assert not any(grad.any() for grad in grads.params.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_cannot_be_written_need_no_kernels_of_their_own(kind: str) -> None:
+    rng, net = np.random.default_rng(0), KINDS[kind](2, 3, bidirectional=True, rng=0)
+    x = rng.standard_normal((4, 2, 2)).astype(F4)
+    state = rng.standard_normal((2, 2, net.state_size)).astype(F4)
+    grad = rng.standard_normal((4, 2, 6)).astype(F4)
+    results, before = [], (0, 0)
+    for form in (lambda a: a, fixed, lambda a: np.asfortranarray(a.astype(">f4"))):
+        step = net.training_step()
+        step.forward(form(x), form(state))
+        compiled = len(sequences.run_rnn.signatures), len(callers.turn_out.signatures)
+        results += [step.backward(form(grad), form(state), needs_input_grad=False)]
+        if form is fixed:
+            assert compiled == before
+        before = compiled
+    for one in results[1:]:
+        assert np.array_equal(one.state, results[0].state)
+        for name, param in one.params.items():
+            assert np.array_equal(param, results[0].params[name])
+
+
+def fixed(array: Array) -> Array:
+    copy = array.copy()
+    copy.setflags(write=False)
+    return copy
+
+
+@pytest.mark.parametrize("lengths", [np.ma.array([1, 2]), [np.ma.masked, 1]])
+def test_lengths_with_a_mask_are_refused(lengths: Any) -> None:
+    step = RNN(2, 3).training_step()
+    with pytest.raises(InputTypeError, match=r"^lengths has a mask"):
+        step.forward(np.ones((3, 2, 2), np.float32), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    "flag", [np.array(True), np.array([True, False]), [], "False", None, 2, 0.0], ids=repr
+)
+def test_flags_are_true_or_false(flag: Any) -> None:
+    for name in ("bias", "bidirectional"):
+        with pytest.raises(InputTypeError, match=f"^{name} is .*; expected True or False"):
+            RNN(2, 3, **{name: flag})
+    step = RNN(2, 3).training_step()
+    output, _ = step.forward(np.ones((3, 2, 2), np.float32))
+    with pytest.raises(InputTypeError, match=r"^needs_input_grad is .*; expected True or False"):
+        step.backward(output, needs_input_grad=flag)
+    assert step.backward(output, needs_input_grad=np.bool_(False)).input is None
+
+
+def test_more_layers_than_can_be_made_in_a_second_are_refused() -> None:
+    with pytest.raises(InputError, match="num_layers is 1000000; expected at most 10,000"):
+        RNN(2, 3, num_layers=10**6)

@@ -32,7 +32,16 @@ from typing import Any
 import numpy as np
 import oracles
 import scipy.sparse as sp
-from odd_values import Changing, Hostile, Lying, odd, other, other_sequence, torch
+from odd_values import (
+    Changing,
+    Hostile,
+    Lying,
+    masked,
+    odd,
+    other,
+    other_sequence,
+    torch,
+)
 
 import sparsescan
 from sparsescan import (
@@ -996,6 +1005,153 @@ def sequential(rng: np.random.Generator) -> Call:
     )
 
 
+NETWORKS = {"RNN": layers.RNN, "GRU": layers.GRU, "LSTM": layers.LSTM}
+# What is no flag, and no number of layers.
+NO_FLAGS = (np.array(True), np.array([False]), np.ones(2), [], [True], "False", None, 0.0, 2, -1)
+COUNTS = (0, -1, 10**6, 10**12, 1 << 62, 1 << 70, True, 1.0, "1", [1], np.ones(1), np.array(1))
+
+
+def network_made(rng: np.random.Generator) -> Call:
+    """Return a recurrent network, or a step of implicit factors, with an odd flag or count."""
+    name = list(NETWORKS)[rng.integers(3)]
+    arguments: dict[str, Any] = {"input_size": 2, "hidden_size": 3, "num_layers": 1, "bias": True}
+    arguments |= {"bidirectional": bool(rng.integers(2)), "rng": 0, "dtype": np.float64}
+    size = NETWORKS[name](2, 3).params["weight_hh_l0"].shape
+    arguments["masks"] = {"weight_hh_l0": rng.random(size) < 0.3}
+    odd_one = ("num_layers", "bias", "bidirectional", "masks")[rng.integers(4)]
+    if odd_one == "masks":
+        spoil(rng, arguments)
+    elif rng.random() < 0.7:
+        choices = COUNTS if odd_one == "num_layers" else NO_FLAGS
+        arguments[odd_one] = choices[rng.integers(len(choices))]
+    else:
+        arguments[odd_one] = odd(rng)
+
+    def check(net: Any) -> None:
+        assert net.num_layers <= 10_000
+        assert isinstance(net.bidirectional, bool)
+        if max(net.input_size, net.hidden_size, net.num_layers) < 100:
+            output, _ = net.training_step().forward(np.ones((2, 1, net.input_size)))
+            assert output.shape == (2, 1, net.hidden_size * (1 + net.bidirectional))
+
+    return Call(lambda: NETWORKS[name](**arguments), f"{name}({told(arguments)})", check)
+
+
+def network_called(rng: np.random.Generator) -> Call:
+    """Run a recurrent network forward and backward, on odd arrays, lengths and flags."""
+    name, batch = list(NETWORKS)[rng.integers(3)], int(rng.choice([0, 1, 3]))
+    both = bool(rng.integers(2))
+    net = NETWORKS[name](2, 3, bidirectional=both, rng=0, dtype=np.float64)
+    shape = (1 + both, batch, net.state_size)
+    arguments: dict[str, Any] = {
+        "x": rng.standard_normal((4, batch, 2)),
+        "state": rng.standard_normal(shape),
+        "lengths": rng.integers(0, 5, batch),
+        "grad_output": rng.standard_normal((4, batch, 3 * (1 + both))),
+        "grad_state": rng.standard_normal(shape),
+        "needs_input_grad": bool(rng.integers(2)),
+    }
+    good = dict(arguments)
+    if rng.random() < 0.3:
+        arguments["needs_input_grad"] = NO_FLAGS[rng.integers(len(NO_FLAGS))]
+    elif rng.random() < 0.5:
+        lengths = arguments["lengths"]
+        odd_lengths = (masked(lengths), lengths.tolist(), [[]], [], lengths.astype(">i2"))
+        arguments["lengths"] = odd_lengths[rng.integers(len(odd_lengths))]
+    else:
+        spoil(rng, arguments)
+
+    def run(given: dict[str, Any]) -> Any:
+        step = net.training_step()
+        output, state = step.forward(given["x"], given["state"], given["lengths"])
+        grads = step.backward(
+            given["grad_output"],
+            given["grad_state"],
+            needs_input_grad=given["needs_input_grad"],
+        )
+        return [output, state, grads.state, *grads.params.values()]
+
+    def check(result: Any) -> None:
+        read = {
+            key: None if value is None else floats(value)
+            for key, value in arguments.items()
+            if key in ("x", "state", "grad_output", "grad_state")
+        }
+        if isinstance(arguments["lengths"], np.ma.MaskedArray):
+            raise NotDocumentedError("lengths with a mask were taken")
+        lengths = arguments["lengths"]
+        read["lengths"] = None if lengths is None else np.array(lengths, np.int64)
+        assert_same(result, run(good | read))
+
+    return Call(lambda: run(arguments), f"{name}: {told(arguments)}", check)
+
+
+def implicit_made(rng: np.random.Generator) -> Call:
+    """Return the pattern of an implicit step, with positions that are none."""
+    positions = (1, 0, -1, 2, 1.0, [1], (1,), np.array(1), np.array([1]), True, "1", None, 1 << 70)
+    arguments: dict[str, Any] = {"factors": [Pattern.diagonal(2), Pattern.dense((2, 2))]}
+    for name in ("shared", "solved"):
+        picked = [positions[rng.integers(len(positions))] for _ in range(rng.integers(3))]
+        arguments[name] = picked if rng.random() < 0.7 else other(rng, picked)
+    if rng.random() < 0.2:
+        spoil(rng, arguments)
+    return Call(
+        lambda: ImplicitPattern(**arguments),
+        f"ImplicitPattern({told(arguments)})",
+        lambda made: repr(made),
+    )
+
+
+def affine(rng: np.random.Generator) -> Call:
+    """Run a linear recurrence in the order of time, with odd arrays and flags."""
+    batch = int(rng.choice([0, 1, 3]))
+    arguments: dict[str, Any] = {
+        "matrices": rng.standard_normal((4, batch, 2)) / 2,
+        "offsets": rng.standard_normal((4, batch, 2)),
+        "initial": rng.standard_normal((batch, 2)),
+        "pattern": Pattern.diagonal(2),
+    }
+    spoil(rng, arguments)
+
+    def check(result: Any) -> None:
+        read = {
+            key: value if key == "pattern" or value is None else floats(value)
+            for key, value in arguments.items()
+        }
+        assert_same(result, sparsescan.affine_scan(**read))
+
+    return Call(
+        lambda: sparsescan.affine_scan(**arguments), f"affine_scan({told(arguments)})", check
+    )
+
+
+def training_step(rng: np.random.Generator) -> Call:
+    """Run layers forward and backward in one step, with odd arrays and flags."""
+    ops = [layers.Linear(3, 4, rng=0), layers.Tanh(input_shape=(4,)), layers.Linear(4, 2, rng=1)]
+    net, batch = layers.Sequential(ops), int(rng.choice([0, 1, 3]))
+    arguments: dict[str, Any] = {
+        "x": rng.standard_normal((batch, 3)),
+        "grad_output": rng.standard_normal((batch, 2)),
+        "needs_input_grad": bool(rng.integers(2)),
+    }
+    if rng.random() < 0.3:
+        arguments["needs_input_grad"] = NO_FLAGS[rng.integers(len(NO_FLAGS))]
+    else:
+        spoil(rng, arguments)
+
+    def run(x: Any, grad_output: Any, needs_input_grad: Any) -> Any:
+        step = net.training_step()
+        output = step.forward(x)
+        grads = step.backward(grad_output, needs_input_grad=needs_input_grad)
+        return [output, *grads.params.values()]
+
+    def check(result: Any) -> None:
+        read = [floats(arguments[name]) for name in ("x", "grad_output")]
+        assert_same(result, run(*read, False))
+
+    return Call(lambda: run(**arguments), f"Sequential: {told(arguments)}", check)
+
+
 def assert_same(a: Any, b: Any) -> None:
     """Raise unless two results have the same bits."""
     if isinstance(a, dict):
@@ -1028,6 +1184,11 @@ KINDS: dict[Callable[[np.random.Generator], Call], int] = {
     layer_called: 8,
     parameter: 3,
     sequential: 2,
+    network_made: 4,
+    network_called: 8,
+    implicit_made: 2,
+    affine: 4,
+    training_step: 4,
 }
 
 
