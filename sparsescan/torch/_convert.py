@@ -42,7 +42,7 @@ def convert(model: nn.Module) -> Conversion:
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
     at most a quarter of its weights. Modules stay the same objects, with their parameters, buffers
     and hooks, so an optimiser that has been made, and a `state_dict` that has been saved, fit as
-    before.
+    before. What is done to a module afterwards is seen at its next call.
 
     Parameters
     ----------

@@ -33,6 +33,10 @@ _HOOKS = attrgetter(
 )
 # Layers that return their input, or a view of it, when they do not train.
 _VIEWS = (nn.Flatten, nn.Dropout)
+# Layers whose derivatives do not need what they return.
+_REPLACEABLE = frozenset(
+    (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.LayerNorm)
+)
 # Methods that a call of a layer goes through.
 _METHODS = (
     *("__call__", "_call_impl", "forward", "__getattr__", "__getattribute__"),
@@ -166,7 +170,8 @@ def read(stack: nn.Module, x: Tensor) -> Structure | None:
     key: list[Any] = [x.dtype]
     layers: list[Layer] = []
     modules: list[nn.Module] = []
-    joint = is_fresh = False
+    joint = False
+    last: type[nn.Module] | None = None  # what has made the array that the next one is given
     if None in stack._modules.values():
         return None
     for module in modules_of(stack):
@@ -195,17 +200,17 @@ def read(stack: nn.Module, x: Tensor) -> Structure | None:
         types = tuple(map(type, settings))
         if not _SETTINGS.issuperset(types):
             return None
-        if not is_fresh:
-            # What works in place would change the caller's tensor.
-            if getattr(module, "inplace", False):
-                return None
-            is_fresh = kind not in _VIEWS
+        # What works in place may change the caller's tensor, or what a derivative needs.
+        if getattr(module, "inplace", False) and last not in _REPLACEABLE:
+            return None
+        if kind not in _VIEWS:
+            last = kind
         joint = joint or (kind is nn.BatchNorm2d and module.training)
         layers.append(layer)
         shapes = tuple(each.shape for each in layer.tensors.values())
         about = id(module), settings, types, tuple(layer.tensors), shapes, layer.mask is None
         key.append(about)
-    if not is_fresh:
+    if last is None:
         return None
     shape = tuple(x.shape if joint else x.shape[1:])
     key.append(shape)

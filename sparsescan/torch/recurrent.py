@@ -144,14 +144,17 @@ class RNN(_Recurrent):
     errors. A whole sequence, and all gradients of it, are computed by the compiled loops of
     :class:`sparsescan.jacobians.TrainingStep`, with any number of layers, in one direction or both,
     and with samples of different lengths (`PackedSequence`). Weights that
-    :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept.
+    :mod:`torch.nn.utils.prune` has pruned are not read where less than a quarter of them is kept;
+    each call reads the contents of the masks.
 
     Tensors on a CUDA device take the kernels of a GPU, on PyTorch's current stream, where CuPy is
     installed. PyTorch computes all that has no kernel: tensors on other devices, more units than a
-    GPU's kernels take, dtypes other than float32 and float64, autocast, and `proj_size`.
+    GPU's kernels take, dtypes other than float32 and float64, autocast, `proj_size`, transforms of
+    ``torch.func`` and ``torch.jit.trace``.
 
     Gradients can be computed more than once from one graph (`retain_graph`); a second derivative
-    raises `RuntimeError`.
+    raises `RuntimeError`. A state or an input that is infinite or NaN has no effect through a
+    pruned weight that is not read, where PyTorch's product with 0 is NaN.
 
     Examples
     --------

@@ -513,7 +513,7 @@ def _count(_: Any, __: Any, ___: Any, weight: Any) -> int:
 @cache
 def _alone() -> int:
     """Return references to a tensor that nobody has."""
-    held = [torch.zeros(1)]
+    held = [torch.zeros(1, device="cpu")]
     ref = weakref.ref(held[0])
     return _count(None, None, None, ref()) - len(held)
 

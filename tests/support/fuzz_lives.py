@@ -612,7 +612,8 @@ def same(ours: Any, theirs: Any) -> None:
         ours, theirs = [ours], [theirs]
     if theirs is None:
         return
-    assert len(ours) == len(theirs)
+    assert [each is None for each in ours] == [each is None for each in theirs]
+    ours, theirs = ([each for each in some if each is not None] for some in (ours, theirs))
     pairs = [
         (one.detach().double(), two.detach().double())
         for one, two in zip(ours, theirs, strict=True)
