@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from numpy.typing import DTypeLike
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recorder, Recording, Space
 from ._recurrent_step import memory_on_host
 from .rnn import Recurrent
 
-__all__ = ["RecordedStep", "record"]
+__all__ = ["Parameters", "RecordedStep", "parameters_of", "record"]
 
 
 class RecordedStep(NamedTuple):
@@ -99,3 +100,40 @@ def record(
     memory.state_grad()
     backward = recorder.recording()
     return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)
+
+
+class Parameters(NamedTuple):
+    """The parameters of one direction of a layer, and what their gradients are sums of.
+
+    Attributes
+    ----------
+    shapes : dict of str to tuple of int
+        The parameters of the cell by their names, in their order.
+    masks : dict of str to ndarray of bool or None
+        Where weights are not pruned.
+    of_input, of_state : tuple of int
+        For each gate the product that its weights of input, and of state, enter: products come in
+        rows of `units`.
+    inputs, units : int
+        The sizes of the input and of the state.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    masks: dict[str, NDArray[np.bool_] | None]
+    of_input: tuple[int, ...]
+    of_state: tuple[int, ...]
+    inputs: int
+    units: int
+
+
+def parameters_of(network: Recurrent) -> list[Parameters]:
+    """Return the parameters of each direction of each layer."""
+    cells: list[Any] = [cell for layer in network.cells for cell in layer]
+    return [
+        Parameters(
+            cell._shapes,
+            {name: None if mask is None else mask.on(np) for name, mask in cell._masks.items()},
+            *(cell._ih, cell._hh, cell.input_size, cell.hidden_size),
+        )
+        for cell in cells
+    ]

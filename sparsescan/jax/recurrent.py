@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..jacobians import Recurrent
-from ..jacobians.recorded import RecordedStep, record
+from ..jacobians.recorded import RecordedStep, parameters_of, record
 from ._calls import as_float, check_platform, together
 from ._programs import Lengths, add, call, key_of
 
@@ -149,14 +149,14 @@ class _Network:
 
     def __init__(self, network: Recurrent) -> None:
         self.network = network
-        cells = [cell for layer in network.cells for cell in layer]
+        self.directions = parameters_of(network)
         masks = [
-            None if mask is None else mask.on(np).tobytes()
-            for cell in cells
-            for mask in cell._masks.values()
+            None if mask is None else np.packbits(mask).tobytes()
+            for each in self.directions
+            for mask in each.masks.values()
         ]
         shapes = [param.shape for param in network.params.values()]
-        kind = type(network).__name__, getattr(cells[0], "nonlinearity", None)
+        kind = network.cells[0][0].kind
         self._key = repr((kind, shapes, network.num_layers, network.bidirectional, masks))
 
     def __eq__(self, other: object) -> bool:
@@ -240,27 +240,27 @@ def _run_backward(
 
 def _in_order(network: _Network, grads: Mapping[str, Any]) -> list[Any]:
     """Return gradients in the parameters, as a recording names them, in their order."""
-    cells = [cell for layer in network.network.cells for cell in layer]
-    return [grads[f"{name} {k}"] for k, cell in enumerate(cells) for name in cell._shapes]
+    names = [f"{name} {k}" for k, each in enumerate(network.directions) for name in each.shapes]
+    return [grads[name] for name in names]
 
 
 def _sums(network: _Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
     """Return the gradients in the parameters: sums of products over steps and samples."""
     grads = []
-    cells = [cell for layer in network.network.cells for cell in layer]
-    for k, cell in enumerate(cells):
+    for k, one in enumerate(network.directions):
         products, state = (_rows(factors[f"{name} {k}"]) for name in ("products", "state"))
         given = _rows(factors.get(f"input {k}", x))
         # One product of matrices is faster than three.
         others = jnp.concatenate([given, state, jnp.ones_like(state, shape=(len(state), 1))], 1)
         sums = jnp.matmul(products.T, others, precision="highest")
-        sums = sums.reshape(-1, cell.hidden_size, others.shape[1])
-        of_input, of_state, of_one = jnp.split(sums, (cell.input_size, others.shape[1] - 1), -1)
-        in_x, in_h = np.array(cell._ih), np.array(cell._hh)
-        for name, grad in (("weight_ih", of_input[in_x]), ("weight_hh", of_state[in_h])):
-            grad, mask = grad.reshape(cell._shapes[name]), cell._masks[name]
-            grads.append(grad if mask is None else jnp.where(mask.on(np), grad, 0))
-        grads += [of_one[in_x].ravel(), of_one[in_h].ravel()] if cell.bias else []
+        sums = sums.reshape(-1, one.units, others.shape[1])
+        of_input, of_state, of_one = jnp.split(sums, (one.inputs, others.shape[1] - 1), -1)
+        in_x, in_h = np.array(one.of_input), np.array(one.of_state)
+        own = of_input[in_x], of_state[in_h], of_one[in_x], of_one[in_h]
+        for grad, (name, shape) in zip(own, one.shapes.items(), strict=False):
+            mask = one.masks.get(name)
+            grad = grad.reshape(shape)
+            grads.append(grad if mask is None else jnp.where(mask, grad, 0))
     return grads
 
 
