@@ -318,8 +318,8 @@ def build(name: str) -> Graph:
         return _inception(name)
     if name not in _CHAINS:
         raise InputError(
-            f"network is {short(name)}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as in "
-            "resnet-110, and T at least 1"
+            f"network is {short(name)}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as "
+            "in resnet-110, and T at least 1"
         )
     return _chain_graph(name)
 
