@@ -2,6 +2,9 @@
 
 Names and arguments are those of ``torch.nn``; :class:`Sequential` makes a chain of them.
 
+Where few weights are kept, kernels read only those: a NaN or an infinity does not pass a pruned
+weight there, as it passes a zero of a dense layer, which makes NaN of it.
+
 >>> import numpy as np
 >>> from sparsescan.jacobians import Linear, Sequential, Tanh
 >>> net = Sequential([Linear(3, 2, rng=0), Tanh(input_shape=(2,))])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays.arrays import check_memory
 from ..errors import InputError
 from ..symbolic.pattern import indptr_of
 from ._checks import Shape
@@ -67,6 +68,7 @@ class Window:
 
     def inputs(self, count: int) -> NDArray[Any]:
         """Return the place under each tap, shape ``(count, kernel)``; it may lie in the padding."""
+        check_memory("the windows of a layer", 8 * count * self.kernel)
         starts = np.arange(count) * self.stride - self.before
         return starts[:, None] + np.arange(self.kernel) * self.dilation
 

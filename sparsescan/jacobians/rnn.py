@@ -42,7 +42,8 @@ class Recurrent(Fixed):
         Whether each layer has two directions.
     masks : dict of str to array_like of bool, optional
         For the names of weights, True where a weight is kept. A pruned weight counts as 0 and has a
-        gradient of 0. Where less than a quarter of a weight is kept, kernels read only that.
+        gradient of 0. Where less than a quarter of a weight is kept, kernels read only that:
+        a NaN does not pass a weight that is not read, as it passes a zero.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional

@@ -42,6 +42,9 @@ __all__ = [
     "setting_of_equal_parts",
 ]
 
+# A search among the grids of more ranks would take minutes.
+_MOST_RANKS = 1 << 16
+
 # Words of the two agreements of a scan.
 OPEN, CLOSE = 8, 2
 # Beyond which a forecast prints no more ranks.
@@ -410,7 +413,7 @@ def best_grid(
     >>> best_grid([Pattern.dense((20, 20))] * 100, 4, batch=64)
     Grid(chain=1, batch=4, rows=1)
     """
-    ranks, batch = check_count("ranks", ranks, 1), check_count("batch", batch, 1)
+    ranks, batch = check_count("ranks", ranks, 1, _MOST_RANKS), check_count("batch", batch, 1)
     chosen, constants = check_dtype(dtype), network or load_network()
     most = max((pattern.shape[0] for pattern in patterns), default=1)
     grids = [

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, short
 from ..jacobians import (
     AdaptiveAvgPool2d,
     AvgPool2d,
@@ -308,7 +308,9 @@ def build(name: str) -> Graph:
     Graph('lenet5', 13 layers, 61706 weights)
     """
     kind, colon, steps = name.partition(":")
-    if kind in CELLS and colon and steps.isdecimal() and int(steps):
+    if kind in CELLS and colon and steps.isdecimal() and steps.strip("0"):
+        if len(steps) > _DIGITS:
+            raise InputError(f"network is {short(name)}; expected fewer than {10**_DIGITS:,} steps")
         return _recurrent(name, kind, int(steps))
     if _blocks(name):
         return _resnet(name)
@@ -316,8 +318,8 @@ def build(name: str) -> Graph:
         return _inception(name)
     if name not in _CHAINS:
         raise InputError(
-            f"network is {name!r}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as in "
-            "resnet-110, and T at least 1"
+            f"network is {short(name)}; expected one of {', '.join(NAMES)}, where N is 6n + 2, as "
+            "in resnet-110, and T at least 1"
         )
     return _chain_graph(name)
 
@@ -344,7 +346,7 @@ def _chain_graph(name: str) -> Graph:
 
 def _blocks(name: str) -> int:
     """Return the blocks of each width of ``resnet-N``; 0 if the name is another."""
-    match = re.fullmatch("resnet-([1-9][0-9]*)", name)
+    match = re.fullmatch(f"resnet-([1-9][0-9]{{0,{_DIGITS - 1}}})", name)
     layers = int(match[1]) if match else 0
     if layers in (50, 152):
         raise InputError(
@@ -380,6 +382,8 @@ def _resnet(name: str) -> Graph:
 
 # The modules of Inception-v3 and their branches: channels@kernel, then /stride where height and
 # width are not kept, of each convolution; | between two that read the same; poolings by name.
+# More steps, or layers, would take seconds to write down.
+_DIGITS = 5
 _FORK = "384@1x3|384@3x1"
 _MODULES = {
     **{

@@ -28,7 +28,7 @@ from .per_layer.predict import PerLayer
 from .pipeline.predict import MicroBatches, Pipeline
 from .recurrent import Recurrent, Trainable, as_graph, graph_of
 from .scan.predict import Scan
-from .strategy import Prediction, Strategy, Training
+from .strategy import MOST_SAMPLES, MOST_WORKERS, Prediction, Strategy, Training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -218,7 +218,8 @@ def compare(
     >>> all(best.total <= other.total for other in others)
     True
     """
-    workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+    workers = check_count("workers", workers, 1, MOST_WORKERS)
+    batch = check_count("batch", batch, 1, MOST_SAMPLES)
     known: Any = network
     if input_shape is not None:
         # PyTorch is imported for its modules alone.

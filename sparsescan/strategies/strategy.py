@@ -18,6 +18,8 @@ from .machine import Machine, load_machine
 from .recurrent import Trainable, as_graph
 
 __all__ = [
+    "MOST_SAMPLES",
+    "MOST_WORKERS",
     "Job",
     "LayerPlan",
     "Prediction",
@@ -27,6 +29,9 @@ __all__ = [
     "check_samples",
     "cross_entropy",
 ]
+
+# Predictions for more would take minutes.
+MOST_WORKERS, MOST_SAMPLES = 1 << 16, 1 << 24
 
 Array = NDArray[Any]
 
@@ -243,7 +248,8 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, network: Graph | Trainable, machine: Machine, workers: int, batch: int) -> Work:
         """Check numbers and the network; the machine's network becomes that of these workers."""
-        workers, batch = check_count("workers", workers, 1), check_count("batch", batch, 1)
+        workers = check_count("workers", workers, 1, MOST_WORKERS)
+        batch = check_count("batch", batch, 1, MOST_SAMPLES)
         return cls(network, as_graph(network), machine.among(workers), workers, batch)
 
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from sampling import slow
 
 import sparsescan
+from sparsescan import Pattern
 from sparsescan.cli.main import main
 from sparsescan.errors import InputError, InputTypeError
 from sparsescan.jacobians import Conv2d, GRUCell, Linear, MaxPool2d, RNNCell, Sequential, Tanh
-from sparsescan.parallel import Network
+from sparsescan.parallel import Network, best_grid
 from sparsescan.strategies import (
     BatchParallel,
     DomainParallel,
@@ -743,3 +744,19 @@ def test_what_is_wrong_is_one_line(arguments: list[object], wrong: str, capsys: 
 def test_a_run_needs_as_many_ranks_as_workers(capsys: Any) -> None:
     assert command("lenet5", "--workers", 3, "--batch", 4, "--run") == 2
     assert "mpiexec -n 3" in capsys.readouterr().err
+
+
+HUGE = [
+    (lambda: compare(build("lenet5"), Machine(), 10**9, 64), "workers is 1000000000; expected"),
+    (lambda: compare(build("lenet5"), Machine(), 4, 10**12), "batch is 1000000000000; expected"),
+    (lambda: build("rnn:1000000000"), "network is 'rnn:1000000000'; expected fewer than 100,000"),
+    (lambda: build("resnet-6000002"), "network is 'resnet-6000002'; expected one of"),
+    (lambda: build(f"resnet-{'9' * 5000}"), "network is 'resnet-999"),
+    (lambda: best_grid([Pattern.diagonal(2)], 10**9), "ranks is 1000000000; expected at most"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), HUGE, ids=[words for _, words in HUGE])
+def test_counts_that_would_take_minutes_are_refused(call: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        call()
