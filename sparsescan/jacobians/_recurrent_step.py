@@ -446,13 +446,15 @@ def _read_params(given: Mapping[str, Array], shapes: dict[str, tuple[int, ...]])
 
 def _read_lengths(lengths: Any, steps: int, batch: int) -> NDArray[np.int64] | None:
     """Return the steps that each sample has; None if each has all."""
-    array = np.array(host_array("lengths", lengths))
+    array = host_array("lengths", lengths)
     # NumPy makes float64 of an empty list.
     is_empty_list = array.shape == (0,) and isinstance(lengths, (list, tuple))
     if array.dtype.kind not in "iu" and not is_empty_list:
         raise InputTypeError(f"lengths is {short(lengths)}; expected integers")
     if array.shape != (batch,):
         raise InputError(f"lengths has shape {array.shape}; expected {(batch,)}, one for a sample")
+    # A copy, made before it is checked.
+    array = np.array(array)
     if batch and not (array.min() >= 0 and array.max() <= steps):
         raise InputError(f"lengths is {short(lengths)}; expected integers from 0 to {steps}")
     return None if (array == steps).all() else array.astype(np.int64)

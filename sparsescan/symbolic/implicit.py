@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -209,11 +209,18 @@ Step: TypeAlias = Pattern | ImplicitPattern
 _EXACT = 10_000_000
 
 
+# Factors of a step, which an iterable that never ends does not reach.
+_MOST = 10_000
+
+
 def _listed(name: str, given: Any) -> list[Any]:
     try:
-        return list(given)
+        listed = list(islice(given, _MOST + 1))
     except Exception:  # of what is no iterable, or of a caller's own
         raise InputTypeError(f"{name} is {short(given)}; expected a sequence") from None
+    if len(listed) > _MOST:
+        raise InputError(f"{name} has more than {_MOST:,} entries; expected a few")
+    return listed
 
 
 def _flags(name: str, positions: Any, count: int) -> tuple[bool, ...]:

@@ -401,6 +401,7 @@ def test_the_pattern_of_the_jacobian_is_the_product() -> None:
         (lambda: ImplicitPattern([DENSE, DENSE], ["a"]), "shared has 'a'; expected positions"),
         (lambda: ImplicitPattern([DENSE, DENSE], [[1]]), r"shared has \[1\]; expected positions"),
         (lambda: ImplicitPattern([DENSE, DENSE], np.array([[1]])), "shared has array.*; expected"),
+        (lambda: ImplicitPattern([DENSE, DENSE], itertools.count()), "shared has more than 10,000"),
         (lambda: ImplicitPattern([], [0]), "shared has 0; expected none"),
         (lambda: ImplicitStep([np.ones(2)], STEP), "values has 1 arrays; expected 2, one for each"),
         (lambda: ImplicitStep([np.ones(3), np.ones(4)], STEP), r"values\[0\] has shape \(3,\)"),
