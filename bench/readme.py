@@ -44,7 +44,7 @@ _GRU_64 = Line(("GRU, 64 units, T=1,000",), "doors", f"{_DOOR}GRU(12, 64), B=16,
 _LSTM = Line(("LSTM, 20 units, T=1,000",), "doors", f"{_DOOR}LSTM(12, 20), B=16, T=1,000")
 _LSTM_128 = Line(("LSTM, 128 units, T=1,000 *",), "step", f"{_STEP}LSTM, H=128, B=16, T=1,000")
 _SCANNED = Line(
-    ("GRU, 20 units, T=1,000, in JAX",),
+    ("GRU, 20 units, T=1,000, in JAX *",),
     "doors",
     f"{_DOOR}GRU(12, 20) in JAX, B=16, T=1,000",
     "jax.lax.scan",
