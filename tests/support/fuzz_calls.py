@@ -520,10 +520,10 @@ def container(rng: np.random.Generator) -> Call:
         jacobians = [chain] if isinstance(chain, (BatchedCSR, ImplicitStep)) else chain
         cols = chain.patterns[0].shape[1] if name == "PeriodicChain" else chain.shape[1]
         lead = () if getattr(chain, "batch", None) is None else (chain.batch,)
-        try:
-            grad = np.broadcast_to(1.0, (*lead, cols))
-        except ValueError as error:  # it has more entries than NumPy counts
-            raise sparsescan.MemoryLimitError("there is no gradient of this size") from error
+        if max((*lead, 1)) * cols > 1 << 28:
+            # It would take what memory this machine has, or be more than NumPy counts.
+            raise sparsescan.MemoryLimitError("no gradient of this size is made here")
+        grad = np.broadcast_to(1.0, (*lead, cols))
         return jacobians, grad, sparsescan.inclusive_scan(grad, jacobians)
 
     def check(returned: Any) -> None:
