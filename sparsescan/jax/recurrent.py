@@ -107,7 +107,7 @@ def recurrent(
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
-    run = _functions(_Network(network)).run
+    run = _function(_Network(network))
     output, last = run(*together((own, inputs, begin, lengths)))
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
@@ -217,7 +217,8 @@ def _run_forward(
     steps, batch, _ = x.shape
     step = _step_of(network, steps, batch, x.dtype.name, lengths is not None, keeps)
     nbytes = step.recorded.nbytes
-    memory = (batch, -(-nbytes // batch)) if keeps == "each" else (nbytes,)
+    rows = max(batch, 1)
+    memory = (rows, -(-nbytes // rows)) if keeps == "each" else (nbytes,)
     results = [(each.shape, each.dtype) for each in step.recorded.forward.results]
     arrays = [x, state, *([] if lengths is None else [lengths]), *params]
     output, last, kept = call(step.forward, arrays, [*results, (memory, np.uint8)])
@@ -272,15 +273,9 @@ def _rows(array: Any) -> Any:
 # -- Functions with derivatives --------------------------------------------------------------------
 
 
-class _Functions(NamedTuple):
-    """Functions of JAX for a network."""
-
-    run: Any
-
-
 @functools.lru_cache(maxsize=256)
-def _functions(network: _Network) -> _Functions:
-    """Return functions for a network: one with derivatives, which map samples as batches."""
+def _function(network: _Network) -> Any:
+    """Return a function of JAX for a network, with derivatives, which maps samples as a batch."""
 
     @custom_vmap
     def infer(params: Any, x: Any, state: Any, lengths: Any) -> Any:
@@ -337,7 +332,7 @@ def _functions(network: _Network) -> _Functions:
 
     @custom_vmap
     def backward_each(above: Any, kept: Any, params: Any, x: Any, state: Any, lengths: Any) -> Any:
-        if kept is None or len(kept) != x.shape[1]:
+        if kept is None or len(kept) != max(x.shape[1], 1):
             *_, kept = forward_each(params, x, state, lengths)
         return _run_backward(network, "each", above, kept, x, lengths)
 
@@ -372,7 +367,7 @@ def _functions(network: _Network) -> _Functions:
         return (*backward_once(above, kept, *given), None)
 
     run.defvjp(run_forward, run_backward)
-    return _Functions(run)
+    return run
 
 
 def _no_more(*given: Any) -> Any:
@@ -408,10 +403,12 @@ def _merge(array: Any, is_mapped: Any, count: int, axis: int) -> Any:
     if not is_mapped:
         array = jnp.broadcast_to(array, (count, *array.shape))
     array = jnp.moveaxis(array, 0, axis)
-    return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
+    samples = count * array.shape[axis + 1]
+    return array.reshape(*array.shape[:axis], samples, *array.shape[axis + 2 :])
 
 
 def _parted(array: Any, count: int) -> Any:
     """Return results with an axis of maps before all others."""
-    apart = array.reshape(array.shape[0], count, -1, *array.shape[2:])
+    samples = array.shape[1] // count
+    apart = array.reshape(array.shape[0], count, samples, *array.shape[2:])
     return jnp.moveaxis(apart, 1, 0)
