@@ -17,12 +17,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import config
 from numba.core.compiler_lock import global_compiler_lock
 
+from ..kernels.cpu.flushing import flush, mode, set_mode
 from ..kernels.cpu.run import abort
 from ..kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
 
@@ -62,7 +64,7 @@ def work(
     takes the place of the main one.
     """
     if threads <= 1 and nanoseconds <= LONG:
-        kernel(tables, 0)
+        _flushed(kernel, tables, 0)
         return
     calls: list[_Call] = []
 
@@ -75,9 +77,19 @@ def work(
         if apart:
             calls[0].wait()
         else:
-            kernel(tables, 0)
+            _flushed(kernel, tables, 0)
 
     _finish(calls, begin, lambda: abort(tables))
+
+
+def _flushed(call: Callable[..., None], *arguments: Any) -> None:
+    """Make a call on this thread while subnormal numbers count as 0."""
+    before = mode()
+    try:
+        flush()
+        call(*arguments)
+    finally:
+        set_mode(before)
 
 
 _lent = threading.local()
@@ -104,7 +116,7 @@ def share(call: Callable[[int], None], parts: int) -> None:
     Each takes the next part that nobody has taken, so one that comes late delays nobody.
     """
     if parts == 1:
-        call(0)
+        _flushed(call, 0)
         return
     take = itertools.count().__next__
     end = parts
@@ -125,7 +137,8 @@ def share(call: Callable[[int], None], parts: int) -> None:
                 end = 0
                 errors.append(error)
 
-        team(work_off_or_end)
+        # Threads that the team starts for it have the mode of this one.
+        team(partial(_flushed, work_off_or_end))
         if errors:
             raise errors[0]
         return
@@ -135,7 +148,7 @@ def share(call: Callable[[int], None], parts: int) -> None:
         for _ in range(min(parts, thread_count()) - 1):
             if not _call_help(calls, work_off):
                 break
-        work_off()
+        _flushed(work_off)
 
     def stop() -> None:
         # The helpers take no other part.
@@ -249,6 +262,8 @@ class _Call:
         if not self._goes_to("helper") or self._work is None:
             return
         function, arguments = self._work
+        # A thread that makes calls does nothing else.
+        flush()
         try:
             function(*arguments)
         except BaseException as error:

@@ -1111,11 +1111,12 @@ class _Memory:
 
     def call_all(self, tasks: list[Callable[[], None]]) -> None:
         """Do some tasks, with other threads if that is worth it."""
-        if self.threads > 1:
-            self.calls.together(tasks)
-        else:
+
+        def do_all() -> None:
             for task in tasks:
                 task()
+
+        self.calls.together(tasks if self.threads > 1 else [do_all])
 
     # -- States and gradients ---------------------------------------------------------------------
 

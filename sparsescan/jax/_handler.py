@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..kernels.compile import njit
+from ..kernels.cpu.flushing import flush, mode, set_mode
 from ..kernels.cpu.memory import array_at, fetch_add
 from ..kernels.cpu.replay import Control, Header, call_at, fill, wait_for_all, words_at, work_off
 
@@ -201,8 +202,10 @@ def _failure(api, text):
 def help_replay(address):
     """Take part in the replay whose words are at an address, as a thread of XLA's."""
     shared = words_at(address, 2)
-    header = words_at(shared[1], Header.SIZE)
+    header, before = words_at(shared[1], Header.SIZE), mode()
+    flush()
     work_off(header, words_at(address + 2 * _WORD, Control.SIZE))
+    set_mode(before)
     _leave(address)
     return np.int64(0)
 
@@ -273,7 +276,10 @@ def handle(frame):
     fill(header, places, control)
     if program[Program.THREADS] > 1:
         _call_help(frame, api, address, program[Program.THREADS])
+    before = mode()
+    flush()
     work_off(header, control)
+    set_mode(before)
     wait_for_all(header, control)
     has_failed = control[Control.FAILED]
     _leave(address)

@@ -236,7 +236,7 @@ def test_steps_of_alternating_scale(chain):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_subnormal_values(kind):
-    check_subnormal_values(kind)
+    check_subnormal_values(kind, count=False)
 
 
 @given(st.data())

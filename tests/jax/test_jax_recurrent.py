@@ -157,6 +157,27 @@ def test_vmap(seed: int) -> None:
     close(mapped(recurrent)(*given), mapped(loop)(*given))
 
 
+@pytest.mark.parametrize("sizes", [(0, 2), (3, 0)])
+def test_nothing_to_do(sizes: tuple[int, int]) -> None:
+    """Without steps or samples, mapped or not."""
+    net = GRU(2, 3, rng=0, dtype=np.float64, bidirectional=True)
+    x, state = np.ones((4, *sizes, 2)), np.ones((2, sizes[1], 3))
+
+    def gradients(params: Any, x: Any) -> Any:
+        def value(params: Any, x: Any) -> Any:
+            output, last = recurrent(net, params, x, state)
+            return output.sum() + last.sum()
+
+        return jax.value_and_grad(value, argnums=(0, 1))(params, x)
+
+    value, (params, inputs) = jax.vmap(gradients, (None, 0))(net.params, x)
+    assert value.tolist() == [state.sum()] * 4
+    assert inputs.shape == x.shape
+    for name, param in net.params.items():
+        assert np.array_equal(params[name], np.zeros((4, *param.shape)))
+    assert gradients(net.params, x[0])[0] == state.sum()
+
+
 def test_gradients_of_some_maps() -> None:
     """Gradients that are mapped apart from the states: one, in another order, or more of them."""
     rng = np.random.default_rng(8)
@@ -274,3 +295,19 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(DeviceError, match="JAX computes on 'gpu'"):
         recurrent(net, net.params, x)
+
+
+def test_subnormal_numbers() -> None:
+    """They count as 0 in the kernels, on every thread of XLA, and not behind them."""
+    net = RNN(1, 1, rng=0, dtype=np.float64)
+    net.weight_hh_l0 = np.full((1, 1), 0.5)
+    x = np.zeros((1200, 40, 1))
+
+    def first(x: Any) -> Any:
+        return jax.grad(lambda x: recurrent(net, net.params, x)[0][-1].sum())(x)
+
+    grads = np.abs(jax.jit(first)(x))
+    assert grads.max() > 0
+    assert not ((grads > 0) & (grads < np.finfo(float).tiny)).any()
+    assert (grads[0] == 0).all()
+    assert np.float64(1e-310) * np.ones(1) > 0

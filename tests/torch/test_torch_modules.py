@@ -443,3 +443,19 @@ def test_parameters_that_are_no_plain_tensors_find_operators() -> None:
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         grads = torch.autograd.grad(output.sum(), held)
         torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), tensors))
+
+
+def test_subnormal_numbers_count_after_a_call() -> None:
+    """On this thread, and on those that PyTorch computes with, which help the kernels."""
+    small = torch.full((1 << 20,), 1e-40)
+    module = sparsescan.torch.GRU(3, 20)
+    x = torch.randn(400, 32, 3)
+    for flushes in (False, True, False):
+        torch.set_flush_denormal(flushes)
+        try:
+            module(x)[0][-1].sum().backward()
+            assert bool((small[:1] * 1 == 0).all()) == flushes
+            if not flushes:
+                assert (small * 1 != 0).all()
+        finally:
+            torch.set_flush_denormal(False)
