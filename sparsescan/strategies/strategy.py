@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Predictions for more would take minutes.
-MOST_WORKERS, MOST_SAMPLES = 1 << 16, 1 << 24
+MOST_WORKERS, MOST_SAMPLES = 1 << 20, 1 << 24
 
 Array = NDArray[Any]
 

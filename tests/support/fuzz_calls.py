@@ -573,7 +573,8 @@ def solve_step(rng: np.random.Generator) -> Call:
             x = (matrix @ x[..., None])[..., 0]
             reach = np.linalg.norm(matrix, axis=(-2, -1)).max(initial=1) * reach
             # The matrices are those that were made, with an entry or so that is another.
-            worst = np.linalg.cond(matrix).max(initial=1) if isinstance(step, SolveStep) else 1
+            is_solved = isinstance(step, SolveStep) and matrix.size > 0
+            worst = np.linalg.cond(matrix).max(initial=1) if is_solved else 1
             reach *= max(worst, 1)
             assert one.shape == x.shape
             assert (np.abs(one - x) <= 1000 * eps * reach).all(), (one, x)
