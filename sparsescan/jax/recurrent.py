@@ -315,19 +315,13 @@ def _function(network: _Network) -> Any:
 
     @backward.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
-        above, kept, params, *rest = given
         if any(mapped[2]):
             grads = _one_by_one(backward, mapped, given)
             return grads, jax.tree.map(lambda _: True, grads)
-        x, state, lengths = _merged(count, mapped[3:], rest)
-        above = [_merge(each, flag, count, 1) for each, flag in zip(above, mapped[0], strict=True)]
-        # Memory that is mapped may be of other maps than these.
-        kept = None if mapped[1] or kept.ndim == 1 else kept
-        factors = backward_each(above, kept, params, x, state, lengths)
-        apart = {name: _parted(each, count) for name, each in factors.items()}
-        in_x, in_state = apart.pop("input"), apart.pop("state")
+        factors = map_backward(count, mapped, given)
+        in_x, in_state = factors.pop("input"), factors.pop("state")
         sums = jax.vmap(functools.partial(_sums, network), (0, 0 if mapped[3] else None))
-        grads = sums(apart, rest[0]), in_x, in_state
+        grads = sums(factors, given[3]), in_x, in_state
         return grads, jax.tree.map(lambda _: True, grads)
 
     @custom_vmap
@@ -338,17 +332,22 @@ def _function(network: _Network) -> Any:
 
     @backward_each.def_vmap
     def _(count: int, mapped: Any, *given: Any) -> Any:
-        above, kept, params, *rest = given
         if any(mapped[2]):
             factors = _one_by_one(backward_each, mapped, given)
         else:
-            kept = None if mapped[1] else kept
-            above = [
-                _merge(each, flag, count, 1) for each, flag in zip(above, mapped[0], strict=True)
-            ]
-            all_factors = backward_each(above, kept, params, *_merged(count, mapped[3:], rest))
-            factors = {name: _parted(each, count) for name, each in all_factors.items()}
+            factors = map_backward(count, mapped, given)
         return factors, jax.tree.map(lambda _: True, factors)
+
+    def map_backward(count: int, mapped: Any, given: Any) -> dict[str, Any]:
+        """Return what gradients are sums of, for each map over other arguments than parameters."""
+        above, kept, params, *rest = given
+        each = zip(above, mapped[0], strict=True)
+        above = [_merge(array, flag, count, 1) for array, flag in each]
+        # Memory that is mapped, or for all samples at once, may be of other maps than these.
+        is_for_each = kept is not None and not mapped[1] and kept.ndim == 2
+        kept = kept if is_for_each else None
+        factors = backward_each(above, kept, params, *_merged(count, mapped[3:], rest))
+        return {name: _parted(array, count) for name, array in factors.items()}
 
     forward_once, backward_once = jax.custom_jvp(forward), jax.custom_jvp(backward)
     forward_once.defjvp(_no_more)
