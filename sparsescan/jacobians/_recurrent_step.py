@@ -418,7 +418,8 @@ class TrainingStep:
             ("grad_state", state, (self._count, memory.batch, self.network.state_size)),
         ):
             if grad is None:
-                checked.append(xp.zeros(shape, memory.dtype))
+                # On the host nothing stands for zeros.
+                checked.append(xp.zeros(shape if xp is not np else 0, memory.dtype))
                 continue
             array = read_array(name, grad)
             check_one_place(name, device_of(array), "x", memory.device)
@@ -574,7 +575,7 @@ def _run(
         weights.w_hidden,
         weights.bias,
         memory.states[one.layer - 1],
-        memory.no_caller if is_again else memory.caller(one),
+        memory.no_caller._replace(ends=memory.ends) if is_again else memory.caller(one),
         one.is_relu,
         *span,
     )
@@ -592,22 +593,23 @@ def _back(
     """Compute the gradients in products and inputs of some steps of one direction."""
     memory = group.memory
     one, weights = memory.directions[k], all_weights[k]
-    if one.cell._writes_gates and not memory.keeps_gates:
-        _run(group, k, all_weights, span, is_again=True)
     carry, w_in, below = memory.carries[k], weights.w_in_back._replace(rows=0), above
     if parts:
         w_in, below = weights.w_in_back, parts[one.back]
+    sequence, x = group.sequence(k, span), memory.states[one.layer - 1]
+    given = sequence, weights.w_back, w_in, weights.bias, x
+    grads = carry[0], carry[-1]
+    if one.cell._writes_gates and not memory.keeps_gates:
+        about = *given, above.reshape(-1), *grads, memory.ends
+        memory.calls.launch(kernels.find_ends, *about, one.is_relu, *span)
+        _run(group, k, all_weights, span, is_again=True)
     memory.calls.launch(
         one.cell._back_kernel,
-        group.sequence(k, span),
-        weights.w_back,
-        w_in,
-        memory.states[one.layer - 1],
+        *given,
         memory.sums(one, sums[k]),
         above.reshape(-1),
         below.reshape(-1),
-        carry[0],
-        carry[-1],
+        *grads,
         one.is_relu,
         *span,
     )
@@ -870,6 +872,8 @@ class _Memory:
         self._keeps_samples = keeps_samples
         self.steps, self.batch, self.segment = steps, batch, segment
         self.keeps_gates = segment >= steps
+        # Directions that have gates of their own: where not all are kept, layers take turns.
+        self._gates_count = len(directions) if self.keeps_gates else self.per_layer
         one = directions[0]
         self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
         self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
@@ -903,8 +907,9 @@ class _Memory:
             if each.in_packing.is_sparse and each.in_packing.block < each.in_packing.cols
         }
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
+        self.nbytes += self._gates_count * (self.padded * segment + LINE) + 8 * self.padded + LINE
         none = np.empty(0, self.dtype)
-        self.no_caller = Caller(none, self.widths[0], False, none)
+        self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
     def fits(self, x: Array) -> bool:
         """Return whether this is the memory for inputs like `x`."""
@@ -956,8 +961,7 @@ class _Memory:
         ]
         rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
         gates = [count + rest for count in gates]
-        # Where not all are kept, layers take turns.
-        some = gates if self.keeps_gates else [max(gates)] * self.per_layer
+        some = gates if self.keeps_gates else [max(gates)] * self._gates_count
         sizes += [("gates", count + self.lanes) for count in some]
         inner = max(self.widths[1:-1], default=0)
         sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
@@ -990,6 +994,9 @@ class _Memory:
         self.calls.launch(fill_with, self._ones, 1)
         gates = arrays["gates"]
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
+        flags = [self.calls.room(self.padded * self.segment, np.uint8) for _ in gates]
+        self.has_grads = [flags[k % len(flags)] for k in range(len(self.directions))]
+        self.ends = self.calls.room(self.padded, np.int64)
         carries = iter(arrays["carries"])
         self.carries = [[next(carries) for _ in range(one.cell._parts)] for one in self.directions]
         own = {name: iter(arrays.get(name, ())) for name in ("products", "parts", "block")}
@@ -1257,7 +1264,7 @@ class _Memory:
         t = self.times(one, span)
         gates = Gates(
             *(self.gates[k], self.segment, one.kept, one.units, self.group),
-            *(t - self.first_gates(one, span), first // one.units),
+            *(t - self.first_gates(one, span), first // one.units, self.has_grads[k]),
         )
         slot = self.group if self.has_sample_lanes else self.padded
         return gates, [
@@ -1286,7 +1293,7 @@ class _Memory:
         x_cols, h_cols = (0 if each.is_sparse else each.cols for each in one.packings)
         return Sums(
             one.products if one.is_dense and not self._keeps_samples else 0,
-            *(one.in_packing.stride, x_cols, one.in_packing.block, one.in_packing.rows, h_cols),
+            *(one.in_packing.stride, x_cols, one.in_packing.rows, h_cols),
             *(one.first_hidden, self.lot),
             *(x_out, h_out, x_rows if x_cols else h_rows, self._ones),
         )
@@ -1356,6 +1363,8 @@ class _Group:
             memory.lengths,
             memory.plane_of(memory.states, one),
             memory.widths[one.layer],
+            one.in_packing.cols,
+            one.in_packing.block,
             memory.plane,
             memory.plane_of(memory.cells, one) if one.cell._parts == 2 else memory.cells[0],
             memory.gates[k],
@@ -1364,6 +1373,7 @@ class _Group:
             one.kept,
             block if step else memory.gates[k],
             step,
+            memory.has_grads[k],
             products,
             one.stride,
             parts,

@@ -187,6 +187,10 @@ def products_out(s, gates, products, out, begin, end):
         samples = gates.samples if s.sample_lanes else left
         for t in range(begin, end):
             at, to = (first * gates.steps + t * samples) * size, (t * s.given + first) * products
+            if gates.has_grads[first * gates.steps + t] == 0:
+                for i in range(left * products):
+                    out[to + i] = 0
+                continue
             if s.sample_lanes:
                 turn_row_out(gates.values, at, products, out, to, products, left, s.pairs)
                 continue

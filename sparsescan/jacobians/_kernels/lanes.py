@@ -48,6 +48,7 @@ __all__ = [
     "gather_8",
     "gather_rows_1",
     "gather_rows_4",
+    "is_zero",
     "item",
     "keep_positive",
     "keep_some",
@@ -513,6 +514,20 @@ _at_most = _selection("<=")
 equal_or = _selection("==")
 # With `x` twice, this tells whether `x` is NaN.
 number_or = _selection("ord")
+
+
+@intrinsic
+def is_zero(typingctx, x):
+    """Return whether all lanes are 0; NaN is not."""
+
+    def codegen(context, builder, signature, args):
+        vector = args[0].type
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        others = builder.fcmp_unordered("!=", args[0], zero)
+        bits = builder.bitcast(others, ir.IntType(vector.count))
+        return builder.icmp_unsigned("==", bits, bits.type(0))
+
+    return types.boolean(x), codegen
 
 
 @intrinsic

@@ -17,11 +17,15 @@ products, filled up; what is computed unit by unit takes them gate by gate inste
 ``[gate][sample][unit]``, so that no lane is empty where `units` is no multiple of 16.
 
 A step that a sample does not have, since its sequence is shorter, leaves its state as it is.
+
+A backward pass leaves out steps that have no gradient, as :mod:`.pauses` says.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...kernels.compile import njit
 from .callers import (
@@ -58,6 +62,7 @@ from .lanes import (
     tanh,
     total,
 )
+from .pauses import UNKNOWN, all_zero, bound_of, clear, has_step, no_grads_above, zero_times
 
 __all__ = [
     "BLOCK",
@@ -69,6 +74,7 @@ __all__ = [
     "back_gru",
     "back_lstm",
     "back_rnn",
+    "find_ends",
     "run_gru",
     "run_lstm",
     "run_rnn",
@@ -129,6 +135,8 @@ class Gates(NamedTuple):
         last, which may have less.
     step, gate : int
         The step and the gate that are the first ones here.
+    has_grads : ndarray of uint8
+        Whether there are gradients in the place of the gates, as in a sequence.
     """
 
     values: Array
@@ -138,6 +146,7 @@ class Gates(NamedTuple):
     samples: int
     step: int
     gate: int
+    has_grads: Array
 
 
 class Sequence(NamedTuple):
@@ -164,10 +173,13 @@ class Sequence(NamedTuple):
         ``[steps + 2][batch][units]``, or that for each group.
     width : int
         Length of a row of the outputs of both directions.
+    cols, block : int
+        Length of an input here, and how much of it is the state of one direction of the layer
+        below.
     jump : int
         From the states of one direction of the layer below to those of the other, in its input.
     cells : ndarray
-        The cell states of an LSTM, in the same places.
+        The cell states of an LSTM, in the same places; empty for others.
     gates : ndarray
         What the backward pass needs of a step, as ``[step][gate]`` of each group's samples, all of
         which are neighbours, since few things are as slow as memory.
@@ -178,6 +190,10 @@ class Sequence(NamedTuple):
         the place of the gates.
     grad_step : int
         From those of a step to the next; 0 in the place of the gates.
+    has_grads : ndarray of uint8
+        ``[sample][step]``, for the first sample of each group and the steps that there are gates
+        of: 1 if the backward pass has not left out the step, whose gradients in products are then 0
+        and not written unless they are summed up with those of others.
     products : ndarray
         ``[sample][products]``, the products of one step, where units are lanes; otherwise gradients
         in the states and inputs of one.
@@ -202,6 +218,8 @@ class Sequence(NamedTuple):
     lengths: Array
     states: Array
     width: int
+    cols: int
+    block: int
     jump: int
     cells: Array
     gates: Array
@@ -210,6 +228,7 @@ class Sequence(NamedTuple):
     kept: int
     grads: Array
     grad_step: int
+    has_grads: Array
     products: Array
     stride: int
     parts: Array
@@ -229,12 +248,16 @@ class Caller(NamedTuple):
         Whether some samples have less than all steps.
     output : ndarray
         Where the outputs go, if they are those of one direction; otherwise empty.
+    ends : ndarray of int64
+        For the first sample of each group, before which step a backward pass needs gates; empty if
+        all steps are run.
     """
 
     x: Array
     cols: int
     is_shorter: bool
     output: Array
+    ends: Array
 
 
 class Sums(NamedTuple):
@@ -244,9 +267,8 @@ class Sums(NamedTuple):
     ----------
     rows, stride : int
         How many products of a step have sums, and how many numbers there are for them.
-    x_cols, x_block, x_rows : int
-        How many columns the weights of the input have, in blocks of how many, and up to which
-        product.
+    x_cols, x_rows : int
+        How many columns of the weights of the input have sums, and up to which product.
     h_cols, h_first : int
         Those of the state, and from which product on.
     lot : int
@@ -260,7 +282,6 @@ class Sums(NamedTuple):
     rows: int
     stride: int
     x_cols: int
-    x_block: int
     x_rows: int
     h_cols: int
     h_first: int
@@ -458,6 +479,9 @@ def _take_apart(s, gates):
 def _take_above(s, first, above, t):
     """Put the gradients in the states of a step that are not of later steps where products are."""
     at = (t * s.given + first) * s.width + s.back * s.units
+    if len(above) == 0:
+        clear(s.products, 0, s.samples * s.units)
+        return
     if s.sample_lanes:
         left = s.given - first
         turn_row_in(above, at, s.width, left, s.units, s.products, 0, s.pairs)
@@ -501,20 +525,88 @@ def _back_input(s, first, w, t, grads, below):
 
 
 @_inline
-def _clear_parts(s):
-    """Begin with no gradient from later steps."""
-    zero = number(s.parts, 0.0)
-    for i in range(0, s.samples * s.units, lane_count(s.parts)):
-        store(s.parts, i, zero)
+def _add_parts(s, carry, carry_c, own):
+    """Add what was computed last to the gradient in the state; no 0 is negative."""
+    lanes, zero = lane_count(carry), number(carry, 0.0)
+    for i in range(0, s.samples * s.units, lanes):
+        left = s.samples * s.units - i
+        store_some(carry, own + i, load(carry, own + i) + load(s.parts, i), left)
+        if len(s.cells) > 0:
+            store_some(carry_c, own + i, load(carry_c, own + i) + zero, left)
 
 
 @_inline
-def _add_parts(s, carry, own):
-    """Add what was computed last to the gradient in the state."""
-    lanes = lane_count(carry)
-    for i in range(0, s.samples * s.units, lanes):
-        added = load(carry, own + i) + load(s.parts, i)
-        store_some(carry, own + i, added, s.samples * s.units - i)
+def _pauses(s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, bound):
+    """Return whether a step is left out, and what the step before asks with.
+
+    That is whether the gradient that later steps have left is known to be 0, and a bound of states,
+    infinite if no step is left out.
+    """
+    t, here, before, _ = _places(s, first, k)
+    own, count = first * s.units, s.samples * s.units
+    if not rests:
+        # What is mostly not 0 comes first.
+        rests = all_zero(s.parts, 0, count) and all_zero(carry, own, count)
+        if len(s.cells) > 0:
+            rests = rests and all_zero(carry_c, own, count)
+    pauses = rests and no_grads_above(s, first, above, t)
+    if pauses and bound == UNKNOWN:
+        bound = bound_of(w.values, w_in.values, bias)
+        begin = row_of(s, first, s.steps + 1 if s.back else 0) * s.units
+        finite = zero_times(s.states, here, count, bound)
+        finite = finite and zero_times(s.states, begin, count, bound)
+        if len(s.cells) > 0:
+            finite = finite and zero_times(s.cells, here, count, 1.0)
+        if not finite:
+            bound = np.inf
+    pauses = pauses and bound < np.inf
+    if pauses and (relu or w.is_sparse):
+        pauses = zero_times(s.states, here, count, bound)
+        pauses = pauses and zero_times(s.states, before, count, bound)
+        if len(s.cells) > 0:
+            pauses = pauses and zero_times(s.cells, before, count, 1.0)
+    if pauses:
+        at, size = row_of(s, first, t + 1) * s.block, s.samples * s.block
+        for b in range(s.cols // s.block):
+            pauses = pauses and zero_times(x, at + b * s.jump, size, 1.0)
+    return pauses, rests, bound
+
+
+@_inline
+def _leave_out(s, first, w_in, t, to, below, end):
+    """Write the zeros of a step without gradients that others read.
+
+    `end` is before which step the block of steps has gradients, 0 if it has had none so far.
+    """
+    s.has_grads[first * s.segment + t - s.begin] = 0
+    if w_in.rows > 0:
+        samples = min(s.samples, s.given - first)
+        clear(below, (t * s.given + first) * w_in.rows, samples * w_in.rows)
+    if s.sample_lanes and end > 0:
+        clear(s.grads, to, s.kept * s.samples * s.units)
+
+
+@_inline
+def _stop_of(caller, first, end):
+    """Return before which step a group stops."""
+    return min(end, caller.ends[first]) if len(caller.ends) > 0 else end
+
+
+@_kernel
+def find_ends(s, w_back, w_in_back, bias, x, above, carry, carry_c, ends, relu, begin, end):
+    """Write before which of some steps a backward pass needs gates, for each group."""
+    for first in range(s.first, s.first + s.count, s.samples):
+        clear(s.parts, 0, s.samples * s.units)
+        rests, bound, stop = False, UNKNOWN, end
+        while stop > begin:
+            pauses, rests, bound = _pauses(
+                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
+                *(stop - 1, rests, bound),
+            )
+            if not pauses:
+                break
+            stop -= 1
+        ends[first] = stop
 
 
 @_kernel
@@ -524,7 +616,8 @@ def run_rnn(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        for k in range(begin, end):
+        stop = _stop_of(caller, first, end)
+        for k in range(begin, stop):
             _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, _ = _places(s, first, k)
             at = number(x, t)
@@ -538,7 +631,7 @@ def run_rnn(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
 
 
 @_kernel
-def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
+def back_rnn(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the products and inputs of some steps of an RNN, the last step first.
 
     `above` holds the gradients in the outputs, `below` gets those in the inputs, and `carry` holds
@@ -549,10 +642,23 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
     size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        _clear_parts(s)
+        clear(s.parts, 0, size)
+        rests, bound, stop = False, UNKNOWN, 0
         for k in range(end - 1, begin - 1, -1):
             t, here, _, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
+            if k % STEPS == STEPS - 1:
+                stop = 0
+            pauses, rests, bound = _pauses(
+                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
+                *(k, rests, bound),
+            )
+            if pauses:
+                _leave_out(s, first, w_in_back, t, to, below, stop)
+                _add_block(s, sums, x, first, k, begin, stop)
+                continue
+            rests, stop = False, max(stop, k + 1)
+            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -564,8 +670,8 @@ def back_rnn(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
                 store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, end)
-        _add_parts(s, carry, own)
+            _add_block(s, sums, x, first, k, begin, stop)
+        _add_parts(s, carry, carry_c, own)
 
 
 @_kernel
@@ -575,7 +681,8 @@ def run_gru(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     part, size = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        for k in range(begin, end):
+        stop = _stop_of(caller, first, end)
+        for k in range(begin, stop):
             _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, to = _places(s, first, k)
             at = number(x, t)
@@ -602,17 +709,30 @@ def run_gru(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
 
 
 @_kernel
-def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
+def back_gru(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the inputs of a GRU; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        _clear_parts(s)
+        clear(s.parts, 0, size)
+        rests, bound, stop = False, UNKNOWN, 0
         for k in range(end - 1, begin - 1, -1):
             t, _, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
+            if k % STEPS == STEPS - 1:
+                stop = 0
+            pauses, rests, bound = _pauses(
+                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
+                *(k, rests, bound),
+            )
+            if pauses:
+                _leave_out(s, first, w_in_back, t, to, below, stop)
+                _add_block(s, sums, x, first, k, begin, stop)
+                continue
+            rests, stop = False, max(stop, k + 1)
+            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -634,8 +754,8 @@ def back_gru(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, 
                 store_some(carry, own + j, less_or(at, length, g * z, later), left)
             _back_products(s, w_back, to + size)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, end)
-        _add_parts(s, carry, own)
+            _add_block(s, sums, x, first, k, begin, stop)
+        _add_parts(s, carry, carry_c, own)
 
 
 @_kernel
@@ -645,7 +765,8 @@ def run_lstm(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
     part, size = _part(s), s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        for k in range(begin, end):
+        stop = _stop_of(caller, first, end)
+        for k in range(begin, stop):
             _begin_block(s, caller, first, w_in.cols, x, k, begin, end)
             t, here, before, to = _places(s, first, k)
             at = number(x, t)
@@ -678,17 +799,30 @@ def run_lstm(s, w_in, w_hidden, bias, x, caller, relu, begin, end):
 
 
 @_kernel
-def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu, begin, end):
+def back_lstm(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu, begin, end):
     """Write the gradients in the inputs of an LSTM; gates become the gradients in products."""
     lanes = lane_count(carry)
     one, zero = number(carry, 1.0), number(carry, 0.0)
     size = s.samples * s.units
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
-        _clear_parts(s)
+        clear(s.parts, 0, size)
+        rests, bound, stop = False, UNKNOWN, 0
         for k in range(end - 1, begin - 1, -1):
             t, here, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
+            if k % STEPS == STEPS - 1:
+                stop = 0
+            pauses, rests, bound = _pauses(
+                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
+                *(k, rests, bound),
+            )
+            if pauses:
+                _leave_out(s, first, w_in_back, t, to, below, stop)
+                _add_block(s, sums, x, first, k, begin, stop)
+                continue
+            rests, stop = False, max(stop, k + 1)
+            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -714,8 +848,8 @@ def back_lstm(s, w_back, w_in_back, x, sums, above, below, carry, carry_c, relu,
                 store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, end)
-        _add_parts(s, carry, own)
+            _add_block(s, sums, x, first, k, begin, stop)
+        _add_parts(s, carry, carry_c, own)
 
 
 # -- Parameters ------------------------------------------------------------------------------------
@@ -762,6 +896,8 @@ def sum_products(
     together = (1 + TILE_ROWS) * most
     for start in range(0, steps, block):
         count = min(steps - start, block)
+        if not _has_grads(gates, batch, start, count):
+            continue
         terms, first = count * batch, start * batch
         i = begin
         while i < end:
@@ -780,10 +916,23 @@ def sum_products(
 
 
 @_inline
-def _add_block(s, sums, x, first, k, begin, end):
-    """Add the sums over a block of steps, the first in the direction of which is `k`, if any is."""
-    if s.sample_lanes and (k == begin or k % STEPS == 0):
-        _add_steps(s, sums, x, first, k, min((k // STEPS + 1) * STEPS, end) - k)
+def _has_grads(gates, batch, start, count):
+    """Return whether any of some steps has gradients."""
+    for first in range(0, batch, gates.samples):
+        for t in range(start, start + count):
+            if has_step(gates, first, t):
+                return True
+    return False
+
+
+@_inline
+def _add_block(s, sums, x, first, k, begin, stop):
+    """Add the sums over a block of steps, the first in the direction of which is `k`, if any is.
+
+    `stop` is before which step it has gradients, 0 if it has none.
+    """
+    if s.sample_lanes and stop > 0 and (k == begin or k % STEPS == 0):
+        _add_steps(s, sums, x, first, k, stop - k)
 
 
 @_helper
@@ -794,17 +943,17 @@ def _add_steps(s, sums, x, first, k, count):
     place, step = _grads_at(s, k, gates), s.grad_step
     if step == 0:
         step = ahead * samples * s.kept * s.units
-    x_at, x_step = row_of(s, first, t + 1) * sums.x_block, ahead * samples * sums.x_block
+    x_at, x_step = row_of(s, first, t + 1) * s.block, ahead * samples * s.block
     h_step = ahead * samples * s.units
     a, h, pairs = s.grads, s.states, s.pairs
     columns = 2 * SUM_COLUMNS if pairs else SUM_COLUMNS
     for i in range(0, sums.rows, SUM_ROWS):
         at, out = place + i * samples, lot * stride + i
         _add_products(pairs, sums.row_sums, out, 0, a, at, step, sums.ones, 0, 0, count, 1)
-        for block in range(0, sums.x_cols if i < sums.x_rows else 0, sums.x_block):
-            beside = x_at + block // sums.x_block * s.jump
-            for j in range(0, sums.x_block, columns):
-                out, left = (lot * sums.x_cols + block + j) * stride + i, sums.x_block - j
+        for block in range(0, sums.x_cols if i < sums.x_rows else 0, s.block):
+            beside = x_at + block // s.block * s.jump
+            for j in range(0, s.block, columns):
+                out, left = (lot * sums.x_cols + block + j) * stride + i, s.block - j
                 b = beside + j * samples
                 _add_products(
                     *(pairs, sums.x_out, out, stride, a, at, step, x, b, x_step, count, left)
@@ -873,13 +1022,17 @@ def _take_together(gates, batch, start, steps, row, count, out, to, stride):
     while done < count:
         some = min(units - unit, count - done)
         place = to + done
-        for t in range(gates.step + start, gates.step + start + steps):
+        for t in range(start, start + steps):
             for first in range(0, batch, gates.samples):
                 samples = min(gates.samples, batch - first)
-                at = (first * gates.steps + t * samples) * gates.kept * units
+                at = (first * gates.steps + (gates.step + t) * samples) * gates.kept * units
                 at += gate * samples * units + unit
+                has_grads = has_step(gates, first, t)
                 for _ in range(samples):
-                    copy_some(a, at, out, place, some, stride - done)
+                    if has_grads:
+                        copy_some(a, at, out, place, some, stride - done)
+                    else:
+                        clear(out, place, some)
                     at += units
                     place += stride
         gate, unit, done = gate + 1, 0, done + some
@@ -916,12 +1069,17 @@ def sum_sparse_products(
     turned = (end - begin) * stride
     for start in range(0, steps, together):
         count = min(steps - start, together)
+        if not _has_grads(gates, batch, start, count):
+            continue
         terms = count * batch
         for first in range(0, batch, samples):
             at = first * gates.steps * gates.kept * gates.units + (gates.step + start) * gate_step
             at += (gates.gate * gates.units + begin) * samples
             to = first * count
             _put_in_rows(gates.values, at, gate_step, count, end - begin, room, to, stride)
+            for t in range(count):
+                if not has_step(gates, first, start + t):
+                    _clear_columns(room, to + t * samples, samples, end - begin, stride)
             at = b_at + (first * slots + start * samples) * block
             for j in range(0, cols, block):
                 rows = turned + j * stride + to
@@ -966,3 +1124,11 @@ def _put_in_rows(x, at, step, steps, cols, out, to, stride):
         for j in range(cols):
             v = load_samples(x, at + t * step + j * samples)
             store(out, to + j * stride + t * samples, v)
+
+
+@_helper
+def _clear_columns(out, at, samples, rows, stride):
+    """Clear the vectors of samples of a step in all rows."""
+    for j in range(rows):
+        for k in range(samples):
+            out[at + j * stride + k] = 0
