@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -21,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from ..kernels.cpu.copies import fill_with
 from ..kernels.cpu.replay import Control, Header, begin, replay
 from .calls import LINE, Calls, Task
-from .threads import thread_count, work
+from .threads import share, thread_count
 
 __all__ = ["Recorder", "Recording", "Result", "Space"]
 
@@ -148,7 +149,7 @@ class Recording:
         """Make the calls with arrays in the order of their numbers."""
         control = np.empty(self.words, np.int64)
         begin(self.header, np.array([each.ctypes.data for each in arrays], np.int64), control)
-        work(replay, (self.header, control), min(self.width, thread_count()))
+        share(partial(replay, (self.header, control)), min(self.width, thread_count()))
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
 

@@ -24,6 +24,7 @@ from ._kernels.device_sequences import (
     sequence_kernels,
 )
 from ._parameters import masked
+from ._recurrent_memory import Memory
 
 __all__ = ["DeviceDirection", "DeviceMemory"]
 
@@ -90,7 +91,7 @@ class DeviceDirection:
         return xp.concatenate([of_x[:both] + of_h[:both], of_x[both:], of_h[both:]])
 
 
-class DeviceMemory:
+class DeviceMemory(Memory):
     """The memory for all samples, on the device of the input; see ``_Memory`` for the host.
 
     Work on it waits for that of the call before, on whatever stream that was.
@@ -110,12 +111,12 @@ class DeviceMemory:
         self.steps, self.batch, self.segment, self.dtype = steps, batch, segment, one.dtype
         self.keeps_gates = segment >= steps
         self._parts, self._units = one.cell._parts, one.cell.hidden_size
-        self._per_layer = sum(each.layer == 1 for each in directions)
-        layers = len(directions) // self._per_layer
-        self.widths = [input_size, *[self._per_layer * self._units] * layers]
+        self.per_layer = sum(each.layer == 1 for each in directions)
+        layers = len(directions) // self.per_layer
+        self.widths = [input_size, *[self.per_layer * self._units] * layers]
         self._rows = len(one.cell._ih) * self._units
         samples = samples_of(
-            *(one.kind, one.layout, self.dtype, batch, self._per_layer),
+            *(one.kind, one.layout, self.dtype, batch, self.per_layer),
             multiprocessor_count(self._xp),
         )
         self._kernels = sequence_kernels(one.kind, one.layout, self.dtype, samples)
@@ -130,7 +131,7 @@ class DeviceMemory:
 
     def _shapes(self) -> list[tuple[str, Shape]]:
         """Return, for each array, what it holds, and its shape."""
-        of_samples, segment = (self.steps, self.batch), (self._per_layer, self.segment, self.batch)
+        of_samples, segment = (self.steps, self.batch), (self.per_layer, self.segment, self.batch)
         shapes: list[tuple[str, Shape]] = [("inputs", (*of_samples, self.widths[0]))]
         for width in self.widths[1:]:
             slots = self.steps + 2, self.batch, width
@@ -180,7 +181,7 @@ class DeviceMemory:
 
     def weights(self, params: list[list[Array]]) -> list[_Weights]:
         """Return a copy of the parameters of each layer."""
-        xp, width, packed_weights = self._xp, self._per_layer, []
+        xp, width, packed_weights = self._xp, self.per_layer, []
         pairs = zip(self.directions, params, strict=True)
         each = [one.weights(xp, own) for one, own in pairs]
         for k in range(0, len(each), width):
@@ -238,6 +239,10 @@ class DeviceMemory:
         """Return the gradients in the initial states."""
         return self._carry.copy()
 
+    def input_grad(self) -> Array:
+        """Return a new array for the gradients in the input."""
+        return self._xp.empty((self.steps, self.batch, self.widths[0]), self.dtype)
+
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""
         return self._grads[self.directions[k].layer % len(self._grads)]
@@ -288,7 +293,7 @@ class DeviceMemory:
     def _launch(self, kernel: Any, arrays: tuple[Array, ...], span: Span) -> None:
         counts = self.steps, self.batch, self.widths[-1], self.segment, *span
         _device.launch(
-            *(kernel, self._kernels.blocks(self.batch, self._per_layer), self._kernels.threads),
+            *(kernel, self._kernels.blocks(self.batch, self.per_layer), self._kernels.threads),
             self._xp.cuda.get_current_stream().ptr,
             *(int(array.data.ptr) for array in arrays),
             *counts,
@@ -306,7 +311,7 @@ class DeviceMemory:
         xp, layer = self._xp, self.directions[ks.start].layer - 1
         carry = self._carry[ks.start : ks.stop]
         sums: list[dict[str, Array]] = [{} for _ in ks]
-        is_sum = self._per_layer > 1
+        is_sum = self.per_layer > 1
         if below is not None and is_sum:
             below.fill(0)
         for span in reversed(self._spans()):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..arrays.arrays import (
     read_array,
 )
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
-from ..execution.calls import LINE, Calls, aligned_empty
+from ..execution.calls import LINE, Calls
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ..kernels.cpu.copies import add_range, fill_with
@@ -36,6 +36,8 @@ from ._kernels import sequences as kernels
 from ._kernels.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
 from ._kernels.lanes import lanes as lanes_of
 from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
+from ._recurrent_memory import Memory
+from ._replays import Replays
 from ._sharing import even_slices, quiet
 
 __all__ = ["Gradients", "TrainingStep", "memory_on_host", "unroll"]
@@ -50,6 +52,9 @@ _SEGMENT = 256  # steps whose gates are computed at once where those of all are 
 _LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
 _TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
 _SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
+# Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
+# beside which what calls kernels takes no time.
+_DIRECT, _LARGE = 8, 1 << 30
 
 
 class Layers(Protocol):
@@ -68,63 +73,6 @@ class RecurrentLike(Layers, Protocol):
     def params(self) -> dict[str, Array]: ...
 
     def name_of(self, parameter: str, layer: int, back: int) -> str: ...
-
-
-class Memory(Protocol):
-    """The memory of a training step for inputs of one shape, on the host or on a device.
-
-    `weights` are what :meth:`weights` has returned, and `ks` the directions of a layer.
-    """
-
-    directions: list[Any]
-    widths: list[int]
-    steps: int
-    batch: int
-    dtype: np.dtype[Any]
-    nbytes: int
-    keeps_gates: bool
-    device: int | None
-
-    def fits(self, x: Array) -> bool:
-        """Return whether this is the memory for inputs like `x`."""
-
-    def allocate(self) -> None:
-        """Take the memory."""
-
-    def here(self) -> AbstractContextManager[None]:
-        """Return a context for work on this memory."""
-
-    def weights(self, params: list[list[Array]]) -> list[Any]:
-        """Return the parameters as kernels read them; the next call may overwrite them."""
-
-    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
-        """Take over inputs, initial states, by default zeros, and lengths, by default all steps."""
-
-    def run(self, ks: range, weights: Any) -> None:
-        """Compute all states of the directions of a layer."""
-
-    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
-        """Return outputs and last states."""
-
-    def every_state(self) -> Array:
-        """Return the states of the only direction: before the first step, and after each."""
-
-    def read_carry(self, carry: Array) -> None:
-        """Take over the gradients in the last states."""
-
-    def state_grad(self) -> Array:
-        """Return the gradients in the initial states."""
-
-    def below(self, k: int) -> Array:
-        """Return the array for the gradients in the input of the layer of a direction."""
-
-    def back(
-        self, ks: range, weights: Any, above: Array, below: Array | None
-    ) -> list[dict[str, Array]]:
-        """Return the gradients in the parameters of each direction of a layer.
-
-        `above` holds the gradients in its outputs, and `below` gets those in its inputs.
-        """
 
 
 class Gradients(NamedTuple):
@@ -190,8 +138,7 @@ class TrainingStep:
 
     def __init__(self, network: RecurrentLike, memory_limit: int | None = None) -> None:
         self.network, self.memory_limit = network, memory_limit
-        width, self._count = len(network.cells[0]), len(network.cells) * len(network.cells[0])
-        self._layers = [range(k, k + width) for k in range(0, self._count, width)]
+        self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [
             {network.name_of(own, layer, back): shape for own, shape in cell._shapes.items()}
             for layer, cells in enumerate(network.cells)
@@ -200,13 +147,13 @@ class TrainingStep:
         self._directions: list[Any] = []
         self._made_for: tuple[np.dtype[Any], bool, int] | None = None
         self._memory: Memory | None = None
-        self._weights: list[Any] | None = None
+        self._is_forward = False
         self._is_batched = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles take: no memory, whose views would lose their arrays."""
-        none = dict.fromkeys(("_made_for", "_memory", "_weights"))
-        return vars(self) | none | {"_directions": []}
+        none = dict.fromkeys(("_made_for", "_memory"))
+        return vars(self) | none | {"_directions": [], "_is_forward": False}
 
     @property
     def nbytes(self) -> int:
@@ -268,7 +215,7 @@ class TrainingStep:
         self, given: Mapping[str, Array], x: Any, state: Any, lengths: Any
     ) -> tuple[Array, Array]:
         """Compute what :meth:`forward` does, with parameters that may be another network's."""
-        self._weights = None
+        self._is_forward = False
         x = read_array("x", x)
         with streams.place("x", x, None, None):
             params = [_read_params(given, shapes) for shapes in self._shapes]
@@ -278,12 +225,8 @@ class TrainingStep:
                 self._memory = None  # before there is another
                 memory = self._memory = self._allocate(x)
             with memory.here():
-                weights = memory.weights(params)
-                memory.read(x, state, lengths)
-                for ks in self._layers:
-                    memory.run(ks, weights)
-                output, last = memory.results(lengths)
-        self._weights = weights
+                output, last = memory.forward(params, x, state, lengths)
+        self._is_forward = True
         return self._as_given(output), self._as_given(last)
 
     # -- Backward ---------------------------------------------------------------------------------
@@ -318,34 +261,13 @@ class TrainingStep:
             was no forward pass, or another backward pass, which has used what was kept.
         """
         needs_input_grad = check_flag("needs_input_grad", needs_input_grad)
-        memory, weights = self._memory, self._weights
-        if memory is None or weights is None:
+        memory = self._memory
+        if memory is None or not self._is_forward:
             raise InputError("backward was called without a forward pass before it")
         with memory.here():
-            return self._gradients(memory, weights, grad_output, grad_state, needs_input_grad)
-
-    def _gradients(
-        self,
-        memory: Memory,
-        weights: list[Any],
-        grad_output: Any,
-        grad_state: Any,
-        needs_input_grad: bool,
-    ) -> Gradients:
-        above, carry = self._read_grads(memory, grad_output, grad_state)
-        self._weights = None
-        memory.read_carry(carry)
-        input_grad = None
-        if needs_input_grad:
-            shape = memory.steps, memory.batch, memory.widths[0]
-            xp = namespace(above)
-            input_grad = (aligned_empty if xp is np else xp.empty)(shape, memory.dtype)
-        params: dict[int, dict[str, Array]] = {}
-        for ks in reversed(self._layers):
-            below = memory.below(ks.start) if ks.start > 0 else input_grad
-            params |= zip(ks, memory.back(ks, weights, above, below), strict=True)
-            above = above if below is None else below
-        state_grad = memory.state_grad()
+            above, carry = self._read_grads(memory, grad_output, grad_state)
+            self._is_forward = False
+            input_grad, state_grad, params = memory.backward(above, carry, needs_input_grad)
         named = {
             self.network.name_of(name, one.layer - 1, one.back): grad
             for k, one in enumerate(memory.directions)
@@ -849,13 +771,14 @@ class _Direction:
 # -- Memory ---------------------------------------------------------------------------------------
 
 
-class _Memory:
-    """The memory for all samples, and for the groups of them that threads share.
+class _Memory(Memory):
+    """The memory on the host: for all samples, and for the groups of them that threads share.
 
     There is a slot for the states of each step, one before the first step, and one behind the last;
     layer 0 is the input. Those of one direction of a layer are together: two threads write them.
     """
 
+    directions: list[_Direction]
     device: int | None = None
 
     def __init__(
@@ -901,6 +824,9 @@ class _Memory:
         line = LINE // self.dtype.itemsize
         self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
         self.groups: list[_Group] = []
+        self._forwards, self._replays = 0, Replays(self)
+        # Calls that are noted anyway are not recorded.
+        self._may_replay = type(calls) is Calls and work * len(directions) < _LARGE
         self._sparse_places = {
             k: self._places_of(each)
             for k, each in enumerate(directions)
@@ -925,6 +851,55 @@ class _Memory:
         for one, room, own in zip(self.directions, self._weights, params, strict=True):
             one.pack(self.calls, room, [_flat(param) for param in own])
         return self._weights
+
+    # -- Passes -----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        params: list[list[Array]],
+        x: Array,
+        state: Array | None,
+        lengths: NDArray[np.int64] | None,
+    ) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+        self._forwards += 1
+        if not self._is_replayed():
+            return super().forward(params, x, state, lengths)
+
+        def call(x: Array, state: Array, lengths: Array, *flat: Array) -> None:
+            self._all_steps, each = False, iter(flat)
+            super(_Memory, self).forward(
+                [[*islice(each, len(p))] for p in params], x, state, lengths
+            )
+
+        given = [x, state, lengths, *(_flat(param) for own in params for param in own)]
+        results = self._replays.run(("forward",), given, call)
+        self._all_steps, self._packed = lengths is None, self._weights
+        return results["output"], results["last"]
+
+    def backward(
+        self, above: Array, carry: Array, needs_input_grad: bool
+    ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
+        """Return gradients in the input, in the initial states, and in each direction's parameters.
+
+        An empty array stands for zeros.
+        """
+        if not self._is_replayed():
+            return super().backward(above, carry, needs_input_grad)
+
+        def call(above: Array, carry: Array) -> None:
+            super(_Memory, self).backward(above, carry, needs_input_grad)
+
+        results = self._replays.run(("backward", needs_input_grad), [above, carry], call)
+        params = [
+            {name: results[f"{name} {k}"] for name in one.cell._shapes}
+            for k, one in enumerate(self.directions)
+        ]
+        return results.get("input"), results["state"], params
+
+    def _is_replayed(self) -> bool:
+        """Return whether passes are made by recordings."""
+        return self._may_replay and self._forwards > _DIRECT
 
     def _places_of(self, one: _Direction) -> NDArray[np.int64]:
         """Return where the numbers of an input are that the entries of a sparse weight multiply."""
@@ -1159,11 +1134,16 @@ class _Memory:
             self._write_states(k, self._carry_parts(k), -1, states)
         return states
 
+    def input_grad(self) -> Array:
+        """Return a new array for the gradients in the input."""
+        return self.calls.result("input", (self.steps, self.batch, self.widths[0]), self.dtype)
+
     def below(self, k: int) -> Array:
         """Return the array for the gradients in the input of the layer of a direction."""
         layer = self.directions[k].layer - 1
         shape = self.steps, self.batch, self.widths[layer]
-        return self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
+        below: Array = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
+        return below
 
     def back(
         self, ks: range, weights: list[_Weights], above: Array, below: Array | None

@@ -78,26 +78,14 @@ def record(
     counts = None if lengths is None else recorder.array(3, (batch,), lengths)
     params = [recorder.array(count + k, shape, dtype) for k, shape in enumerate(shapes)]
     each = len(params) // len(memory.directions)
-    weights = memory.weights([params[k : k + each] for k in range(0, len(params), each)])
-    memory.read(x, state, counts)
-    width = len(network.cells[0])
-    layers = [range(k, k + width) for k in range(0, len(memory.directions), width)]
-    for ks in layers:
-        memory.run(ks, weights)
-    memory.results(counts)
+    memory.forward([params[k : k + each] for k in range(0, len(params), each)], x, state, counts)
     forward = recorder.recording()
     if not has_backward:
         return RecordedStep(forward, None, kept.nbytes, 0)
 
     memory.calls = recorder = Recorder(scratch, 4)
     above = recorder.array(2, (steps, batch, memory.widths[-1]), dtype)
-    memory.read_carry(recorder.array(3, states, dtype))
-    for ks in reversed(layers):
-        is_first = ks.start == 0
-        below = recorder.result("input", x.shape, dtype) if is_first else memory.below(ks.start)
-        memory.back(ks, weights, above, below)
-        above = below
-    memory.state_grad()
+    memory.backward(above, recorder.array(3, states, dtype), True)
     backward = recorder.recording()
     return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)
 

@@ -1,0 +1,146 @@
+"""What the memories of a training step have in common, on the host and on a device: both passes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Memory"]
+
+Array = NDArray[Any]
+
+
+class Memory(ABC):
+    """The memory of a training step for inputs of one shape.
+
+    `weights` are what :meth:`weights` has returned, and `ks` the directions of a layer.
+
+    Attributes
+    ----------
+    directions : list
+        Those of all layers, one after the other.
+    per_layer : int
+        How many directions a layer has.
+    widths : list of int
+        How many numbers an input has, and an output of each layer.
+    steps, batch, dtype
+        Those of the inputs.
+    nbytes : int
+        The size.
+    keeps_gates : bool
+        Whether it has the gates of all steps.
+    device : int or None
+        The number of the device; None on the host.
+    """
+
+    directions: list[Any]
+    per_layer: int
+    widths: list[int]
+    steps: int
+    batch: int
+    dtype: np.dtype[Any]
+    nbytes: int
+    keeps_gates: bool
+    device: int | None
+
+    @property
+    def layers(self) -> list[range]:
+        """The directions of each layer."""
+        width = self.per_layer
+        return [range(k, k + width) for k in range(0, len(self.directions), width)]
+
+    def forward(
+        self,
+        params: list[list[Array]],
+        x: Array,
+        state: Array | None,
+        lengths: NDArray[np.int64] | None,
+    ) -> tuple[Array, Array]:
+        """Return outputs and last states.
+
+        Initial states are by default zeros, and lengths by default all steps.
+        """
+        self._packed: list[Any] | None = self.weights(params)
+        self.read(x, state, lengths)
+        for ks in self.layers:
+            self.run(ks, self._packed)
+        return self.results(lengths)
+
+    def backward(
+        self, above: Array, carry: Array, needs_input_grad: bool
+    ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
+        """Return gradients in the input, in the initial states, and in each direction's parameters.
+
+        Those in outputs and last states are `above` and `carry`. On the host an empty array stands
+        for zeros.
+        """
+        weights, self._packed = self._packed, None
+        self.read_carry(carry)
+        input_grad = self.input_grad() if needs_input_grad else None
+        params: dict[int, dict[str, Array]] = {}
+        for ks in reversed(self.layers):
+            below = self.below(ks.start) if ks.start > 0 else input_grad
+            params |= zip(ks, self.back(ks, weights, above, below), strict=True)
+            above = above if below is None else below
+        return input_grad, self.state_grad(), [params[k] for k in range(len(self.directions))]
+
+    @abstractmethod
+    def fits(self, x: Array) -> bool:
+        """Return whether this is the memory for inputs like `x`."""
+
+    @abstractmethod
+    def allocate(self) -> None:
+        """Take the memory."""
+
+    @abstractmethod
+    def here(self) -> AbstractContextManager[None]:
+        """Return a context for work on this memory."""
+
+    @abstractmethod
+    def weights(self, params: list[list[Array]]) -> list[Any]:
+        """Return the parameters as kernels read them; the next call may overwrite them."""
+
+    @abstractmethod
+    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Take over inputs, initial states and lengths."""
+
+    @abstractmethod
+    def run(self, ks: range, weights: Any) -> None:
+        """Compute all states of the directions of a layer."""
+
+    @abstractmethod
+    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+
+    @abstractmethod
+    def every_state(self) -> Array:
+        """Return the states of the only direction: before the first step, and after each."""
+
+    @abstractmethod
+    def read_carry(self, carry: Array) -> None:
+        """Take over the gradients in the last states."""
+
+    @abstractmethod
+    def state_grad(self) -> Array:
+        """Return the gradients in the initial states."""
+
+    @abstractmethod
+    def input_grad(self) -> Array:
+        """Return a new array for the gradients in the input."""
+
+    @abstractmethod
+    def below(self, k: int) -> Array:
+        """Return the array for the gradients in the input of the layer of a direction."""
+
+    @abstractmethod
+    def back(
+        self, ks: range, weights: Any, above: Array, below: Array | None
+    ) -> list[dict[str, Array]]:
+        """Return the gradients in the parameters of each direction of a layer.
+
+        `above` holds the gradients in its outputs, and `below` gets those in its inputs.
+        """

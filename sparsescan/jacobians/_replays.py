@@ -1,0 +1,91 @@
+"""Passes of a training step that are made again and again: recorded, and then made without Python.
+
+Beside the kernels of a small network, what calls them takes as long. So after a few passes over the
+same memory its kernel calls are recorded, and compiled code makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from ..execution.calls import Calls, aligned_empty
+from ..execution.recording import Recorder, Recording, Space
+
+__all__ = ["Replays"]
+
+Array = NDArray[Any]
+
+
+class Callers(Protocol):
+    """What makes its kernel calls through an object that may note them instead."""
+
+    calls: Calls
+
+
+class _Replay(NamedTuple):
+    """A recording, and the memory that only it works in."""
+
+    recording: Recording
+    room: Array
+
+    def run(self, given: list[Array]) -> dict[str, Array]:
+        """Make the calls with these arrays, and return the results by their names."""
+        recording = self.recording
+        results = {name: aligned_empty(shape, kind) for name, shape, kind in recording.results}
+        recording.run([self.room, *given, *results.values()])
+        return results
+
+
+class Replays:
+    """The recorded passes over a memory, which they belong to.
+
+    Parameters
+    ----------
+    memory : Callers
+        The memory, whose arrays stay where they are.
+    """
+
+    def __init__(self, memory: Callers) -> None:
+        self._memory, self._made = memory, dict[Any, _Replay]()
+
+    def run(
+        self, key: tuple[Any, ...], given: list[Array | None], call: Callable[..., object]
+    ) -> dict[str, Array]:
+        """Make the calls that ``call(*given)`` makes, and return the results by their names.
+
+        Parameters
+        ----------
+        key : tuple
+            Which of the passes it is.
+        given : list of ndarray or None
+            Contiguous arrays, always of the same shapes; None, an empty array and other dtypes make
+            another pass.
+        call : callable
+            It makes kernel calls through ``memory.calls``, and reads no numbers of the arrays.
+        """
+        key += tuple(None if each is None or not each.size else each.dtype.char for each in given)
+        there = [each for each in given if each is not None]
+        replay = self._made.get(key)
+        if replay is None:
+            replay = self._made[key] = self._record(given, call, 1 + len(there))
+        return replay.run(there)
+
+    def _record(
+        self, given: list[Array | None], call: Callable[..., object], first: int
+    ) -> _Replay:
+        space, memory, number = Space(0), self._memory, 0
+        recorder, stand_ins = Recorder(space, first), list[Array | None]()
+        for each in given:
+            number += each is not None
+            stand_ins.append(
+                None if each is None else recorder.array(number, each.shape, each.dtype)
+            )
+        direct, memory.calls = memory.calls, recorder
+        try:
+            call(*stand_ins)
+        finally:
+            memory.calls = direct
+        return _Replay(recorder.recording(), aligned_empty((space.nbytes,), "u1"))

@@ -1,0 +1,109 @@
+"""Passes that are recorded after a while: the same bits as those of a step that never was used."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import times
+
+from sparsescan.jacobians import GRU, LSTM, RNN, _recurrent_step
+
+
+def bits(arrays: list[Any]) -> list[bytes]:
+    return [each.tobytes() for each in arrays]
+
+
+def passes(step: Any, given: tuple[Any, ...], grads: tuple[Any, ...], needs: bool) -> list[Any]:
+    """Return all results of both passes."""
+    results = list(step.forward(*given))
+    gradients = step.backward(*grads, needs_input_grad=needs)
+    assert (gradients.input is not None) == needs
+    results += [gradients.state, *gradients.params.values()]
+    return results + ([gradients.input] if needs else [])
+
+
+@settings(max_examples=times(6))
+@given(st.integers(0, 2**32))
+def test_a_life(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kind, dtype = (RNN, GRU, LSTM)[rng.integers(3)], (np.float32, np.float64)[rng.integers(2)]
+    inputs, hidden = int(rng.integers(1, 6)), int(rng.integers(1, 24))
+    shape = kind(1, hidden).params["weight_hh_l0"].shape
+    masks = {"weight_hh_l0": rng.random(shape) < 0.2} if rng.random() < 0.4 else None
+    two = rng.random() < 0.4
+    net: Any = kind(
+        *(inputs, hidden, 1 + two),
+        bidirectional=bool(rng.random() < 0.4),
+        bias=bool(rng.random() < 0.7),
+        masks=masks,
+        rng=rng,
+        dtype=dtype,
+    )
+    steps, batch = int(rng.integers(1, 40)), int(rng.choice([1, 2, 5, 16, 17]))
+    layers, width = net.num_layers * (1 + net.bidirectional), hidden * (1 + net.bidirectional)
+
+    def random(*shape: int, chance: float = 0.7) -> Any:
+        return rng.standard_normal(shape).astype(dtype) if rng.random() < chance else None
+
+    step, kept = net.training_step(), list[Any]()
+    for _ in range(int(rng.integers(4, 9))):
+        event = rng.random()
+        if event < 0.1:
+            step = pickle.loads(pickle.dumps(step)) if rng.random() < 0.5 else copy.deepcopy(step)
+            net = step.network
+        elif event < 0.2:
+            steps = int(rng.integers(1, 40))
+        elif event < 0.3:
+            dtype = (np.float32, np.float64)[rng.integers(2)]
+        for name, param in net.params.items():
+            if rng.random() < 0.5:
+                own = rng.standard_normal(param.shape).astype(dtype)
+                setattr(net, name, own * (param != 0) if name == "weight_hh_l0" else own)
+        x = random(steps, batch, inputs, chance=1)
+        state = random(layers, batch, net.state_size)
+        lengths = rng.integers(0, steps + 1, batch) if rng.random() < 0.4 else None
+        grads = random(steps, batch, width), random(layers, batch, net.state_size)
+        arrays = [each for each in (x, state, lengths, *grads) if each is not None]
+        before = bits(arrays)
+        needs = bool(rng.random() < 0.7)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_recurrent_step, "_DIRECT", 1)
+            results = passes(step, (x, state, lengths), grads, needs)
+        expected = passes(net.training_step(), (x, state, lengths), grads, needs)
+        assert bits(results) == bits(expected)
+        # Neither the caller's arrays, nor results that the caller has, are written again.
+        assert bits(arrays) == before
+        kept.append((results, expected))
+    for results, expected in kept:
+        assert bits(results) == bits(expected)
+
+
+def test_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    record = _recurrent_step.Replays._record
+
+    def noted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return record(*arguments)
+
+    monkeypatch.setattr(_recurrent_step.Replays, "_record", noted)
+    step, x = GRU(3, 4, rng=0).training_step(), np.ones((5, 2, 3), np.float32)
+    for call in range(3 * _recurrent_step._DIRECT):
+        output, _ = step.forward(x)
+        step.backward(output)
+        assert len(made) == (2 if call >= _recurrent_step._DIRECT else 0)
+
+
+def test_lengths_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recurrent_step, "_DIRECT", 1)
+    net = LSTM(2, 3, rng=0)
+    step, x = net.training_step(), np.random.default_rng(0).standard_normal((6, 4, 2))
+    for lengths in (None, None, [1, 2, 3, 4], None, [6, 0, 1, 2], None):
+        results, expected = step.forward(x, None, lengths), net.training_step()
+        assert bits(list(results)) == bits(list(expected.forward(x, None, lengths)))
