@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from sparsescan import AffineGrads
 
@@ -33,21 +35,81 @@ def test_recurrences_give_the_same_gradients(is_diagonal: bool, is_constant: boo
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_networks_in_jax_have_gradients_of_either_loss() -> None:
+    for case in step.Case("GRU", 2, 3, 2, 9, 1.0, 1.0).both():
+        race = case.race()
+        (jitted,), (ours,) = doors.Jitted(case).ours(race).values(), race.ours().values()
+        _, (params, x, state) = jitted()
+        expected = ours()
+        for name, grad in {"input": x, "state": state, **params}.items():
+            np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, doors._BOTH])
+def test_losses_are_of_all_outputs_or_of_the_last_one(
+    kind: str, packed: bool, options: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = doors.Module(kind, 4, 1, options, packed=packed, steps=20, batch=3)
+    rows, given = [], []
+    trained = doors._trained
+
+    def recorded(module: nn.Module, head: nn.Module, loss: Any) -> dict[str, step.Call]:
+        head.register_forward_hook(lambda _, args, __: given.append(args[0].detach().numpy()))
+        loss(module, head)
+        return trained(module, head, loss)
+
+    monkeypatch.setattr(doors, "_trained", recorded)
+    for case in every.both():
+        given.clear()
+        piece = case.measure(True)
+        # Ours, and PyTorch's in both modes, which are those of one network.
+        np.testing.assert_allclose(given[0], given[-1], rtol=1e-4, atol=1e-5)
+        rows.append(given[0].shape)
+        modes = {doors.PYTORCH, *([doors.FLUSHING] if case.last_only else [])}
+        assert set(piece["samples"]) == {doors.OURS, *modes}
+        assert piece["wanted"] == dict.fromkeys(modes, 1)
+    width = 8 if options else 4
+    assert rows[1] == (3, width)
+    assert rows[0][-1] == width
+    assert np.prod(rows[0][:-1]) == (2 + 11 + 20 if packed else 60)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_impulses_decay_past_all_normal_numbers(dtype: str) -> None:
+    a, b, impulse = doors.Impulse(5000, 8, dtype).arrays()
+    assert a.dtype == b.dtype == impulse.dtype == dtype
+    assert (impulse[0] == b[0]).all()
+    assert not impulse[1:].any()
+    state, tiny = abs(impulse[0]), np.finfo(dtype).tiny
+    sizes = [state := state * abs(step) for step in a[1:]]
+    assert (sizes[999] > tiny).all()
+    assert (sizes[1999] < tiny).all()
+
+
+RECURRENCE = doors.Recurrence(
+    9, 3, 2, True, dict.fromkeys(("jax.lax.scan", doors.ASSOCIATIVE), 1.0)
+)
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
     cases = (
-        doors.Module("LSTM", 4, 1, doors._BOTH, packed=True, steps=20, batch=3),
-        doors.Recurrence(9, 3, 2, True, dict.fromkeys(("jax.lax.scan", doors.ASSOCIATIVE), 1.0)),
+        *doors.Module("LSTM", 4, 1, doors._BOTH, packed=True, steps=20, batch=3).both(),
+        RECURRENCE,
         doors.Jitted(step.Case("GRU", 2, 3, 2, 9, 1.0, 1.0)),
+        doors.Impulse(20, 3, "float64"),
     )
     pieces = {case.name: case.measure(True) for case in cases}
-    pieces[cases[1].name]["wanted"][doors.DOUBLING] = 1.0
+    pieces[RECURRENCE.name]["wanted"][doors.DOUBLING] = 1.0
     return {"pieces": pieces | {"overhead of a call": doors.measure_overhead(50)}}
 
 
 def test_what_was_measured_is_shown(results: Results) -> None:
     rows = doors._rows(results)
-    assert [row.peer for row in rows] == [
+    assert rows[1].peer in (doors.PYTORCH, doors.FLUSHING)
+    assert [row.peer for row in rows[:1] + rows[2:]] == [
         doors.PYTORCH,
         doors.JAX,
         doors.NUMPY,
@@ -55,11 +117,14 @@ def test_what_was_measured_is_shown(results: Results) -> None:
         doors.DOUBLING,
         doors.JAX,
         doors.NUMPY,
+        doors.OFFSETS,
     ]
+    (table,) = doors.EXPERIMENT.tables(results)
+    assert [row[0] for row in table.rows] == [list(results["pieces"])[1]]
     assert all(row.theirs > 0 and row.ours > 0 for row in rows)
     (drawing,) = doors._drawings(results)
     (axes,) = drawing.figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(results["pieces"])[:3]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(results["pieces"])[:5]
     overhead = results["pieces"]["overhead of a call"]
     for seconds in (overhead["seconds"], overhead["seconds_with_gradients"]):
         assert 0 < seconds["training step"] < seconds["module"]
