@@ -425,7 +425,7 @@ def in_both_modes(results: Results) -> list[Table]:
     """Return the table of PyTorch's times with subnormal numbers, and with zeros for them."""
     numbers = ["PyTorch, ms", "with set_flush_denormal, ms"]
     lines = [
-        [name, *(significant(recurrent.quartiles(piece, mode, 1e3)[1]) for mode in both)]
+        [name, *(significant(recurrent.quartiles(piece, mode, 1e-3)[1]) for mode in both)]
         for name, piece in races(results).items()
         if set(both := (PYTORCH, FLUSHING)) <= set(piece["samples"])
     ]

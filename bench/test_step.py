@@ -41,9 +41,10 @@ def test_residual_networks_have_our_layers() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_variants() -> Iterator[None]:
-    """JAX takes seconds to compile a loop that is unrolled."""
+def _few_variants_and_no_pauses() -> Iterator[None]:
+    """JAX takes seconds to compile a loop that is unrolled; and nobody looks at the times."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "PAUSE", 0)
         patch.setattr(step, "_UNROLLS", (1,))
         yield
 
@@ -125,7 +126,7 @@ def test_backward_passes_follow_a_forward_pass_each(monkeypatch: pytest.MonkeyPa
             assert grad[-1].any()
             self.step.backward(grad)
 
-    monkeypatch.setattr(step.GRU, "training_step", Recorded)
+    monkeypatch.setattr(step.GRU, "training_step", lambda net: Recorded(net))
     piece = step.measure_backward(case, 0.5, quick=True)
     assert set(done[::2]) == {"forward"}
     assert set(done[1::2]) == {"last", "every"}
@@ -155,20 +156,28 @@ def test_what_was_measured_can_be_shown(pieces: Results) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == list(pieces)
 
 
-def test_pytorch_is_shown_in_its_faster_mode_and_both_are_in_a_table() -> None:
-    name = "GRU, loss at the last step"
-    times = {step.OURS: 1e-3, step.PYTORCH: 4e-3, step.FLUSHING: 3e-3}
-    for faster, slower in ((step.FLUSHING, step.PYTORCH), (step.PYTORCH, step.FLUSHING)):
-        piece = {"samples": {who: [taken] * 3 for who, taken in times.items()}}
-        results = {"pieces": {name: piece, "memory": {}, "all": {"samples": {step.PYTORCH: [1]}}}}
-        assert step.to_show(piece, (step.PYTORCH, step.FLUSHING, step.JAX)) == [faster]
-        (table,) = step.in_both_modes(results)
-        ms = {step.PYTORCH: "4.00", step.FLUSHING: "3.00"}
-        ms = ms if faster == step.FLUSHING else dict(zip(ms, reversed(ms.values()), strict=True))
-        assert table.rows == [[name, *ms.values()]]
-        assert float(ms[faster]) < float(ms[slower])
-        times |= {step.PYTORCH: 3e-3, step.FLUSHING: 4e-3}
-    assert step.in_both_modes({"pieces": {"memory": {}}}) == []
+@pytest.mark.parametrize(("kept", "flushed"), [(4e-3, 3e-3), (2e-3, 3e-3)])
+def test_pytorch_is_shown_in_its_faster_mode_and_both_are_in_a_table(
+    kept: float, flushed: float
+) -> None:
+    def piece(**times: float) -> Results:
+        return {"samples": {names[who]: [taken] * 3 for who, taken in times.items()}}
+
+    names = {"ours": step.OURS, "kept": step.PYTORCH, "flushed": step.FLUSHING}
+    both = piece(ours=1e-3, kept=kept, flushed=flushed)
+    results = {"pieces": {"both": both, "memory": {}, "one": piece(ours=1e-3, kept=5e-3)}}
+    faster = step.PYTORCH if kept < flushed else step.FLUSHING
+    rows = step.rows("Step", results, (step.PYTORCH, step.FLUSHING, step.JAX))
+    assert [(row.work, row.peer, row.theirs) for row in rows] == [
+        ("Step: both", faster, min(kept, flushed)),
+        ("Step: one", step.PYTORCH, 5e-3),
+    ]
+    (table,) = step.in_both_modes(results)
+    assert [(row[0], *map(float, row[1:])) for row in table.rows] == [
+        ("both", 1e3 * kept, 1e3 * flushed)
+    ]
+    del results["pieces"]["both"]
+    assert step.in_both_modes(results) == []
 
 
 def test_every_recurrent_case_is_run_with_both_losses() -> None:
