@@ -100,7 +100,9 @@ class Module:
 
         pytorch = peers.in_both_modes(partial(_trained, theirs, head, loss), apart=self.last_only)
         makers = {OURS: partial(_trained, ours, head, loss), **pytorch}
-        return step.timed(makers, dict.fromkeys(pytorch, self.wanted), quick)
+        wanted = dict.fromkeys(pytorch, self.wanted)
+        # A step of PyTorch's through packed sequences takes seconds.
+        return step.timed(makers, wanted, quick, few=self.packed)
 
 
 def _trained(

@@ -40,6 +40,8 @@ _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 2, 0.2, 0.02
+# How many calls tell which variant is fastest; and of calls that take more than a second.
+_TRIALS, _FEW_TRIALS, _FEW_ROUNDS = 3, 1, 5
 # Those whose first steps are timed.
 _PROCESSES = 5
 # Norms of gradients that are compared: of smaller ones, the part that is subnormal would count.
@@ -289,10 +291,12 @@ def timed(
     quick: bool,
     differences: Callable[[dict[str, Call]], dict[str, float]] | None = None,
     before: Call | None = None,
+    few: bool = False,
 ) -> Results:
     """Time contenders, who take turns, each in its fastest variant.
 
-    Something may have to run `before` each call, untimed; then each contender has one variant.
+    Something may have to run `before` each call, untimed; then each contender has one variant. A
+    `few` calls and rounds have to do where a call takes seconds.
 
     Returns
     -------
@@ -302,9 +306,11 @@ def timed(
         ``differences`` between the calls' results, if they are compared.
     """
     recurrent.keep_memory()
-    calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
+    calls, chosen = peers.fastest_of_each(makers, _FEW_TRIALS if quick or few else _TRIALS)
     compared = {} if differences is None else {"differences": differences(calls)}
-    rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
+    rounds, turn = (_FEW_ROUNDS if few else _ROUNDS), _TURN
+    if quick:
+        rounds, turn = _QUICK_ROUNDS, _QUICK_TURN
     samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn, before)
     about = {"wanted": wanted, **compared, "cores_others_used": others}
     return {"samples": samples, **chosen, **about}
