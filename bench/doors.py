@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,22 @@ from sparsescan import Pattern, affine_scan, affine_scan_vjp
 from sparsescan.jacobians import GRU
 
 from . import peers, step, step_networks
-from .drawing import BLUE, GREEN, ORANGE
+from .drawing import BLUE, GREEN, ORANGE, PINK, SKY
 from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .peers import FLUSHING, PYTORCH
 from .timing import THREADS, Call
 
 Array = NDArray[Any]
 
-OURS, PYTORCH, JAX = step.OURS, step.PYTORCH, step.JAX
+OURS, JAX = step.OURS, step.JAX
 NUMPY = "sparsescan, NumPy calls"
 ASSOCIATIVE, DOUBLING = "jax.lax.associative_scan", "PyTorch, by doubling"
+# The recurrence to which one with an impulse is compared.
+OFFSETS = "sparsescan, offsets at every step"
 # A jitted call may take 1.15 times as long as calls with NumPy's arrays.
 _AS_NUMPY = 1 / 1.15
+# An impulse may take 1.1 times as long as offsets at every step.
+_AS_OFFSETS = 1 / 1.1
 _CALLS = 2000
 
 
@@ -43,7 +48,11 @@ _CALLS = 2000
 
 @dataclass(frozen=True)
 class Module:
-    """A recurrent network, its sequences, and the ratio that is asked for."""
+    """A recurrent network, its sequences, and the ratio that is asked for.
+
+    The loss is one of all outputs, or of the `last_only`: of packed sequences it is then one of the
+    last layer's final states.
+    """
 
     kind: str
     hidden: int
@@ -53,12 +62,18 @@ class Module:
     inputs: int = 12
     steps: int = 1000
     batch: int = 16
+    last_only: bool = False
 
     @property
     def name(self) -> str:
+        last = step.AT_LAST if self.last_only else ""
         two = ", two layers, both directions" if self.options else ""
         lengths = f"T={self.steps // 10} to {self.steps:,}" if self.packed else f"T={self.steps:,}"
-        return f"{self.kind}({self.inputs}, {self.hidden}){two}, B={self.batch}, {lengths}"
+        return f"{self.kind}({self.inputs}, {self.hidden}){two}, B={self.batch}, {lengths}{last}"
+
+    def both(self, wanted: float | None = None) -> tuple[Module, Module]:
+        """Return it, and that of a loss at the last step, of which another ratio may be wanted."""
+        return self, replace(self, last_only=True, wanted=wanted or self.wanted)
 
     def measure(self, quick: bool) -> Results:
         """Return the times of training steps."""
@@ -73,14 +88,21 @@ class Module:
 
         def loss(module: nn.Module, head: nn.Module) -> Any:
             given = pack_padded_sequence(x, lengths, enforce_sorted=False) if self.packed else x
-            output = module(given)[0]
-            return head(output.data if self.packed else output).square().mean()
+            output, state = module(given)
+            if self.last_only and self.packed:
+                h_n = state[0] if self.kind == "LSTM" else state
+                output = torch.cat(tuple(h_n[-width // self.hidden :]), dim=-1)
+            elif self.last_only:
+                output = output[-1]
+            elif self.packed:
+                output = output.data
+            return head(output).square().mean()
 
-        makers = {
-            OURS: partial(_trained, ours, head, loss),
-            PYTORCH: partial(_trained, theirs, head, loss),
-        }
-        return step.timed(makers, {PYTORCH: self.wanted}, quick)
+        pytorch = peers.in_both_modes(partial(_trained, theirs, head, loss), apart=self.last_only)
+        makers = {OURS: partial(_trained, ours, head, loss), **pytorch}
+        wanted = dict.fromkeys(pytorch, self.wanted)
+        # A step of PyTorch's through packed sequences takes seconds.
+        return step.timed(makers, wanted, quick, few=self.packed)
 
 
 def _trained(
@@ -106,11 +128,11 @@ def _trained(
 
 _BOTH = {"num_layers": 2, "bidirectional": True}
 MODULES = (
-    Module("GRU", 20, 20),
-    Module("GRU", 64, 6),
-    Module("LSTM", 20, 6),
-    Module("LSTM", 20, 5, _BOTH),
-    Module("LSTM", 20, 20, _BOTH, packed=True),
+    *Module("GRU", 20, 20).both(25),
+    *Module("GRU", 64, 6).both(),
+    *Module("LSTM", 20, 6).both(4),
+    *Module("LSTM", 20, 5, _BOTH).both(),
+    *Module("LSTM", 20, 20, _BOTH, packed=True).both(),
 )
 
 
@@ -158,7 +180,9 @@ class Jitted:
     @property
     def name(self) -> str:
         case = self.case
-        return f"{case.kind}({case.inputs}, {case.hidden}) in JAX, B={case.batch}, T={case.steps:,}"
+        net = f"{case.kind}({case.inputs}, {case.hidden}) in JAX"
+        last = step.AT_LAST if case.last_only else ""
+        return f"{net}, B={case.batch}, T={case.steps:,}{last}"
 
     def measure(self, quick: bool) -> Results:
         """Return the times of values and gradients."""
@@ -172,14 +196,14 @@ class Jitted:
         from sparsescan.jax import recurrent
 
         def loss(params: Any, x: Any, state: Any, grad: Any) -> Any:
-            return (recurrent(race.net, params, x, state)[0] * grad).sum()
+            return race.loss(recurrent(race.net, params, x, state)[0], grad)
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
         given = jax.device_put((dict(race.net.params), race.x, race.state, race.grad))
         return {"jit": lambda: jax.block_until_ready(gradients(*given))}
 
 
-NETWORKS = (Jitted(step.Case("GRU", 12, 20, 16, 1000, 1.0, 1.5)),)
+NETWORKS = tuple(map(Jitted, step.Case("GRU", 12, 20, 16, 1000, 1.0, 1.5).both()))
 
 
 # -- Linear recurrences ---------------------------------------------------------------------------
@@ -323,6 +347,45 @@ RECURRENCES = (
 )
 
 
+@dataclass(frozen=True)
+class Impulse:
+    """A linear recurrence whose states decay from the first offset past all normal numbers."""
+
+    steps: int
+    size: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        size = f"diagonal {self.size}×{self.size}"
+        return f"affine_scan, a decaying impulse, {size}, B=1, T={self.steps:,}, {self.dtype}"
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Return diagonals, random offsets, and those of which all but the first are zero."""
+        rng, shape = np.random.default_rng(0), (self.steps, 1, self.size)
+        decay = rng.uniform(0.9, 0.99, shape)
+        # The smallest normal number of float64 is near the eighth power of float32's.
+        decay = decay**8 if self.dtype == "float64" else decay
+        a = (decay * rng.choice([-1, 1], shape)).astype(self.dtype)
+        b = rng.standard_normal(shape).astype(self.dtype)
+        impulse = np.zeros_like(b)
+        impulse[0] = b[0]
+        return a, b, impulse
+
+    def measure(self, quick: bool) -> Results:
+        """Return the times of the states, from an impulse and from offsets at every step."""
+        a, b, impulse = self.arrays()
+        pattern = Pattern.diagonal(self.size)
+        makers: dict[str, peers.Variants] = {
+            OURS: lambda: {"NumPy": partial(affine_scan, a, impulse, pattern=pattern)},
+            OFFSETS: lambda: {"NumPy": partial(affine_scan, a, b, pattern=pattern)},
+        }
+        return step.timed(makers, {OFFSETS: _AS_OFFSETS}, quick)
+
+
+IMPULSES = tuple(Impulse(5000, 1024, dtype) for dtype in ("float32", "float64"))
+
+
 # -- The operator ---------------------------------------------------------------------------------
 
 
@@ -402,8 +465,9 @@ def _each(call: Call, times: int) -> float:
 
 def _pieces(options: Options) -> Iterable[Piece]:
     cpu_only("doors", options)
-    quick = MODULES[0], RECURRENCES[0]
-    for case in quick if options.quick else (*MODULES, *STACKS, *NETWORKS, *RECURRENCES):
+    quick = *MODULES[:2], RECURRENCES[0], IMPULSES[0]
+    every = *MODULES, *STACKS, *NETWORKS, *RECURRENCES, *IMPULSES
+    for case in quick if options.quick else every:
         yield Piece(case.name, partial(case.measure, options.quick))
     calls = _CALLS // 10 if options.quick else _CALLS
     yield Piece("overhead of a call", partial(measure_overhead, calls))
@@ -412,18 +476,25 @@ def _pieces(options: Options) -> Iterable[Piece]:
 def _about(options: Options) -> Results:
     return {
         "a step": "of modules of PyTorch: forward pass, a loss, backward pass and Adam; in JAX: a "
-        "loss of all states, and its gradients in all that enters; float32",
-        "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune",
+        "loss, and its gradients in all that enters; of recurrent networks the loss is one of all "
+        "outputs or of the last one; float32",
+        "an impulse": "affine_scan alone, called with NumPy's arrays: offsets of zero but in the "
+        "first step, beside offsets at every step",
+        "PyTorch": "for both the faster of 2 threads or 1, and of Adam or fused Adam; masks prune; "
+        "recurrent networks with torch.set_flush_denormal and without, and if the loss is at the "
+        "last step, a ratio is to the faster and both are in a table",
         "JAX": "jitted value_and_grad; of lax.scan the fastest of the unrolls 1, 4 and 16",
     }
 
 
 def _rows(results: Results) -> list[Row]:
-    return step.rows("Front door", results, (PYTORCH, JAX, NUMPY, ASSOCIATIVE, DOUBLING))
+    contenders = PYTORCH, FLUSHING, JAX, NUMPY, ASSOCIATIVE, DOUBLING, OFFSETS
+    return step.rows("Front door", results, contenders)
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    colors = {PYTORCH: BLUE, JAX: GREEN, NUMPY: "grey", ASSOCIATIVE: ORANGE, DOUBLING: "black"}
+    colors = {PYTORCH: BLUE, FLUSHING: SKY, JAX: GREEN, NUMPY: "grey"}
+    colors |= {ASSOCIATIVE: ORANGE, DOUBLING: "black", OFFSETS: PINK}
     return step.draw_races("Front doors", step.races(results), colors)
 
 
@@ -434,4 +505,5 @@ EXPERIMENT = Experiment(
     about=_about,
     drawings=_drawings,
     rows=_rows,
+    tables=step.in_both_modes,
 )

@@ -11,6 +11,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,9 @@ from numpy.typing import NDArray
 from sparsescan import BatchedCSR
 
 from .timing import THREADS, Call, fastest
+
+PYTORCH, FLUSHING = "PyTorch", "PyTorch, set_flush_denormal"
+Variants = Callable[[], dict[str, Call]]
 
 
 class MissingPeerError(Exception):
@@ -50,6 +55,33 @@ def fastest_of_each(
         except MissingPeerError as error:
             missing[name] = str(error)
     return calls, {"variants": variants, "missing": missing}
+
+
+def in_both_modes(make: Variants, *, apart: bool) -> dict[str, Variants]:
+    """Return PyTorch as it is, and with subnormal numbers as zeros: two contenders, or one."""
+
+    def flushed() -> dict[str, Call]:
+        return {f"{name}, set_flush_denormal": flushing(call) for name, call in make().items()}
+
+    if apart:
+        return {PYTORCH: make, FLUSHING: flushed}
+    return {PYTORCH: lambda: make() | flushed()}
+
+
+def flushing(call: Call) -> Call:
+    """Return a call for which subnormal numbers are zeros in all of PyTorch's threads.
+
+    ``torch.set_flush_denormal`` changes the thread that calls it, and OpenMP's threads have the
+    mode of the thread that started them. So there is a thread for such calls, which has OpenMP's
+    threads of its own; the threads of other contenders keep their mode.
+    """
+    return lambda: _flushing_thread().submit(call).result()
+
+
+@cache
+def _flushing_thread() -> ThreadPoolExecutor:
+    torch = load_torch()
+    return ThreadPoolExecutor(1, initializer=lambda: torch.set_flush_denormal(True))
 
 
 def loop(first: Any, steps: Iterable[Callable[[Any], Any]]) -> Call:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -15,6 +15,7 @@ from textwrap import fill
 from .experiment import NAMES, Row, load
 from .files import File, newest, read
 from .page import significant
+from .peers import FLUSHING, PYTORCH
 
 _TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH = 130
@@ -22,12 +23,33 @@ _WIDTH = 130
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: its first cells, and which row of an experiment it shows."""
+    """A line of a table: its first cells, and which row of an experiment it shows.
+
+    Attributes
+    ----------
+    peer : str
+        The row's; PyTorch may be in either of its modes for subnormal numbers.
+    is_optional : bool
+        Whether the table is without this line while there are no results for it.
+    """
 
     cells: tuple[str, ...]
     experiment: str
     work: str
-    peer: str = "PyTorch"
+    peer: str = PYTORCH
+    is_optional: bool = False
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers that a row may name."""
+        return (PYTORCH, FLUSHING) if self.peer == PYTORCH else (self.peer,)
+
+    def at_last(self) -> Line:
+        """Return the line of a loss at the last step."""
+        (first, *more), last = self.cells, ", loss at the last step"
+        star = " *" * first.endswith(" *")
+        cells = f"{first.removesuffix(star)}{last}{star}", *more
+        return replace(self, cells=cells, work=self.work + last, is_optional=True)
 
 
 @dataclass(frozen=True)
@@ -73,26 +95,36 @@ _MODULE, _JITTED = "`sparsescan.torch`", "`sparsescan.jax.recurrent`"
 
 
 def _chosen(line: Line, have: str, use: str) -> Line:
-    return Line((have, use), line.experiment, line.work, line.peer)
+    return replace(line, cells=(have, use))
+
+
+def _both(line: Line, have: str, use: str) -> tuple[Line, Line]:
+    """Return the lines of losses at every step and at the last step."""
+    chosen = _chosen(line, have, use)
+    return chosen, chosen.at_last()
 
 
 TABLES = {
     "README": Table(
         ("training step, B=16",),
-        (_GRU, _SCANNED, _GRU_64, _LSTM, _LSTM_128, _VGG, _MLP, _DENSE, _LINEAR, _RANKS),
+        (
+            *(_GRU, _GRU.at_last(), _SCANNED, _GRU_64, _GRU_64.at_last()),
+            *(_LSTM, _LSTM.at_last(), _LSTM_128, _LSTM_128.at_last()),
+            *(_VGG, _MLP, _DENSE, _LINEAR, _RANKS),
+        ),
     ),
     "is it for me": Table(
         ("you have", "use"),
         (
-            _chosen(_GRU, "a GRU of 20 units over 1,000 steps, in PyTorch", _MODULE),
-            _chosen(_GRU_64, "one of 64 units", _MODULE),
-            _chosen(_LSTM, "an LSTM of 20 units over 1,000 steps, in PyTorch", _MODULE),
+            *_both(_GRU, "a GRU of 20 units over 1,000 steps, in PyTorch", _MODULE),
+            *_both(_GRU_64, "one of 64 units", _MODULE),
+            *_both(_LSTM, "an LSTM of 20 units over 1,000 steps, in PyTorch", _MODULE),
             Line(
                 ("two layers, both directions, sequences of 100 to 1,000 steps", _MODULE),
                 "doors",
                 f"{_DOOR}LSTM(12, 20), two layers, both directions, B=16, T=100 to 1,000",
             ),
-            _chosen(_LSTM_128, "an LSTM of 128 units", "`jacobians.LSTM.training_step`"),
+            *_both(_LSTM_128, "an LSTM of 128 units", "`jacobians.LSTM.training_step`"),
             _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _JITTED),
             Line(
                 (
@@ -163,7 +195,8 @@ def update_tables(path: Path, results: Path) -> None:
     Raises
     ------
     ValueError
-        If there are no markers, or no table or no results for one of them.
+        If there are no markers, or no table or no results for one of them. Lines that are optional
+        are left out without results.
     """
     files = newest(file for file in read(results)[0] if not file.marks)
     measured: dict[str, list[tuple[File, Row]]] = {}
@@ -175,9 +208,11 @@ def update_tables(path: Path, results: Path) -> None:
         begin, name, end = match.groups()
         if name not in TABLES:
             raise ValueError(f"<!-- table: {name} -->: expected one of {', '.join(TABLES)}")
-        rows = [_row(line, measured.get(line.experiment, [])) for line in TABLES[name].lines]
-        shown = _table(TABLES[name], [row for _, row in rows])
-        return f"{begin}{shown}\n{_sources([file for file, _ in rows], path)}\n{end}"
+        lines = TABLES[name].lines
+        found = [(line, _row(line, measured.get(line.experiment, []))) for line in lines]
+        shown = [(line, *row) for line, row in found if row]
+        table = _table(TABLES[name].heads, [(line, row) for line, _, row in shown])
+        return f"{begin}{table}\n{_sources([file for _, file, _ in shown], path)}\n{end}"
 
     text, count = _TABLE.subn(replace, path.read_text())
     if not count:
@@ -200,8 +235,13 @@ def _rows(file: File) -> list[Row]:
     return rows
 
 
-def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
-    rows = [each for each in measured if (each[1].work, each[1].peer) == (line.work, line.peer)]
+def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row] | None:
+    """Return the latest row of a line, and its file; None if it is optional and there is none."""
+    rows = [
+        (file, row) for file, row in measured if row.work == line.work and row.peer in line.peers
+    ]
+    if not rows and line.is_optional:
+        return None
     if not rows:
         raise ValueError(
             f"no complete results without changed files for {line.work!r} beside {line.peer!r}; "
@@ -210,12 +250,12 @@ def _row(line: Line, measured: list[tuple[File, Row]]) -> tuple[File, Row]:
     return max(rows, key=lambda each: each[0].results["date"])
 
 
-def _table(table: Table, rows: list[Row]) -> str:
+def _table(heads: tuple[str, ...], rows: list[tuple[Line, Row]]) -> str:
     """Return a table as Markdown; ratios come second, where a narrow screen shows them."""
-    work, *more = table.heads
-    heads = [work, "ratio", *more, "against", "theirs, ms", "ours, ms"]
-    lines = [heads, ["---"] * len(heads)]
-    for line, row in zip(table.lines, rows, strict=True):
+    work, *more = heads
+    first = [work, "ratio", *more, "against", "theirs, ms", "ours, ms"]
+    lines = [first, ["---"] * len(first)]
+    for line, row in rows:
         work, *more = line.cells
         times = [significant(1e3 * seconds) for seconds in (row.theirs, row.ours)]
         lines.append([work, ratio(row.theirs / row.ours), *more, row.peer, *times])

@@ -456,25 +456,30 @@ def keep_memory() -> None:
 
 
 def take_turns(
-    calls: dict[str, Call], rounds: int, pause: float, turn: float
+    calls: dict[str, Call], rounds: int, pause: float, turn: float, before: Call | None = None
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of all calls, and how many cores others used in each round."""
+    """Seconds of all calls, and how many cores others used in each round.
+
+    What has to run `before` each of the calls is not timed.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     others = []
     for _ in range(rounds):
         start, others_start = time.perf_counter(), machine.others()
         for name, call in calls.items():
             time.sleep(pause)
-            _call_for(call, turn)
-            samples[name] += rounded(_call_for(call, turn))
+            _call_for(call, turn, before)
+            samples[name] += rounded(_call_for(call, turn, before))
         others.append((machine.others() - others_start) / (time.perf_counter() - start))
     return samples, others
 
 
-def _call_for(call: Call, length: float) -> list[float]:
+def _call_for(call: Call, length: float, before: Call | None) -> list[float]:
     """Seconds of each of as many calls as fit, at least one."""
     samples: list[float] = []
     while not samples or sum(samples) < length:
+        if before is not None:
+            before()
         start = time.perf_counter()
         call()
         samples.append(time.perf_counter() - start)

@@ -1,7 +1,8 @@
 """Whole training steps of recurrent networks beside PyTorch and JAX, of others beside PyTorch.
 
-A step is the forward pass, the backward pass from gradients of all outputs, and the gradients of
-parameters; of recurrent networks also of input and initial state. There is no optimiser.
+A step is the forward pass, the backward pass from gradients of outputs, and the gradients of
+parameters; of recurrent networks also of input and initial state. There is no optimiser. Recurrent
+networks have gradients of all outputs, as from a loss at every step, or of the last output only.
 """
 
 from __future__ import annotations
@@ -21,23 +22,35 @@ from numpy.typing import NDArray
 from sparsescan.jacobians import GRU, LSTM, RNN
 
 from . import children, drawing, peers, recurrent
-from .drawing import BLUE, GREEN, legend, rows_of_bars
-from .experiment import Drawing, Experiment, Options, Piece, Results, Row, cpu_only
+from .drawing import BLUE, GREEN, ORANGE, SKY, legend, rows_of_bars
+from .experiment import Drawing, Experiment, Options, Piece, Results, Row, Table, cpu_only
+from .page import significant
+from .peers import FLUSHING, PYTORCH
 from .resident import GIVE_BACK, growth
 from .step_networks import NETWORKS, NetworkCase
 from .timing import PAUSE, THREADS, Call
 
 Array = NDArray[Any]
 
-OURS, PYTORCH, JAX = "sparsescan", "PyTorch", "jax.lax.scan"
+OURS, JAX = "sparsescan", "jax.lax.scan"
+# Our backward pass, to which that with a loss at the last step is compared.
+EVERY = "sparsescan, loss at every step"
+AT_LAST = ", loss at the last step"
 _NETWORKS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _UNROLLS = 1, 4, 16
 _ROUNDS, _QUICK_ROUNDS, _TURN, _QUICK_TURN = 7, 2, 0.2, 0.02
+# How many calls tell which variant is fastest; and of calls that take more than a second.
+_TRIALS, _FEW_TRIALS, _FEW_ROUNDS = 3, 1, 5
 # Those whose first steps are timed.
 _PROCESSES = 5
+# Norms of gradients that are compared: of smaller ones, the part that is subnormal would count.
+_SMALLEST = float(np.finfo(np.float32).tiny / np.finfo(np.float32).eps)
+# With which the keys of pieces of backward passes begin.
+_BACKWARD = "backward: "
 # The cases of a quick run.
 _QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
+_QUICK += tuple(name + AT_LAST for name in _QUICK)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Case:
         Share of the hidden weights that is kept, None without pruning.
     pytorch, jax : float
         How many times as long as ours the peers are meant to take.
+    last_only : bool
+        Whether the loss is one of the last output, and not of all.
     """
 
     kind: str
@@ -60,15 +75,22 @@ class Case:
     pytorch: float
     jax: float
     kept: float | None = None
+    last_only: bool = False
 
     @property
     def name(self) -> str:
         pruned = "" if self.kept is None else f", {1 - self.kept:.0%} of the hidden weights pruned"
+        pruned += AT_LAST if self.last_only else ""
         return f"{self.kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}{pruned}"
 
     @property
     def wanted(self) -> dict[str, float]:
-        return {PYTORCH: self.pytorch, JAX: self.jax}
+        modes = (PYTORCH, FLUSHING) if self.last_only else (PYTORCH,)
+        return dict.fromkeys(modes, self.pytorch) | {JAX: self.jax}
+
+    def both(self, pytorch: float | None = None) -> tuple[Case, Case]:
+        """Return the case, and that of a loss at the last step; PyTorch's ratio may be another."""
+        return self, replace(self, last_only=True, pytorch=pytorch or self.pytorch)
 
     # How far gradients may be apart, relative to their norms.
     bound = float(np.sqrt(np.finfo(np.float32).eps))
@@ -83,21 +105,30 @@ class Case:
 
 
 CASES = (
-    Case("RNN", 1, 20, 16, 1000, 25, 4),
-    Case("RNN", 1, 20, 16, 10_000, 25, 4),
-    Case("RNN", 1, 20, 16, 100, 12, 3),
-    Case("GRU", 12, 20, 16, 1000, 30, 6),
-    Case("GRU", 38, 20, 16, 259, 30, 6),  # the paper's set S, M, and L
-    Case("GRU", 24, 20, 16, 517, 30, 6),
-    Case("GRU", 12, 20, 16, 1034, 30, 6),
-    Case("LSTM", 12, 20, 16, 1000, 8, 8),
-    Case("GRU", 12, 64, 16, 1000, 6, 5),
-    Case("GRU", 12, 128, 16, 1000, 5, 4),
-    Case("LSTM", 12, 64, 16, 1000, 6, 5),
-    Case("LSTM", 12, 128, 16, 1000, 5, 4),
-    Case("GRU", 12, 20, 1, 1000, 20, 3),
-    Case("GRU", 12, 20, 3, 1000, 20, 3),
-    Case("RNN", 12, 512, 16, 1000, 5, 3, kept=0.05),
+    *Case("RNN", 1, 20, 16, 1000, 25, 4).both(30),
+    *Case("RNN", 1, 20, 16, 10_000, 25, 4).both(),
+    *Case("RNN", 1, 20, 16, 100, 12, 3).both(),
+    *Case("GRU", 12, 20, 16, 1000, 30, 6).both(50),
+    *Case("GRU", 38, 20, 16, 259, 30, 6).both(),  # the paper's set S, M, and L
+    *Case("GRU", 24, 20, 16, 517, 30, 6).both(),
+    *Case("GRU", 12, 20, 16, 1034, 30, 6).both(),
+    *Case("LSTM", 12, 20, 16, 1000, 8, 8).both(6),
+    *Case("GRU", 12, 64, 16, 1000, 6, 5).both(12),
+    *Case("GRU", 12, 128, 16, 1000, 5, 4).both(),
+    *Case("LSTM", 12, 64, 16, 1000, 6, 5).both(),
+    *Case("LSTM", 12, 128, 16, 1000, 5, 4).both(2.5),
+    *Case("GRU", 12, 20, 1, 1000, 20, 3).both(),
+    *Case("GRU", 12, 20, 3, 1000, 20, 3).both(),
+    *Case("RNN", 12, 512, 16, 1000, 5, 3, kept=0.05).both(),
+)
+# Networks whose backward passes are timed with a loss at the last step and at every step, and the
+# share of the latter's time that the former is meant to take.
+BACKWARD = (
+    (Case("RNN", 1, 20, 16, 1000, 1, 1), 0.45),
+    (Case("GRU", 12, 20, 16, 1000, 1, 1), 0.45),
+    (Case("LSTM", 12, 20, 16, 1000, 1, 1), 0.45),
+    (Case("LSTM", 12, 128, 16, 1000, 1, 1), 0.4),
+    (Case("GRU", 12, 64, 16, 1000, 1, 1), 0.4),
 )
 
 
@@ -125,6 +156,8 @@ class _Race:
         shape = case.steps, case.batch
         self.x = rng.standard_normal((*shape, case.inputs), np.float32)
         self.grad = rng.standard_normal((*shape, case.hidden), np.float32)
+        if case.last_only:
+            self.grad[:-1] = 0
         self.state = np.zeros((1, case.batch, self.net.state_size), np.float32)
 
     def kept(self) -> dict[str, Array]:
@@ -156,11 +189,18 @@ class _Race:
             if self.case.kind == "LSTM":
                 begin = tuple(part.contiguous() for part in state.chunk(2, dim=-1))
             output, _ = layer(x, begin)
-            grads = torch.autograd.grad(output, [x, state, *parameters.values()], grad)
+            given = (output[-1], grad[-1]) if self.case.last_only else (output, grad)
+            grads = torch.autograd.grad(given[0], [x, state, *parameters.values()], given[1])
             names = ["input", "state", *parameters]
             return dict(zip(names, [each.numpy() for each in grads], strict=True))
 
         return {f"{n} threads": partial(call, n) for n in (THREADS, 1)}
+
+    def loss(self, output: Any, grad: Any) -> Any:
+        """Return JAX's number whose gradients of the outputs are these."""
+        if self.case.last_only:
+            output, grad = output[-1], grad[-1]
+        return (output * grad).sum()
 
     def jax(self) -> dict[str, Call]:
         jax = peers.load_jax()
@@ -173,7 +213,7 @@ class _Race:
                     return s, s[:, :hidden]
 
                 output = jax.lax.scan(body, state[0], x, unroll=unroll)[1]
-                return (output * grad).sum()
+                return self.loss(output, grad)
 
             gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
@@ -223,19 +263,40 @@ def measure(case: Case | NetworkCase, *, quick: bool) -> Results:
     it.
     """
     race = case.race()
-    makers = {OURS: race.ours, PYTORCH: race.pytorch}
+    makers: dict[str, peers.Variants] = {OURS: race.ours, PYTORCH: race.pytorch}
+    if isinstance(case, Case):
+        makers |= peers.in_both_modes(race.pytorch, apart=case.last_only)
     if race.jax is not None:
         makers[JAX] = race.jax
     return timed(makers, case.wanted, quick, lambda calls: _differences(race, calls))
 
 
+def measure_backward(case: Case, share: float, *, quick: bool) -> Results:
+    """Return the times of our backward pass with a loss at the last step, and at every step."""
+    race = case.race()
+    step = race.net.training_step()
+    last = np.zeros_like(race.grad)
+    last[-1] = race.grad[-1]
+    makers: dict[str, peers.Variants] = {
+        OURS: lambda: {"training step": partial(step.backward, last)},
+        EVERY: lambda: {"training step": partial(step.backward, race.grad)},
+    }
+    forward = partial(step.forward, race.x, race.state)
+    return timed(makers, {EVERY: 1 / share}, quick, before=forward)
+
+
 def timed(
-    makers: Mapping[str, Callable[[], dict[str, Call]]],
+    makers: Mapping[str, peers.Variants],
     wanted: dict[str, float],
     quick: bool,
     differences: Callable[[dict[str, Call]], dict[str, float]] | None = None,
+    before: Call | None = None,
+    few: bool = False,
 ) -> Results:
     """Time contenders, who take turns, each in its fastest variant.
+
+    Something may have to run `before` each call, untimed; then each contender has one variant. A
+    `few` calls and rounds have to do where a call takes seconds.
 
     Returns
     -------
@@ -245,10 +306,12 @@ def timed(
         ``differences`` between the calls' results, if they are compared.
     """
     recurrent.keep_memory()
-    calls, chosen = peers.fastest_of_each(makers, 1 if quick else 3)
+    calls, chosen = peers.fastest_of_each(makers, _FEW_TRIALS if quick or few else _TRIALS)
     compared = {} if differences is None else {"differences": differences(calls)}
-    rounds, turn = (_QUICK_ROUNDS, _QUICK_TURN) if quick else (_ROUNDS, _TURN)
-    samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn)
+    rounds, turn = (_FEW_ROUNDS if few else _ROUNDS), _TURN
+    if quick:
+        rounds, turn = _QUICK_ROUNDS, _QUICK_TURN
+    samples, others = recurrent.take_turns(calls, rounds, PAUSE, turn, before)
     about = {"wanted": wanted, **compared, "cores_others_used": others}
     return {"samples": samples, **chosen, **about}
 
@@ -257,10 +320,11 @@ def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     """How far ours are from each peer's; AssertionError if rounding does not explain it."""
     result, kept, differences = calls[OURS](), race.kept(), {}
     bound = race.case.bound
-    for peer in (PYTORCH, JAX):
+    for peer in (PYTORCH, FLUSHING, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
-            theirs = np.asarray(theirs) * kept.get(name, 1)
-            apart = float(np.linalg.norm(result[name] - theirs) / np.linalg.norm(theirs))
+            theirs = np.asarray(theirs, np.float64) * kept.get(name, 1)
+            size = max(float(np.linalg.norm(theirs)), _SMALLEST)
+            apart = float(np.linalg.norm(result[name] - theirs)) / size
             differences[f"{name}, {peer}"] = apart
             if not apart < bound:
                 raise AssertionError(f"{name}, {peer}: the relative difference is {apart:.1e}")
@@ -315,6 +379,11 @@ def _pieces(options: Options) -> Iterable[Piece]:
         for case in (*CASES, *NETWORKS)
         if case.name in _QUICK or not options.quick
     )
+    yield from (
+        Piece(_BACKWARD + case.name, partial(measure_backward, case, share, quick=options.quick))
+        for case, share in BACKWARD
+        if case.name in _QUICK or not options.quick
+    )
     yield Piece("first step of a process", partial(measure_first_call, FIRST))
     if not options.quick:
         yield from (
@@ -325,9 +394,13 @@ def _pieces(options: Options) -> Iterable[Piece]:
 def _about(options: Options) -> Results:
     return {
         "a step": "forward pass, and gradients of input, initial state and parameters from those "
-        "of all outputs; float32, no optimiser",
+        "of all outputs, or of the last one where the loss is at the last step; float32, no "
+        "optimiser",
+        "backward": "our backward pass alone, with a loss at the last step and at every step",
         "memory": "glibc keeps what is freed (mallopt), for all contenders",
-        "PyTorch": "torch.nn and autograd, 2 threads or 1, whichever were faster",
+        "PyTorch": "torch.nn and autograd, 2 threads or 1, whichever were faster; recurrent "
+        "networks with torch.set_flush_denormal and without, and if the loss is at the last step, "
+        "a ratio is to the faster and both are in a table",
         "JAX": "jitted value_and_grad over lax.scan, the fastest of the unrolls 1, 4 and 16",
     }
 
@@ -338,21 +411,40 @@ def races(results: Results) -> Results:
 
 
 def rows(title: str, results: Results, contenders: Sequence[str]) -> list[Row]:
-    """Return a line of the table for each race, and each of the peers that took part."""
+    """Return a line of the table for each race, and each of the peers to show."""
     return [
         row
         for name, piece in races(results).items()
-        for peer in contenders
+        for peer in to_show(piece, contenders)
         if (row := recurrent.row(f"{title}: {name}", piece, peer, OURS))
     ]
 
 
+def to_show(piece: Results, contenders: Iterable[str]) -> list[str]:
+    """Return the peers that took part, but PyTorch only in the mode in which it was faster."""
+    modes = [mode for mode in (PYTORCH, FLUSHING) if mode in piece["samples"]]
+    slower = sorted(modes, key=lambda mode: recurrent.quartiles(piece, mode)[1])[1:]
+    return [peer for peer in contenders if peer in piece["samples"] and peer not in slower]
+
+
+def in_both_modes(results: Results) -> list[Table]:
+    """Return the table of PyTorch's times with subnormal numbers, and with zeros for them."""
+    numbers = ["PyTorch, ms", "with set_flush_denormal, ms"]
+    lines = [
+        [name, *(significant(recurrent.quartiles(piece, mode, 1e-3)[1]) for mode in both)]
+        for name, piece in races(results).items()
+        if set(both := (PYTORCH, FLUSHING)) <= set(piece["samples"])
+    ]
+    return [Table(["step", *numbers], lines, numbers)] if lines else []
+
+
 def _rows(results: Results) -> list[Row]:
-    return rows("Training step", results, (PYTORCH, JAX))
+    return rows("Training step", results, (PYTORCH, FLUSHING, JAX, EVERY))
 
 
 def _drawings(results: Results) -> list[Drawing]:
-    return draw_races("Whole training steps", races(results), {PYTORCH: BLUE, JAX: GREEN})
+    colors = {PYTORCH: BLUE, FLUSHING: SKY, JAX: GREEN, EVERY: ORANGE}
+    return draw_races("Whole training steps", races(results), colors)
 
 
 def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawing]:
@@ -362,7 +454,7 @@ def draw_races(title: str, pieces: Results, peers: dict[str, str]) -> list[Drawi
     figure, [[axes]] = drawing.panels(1, 1, 9, 0.9 + 0.5 * len(pieces))
     shown: set[str] = set()
     for y, piece in enumerate(pieces.values()):
-        own = [peer for peer in peers if peer in piece["samples"]]
+        own = to_show(piece, peers)
         for k, peer in enumerate(own):
             low, middle, high = recurrent.speedup(piece, peer, OURS)
             at, color = y + 0.4 / len(own) * (2 * k + 1 - len(own)), peers[peer]
@@ -389,4 +481,5 @@ EXPERIMENT = Experiment(
     about=_about,
     drawings=_drawings,
     rows=_rows,
+    tables=in_both_modes,
 )

@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from . import files, grid, page, pictures, plots, readme, report
+from . import doors, files, grid, page, pictures, plots, readme, report, step
 from .contests import OURS
 from .experiment import Drawing, Experiment, Results, Row
 from .gpu_races import CUDNN, VALUES
@@ -710,9 +711,17 @@ def folder(copy: Path) -> Path:
     return copy.parent / "results"
 
 
+Tables = dict[str, readme.Table]
+
+
+@pytest.fixture
+def unpatched_tables(_two_tables: Tables) -> Tables:
+    return _two_tables
+
+
 @pytest.fixture(autouse=True)
-def _two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of made-up experiments; of the schedules one line."""
+def _two_tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """Have tables of made-up experiments, and of the schedules one line; return the real ones."""
     patched = {
         "first": readme.Table(
             ("you have", "use"),
@@ -726,8 +735,10 @@ def _two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
             ("work",), (readme.Line(("D",), "made", "backward, T=30", "autograd"),)
         ),
     }
+    whole = readme.TABLES
     monkeypatch.setattr(readme, "TABLES", patched)
     monkeypatch.setattr(readme, "NAMES", ("made",))
+    return whole
 
 
 def cells_of(text: str) -> Iterator[list[str]]:
@@ -807,6 +818,57 @@ def test_tables_show_clean_and_complete_results_only(
     ):
         readme.update_tables(copy, folder)
     assert copy.read_text() == "<!-- table: second one -->\n<!-- end -->\n"
+
+
+def test_a_loss_at_the_last_step_has_a_line_as_soon_as_it_is_measured(
+    folder: Path, copy: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    every = readme.Line(("GRU *", "a"), "made", "backward, T=30", readme.PYTORCH)
+    table = readme.Table(("you have", "use"), (every, every.at_last()))
+    monkeypatch.setattr(readme, "TABLES", {"first": table})
+    for peer in (readme.PYTORCH, readme.FLUSHING):
+        monkeypatch.setattr(
+            sys.modules["bench.made"],
+            "EXPERIMENT",
+            replace(
+                report.load("made"),
+                rows=lambda results, peer=peer: [
+                    replace(row, peer=peer if row.work.endswith("last step") else readme.PYTORCH)
+                    for row in rows_of(results)
+                ],
+            ),
+        )
+        save(folder, "made", experiment(rng, "T=30"))
+        copy.write_text("<!-- table: first -->\n<!-- end -->\n")
+        readme.update_tables(copy, folder)
+        _, _, *rows = cells_of(copy.read_text())
+        assert [row[0] for row in rows] == ["GRU *"]
+        assert "[line 1](" in copy.read_text()
+
+        results = experiment(rng, "T=30", "T=30, loss at the last step")
+        save(folder, "made", results)
+        readme.update_tables(copy, folder)
+        _, _, *rows = cells_of(copy.read_text())
+        assert [(row[0], row[2], row[3]) for row in rows] == [
+            ("GRU *", "a", readme.PYTORCH),
+            ("GRU, loss at the last step *", "a", peer),
+        ]
+        for row, piece in zip(rows, results["pieces"].values(), strict=True):
+            assert close(row[1], piece["theirs"] / piece["ours"], 2)
+        assert "[lines 1–2](" in copy.read_text()
+
+
+def test_the_tables_have_both_losses_of_the_same_networks(unpatched_tables: Tables):
+    for name, table in unpatched_tables.items():
+        pairs = [
+            (table.lines[k - 1], line) for k, line in enumerate(table.lines) if line.is_optional
+        ]
+        assert len(pairs) == 4, name
+        assert all(every.at_last() == last for every, last in pairs)
+    works = {line.work for table in unpatched_tables.values() for line in table.lines}
+    measured = {f"Front door: {case.name}" for case in doors.MODULES}
+    measured |= {f"Training step: {case.name}" for case in step.CASES}
+    assert {work for work in works if work.endswith("last step")} <= measured
 
 
 def test_markers_that_are_wrong_are_refused(folder: Path, copy: Path):
