@@ -7,6 +7,7 @@ turns all files there are into one HTML page.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command != "report":
         chosen = Options(options.quick, options.device, options.data)
-        print(run(load(options.command), chosen, options.output))
+        experiment = load(options.command)
+        path = run(experiment, chosen, options.output)
+        if said := experiment.summary(json.loads(path.read_text())):
+            print(said)
+        print(path)
         return 0
     from .readme import update_tables
     from .report import write

@@ -39,6 +39,7 @@ NAMES = (
     "strategies",
     "published",
     "traffic",
+    "cliffs",
 )
 
 
@@ -103,6 +104,7 @@ class Experiment:
     drawings: Callable[[Results], list[Drawing]]  # from a file of however many pieces
     rows: Callable[[Results], list[Row]]
     tables: Callable[[Results], list[Table]] = lambda results: []
+    summary: Callable[[Results], str] = lambda results: ""  # that the command line prints
 
 
 def load(name: str) -> Experiment:

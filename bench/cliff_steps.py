@@ -1,0 +1,596 @@
+"""Steps of every kind, and special inputs of the shapes that their random ones have.
+
+Numbers are in the order of time, and samples of a recurrence have the second axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+import sparsescan
+from sparsescan import CSRChain, ImplicitChain, ImplicitPattern, Pattern
+from sparsescan.jacobians import GRU, LSTM, RNN, Linear, ReLU, Sequential
+
+from . import workloads
+from .step_networks import NetworkCase
+from .timing import Call
+
+__all__ = ["AGAIN", "QUICK_STEPS", "RANDOM", "STEPS", "Numbers", "Passes", "Step", "inputs"]
+
+Array = NDArray[Any]
+
+RANDOM, AGAIN = "random", "random, again"
+# Sizes of numbers that are subnormal, and from where to where an impulse decays.
+_SUBNORMAL = {np.dtype(np.float32): 1e-40, np.dtype(np.float64): 1e-310}
+_IMPULSE = {np.dtype(np.float32): (1e-36, 1e-46), np.dtype(np.float64): (1e-304, 1e-324)}
+_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+
+
+class Numbers(NamedTuple):
+    """All numbers of a step.
+
+    Attributes
+    ----------
+    x, initial : ndarray or None
+        Inputs and initial state, or offsets and initial state; a scan of Jacobians has none.
+    grads : ndarray
+        Gradients of a loss in the results of a network, or in every state.
+    weights : dict of str to ndarray
+        Weights of a network, or values of Jacobians and matrices.
+    biases : dict of str to ndarray
+        Biases of a network.
+    """
+
+    x: Array | None
+    initial: Array | None
+    grads: Array
+    weights: dict[str, Array]
+    biases: dict[str, Array]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.grads.dtype
+
+
+class Passes(NamedTuple):
+    """What is done before a turn, and the calls by their names, which follow each other."""
+
+    ready: Call
+    calls: dict[str, Call]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on numbers.
+
+    Attributes
+    ----------
+    numbers : callable
+        Make random numbers.
+    passes : callable
+        Make the calls for some numbers.
+    decaying : callable or None
+        Turn numbers into those by which an impulse decays by a factor in each step; None if there
+        are no steps in time.
+    samples : int or None
+        The axis of samples; None if there is one sample.
+    has_relu : bool
+        Whether biases can switch units off.
+    """
+
+    name: str
+    numbers: Callable[[], Numbers]
+    passes: Callable[[Numbers], Passes]
+    decaying: Callable[[Numbers, float], Numbers] | None = None
+    samples: int | None = None
+    has_relu: bool = False
+
+
+def inputs(step: Step) -> dict[str, Numbers]:
+    """Return the random numbers of a step, twice, and all special ones that make sense for it."""
+    numbers = step.numbers()
+    made = {name: make(step, numbers) for name, make in _SPECIAL.items()}
+    special = {name: each for name, each in made.items() if each is not None}
+    return {RANDOM: numbers, AGAIN: numbers} | special
+
+
+# -- Special inputs --------------------------------------------------------------------------------
+
+
+def _scaled(arrays: dict[str, Array], factor: float) -> dict[str, Array]:
+    return {name: array * array.dtype.type(factor) for name, array in arrays.items()}
+
+
+def _filled(arrays: dict[str, Array], value: float) -> dict[str, Array]:
+    return {name: np.full_like(array, value) for name, array in arrays.items()}
+
+
+def _times(array: Array | None, factor: float) -> Array | None:
+    return None if array is None else array * array.dtype.type(factor)
+
+
+def _last_step(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.decaying is None:
+        return None
+    grads = np.zeros_like(numbers.grads)
+    grads[-1] = numbers.grads[-1]
+    return numbers._replace(grads=grads)
+
+
+def _few_steps(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.decaying is None:
+        return None
+    grads = np.zeros_like(numbers.grads)
+    grads[::-100] = numbers.grads[::-100]
+    return numbers._replace(grads=grads)
+
+
+def _one_sample(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.samples is None:
+        return None
+    grads = numbers.grads.copy()
+    grads.swapaxes(0, step.samples)[1:] = 0
+    return numbers._replace(grads=grads)
+
+
+def _impulse(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.decaying is None:
+        return None
+    first, last = _IMPULSE[numbers.dtype]
+    rate = (last / first if last > 1e-300 else 1e-20) ** (1 / len(numbers.grads))
+    grads = np.zeros_like(numbers.grads)
+    grads[-1] = first
+    initial = None if numbers.initial is None else np.full_like(numbers.initial, first)
+    return step.decaying(
+        numbers._replace(
+            x=_times(numbers.x, 0),
+            initial=initial,
+            grads=grads,
+            biases=_filled(numbers.biases, 0),
+        ),
+        rate,
+    )
+
+
+def _subnormal(step: Step, numbers: Numbers) -> Numbers:
+    by = _SUBNORMAL[numbers.dtype]
+    return numbers._replace(
+        x=_times(numbers.x, by),
+        initial=_times(numbers.initial, by),
+        grads=numbers.grads * numbers.dtype.type(by),
+        biases=_filled(numbers.biases, 0),
+    )
+
+
+def _subnormal_weights(step: Step, numbers: Numbers) -> Numbers:
+    by = _SUBNORMAL[numbers.dtype]
+    weights, biases = (_scaled(each, by) for each in (numbers.weights, numbers.biases))
+    return numbers._replace(weights=weights, biases=biases)
+
+
+def _large(step: Step, numbers: Numbers) -> Numbers | None:
+    return None if numbers.x is None else numbers._replace(x=_times(numbers.x, 1e3))
+
+
+def _relus_off(step: Step, numbers: Numbers) -> Numbers | None:
+    return numbers._replace(biases=_filled(numbers.biases, -100)) if step.has_relu else None
+
+
+def _large_weights(step: Step, numbers: Numbers) -> Numbers:
+    return numbers._replace(weights=_scaled(numbers.weights, 1e3))
+
+
+def _overflowing(step: Step, numbers: Numbers) -> Numbers:
+    most = np.finfo(numbers.dtype).max
+    return numbers._replace(
+        weights={
+            name: array / np.abs(array).max() * (0.9 * most)
+            for name, array in numbers.weights.items()
+        }
+    )
+
+
+def _nan_sample(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.samples is None:
+        return None
+    x, grads = (None if array is None else array.copy() for array in (numbers.x, numbers.grads))
+    if x is not None:
+        x.swapaxes(0, step.samples)[0] = np.nan
+    assert grads is not None
+    grads.swapaxes(0, step.samples)[0] = np.nan
+    return numbers._replace(x=x, grads=grads)
+
+
+def _nan_weight(step: Step, numbers: Numbers) -> Numbers:
+    weights = {name: array.copy() for name, array in numbers.weights.items()}
+    for array in weights.values():
+        # No layer has pruned the largest ones.
+        array.reshape(-1)[np.abs(array).argmax()] = np.nan
+    return numbers._replace(weights=weights)
+
+
+def _infinite(step: Step, numbers: Numbers) -> Numbers | None:
+    if numbers.x is None:
+        return None
+    return numbers._replace(x=np.copysign(numbers.x.dtype.type(np.inf), numbers.x))
+
+
+def _infinite_grads(step: Step, numbers: Numbers) -> Numbers:
+    grads = numbers.grads.copy()
+    grads[-1] = np.copysign(grads.dtype.type(np.inf), grads[-1])
+    return numbers._replace(grads=grads)
+
+
+def _zeros(step: Step, numbers: Numbers) -> Numbers:
+    return numbers._replace(
+        x=_times(numbers.x, 0),
+        initial=_times(numbers.initial, 0),
+        grads=np.zeros_like(numbers.grads),
+        biases=_filled(numbers.biases, 0),
+    )
+
+
+def _zero_weights(step: Step, numbers: Numbers) -> Numbers:
+    weights, biases = (_filled(each, 0) for each in (numbers.weights, numbers.biases))
+    return numbers._replace(weights=weights, biases=biases)
+
+
+def _ones(step: Step, numbers: Numbers) -> Numbers:
+    x, initial = (
+        None if array is None else np.ones_like(array) for array in (numbers.x, numbers.initial)
+    )
+    weights, biases = (_filled(each, 1) for each in (numbers.weights, numbers.biases))
+    return Numbers(x, initial, np.ones_like(numbers.grads), weights, biases)
+
+
+_SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
+    "loss at the last step": _last_step,
+    "loss at a step in 100": _few_steps,
+    "loss of one sample": _one_sample,
+    "decay to subnormal": _impulse,
+    "subnormal": _subnormal,
+    "subnormal weights": _subnormal_weights,
+    "inputs × 1,000": _large,
+    "ReLUs off": _relus_off,
+    "weights × 1,000": _large_weights,
+    "overflow": _overflowing,
+    "NaN in a sample": _nan_sample,
+    "NaN in a weight": _nan_weight,
+    "infinite inputs": _infinite,
+    "infinite gradients": _infinite_grads,
+    "zeros": _zeros,
+    "zero weights": _zero_weights,
+    "ones": _ones,
+}
+
+
+# -- Recurrent networks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    """A recurrent network of one layer."""
+
+    kind: str
+    hidden: int
+    batch: int
+    steps: int = 1000
+    dtype: DTypeLike = np.float32
+    nonlinearity: str = "tanh"
+
+    @property
+    def step(self) -> Step:
+        kind = f"RNN({self.nonlinearity})" if self.kind == "RNN" else self.kind
+        kind += "" if self.dtype is np.float32 else " in float64"
+        return Step(
+            f"{kind}, H={self.hidden}, B={self.batch}, T={self.steps:,}",
+            self.numbers,
+            self.passes,
+            self.decaying,
+            samples=1 if self.batch > 1 else None,
+            has_relu=self.nonlinearity == "relu",
+        )
+
+    def network(self) -> Any:
+        if self.kind == "RNN":
+            return RNN(12, self.hidden, nonlinearity=self._nonlinearity, rng=0)
+        return {"GRU": GRU, "LSTM": LSTM}[self.kind](12, self.hidden, rng=0)
+
+    @property
+    def _nonlinearity(self) -> Any:
+        return self.nonlinearity
+
+    def numbers(self) -> Numbers:
+        rng, net = np.random.default_rng(0), self.network()
+        params = {name: array.astype(self.dtype) for name, array in net.params.items()}
+        shapes = (
+            (self.steps, self.batch, 12),
+            (1, self.batch, net.state_size),
+            (self.steps, self.batch, self.hidden),
+        )
+        arrays = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
+        weights = {name: array for name, array in params.items() if name.startswith("weight")}
+        biases = {name: array for name, array in params.items() if name.startswith("bias")}
+        return Numbers(*arrays, weights, biases)
+
+    def passes(self, numbers: Numbers) -> Passes:
+        net = self.network()
+        for name, array in (numbers.weights | numbers.biases).items():
+            setattr(net, name, array)
+        step = net.training_step()
+        return Passes(
+            lambda: None,
+            {
+                "forward": lambda: step.forward(numbers.x, numbers.initial),
+                "backward": lambda: step.backward(numbers.grads),
+            },
+        )
+
+    def decaying(self, numbers: Numbers, rate: float) -> Numbers:
+        """Let a gate, or the weights of an RNN, take `rate` of the state in each step."""
+        weights = {name: array.copy() for name, array in numbers.weights.items()}
+        biases = {name: array.copy() for name, array in numbers.biases.items()}
+        gates = weights["weight_hh_l0"].reshape(_GATES[self.kind], self.hidden, self.hidden)
+        bias = biases["bias_ih_l0"].reshape(_GATES[self.kind], self.hidden)
+        if self.kind == "RNN":
+            gates[0] = rate * np.eye(self.hidden)
+        else:
+            # What is new is 0: the third gate of both; the second one keeps the state.
+            gates[2] = 0
+            bias[1] = np.log(rate / (1 - rate))
+        return numbers._replace(weights=weights, biases=biases)
+
+
+# -- Networks of layers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A network of layers, made once, whose parameters are set before each turn."""
+
+    name: str
+    make: Callable[[], Sequential]
+    batch: int
+
+    @property
+    def step(self) -> Step:
+        samples = 0 if self.batch > 1 else None
+        return Step(self.name, self.numbers, self.passes, samples=samples, has_relu=True)
+
+    def numbers(self) -> Numbers:
+        rng, net = np.random.default_rng(0), self.make()
+        shape, out = _without_batch(net, self.batch)
+        x = rng.standard_normal((self.batch, *shape), np.float32)
+        grads = rng.standard_normal((self.batch, *out), np.float32)
+        params = {
+            f"{part.name}.{own}": np.array(array)
+            for part in _parts(net.parts)
+            for own, array in part.op.params.items()
+        }
+        weights = {name: array for name, array in params.items() if name.endswith("weight")}
+        biases = {name: array for name, array in params.items() if name.endswith("bias")}
+        return Numbers(x, None, grads, weights, biases)
+
+    def passes(self, numbers: Numbers) -> Passes:
+        net, step = _training(self.make)
+        layers = {part.name: part.op for part in _parts(net.parts)}
+
+        def ready() -> None:
+            for name, array in (numbers.weights | numbers.biases).items():
+                layer, _, own = name.rpartition(".")
+                setattr(layers[layer], own, array)
+
+        calls: dict[str, Call] = {
+            "forward": lambda: step.forward(numbers.x),
+            "backward": lambda: step.backward(numbers.grads),
+        }
+        return Passes(ready, calls)
+
+
+@cache
+def _training(make: Callable[[], Sequential]) -> tuple[Sequential, Any]:
+    net = make()
+    return net, net.training_step()
+
+
+def _parts(parts: Any) -> Any:
+    """Yield the layers of a network, those of its branches too."""
+    for part in parts:
+        if part.op is not None:
+            yield part
+        for branch in part.branches:
+            yield from _parts(branch)
+
+
+def _without_batch(net: Sequential, batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of a sample and its result; networks of whole batches have their axis."""
+    shapes = net.input_shape, net.output_shape
+    is_whole = all(shape[0] == batch for shape in shapes)
+    first, last = (shape[1:] if is_whole else shape for shape in shapes)
+    return first, last
+
+
+@cache
+def _pruned(kind: str, batch: int, kept: float) -> Sequential:
+    return NetworkCase(kind, batch, kept, 1).race().net
+
+
+@cache
+def _dense() -> Sequential:
+    # So large that BLAS multiplies.
+    return Sequential([Linear(784, 512, rng=0), ReLU(input_shape=(512,)), Linear(512, 512, rng=0)])
+
+
+# -- Linear recurrences ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """A linear recurrence of dense matrices or of diagonals."""
+
+    steps: int
+    batch: int
+    size: int
+    is_diagonal: bool
+    dtype: DTypeLike = np.float32
+
+    @property
+    def step(self) -> Step:
+        kind = "diagonals" if self.is_diagonal else "dense matrices"
+        in_dtype = "" if self.dtype is np.float32 else " in float64"
+        name = f"affine_scan, {self.steps:,} {kind} of {self.size}, B={self.batch}{in_dtype}"
+        samples = 1 if self.batch > 1 else None
+        return Step(name, self.numbers, self.passes, self.decaying, samples)
+
+    def numbers(self) -> Numbers:
+        rng = np.random.default_rng(0)
+        if self.is_diagonal:
+            matrices = rng.uniform(0.9, 1, (self.steps, self.batch, self.size))
+            matrices *= rng.choice([-1, 1], matrices.shape)
+        else:
+            turn = np.linalg.qr(rng.standard_normal((self.size, self.size)))[0]
+            matrices = turn * rng.uniform(0.9, 1, (self.steps, self.batch, 1, 1))
+        shape = self.steps, self.batch, self.size
+        x, grads = (rng.standard_normal(shape).astype(self.dtype) for _ in range(2))
+        initial = rng.standard_normal(shape[1:]).astype(self.dtype)
+        return Numbers(x, initial, grads, {"matrices": matrices.astype(self.dtype)}, {})
+
+    def passes(self, numbers: Numbers) -> Passes:
+        pattern = Pattern.diagonal(self.size) if self.is_diagonal else None
+        matrices, initial, states = numbers.weights["matrices"], numbers.initial, np.empty(0)
+
+        def forward() -> None:
+            nonlocal states
+            states = sparsescan.affine_scan(matrices, numbers.x, initial, pattern=pattern)
+
+        def backward() -> None:
+            sparsescan.affine_scan_vjp(matrices, initial, states, numbers.grads, pattern=pattern)
+
+        return Passes(lambda: None, {"forward": forward, "backward": backward})
+
+    def decaying(self, numbers: Numbers, rate: float) -> Numbers:
+        step = np.ones(self.size) if self.is_diagonal else np.eye(self.size)
+        matrices = np.empty_like(numbers.weights["matrices"])
+        matrices[:] = rate * step
+        return numbers._replace(weights={"matrices": matrices})
+
+
+# -- Chains of Jacobians ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A scan of Jacobians, by a plan unless there is no schedule."""
+
+    kind: str
+    steps: int
+    batch: int
+    size: int
+    schedule: str | None
+    dtype: DTypeLike = np.float32
+
+    @property
+    def step(self) -> Step:
+        door = "exclusive_scan" if self.schedule is None else f"plan, {self.schedule}"
+        in_dtype = "" if self.dtype is np.float32 else " in float64"
+        name = f"{door}, {self.steps:,} {self.kind} of {self.size}, B={self.batch}{in_dtype}"
+        return Step(name, self.numbers, self.passes, self._decaying, samples=1)
+
+    def numbers(self) -> Numbers:
+        rng = np.random.default_rng(0)
+        if self.kind == "stencils":
+            chain = workloads.stencil(self.steps, round(self.size**0.5), self.dtype).chain
+            weights = {"values": np.asarray(chain.data)}
+        elif self.kind == "dense steps":
+            values = workloads.tanh_rnn(self.steps, self.batch, self.size, self.dtype).jacobians
+            weights = {"values": values}
+        else:
+            slopes = workloads.tanh_rnn_slopes(self.steps, self.batch, self.size)
+            weights = {
+                "values": slopes.slopes.astype(self.dtype),
+                "shared": slopes.weights.astype(self.dtype),
+            }
+        grads = rng.standard_normal((self.steps, self.batch, self.size)).astype(self.dtype)
+        return Numbers(None, None, grads, weights, {})
+
+    def passes(self, numbers: Numbers) -> Passes:
+        chain = self._chain(numbers.weights)
+        if self.schedule is None:
+            scan: Any = partial(sparsescan.exclusive_scan, reverse=True)
+        else:
+            schedule = self.schedule
+            scan = sparsescan.plan(chain, reverse=True, schedule=schedule).exclusive_scan
+        calls: dict[str, Call] = {"scan": lambda: scan(None, chain, local_grads=numbers.grads)}
+        return Passes(lambda: None, calls)
+
+    def _chain(self, weights: dict[str, Array]) -> Any:
+        values = weights["values"]
+        if self.kind == "stencils":
+            like = workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+            return CSRChain(values, like.indices, like.indptr, like.shape)
+        if self.kind == "dense steps":
+            return values
+        pattern = ImplicitPattern(
+            [Pattern.diagonal(self.size), Pattern.dense((self.size, self.size))], shared=[1]
+        )
+        return ImplicitChain([values, weights["shared"].ravel()], pattern)
+
+    def _decaying(self, numbers: Numbers, rate: float) -> Numbers:
+        weights = dict(numbers.weights)
+        name = "shared" if "shared" in weights else "values"
+        weights[name] = weights[name] * numbers.dtype.type(rate)
+        return numbers._replace(weights=weights)
+
+
+# -- All -------------------------------------------------------------------------------------------
+
+STEPS: dict[str, Step] = {
+    each.step.name: each.step
+    for each in (
+        _Recurrent("RNN", 20, 16),
+        _Recurrent("RNN", 20, 16, nonlinearity="relu"),
+        _Recurrent("GRU", 20, 16),
+        _Recurrent("LSTM", 20, 16),
+        _Recurrent("GRU", 20, 16, dtype=np.float64),
+        _Recurrent("RNN", 128, 16, nonlinearity="relu"),
+        _Recurrent("RNN", 64, 16),
+        _Recurrent("GRU", 64, 16),
+        _Recurrent("LSTM", 128, 16, steps=300),
+        _Recurrent("RNN", 20, 1),
+        _Recurrent("RNN", 20, 1, nonlinearity="relu"),
+        _Recurrent("GRU", 20, 1),
+        _Recurrent("LSTM", 20, 1),
+        _Layers("MLP, pruned by 98%, B=64", partial(_pruned, "MLP", 64, 0.02), 64),
+        _Layers("ResNet-20, pruned by 95%, B=4", partial(_pruned, "ResNet-20", 4, 0.05), 4),
+        _Layers("two dense layers by BLAS, B=64", _dense, 64),
+        _Affine(2000, 4, 64, is_diagonal=True),
+        _Affine(2000, 4, 64, is_diagonal=True, dtype=np.float64),
+        _Affine(1000, 16, 8, is_diagonal=False),
+        _Affine(1000, 16, 8, is_diagonal=False, dtype=np.float64),
+        _Chain("stencils", 200, 4, 256, None),
+        _Chain("stencils", 200, 4, 256, "linear", np.float64),
+        _Chain("stencils", 64, 4, 36, "blelloch"),
+        _Chain("dense steps", 200, 4, 20, "auto"),
+        _Chain("dense steps", 200, 4, 20, "blelloch"),
+        _Chain("dense steps", 200, 4, 20, "blelloch", np.float64),
+        _Chain("implicit steps", 1000, 4, 20, "auto"),
+        _Chain("implicit steps", 1000, 4, 20, "chunked:8"),
+    )
+}
+# The steps of a quick run.
+QUICK_STEPS: dict[str, Step] = {
+    each.step.name: each.step
+    for each in (
+        _Recurrent("RNN", 20, 16, 200, nonlinearity="relu"),
+        _Recurrent("GRU", 20, 1, 200),
+        _Layers("two dense layers by BLAS, B=64", _dense, 64),
+        _Affine(200, 4, 16, is_diagonal=True),
+        _Chain("dense steps", 50, 4, 20, "blelloch"),
+    )
+}
