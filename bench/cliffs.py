@@ -14,14 +14,14 @@ from statistics import median
 from typing import NamedTuple
 
 from . import machine, recurrent
-from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, STEPS, Passes, Step, inputs
+from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, SPECIAL, STEPS, Passes, Step, inputs
 from .experiment import Experiment, Options, Piece, Results, Table, cpu_only
 
 __all__ = ["EXPERIMENT", "LIMIT", "Cell", "cells", "measure", "summary"]
 
 # Ratios above which there is a cliff, and above which an input is timed in as many turns again.
 LIMIT, _DOUBTFUL = 1.5, 1.3
-_ROUNDS, _QUICK_ROUNDS = 7, 2
+_ROUNDS, _QUICK_ROUNDS = 7, 1
 # Seconds of the calls of a turn, and how many there are.
 _TURN, _QUICK_TURN = 0.008, 0.001
 _FEWEST, _MOST = 3, 20
@@ -80,7 +80,7 @@ def _take_turns(
 
 
 def _turn(passes: Passes, length: float) -> dict[str, float]:
-    """Return the median seconds of each pass, over calls for about as long; the first counts not."""
+    """Return the median seconds of each pass in calls for about as long, after one not timed."""
     passes.ready()
     for call in passes.calls.values():
         call()
@@ -128,6 +128,7 @@ def _about(options: Options) -> Results:
         "decay to subnormal": "an impulse, forward in the initial state and backward in the last "
         "gradient, that decays from a thousandth of what is normal to nothing; nothing else enters",
         "subnormal": "inputs and gradients of 1e-40, in float64 1e-310; no biases",
+        "weights far apart": "each times a power of ten from -12 to 12",
         "overflow": "weights as large as numbers get: products are infinite, and sums NaN",
         "ReLUs off": "biases that make all states 0",
         "zeros": "inputs, states, gradients and biases; weights are random",
@@ -158,7 +159,8 @@ def _grid(results: Results) -> tuple[list[str], list[list[str]]]:
     for cell in cells(results):
         row = rows.setdefault(cell.step, {"random, ms": f"{1e3 * cell.random:.3g}"})
         row[cell.given] = f"{cell.ratio:.2f}"
-    heads = list(dict.fromkeys(head for row in rows.values() for head in row))
+    there = {head for row in rows.values() for head in row}
+    heads = [head for head in ("random, ms", AGAIN, *SPECIAL) if head in there]
     return heads, [[name, *(row.get(head, "") for head in heads)] for name, row in rows.items()]
 
 
