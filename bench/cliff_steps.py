@@ -112,6 +112,8 @@ class Step:
         The axis of samples; None if there is one sample.
     has_relu : bool
         Whether biases can switch units off.
+    rebased : callable or None
+        Turn numbers into those of the same steps where each unit is as many times as large.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Step:
     decaying: Callable[[Numbers, float], Numbers] | None = None
     samples: int | None = None
     has_relu: bool = False
+    rebased: Callable[[Numbers, Array], Numbers] | None = None
 
 
 def inputs(step: Step) -> dict[str, Numbers]:
@@ -224,6 +227,14 @@ def _spread(step: Step, numbers: Numbers) -> Numbers:
     return numbers._replace(weights=weights)
 
 
+def _units_apart(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.rebased is None:
+        return None
+    by = 10.0 ** np.random.default_rng(1).uniform(-12, 12, numbers.grads.shape[-1])
+    grads = (numbers.grads * by).astype(numbers.dtype)
+    return step.rebased(numbers._replace(grads=grads), by)
+
+
 def _overflowing(step: Step, numbers: Numbers) -> Numbers:
     most = np.finfo(numbers.dtype).max
     return numbers._replace(
@@ -298,6 +309,7 @@ SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
     "ReLUs off": _relus_off,
     "weights × 1,000": _large_weights,
     "weights far apart": _spread,
+    "units far apart": _units_apart,
     "overflow": _overflowing,
     "NaN in a sample": _nan_sample,
     "NaN in a weight": _nan_weight,
@@ -546,7 +558,9 @@ class _Chain:
         door = "exclusive_scan" if self.schedule is None else f"plan, {self.schedule}"
         in_dtype = "" if self.dtype is np.float32 else " in float64"
         name = f"{door}, {self.steps:,} {self.kind} of {self.size}, B={self.batch}{in_dtype}"
-        return Step(name, self.numbers, self.passes, self._decaying, samples=1)
+        return Step(
+            name, self.numbers, self.passes, self._decaying, samples=1, rebased=self._rebased
+        )
 
     def numbers(self) -> Numbers:
         rng = np.random.default_rng(0)
@@ -591,6 +605,18 @@ class _Chain:
         weights = dict(numbers.weights)
         name = "shared" if "shared" in weights else "values"
         weights[name] = weights[name] * numbers.dtype.type(rate)
+        return numbers._replace(weights=weights)
+
+    def _rebased(self, numbers: Numbers, by: Array) -> Numbers:
+        """Multiply rows of each Jacobian, and divide columns."""
+        weights = dict(numbers.weights)
+        name = "shared" if "shared" in weights else "values"
+        if self.kind == "stencils":
+            like = workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+            factor = np.repeat(by, np.diff(like.indptr)) / by[like.indices]
+        else:
+            factor = by[:, None] / by
+        weights[name] = (weights[name] * factor).astype(numbers.dtype)
         return numbers._replace(weights=weights)
 
 

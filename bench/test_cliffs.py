@@ -26,8 +26,8 @@ def arrays(numbers: Numbers) -> list[NDArray[Any]]:
 
 def is_subnormal(array: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which entries are: NumPy's comparisons see them, unlike kernels."""
-    below: NDArray[np.bool_] = np.abs(array) < np.finfo(array.dtype).tiny
-    return below & (array != 0)
+    is_so: NDArray[np.bool_] = (np.abs(array) < np.finfo(array.dtype).tiny) & (array != 0)
+    return is_so
 
 
 def passed(step: Step, numbers: Numbers) -> list[Any]:
@@ -144,7 +144,19 @@ def test_what_makes_no_sense_is_left_out() -> None:
     assert not {"loss of one sample", "NaN in a sample", "ReLUs off"} & inputs(GRU).keys()
     assert not {*LOSSES[:2], "decay to subnormal"} & inputs(LAYERS).keys()
     assert not {"infinite inputs", "inputs × 1,000"} & inputs(CHAIN).keys()
-    assert inputs(RELU).keys() == {RANDOM, AGAIN, *SPECIAL}
+    assert inputs(RELU).keys() == {RANDOM, AGAIN, *SPECIAL} - {"units far apart"}
+
+
+@pytest.mark.parametrize("kind", ["dense steps", "implicit steps", "stencils"])
+def test_units_far_apart_have_gradients_as_far_apart(kind: str) -> None:
+    step = next(step for name, step in STEPS.items() if f" {kind} " in name)
+    given = inputs(step)
+    random, apart = (given[name] for name in (RANDOM, "units far apart"))
+    by = (apart.grads / random.grads).max(axis=(0, 1))
+    assert by.max() / by.min() > 1e20
+    (grads,), (rebased,) = (passed(step, numbers) for numbers in (random, apart))
+    sizes = np.abs(grads).max(axis=0)
+    assert (np.abs(rebased / by - grads) < 1e-3 * sizes).all()
 
 
 # -- The experiment -------------------------------------------------------------------------------
@@ -181,17 +193,28 @@ def test_the_report_has_a_section(file: Path, results: Results, tmp_path: Path) 
 
 
 def made_up(slow: float) -> Results:
-    seconds = {
+    seconds: Results = {
         RANDOM: {"forward": [1.0, 2.0, 4.0, 1.0], "backward": [1.0, 1.0, 1.0, 1.0]},
         "ones": {"forward": [1.0, 2.0, 4.0, None], "backward": [9.0, slow, slow, slow]},
     }
-    return {"pieces": {"LSTM": {"seconds": seconds}}}
+    for turns in (calls for given in seconds.values() for calls in given.values()):
+        turns.append(100 * turns[0] if turns[0] else None)  # while others used the cores
+    return {
+        "pieces": {"LSTM": {"seconds": seconds, "cores_others_used": [0.0, 0.1, -0.1, 0.0, 1.0]}}
+    }
 
 
 def test_ratios_are_those_of_one_round() -> None:
     forward, backward = cliffs.cells(made_up(2.0))
     assert forward[:3] == ("LSTM: forward", "ones", 1.0)
     assert backward[:3] == ("LSTM: backward", "ones", 2.0)
+
+
+def test_all_rounds_count_if_none_was_calm() -> None:
+    results = made_up(2.0)
+    results["pieces"]["LSTM"]["cores_others_used"] = [1.0] * 5
+    _, backward = cliffs.cells(results)
+    assert backward.ratio == 2.0
 
 
 def test_cliffs_are_listed() -> None:
