@@ -8,27 +8,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 import sparsescan
 from sparsescan import CSRChain, ImplicitChain, ImplicitPattern, Pattern
-from sparsescan.jacobians import GRU, LSTM, RNN, Linear, ReLU, Sequential
+from sparsescan.jacobians import (
+    ELU,
+    GELU,
+    GRU,
+    LSTM,
+    RNN,
+    Conv2d,
+    Flatten,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    Operator,
+    ReLU,
+    Sequential,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
 
 from . import workloads
 from .step_networks import NetworkCase
 from .timing import Call
 
-__all__ = ["AGAIN", "QUICK_STEPS", "RANDOM", "STEPS", "Numbers", "Passes", "Step", "inputs"]
+__all__ = [
+    "AGAIN",
+    "QUICK_STEPS",
+    "RANDOM",
+    "SPECIAL",
+    "STEPS",
+    "Numbers",
+    "Passes",
+    "Step",
+    "inputs",
+]
 
 Array = NDArray[Any]
 
 RANDOM, AGAIN = "random", "random, again"
-# Sizes of numbers that are subnormal, and from where to where an impulse decays.
+# Sizes of numbers that are subnormal; from where an impulse decays, and by how many powers of ten.
 _SUBNORMAL = {np.dtype(np.float32): 1e-40, np.dtype(np.float64): 1e-310}
-_IMPULSE = {np.dtype(np.float32): (1e-36, 1e-46), np.dtype(np.float64): (1e-304, 1e-324)}
+_IMPULSE = {np.dtype(np.float32): 1e-36, np.dtype(np.float64): 1e-304}
+_DECADES = {np.dtype(np.float32): 10, np.dtype(np.float64): 20}
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
@@ -82,6 +112,8 @@ class Step:
         The axis of samples; None if there is one sample.
     has_relu : bool
         Whether biases can switch units off.
+    rebased : callable or None
+        Turn numbers into those of the same steps where each unit is as many times as large.
     """
 
     name: str
@@ -90,12 +122,13 @@ class Step:
     decaying: Callable[[Numbers, float], Numbers] | None = None
     samples: int | None = None
     has_relu: bool = False
+    rebased: Callable[[Numbers, Array], Numbers] | None = None
 
 
 def inputs(step: Step) -> dict[str, Numbers]:
     """Return the random numbers of a step, twice, and all special ones that make sense for it."""
     numbers = step.numbers()
-    made = {name: make(step, numbers) for name, make in _SPECIAL.items()}
+    made = {name: make(step, numbers) for name, make in SPECIAL.items()}
     special = {name: each for name, each in made.items() if each is not None}
     return {RANDOM: numbers, AGAIN: numbers} | special
 
@@ -142,8 +175,8 @@ def _one_sample(step: Step, numbers: Numbers) -> Numbers | None:
 def _impulse(step: Step, numbers: Numbers) -> Numbers | None:
     if step.decaying is None:
         return None
-    first, last = _IMPULSE[numbers.dtype]
-    rate = (last / first if last > 1e-300 else 1e-20) ** (1 / len(numbers.grads))
+    first = _IMPULSE[numbers.dtype]
+    rate = 10 ** (-_DECADES[numbers.dtype] / len(numbers.grads))
     grads = np.zeros_like(numbers.grads)
     grads[-1] = first
     initial = None if numbers.initial is None else np.full_like(numbers.initial, first)
@@ -184,6 +217,22 @@ def _relus_off(step: Step, numbers: Numbers) -> Numbers | None:
 
 def _large_weights(step: Step, numbers: Numbers) -> Numbers:
     return numbers._replace(weights=_scaled(numbers.weights, 1e3))
+
+
+def _spread(step: Step, numbers: Numbers) -> Numbers:
+    rng, weights = np.random.default_rng(1), {}
+    for name, array in numbers.weights.items():
+        factor = 10.0 ** rng.uniform(-12, 12, array.shape)
+        weights[name] = (array * factor).astype(array.dtype)
+    return numbers._replace(weights=weights)
+
+
+def _units_apart(step: Step, numbers: Numbers) -> Numbers | None:
+    if step.rebased is None:
+        return None
+    by = 10.0 ** np.random.default_rng(1).uniform(-12, 12, numbers.grads.shape[-1])
+    grads = (numbers.grads * by).astype(numbers.dtype)
+    return step.rebased(numbers._replace(grads=grads), by)
 
 
 def _overflowing(step: Step, numbers: Numbers) -> Numbers:
@@ -249,7 +298,7 @@ def _ones(step: Step, numbers: Numbers) -> Numbers:
     return Numbers(x, initial, np.ones_like(numbers.grads), weights, biases)
 
 
-_SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
+SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
     "loss at the last step": _last_step,
     "loss at a step in 100": _few_steps,
     "loss of one sample": _one_sample,
@@ -259,6 +308,8 @@ _SPECIAL: dict[str, Callable[[Step, Numbers], Numbers | None]] = {
     "inputs × 1,000": _large,
     "ReLUs off": _relus_off,
     "weights × 1,000": _large_weights,
+    "weights far apart": _spread,
+    "units far apart": _units_apart,
     "overflow": _overflowing,
     "NaN in a sample": _nan_sample,
     "NaN in a weight": _nan_weight,
@@ -282,7 +333,7 @@ class _Recurrent:
     batch: int
     steps: int = 1000
     dtype: DTypeLike = np.float32
-    nonlinearity: str = "tanh"
+    nonlinearity: Literal["tanh", "relu"] = "tanh"
 
     @property
     def step(self) -> Step:
@@ -299,12 +350,8 @@ class _Recurrent:
 
     def network(self) -> Any:
         if self.kind == "RNN":
-            return RNN(12, self.hidden, nonlinearity=self._nonlinearity, rng=0)
+            return RNN(12, self.hidden, nonlinearity=self.nonlinearity, rng=0)
         return {"GRU": GRU, "LSTM": LSTM}[self.kind](12, self.hidden, rng=0)
-
-    @property
-    def _nonlinearity(self) -> Any:
-        return self.nonlinearity
 
     def numbers(self) -> Numbers:
         rng, net = np.random.default_rng(0), self.network()
@@ -314,10 +361,10 @@ class _Recurrent:
             (1, self.batch, net.state_size),
             (self.steps, self.batch, self.hidden),
         )
-        arrays = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
+        x, initial, grads = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
         weights = {name: array for name, array in params.items() if name.startswith("weight")}
         biases = {name: array for name, array in params.items() if name.startswith("bias")}
-        return Numbers(*arrays, weights, biases)
+        return Numbers(x, initial, grads, weights, biases)
 
     def passes(self, numbers: Numbers) -> Passes:
         net = self.network()
@@ -427,6 +474,17 @@ def _dense() -> Sequential:
     return Sequential([Linear(784, 512, rng=0), ReLU(input_shape=(512,)), Linear(512, 512, rng=0)])
 
 
+@cache
+def _smooth() -> Sequential:
+    """Return a network of the layers that the others do not have."""
+    shape, layers = (8, 14, 14), list[Operator]()
+    layers.append(Conv2d(1, 8, 3, input_shape=(1, 16, 16), rng=0))
+    layers += [kind(input_shape=shape) for kind in (ELU, GELU, SiLU, Tanh, Softplus, Sigmoid)]
+    layers += [MaxPool2d(2, input_shape=shape), Flatten(input_shape=(8, 7, 7))]
+    layers += [LayerNorm(392), Linear(392, 10, rng=0), Softmax(1, input_shape=(10,))]
+    return Sequential(layers)
+
+
 # -- Linear recurrences ----------------------------------------------------------------------------
 
 
@@ -500,7 +558,9 @@ class _Chain:
         door = "exclusive_scan" if self.schedule is None else f"plan, {self.schedule}"
         in_dtype = "" if self.dtype is np.float32 else " in float64"
         name = f"{door}, {self.steps:,} {self.kind} of {self.size}, B={self.batch}{in_dtype}"
-        return Step(name, self.numbers, self.passes, self._decaying, samples=1)
+        return Step(
+            name, self.numbers, self.passes, self._decaying, samples=1, rebased=self._rebased
+        )
 
     def numbers(self) -> Numbers:
         rng = np.random.default_rng(0)
@@ -547,6 +607,18 @@ class _Chain:
         weights[name] = weights[name] * numbers.dtype.type(rate)
         return numbers._replace(weights=weights)
 
+    def _rebased(self, numbers: Numbers, by: Array) -> Numbers:
+        """Multiply rows of each Jacobian, and divide columns."""
+        weights = dict(numbers.weights)
+        name = "shared" if "shared" in weights else "values"
+        if self.kind == "stencils":
+            like = workloads.stencil(1, round(self.size**0.5), self.dtype).chain
+            factor = np.repeat(by, np.diff(like.indptr)) / by[like.indices]
+        else:
+            factor = by[:, None] / by
+        weights[name] = (weights[name] * factor).astype(numbers.dtype)
+        return numbers._replace(weights=weights)
+
 
 # -- All -------------------------------------------------------------------------------------------
 
@@ -569,6 +641,7 @@ STEPS: dict[str, Step] = {
         _Layers("MLP, pruned by 98%, B=64", partial(_pruned, "MLP", 64, 0.02), 64),
         _Layers("ResNet-20, pruned by 95%, B=4", partial(_pruned, "ResNet-20", 4, 0.05), 4),
         _Layers("two dense layers by BLAS, B=64", _dense, 64),
+        _Layers("convolution, smooth activations, pool, norm, softmax, B=16", _smooth, 16),
         _Affine(2000, 4, 64, is_diagonal=True),
         _Affine(2000, 4, 64, is_diagonal=True, dtype=np.float64),
         _Affine(1000, 16, 8, is_diagonal=False),

@@ -14,14 +14,15 @@ from statistics import median
 from typing import NamedTuple
 
 from . import machine, recurrent
-from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, STEPS, Passes, Step, inputs
+from .cliff_steps import AGAIN, QUICK_STEPS, RANDOM, SPECIAL, STEPS, Passes, Step, inputs
 from .experiment import Experiment, Options, Piece, Results, Table, cpu_only
+from .turns import quiet
 
 __all__ = ["EXPERIMENT", "LIMIT", "Cell", "cells", "measure", "summary"]
 
 # Ratios above which there is a cliff, and above which an input is timed in as many turns again.
 LIMIT, _DOUBTFUL = 1.5, 1.3
-_ROUNDS, _QUICK_ROUNDS = 7, 2
+_ROUNDS, _QUICK_ROUNDS = 7, 1
 # Seconds of the calls of a turn, and how many there are.
 _TURN, _QUICK_TURN = 0.008, 0.001
 _FEWEST, _MOST = 3, 20
@@ -60,7 +61,8 @@ def measure(step: Step, *, quick: bool) -> Results:
     for each in passes.values():
         _turn(each, 0)  # memory is taken, and kernels are compiled
     _take_turns(passes, taken, others, rounds, turn)
-    doubtful = {name for name in taken if max(_ratios(taken, name).values()) > _DOUBTFUL}
+    counted = _counted(others)
+    doubtful = {name for name in taken if max(_ratios(taken, name, counted).values()) > _DOUBTFUL}
     if doubtful:
         again = {name: each for name, each in passes.items() if name in doubtful | {RANDOM}}
         _take_turns(again, taken, others, rounds, turn)
@@ -70,7 +72,9 @@ def measure(step: Step, *, quick: bool) -> Results:
 def _take_turns(
     passes: dict[str, Passes], taken: Seconds, others: list[float], rounds: int, turn: float
 ) -> None:
-    for _ in range(rounds):
+    """Add rounds, up to twice as many if other programs use the cores."""
+    before = len(others)
+    while len(others) < before + 2 * rounds and sum(quiet(others[before:])) < rounds:
         start, others_start = time.perf_counter(), machine.others()
         for name, own in taken.items():
             medians = _turn(passes[name], turn) if name in passes else {}
@@ -80,7 +84,7 @@ def _take_turns(
 
 
 def _turn(passes: Passes, length: float) -> dict[str, float]:
-    """Return the median seconds of each pass, over calls for about as long; the first counts not."""
+    """Return the median seconds of each pass in calls for about as long, after one not timed."""
     passes.ready()
     for call in passes.calls.values():
         call()
@@ -96,12 +100,24 @@ def _turn(passes: Passes, length: float) -> dict[str, float]:
     return {name: round(median(each), 9) for name, each in samples.items()}
 
 
-def _ratios(taken: Seconds, name: str) -> dict[str, float]:
+def _counted(others: list[float]) -> list[bool]:
+    """Return which rounds count: those in which others used no cores, as far as there are any."""
+    calm = quiet(others)
+    return calm if any(calm) else [True] * len(calm)
+
+
+def _counting(turns: list[float | None], counted: list[bool]) -> list[float | None]:
+    """Return the turns of rounds that count; all of them for an input that has no other ones."""
+    kept = [seconds if counts else None for seconds, counts in zip(turns, counted, strict=True)]
+    return kept if any(kept) else turns
+
+
+def _ratios(taken: Seconds, name: str, counted: list[bool]) -> dict[str, float]:
     """Return the ratio of each pass: the median over rounds, in which random numbers had a turn."""
     return {
         call: median(
             special / random
-            for special, random in zip(turns, taken[RANDOM][call], strict=True)
+            for special, random in zip(_counting(turns, counted), taken[RANDOM][call], strict=True)
             if special is not None and random is not None
         )
         for call, turns in taken[name].items()
@@ -120,7 +136,7 @@ def _pieces(options: Options) -> Iterable[Piece]:
 def _about(options: Options) -> Results:
     return {
         "ratio": "time over that on random numbers of the same shapes: the median over rounds, in "
-        "which all inputs take turns",
+        "which all inputs take turns; rounds in which others used the cores do not count",
         "forward and backward": "the two passes of a training step, or affine_scan and "
         "affine_scan_vjp",
         RANDOM: "normal, in float32 unless a step says otherwise; a loss at every step",
@@ -128,6 +144,9 @@ def _about(options: Options) -> Results:
         "decay to subnormal": "an impulse, forward in the initial state and backward in the last "
         "gradient, that decays from a thousandth of what is normal to nothing; nothing else enters",
         "subnormal": "inputs and gradients of 1e-40, in float64 1e-310; no biases",
+        "weights far apart": "each times a power of ten from -12 to 12",
+        "units far apart": "Jacobians of the same steps where each unit is multiplied by such a "
+        "power: all gradients are finite",
         "overflow": "weights as large as numbers get: products are infinite, and sums NaN",
         "ReLUs off": "biases that make all states 0",
         "zeros": "inputs, states, gradients and biases; weights are random",
@@ -140,11 +159,13 @@ def cells(results: Results) -> Iterator[Cell]:
     """Yield all ratios, in the order of the table."""
     for name, piece in results["pieces"].items():
         taken: Seconds = piece["seconds"]
+        counted = _counted(piece["cores_others_used"])
         for call, random in taken[RANDOM].items():
             for given in taken:
                 if given != RANDOM:
-                    ratio = _ratios(taken, given)[call]
-                    times = [_median(each) for each in (random, taken[given][call])]
+                    ratio = _ratios(taken, given, counted)[call]
+                    turns = random, taken[given][call]
+                    times = [_median(_counting(each, counted)) for each in turns]
                     yield Cell(f"{name}: {call}", given, ratio, *times)
 
 
@@ -158,7 +179,8 @@ def _grid(results: Results) -> tuple[list[str], list[list[str]]]:
     for cell in cells(results):
         row = rows.setdefault(cell.step, {"random, ms": f"{1e3 * cell.random:.3g}"})
         row[cell.given] = f"{cell.ratio:.2f}"
-    heads = list(dict.fromkeys(head for row in rows.values() for head in row))
+    there = {head for row in rows.values() for head in row}
+    heads = [head for head in ("random, ms", AGAIN, *SPECIAL) if head in there]
     return heads, [[name, *(row.get(head, "") for head in heads)] for name, row in rows.items()]
 
 
