@@ -497,7 +497,7 @@ def _run(
         weights.w_hidden,
         weights.bias,
         memory.states[one.layer - 1],
-        memory.no_caller._replace(ends=memory.ends) if is_again else memory.caller(one),
+        memory.no_caller._replace(ends=memory.ends[one.back]) if is_again else memory.caller(one),
         one.is_relu,
         *span,
     )
@@ -522,7 +522,7 @@ def _back(
     given = sequence, weights.w_back, w_in, weights.bias, x
     grads = carry[0], carry[-1]
     if one.cell._writes_gates and not memory.keeps_gates:
-        about = *given, above.reshape(-1), *grads, memory.ends
+        about = *given, above.reshape(-1), *grads, memory.ends[one.back]
         memory.calls.launch(kernels.find_ends, *about, one.is_relu, *span)
         _run(group, k, all_weights, span, is_again=True)
     memory.calls.launch(
@@ -833,7 +833,8 @@ class _Memory(Memory):
             if each.in_packing.is_sparse and each.in_packing.block < each.in_packing.cols
         }
         self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
-        self.nbytes += self._gates_count * (self.padded * segment + LINE) + 8 * self.padded + LINE
+        self.nbytes += self._gates_count * (self.padded * segment + LINE)
+        self.nbytes += self.per_layer * (8 * self.padded + LINE)
         none = np.empty(0, self.dtype)
         self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
 
@@ -971,7 +972,8 @@ class _Memory(Memory):
         self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
         flags = [self.calls.room(self.padded * self.segment, np.uint8) for _ in gates]
         self.has_grads = [flags[k % len(flags)] for k in range(len(self.directions))]
-        self.ends = self.calls.room(self.padded, np.int64)
+        # Of each direction of a layer, which other threads may run.
+        self.ends = [self.calls.room(self.padded, np.int64) for _ in range(self.per_layer)]
         carries = iter(arrays["carries"])
         self.carries = [[next(carries) for _ in range(one.cell._parts)] for one in self.directions]
         own = {name: iter(arrays.get(name, ())) for name in ("products", "parts", "block")}
