@@ -146,7 +146,7 @@ def test_memory_is_what_is_said(cupy: Any) -> None:
     before = fake_cupy.state.used[0]
     step.forward(x)
     taken = fake_cupy.state.used[0] - before
-    weights = [array for each in step._weights for array in (*each.w_in, *each[1:])]
+    weights = [array for each in step._memory._packed for array in (*each.w_in, *each[1:])]
     orders = [order.on(cupy) for one in step._directions for order in one._orders]
     beside = sum(array.nbytes for array in (*weights, *orders))
     # The lengths, too; and memory is given in units.
