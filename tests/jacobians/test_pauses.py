@@ -1,5 +1,4 @@
-"""Steps of a backward pass that have no gradient: left out where that changes nothing, beside
-PyTorch's autograd."""
+"""Steps of a backward pass that have no gradient: to leave them out changes nothing."""
 
 from __future__ import annotations
 
@@ -492,3 +491,201 @@ def test_what_is_not_finite_spreads_along_weights_that_are_kept(
         actual = backward(net.training_step(), x, state, None, above, None)
         if where != "last gradient":
             assert_spread({n: actual[n] for n in expected}, expected, bool(np.isinf(bad)))
+
+
+# -- Threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["gates kept", "gates again"])
+@pytest.mark.parametrize(
+    ("kind", "batch", "units", "density"),
+    [
+        ("GRU", 7, 12, None),
+        ("LSTM", 20, 9, None),
+        ("RNN", 20, 20, None),
+        *slow(
+            ("LSTM", 11, 13, None), ("GRU", 33, 8, None), ("GRU", 20, 9, 0.1), ("RNN", 6, 7, None)
+        ),
+    ],
+)
+def test_any_number_of_threads_gives_the_same_bits(
+    kind: str, batch: int, units: int, density: float | None, keeps: bool, many_threads: Any
+) -> None:
+    """Also where one sample of a group has a gradient, and the others of it have none."""
+    rng = np.random.default_rng(8)
+    about = {"layers": 2, "both": True, "densities": (density, density)}
+    net = network(rng, kind, 3, units, F4, **about)
+    x, state, _, carry = arguments(rng, net, 300, batch, F4)
+    above = gradients_in(rng, (300, batch, 2 * units), F4, "points")
+    carry[:, batch // 2, 0] = 1
+    carry[:, 0, 0] = -0.0
+    lengths = rng.integers(1, 301, batch)
+    results, done = [], []
+    for count in (1, 2, 3):
+        many_threads(count)
+        step = net.training_step() if keeps else limited(net, x)
+        results.append(backward(step, x, state, lengths, above, carry))
+        assert step._memory.threads == count
+        done.append(flags(step).mean())
+    assert min(done) < 1
+    for other in results[1:]:
+        for name, array in results[0].items():
+            assert array.tobytes() == other[name].tobytes(), name
+    assert not np.signbit(results[0]["state"][results[0]["state"] == 0]).any()
+    assert not np.signbit(results[0]["input"][results[0]["input"] == 0]).any()
+
+
+class InTurns(Calls):
+    """Kernels of two functions that run together take turns: no other order is as bad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = 0
+        self._barrier: threading.Barrier | None = None
+
+    def launch(self, kernel: Callable[..., None], *about: Any) -> None:
+        kernel(*about)
+        self.launched += 1
+        if self._barrier is not None:
+            self._barrier.wait(timeout=30)
+
+    def together(self, tasks: Sequence[Callable[[], None]]) -> None:
+        if len(tasks) != 2:
+            return super().together(tasks)
+        self._barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=task) for task in tasks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._barrier = None
+        return None
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_directions_do_not_wait_for_each_other(kind: str, batch: int, many_threads: Any) -> None:
+    """Each computes its own gates again, up to where it has a gradient."""
+    rng = np.random.default_rng(9)
+    net = network(rng, kind, 3, 8, F4, both=True)
+    x, state, above, carry = arguments(rng, net, 600, batch, F4)
+    above[:] = 0
+    above[300, :, 8:] = 1
+    above[-1, :, :8] = 1
+    expected = backward(limited(net, x), x, state, None, above, carry)
+    many_threads(2)
+    step = limited(net, x)
+    step.forward(x, state)
+    step._memory.calls = calls = InTurns()
+    grads = step.backward(above, carry)
+    # Three segments, in each of which both look for the end, make gates, and go back.
+    assert calls.launched >= 18
+    for name, grad in (grads.params | {"input": grads.input, "state": grads.state}).items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-5, atol=1e-30, err_msg=name)
+
+
+# -- How much is left out --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [3, 20])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_without_a_gradient_are_left_out(kind: str, both: bool, batch: int) -> None:
+    """Those before the 250 last ones, with weights as they are at first; and none of others."""
+    rng = np.random.default_rng(10)
+    net = KINDS[kind](4, 20, dtype=F4, bidirectional=both, rng=rng)
+    x, state, above, carry = arguments(rng, net, 1000, batch, F4)
+    step = net.training_step()
+    actual = backward(step, x, state, None, above, carry)
+    for k in range(1 + both):
+        done = flags(step, k)
+        if k == 0:
+            assert done[:, -1].all()
+            assert not done[:, :-250].any()
+        else:
+            # The last step in time is the first that the other direction has run.
+            assert done[:, :-1].sum() == 0
+            assert done[:, -1].all()
+    left = actual["input"][:-250]
+    assert left.tobytes() == np.zeros_like(left).tobytes()
+    assert actual["input"][-1].all()
+    assert not actual["state"][0].any()
+    above[:] = rng.standard_normal(above.shape)
+    backward(step, x, state, None, above, carry)
+    for k in range(1 + both):
+        assert flags(step, k).all()
+
+
+@pytest.mark.parametrize("batch", [3, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bursts_are_done_for_themselves(kind: str, batch: int) -> None:
+    """Each for at most 250 steps, of the groups whose samples have it."""
+    rng = np.random.default_rng(11)
+    net = KINDS[kind](4, 20, dtype=F4, rng=rng)
+    x, state, above, carry = arguments(rng, net, 1500, batch, F4)
+    above[:] = 0
+    bursts = 400, 900, 1400
+    for t in bursts:
+        above[t - 5 : t + 1, 0] = 1
+    above[600, -1] = 1
+    step = net.training_step()
+    actual = backward(step, x, state, None, above, carry)
+    done = flags(step)
+    assert done[0, 400] == done[0, 900] == done[0, 1400] == 1
+    own = np.zeros(1500, bool)
+    for t in bursts:
+        own[t - 249 : t + 1] = True
+    last = len(done) - 1
+    for group, row in enumerate(done):
+        may = own & (group == 0)
+        if group == last:
+            may[351:601] = True
+        assert not row[~may].any()
+    assert done[last, 600] == 1
+    for b in range(batch):
+        group = b // step._memory.group
+        none = actual["input"][done[group] == 0, b]
+        assert none.tobytes() == np.zeros_like(none).tobytes()
+    # Samples without a gradient have none, whatever is done for others.
+    assert not actual["input"][:, 1 : batch - 1].any()
+    for t in bursts:
+        assert actual["input"][t - 5 : t + 1, 0].any(-1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_any_gradient_nothing_is_done(kind: str) -> None:
+    net = KINDS[kind](4, 20, 2, dtype=F4, bidirectional=True, rng=0)
+    x, state, above, carry = arguments(np.random.default_rng(0), net, 50, 20, F4)
+    for grads in ((None, None), (above * 0, None), (None, carry), (-0.0 * above, carry)):
+        step = net.training_step()
+        actual = backward(step, x, state, None, *grads)
+        assert not any(flags(step, k).any() for k in range(4))
+        for name in ("input", "state", *net.params):
+            assert actual[name].tobytes() == np.zeros_like(actual[name]).tobytes()
+
+
+@pytest.mark.parametrize("batch", [3, 20])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_gates_are_not_computed_again_for_nothing(
+    kind: str, batch: int, many_threads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are not kept, those of steps before the last that has a gradient are."""
+    net = KINDS[kind](4, 20, dtype=F4, rng=0)
+    x, state, above, carry = arguments(np.random.default_rng(0), net, 1000, batch, F4)
+    above[:] = 0
+    above[300] = 1
+    many_threads(1)
+    step = limited(net, x)
+    step.forward(x, state)
+    steps, find = [], sequences.find_ends
+
+    def find_ends(s: Any, *about: Any) -> None:
+        find(s, *about)
+        ends, begin = about[7], about[9]
+        steps.append(max(ends[first] for first in range(s.first, s.first + s.count, s.samples)))
+        steps[-1] -= begin
+
+    monkeypatch.setattr(_recurrent_step.kernels, "find_ends", find_ends)
+    step.backward(above, carry)
+    # Segments of 256 steps, the last one first.
+    assert steps == [0, 0, 45, 256]

@@ -12,7 +12,7 @@ from sampling import examples
 
 from sparsescan.execution.recording import Recording
 from sparsescan.jacobians import GRU, LSTM, RNN
-from sparsescan.jacobians.recorded import record
+from sparsescan.jacobians.recorded import parameters_of, record
 
 Array = NDArray[Any]
 
@@ -88,3 +88,47 @@ def test_what_numpy_has(seed: int) -> None:
     names = [f"{name} {k}" for k, cell in enumerate(cells) for name in cell._shapes]
     for name, own in zip(net.params, names, strict=True):
         assert np.array_equal(results[own], expected.params[name])
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(0, 2**32))
+def test_samples_that_are_kept_have_no_gradient_in_steps_that_are_left_out(seed: int) -> None:
+    """What gradients of parameters are sums of is 0 there, whatever was in the memory."""
+    rng = np.random.default_rng(seed)
+    kind, dtype = (RNN, GRU, LSTM)[rng.integers(3)], (np.float32, np.float64)[rng.integers(2)]
+    inputs, hidden, layers = (int(rng.integers(1, most)) for most in (6, 24, 3))
+    steps, batch = int(rng.integers(1, 60)), int(rng.choice([1, 2, 5, 16, 17, 40]))
+    net: Any = kind(inputs, hidden, layers, bidirectional=bool(rng.random() < 0.5), rng=rng)
+    for name, param in net.params.items():
+        # Gradients decay within a few steps, but for those that gates of 1 let through.
+        setattr(net, name, (param / 50).astype(dtype))
+    directions = layers * (1 + net.bidirectional)
+    x = rng.standard_normal((steps, batch, inputs)).astype(dtype)
+    state = rng.standard_normal((directions, batch, net.state_size)).astype(dtype)
+    step = net.training_step()
+    output, last = step.forward(x, state)
+    # Of one step, and one sample.
+    loss, loss_of_last = np.zeros_like(output), np.zeros_like(last)
+    loss[rng.integers(steps), rng.integers(batch)] = 1
+    expected = step.backward(loss, loss_of_last)
+    ours = record(net, steps, batch, dtype, lengths=None, keeps_samples=True)
+    assert ours.backward is not None
+    kept, scratch = Guarded((ours.nbytes,), np.uint8), Guarded((ours.back_nbytes,), np.uint8)
+    replay(ours.forward, [kept], [x, state, *net.params.values()])
+    results = replay(ours.backward, [kept, scratch], [loss, loss_of_last])
+    assert np.array_equal(results["input"], expected.input)
+    assert np.array_equal(results["state"], expected.state)
+    names = iter(net.params)
+    for k, one in enumerate(parameters_of(net)):
+        products = results[f"products {k}"].astype(float)
+        read = results.get(f"input {k}", x).astype(float)
+        gates = products.reshape(steps, batch, -1, one.units)
+        in_x, in_h = (gates[:, :, list(each)] for each in (one.of_input, one.of_state))
+        before = results[f"state {k}"].astype(float)
+        sums = [np.einsum("tbgu,tbi->gui", in_x, read), np.einsum("tbgu,tbi->gui", in_h, before)]
+        sums += [in_x.sum((0, 1)), in_h.sum((0, 1))]
+        for own in sums:
+            name = next(names)
+            grad = expected.params[name]
+            bound = 1e3 * np.finfo(dtype).eps * np.abs(own).max(initial=1e-30)
+            np.testing.assert_allclose(own.reshape(grad.shape), grad, 0, bound, err_msg=name)

@@ -311,3 +311,55 @@ def test_subnormal_numbers() -> None:
     assert not ((grads > 0) & (grads < np.finfo(float).tiny)).any()
     assert (grads[0] == 0).all()
     assert np.float64(1e-310) * np.ones(1) > 0
+
+
+@pytest.mark.parametrize("kind", [GRU, *slow(RNN, LSTM)])
+@pytest.mark.parametrize("both", [False, *slow(True)])
+def test_losses_of_few_steps(kind: Any, both: bool) -> None:
+    """Gradients die on the way, whether each sample has its own, or a map lets them be kept."""
+    rng = np.random.default_rng(12)
+    net = kind(3, 4, 2, rng=rng, dtype=np.float64, bidirectional=both)
+    for name, param in net.params.items():
+        # In float64, that of a GRU's state is halved a thousand times.
+        setattr(net, name, param / 20)
+    steps = 1500
+    x = rng.standard_normal((3, steps, 5, 3))
+    state = rng.standard_normal((net.num_layers * (1 + both), 5, net.state_size))
+    weights = np.zeros((3, steps, 5, 4 * (1 + both)))
+    weights[0, -1] = weights[1, 1100, 2] = weights[2, 1400:1402, 0] = 1
+
+    def loss(params: Any, x: Any, state: Any, weights: Any) -> Any:
+        return (recurrent(net, params, x, state)[0] * weights).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    expected = []
+    for k in range(3):
+        step = net.training_step()
+        step.forward(x[k], state)
+        grads = step.backward(weights[k])
+        expected.append((grads.params, grads.input, grads.state))
+        assert not grads.input.any((1, 2)).all()
+        close(jax.jit(gradients)(net.params, x[k], state, weights[k]), expected[-1])
+    stacked = jax.tree.map(lambda *each: np.stack(each), *expected)
+    mapped = jax.jit(jax.vmap(gradients, (None, 0, None, 0)))
+    close(mapped(net.params, x, state, weights), stacked)
+    both_mapped = jax.jit(jax.vmap(gradients, (None, None, None, 0)))
+    actual = both_mapped(net.params, x[0], state, weights)
+    close(jax.tree.map(lambda each: each[0], actual), expected[0])
+
+
+@pytest.mark.parametrize("kind", [RNN, *slow(GRU, LSTM)])
+def test_a_loss_without_gradients(kind: Any) -> None:
+    """Whoever looks at no result has gradients of zeros, and NaN in the input is seen."""
+    net = kind(2, 3, rng=0, dtype=np.float64)
+    x = np.ones((4, 20, 5, 2))
+
+    def gradients(x: Any) -> Any:
+        return jax.grad(lambda params: 0 * recurrent(net, params, x)[0].sum())(net.params)
+
+    for name, grad in jax.vmap(gradients)(x).items():
+        assert np.array_equal(grad, np.zeros((4, *net.params[name].shape)))
+    x[1, 3, 2, 0] = np.nan
+    for name, grad in jax.vmap(gradients)(x).items():
+        assert np.isnan(grad[1]).any(), name
+        assert not np.delete(grad, 1, axis=0).any(), name

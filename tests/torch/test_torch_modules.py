@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_map_only
 
 import sparsescan.torch
@@ -459,3 +459,51 @@ def test_subnormal_numbers_count_after_a_call() -> None:
                 assert (small * 1 != 0).all()
         finally:
             torch.set_flush_denormal(False)
+
+
+LOSSES = {
+    "output": lambda output, h, c: output[-1].sum(),
+    "one sample": lambda output, h, c: output[250, 1].sum() + output[20, 0].square().sum(),
+    "h": lambda output, h, c: h.square().sum(),
+    "c": lambda output, h, c: c[0].sum() + c[-1, 1].square().sum(),
+    "none": lambda output, h, c: 0 * output.sum(),
+}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_few_steps(kind: str, loss: str, packed: bool, batch_first: bool) -> None:
+    """Gradients die before they have gone through all steps."""
+    torch.manual_seed(13)
+    theirs, ours = pair(kind, 3, 4, 2, batch_first=batch_first, dtype=torch.float64)
+    with torch.no_grad():
+        for module in (theirs, ours):
+            for name, param in module.named_parameters():
+                if name.startswith("weight_hh"):
+                    param /= 50
+                if name.startswith("bias_hh"):
+                    # The gates that keep the states of a GRU and an LSTM are next to 0.
+                    param[4:8] -= 6
+    steps, collected = 300, []
+    data = torch.randn(steps, 3, 3, dtype=torch.float64)
+    for module in (theirs, ours):
+        x = data.clone().requires_grad_()
+        given: Any = x.transpose(0, 1) if batch_first else x
+        if packed:
+            lengths = torch.tensor([steps, 270, 260])
+            given = pack_padded_sequence(given, lengths, batch_first)
+        output, last = module(given)
+        if packed:
+            output, _ = pad_packed_sequence(output, batch_first)
+        h, c = last if kind == "LSTM" else (last, last)
+        value = LOSSES[loss](output.transpose(0, 1) if batch_first else output, h, c)
+        params = list(module.parameters())
+        collected.append(torch.autograd.grad(value, [x, *params]))
+    for k, (actual, expected) in enumerate(zip(collected[1], collected[0], strict=True)):
+        close(actual, expected, str(k))
+    if loss == "output" and not packed:
+        # It is gone in float64, too, where subnormal numbers do not count.
+        assert not collected[1][0][:100].any()
+        assert bool(collected[1][0][-1].all())
