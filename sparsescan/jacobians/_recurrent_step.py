@@ -875,7 +875,7 @@ class _Memory(Memory):
 
         given = [x, state, lengths, *(_flat(param) for own in params for param in own)]
         results = self._replays.run(("forward",), given, call)
-        self._all_steps, self._packed = lengths is None, self._weights
+        self._packed = self._weights
         return results["output"], results["last"]
 
     def backward(

@@ -573,17 +573,46 @@ def _pauses(s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, b
 
 
 @_inline
-def _leave_out(s, first, w_in, t, to, below, end):
-    """Write the zeros of a step without gradients that others read.
+def _pause(
+    s,
+    first,
+    w,
+    w_in,
+    bias,
+    x,
+    sums,
+    above,
+    below,
+    carry,
+    carry_c,
+    relu,
+    k,
+    begin,
+    rests,
+    bound,
+    stop,
+):
+    """Leave out a step without gradients; return whether that is so, and what the next is told.
 
-    `end` is before which step the block of steps has gradients, 0 if it has had none so far.
+    The last of that, `stop`, is before which step this one's block has gradients, 0 if it has had
+    none so far. Zeros are written where others read them.
     """
-    s.has_grads[first * s.segment + t - s.begin] = 0
+    if k % STEPS == STEPS - 1:
+        stop = 0
+    pauses, rests, bound = _pauses(
+        s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, bound
+    )
+    t, _, _, gates = _places(s, first, k)
+    s.has_grads[first * s.segment + t - s.begin] = not pauses
+    if not pauses:
+        return False, False, bound, max(stop, k + 1)
     if w_in.rows > 0:
         samples = min(s.samples, s.given - first)
         clear(below, (t * s.given + first) * w_in.rows, samples * w_in.rows)
-    if s.sample_lanes and end > 0:
-        clear(s.grads, to, s.kept * s.samples * s.units)
+    if s.sample_lanes and stop > 0:
+        clear(s.grads, _grads_at(s, k, gates), s.kept * s.samples * s.units)
+    _add_block(s, sums, x, first, k, begin, stop)
+    return True, rests, bound, stop
 
 
 @_inline
@@ -647,18 +676,12 @@ def back_rnn(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
         for k in range(end - 1, begin - 1, -1):
             t, here, _, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            if k % STEPS == STEPS - 1:
-                stop = 0
-            pauses, rests, bound = _pauses(
-                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
-                *(k, rests, bound),
+            pauses, rests, bound, stop = _pause(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, rests, bound, stop),
             )
             if pauses:
-                _leave_out(s, first, w_in_back, t, to, below, stop)
-                _add_block(s, sums, x, first, k, begin, stop)
                 continue
-            rests, stop = False, max(stop, k + 1)
-            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -721,18 +744,12 @@ def back_gru(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
         for k in range(end - 1, begin - 1, -1):
             t, _, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            if k % STEPS == STEPS - 1:
-                stop = 0
-            pauses, rests, bound = _pauses(
-                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
-                *(k, rests, bound),
+            pauses, rests, bound, stop = _pause(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, rests, bound, stop),
             )
             if pauses:
-                _leave_out(s, first, w_in_back, t, to, below, stop)
-                _add_block(s, sums, x, first, k, begin, stop)
                 continue
-            rests, stop = False, max(stop, k + 1)
-            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -811,18 +828,12 @@ def back_lstm(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c,
         for k in range(end - 1, begin - 1, -1):
             t, here, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            if k % STEPS == STEPS - 1:
-                stop = 0
-            pauses, rests, bound = _pauses(
-                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
-                *(k, rests, bound),
+            pauses, rests, bound, stop = _pause(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, rests, bound, stop),
             )
             if pauses:
-                _leave_out(s, first, w_in_back, t, to, below, stop)
-                _add_block(s, sums, x, first, k, begin, stop)
                 continue
-            rests, stop = False, max(stop, k + 1)
-            s.has_grads[first * s.segment + t - s.begin] = 1
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
