@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..kernels.addresses import address_of
 from .threads import share
 
 __all__ = ["LINE", "Calls", "aligned_empty", "aligned_zeros", "call_all"]
@@ -30,10 +31,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def _aligned(create: Callable[..., Array], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    size, count = np.dtype(dtype).itemsize, math.prod(shape)
-    room = create(count + LINE // size, dtype)
-    start = -room.ctypes.data % LINE // size
-    return room[start : start + count].reshape(shape)
+    dtype = np.dtype(dtype)
+    room = create(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
+    return np.ndarray(shape, dtype, room, -address_of(room) % LINE)
 
 
 def call_all(tasks: Sequence[Task]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -19,10 +18,11 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import DTypeLike, NDArray
 
+from ..kernels.addresses import address_of
 from ..kernels.cpu.copies import fill_with
-from ..kernels.cpu.replay import Control, Header, begin, replay
+from ..kernels.cpu.replay import Control, Header
 from .calls import LINE, Calls, Task
-from .threads import share, thread_count
+from .threads import replay, thread_count
 
 __all__ = ["Recorder", "Recording", "Result", "Space"]
 
@@ -148,8 +148,8 @@ class Recording:
     def run(self, arrays: Sequence[Array]) -> None:
         """Make the calls with arrays in the order of their numbers."""
         control = np.empty(self.words, np.int64)
-        begin(self.header, np.array([each.ctypes.data for each in arrays], np.int64), control)
-        share(partial(replay, (self.header, control)), min(self.width, thread_count()))
+        addresses = np.array([address_of(each) for each in arrays], np.int64)
+        replay(self.header, addresses, control, min(self.width, thread_count()))
         if control[Control.FAILED]:
             raise RuntimeError("a kernel has failed")
 

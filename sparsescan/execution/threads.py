@@ -16,28 +16,43 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import config
 from numba.core.compiler_lock import global_compiler_lock
+from numpy.typing import NDArray
 
+from ..kernels.compile import entry_for_c
+from ..kernels.cpu import waiting
 from ..kernels.cpu.flushing import flush, mode, set_mode
+from ..kernels.cpu.replay import begin, help_out
 from ..kernels.cpu.run import abort
 from ..kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
 
-__all__ = ["Crew", "Team", "lent", "share", "thread_count", "usable_cores", "work"]
+__all__ = ["Crew", "Team", "lent", "replay", "share", "thread_count", "usable_cores", "work"]
 
-# It calls a function on each thread of another library, and waits until all have returned.
-Team = Callable[[Callable[[], None]], None]
+Array = NDArray[Any]
 
 # Nanoseconds of predicted work above which the main thread only waits, so that it sees signals.
 LONG = 50_000_000
 # Nanoseconds that threads look out for each other before they sleep, and those in which a caller
 # comes from posting a call to its own part of the work.
 _AWAKE, _PAUSE = 200_000, 25_000
+# Words that no helper looks at.
+_NOBODY = np.zeros(WORDS, np.int64)
+
+
+class Team(Protocol):
+    """The threads of another library."""
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        """Call a function on each of them, and wait until all have returned."""
+
+    def call(self, function: int, argument: int) -> None:
+        """Do so with a compiled function of one word, by its address."""
 
 
 def thread_count() -> int:
@@ -156,6 +171,25 @@ def share(call: Callable[[int], None], parts: int) -> None:
         end = 0
 
     _finish(calls, begin, stop)
+
+
+def replay(header: Array, arrays: Array, control: Array, parts: int) -> None:
+    """Make the calls of a recording, on this thread and on helpers, which need no GIL for that.
+
+    Parameters
+    ----------
+    header, arrays, control : ndarray of int64
+        The recording's words, the addresses of arrays, and room for the words of a replay.
+    parts : int
+        How many threads are of use.
+    """
+    team: Team | None = getattr(_lent, "team", None)
+    if team is not None and parts > 1:
+        begin(header, arrays, control)
+        team.call(entry_for_c(help_out), control.ctypes.data)
+        return
+    words = _helpers().look_out(parts - 1) if parts > 1 else _NOBODY
+    waiting.replay(words, header, arrays, control)
 
 
 def _finish(calls: list[_Call], begin: Callable[[], None], stop: Callable[[], None]) -> None:
@@ -313,10 +347,21 @@ class Crew:
         self._posted.append(call)
         self._words[POSTED] = next(self._numbers)
         if self._words[WAITING] < len(self._posted):
-            try:
-                self._sleepers.pop().release()
-            except IndexError:
-                self._start()
+            self._wake()
+
+    def look_out(self, count: int) -> Array:
+        """Let so many threads look out for replays if there can be as many; return where."""
+        with suppress(RuntimeError):
+            for _ in range(count - int(self._words[WAITING])):
+                self._wake()
+        return self._words
+
+    def _wake(self) -> None:
+        """Let one more thread look out for calls, unless all do; RuntimeError if none can be."""
+        try:
+            self._sleepers.pop().release()
+        except IndexError:
+            self._start()
 
     def _start(self) -> None:
         with self._starting:
@@ -334,6 +379,7 @@ class Crew:
 
     def _work(self) -> None:
         """Make calls, the oldest first, and sleep when there has been none for a while."""
+        flush()
         asleep, ended = threading.Lock(), np.zeros(1, np.int64)
         asleep.acquire()
         while not self._is_closed:

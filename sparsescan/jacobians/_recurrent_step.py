@@ -268,10 +268,11 @@ class TrainingStep:
             above, carry = self._read_grads(memory, grad_output, grad_state)
             self._is_forward = False
             input_grad, state_grad, params = memory.backward(above, carry, needs_input_grad)
+        # The names that a cell has for its parameters are in the order of the network's.
         named = {
-            self.network.name_of(name, one.layer - 1, one.back): grad
-            for k, one in enumerate(memory.directions)
-            for name, grad in params[k].items()
+            name: grad
+            for shapes, grads in zip(self._shapes, params, strict=True)
+            for name, grad in zip(shapes, grads.values(), strict=True)
         }
         return Gradients(
             None if input_grad is None else self._as_given(input_grad),

@@ -6,17 +6,21 @@ same memory its kernel calls are recorded, and compiled code makes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ..execution.calls import Calls, aligned_empty
+from ..execution.calls import LINE, Calls, aligned_empty
 from ..execution.recording import Recorder, Recording, Space
 
 __all__ = ["Replays"]
 
 Array = NDArray[Any]
+# Bytes up to which a result is small.
+_SMALL = 1 << 16
 
 
 class Callers(Protocol):
@@ -25,17 +29,29 @@ class Callers(Protocol):
     calls: Calls
 
 
-class _Replay(NamedTuple):
-    """A recording, and the memory that only it works in."""
+class _Replay:
+    """A recording, and so many bytes of memory that only it works in."""
 
-    recording: Recording
-    room: Array
+    def __init__(self, recording: Recording, nbytes: int) -> None:
+        self._recording, self._room = recording, aligned_empty((nbytes,), "u1")
+        # Where small results begin in memory that they share; None where it is a result's own.
+        self._places, self._shared = list[int | None](), 0
+        for each in recording.results:
+            size = math.prod(each.shape) * each.dtype.itemsize
+            self._places.append(self._shared if size <= _SMALL else None)
+            if size <= _SMALL:
+                self._shared += -(-size // LINE) * LINE
 
     def run(self, given: list[Array]) -> dict[str, Array]:
         """Make the calls with these arrays, and return the results by their names."""
-        recording = self.recording
-        results = {name: aligned_empty(shape, kind) for name, shape, kind in recording.results}
-        recording.run([self.room, *given, *results.values()])
+        shared = aligned_empty((self._shared,), "u1")
+        results = {
+            each.name: aligned_empty(each.shape, each.dtype)
+            if place is None
+            else np.ndarray(each.shape, each.dtype, shared, place)
+            for each, place in zip(self._recording.results, self._places, strict=True)
+        }
+        self._recording.run([self._room, *given, *results.values()])
         return results
 
 
@@ -88,4 +104,4 @@ class Replays:
             call(*stand_ins)
         finally:
             memory.calls = direct
-        return _Replay(recorder.recording(), aligned_empty((space.nbytes,), "u1"))
+        return _Replay(recorder.recording(), space.nbytes)

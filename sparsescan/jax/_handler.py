@@ -18,7 +18,16 @@ from numba.extending import intrinsic
 from ..kernels.compile import njit
 from ..kernels.cpu.flushing import flush, mode, set_mode
 from ..kernels.cpu.memory import array_at, fetch_add
-from ..kernels.cpu.replay import Control, Header, call_at, fill, wait_for_all, words_at, work_off
+from ..kernels.cpu.replay import (
+    Control,
+    Header,
+    call_at,
+    fill,
+    take_part,
+    wait_for_all,
+    words_at,
+    work_off,
+)
 
 __all__ = ["ROOT", "Program", "Root", "handle", "help_replay"]
 
@@ -201,10 +210,9 @@ def _failure(api, text):
 @njit(nogil=True, cache=True)
 def help_replay(address):
     """Take part in the replay whose words are at an address, as a thread of XLA's."""
-    shared = words_at(address, 2)
-    header, before = words_at(shared[1], Header.SIZE), mode()
+    before = mode()
     flush()
-    work_off(header, words_at(address + 2 * _WORD, Control.SIZE))
+    take_part(address + _WORD)
     set_mode(before)
     _leave(address)
     return np.int64(0)
@@ -261,13 +269,12 @@ def handle(frame):
         for k in range(count):
             if lengths[k] < 0 or lengths[k] > steps:
                 return _wrong_length(api, k, np.int64(lengths[k]), steps)
-    # Words that threads share: how many look at them, the header, and those of the replay.
+    # Words that threads share: how many look at them, and those of the replay.
     count, arrays = program[Program.WORDS], program[Program.ARRAYS]
-    address = _malloc((2 + count + arrays) * _WORD)
-    shared = words_at(address, 2)
-    shared[0], shared[1] = 1, program[Program.HEADER]
-    control = words_at(address + 2 * _WORD, count)
-    places = words_at(address + (2 + count) * _WORD, arrays)
+    address = _malloc((1 + count + arrays) * _WORD)
+    words_at(address, 1)[0] = 1
+    control = words_at(address + _WORD, count)
+    places = words_at(address + (1 + count) * _WORD, arrays)
     sources = words_at(program[Program.SOURCES], arrays)
     for k in range(arrays):
         source = sources[k]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import llvmlite.binding
 import numpy as np
-from numba import types
 from numpy.typing import DTypeLike
 
 from .. import __version__
 from ..execution.recording import Recording
 from ..execution.threads import thread_count
+from ..kernels.compile import entry_for_c
 from ._calls import vary, varying
 from ._handler import ROOT, Program, Root, handle, help_replay
 
@@ -109,15 +109,8 @@ def _publish() -> None:
 def _register() -> None:
     """Compile what XLA calls, and tell XLA."""
     llvmlite.binding.add_symbol(ROOT, _root.ctypes.data)
-    entries = {}
-    for function in (handle, help_replay):
-        kinds = (types.int64,)
-        function.compile(kinds)
-        compiled = function.overloads[kinds]
-        name = compiled.fndesc.llvm_cfunc_wrapper_name
-        entries[function] = compiled.library.get_pointer_to_function(name)
-    _root[Root.HELP] = entries[help_replay]
-    handler = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(entries[handle])
+    _root[Root.HELP] = entry_for_c(help_replay)
+    handler = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(entry_for_c(handle))
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
 
 

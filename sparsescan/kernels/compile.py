@@ -42,7 +42,7 @@ try:
 except ImportError:  # not POSIX, where processes may compile a function at once
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["njit"]
+__all__ = ["entry_for_c", "njit"]
 
 _DIGEST_SIZE = 16
 
@@ -282,3 +282,13 @@ def _read(path: str) -> bytes:
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()
+
+
+@functools.cache
+def entry_for_c(function: Any) -> int:
+    """Return the address of a compiled function of one word, which it also returns, for C."""
+    kinds = (numba.int64,)
+    function.compile(kinds)
+    compiled = function.overloads[kinds]
+    name = compiled.fndesc.llvm_cfunc_wrapper_name
+    return int(compiled.library.get_pointer_to_function(name))

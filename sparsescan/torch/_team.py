@@ -36,15 +36,22 @@ def _team() -> Team | None:
     library = _openmp()
     if library is None:
         return None
-    parallel = library.GOMP_parallel
-    parallel.argtypes = (_Call, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
+    return _Threads(library)
 
-    def run(work: Callable[[], None]) -> None:
-        # As many as PyTorch has, since another number would start and end threads.
-        parallel(_Call(lambda _: work()), None, torch.get_num_threads(), 0)
 
-    return run
+class _Threads(Team):
+    """Those of a GNU OpenMP library: as many as PyTorch has, since others would start and end."""
+
+    def __init__(self, library: Any) -> None:
+        self._parallel = library.GOMP_parallel
+        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        self._parallel(_Call(lambda _: work()), None, torch.get_num_threads(), 0)
+
+    def call(self, function: int, argument: int) -> None:
+        self._parallel(function, argument, torch.get_num_threads(), 0)
 
 
 def _openmp() -> Any:

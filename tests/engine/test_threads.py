@@ -9,7 +9,9 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numba
 import numpy as np
 import pytest
 from fresh_python import run_python
@@ -20,9 +22,13 @@ import sparsescan
 import sparsescan.execution.stages
 from sparsescan import BatchedCSR, CSRChain
 from sparsescan.execution import threads as _threads
+from sparsescan.execution.recording import Recorder, Recording, Space
+from sparsescan.kernels.cpu import waiting
+from sparsescan.kernels.cpu.copies import fill_with
+from sparsescan.kernels.cpu.memory import clock, fetch_add, load
 from sparsescan.kernels.cpu.run import abort
 from sparsescan.kernels.cpu.tables import ABORTED, Run, Tables
-from sparsescan.kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end
+from sparsescan.kernels.cpu.waiting import POSTED, WAITING, WORDS, await_call, await_end, replay
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -459,6 +465,10 @@ INTERRUPT = """
     import os, signal, sys, threading, time
     import numpy as np, sparsescan
     from sparsescan.execution import threads as _threads
+from sparsescan.execution.recording import Recorder, Recording, Space
+from sparsescan.kernels.cpu import waiting
+from sparsescan.kernels.cpu.copies import fill_with
+from sparsescan.kernels.cpu.memory import clock, fetch_add, load
     from sparsescan.kernels.cpu.tables import ABORTED, Run, FINISHED, Tables
     from sparsescan.kernels.cpu.run import abort
 
@@ -664,6 +674,72 @@ def test_who_waits_is_told_of_a_call_or_of_none():
     threading.Timer(0.05, words.__setitem__, (POSTED, 7)).start()
     assert await_call(words, 0, ended, 60_000_000_000, 1000)
     assert words[WAITING] == 0
+
+
+@numba.njit(nogil=True)
+def meet(words, others, nanoseconds):
+    """Note a thread, and in the second word whether so many have come in time."""
+    fetch_add(words, 0, 1)
+    end = clock() + nanoseconds
+    while load(words, 0) < others:
+        if clock() > end:
+            return
+    fetch_add(words, 1, 1)
+
+
+def meeting(threads: int) -> Recording:
+    """Return calls of which each waits for the others, so that each needs a thread of its own."""
+    recorder = Recorder(Space(0), 2)
+    words = recorder.array(1, (2,), np.int64)
+    recorder.together([partial(recorder.launch, meet, words, threads, 10**10)] * threads)
+    return recorder.recording()
+
+
+@numba.njit
+def replay_and_keep_the_gil(words, header, arrays, control):
+    replay(words, header, arrays, control)
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """Two helpers that do not fall asleep, of callers with three threads."""
+    crew = _threads.Crew(2)
+    monkeypatch.setattr(_threads, "_crew", crew)
+    monkeypatch.setattr(_threads, "_AWAKE", 10**11)
+    monkeypatch.setattr("sparsescan.execution.recording.thread_count", lambda: 3)
+    yield crew
+    crew.close()
+
+
+def test_helpers_take_part_in_replays_without_the_gil(crew):
+    recording, words = meeting(3), np.zeros(2, np.int64)
+    recording.run([np.zeros(1), words])
+    assert words.tolist() == [3, 3]
+    for _ in range(100):
+        control, words = np.empty(recording.words, np.int64), np.zeros(2, np.int64)
+        addresses = np.array([0, words.ctypes.data])
+        replay_and_keep_the_gil(crew._words, recording.header, addresses, control)
+        assert words.tolist() == [3, 3]
+    assert crew._words[WAITING] == 2
+
+
+def test_one_caller_at_a_time_has_the_helpers_and_none_leaves_before_them(crew):
+    """Recordings and their words are gone when a replay is over."""
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            count = int(rng.integers(1, 20))
+            recorder, sums = Recorder(Space(0), 1), np.zeros((count, 1000))
+            arrays = [recorder.array(k, (1000,), float) for k in range(count)]
+            recorder.together([partial(recorder.launch, fill_with, each, 1) for each in arrays])
+            recorder.recording().run(list(sums))
+            assert (sums == 1).all()
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+    assert not crew._words[[waiting._CALLERS, waiting._OPEN, waiting._INSIDE]].any()
 
 
 def test_a_program_ends_while_helpers_look_out_for_calls(tmp_path):

@@ -18,10 +18,22 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..compile import njit
+from .flushing import flush, mode, set_mode
 from .memory import array_at, fetch_add, load, relax
 from .tables import WORD
 
-__all__ = ["Control", "Header", "begin", "call_at", "fill", "replay", "words_at", "work_off"]
+__all__ = [
+    "Control",
+    "Header",
+    "begin",
+    "call_at",
+    "fill",
+    "help_out",
+    "take_part",
+    "wait_for_all",
+    "words_at",
+    "work_off",
+]
 
 _WORDS = np.zeros(0, np.int64)
 
@@ -51,12 +63,13 @@ class _Control(NamedTuple):
     """Words that the threads of a replay share, a cache line apart, before their copy of all words.
 
     `NEXT` counts strands that were claimed, `DONE` those that are done, and `FAILED` is not 0 if a
-    call has failed.
+    call has failed. `HEADER` is the address of the recording's words.
     """
 
     NEXT: int = 0
     DONE: int = 8
     FAILED: int = 16
+    HEADER: int = 17
     SIZE: int = 24
 
 
@@ -88,6 +101,7 @@ def fill(header, arrays, control):
     given = words_at(header[Header.WORDS], count)
     for i in range(Control.SIZE):
         control[i] = 0
+    control[Control.HEADER] = header.ctypes.data
     for i in range(count):
         control[Control.SIZE + i] = given[i]
     places = words_at(header[Header.PLACES], 3 * header[Header.PLACE_COUNT])
@@ -134,6 +148,13 @@ def wait_for_all(header, control):
     _await(control, words_at(header[Header.STRANDS], phases + 1)[phases])
 
 
+@njit
+def take_part(address):
+    """Take part in the replay whose control words are at an address."""
+    control = words_at(address, Control.SIZE)
+    work_off(words_at(control[Control.HEADER], Header.SIZE), control)
+
+
 @njit(nogil=True, cache=True)
 def begin(header, arrays, control):
     """Do what :func:`fill` does."""
@@ -141,9 +162,10 @@ def begin(header, arrays, control):
 
 
 @njit(nogil=True, cache=True)
-def replay(tables, thread):
-    """Take part in a replay as thread number `thread`: of the header, and the control words."""
-    header, control = tables
-    work_off(header, control)
-    if thread == 0:
-        wait_for_all(header, control)
+def help_out(address):
+    """Do what :func:`take_part` does, as a thread of another library, whose mode stays."""
+    before = mode()
+    flush()
+    take_part(address)
+    set_mode(before)
+    return np.int64(0)
