@@ -92,7 +92,7 @@ def bound_of(w_back, w_in_back, bias):
     return 4 * (_total_size(w_back) + _total_size(w_in_back) + _total_size(bias))
 
 
-@_helper
+@_inline
 def zero_times(x, at, count, factor):
     """Return whether ``0·factor·x`` is 0 for so many numbers: not if any is infinite or NaN."""
     lanes, zero, by = lane_count(x), number(x, 0.0), number(x, factor)

@@ -536,21 +536,25 @@ def _add_parts(s, carry, carry_c, own):
 
 
 @_inline
-def _pauses(s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, bound):
-    """Return whether a step is left out, and what the step before asks with.
+def _rests(s, first, carry, carry_c):
+    """Return whether the gradient in a state that later steps have left is 0."""
+    own, count = first * s.units, s.samples * s.units
+    # What is mostly not 0 comes first.
+    rests = all_zero(s.parts, 0, count) and all_zero(carry, own, count)
+    return rests and (len(s.cells) == 0 or all_zero(carry_c, own, count))
 
-    That is whether the gradient that later steps have left is known to be 0, and a bound of states,
-    infinite if no step is left out.
+
+@_inline
+def _pauses(s, first, w, w_in, bias, x, above, relu, k, bound):
+    """Return whether a step that gets no gradient from later ones is left out, and a bound.
+
+    That is one of states, infinite if no step is left out, which the step before asks with.
     """
     t, here, before, _ = _places(s, first, k)
-    own, count = first * s.units, s.samples * s.units
-    if not rests:
-        # What is mostly not 0 comes first.
-        rests = all_zero(s.parts, 0, count) and all_zero(carry, own, count)
-        if len(s.cells) > 0:
-            rests = rests and all_zero(carry_c, own, count)
-    pauses = rests and no_grads_above(s, first, above, t)
-    if pauses and bound == UNKNOWN:
+    count = s.samples * s.units
+    if not no_grads_above(s, first, above, t):
+        return False, bound
+    if bound == UNKNOWN:
         bound = bound_of(w.values, w_in.values, bias)
         begin = row_of(s, first, s.steps + 1 if s.back else 0) * s.units
         finite = zero_times(s.states, here, count, bound)
@@ -559,60 +563,53 @@ def _pauses(s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, b
             finite = finite and zero_times(s.cells, here, count, 1.0)
         if not finite:
             bound = np.inf
-    pauses = pauses and bound < np.inf
+    pauses = bound < np.inf
     if pauses and (relu or w.is_sparse):
         pauses = zero_times(s.states, here, count, bound)
         pauses = pauses and zero_times(s.states, before, count, bound)
         if len(s.cells) > 0:
             pauses = pauses and zero_times(s.cells, before, count, 1.0)
-    if pauses:
-        at, size = row_of(s, first, t + 1) * s.block, s.samples * s.block
-        for b in range(s.cols // s.block):
-            pauses = pauses and zero_times(x, at + b * s.jump, size, 1.0)
-    return pauses, rests, bound
+    at, size = row_of(s, first, t + 1) * s.block, s.samples * s.block
+    for b in range(s.cols // s.block):
+        pauses = pauses and zero_times(x, at + b * s.jump, size, 1.0)
+    return pauses, bound
+
+
+@_helper
+def _leave_out(s, first, w, w_in, bias, x, sums, above, below, relu, k, begin, bound, last):
+    """Leave out steps from the `k`-th on; return the first that is not, and what it is told.
+
+    `last` is the last step of a block that was not left out. Zeros are written where others read
+    them.
+    """
+    while k >= begin:
+        pauses, bound = _pauses(s, first, w, w_in, bias, x, above, relu, k, bound)
+        if not pauses:
+            break
+        t, _, _, gates = _places(s, first, k)
+        s.has_grads[first * s.segment + t - s.begin] = False
+        if w_in.rows > 0:
+            samples = min(s.samples, s.given - first)
+            clear(below, (t * s.given + first) * w_in.rows, samples * w_in.rows)
+        if s.sample_lanes and last // STEPS == k // STEPS:
+            clear(s.grads, _grads_at(s, k, gates), s.kept * s.samples * s.units)
+            _add_block(s, sums, x, first, k, begin, last)
+        k -= 1
+    return k, bound
 
 
 @_inline
-def _pause(
-    s,
-    first,
-    w,
-    w_in,
-    bias,
-    x,
-    sums,
-    above,
-    below,
-    carry,
-    carry_c,
-    relu,
-    k,
-    begin,
-    rests,
-    bound,
-    stop,
+def _next_step(
+    s, first, w, w_in, bias, x, sums, above, below, carry, carry_c, relu, k, begin, bound, last
 ):
-    """Leave out a step without gradients; return whether that is so, and what the next is told.
-
-    The last of that, `stop`, is before which step this one's block has gradients, 0 if it has had
-    none so far. Zeros are written where others read them.
-    """
-    if k % STEPS == STEPS - 1:
-        stop = 0
-    pauses, rests, bound = _pauses(
-        s, first, w, w_in, bias, x, above, carry, carry_c, relu, k, rests, bound
-    )
-    t, _, _, gates = _places(s, first, k)
-    s.has_grads[first * s.segment + t - s.begin] = not pauses
-    if not pauses:
-        return False, False, bound, max(stop, k + 1)
-    if w_in.rows > 0:
-        samples = min(s.samples, s.given - first)
-        clear(below, (t * s.given + first) * w_in.rows, samples * w_in.rows)
-    if s.sample_lanes and stop > 0:
-        clear(s.grads, _grads_at(s, k, gates), s.kept * s.samples * s.units)
-    _add_block(s, sums, x, first, k, begin, stop)
-    return True, rests, bound, stop
+    """Return the first step from the `k`-th on that is not left out, and what the next is told."""
+    if _rests(s, first, carry, carry_c):
+        about = s, first, w, w_in, bias, x, sums, above, below, relu
+        k, bound = _leave_out(*about, k, begin, bound, last)
+    if k >= begin:
+        t, _, _, _ = _places(s, first, k)
+        s.has_grads[first * s.segment + t - s.begin] = True
+    return k, bound, last if last // STEPS == k // STEPS else k
 
 
 @_inline
@@ -626,15 +623,12 @@ def find_ends(s, w_back, w_in_back, bias, x, above, carry, carry_c, ends, relu, 
     """Write before which of some steps a backward pass needs gates, for each group."""
     for first in range(s.first, s.first + s.count, s.samples):
         clear(s.parts, 0, s.samples * s.units)
-        rests, bound, stop = False, UNKNOWN, end
-        while stop > begin:
-            pauses, rests, bound = _pauses(
-                *(s, first, w_back, w_in_back, bias, x, above, carry, carry_c, relu),
-                *(stop - 1, rests, bound),
+        pauses, bound, stop = _rests(s, first, carry, carry_c), UNKNOWN, end
+        while pauses and stop > begin:
+            pauses, bound = _pauses(
+                s, first, w_back, w_in_back, bias, x, above, relu, stop - 1, bound
             )
-            if not pauses:
-                break
-            stop -= 1
+            stop -= pauses
         ends[first] = stop
 
 
@@ -672,16 +666,16 @@ def back_rnn(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         clear(s.parts, 0, size)
-        rests, bound, stop = False, UNKNOWN, 0
-        for k in range(end - 1, begin - 1, -1):
+        k, bound, last = end - 1, UNKNOWN, end + STEPS
+        while True:
+            k, bound, last = _next_step(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, bound, last),
+            )
+            if k < begin:
+                break
             t, here, _, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            pauses, rests, bound, stop = _pause(
-                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
-                *(k, begin, rests, bound, stop),
-            )
-            if pauses:
-                continue
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -693,7 +687,8 @@ def back_rnn(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
                 store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, stop)
+            _add_block(s, sums, x, first, k, begin, last)
+            k -= 1
         _add_parts(s, carry, carry_c, own)
 
 
@@ -740,16 +735,16 @@ def back_gru(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         clear(s.parts, 0, size)
-        rests, bound, stop = False, UNKNOWN, 0
-        for k in range(end - 1, begin - 1, -1):
+        k, bound, last = end - 1, UNKNOWN, end + STEPS
+        while True:
+            k, bound, last = _next_step(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, bound, last),
+            )
+            if k < begin:
+                break
             t, _, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            pauses, rests, bound, stop = _pause(
-                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
-                *(k, begin, rests, bound, stop),
-            )
-            if pauses:
-                continue
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -771,7 +766,8 @@ def back_gru(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, 
                 store_some(carry, own + j, less_or(at, length, g * z, later), left)
             _back_products(s, w_back, to + size)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, stop)
+            _add_block(s, sums, x, first, k, begin, last)
+            k -= 1
         _add_parts(s, carry, carry_c, own)
 
 
@@ -824,16 +820,16 @@ def back_lstm(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c,
     for first in range(s.first, s.first + s.count, s.samples):
         own = first * s.units
         clear(s.parts, 0, size)
-        rests, bound, stop = False, UNKNOWN, 0
-        for k in range(end - 1, begin - 1, -1):
+        k, bound, last = end - 1, UNKNOWN, end + STEPS
+        while True:
+            k, bound, last = _next_step(
+                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
+                *(k, begin, bound, last),
+            )
+            if k < begin:
+                break
             t, here, before, gates = _places(s, first, k)
             at, to = number(carry, t), _grads_at(s, k, gates)
-            pauses, rests, bound, stop = _pause(
-                *(s, first, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c, relu),
-                *(k, begin, rests, bound, stop),
-            )
-            if pauses:
-                continue
             _take_above(s, first, above, t)
             for j in range(0, size, lanes):
                 left = size - j
@@ -859,7 +855,8 @@ def back_lstm(s, w_back, w_in_back, bias, x, sums, above, below, carry, carry_c,
                 store_some(carry, own + j, less_or(at, length, zero, later), left)
             _back_products(s, w_back, to)
             _back_input(s, first, w_in_back, t, to, below)
-            _add_block(s, sums, x, first, k, begin, stop)
+            _add_block(s, sums, x, first, k, begin, last)
+            k -= 1
         _add_parts(s, carry, carry_c, own)
 
 
@@ -937,13 +934,13 @@ def _has_grads(gates, batch, start, count):
 
 
 @_inline
-def _add_block(s, sums, x, first, k, begin, stop):
-    """Add the sums over a block of steps, the first in the direction of which is `k`, if any is.
+def _add_block(s, sums, x, first, k, begin, last):
+    """Add the sums over a block of steps if the `k`-th in the direction begins it.
 
-    `stop` is before which step it has gradients, 0 if it has none.
+    `last` is the last of them that has gradients.
     """
-    if s.sample_lanes and stop > 0 and (k == begin or k % STEPS == 0):
-        _add_steps(s, sums, x, first, k, stop - k)
+    if s.sample_lanes and (k == begin or k % STEPS == 0):
+        _add_steps(s, sums, x, first, k, last + 1 - k)
 
 
 @_helper
