@@ -465,10 +465,6 @@ INTERRUPT = """
     import os, signal, sys, threading, time
     import numpy as np, sparsescan
     from sparsescan.execution import threads as _threads
-from sparsescan.execution.recording import Recorder, Recording, Space
-from sparsescan.kernels.cpu import waiting
-from sparsescan.kernels.cpu.copies import fill_with
-from sparsescan.kernels.cpu.memory import clock, fetch_add, load
     from sparsescan.kernels.cpu.tables import ABORTED, Run, FINISHED, Tables
     from sparsescan.kernels.cpu.run import abort
 
