@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -726,3 +727,40 @@ def test_gates_are_not_computed_again_for_nothing(
     step.backward(above, carry)
     # Segments of 256 steps, the last one first.
     assert steps == [0, 0, 45, 256]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_in_outputs_takes_no_array(kind: str) -> None:
+    """Neither in the first calls, nor when passes are recorded."""
+    steps, batch, units = 400, 16, 64
+    net = KINDS[kind](2, units, rng=0)
+    step, x = net.training_step(), np.ones((steps, batch, 2), np.float32)
+    zeros = np.zeros((steps, batch, units), np.float32)
+    last = np.ones((1, batch, net.state_size), np.float32)
+    peaks = []
+    for _ in range(12):
+        step.forward(x)
+        tracemalloc.start()
+        step.backward(None, last, needs_input_grad=False)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # The first call, and the first that is recorded, may compile.
+    assert sorted(peaks)[-3] < zeros.nbytes / 2, peaks
+
+
+def test_the_door_of_pytorch_passes_on_that_there_is_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = pytest.importorskip("sparsescan.torch")
+    given: list[tuple[bool, ...]] = []
+    backward = _recurrent_step.TrainingStep.backward
+
+    def watched(self: Any, *above: Any, **options: Any) -> Any:
+        given.append(tuple(each is None for each in above))
+        return backward(self, *above, **options)
+
+    monkeypatch.setattr(_recurrent_step.TrainingStep, "backward", watched)
+    net = door.GRU(3, 5)
+    net(torch.randn(6, 2, 3))[1].sum().backward()
+    net(torch.randn(6, 2, 3))[0][-1].sum().backward()
+    assert given == [(True, False), (False, True)]
