@@ -18,6 +18,7 @@ from ..arrays.arrays import load_cupy
 from ..arrays.cuda import SIMULATED
 from ..arrays.streams import send
 from ..errors import MemoryLimitError
+from ..execution import chunk_counts
 from ..execution.workspace import KINDS, Parts, places
 from ..formatting import format_bytes
 from ..kernels.cpu.tables import SLOTS, Op, Store
@@ -161,8 +162,8 @@ def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> i
     form = chunk_form(patterns, dtype)
     if form is None:
         return None
-    processors = multiprocessor_count(load_cupy())
-    return cuda_chunks.chunk_count(
+    processors = chunk_counts.multiprocessors_of(load_cupy())
+    return chunk_counts.chunk_count(
         len(patterns),
         batch,
         form.size,
@@ -177,7 +178,7 @@ def in_one_launch(
     form: ChunkForm, dtype: np.dtype[Any], steps: int, batch: int, chunk: int
 ) -> bool:
     """Return whether all phases of a scan in chunks of so many steps are one launch."""
-    return cuda_chunks.in_one_launch(
+    return chunk_counts.in_one_launch(
         form.size, dtype, steps, batch, chunk, terms=form.terms, states=form.states
     )
 
