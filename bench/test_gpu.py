@@ -17,12 +17,24 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from sparsescan.execution.chunk_counts import H100, chunk_count, in_one_launch
 from sparsescan.execution.workspace import Workspace
 
 from . import gpu, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
 from .contests import OURS
 from .fake_cusparse import FakeCusparse
-from .gpu_chains import SCHEDULES, STEPS, WHOLES, random_chain, reference, repeat, sanitize
+from .gpu_chains import (
+    IMPLICIT,
+    SCHEDULES,
+    STEPS,
+    WHOLES,
+    chained,
+    families,
+    random_chain,
+    reference,
+    repeat,
+    sanitize,
+)
 from .gpu_cusparse import NumericSpGEMM
 from .gpu_measure import Race, Ratio, measure
 from .gpu_races import CUDNN, CUDNN_GRAPH, JAX, LOOP, PARAMETERS, REUSE, SPGEMM, VALUES
@@ -288,6 +300,9 @@ def test_what_cusparse_refuses_is_an_error(capsys: pytest.CaptureFixture[str]):
 
 # -- Random chains --------------------------------------------------------------------------------
 
+# Of the long chain in one launch.
+SMALL: dict[str, Any] = {"steps": 64, "batch": 2, "chunks": 4}
+
 
 def test_random_chains_are_right_and_repeat():
     report = repeat(Host(), chains=12, repetitions=2)
@@ -301,6 +316,8 @@ def test_other_bits_are_seen():
             return np.nextafter(array, np.inf) if np.random.default_rng().random() < 0.5 else array
 
     report = repeat(Shaky(), chains=1, repetitions=20, entropy=3)
+    again = chained(Shaky(), 20, **SMALL)
+    assert {entry["why"] for entry in again["failed"]} == {"other bits"}
     assert [entry["why"] for entry in report["failed"]] == ["other bits"]
     assert "steps as" in report["failed"][0]["what"]
 
@@ -312,10 +329,101 @@ def test_wrong_values_are_seen():
 
     report = repeat(Wrong(), chains=1, repetitions=2, entropy=3)
     assert [(entry["chain"], entry["why"]) for entry in report["failed"]] == [(0, "wrong")]
+    assert chained(Wrong(), 2, **SMALL)["failed"] == [{"run": 0, "why": "wrong"}]
+    assert [case["why"] for case in families(Wrong())["cases"]] == ["wrong"] * 13
+    with pytest.raises(AssertionError, match=r"implicit steps of RNN.* is wrong; implicit steps"):
+        sanitize(Wrong())
 
 
-def test_every_family_is_sanitized():
-    assert sanitize(Host()) == len(WHOLES) * len(SCHEDULES) * 2 + len(STEPS)
+def test_a_long_chain_is_right_and_repeats():
+    saved: list[str] = []
+    report = chained(Host(), 3, **SMALL, save=lambda report: saved.append(json.dumps(report)))
+    assert report["failed"] == []
+    assert (report["blocks"], report["asked"], len(report["seconds"])) == (8, 3, 3)
+    assert [json.loads(each)["done"] for each in saved] == [0, 1, 2, 3]
+    other = chained(Host(), 0, **SMALL)
+    assert other["entropy"] != report["entropy"]
+
+
+def test_the_long_chain_has_more_blocks_than_a_device_runs_at_once():
+    """In one launch, as long as the chain is; but here it is not run."""
+    report = chained(Host(), 0)
+    assert report["blocks"] >= 1200
+    count = chunk_count(30_000, 16, 20, H100, terms=1)
+    assert report["blocks"] == count * 16
+    assert in_one_launch(20, np.dtype(np.float32), 30_000, 16, 400, terms=1)
+
+
+def test_a_case_of_every_family_is_right():
+    saved: list[str] = []
+    report = families(Host(), lambda report: saved.append(json.dumps(report)))
+    assert [case for case in report["cases"] if not case["ok"]] == []
+    assert report["done"] == report["asked"] == len(report["cases"]) == len(saved) // 2
+    reports = [json.loads(each) for each in saved]
+    assert [each["running"] for each in reports[::2]] == [case["name"] for case in report["cases"]]
+    assert [each["done"] for each in reports[1::2]] == [*range(1, report["asked"] + 1)]
+
+
+def test_a_family_that_fails_leaves_others_alone(capsys: pytest.CaptureFixture[str]):
+    class Small(Host):
+        def put(self, array: Any) -> Any:
+            if array.ndim == 4 and array.shape[-1] == 160:
+                raise MemoryError("out of memory")
+            return array
+
+    bad = [case for case in families(Small())["cases"] if not case["ok"]]
+    assert [case["name"] for case in bad] == ["products of large dense steps"]
+    assert bad[0]["why"] == "MemoryError: out of memory"
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_every_family_is_sanitized(capsys: pytest.CaptureFixture[str]):
+    saved: list[dict[str, Any]] = []
+    count = len(WHOLES) * len(SCHEDULES) * 2 + len(STEPS) + len(IMPLICIT)
+    assert sanitize(Host(), saved.append) == count
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == count
+    assert lines[0].startswith(f"1 of {count}: implicit steps of RNN: 64 steps as ImplicitChain")
+    # The name of what runs is there before it does.
+    assert [f"{k + 1} of {count}: {each['running']}" for k, each in enumerate(saved[::2])] == lines
+    assert saved[-1]["done"] == count
+
+
+@pytest.mark.slow
+def test_families_run_all_kernels(monkeypatch: pytest.MonkeyPatch):
+    """As compiled, on the CPU."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    import fake_cupy
+    from ptx import stand_in
+
+    stand_in.install(monkeypatch)
+    cupy = fake_cupy.install(monkeypatch)
+    launches = fake_cupy.watch(monkeypatch)
+
+    class OnDevice(Host):
+        device = "cuda"
+        xp = cupy
+
+        put = staticmethod(cupy.asarray)
+        get = staticmethod(lambda array: cupy.asnumpy(cupy.asarray(array)))
+
+        def csr(self, matrix: Any) -> Any:
+            from cupyx.scipy.sparse import csr_matrix
+
+            parts = tuple(map(cupy.asarray, (matrix.data, matrix.indices, matrix.indptr)))
+            return csr_matrix(parts, shape=matrix.shape)
+
+    assert [case for case in families(OnDevice())["cases"] if not case["ok"]] == []
+    kernels = {launch.kernel for launch in launches} - {"graph"}
+    assert kernels == {
+        *("vectors", "level", "rescale", "sweep_steps", "check_indices"),
+        *("multiply", "carry", "sweep", "repair", "chained", "run", "back_sequence"),
+    }
+    launches.clear()
+    assert chained(OnDevice(), 2, **SMALL)["failed"] == []
+    assert [each.kernel for each in launches if each.kernel != "graph"] == ["chained", "repair"] * 2
+    few = chained(OnDevice(), 0, steps=96, batch=2, chunks=8)
+    assert few["failed"] == [{"run": 0, "why": "three launches"}]
 
 
 def test_the_bounds_of_positive_chains_are_tight():
