@@ -160,6 +160,29 @@ def test_the_longest_chunks_of_one_launch(
     assert_within(gradients, expected, np.float32)
 
 
+@pytest.mark.slow
+def test_more_blocks_than_a_device_runs_at_once(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take their chunks by tickets, which begin anew in each run."""
+    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: True)
+    rng, size, batch, steps, chunks = np.random.default_rng(), 3, 16, 150, 75
+    pattern = ImplicitPattern([Pattern.diagonal(size), Pattern.dense((size, size))], shared=[1])
+    weights = np.linalg.qr(rng.standard_normal((size, size)))[0].astype(np.float32)
+    slopes = rng.uniform(0.9, 1.1, (steps, batch, size)).astype(np.float32)
+    grad = rng.standard_normal((batch, size)).astype(np.float32)
+    chain = ImplicitChain([slopes, weights.ravel()], pattern)
+    plan = sparsescan.plan(chain, schedule=Schedule.chunked(steps, chunks), device="cuda")
+    first, second = (plan.exclusive_scan(grad, chain) for _ in range(2))
+    blocks = {launch.blocks for launch in launches if launch.kernel == "chained"}
+    assert blocks == {chunks * batch}
+    assert first.tobytes() == second.tobytes()
+    exact = grad.astype(np.float64)
+    for row, gradient in zip(slopes, first, strict=True):
+        np.testing.assert_allclose(gradient, exact, atol=1e-4 * np.abs(exact).max())
+        exact = (row * exact) @ weights.T
+
+
 def test_implicit_steps_move_slopes_twice_and_gradients_once(
     traffic: list[tuple[str, int, int, Traffic]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
