@@ -307,6 +307,8 @@ def _families(gpu: Any) -> dict[str, Case]:
     for kind in ("RNN", "GRU", "LSTM"):
         cases[f"implicit steps of {kind}"] = chain(partial(_implicit, kind, 97, 4, 4))
         cases[f"training step of {kind}"] = partial(_step_fault, gpu, kind, _UNITS, np.float32)
+    # Of kernels that have been compiled by then.
+    cases["registers that chunks are counted by"] = partial(_registers_fault, gpu)
     return cases
 
 
@@ -353,6 +355,31 @@ def _recurrence_fault(
     before, after = np.stack(states[:-1]), np.stack(states[1:])
     exact = after, within[1:, :, :, None] * before[:, :, None], within[1:], within[0]
     return _differs(actual, exact, np.float32)
+
+
+def _registers_fault(gpu: Any) -> str | None:
+    """Return which kernels take other registers than assumed, so that other counts of blocks fit.
+
+    Only those that Numba has compiled and loaded are asked.
+    """
+    if gpu.device != "cuda":
+        return None
+    from sparsescan.execution.chunk_counts import multiprocessors_of
+    from sparsescan.kernels.cuda.chunk_costs import registers_of
+    from sparsescan.kernels.cuda.chunks import chunk_kernels
+
+    own, bad = multiprocessors_of(gpu.xp), []
+    forms = {"dense": (_UNITS, 0, 1), "GRU": (_UNITS, 4, 1), "LSTM": (2 * _UNITS, 5, 2)}
+    for kind, (size, terms, states) in forms.items():
+        dtype = np.dtype(np.float32)
+        kernels = chunk_kernels(size, size * size, dtype, terms=terms, states=states)
+        tiles, assumed = kernels.tiles, registers_of(size, dtype.itemsize, terms, states)
+        for taken in getattr(kernels.multiply, "get_regs_per_thread", dict)().values():
+            both = taken, assumed
+            fit = {own.at_once(tiles.threads, registers, tiles.shared) for registers in both}
+            if len(fit) > 1:
+                bad.append(f"{kind}: {taken} registers, not {assumed}")
+    return "; ".join(bad) or None
 
 
 def _differs(actual: Iterable[Array], exact: Iterable[Array], dtype: Any) -> str | None:

@@ -19,8 +19,9 @@ import scipy.sparse as sp
 
 from sparsescan.execution.chunk_counts import H100, chunk_count, in_one_launch
 from sparsescan.execution.workspace import Workspace
+from sparsescan.kernels.cuda import chunks
 
-from . import gpu, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
+from . import gpu, gpu_chains, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
 from .contests import OURS
 from .fake_cusparse import FakeCusparse
 from .gpu_chains import (
@@ -330,7 +331,7 @@ def test_wrong_values_are_seen():
     report = repeat(Wrong(), chains=1, repetitions=2, entropy=3)
     assert [(entry["chain"], entry["why"]) for entry in report["failed"]] == [(0, "wrong")]
     assert chained(Wrong(), 2, **SMALL)["failed"] == [{"run": 0, "why": "wrong"}]
-    assert [case["why"] for case in families(Wrong())["cases"]] == ["wrong"] * 13
+    assert [case["why"] for case in families(Wrong())["cases"]] == ["wrong"] * 13 + [None]
     with pytest.raises(AssertionError, match=r"implicit steps of RNN.* is wrong; implicit steps"):
         sanitize(Wrong())
 
@@ -375,6 +376,25 @@ def test_a_family_that_fails_leaves_others_alone(capsys: pytest.CaptureFixture[s
     assert [case["name"] for case in bad] == ["products of large dense steps"]
     assert bad[0]["why"] == "MemoryError: out of memory"
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_other_registers_than_assumed_are_seen(monkeypatch: pytest.MonkeyPatch):
+    taken = {"dense": 154, "GRU": 190, "LSTM": 200}
+    made = iter(taken.values())
+
+    def kernels(size: int, nnz: int, dtype: Any, *, terms: int, states: int) -> Any:
+        multiply = types.SimpleNamespace(get_regs_per_thread=partial(dict, signature=next(made)))
+        tiles = chunks.tiles_of(size, dtype.itemsize, terms, states)
+        return types.SimpleNamespace(multiply=multiply, tiles=tiles)
+
+    class Made(Host):
+        device = "cuda"
+        xp = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+
+    device = types.SimpleNamespace(id=54321, attributes={"MultiProcessorCount": 132})
+    monkeypatch.setattr(chunks, "chunk_kernels", kernels)
+    why = gpu_chains._registers_fault(Made())
+    assert why == "dense: 154 registers, not 128; LSTM: 200 registers, not 168"
 
 
 def test_every_family_is_sanitized(capsys: pytest.CaptureFixture[str]):
