@@ -47,8 +47,9 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import scipy.special
+from cubin import resources_of
 
-__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
+__all__ = ["DEVICES", "Function", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
@@ -398,6 +399,55 @@ class Launch:
     stream: int
     device: int
     captured: bool  # whether it was put off until a graph is launched
+
+
+class CUDADriverError(RuntimeError):
+    pass
+
+
+class Module:
+    """Machine code on the device that is the current one when it is loaded."""
+
+    def load(self, cubin: bytes) -> None:
+        assert type(cubin) is bytes
+        try:
+            self.kernels = list(resources_of(cubin))
+        except ValueError:
+            raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE") from None
+        self.device = state.current.device
+
+    def get_function(self, name: str) -> Function:
+        if name not in self.kernels:
+            raise CUDADriverError("CUDA_ERROR_NOT_FOUND")
+        return Function(self, name)
+
+
+class Function:
+    """A kernel of a module, whose launch is a call of `run`."""
+
+    run: Callable[..., None] = staticmethod(lambda name, blocks, threads, *arguments: None)
+
+    def __init__(self, module: Module, funcname: str) -> None:
+        self._device, self._name = module.device, funcname
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_mem: int = 0,
+        stream: Any = None,
+        enable_cooperative_groups: bool = False,
+    ) -> None:
+        if self._device != state.current.device:
+            raise CUDADriverError("CUDA_ERROR_INVALID_HANDLE")
+        (blocks,), (threads,), device = grid, block, state.current.device
+        # Scalars of NumPy would be as wide as they are.
+        assert {type(number) for number in (blocks, threads, *args)} == {int}
+        stream = _current_stream() if stream is None else stream
+        captured = stream.ptr in state.captures
+        _log(Launch(self._name, blocks, threads, stream.ptr, device, captured))
+        _do(lambda: Function.run(self._name, blocks, threads, *args), stream)
 
 
 _logs: list[list[Launch]] = []
@@ -1088,6 +1138,7 @@ _memory = _module(
     OutOfMemoryError=OutOfMemoryError,
     UnownedMemory=Memory,
 )
+_kernels = _module("cupy.cuda.function", Function=Function, Module=Module)
 _cuda = _module(
     "cupy.cuda",
     Device=Device,
@@ -1097,6 +1148,7 @@ _cuda = _module(
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=Memory,
+    function=_kernels,
     get_current_stream=_current_stream,
     get_elapsed_time=_elapsed_time,
     is_available=lambda: True,
@@ -1140,7 +1192,7 @@ _sparse = _module(
 _scipy = _module("cupyx.scipy", sparse=_sparse, special=_special)
 _cupyx = _module("cupyx", empty_pinned=np.empty, scipy=_scipy, zeros_pinned=np.zeros)
 _MODULES = (
-    *(cupy, _cuda, _lib, _memory, _runtime, _tricks),
+    *(cupy, _cuda, _kernels, _lib, _memory, _runtime, _tricks),
     *(_cupyx, _scipy, _sparse, _special),
 )
 state = State()
