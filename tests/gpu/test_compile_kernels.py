@@ -64,7 +64,7 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
     for line in lines:
         assert f"for 'sm_{capability.replace('.', '')}'" in line
         assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
-        # A device gets the very same, and shares some memory of each block with the system.
+        # The machine code says the same; the system has some shared memory of each block, too.
         ((registers, frame, taken),) = re.findall(
             r"loaded: (\d+) registers, (\d+) frame, (\d+) shared", line
         )

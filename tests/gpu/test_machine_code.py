@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ import ptx.stand_in  # noqa: E402
 from cubin import resources_of  # noqa: E402
 from fresh_python import run_python  # noqa: E402
 from ptx import lower_kernel  # noqa: E402
+from test_compile_kernels import find_ptxas  # noqa: E402
 
 from sparsescan.arrays import cuda as door  # noqa: E402
 from sparsescan.arrays.cuda import MachineCode, assemble, compile_to_ptx  # noqa: E402
@@ -116,6 +118,21 @@ def test_devices_get_the_ptx_that_tests_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert renamed(compile_to_ptx(kernel, count, CAPABILITY)) == renamed(tested)
 
 
+def test_what_ptxas_says_is_of_what_devices_get(
+    code: MachineCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GET_DEVICE, lambda: NUMBA)
+    source, made = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(compile_to_ptx(KERNEL, COUNT, CAPABILITY))
+    command = [find_ptxas(), "-arch=sm_90a", "-v", source, "-o", made]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (taken,) = resources_of(code.cubin).values()
+    assert re.findall(r"Used (\d+) registers", said) == [str(taken.registers)]
+    assert [taken] == [*resources_of(made.read_bytes()).values()]
+    with pytest.raises(RuntimeError, match="ptxas ended with"):
+        assemble(source.read_text().replace("ret;", "return;"))
+
+
 def test_a_kernel_is_compiled_once_and_kept(cupy: Any, numba: Numba) -> None:
     check(cupy)
     check(cupy)
@@ -174,6 +191,20 @@ def test_a_file_is_machine_code_that_tools_read(numba: Numba, tmp_path: Path) ->
     assert taken.frame == 0
     assert 0 < taken.registers <= 64
     assert [*tmp_path.glob("*.cubin")] == [path]
+
+
+def test_kernels_that_run_as_ptx_can_be_built_for_a_device(
+    cupy: Any, numba: Numba, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "built"
+    monkeypatch.setenv(ptx.stand_in.BUILD, str(folder))
+    ptx.stand_in.install(monkeypatch)
+    check(cupy)
+    built = machine_code.read(KERNEL, COUNT, CAPABILITY, folder)
+    assert built is not None
+    taken = [[*resources_of(code.cubin).values()] for code in (built, numba.code)]
+    assert taken[0] == taken[1]
+    assert (origins(), numba.calls) == ({}, 0)
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
