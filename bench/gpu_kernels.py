@@ -2,7 +2,9 @@
 
 A GPU that is lent for minutes would spend them on compiling. With ``SPARSESCAN_KERNELS=FOLDER`` it
 loads kernels that were made here, on all cores: those of the races on a GPU, and of the chains and
-training steps that compute-sanitizer runs. Others are compiled there when they are launched.
+training steps that compute-sanitizer runs. Others are compiled there when they are launched. Those
+of tests are written to a folder, too, when these run on the CPU, as ``SPARSESCAN_PTX=1
+SPARSESCAN_BUILD_KERNELS=FOLDER pytest tests/gpu/cuda_*.py``.
 """
 
 from __future__ import annotations

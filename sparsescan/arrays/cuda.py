@@ -68,9 +68,17 @@ class MachineCode(NamedTuple):
 def compile_to_ptx(kernel: Any, count: int, capability: tuple[int, int]) -> str:
     """Return the PTX of a kernel of `count` int64, for devices of a compute capability."""
     suffix = ("a",) if capability >= _OWN_CODE else ()
-    signature = void(*[int64] * count)
-    options = {"cc": (*capability, *suffix), "device": False, "abi": "numba", "output": "ptx"}
-    ptx, _ = cuda.compile(kernel.py_func, signature, **options)  # type: ignore[attr-defined]
+    ptx, _ = cuda.compile(  # type: ignore[attr-defined]
+        kernel.py_func,
+        void(*[int64] * count),
+        cc=(*capability, *suffix),
+        device=False,
+        abi="numba",
+        output="ptx",
+        # Whatever the environment asks for, as what is made is kept.
+        debug=False,
+        opt=True,
+    )
     return str(ptx)
 
 
