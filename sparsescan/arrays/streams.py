@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,11 @@ def _on(cupy: Any, array: Any, stream: Any) -> Iterator[None]:
 
 
 def _stream(cupy: Any, stream: Any, device: int) -> Any:
-    """Return a stream of CuPy for one of any library, or its handle."""
+    """Return a stream of CuPy for one of any library, or its handle.
+
+    It keeps the caller's object, with which the stream may go: memory that was made on a stream is
+    given back there, maybe long after the call. A handle keeps nothing.
+    """
     if isinstance(stream, cupy.cuda.Stream):
         return stream
     handle = stream
@@ -113,15 +118,24 @@ def _stream(cupy: Any, stream: Any, device: int) -> Any:
             "with __cuda_stream__, or a handle"
         )
     if hasattr(cupy.cuda.Stream, "from_external"):  # since CuPy 14
-        return cupy.cuda.Stream.from_external(_Handle(handle))
-    return cupy.cuda.ExternalStream(handle, device)
+        # Which keeps what it is made of.
+        return cupy.cuda.Stream.from_external(_Handle(handle, stream))
+    external = _owned(cupy.cuda.ExternalStream)(handle, device)
+    external.owner = stream
+    return external
+
+
+@cache
+def _owned(external: type) -> Any:
+    """Return CuPy's class of streams that others own, with room for the owner."""
+    return type("OwnedStream", (external,), {})
 
 
 class _Handle:
-    """The protocol by which libraries exchange streams."""
+    """The protocol by which libraries exchange streams, for one that another object owns."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, owner: Any) -> None:
+        self._handle, self.owner = handle, owner
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_what_waits_is_counted(cupy: Any) -> None:
         wait()
         assert state.waits == k + 1
         assert event.done
+
+
+def test_streams_of_others(cupy: Any) -> None:
+    """Since CuPy 14 one keeps what it is made of; that of old versions has no room for it."""
+    stream = cupy.cuda.Stream()
+    alive = weakref.ref(stream)
+    other = cupy.cuda.Stream.from_external(stream)
+    del stream
+    assert alive() is not None
+    with pytest.warns(DeprecationWarning, match="ExternalStream"):
+        external = cupy.cuda.ExternalStream(other.ptr)
+    with pytest.raises(AttributeError):
+        external.owner = other
+    del other
+    assert alive() is None
 
 
 def test_matrices_of_arrays_wait_for_the_device(cupy: Any) -> None:

@@ -246,10 +246,17 @@ class Stream(_Stream):
         assert version == 0
         stream = cls.__new__(cls)
         _Stream.__init__(stream, ptr, -1)
+        stream._foreign_stream_ref = obj  # it lives as long
         return stream
 
 
 class ExternalStream(_Stream):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As in versions where it is no class of Python, and keeps nothing else.
+        if type(self) is ExternalStream and name not in ("ptr", "device_id"):
+            raise AttributeError(f"'ExternalStream' object has no attribute '{name}'")
+        super().__setattr__(name, value)
+
     def __init__(self, ptr: int, device_id: int = -1) -> None:
         warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
         super().__init__(ptr, device_id)
