@@ -400,9 +400,12 @@ def with_graph(plan: ScanPlan, scan: Call) -> Call:
     """Return the scan, if a graph of it is replayed."""
     for _ in range(3):
         scan()
-    graphs = [graph for kept in _workspaces(plan) for graph in getattr(kept, "_graphs", ())]
+    workspaces = _workspaces(plan)
+    graphs = [graph for kept in workspaces for graph in getattr(kept, "_graphs", ())]
     if not any(graph is not None for graph in graphs):
-        raise MissingPeerError("no graph of the scan was captured")
+        reasons = [getattr(kept, "capture_error", None) for kept in workspaces]
+        said = ["no graph of the scan was captured", *filter(None, reasons)]
+        raise MissingPeerError(": ".join(dict.fromkeys(said)))
     return scan
 
 

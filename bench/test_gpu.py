@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+import sparsescan
 from sparsescan.execution.workspace import Workspace
 
 from . import gpu, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
@@ -252,6 +253,47 @@ def test_graph_replay_against_plain_launches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Workspace, "_graphs", [None, object()], raising=False)
     result = run_race(gpu_races.launches(Host(), "blelloch", steps=6, batch=2))
     assert result["ratios"][0]["measured"]["warm"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="numba-cuda is installed on Linux only")
+def test_a_capture_that_fails_is_said_in_the_result(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("numba_cuda")
+    import fake_cupy
+    import ptx.stand_in
+
+    from sparsescan.kernels.cuda import device
+
+    ptx.stand_in.install(monkeypatch)
+    cupy = fake_cupy.install(monkeypatch)
+    monkeypatch.setattr(device, "launch", lambda *arguments: None)
+    grad, values = cupy.asarray(np.ones(3)), cupy.asarray(np.ones((4, 3, 3)))
+
+    def contest() -> tuple[sparsescan.ScanPlan, Race]:
+        plan, race = sparsescan.plan(values, schedule="linear"), made_up({OURS: 0, "them": 0})
+
+        def scan() -> Any:
+            plan.exclusive_scan(grad, values)
+            return np.ones(3, np.float32)
+
+        race.contenders[OURS] = lambda: {"plan": scan}
+        return plan, race
+
+    plan, race = contest()
+    result = run_race(race)
+    assert result["captures"] == {"captured": 1}
+    assert result["notes"] == {}
+    gpu_races.with_graph(plan, race.contenders[OURS]()["plan"])
+
+    def refuse(self: Any, mode: Any = None) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(fake_cupy.Stream, "begin_capture", refuse, raising=False)
+    plan, race = contest()
+    result, said = run_race(race), "CUDARuntimeError: cudaErrorStreamCaptureUnsupported"
+    assert result["captures"] == {said: 1}
+    assert any(f"no graph was captured: {said}" in line for line in table([result]))
+    with pytest.raises(MissingPeerError, match=f"no graph of the scan was captured: {said}"):
+        gpu_races.with_graph(plan, race.contenders[OURS]()["plan"])
 
 
 # -- cuSPARSE by its C interface ------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -516,11 +517,21 @@ class DeviceWorkspace:
         Whether to run implicit steps by kernels for chunks, where there are any: all steps share
         their second factor. Gradients and local gradients are then those of steps, and none within.
 
+    Attributes
+    ----------
+    capture_error : str or None
+        Why no graph could be made of the launches, if one was tried: runs then start them one by
+        one.
+    captures : Counter of str
+        How captures have ended in this process, for benchmarks: ``"captured"``, or why they failed.
+
     Raises
     ------
     MemoryLimitError
         If the device has not enough memory left.
     """
+
+    captures: ClassVar[Counter[str]] = Counter()
 
     def __init__(
         self,
@@ -548,6 +559,7 @@ class DeviceWorkspace:
         self._run = cupy.empty(len(self._told), np.int64)
         self._chain: StepValues | None = None
         self._may_capture = True
+        self.capture_error: str | None = None
         self._launches = _Launches(program, dtype, batch, batched, local is not None, whole, self)
         # One entry is for exclusive scans, one for inclusive ones; a second run makes a graph.
         self._actions: list[list[Action] | None] = [None, None]
@@ -687,12 +699,19 @@ class DeviceWorkspace:
             try:
                 for action in actions:
                     action(stream)
+            except Exception as error:
+                # The end of this capture may fail, too, and say less.
+                self.capture_error = _said(error)
+                raise
             finally:
                 graph = stream.end_capture()
-        except Exception:
+        except Exception as error:
             # If it was not for the capture, plain launches will raise it again.
             self._may_capture = False
+            self.capture_error = self.capture_error or _said(error)
+            self.captures[self.capture_error] += 1
             return None
+        self.captures["captured"] += 1
         return graph
 
     def multiply(
@@ -1139,6 +1158,11 @@ class _Launches:
             if _is_large(pattern):
                 values = pool[place : place + width * pattern.nnz]
                 self._views[n + k] = values.reshape(width, *pattern.shape)
+
+
+def _said(error: Exception) -> str:
+    """Return the name and the message of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _launch(

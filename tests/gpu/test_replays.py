@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from fake_cupy import state  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import Pattern, ScanPlan  # noqa: E402
+from sparsescan.execution.device import DeviceWorkspace  # noqa: E402
 
 
 @pytest.fixture
@@ -50,6 +52,60 @@ def linear(steps: int = 4, size: int = 3) -> ScanPlan:
 
 def chain_on(cupy: Any, steps: int = 4, size: int = 3) -> tuple[Any, Any]:
     return cupy.asarray(np.ones(size)), cupy.asarray(np.ones((steps, size, size)))
+
+
+def workspace_of(plan: ScanPlan) -> DeviceWorkspace:
+    """Return the one workspace of a plan that has run."""
+    (slot,) = plan._idle
+    (workspace,) = slot._workspaces.values()
+    return workspace
+
+
+# -- Captures that fail ---------------------------------------------------------------------------
+
+
+def test_why_a_capture_failed_is_kept(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureUnsupported: not here")
+
+    def refuse(self: Any, mode: Any = None) -> None:
+        raise error
+
+    monkeypatch.setattr(DeviceWorkspace, "captures", Counter())
+    plan, chain = linear(), chain_on(cupy)
+    expected = plan.exclusive_scan(*chain).get()
+    assert workspace_of(plan).capture_error is None
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_cupy.Stream, "begin_capture", refuse, raising=False)
+        for _ in range(3):
+            np.testing.assert_array_equal(plan.exclusive_scan(*chain).get(), expected)
+    said = "CUDARuntimeError: cudaErrorStreamCaptureUnsupported: not here"
+    assert workspace_of(plan).capture_error == said
+    assert DeviceWorkspace.captures == {said: 1}
+    other = linear()
+    for _ in range(3):
+        np.testing.assert_array_equal(other.exclusive_scan(*chain).get(), expected)
+    assert workspace_of(other).capture_error is None
+    assert DeviceWorkspace.captures == {said: 1, "captured": 1}
+
+
+def test_the_first_reason_is_kept(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a capture that a launch has spoilt only says that it is invalid."""
+    plan, chain = linear(), chain_on(cupy)
+    plan.exclusive_scan(*chain)
+
+    def spoil(stream: Any) -> None:
+        if stream.is_capturing():
+            stream.wait_event(cupy.cuda.Event())
+
+    workspace = workspace_of(plan)
+    assert workspace._actions[False] is not None
+    workspace._actions[False].append(spoil)
+    try:
+        raise ValueError("of the caller")
+    except ValueError:
+        plan.exclusive_scan(*chain)
+    assert workspace.capture_error is not None
+    assert workspace.capture_error.startswith("CUDARuntimeError: cudaErrorStreamCaptureIsolation")
 
 
 # -- Streams of others ----------------------------------------------------------------------------
