@@ -21,6 +21,8 @@ _checked: set[int] = set()
 def current(device: int) -> AbstractContextManager[Any]:
     """Return a context in which Numba works on a device, which CuPy does not tell it.
 
+    Numba compiles, loads and launches kernels in it. The launch of a graph needs none.
+
     Raises
     ------
     DeviceError

@@ -131,6 +131,29 @@ def test_what_waits_is_counted(cupy: Any) -> None:
         assert event.done
 
 
+def test_calls_are_counted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, stream, event = cupy.zeros(3), cupy.cuda.Stream(), cupy.cuda.Event()
+    counts = fake_cupy.count(monkeypatch)
+    with cupy.cuda.Device(1), cupy.cuda.Stream():
+        pass
+    event.record(stream)
+    stream.wait_event(event)
+    assert not event.done
+    x[...] = 1
+    x.data.memset_async(0, 8)
+    assert x.get().tolist() == [0, 1, 1]
+    assert counts == {
+        "Device.__enter__": 1,
+        "Stream.__enter__": 1,
+        "Event.record": 1,
+        "Stream.wait_event": 1,
+        "Event.done": 1,
+        "ndarray.__setitem__": 1,
+        "MemoryPointer.memset_async": 1,
+        "ndarray.get": 1,
+    }
+
+
 def test_streams_of_others(cupy: Any) -> None:
     """Since CuPy 14 one keeps what it is made of; that of old versions has no room for it."""
     stream = cupy.cuda.Stream()

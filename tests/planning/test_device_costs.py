@@ -394,7 +394,7 @@ def test_without_a_gpu_the_constants_are_those_built_in(monkeypatch: pytest.Monk
 def test_a_program_takes_no_more_memory_than_was_said(seed: int, batch: int) -> None:
     """As in tests/gpu/cuda_costs.py, with the blocks of real devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsescan.arrays.cuda.current", lambda number: contextlib.nullcontext())
+        patch.setattr(device_memory.device, "current", lambda number: contextlib.nullcontext())
         cupy = fake_cupy.install(patch)
         device_memory.check_memory(cupy, device_memory.random_plan(seed, 20, 150), batch)
 

@@ -23,7 +23,8 @@ Where CuPy computes in another way than NumPy, and it matters, so does this: see
 There are :data:`DEVICES` devices, whose memory is the host's; addresses are real, so kernels in
 Numba's simulator read and write it. Everything is done at once: streams and events are there, but
 nothing shows that work on two streams would not wait for each other. :data:`state` counts what
-waits for a device and the bytes of arrays, and :func:`watch` lists the launches of kernels.
+waits for a device and the bytes of arrays, :func:`watch` lists the launches of kernels, and
+:func:`count` counts calls.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import time
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +50,18 @@ import pytest
 import scipy.sparse as sp
 import scipy.special
 
-__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
+__all__ = [
+    "DEVICES",
+    "Launch",
+    "Tensor",
+    "count",
+    "cupy",
+    "install",
+    "note",
+    "real",
+    "state",
+    "watch",
+]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
@@ -206,7 +219,7 @@ class _Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
-        if self.is_capturing():
+        if self.ptr in state.captures:
             state.spoilt.add(self.ptr)
             raise CUDARuntimeError("cudaErrorStreamCaptureIsolation: an event of no capture")
         state.waited.append((state.current.device, self.ptr))
@@ -276,7 +289,7 @@ class Event:
     def done(self) -> bool:
         """Whether the host has waited for a device since."""
         stream = _current_stream()
-        if stream.is_capturing():
+        if stream.ptr in state.captures:
             state.spoilt.add(stream.ptr)
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: asks for an event")
         return state.waits > self._waits
@@ -447,6 +460,53 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return log
 
 
+# -- Calls ----------------------------------------------------------------------------------------
+
+_counts: list[Counter[str]] = []
+
+
+def note(call: str) -> None:
+    """Count a call for all that count."""
+    for counts in _counts:
+        counts[call] += 1
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return a count of what a driver is asked for, from now to the end of the test."""
+    counted: dict[Any, tuple[str, ...]] = {
+        Device: ("__enter__", "use"),
+        _Stream: ("__enter__", "is_capturing", "synchronize", "use", "wait_event"),
+        Event: ("__init__", "done", "record", "synchronize"),
+        Graph: ("launch",),
+        MemoryPointer: ("copy_from_device_async", "copy_from_host_async", "memset_async"),
+        ndarray: ("__setitem__", "get", "set"),
+        cupy: ("asarray", "empty", "zeros"),
+        cupy.cuda: ("get_current_stream",),
+        cupy.cuda.runtime: ("getDevice", "getDeviceCount", "setDevice"),
+    }
+    for owner, names in counted.items():
+        kind = owner.__name__.removeprefix("_")
+        for name in names:
+            title = f"{kind}.{name}"
+            original = vars(owner)[name]
+            if isinstance(original, property):
+                replaced: Any = property(_counting(title, original.fget))
+            else:
+                replaced = _counting(title, original)
+            monkeypatch.setattr(owner, name, replaced)
+    counts = Counter[str]()
+    monkeypatch.setattr(sys.modules[__name__], "_counts", [*_counts, counts])
+    return counts
+
+
+def _counting(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        note(title)
+        return function(*args, **kwargs)
+
+    return counting
+
+
 # -- Arrays ---------------------------------------------------------------------------------------
 
 
@@ -534,7 +594,7 @@ class ndarray:  # noqa: N801
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
         stream = _current_stream(self._device) if stream is None else stream
-        assert not stream.is_capturing(), "host memory in a graph"
+        assert stream.ptr not in state.captures, "host memory in a graph"
         self._array[...] = arr
 
     # -- Attributes -----------------------------------------------------------------------------

@@ -21,6 +21,8 @@ __all__ = ["count", "install", "launch"]
 
 # Bytes of memory from which on races are not looked for, as that takes eight times as much again.
 _RACES = 1 << 26
+# What makes Numba's device the current one, beside kernels; it is imported before all is replaced.
+_WITH_LAUNCHES = "sparsescan.execution.device", "sparsescan.jacobians._recurrent_device"
 
 
 def launch(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
@@ -42,6 +44,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in pkgutil.walk_packages(sparsescan.kernels.__path__, "sparsescan.kernels."):
         if "cuda" in module.name:
             importlib.import_module(module.name)
+    for name in _WITH_LAUNCHES:
+        importlib.import_module(name)
     replaced = {"launch": (_device.launch, _launch), "current": (_door.current, _no_device)}
     for module in list(sys.modules.values()):
         for attribute, (before, after) in replaced.items():
@@ -66,4 +70,5 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, Traffic]
 
 
 def _no_device(device: int) -> Any:
+    fake_cupy.note("Numba's context")
     return nullcontext()
