@@ -50,6 +50,11 @@ class File:
         return "gpu" in self.results["device"]
 
     @property
+    def asked(self) -> tuple[str, ...]:
+        """The parts of a run on a GPU that were asked for."""
+        return tuple(self.results.get("asked", {}).get("parts", ()))
+
+    @property
     def commit(self) -> str:
         return str(self.results["commit"])[:8]
 
@@ -67,7 +72,8 @@ class File:
             "unfinished": not results.get("done", True),
             "a part": self.kind in ("grid", "memory") and "--only" in results["command"],
         }
-        failed = [what for what, part in results.get("parts", {}).items() if not part["ok"]]
+        parts = results.get("parts", {}).items()
+        failed = [what for what, part in parts if not (part["ok"] or part.get("informs"))]
         return [mark for mark, holds in marks.items() if holds] + [f"{p} failed" for p in failed]
 
 
@@ -83,6 +89,8 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
             unread[path.name] = f"not a JSON object: {error}"
             continue
         known = [kind for kind in kinds if kind in (*NAMES, *OTHERS)]
+        if results.get("rehearsal"):
+            continue  # of nothing that runs on a GPU
         if missing:
             unread[path.name] = f"without {', '.join(missing)}"
         elif not known:
@@ -92,9 +100,12 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
     return sorted(files, key=lambda file: (-len(file.marks), file.results["date"])), unread
 
 
-def newest(files: Iterable[File]) -> dict[tuple[str, str], File]:
-    """Choose the file to show for each kind and device, from files in the order of :func:`read`."""
-    return {(file.kind, file.device): file for file in files}
+def newest(files: Iterable[File]) -> dict[tuple[str, ...], File]:
+    """Choose the file to show for each kind and device, from files in the order of :func:`read`.
+
+    Runs of other parts on a GPU are shown beside each other.
+    """
+    return {(file.kind, file.device, *file.asked): file for file in files}
 
 
 def lines(files: Iterable[File], key: str) -> list[tuple[File, Results]]:

@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
-# All that needs an NVIDIA GPU: tests, compute-sanitizer, repeated runs, benchmarks. In under ten minutes.
-#   bench/gpu.sh OUTDIR     PYTHON=… names the interpreter, COMMIT=… the commit of a copy without git
+# All that needs an NVIDIA GPU, in parts: tests, compute-sanitizer, repeated runs, benchmarks.
+#   bench/gpu.sh OUTDIR [--seconds N] [--only PART…] [--rehearse]
+# On a machine that is lent for minutes, first the one call, then the other:
+#   bench/gpu.sh OUTDIR --seconds 150 --only first
+#   bench/gpu.sh OUTDIR --seconds 400 --only second
+# PYTHON=… names the interpreter, COMMIT=… the commit of a copy without git, and SPARSESCAN_KERNELS=… a folder that
+# `python -m bench.gpu_kernels FOLDER` has filled elsewhere: those kernels need not be compiled.
 set -euo pipefail
-[ $# = 1 ] || { echo "usage: [PYTHON=python3] [COMMIT=…] $0 OUTDIR" >&2; exit 2; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || {
+  echo "usage: [PYTHON=python3] [COMMIT=…] $0 OUTDIR [--seconds N] [--only PART…] [--rehearse]" >&2
+  exit 2
+}
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
+shift
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m bench.gpu run "$out"
+exec "${PYTHON:-python3}" -m bench.gpu run "$out" "$@"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -53,7 +55,9 @@ def measure(
     """Run a race; what it gave, and why contenders were skipped.
 
     A peer that fails, other than by not being there, goes into `broken` and is not tried again.
+    Under "captures" is how often graphs of our launches were captured, or why they were not.
     """
+    captured_before = _captures()
     calls, variants, skipped = _start(race, gpu, broken)
     waiting = [name for name, call in calls.items() if gpu.waits_inside(call)]
     samples = _take_turns(race, gpu, calls, rounds)
@@ -62,6 +66,9 @@ def measure(
         for mode, turns in samples.items()
     }
     floors = {"the work": (race.bytes, race.flops), **race.floors}
+    captures, notes = _captures() - captured_before, dict(race.notes)
+    if failed := [reason for reason in captures if reason != "captured"]:
+        notes[OURS] = f"launches kernels one by one, as no graph was captured: {'; '.join(failed)}"
     return {
         "name": race.name,
         "work": race.work,
@@ -72,10 +79,17 @@ def measure(
         "floors": {name: _floor(*work, medians, ceilings) for name, work in floors.items()},
         "variants": variants,
         "waits_inside": waiting,
-        "notes": dict(race.notes),
+        "captures": dict(captures),
+        "notes": notes,
         "skipped": {name: reason for name, reason in skipped.items() if name in race.contenders},
         "samples_seconds": samples,
     }
+
+
+def _captures() -> Counter[str]:
+    """Return how captures of our launches have ended so far, in any workspace on a device."""
+    engine = sys.modules.get("sparsescan.execution.device")
+    return Counter() if engine is None else Counter(engine.DeviceWorkspace.captures)
 
 
 def _start(

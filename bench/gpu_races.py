@@ -5,6 +5,7 @@ Everybody computes in float32: TF32, which is faster and less exact, is off ever
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -27,11 +28,14 @@ from .peers import MissingPeerError
 from .timing import Call
 
 VALUES = f"{OURS}, with values"
+IMPLICIT = f"{OURS}, implicit"
+SLOPES = f"{OURS}, implicit, with slopes"
 PARAMETERS = f"{OURS}, with values and parameters"
 CUDNN = "PyTorch/cuDNN"
 CUDNN_GRAPH = "PyTorch/cuDNN in a CUDA graph"
 JAX = "jax.lax.associative_scan"
 SPGEMM = "cupyx.cusparse.spgemm"
+TORCH_LOOP, TORCH_GRAPH = "PyTorch's loop", "PyTorch's loop in a CUDA graph"
 REUSE = "cuSPARSE SpGEMMreuse_compute"
 LOOP = "cupyx csr @ vector"
 PLAIN = "plain launches"
@@ -39,6 +43,8 @@ PLAIN = "plain launches"
 # PyTorch's backward of a cuDNN module copies what its forward kept, where that is asked to stay, as
 # it must be to be timed more than once: as many bytes again as the forward pass has states.
 RESERVE = "clones cuDNN's reserve space in each call, as retain_graph=True keeps it"
+# What PyTorch asks of cuDNN for a tanh RNN in float32 of up to 256 units.
+PERSISTENT = "has a persistent kernel of cuDNN: one launch for all steps of a pass"
 
 HIDDEN = 20
 STEPS = (1000, 30_000, 10, 30, 100, 300, 3000, 10_000)
@@ -79,6 +85,10 @@ class _TanhNetwork:
         self.last_grad = xp.asarray(self.grad)[0]
         self.values = self.cell.values(self.inputs, self.states[:-1])
         self.plan = sparsescan.plan([self.cell.pattern] * steps, device=gpu.device)
+        self.steps = self.implicit_steps()
+        self.implicit_plan = sparsescan.plan(
+            [self.cell.implicit_pattern] * steps, device=gpu.device
+        )
 
     def scan(self, values: Any = None) -> Any:
         values = self.values if values is None else values
@@ -86,6 +96,16 @@ class _TanhNetwork:
 
     def scan_with_values(self) -> Any:
         return self.scan(self.cell.values(self.inputs, self.states[:-1], out=self.values))
+
+    def implicit_steps(self) -> Any:
+        return self.cell.linearize(self.inputs, self.states[:-1]).implicit()
+
+    def scan_implicit(self, steps: Any = None) -> Any:
+        steps = self.steps if steps is None else steps
+        return self.implicit_plan.exclusive_scan(self.last_grad, steps)
+
+    def scan_with_slopes(self) -> Any:
+        return self.scan_implicit(self.implicit_steps())
 
     def parameters(self) -> Any:
         grads = self.scan_with_values()[::-1]
@@ -136,21 +156,27 @@ def rnn(gpu: Any, steps: int, batch: int) -> Race:
         contenders={
             OURS: lambda: {"plan": net.scan},
             VALUES: lambda: {"values into out=, plan": net.scan_with_values},
+            IMPLICIT: lambda: {"plan of implicit steps": net.scan_implicit},
+            SLOPES: lambda: {"linearize, plan of implicit steps": net.scan_with_slopes},
             CUDNN: lambda: {"autograd.grad": partial(net.backward, [net.start])},
             CUDNN_GRAPH: lambda: {"CUDAGraph.replay": net.graphed()},
         },
         bytes=_ITEM * (read + written),
         flops=2 * read,
         # The three phases of a chunked scan read everything twice, and multiply it up.
-        floors={"two passes": (_ITEM * (2 * read + written), 2 * read * (HIDDEN + 1))},
+        # So do implicit steps, of which slopes are read once.
+        floors={
+            "two passes": (_ITEM * (2 * read + written), 2 * read * (HIDDEN + 1)),
+            "implicit": (_ITEM * 2 * written, 2 * read * (HIDDEN + 1)),
+        },
         answer=answer,
         ratios=tuple(
             Ratio(peer, ours, clock)
             for clock in ("call", "device")
             for peer in (CUDNN, CUDNN_GRAPH)
-            for ours in (OURS, VALUES)
+            for ours in (OURS, VALUES, IMPLICIT, SLOPES)
         ),
-        notes={CUDNN: RESERVE, CUDNN_GRAPH: RESERVE},
+        notes={CUDNN: f"{RESERVE}; {PERSISTENT}", CUDNN_GRAPH: RESERVE},
         size=_ITEM * read,
     )
 
@@ -400,9 +426,12 @@ def with_graph(plan: ScanPlan, scan: Call) -> Call:
     """Return the scan, if a graph of it is replayed."""
     for _ in range(3):
         scan()
-    graphs = [graph for kept in _workspaces(plan) for graph in getattr(kept, "_graphs", ())]
+    workspaces = _workspaces(plan)
+    graphs = [graph for kept in workspaces for graph in getattr(kept, "_graphs", ())]
     if not any(graph is not None for graph in graphs):
-        raise MissingPeerError("no graph of the scan was captured")
+        reasons = [getattr(kept, "capture_error", None) for kept in workspaces]
+        said = ["no graph of the scan was captured", *filter(None, reasons)]
+        raise MissingPeerError(": ".join(dict.fromkeys(said)))
     return scan
 
 
@@ -520,20 +549,88 @@ def _linear(
     )
 
 
+# -- Linear recurrences ----------------------------------------------------------------------------
+
+
+def affine(gpu: Any, steps: int = 5000, batch: int = 1, units: int = 1024) -> Race:
+    """Return a linear recurrence of diagonals, ``y_t = a_t y_{t-1} + b_t``."""
+    torch = peers.load_torch()
+    rng = np.random.default_rng(0)
+    shape = steps, batch, units
+    a, b = (rng.uniform(0.5, 1, shape), rng.standard_normal(shape))
+    given = [gpu.put(each.astype(np.float32)) for each in (a, b)]
+    tensors = [torch.as_tensor(each.astype(np.float32)).to(gpu.torch_name) for each in (a, b)]
+    pattern, states = Pattern.diagonal(units), torch.empty_like(tensors[1])
+
+    def ours() -> Any:
+        return sparsescan.affine_scan(*given, pattern=pattern)
+
+    def loop() -> Any:
+        state = torch.zeros_like(states[0])
+        for step in range(steps):
+            torch.addcmul(tensors[1][step], tensors[0][step], state, out=states[step])
+            state = states[step]
+        return states
+
+    def graphed() -> Call:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=side):
+            result = loop()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+    moved = _ITEM * steps * batch * units
+    return Race(
+        name=f"affine_scan T={steps} B={batch}",
+        work=f"affine_scan of {units} diagonals, T={steps}, B={batch}, float32",
+        contenders={
+            OURS: lambda: {"affine_scan": ours},
+            TORCH_LOOP: lambda: {"addcmul": loop},
+            TORCH_GRAPH: lambda: {"CUDAGraph.replay": graphed()},
+        },
+        bytes=3 * moved,
+        flops=2 * steps * batch * units,
+        answer=lambda contender, result: gpu.get(result),
+        ratios=(Ratio(TORCH_GRAPH), Ratio(TORCH_GRAPH, clock="device")),
+        size=2 * moved,
+    )
+
+
 # -- Which races there are ------------------------------------------------------------------------
 
 RACES: dict[str, list[partial[Race]]] = {
-    "rnn": [
-        partial(kind, steps=steps, batch=batch)
-        for steps, batch in [*((steps, 16) for steps in STEPS), *((1000, b) for b in BATCHES)]
-        for kind in (rnn, rnn_parameters)
-    ],
+    "rnn": [partial(rnn, steps=steps, batch=16) for steps in STEPS[:2]],
+    "pair": [partial(spgemm_pair)],
     "steps": [
         partial(training_step, kind=kind, units=units, steps=steps)
         for units, steps in ((HIDDEN, 1000), (HIDDEN, 30_000), (128, 1000))
         for kind in ("RNN", "GRU", "LSTM")
     ],
-    "jax": [partial(jax_scan, steps=steps, batch=16) for steps in (1000, 30_000)],
-    "sparse": [partial(kind) for kind in (spgemm_pair, spgemm_level, stencil, convolutions)],
+    "affine": [partial(affine), partial(affine, steps=1000, batch=16, units=64)],
+    "sweeps": [partial(stencil, steps=1000, side=16), partial(stencil), partial(convolutions)],
+    "level": [partial(spgemm_level)],
+    "sizes": [
+        *(partial(rnn_parameters, steps=steps, batch=16) for steps in STEPS[:2]),
+        *(
+            partial(kind, steps=steps, batch=batch)
+            for steps, batch in [*((t, 16) for t in STEPS[2:]), *((1000, b) for b in BATCHES)]
+            for kind in (rnn, rnn_parameters)
+        ),
+    ],
     "launches": [partial(launches, schedule=schedule) for schedule in ("auto", "blelloch")],
+    "jax": [partial(jax_scan, steps=steps, batch=16) for steps in (1000, 30_000)],
 }
+
+# Sizes for a rehearsal, of the races that have them.
+_REDUCED = {"steps": 8, "batch": 2, "units": 5, "side": 6, "reduced": True}
+
+
+def reduced(make: partial[Race]) -> partial[Race]:
+    """Return a race of small size."""
+    has = inspect.signature(make.func).parameters
+    sizes = {name: size for name, size in _REDUCED.items() if name in has}
+    return partial(make.func, **make.keywords | sizes)

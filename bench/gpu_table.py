@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .contests import OURS
-from .gpu_races import AIM, CUDNN, CUDNN_GRAPH, PARAMETERS, RECORD, VALUES
+from .gpu_races import AIM, CUDNN, CUDNN_GRAPH, IMPLICIT, PARAMETERS, RECORD, SLOPES, VALUES
 from .plots import sweep
 
 # At this T the engine is to be within this multiple of the floor.
@@ -64,8 +64,11 @@ def _wanted(
 
 def table(races: list[Report]) -> list[str]:
     """Return the lines to print."""
-    heads = "T B cuDNN graphed ours +values ratio +values /graphed +params device floor ×warm ×cold"
-    row = "{:>6} {:>4} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6}"
+    heads = (
+        "T B cuDNN graphed ours +values implicit +slopes ratio +values implicit /graphed +params "
+        "device floor ×warm ×cold"
+    )
+    row = "{:>6} {:>4} {:>9} {:>9}" + 11 * " {:>8}" + 2 * " {:>6}"
     lines = [
         "",
         "Backward of a tanh RNN, H=20, float32: milliseconds with launches, and theirs over ours;",
@@ -79,9 +82,13 @@ def table(races: list[Report]) -> list[str]:
         lines.append(
             row.format(
                 *race["about"].values(),
-                *(_ms(calls.get(name)) for name in (CUDNN, CUDNN_GRAPH, OURS, VALUES)),
+                *(
+                    _ms(calls.get(name))
+                    for name in (CUDNN, CUDNN_GRAPH, OURS, VALUES, IMPLICIT, SLOPES)
+                ),
                 _times(race, CUDNN, OURS),
                 _times(race, CUDNN, VALUES),
+                _times(race, CUDNN, IMPLICIT),
                 _times(race, CUDNN_GRAPH, OURS),
                 _times(params[0], CUDNN, PARAMETERS) if params else "-",
                 _ms(race["median_seconds"]["device, warm"][OURS]),

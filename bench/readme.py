@@ -200,9 +200,9 @@ def update_tables(path: Path, results: Path) -> None:
     """
     files = newest(file for file in read(results)[0] if not file.marks)
     measured: dict[str, list[tuple[File, Row]]] = {}
-    for (kind, _), file in files.items():
-        if kind in (*NAMES, "grid"):
-            measured.setdefault(kind, []).extend((file, row) for row in _rows(file))
+    for file in files.values():
+        if file.kind in (*NAMES, "grid"):
+            measured.setdefault(file.kind, []).extend((file, row) for row in _rows(file))
 
     def replace(match: re.Match[str]) -> str:
         begin, name, end = match.groups()

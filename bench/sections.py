@@ -208,12 +208,29 @@ def of_gpu(results: Results) -> Html:
         for peer, why in peers.items()
     ]
     rows = [
-        [what, "ok" if part["ok"] else tag("span", "failed", kind="warn"), part["summary"]]
+        [what, _state(part), str(part.get("seconds", "")), part["summary"]]
         for what, part in parts.items()
     ]
     failed = [f"{what}: {why}" for what, part in parts.items() for why in _failures(part)]
-    shown += [missing_peers(missing), tag("h3", "Parts of the run"), table(["part", "", ""], rows)]
+    heads = ["part", "", "seconds", ""]
+    shown += [missing_peers(missing), tag("h3", "Parts of the run"), table(heads, rows)]
+    cases = [
+        [what, case["name"], _state(case), case.get("why") or ""]
+        for what, part in parts.items()
+        for case in part.get("cases", [])
+    ]
+    if cases:
+        shown += [tag("h3", "Cases that were compared"), table(["part", "case", "", ""], cases)]
     return join(*shown, listed(failed))
+
+
+def _state(part: Results) -> Html | str:
+    """Return how a part, or a case of one, has ended."""
+    if part["ok"]:
+        return "ok"
+    if part.get("state") == "left":
+        return "not run"
+    return "noted" if part.get("informs") else tag("span", "failed", kind="warn")
 
 
 def _failures(part: Results) -> list[str]:

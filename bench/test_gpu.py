@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,56 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+import sparsescan
+from sparsescan.execution.chunk_counts import H100, chunk_count, in_one_launch
 from sparsescan.execution.workspace import Workspace
+from sparsescan.kernels.cuda import chunks
 
-from . import gpu, gpu_cusparse, gpu_device, gpu_preflight, gpu_races, machine, plots
+from . import (
+    gpu,
+    gpu_chains,
+    gpu_cusparse,
+    gpu_device,
+    gpu_parts,
+    gpu_preflight,
+    gpu_processes,
+    gpu_races,
+    machine,
+    plots,
+)
 from .contests import OURS
 from .fake_cusparse import FakeCusparse
-from .gpu_chains import SCHEDULES, STEPS, WHOLES, random_chain, reference, repeat, sanitize
+from .gpu_chains import (
+    IMPLICIT,
+    SCHEDULES,
+    STEPS,
+    WHOLES,
+    chained,
+    families,
+    random_chain,
+    reference,
+    repeat,
+    sanitize,
+)
 from .gpu_cusparse import NumericSpGEMM
 from .gpu_measure import Race, Ratio, measure
-from .gpu_races import CUDNN, CUDNN_GRAPH, JAX, LOOP, PARAMETERS, REUSE, SPGEMM, VALUES
+from .gpu_processes import Job, run_part, run_sanitizer, run_tests, toolkit_variables
+from .gpu_races import (
+    CUDNN,
+    CUDNN_GRAPH,
+    JAX,
+    LOOP,
+    PARAMETERS,
+    REUSE,
+    SLOPES,
+    SPGEMM,
+    TORCH_GRAPH,
+    TORCH_LOOP,
+    VALUES,
+)
+from .gpu_races import (
+    IMPLICIT as IMPLICIT_STEPS,
+)
 from .gpu_table import table, wanted
 from .machine import Cpu
 from .peers import MissingPeerError
@@ -165,7 +208,8 @@ def test_rnn(capsys: pytest.CaptureFixture[str]):
     broken: dict[str, str] = {}
     result = run_race(gpu_races.rnn(Host(), steps=30, batch=4), broken)
     capsys.readouterr()  # why a CPU captures no CUDA graph
-    assert set(result["median_seconds"]["call, warm"]) == {OURS, VALUES, CUDNN}
+    ours = {OURS, VALUES, IMPLICIT_STEPS, SLOPES}
+    assert set(result["median_seconds"]["call, warm"]) == {*ours, CUDNN}
     assert set(broken) == {CUDNN_GRAPH}
     # 29 Jacobians of 4 samples are read, 30 gradients are written.
     floor = result["floors"]["the work"]
@@ -173,9 +217,13 @@ def test_rnn(capsys: pytest.CaptureFixture[str]):
     assert floor["flops"] == 2 * 29 * 4 * 400
     # Jacobian times matrix, and then times vector.
     assert result["floors"]["two passes"]["flops"] == 2 * 29 * 4 * 400 * 21
-    assert [bool(ratio["measured"]) for ratio in result["ratios"]] == [True, True, False, False] * 2
-    assert [ratio["clock"] for ratio in result["ratios"]] == ["call"] * 4 + ["device"] * 4
+    # Slopes are read, gradients written.
+    assert result["floors"]["implicit"]["bytes"] == 4 * 2 * 30 * 4 * 20
+    measured = [True] * 4 + [False] * 4
+    assert [bool(ratio["measured"]) for ratio in result["ratios"]] == measured * 2
+    assert [ratio["clock"] for ratio in result["ratios"]] == ["call"] * 8 + ["device"] * 8
     assert "reserve space" in result["notes"][CUDNN]
+    assert "persistent kernel" in result["notes"][CUDNN]
 
 
 def test_rnn_parameters():
@@ -188,6 +236,14 @@ def test_training_steps(kind: str):
     result = run_race(gpu_races.training_step(Host(), kind, 5, 20, 3))
     assert set(result["median_seconds"]["call, warm"]) == {OURS, CUDNN}
     assert [ratio["required"] for ratio in result["ratios"]] == [None, None]
+
+
+def test_affine_scan():
+    broken: dict[str, str] = {}
+    result = run_race(gpu_races.affine(Host(), steps=7, batch=3, units=4), broken)
+    assert set(result["median_seconds"]["call, warm"]) == {OURS, TORCH_LOOP}
+    assert set(broken) == {TORCH_GRAPH}
+    assert result["floors"]["the work"]["bytes"] == 3 * 4 * 7 * 3 * 4
 
 
 @pytest.mark.slow
@@ -254,6 +310,47 @@ def test_graph_replay_against_plain_launches(monkeypatch: pytest.MonkeyPatch):
     assert result["ratios"][0]["measured"]["warm"] > 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="numba-cuda is installed on Linux only")
+def test_a_capture_that_fails_is_said_in_the_result(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("numba_cuda")
+    import fake_cupy
+    import ptx.stand_in
+
+    from sparsescan.kernels.cuda import device
+
+    ptx.stand_in.install(monkeypatch)
+    cupy = fake_cupy.install(monkeypatch)
+    monkeypatch.setattr(device, "launch", lambda *arguments: None)
+    grad, values = cupy.asarray(np.ones(3)), cupy.asarray(np.ones((4, 3, 3)))
+
+    def contest() -> tuple[sparsescan.ScanPlan, Race]:
+        plan, race = sparsescan.plan(values, schedule="linear"), made_up({OURS: 0, "them": 0})
+
+        def scan() -> Any:
+            plan.exclusive_scan(grad, values)
+            return np.ones(3, np.float32)
+
+        race.contenders[OURS] = lambda: {"plan": scan}
+        return plan, race
+
+    plan, race = contest()
+    result = run_race(race)
+    assert result["captures"] == {"captured": 1}
+    assert result["notes"] == {}
+    gpu_races.with_graph(plan, race.contenders[OURS]()["plan"])
+
+    def refuse(self: Any, mode: Any = None) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    monkeypatch.setattr(fake_cupy.Stream, "begin_capture", refuse, raising=False)
+    plan, race = contest()
+    result, said = run_race(race), "CUDARuntimeError: cudaErrorStreamCaptureUnsupported"
+    assert result["captures"] == {said: 1}
+    assert any(f"no graph was captured: {said}" in line for line in table([result]))
+    with pytest.raises(MissingPeerError, match=f"no graph of the scan was captured: {said}"):
+        gpu_races.with_graph(plan, race.contenders[OURS]()["plan"])
+
+
 # -- cuSPARSE by its C interface ------------------------------------------------------------------
 
 
@@ -288,6 +385,9 @@ def test_what_cusparse_refuses_is_an_error(capsys: pytest.CaptureFixture[str]):
 
 # -- Random chains --------------------------------------------------------------------------------
 
+# Of the long chain in one launch.
+SMALL: dict[str, Any] = {"steps": 64, "batch": 2, "chunks": 4}
+
 
 def test_random_chains_are_right_and_repeat():
     report = repeat(Host(), chains=12, repetitions=2)
@@ -301,6 +401,8 @@ def test_other_bits_are_seen():
             return np.nextafter(array, np.inf) if np.random.default_rng().random() < 0.5 else array
 
     report = repeat(Shaky(), chains=1, repetitions=20, entropy=3)
+    again = chained(Shaky(), 20, **SMALL)
+    assert {entry["why"] for entry in again["failed"]} == {"other bits"}
     assert [entry["why"] for entry in report["failed"]] == ["other bits"]
     assert "steps as" in report["failed"][0]["what"]
 
@@ -312,10 +414,120 @@ def test_wrong_values_are_seen():
 
     report = repeat(Wrong(), chains=1, repetitions=2, entropy=3)
     assert [(entry["chain"], entry["why"]) for entry in report["failed"]] == [(0, "wrong")]
+    assert chained(Wrong(), 2, **SMALL)["failed"] == [{"run": 0, "why": "wrong"}]
+    assert [case["why"] for case in families(Wrong())["cases"]] == ["wrong"] * 13 + [None]
+    with pytest.raises(AssertionError, match=r"implicit steps of RNN.* is wrong; implicit steps"):
+        sanitize(Wrong())
 
 
-def test_every_family_is_sanitized():
-    assert sanitize(Host()) == len(WHOLES) * len(SCHEDULES) * 2 + len(STEPS)
+def test_a_long_chain_is_right_and_repeats():
+    saved: list[str] = []
+    report = chained(Host(), 3, **SMALL, save=lambda report: saved.append(json.dumps(report)))
+    assert report["failed"] == []
+    assert (report["blocks"], report["asked"], len(report["seconds"])) == (8, 3, 3)
+    assert [json.loads(each)["done"] for each in saved] == [0, 1, 2, 3]
+    other = chained(Host(), 0, **SMALL)
+    assert other["entropy"] != report["entropy"]
+
+
+def test_the_long_chain_has_more_blocks_than_a_device_runs_at_once():
+    """In one launch, as long as the chain is; but here it is not run."""
+    report = chained(Host(), 0)
+    assert report["blocks"] >= 1200
+    count = chunk_count(30_000, 16, 20, H100, terms=1)
+    assert report["blocks"] == count * 16
+    assert in_one_launch(20, np.dtype(np.float32), 30_000, 16, 400, terms=1)
+
+
+def test_a_case_of_every_family_is_right():
+    saved: list[str] = []
+    report = families(Host(), lambda report: saved.append(json.dumps(report)))
+    assert [case for case in report["cases"] if not case["ok"]] == []
+    assert report["done"] == report["asked"] == len(report["cases"]) == len(saved) // 2
+    reports = [json.loads(each) for each in saved]
+    assert [each["running"] for each in reports[::2]] == [case["name"] for case in report["cases"]]
+    assert [each["done"] for each in reports[1::2]] == [*range(1, report["asked"] + 1)]
+
+
+def test_a_family_that_fails_leaves_others_alone(capsys: pytest.CaptureFixture[str]):
+    class Small(Host):
+        def put(self, array: Any) -> Any:
+            if array.ndim == 4 and array.shape[-1] == 160:
+                raise MemoryError("out of memory")
+            return array
+
+    bad = [case for case in families(Small())["cases"] if not case["ok"]]
+    assert [case["name"] for case in bad] == ["products of large dense steps"]
+    assert bad[0]["why"] == "MemoryError: out of memory"
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_other_registers_than_assumed_are_seen(monkeypatch: pytest.MonkeyPatch):
+    taken = {"dense": 154, "GRU": 190, "LSTM": 200}
+    made = iter(taken.values())
+
+    def kernels(size: int, nnz: int, dtype: Any, *, terms: int, states: int) -> Any:
+        multiply = types.SimpleNamespace(get_regs_per_thread=partial(dict, signature=next(made)))
+        tiles = chunks.tiles_of(size, dtype.itemsize, terms, states)
+        return types.SimpleNamespace(multiply=multiply, tiles=tiles)
+
+    class Made(Host):
+        device = "cuda"
+        xp = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+
+    device = types.SimpleNamespace(id=54321, attributes={"MultiProcessorCount": 132})
+    monkeypatch.setattr(chunks, "chunk_kernels", kernels)
+    why = gpu_chains._registers_fault(Made())
+    assert why == "dense: 154 registers, not 128; LSTM: 200 registers, not 168"
+
+
+def test_every_family_is_sanitized(capsys: pytest.CaptureFixture[str]):
+    saved: list[dict[str, Any]] = []
+    count = len(WHOLES) * len(SCHEDULES) * 2 + len(STEPS) + len(IMPLICIT)
+    assert sanitize(Host(), saved.append) == count
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == count
+    assert lines[0].startswith(f"1 of {count}: implicit steps of RNN: 64 steps as ImplicitChain")
+    # The name of what runs is there before it does.
+    assert [f"{k + 1} of {count}: {each['running']}" for k, each in enumerate(saved[::2])] == lines
+    assert saved[-1]["done"] == count
+
+
+@pytest.mark.slow
+def test_families_run_all_kernels(monkeypatch: pytest.MonkeyPatch):
+    """As compiled, on the CPU."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    import fake_cupy
+    from ptx import stand_in
+
+    stand_in.install(monkeypatch)
+    cupy = fake_cupy.install(monkeypatch)
+    launches = fake_cupy.watch(monkeypatch)
+
+    class OnDevice(Host):
+        device = "cuda"
+        xp = cupy
+
+        put = staticmethod(cupy.asarray)
+        get = staticmethod(lambda array: cupy.asnumpy(cupy.asarray(array)))
+
+        def csr(self, matrix: Any) -> Any:
+            from cupyx.scipy.sparse import csr_matrix
+
+            parts = tuple(map(cupy.asarray, (matrix.data, matrix.indices, matrix.indptr)))
+            return csr_matrix(parts, shape=matrix.shape)
+
+    assert [case for case in families(OnDevice())["cases"] if not case["ok"]] == []
+    kernels = {launch.kernel for launch in launches} - {"graph"}
+    assert kernels == {
+        *("vectors", "level", "rescale", "sweep_steps", "check_indices"),
+        *("multiply", "carry", "sweep", "repair", "chained", "run", "back_sequence"),
+    }
+    launches.clear()
+    assert chained(OnDevice(), 2, **SMALL)["failed"] == []
+    assert [each.kernel for each in launches if each.kernel != "graph"] == ["chained", "repair"] * 2
+    few = chained(OnDevice(), 0, steps=96, batch=2, chunks=8)
+    assert few["failed"] == [{"run": 0, "why": "three launches"}]
 
 
 def test_the_bounds_of_positive_chains_are_tight():
@@ -463,7 +675,7 @@ def test_the_description_of_a_gpu_names_the_file(
 
 
 def test_a_race_that_fails_leaves_the_others_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def good(gpu: Any) -> Race:
         return made_up({OURS: 0, "them": 0})
@@ -475,10 +687,11 @@ def test_a_race_that_fails_leaves_the_others_alone(
         raise MissingPeerError("jax is not installed")
 
     races = [partial(bad, size=3), partial(good), partial(peerless), partial(good)]
-    monkeypatch.setitem(gpu.RACES, "sparse", races)
-    file = tmp_path / "sparse.json"
-    gpu.part("sparse", file, Host(), GPU)
-    report = json.loads(file.read_text())
+    monkeypatch.setitem(gpu_parts.RACES, "level", races)
+    saved: list[dict[str, Any]] = []
+    gpu_parts.race("level", Host(), saved.append)
+    assert len(saved) == 4  # after each of them
+    report = saved[-1]
     assert len(report["races"]) == 2
     assert report["failed"] == {"bad size=3": "ValueError: no such kernel"}
     assert report["missing"] == {"peerless": "jax is not installed"}
@@ -487,16 +700,38 @@ def test_a_race_that_fails_leaves_the_others_alone(
     assert report["ceilings"] == {"bytes_per_second": 1e9, "flops_per_second": 1e10}
     assert "ValueError" in capsys.readouterr().err
     races.pop(0)
-    gpu.part("sparse", file, Host(), GPU)
-    assert json.loads(file.read_text())["ok"]
+    gpu_parts.race("level", Host(), saved.append)
+    assert saved[-1]["ok"]
 
 
-def test_the_part_of_repeated_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu, "repeat", partial(repeat, chains=2, repetitions=2))
-    gpu.part("repeat", tmp_path / "repeat.json", Host(), GPU)
-    report = json.loads((tmp_path / "repeat.json").read_text())
+def test_the_part_of_repeated_runs():
+    saved: list[dict[str, Any]] = []
+    gpu_parts.CHECKS["repeat"](Host(), saved.append, True)
+    assert [report["done"] for report in saved] == [1, 2]
+    assert saved[-1]["ok"]
+    assert saved[-1]["summary"] == "2 of 2 random chains, again and again: 0 failed"
+
+
+def test_a_case_that_fails_is_counted():
+    saved: list[dict[str, Any]] = []
+    told = gpu_parts.counted(saved.append, "cases")
+    told({"asked": 2, "done": 2, "cases": [{"ok": True}, {"ok": False}]})
+    told({"asked": 2, "done": 1, "failed": []})
+    assert [report["summary"] for report in saved] == [
+        "2 of 2 cases: 1 failed",
+        "1 of 2 cases: 0 failed",
+    ]
+    assert not any(report["ok"] for report in saved)
+
+
+def test_the_environment_needs_no_library_for_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    report = gpu_parts.environment()
     assert report["ok"]
-    assert report["summary"] == "2 of 2 random chains, 2 times each: 0 failed"
+    assert report["packages"]["numpy"] == np.__version__
+    assert report["nvidia-smi"].startswith("FileNotFoundError")
+    json.dumps(report)
 
 
 @pytest.mark.slow
@@ -505,14 +740,14 @@ def test_tests_that_are_stopped_have_said_what_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
     test = tmp_path / "cuda_made_up.py"
-    monkeypatch.setattr(gpu, "WORKERS", {"cuda_made_up": workers})
+    monkeypatch.setattr(gpu_processes, "WORKERS", {"cuda_made_up": workers})
     test.write_text(
         "import os, pytest, time\n"
         "@pytest.mark.parametrize('x', ['a b', 'c'])\ndef test_a(x): pass\n"
         "def test_b(): assert os.environ['NVIDIA_TF32_OVERRIDE'] == '1', 'because'\n"
         "def test_c(): time.sleep(100)\n"
     )
-    report = gpu.run_tests(test, tmp_path, 10)
+    report = run_tests(test, Job(tmp_path, 10))
     assert (report["ok"], report["passed"], report["failed"]) == (False, 2, ["test_b"])
     assert report["summary"].startswith("stopped after 10 s")
 
@@ -523,8 +758,8 @@ def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "with nvcc" / "bin"))
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu, "_installed_toolkits", lambda: [tmp_path / "cuda"])
+    monkeypatch.setattr(gpu_processes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_processes, "_installed_toolkits", lambda: [tmp_path / "cuda"])
     return tmp_path
 
 
@@ -534,65 +769,75 @@ def add_nvvm(folder: Path) -> Path:
     return folder
 
 
+def both(toolkit: Path | None) -> dict[str, str | None]:
+    """Return both variables for a toolkit."""
+    return dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), str(toolkit) if toolkit else None)
+
+
 def test_numba_is_told_where_a_toolkit_with_nvvm_is(
     toolkits: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert gpu.find_toolkit() is None
+    assert toolkit_variables() == {}
     usual = add_nvvm(toolkits / "cuda")
-    assert gpu.find_toolkit() == usual
-    _, output = gpu._process(
-        ["-c", "import os; print(os.environ['CUDA_HOME'])"], toolkits / "log", 60
-    )
-    assert output.split()[-1] == str(usual)
+    assert toolkit_variables() == both(usual)
+    # Numba looks for one of its libraries where one of them says, and for the other by the other.
+    monkeypatch.setenv("CUDA_PATH", "/there is none")
+    said = "import os; print(os.environ['CUDA_HOME'], os.environ['CUDA_PATH'], sep=chr(10))"
+    ended = gpu_processes._process(["-c", said], "made-up", Job(toolkits, 60))
+    assert ended.output.splitlines()[-2:] == [str(usual)] * 2
     compiler = toolkits / "with nvcc" / "bin" / "nvcc"
     compiler.parent.mkdir(parents=True)
     compiler.touch(mode=0o755)
-    assert gpu.find_toolkit() == usual  # the compiler's has no NVVM
+    assert toolkit_variables() == both(usual)  # the compiler's has no NVVM
     newer = add_nvvm(toolkits / "with nvcc")
-    assert gpu.find_toolkit() == newer
+    assert toolkit_variables() == both(newer)
     monkeypatch.setenv("CUDA_HOME", str(toolkits / "named"))
-    assert gpu.find_toolkit() == newer
+    assert toolkit_variables() == both(newer)
     named = add_nvvm(toolkits / "named")
-    assert gpu.find_toolkit() == named
+    assert toolkit_variables() == both(named)
 
 
 def test_nvvm_of_a_wheel_needs_no_toolkit(toolkits: Path, monkeypatch: pytest.MonkeyPatch):
-    add_nvvm(toolkits / "cuda")
+    usual = add_nvvm(toolkits / "cuda")
     wheels = types.SimpleNamespace(submodule_search_locations=[str(toolkits / "nvidia")])
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: wheels)
-    assert gpu.find_toolkit() == toolkits / "cuda"  # NVRTC alone does not do
+    monkeypatch.setattr(gpu_processes.importlib.util, "find_spec", lambda name: wheels)
+    assert toolkit_variables() == both(usual)  # NVRTC alone does not do
     add_nvvm(toolkits / "nvidia" / "cu13")
-    assert gpu.find_toolkit() is None
+    assert toolkit_variables() == both(None)
+    # One that is named stays only if it has what Numba looks for there.
+    monkeypatch.setenv("CUDA_PATH", str(toolkits))
+    monkeypatch.setenv("CUDA_HOME", str(usual))
+    assert toolkit_variables() == {"CUDA_HOME": str(usual), "CUDA_PATH": None}
 
 
 @pytest.mark.slow
 def test_tests_are_run_and_counted(tmp_path: Path):
-    test = tmp_path / "cuda_made_up.py"
+    test, job = tmp_path / "cuda_made_up.py", Job(tmp_path, 60)
     good = "import os\ndef test_a(): assert 'NUMBA_ENABLE_CUDASIM' not in os.environ\n"
     test.write_text(good)
-    report = gpu.run_tests(test, tmp_path, 60)
+    report = run_tests(test, job)
     assert (report["ok"], report["summary"]) == (True, "1 passed, 0 failed, 0 skipped")
     test.write_text(good + "def test_b(): assert 0, 'because'\n")
-    report = gpu.run_tests(test, tmp_path, 60)
+    report = run_tests(test, job)
     assert (report["ok"], report["summary"]) == (False, "1 passed, 1 failed, 0 skipped")
     assert "because" in report["failed"][0]
     # A file of which nothing runs shows nothing.
     test.write_text("import pytest\n@pytest.mark.skip('no device')\ndef test_a(): pass\n")
-    report = gpu.run_tests(test, tmp_path, 60)
+    report = run_tests(test, job)
     assert (report["ok"], report["summary"]) == (False, "0 passed, 0 failed, 1 skipped (no device)")
     test.write_text("import not_there\n")
-    report = gpu.run_tests(test, tmp_path, 60)
+    report = run_tests(test, job)
     assert (report["ok"], report["summary"]) == (False, "0 passed, 1 failed, 0 skipped")
 
 
 SANITIZER = """#!/bin/sh
 echo "$@"
-shift 6
+for file; do :; done
 {run}
 echo "========= {summary}"
 exit {code}
 """
-SCANS = "34 scans and training steps, all right"
+SCANS = {"ok": True, "summary": "34 of 34 scans and training steps", "cases": ["a", "b"]}
 CLEAN = "ERROR SUMMARY: 0 errors"
 
 
@@ -601,11 +846,13 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """Run a stand-in for compute-sanitizer that says what it is told to say."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    def run(summary: str = CLEAN, code: int = 0, said: str = SCANS) -> Any:
-        program = tmp_path / "compute-sanitizer"
-        program.write_text(SANITIZER.format(summary=summary, code=code, run=f"echo '{said}'"))
+    def run(summary: str = CLEAN, code: int = 0, cases: Any = SCANS, more: str = "") -> Any:
+        program, given = tmp_path / "compute-sanitizer", tmp_path / "given"
+        given.write_text(json.dumps(cases))
+        copy = f'cp "{given}" "$file"\n' if cases else ""
+        program.write_text(SANITIZER.format(summary=summary, code=code, run=copy + more))
         program.chmod(0o755)
-        return gpu.run_sanitizer("memcheck", tmp_path, 20)
+        return run_sanitizer("memcheck", Job(tmp_path, 5))
 
     return run
 
@@ -613,11 +860,11 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_clean_sanitizer_passes(sanitizer: Any, tmp_path: Path):
     report = sanitizer()
     assert report["ok"]
-    assert report["summary"] == f"{CLEAN}; {SCANS}"
+    assert report["summary"] == f"{CLEAN}; {SCANS['summary']}"
     assert report["program"] == str(tmp_path / "compute-sanitizer")
     log = (tmp_path / "memcheck.log").read_text()
     assert "--tool memcheck --error-exitcode 77" in log
-    assert "-m bench.gpu sanitize" in log
+    assert "-m bench.gpu part sanitize" in log
 
 
 @pytest.mark.parametrize(
@@ -628,16 +875,25 @@ def test_a_clean_sanitizer_passes(sanitizer: Any, tmp_path: Path):
         {"summary": "RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"},
         {"summary": "Device not supported"},
         {"code": 1},
-        {"said": "Traceback"},
+        {"cases": None},
+        {"cases": SCANS | {"ok": False}},
     ],
 )
 def test_an_unclean_sanitizer_fails(sanitizer: Any, said: dict[str, Any]):
     assert not sanitizer(**said)["ok"]
 
 
+def test_a_sanitizer_that_is_stopped_has_said_what_it_found(sanitizer: Any):
+    report = sanitizer(more="echo '========= Invalid read'\nsleep 60")
+    assert not report["ok"]
+    assert report["cases"] == ["a", "b"]
+    assert report["found"] == ["========= Invalid read"]
+    assert "stopped after 5 s" in report["summary"]
+
+
 def test_a_missing_sanitizer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu, "find_sanitizer", lambda: None)
-    report = gpu.run_sanitizer("racecheck", tmp_path, 20)
+    monkeypatch.setattr(gpu_processes, "find_sanitizer", lambda: None)
+    report = run_sanitizer("racecheck", Job(tmp_path, 5))
     assert not report["ok"]
     assert report["summary"].startswith("MISSING: no compute-sanitizer on PATH, in CUDA_HOME")
 
@@ -649,26 +905,56 @@ def test_a_sanitizer_is_found_in_a_toolkit(tmp_path: Path, monkeypatch: pytest.M
     program = tmp_path / "bin" / "compute-sanitizer"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert gpu.find_sanitizer() == str(program)
+    assert gpu_processes.find_sanitizer() == str(program)
 
 
 def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path):
-    code, output = gpu._process(
-        ["-c", "import time; print('begun', flush=True); time.sleep(60)"], tmp_path / "log", 1
+    printed: list[str] = []
+    code = "import time; print('begun', flush=True); time.sleep(60)"
+    ended = gpu_processes._process(["-c", code], "made-up", Job(tmp_path, 1.5, log=printed.append))
+    assert ended.code is None
+    assert ended.how == "stopped after 2 s: begun"
+    assert "begun" in "".join(printed)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running")
+def test_a_part_that_cannot_be_killed_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As one that is stuck in the driver."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_processes.os, "killpg", lambda process, signal: None)
+    monkeypatch.setattr(gpu_processes, "GRACE", 0.2)
+    begin = time.monotonic()
+    ended = gpu_processes._process(
+        ["-c", "import time; time.sleep(30)"], "made-up", Job(tmp_path, 0.5, tell=told.update)
     )
-    assert code is None
-    assert "begun" in output
+    assert time.monotonic() - begin < 10
+    assert ended.code is None
+    assert told["stuck"]
+    monkeypatch.undo()
+    os.killpg(told["process"], 9)
+    os.waitpid(told["process"], 0)
 
 
-def test_what_a_stopped_part_has_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def stopped(arguments: Any, log: Path, seconds: float) -> Any:
-        Path(arguments[-1]).write_text('{"ok": true, "summary": "1 of 9 races", "races": [1]}')
-        return None, "$ python\nrnn steps=10\n"
+def test_what_a_part_has_found_is_told_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file, told = tmp_path / "rnn.json", list[dict[str, Any]]()
 
-    monkeypatch.setattr(gpu, "_process", stopped)
-    report = gpu.run_part("rnn", tmp_path, 7)
-    summary = "1 of 9 races; stopped after 7 s: rnn steps=10"
-    assert report == {"ok": False, "summary": summary, "races": [1]}
+    def stopped(arguments: Any, name: str, job: Job, look: Any) -> Any:
+        assert arguments == ["-m", "bench.gpu", "part", "rnn", str(file)]
+        look()
+        for done in (1, 2):
+            file.write_text(json.dumps({"ok": True, "summary": f"{done} of 9 races"}))
+            look()
+            look()
+        return gpu_processes._Ended(None, "", "stopped after 7 s: rnn steps=10")
+
+    monkeypatch.setattr(gpu_processes, "_process", stopped)
+    report = run_part("rnn", Job(tmp_path, 7, tell=told.append))
+    assert [each["summary"] for each in told] == ["1 of 9 races", "2 of 9 races"]
+    assert report == {"ok": False, "summary": "2 of 9 races; stopped after 7 s: rnn steps=10"}
 
 
 # -- The run --------------------------------------------------------------------------------------
@@ -730,12 +1016,12 @@ def test_a_ratio_that_is_too_small_is_missed():
 
 def test_the_table_has_a_row_for_every_size():
     rows = [line.split() for line in table(rnn_races())]
-    sizes = [row[:2] for row in rows if len(row) == 14 and row[0].isdigit()]
+    sizes = [row[:2] for row in rows if len(row) == 17 and row[0].isdigit()]
     assert sizes[:3] == [["10", "16"], ["30", "16"], ["100", "16"]]
     assert len(sizes) == len(gpu_races.STEPS) + len(gpu_races.BATCHES) + 1
     (row,) = [row for row in rows if row[:2] == ["30000", "16"]]
     assert row[2] == "300.000"
-    assert row[6] == f"{0.3 / 65e-5:.1f}×"
+    assert row[8] == f"{0.3 / 65e-5:.1f}×"
 
 
 def test_plots_are_drawn_again_from_a_file(tmp_path: Path):
@@ -745,34 +1031,46 @@ def test_plots_are_drawn_again_from_a_file(tmp_path: Path):
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def stand_ins(monkeypatch: pytest.MonkeyPatch, *, draw: bool = False, **parts: Any) -> None:
-    """Let checks and parts say what they are told to say."""
-    if not draw:
-        monkeypatch.setattr(plots, "draw", lambda races, path: None)
+Answer = dict[str, Any] | Exception
 
-    def job(what: str, seconds: float) -> Any:
-        report = parts.get(what, {"ok": True, "summary": "fine"})
-        if isinstance(report, Exception):
-            raise report
-        return dict(report)
 
-    monkeypatch.setattr(
-        gpu,
-        "_checks",
-        lambda scratch: {what: partial(job, what) for what in ("memcheck", "repeat")},
-    )
-    monkeypatch.setattr(gpu, "run_part", lambda what, scratch, seconds: job(what, seconds))
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
+    """Return what parts say, in the place of which nothing runs; "fine" by default."""
+    answers: dict[str, Answer] = {}
+
+    def job_of(part: gpu.Part) -> Any:
+        def job(job: Job) -> dict[str, Any]:
+            answer = answers.get(part.name, {"ok": True, "summary": "fine"})
+            if isinstance(answer, Exception):
+                raise answer
+            job.log(f"{part.name} runs\n")
+            return dict(answer)
+
+        return job
+
+    monkeypatch.setattr(gpu, "_job_of", job_of)
+    return answers
+
+
+def written_to(folder: Path) -> Any:
+    """Return what the only file of results in a folder says."""
+    (file,) = folder.glob("gpu-*.json")
+    return json.loads(file.read_text())
 
 
 RNN = {"ok": True, "summary": "all", "gpu": GPU}
 
 
 def test_a_run_writes_a_file_a_plot_and_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: dict[str, Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setenv("COMMIT", "89abcdef0123")
-    jax = {"ok": True, "summary": "none", "missing": {JAX: "jax computes on 'cpu' here"}}
-    stand_ins(monkeypatch, draw=True, rnn=RNN | {"races": rnn_races()}, jax=jax)
+    answers["rnn"] = RNN | {"races": rnn_races()}
+    answers["jax"] = {"ok": True, "summary": "no", "missing": {JAX: "jax computes on 'cpu' here"}}
     assert gpu.main(["run", str(tmp_path / "new")]) == 0
     files = {path.suffix: path for path in (tmp_path / "new").iterdir()}
     assert set(files) == {".json", ".png", ".log"}
@@ -781,69 +1079,114 @@ def test_a_run_writes_a_file_a_plot_and_a_log(
     assert written["device"]["gpu"] == "Made-up GPU 1"
     assert (written["commit"], written["dirty"]) == ("89abcdef0123", False)
     assert len(written["races"]) == 15
-    assert set(written["parts"]) == {"preflight", "memcheck", "repeat", *gpu.LIMITS}
+    assert {part["state"] for part in written["parts"].values()} == {"done"}
     assert [line["met"] for line in written["wanted"]] == [True] * 2
+    log = files[".log"].read_text()
+    assert "===== preflight\npreflight runs\n" in log
     said = capsys.readouterr().out
     assert "OPEN    not measured  jax.lax.associative_scan: jax computes on 'cpu' here" in said
     assert said.rstrip().endswith("nothing failed")
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("name", "answer"),
     [
-        {"memcheck": {"ok": False, "summary": "MISSING: no compute-sanitizer"}},
-        {"repeat": {"ok": False, "summary": "200 random chains: 1 failed"}},
-        {"sparse": RuntimeError("it fell over")},
+        ("memcheck", {"ok": False, "summary": "MISSING: no compute-sanitizer"}),
+        ("repeat", {"ok": False, "summary": "200 random chains: 1 failed"}),
+        ("preflight", {"ok": False, "summary": "stopped after 90 s"}),
+        ("level", RuntimeError("it fell over")),
     ],
 )
-def test_a_part_that_fails_is_said_at_the_end(
-    bad: dict[str, Any],
+def test_a_part_that_fails_is_said_at_the_end_and_ends_nothing(
+    name: str,
+    answer: Answer,
+    answers: dict[str, Answer],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    stand_ins(monkeypatch, rnn=RNN | {"races": rnn_races()}, **bad)
-    assert gpu.run(tmp_path) == 1
-    (name,) = bad
+    answers[name] = answer
+    assert gpu.run(tmp_path, 540, ["first", "second"]) == 1
     said = capsys.readouterr().out.rstrip()
     assert said.endswith(f"FAILED: {name}")
     assert "launches                         ok" in said
+    parts = written_to(tmp_path)["parts"]
+    assert [what for what, part in parts.items() if not part["ok"]] == [name]
+    assert {part["state"] for part in parts.values()} == {"done"}
 
 
-def test_a_run_without_a_device_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_hazard_is_noted_and_fails_nothing(
+    answers: dict[str, Answer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    nothing = {"ok": False, "summary": "nothing done; exit status 1"}
-    stand_ins(monkeypatch, preflight=nothing)
-    assert gpu.run(tmp_path) == 1
-    (file,) = tmp_path.glob("gpu-unknown-*.json")
-    written = json.loads(file.read_text())
-    assert (written["races"], list(written["parts"])) == ([], ["preflight"])
-    assert "FAILED" in capsys.readouterr().out
+    answers["racecheck"] = {"ok": False, "summary": "RACECHECK SUMMARY: 1 hazard"}
+    assert gpu.run(tmp_path, 540, ["racecheck"]) == 0
+    assert "racecheck                        noted" in capsys.readouterr().out
+
+
+def test_what_is_known_is_in_the_file_while_a_part_runs(
+    answers: dict[str, Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[dict[str, Any]] = []
+
+    def job_of(part: gpu.Part) -> Any:
+        def job(job: Job) -> dict[str, Any]:
+            job.tell({"summary": "1 of 2 races", "races": rnn_races()[:1], "gpu": GPU})
+            seen.append(written_to(tmp_path))
+            return {"ok": True, "summary": "2 of 2 races"}
+
+        return job
+
+    monkeypatch.setattr(gpu, "_job_of", job_of)
+    assert gpu.run(tmp_path, 150, ["rnn", "pair"]) == 0
+    parts = seen[0]["parts"]
+    assert [part["state"] for part in parts.values()] == ["running", "left"]
+    assert parts["rnn"]["summary"] == "1 of 2 races"
+    assert len(seen[0]["races"]) == 1
+    assert seen[0]["device"]["gpu"] == "Made-up GPU 1"
+    assert seen[0]["asked"] == {"seconds": 150, "parts": ["rnn", "pair"]}
 
 
 def test_no_part_starts_when_the_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: dict[str, Answer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    stand_ins(monkeypatch)
-    monkeypatch.setattr(gpu, "CHECKS", 0)
-    monkeypatch.setattr(gpu, "LIMITS", dict.fromkeys(gpu.LIMITS, 0))
-    assert gpu.run(tmp_path) == 1
-    assert capsys.readouterr().out.count("no time left") == 2 * (2 + len(gpu.LIMITS))
+    assert gpu.run(tmp_path, gpu.END, ["first"]) == 1
+    parts = written_to(tmp_path)["parts"]
+    assert {part["state"] for part in parts.values()} == {"left"}
+    assert capsys.readouterr().out.count("no time left") == 2 * len(gpu.FIRST)
 
 
-def test_all_limits_fit_into_the_total():
-    assert gpu.PREFLIGHT + gpu.CHECKS + sum(gpu.LIMITS.values()) <= gpu.TOTAL <= 540
-    assert list(gpu.LIMITS) == list(gpu.RACES)
+def test_a_limit_is_at_most_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: dict[str, float] = {}
+
+    def job_of(part: gpu.Part) -> Any:
+        def job(job: Job) -> dict[str, Any]:
+            given[part.name] = job.seconds
+            return {"ok": True, "summary": "fine"}
+
+        return job
+
+    monkeypatch.setattr(gpu, "_job_of", job_of)
+    gpu.run(tmp_path, 40 + gpu.END, ["first"])
+    assert given["environment"] == 10
+    assert 38 < given["preflight"] <= 40
 
 
-def test_the_checks_are_those_of_the_cuda_part(tmp_path: Path):
-    checks = gpu._checks(tmp_path)
-    assert {"tests/gpu/cuda_scan.py", "tests/jacobians/test_device.py"} <= set(checks)
-    assert {"memcheck", "racecheck", "repeat"} <= set(checks)
+def test_every_race_and_check_is_a_part():
+    names = {part.name for part in gpu.PARTS}
+    assert names >= {*gpu_races.RACES, *gpu_parts.CHECKS} - {"sanitize"}
+    assert names >= {"environment", "tests", "memcheck", "racecheck"}
+    assert gpu.PARTS[-1].name == "jax"
+    assert next(part for part in gpu.PARTS if part.name == "preflight").seconds == 90
+
+
+def test_the_tests_are_those_of_the_cuda_part():
+    (tests,) = [part for part in gpu.PARTS if part.name == "tests"]
+    names = [part.name for part in gpu._files_of(tests, False)]
+    assert {"tests/gpu/cuda_scan.py", "tests/jacobians/test_device.py"} <= set(names)
     # It takes longest, so it starts first, by several processes.
-    assert next(iter(checks)) == "tests/gpu/cuda_chunks.py"
-    assert {test.split("/")[-1] for test in checks} >= {f"{name}.py" for name in gpu.WORKERS}
+    assert names[0] == "tests/gpu/cuda_chunks.py"
+    assert {name.split("/")[-1] for name in names} >= {
+        f"{name}.py" for name in gpu_processes.WORKERS
+    }
 
 
 @pytest.mark.parametrize(
@@ -860,14 +1203,15 @@ def test_a_copy_without_git_is_told_its_commit(
 def test_the_script_is_sound(tmp_path: Path):
     script = Path(gpu.__file__).with_suffix(".sh")
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    usage = subprocess.run([script], capture_output=True, text=True, check=False)
-    assert usage.returncode == 2
-    assert "OUTDIR" in usage.stderr
+    for wrong in ([], ["--rehearse"]):
+        usage = subprocess.run([script, *wrong], capture_output=True, text=True, check=False)
+        assert usage.returncode == 2
+        assert "OUTDIR" in usage.stderr
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
     fake.chmod(0o755)
     done = subprocess.run(
-        [script, "out"],
+        [script, "out", "--seconds", "150", "--only", "first"],
         cwd=tmp_path,
         env={"PYTHON": str(fake), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -875,4 +1219,62 @@ def test_the_script_is_sound(tmp_path: Path):
         check=True,
     )
     root = script.parent.parent
-    assert done.stdout.split() == [str(root), "-m", "bench.gpu", "run", str(tmp_path / "out")]
+    asked = ["--seconds", "150", "--only", "first"]
+    out = str(tmp_path / "out")
+    assert done.stdout.split() == [str(root), "-m", "bench.gpu", "run", out, *asked]
+
+
+# -- A rehearsal ----------------------------------------------------------------------------------
+
+
+def rehearsing(folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    """Start a rehearsal of a run."""
+    script = Path(gpu.__file__).with_suffix(".sh")
+    return subprocess.Popen(
+        [script, folder, "--rehearse", *more],
+        env={**os.environ, "PYTHON": sys.executable},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="numba-cuda is installed on Linux only")
+def test_a_rehearsal(tmp_path: Path):
+    pytest.importorskip("numba_cuda")
+    rehearsing(tmp_path).wait(300)
+    results = written_to(tmp_path)
+    assert results["rehearsal"]
+    parts = results["parts"]
+    bad = {what: part["summary"] for what, part in parts.items() if not part["ok"]}
+    assert bad == {}
+    assert {part["state"] for part in parts.values()} == {"done"}
+    assert list(parts)[:2] == ["environment", "preflight"]
+    assert {race["name"].split()[0] for race in results["races"]} >= {"rnn", "spgemm", "training"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="numba-cuda is installed on Linux only")
+@pytest.mark.parametrize("signal", [15, 9])
+def test_a_rehearsal_that_is_killed_halfway(tmp_path: Path, signal: int):
+    pytest.importorskip("numba_cuda")
+    process = rehearsing(tmp_path, "--only", "first")
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+        done = [*tmp_path.glob("gpu-*.json")]
+        parts = json.loads(done[0].read_text())["parts"] if done else {}
+        if "process" in parts.get("families", {}):
+            break
+    process.send_signal(signal)
+    assert process.wait(60) != 0
+    results = written_to(tmp_path)
+    states = {what: part["state"] for what, part in results["parts"].items()}
+    assert states["environment"] == states["preflight"] == "done"
+    assert states["rnn"] == states["pair"] == "left"
+    assert "environment" in (tmp_path / "gpu.log").read_text()
+    if signal == 9:
+        # Nobody was told: what runs is named in the file.
+        for part in results["parts"].values():
+            if part["state"] == "running":
+                with suppress(ProcessLookupError, KeyError):
+                    os.killpg(part["process"], 9)

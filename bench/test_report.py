@@ -648,6 +648,31 @@ def test_a_run_on_a_gpu(tmp_path: Path, rng: np.random.Generator):
         assert close(floor[4], 1e3 * race["floors"]["the work"]["seconds"])
 
 
+def test_calls_of_a_run_on_a_gpu_are_beside_each_other_and_no_rehearsal_is(
+    tmp_path: Path, rng: np.random.Generator
+):
+    left = {"ok": False, "state": "left", "summary": "not run"}
+    cases = [{"name": "levels", "ok": True}, {"name": "chained", "ok": False, "why": "wrong"}]
+    first = {
+        "families": {"ok": False, "summary": "1 failed", "seconds": 12.5, "cases": cases},
+        "rnn": left,
+    }
+    racecheck = {"ok": False, "informs": True, "summary": "RACECHECK SUMMARY: 1 hazard"}
+    results = {"races": [], "wanted": []}
+    for name, parts in (("first", first), ("second", {"racecheck": racecheck})):
+        asked = {"asked": {"seconds": 150, "parts": [name]}, "rehearsal": False}
+        save(tmp_path, name, results | asked | {"parts": parts}, device=GPU)
+    shown = show(tmp_path)
+    assert ["families", "failed", "12.5", "1 failed"] in shown.tables["On a GPU"]
+    assert shown.row("On a GPU", "rnn") == ["rnn", "not run", "", "not run"]
+    assert shown.row("On a GPU", "racecheck")[1] == "noted"
+    assert ["families", "chained", "failed", "wrong"] in shown.tables["On a GPU"]
+    rehearsed = {"parts": {"jax": left}, "rehearsal": True}
+    save(tmp_path, "rehearsal", results | rehearsed, device={"gpu": "stand-in", "cpu": "a CPU"})
+    assert "stand-in" not in show(tmp_path).sections["On a GPU"]
+    assert "stand-in" not in show(tmp_path).sections["Overview"]
+
+
 # -- Numbers --------------------------------------------------------------------------------------
 
 

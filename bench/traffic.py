@@ -19,8 +19,8 @@ import numpy as np
 
 import sparsescan
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
+from sparsescan.execution.chunk_counts import H100, chunk_count
 from sparsescan.jacobians import LSTMCell
-from sparsescan.kernels.cuda.chunks import chunk_count
 
 from . import workloads
 from .contests import csr_bytes
@@ -32,8 +32,8 @@ __all__ = ["EXPERIMENT"]
 
 _SUPPORT = Path(__file__).parent.parent / "tests" / "support"
 _SECTOR = 32
-# The long recurrence, cut into as many chunks as on a GPU of so many multiprocessors.
-_LONG, _BATCH, _MULTIPROCESSORS = 30_000, 16, 132
+# The long recurrence, cut into as many chunks as on an H100.
+_LONG, _BATCH = 30_000, 16
 # Bytes that must move, by the name of a kernel.
 Floors = dict[str, int]
 
@@ -130,7 +130,7 @@ def _lstm(chunks: int, chunk: int, cupy: Any) -> Floors:
 
 def _chunks(terms: int) -> tuple[int, int]:
     """Return the chunks of the long recurrence, and the steps of each, if so given."""
-    count = chunk_count(_LONG, _BATCH, HIDDEN, _MULTIPROCESSORS, terms=terms)
+    count = chunk_count(_LONG, _BATCH, HIDDEN, H100, terms=terms)
     return count, -(-_LONG // count)
 
 
@@ -248,7 +248,7 @@ def _about(options: Options) -> Results:
         "in blocks": "as if the first cache kept what a block has asked for, and shared none of it",
         "once": "as if the second cache kept what the blocks of a launch have asked for",
         "floor": "each operand read and each result written once, a shared pattern once",
-        "long chains": f"chunks as long as those of {_LONG:,} steps on {_MULTIPROCESSORS} "
+        "long chains": f"chunks as long as those of {_LONG:,} steps on {H100.number} "
         "multiprocessors; of an LSTM 40 steps each",
     }
 

@@ -84,7 +84,8 @@ def exclusive_scan(
         current CUDA device, and the result back.
     stream : optional
         CUDA stream to work on, of CuPy, PyTorch or anything with ``__cuda_stream__``, or its
-        handle; by default CuPy's current one.
+        handle; by default CuPy's current one. A plan keeps the streams that its memory was made on;
+        one that is known by its handle alone has to be there until the plan is gone.
 
     Returns
     -------

@@ -30,6 +30,7 @@ __all__ = [
     "host_array",
     "is_cupy",
     "is_on_device",
+    "is_same_stream",
     "load_cupy",
     "memory_left",
     "namespace",
@@ -47,6 +48,10 @@ _FLOATS = (_FLOAT32, _FLOAT64)
 # Arrays smaller than this are made without asking how much memory there is.
 _SMALL = 1 << 26
 _INSTALL = "pip install 'sparsescan[cuda13]', or [cuda12]"
+# CuPy, once all has been found that goes with it.
+_usable: Any = None
+# The handle of the default stream of a thread, which is another stream in each thread.
+_PER_THREAD = 2
 
 
 def is_cupy(array: Any) -> bool:
@@ -127,6 +132,11 @@ def address_of(array: Any) -> int:
     """Return the address of the first element of an array of NumPy or CuPy."""
     address: int = array.data.ptr if is_cupy(array) else array.ctypes.data
     return address
+
+
+def is_same_stream(stream: Any, other: Any) -> bool:
+    """Return whether two streams of CuPy are one of the current device, whose work is in turn."""
+    return bool(stream.ptr == other.ptr != _PER_THREAD)
 
 
 def check_one_place(
@@ -213,6 +223,7 @@ def _memory_of(array: NDArray[Any]) -> tuple[Any, ...]:
 
 def load_cupy() -> Any:
     """Return CuPy if it, numba-cuda and a device can be used; else raise what is missing."""
+    global _usable
     try:
         import cupy
     except ImportError as error:
@@ -223,6 +234,9 @@ def load_cupy() -> Any:
         raise DeviceError(f"no CUDA device can be used: {error}") from None
     if count == 0:
         raise DeviceError("no CUDA device can be used: the driver has none")
+    if cupy is _usable:
+        return cupy
+    # CuPy looks when it is imported, too.
     if os.environ.get("CUPY_ENABLE_UMP", "0") not in ("", "0"):
         raise DeviceError(
             "CUPY_ENABLE_UMP is set, which lets CuPy use memory of the host in place of copies on "
@@ -232,6 +246,7 @@ def load_cupy() -> Any:
         from . import cuda  # noqa: F401
     except ImportError as error:
         raise DeviceError(f"Numba's CUDA target cannot be used ({error}): {_INSTALL}") from None
+    _usable = cupy
     return cupy
 
 
@@ -278,7 +293,7 @@ class Constant:
             ready.record(stream)
         copy, home, ready = self._device[number]
         # A stream that captures a graph can neither wait for what is not in it, nor ask for it.
-        if ready is not None and stream != home and not stream.is_capturing():
+        if ready is not None and not is_same_stream(stream, home) and not stream.is_capturing():
             if ready.done:
                 self._device[number] = copy, home, None
             else:

@@ -1,15 +1,38 @@
-"""The one door to ``numba.cuda``; in its simulator with ``NUMBA_ENABLE_CUDASIM=1``."""
+"""The one door to ``numba.cuda``; in its simulator with ``NUMBA_ENABLE_CUDASIM=1``.
+
+A kernel is made in one way for tests and for devices: NVVM makes its PTX, which tests run on the
+CPU, and ptxas its machine code, whose registers and spills they count. Numba would let nvJitLink
+make machine code. With link-time optimisation, its default, that is made of other PTX than tests
+run. Without, kernels are assembled as parts of larger programs, and take more registers, up to
+twice as many for 7.5, where some spill. Numba launches so only where ptxas is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from numba import config, cuda
+from numba import config, cuda, int64, void
 
 from ..errors import DeviceError
 
-__all__ = ["SIMULATED", "cuda", "current"]
+__all__ = [
+    "SIMULATED",
+    "MachineCode",
+    "assemble",
+    "compile_to_ptx",
+    "compilers",
+    "cuda",
+    "current",
+]
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
@@ -20,6 +43,8 @@ _checked: set[int] = set()
 
 def current(device: int) -> AbstractContextManager[Any]:
     """Return a context in which Numba works on a device, which CuPy does not tell it.
+
+    Numba compiles, loads and launches kernels in it. The launch of a graph needs none.
 
     Raises
     ------
@@ -33,6 +58,70 @@ def current(device: int) -> AbstractContextManager[Any]:
         _check_capability(device, tuple(there.compute_capability))  # type: ignore[attr-defined]
         _checked.add(device)
     return there
+
+
+class MachineCode(NamedTuple):
+    """A kernel for devices of one architecture: an ELF file, and the kernel's name in it."""
+
+    cubin: bytes
+    name: str
+
+
+def compile_to_ptx(kernel: Any, count: int, capability: tuple[int, int]) -> str:
+    """Return the PTX of a kernel of `count` int64, for devices of a compute capability."""
+    suffix = ("a",) if capability >= _OWN_CODE else ()
+    ptx, _ = cuda.compile(  # type: ignore[attr-defined]
+        kernel.py_func,
+        void(*[int64] * count),
+        cc=(*capability, *suffix),
+        device=False,
+        abi="numba",
+        output="ptx",
+        # Whatever the environment asks for, as what is made is kept.
+        debug=False,
+        opt=True,
+    )
+    return str(ptx)
+
+
+def assemble(ptx: str) -> MachineCode:
+    """Return the machine code of PTX with one kernel, for the devices that it is for.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no ptxas, or it refuses the PTX.
+    """
+    (target,) = re.findall(r"^\s*\.target\s+(sm_\w+)", ptx, flags=re.MULTILINE)
+    (name,) = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [_ptxas(), f"-arch={target}", "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stderr}")
+        return MachineCode(made.read_bytes(), name)
+
+
+@cache
+def _ptxas() -> str:
+    """Return the path of the assembler of the wheel, or of a CUDA toolkit."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    path = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
+    if path is None:
+        raise RuntimeError("there is no ptxas (the nvidia-cuda-nvcc wheel)")
+    return str(path)
+
+
+@cache
+def compilers() -> str:
+    """Return the versions of what makes PTX of kernels, and machine code of that."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("numba-cuda", "llvmlite")]
+    # To ask it for its version would take as long as to load many kernels.
+    about = os.stat(_ptxas())
+    return ", ".join([*versions, f"ptxas of {about.st_size} bytes, {about.st_mtime_ns}"])
 
 
 def _check_capability(device: int, capability: tuple[int, ...]) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "Chain",
     "LocalGrads",
     "check_chain",
+    "check_grad",
     "check_places",
     "grad_or_zeros",
     "is_stack",
@@ -126,6 +127,9 @@ class Chain:
         self.period = 0
         self.stacks: list[tuple[int, int, int]] = []
         self._steps = np.arange(n)
+        # What the table says of stacks, and which Jacobians differ: most reads are like the last.
+        self._noted: list[tuple[int, int, int]] = []
+        self._known: tuple[NDArray[np.bool_], bytes | None] | None = None
         # The arrays that the addresses point into: one for each Jacobian, or a few that take turns.
         self.values: list[Any] = [None] * n
         self._stacks: list[Any] = []
@@ -242,13 +246,30 @@ class Chain:
 
         On a device it is known of arrays that take turns, and of a sequence.
         """
+        if self.stacks and self.period == period:
+            _, step, sample = self.stacks[turn]
+            return sample == 0 and (step == 0 or self.n <= turn + period)
         addresses, samples = self.leaves[turn::period].T
         return bool((addresses == addresses[0]).all() and not samples.any())
 
+    @property
+    def batched(self) -> NDArray[np.bool_]:
+        """Which Jacobians differ between samples."""
+        return self._differing()[0]
+
     def differs(self) -> bytes | None:
         """Return which Jacobians differ between samples, as an array of bool; None if all do."""
-        differ = self.leaves[:, 1] != 0
-        return None if differ.all() else differ.tobytes()
+        return self._differing()[1]
+
+    def _differing(self) -> tuple[NDArray[np.bool_], bytes | None]:
+        if self._known is None:
+            batched = self.leaves[:, 1] != 0
+            self._known = batched, None if batched.all() else batched.tobytes()
+        return self._known
+
+    def _forget(self) -> None:
+        """Forget what is known of the table, which is being written."""
+        self._noted, self._known = [], None
 
     def release(self) -> None:
         """Forget the caller's arrays."""
@@ -320,22 +341,30 @@ class Chain:
         ]
         period = len(self._stacks)
         self.stacks = []
-        for turn, stack in enumerate(self._stacks):
+        for stack in self._stacks:
             # CuPy has no address for an array without elements, but to kernels 0 says that it is
             # none.
             address = _arrays.address_of(stack) or stack.itemsize
             step = stack.strides[0] if stack.ndim > 1 else 0
             sample = stack.strides[1] if stack.ndim == 3 else 0
+            self.stacks.append((address, step, sample))
+        with_addresses = self.device is None or period > 1
+        noted = self.stacks if with_addresses else [(0, 0, sample) for _, _, sample in self.stacks]
+        if noted == self._noted:
+            return
+        self._forget()
+        for turn, (address, step, sample) in enumerate(self.stacks):
             addresses, samples = self.leaves[turn::period].T
             samples[:] = sample
-            self.stacks.append((address, step, sample))
-            if self.device is None or period > 1:
+            if with_addresses:
                 np.multiply(self._steps[: len(addresses)], step, out=addresses)
                 addresses += address
+        self._noted = noted
 
     def _read_sequence(
         self, jacobians: Any, patterns: Sequence[Pattern] | None
     ) -> Sequence[Pattern]:
+        self._forget()
         patterns_read: list[Pattern] = []
         # Steps often repeat a pattern without sharing its arrays: compare with one that passed the
         # checks, by size, before checking anew.
@@ -475,6 +504,7 @@ class Chain:
         """Note where the values of the `k`-th Jacobian lie."""
         if not _is_walkable(values):
             values = _copied(self.name(k), values, values.dtype)
+        self._forget()
         self.values[k] = values
         self.leaves[k, 0] = address_of(values) if self.device is None else values.data.ptr
         self.leaves[k, 1] = values.strides[0] if values.ndim == 2 else 0
@@ -487,7 +517,7 @@ def is_stack(jacobians: Any) -> bool:
 
 def length(jacobians: Any) -> int:
     """Return the number of Jacobians, or raise if `jacobians` is no sequence of them."""
-    if type(jacobians) is np.ndarray and jacobians.ndim > 1:
+    if (type(jacobians) is np.ndarray or is_cupy(jacobians)) and jacobians.ndim > 1:
         return len(jacobians)
     if is_stack(jacobians) and not isinstance(jacobians, _CHAINS):
         if is_on_device(jacobians):
@@ -612,6 +642,12 @@ def check_chain(
 def read_grad(grad: Any, size: int | None, batch: int | None) -> Any:
     """Return the gradient at the end of the chain, shape ``(size,)`` or ``(batch, size)``."""
     array = check_array("grad", grad)
+    check_grad(array, size, batch)
+    return array
+
+
+def check_grad(array: Any, size: int | None, batch: int | None) -> None:
+    """Raise unless an array has the shape of the gradient at the end of the chain."""
     wanted = "d_n" if size is None else str(size)
     if batch is not None:
         if array.ndim != 2 or array.shape != (batch, array.shape[1] if size is None else size):
@@ -621,7 +657,6 @@ def read_grad(grad: Any, size: int | None, batch: int | None) -> Any:
             )
     elif array.ndim not in (1, 2) or size not in (None, array.shape[-1]):
         raise InputError(f"grad has shape {array.shape}; expected ({wanted},) or (batch, {wanted})")
-    return array
 
 
 def placed(grad: Any, local_grads: Any) -> tuple[str, Any]:
@@ -964,6 +999,9 @@ def _flat(name: str, array: Any, nnz: int) -> Any:
     """Return values with one axis for rows and columns; a view wherever one can be."""
     shape = (*array.shape[:-2], nnz)
     if type(array) is not np.ndarray:
+        if array.flags.c_contiguous:
+            return array.reshape(shape)
+        # It may be a copy.
         with beside(array):
             return array.reshape(shape)
     (rows, cols), (row, entry) = array.shape[-2:], array.strides[-2:]

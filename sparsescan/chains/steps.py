@@ -97,14 +97,14 @@ class Steps:
                     f"jacobians is {jacobians}; expected explicit steps, as the plan was made for"
                 )
             return jacobians
+        if isinstance(jacobians, ImplicitChain) and self._is_like(jacobians):
+            return jacobians.factors(reverse)
         unfolded, implicit = unfold(steps_of(jacobians), reverse)
         n = len(implicit) or length(unfolded)
         if n != self.n:
             raise InputError(
                 f"jacobians has {n} steps; expected {self.n}, as the plan was made for"
             )
-        if isinstance(jacobians, ImplicitChain) and self._only == jacobians.pattern:
-            return unfolded
         for k, step in enumerate(self._patterns):
             pattern = implicit[k] if implicit else None
             if pattern is not step and pattern != (
@@ -115,3 +115,7 @@ class Steps:
                     "as the plan was made for"
                 )
         return unfolded
+
+    def _is_like(self, jacobians: ImplicitChain) -> bool:
+        """Return whether all steps are those of the plan, which has one pattern."""
+        return self._only == jacobians.pattern and len(jacobians) == self.n

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays.arrays import load_cupy
-from ..arrays.cuda import SIMULATED
+from ..arrays.arrays import is_same_stream, load_cupy
+from ..arrays.cuda import SIMULATED, current
 from ..arrays.streams import send
 from ..errors import MemoryLimitError
+from ..execution import chunk_counts
 from ..execution.workspace import KINDS, Parts, places
 from ..formatting import format_bytes
 from ..kernels.cpu.tables import SLOTS, Op, Store
@@ -161,8 +163,8 @@ def chunk_count(patterns: Sequence[Step], batch: int, dtype: np.dtype[Any]) -> i
     form = chunk_form(patterns, dtype)
     if form is None:
         return None
-    processors = multiprocessor_count(load_cupy())
-    return cuda_chunks.chunk_count(
+    processors = chunk_counts.multiprocessors_of(load_cupy())
+    return chunk_counts.chunk_count(
         len(patterns),
         batch,
         form.size,
@@ -177,7 +179,7 @@ def in_one_launch(
     form: ChunkForm, dtype: np.dtype[Any], steps: int, batch: int, chunk: int
 ) -> bool:
     """Return whether all phases of a scan in chunks of so many steps are one launch."""
-    return cuda_chunks.in_one_launch(
+    return chunk_counts.in_one_launch(
         form.size, dtype, steps, batch, chunk, terms=form.terms, states=form.states
     )
 
@@ -516,11 +518,21 @@ class DeviceWorkspace:
         Whether to run implicit steps by kernels for chunks, where there are any: all steps share
         their second factor. Gradients and local gradients are then those of steps, and none within.
 
+    Attributes
+    ----------
+    capture_error : str or None
+        Why no graph could be made of the launches, if one was tried: runs then start them one by
+        one.
+    captures : Counter of str
+        How captures have ended in this process, for benchmarks: ``"captured"``, or why they failed.
+
     Raises
     ------
     MemoryLimitError
         If the device has not enough memory left.
     """
+
+    captures: ClassVar[Counter[str]] = Counter()
 
     def __init__(
         self,
@@ -533,11 +545,14 @@ class DeviceWorkspace:
         whole: bool = False,
     ) -> None:
         self._cupy = cupy = load_cupy()
-        # The device and the streams that the memory was made on, and when no run uses it any more.
+        # The device and the streams that the memory was made on.
         self._device = cupy.cuda.Device()
         self._homes = [cupy.cuda.get_current_stream()]
+        # The stream of the latest run, and when that is done: it is noted after each run, since
+        # later that stream may have other work, capture a graph or be gone.
+        self._latest = self._homes[0]
         self._done = cupy.cuda.Event(disable_timing=True)
-        self._done.record(self._homes[0])
+        self._done.record(self._latest)
         self._kept: list[Any] = []  # what tables and launches point into
         n = len(program.steps) if whole else program.n
         self._n, self._whole = n, whole
@@ -546,8 +561,10 @@ class DeviceWorkspace:
         # The run descriptor as the host writes it, and as the device reads it.
         self._told = np.zeros(Run.WIDTH + leaves + (n + 1) * (local == "list"), np.int64)
         self._run = cupy.empty(len(self._told), np.int64)
+        self._sent = b""  # what is there, but for the flag
         self._chain: StepValues | None = None
         self._may_capture = True
+        self.capture_error: str | None = None
         self._launches = _Launches(program, dtype, batch, batched, local is not None, whole, self)
         # One entry is for exclusive scans, one for inclusive ones; a second run makes a graph.
         self._actions: list[list[Action] | None] = [None, None]
@@ -620,8 +637,13 @@ class DeviceWorkspace:
         self._kept.append(kept)
         self._homes.append(kept.home)
 
-    def run(self, chain: StepValues, local: AddedGrads, out: Any, *, inclusive: bool) -> None:
-        """Fill `out`, whose first gradient is there, on the current stream."""
+    def run(
+        self, chain: StepValues, local: AddedGrads, out: Any, *, inclusive: bool, stream: Any = None
+    ) -> None:
+        """Fill `out`, whose first gradient is there.
+
+        `stream` is CuPy's current one, for callers that have it.
+        """
         told = self._told
         told[Run.FLAG], told[Run.OUT] = 0, out.data.ptr
         stack, leaves = chain.stack, chain.leaves
@@ -638,30 +660,53 @@ class DeviceWorkspace:
         elif self._locals:
             told[Run.LOCALS] = self._locals
             local.fill(told[self._locals : self._locals + self._n + 1])
-        stream = self._cupy.cuda.get_current_stream()
-        # The memory is in use until the run before is done, which may be on another stream.
-        stream.wait_event(self._done)
-        send(told, self._run)
+        if stream is None:
+            stream = self._cupy.cuda.get_current_stream()
+        # The memory is in use until the run before is done. Work on one stream is done in turn.
+        if not is_same_stream(stream, self._latest):
+            stream.wait_event(self._done)
+        self._send(stream)
         self._chain = chain
         try:
             self._start(stream, inclusive)
         finally:
             self._chain = None
+            self._latest = stream
             self._done.record(stream)
 
+    def _send(self, stream: Any) -> None:
+        """Bring the run descriptor to the device: of one that is there only the flag is lowered."""
+        told = self._told.tobytes()
+        if told == self._sent:
+            flag = self._run.data + Run.FLAG * self._told.itemsize
+            flag.memset_async(0, self._told.itemsize, stream)
+            return
+        self._sent = b""
+        send(self._told, self._run, stream)
+        self._sent = told
+
     def _start(self, stream: Any, inclusive: bool) -> None:
-        actions, graphs = self._actions[inclusive], self._graphs[inclusive]
-        if graphs is None and actions is not None and self._may_capture:
+        graphs = self._graphs[inclusive]
+        if graphs is None:
+            with current(self._device.id):
+                graphs = self._first_runs(stream, inclusive)
+        for start in graphs:
+            start(stream)
+
+    def _first_runs(self, stream: Any, inclusive: bool) -> list[Action]:
+        """Run without a graph, and return none; or return what all later runs start."""
+        actions = self._actions[inclusive]
+        if actions is None:
+            self._homes.append(stream)  # of the tables that launches read
+            actions = self._actions[inclusive] = self._launches.actions(inclusive)
+        elif self._may_capture:
             # Kernels have been compiled and loaded, which no capture allows.
             graphs = self._graphs[inclusive] = self._captured(actions)
-        if graphs is not None:
-            for start in graphs:
-                start(stream)
-            return
-        if actions is None:
-            actions = self._actions[inclusive] = self._launches.actions(inclusive)
+            if graphs is not None:
+                return graphs
         for action in actions:
             action(stream)
+        return []
 
     def _captured(self, actions: list[Action]) -> list[Action] | None:
         """Return a graph of all launches, or of those before, between and after calls of cuBLAS.
@@ -687,12 +732,19 @@ class DeviceWorkspace:
             try:
                 for action in actions:
                     action(stream)
+            except Exception as error:
+                # The end of this capture may fail, too, and say less.
+                self.capture_error = _said(error)
+                raise
             finally:
                 graph = stream.end_capture()
-        except Exception:
+        except Exception as error:
             # If it was not for the capture, plain launches will raise it again.
             self._may_capture = False
+            self.capture_error = self.capture_error or _said(error)
+            self.captures[self.capture_error] += 1
             return None
+        self.captures["captured"] += 1
         return graph
 
     def multiply(
@@ -1139,6 +1191,11 @@ class _Launches:
             if _is_large(pattern):
                 values = pool[place : place + width * pattern.nnz]
                 self._views[n + k] = values.reshape(width, *pattern.shape)
+
+
+def _said(error: Exception) -> str:
+    """Return the name and the message of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _launch(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays.arrays import Constant, device_of, load_cupy
+from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
 from ..execution.device import multiprocessor_count
@@ -161,8 +162,9 @@ class DeviceMemory(Memory):
     @contextmanager
     def here(self) -> Iterator[None]:
         """Let the block work on this memory, on the current stream of its device."""
-        with place("the states", self._carry, None, None):
-            stream, others = self._xp.cuda.get_current_stream(), [self._home]
+        device: int = self._carry.data.device_id
+        with place("the states", self._carry, None, None) as stream, current(device):
+            others = [self._home]
             if self._latest != self._home:
                 others.append(self._latest)
             others = [other for other in others if other != stream]

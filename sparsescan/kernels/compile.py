@@ -42,7 +42,7 @@ try:
 except ImportError:  # not POSIX, where processes may compile a function at once
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["entry_for_c", "njit"]
+__all__ = ["cache_folder", "entry_for_c", "njit", "read_checked", "with_checksum"]
 
 _DIGEST_SIZE = 16
 
@@ -137,6 +137,16 @@ class _HelperLibrary(JITCodeLibrary):
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
+
+
+def cache_folder(function: Callable[..., Any]) -> Path | None:
+    """Return the folder for the compiled code of a function, or None where none can be written."""
+    try:
+        locator = _Places(function).locator  # type: ignore[no-untyped-call]
+        locator.ensure_cache_path()
+    except (OSError, RuntimeError):
+        return None
+    return Path(locator.get_cache_path())
 
 
 def _cache_of(function: Callable[..., Any]) -> _Cache | None:
@@ -247,7 +257,7 @@ class _CheckedFiles(IndexDataCacheFile):
 
     def _load_index(self) -> dict[Any, str]:
         try:
-            with io.BytesIO(_read(self._index_path)) as file:
+            with io.BytesIO(read_checked(self._index_path)) as file:
                 if pickle.load(file) != self._version:
                     return {}
                 stamp, overloads = pickle.load(file)
@@ -259,18 +269,22 @@ class _CheckedFiles(IndexDataCacheFile):
     def _load_data(self, name: str) -> Any:
         # An OSError says that the file is missing.
         path = self._data_path(name)  # type: ignore[no-untyped-call]
-        return pickle.loads(_read(path))
+        return pickle.loads(read_checked(path))
 
     @contextmanager
     def _open_for_write(self, path: str) -> Any:
         content = io.BytesIO()
         yield content
         with super()._open_for_write(path) as file:
-            file.write(content.getvalue())
-            file.write(_digest(content.getvalue()))
+            file.write(with_checksum(content.getvalue()))
 
 
-def _read(path: str) -> bytes:
+def with_checksum(content: bytes) -> bytes:
+    """Return the content of a file that :func:`read_checked` reads."""
+    return content + _digest(content)
+
+
+def read_checked(path: str | Path) -> bytes:
     """Return the content of a file without its checksum; an :class:`OSError` if that is wrong."""
     with open(path, "rb") as file:
         content = file.read()

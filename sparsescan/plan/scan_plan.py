@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arrays.arrays import check_memory, load_cupy, memory_left, namespace, upload
 from ..arrays.frozen import Frozen
 from ..arrays.streams import place
-from ..chains.chain import Chain, LocalGrads, check_places, grad_or_zeros, placed, read_grad
+from ..chains.chain import Chain, LocalGrads, check_grad, check_places, grad_or_zeros, placed
 from ..chains.steps import Steps
 from ..errors import InputError, InputTypeError, MemoryLimitError, out_of_memory
 from ..execution.solves import Given
@@ -119,6 +119,11 @@ class ScanPlan(Frozen):
         # Lengths of all gradients that a run makes, and where they start.
         self._sizes = [factors[0].shape[1]] if factors else []
         self._sizes += [factor.shape[0] for factor in factors]
+        starts = self._steps.starts
+        # Lengths of the gradients before each step, and behind the last.
+        self._step_sizes = (
+            self._sizes if starts is None else [self._sizes[k] for k in starts.tolist()]
+        )
         self._offsets = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)]).tolist()
         # Whether all gradients of an exclusive, and of an inclusive, scan have one length.
         self._uniform = len(set(self._sizes[:-1])) <= 1, len(set(self._sizes)) <= 1
@@ -417,7 +422,7 @@ class ScanPlan(Frozen):
         *,
         inclusive: bool,
     ) -> Gradients:
-        with place(*placed(grad, local_grads), self.device, stream):
+        with place(*placed(grad, local_grads), self.device, stream) as current_stream:
             try:
                 slot = self._idle.pop()
             except IndexError:
@@ -425,7 +430,7 @@ class ScanPlan(Frozen):
                 slot = self.slot(chain)
             try:
                 slot.chain.read(self._steps.unfold(jacobians, self.reverse), self._steps.factors)
-                return self.run(slot, grad, local_grads, inclusive=inclusive)
+                return self.run(slot, grad, local_grads, inclusive=inclusive, stream=current_stream)
             except MemoryError as error:
                 raise out_of_memory("the scan", error) from None
             finally:
@@ -437,9 +442,18 @@ class ScanPlan(Frozen):
         return Slot(chain, self._admit)
 
     def run(
-        self, slot: Slot, grad: ArrayLike | None, local_grads: Any, *, inclusive: bool
+        self,
+        slot: Slot,
+        grad: ArrayLike | None,
+        local_grads: Any,
+        *,
+        inclusive: bool,
+        stream: Any = None,
     ) -> Gradients:
-        """Scan the chain that a slot has read, and that the caller will release."""
+        """Scan the chain that a slot has read, and that the caller will release.
+
+        `stream` is CuPy's current one, for callers that have it.
+        """
         chain, steps = slot.chain, self._steps
         count = len(steps.factors) + inclusive
         first, local, dtype = self._read(chain, grad, local_grads, inclusive)
@@ -483,7 +497,7 @@ class ScanPlan(Frozen):
             local.convert(dtype)
             if xp is not np:
                 workspace = slot.on_device(program, dtype, batch, local, whole)
-                workspace.run(chain, local, out, inclusive=inclusive)
+                workspace.run(chain, local, out, inclusive=inclusive, stream=stream)
             elif not slot.workspace(program, dtype, batch, local).run(
                 out, inclusive, Given(chain.array, local.array, chain.name)
             ):
@@ -509,17 +523,14 @@ class ScanPlan(Frozen):
         starts, count = self._steps.starts, self.n + inclusive
         # The factors of implicit steps take turns, and gradients do not.
         period = chain.period if starts is None else 0
-        given = grad_or_zeros(grad, local_grads, size, chain.batch, period)
-        first = read_grad(given, size, chain.batch)
+        first = grad_or_zeros(grad, local_grads, size, chain.batch, period)
+        check_grad(first, size, chain.batch)
         batch_shape = first.shape[:-1]
         if self.batch is not None and batch_shape != (self.batch,):
             raise InputError(
                 f"grad has shape {first.shape}; expected ({self.batch}, ·), the batch of the plan"
             )
-        if starts is None:
-            sizes = self._sizes or [first.shape[-1]]
-        else:
-            sizes = [self._sizes[k] for k in starts.tolist()]
+        sizes = self._step_sizes or [first.shape[-1]]
         local = LocalGrads(local_grads, count, sizes, batch_shape, period, reverse=self.reverse)
         check_places(first, chain, local)
         dtype = np.result_type(first.dtype, *[chain.dtype] * (self.n > 0), *local.dtypes)
@@ -605,7 +616,7 @@ class Slot:
     ) -> Workspace:
         """Return a workspace on the CPU for this program and this kind of input."""
         threads, merged = thread_count(), self.chain.merged
-        batched, key = self._batched()
+        batched, key = self.chain.batched, self.chain.differs()
         workspace: Workspace = self._kept(
             (program, dtype, batch, key, local.given, threads, tuple(merged)),
             lambda: Workspace(
@@ -633,19 +644,13 @@ class Slot:
 
         stacked = bool(self.chain.stacks) if whole else self.chain.stack is not None
         how = None if not local.given else "list" if local.stack is None else "stack"
-        batched, key = self._batched()
+        batched, key = self.chain.batched, self.chain.differs()
         workspace: DeviceWorkspace = self._kept(
             (program, dtype, batch, key, stacked, how, whole, self.chain.device),
             lambda: DeviceWorkspace(program, dtype, batch, batched, stacked, how, whole),
             whole,
         )
         return workspace
-
-    def _batched(self) -> tuple[NDArray[np.bool_], tuple[int, bytes]]:
-        """Return which Jacobians differ between samples, and the same to look it up by."""
-        batched = self.chain.leaves[:, 1] != 0
-        count = int(np.count_nonzero(batched))
-        return batched, (count, batched.tobytes() if 0 < count < len(batched) else b"")
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], Any], whole: bool = True) -> Any:
         workspace = self._workspaces.get(key)

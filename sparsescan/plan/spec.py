@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,7 +114,7 @@ class PlanSpec:
             alternatives=choice.alternatives,
         )
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """The input that the schedule is for: until one has run, what the caller asked for."""
         dtype = np.dtype(self.dtype or np.float64)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import numpy as np
 import pytest
-from on_device import cupy_or_stand_in, run_as_compiled_if
+from on_device import SIMULATED, cupy_or_stand_in, run_as_compiled_if
 from oracles import assert_within, indices_of, mask, sequential
 from sampling import slow
 
 import sparsescan
 from sparsescan import CSRChain
-from sparsescan.kernels.cuda.chained import layout_of
-from sparsescan.kernels.cuda.chunks import (
+from sparsescan.execution.chunk_counts import (
+    H100,
+    Multiprocessors,
     chunk_count,
-    chunk_kernels,
     in_one_launch,
-    launches,
-    scratch,
+    multiprocessors_of,
 )
+from sparsescan.kernels.cuda.chained import layout_of
+from sparsescan.kernels.cuda.chunk_costs import registers_of
+from sparsescan.kernels.cuda.chunks import chunk_kernels, launches, scratch
 from sparsescan.kernels.cuda.device import launch
 from sparsescan.kernels.cuda.tables import Run
 
@@ -362,15 +365,67 @@ def test_overflow_that_only_products_see(cupy: Any) -> None:
 def test_chunk_count(size: int) -> None:
     for steps in (1, 2, 10, 100, 1000, 30_000):
         for batch in (1, 16, 256, 10_000):
-            count = chunk_count(steps, batch, size, 132)
+            count = chunk_count(steps, batch, size, H100)
             assert 1 <= count <= steps
-    assert chunk_count(10, 16, size, 132) == 1
+    assert chunk_count(10, 16, size, H100) == 1
     # Enough samples to fill a device: products would only make more work.
-    assert chunk_count(1000, 10_000, size, 132) == 1
+    assert chunk_count(1000, 10_000, size, H100) == 1
     # More steps never make fewer chunks.
-    counts = [chunk_count(steps, 16, size, 132) for steps in (10, 100, 1000, 10_000, 100_000)]
+    counts = [chunk_count(steps, 4, size, H100) for steps in (10, 100, 1000, 10_000, 100_000)]
     assert counts == sorted(counts)
     assert counts[-1] > 10
+
+
+def test_blocks_at_once() -> None:
+    """As NVIDIA's calculator of occupancy has it."""
+    # Registers, of which a warp has 256 at a time, and four warps as many.
+    assert H100.at_once(32, 128, 0) == 16
+    assert H100.at_once(32, 129, 0) == H100.at_once(32, 168, 0) == 12
+    assert H100.at_once(256, 128, 0) == 2
+    # Threads, blocks, and shared memory.
+    assert H100.at_once(1024, 16, 0) == 2
+    assert H100.at_once(32, 32, 0) == 32
+    assert H100.at_once(128, 96, 48 * 1024) == 4
+    small = H100._replace(shared=100 * 1024, threads=1536, blocks=24)
+    assert small.at_once(128, 96, 48 * 1024) == 2
+    assert H100.at_once(1024, 255, 1 << 20) == 1
+
+
+def test_a_device_has_as_many_chunks_as_it_has_room_for(cupy: Any) -> None:
+    """All that fit at once, of 16 samples and 30,000 steps: two chains to a block."""
+    assert chunk_count(30_000, 16, 20, H100) == 132 * 16 * 2 // 16
+    assert chunk_count(30_000, 16, 20, H100._replace(registers=1 << 15)) == 132 * 8 * 2 // 16
+    assert chunk_count(30_000, 16, 20, H100._replace(shared=64 * 1024)) == 132 * 8 * 2 // 16
+    own = multiprocessors_of(cupy)
+    assert own.number == cupy.cuda.Device().attributes["MultiProcessorCount"]
+    assert own.registers >= 1 << 16
+    assert 1 <= chunk_count(30_000, 16, 20, own) <= 30_000
+
+
+def test_what_a_device_does_not_say_is_as_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"MultiProcessorCount": 40, "MaxThreadsPerMultiProcessor": 1024, "MaxPitch": 5}
+    device = types.SimpleNamespace(id=12345, attributes=about)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    assert multiprocessors_of(cupy) == Multiprocessors(40, threads=1024)
+
+
+@pytest.mark.skipif(SIMULATED, reason="there is no code for a device")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_registers_are_those_of_the_code_that_is_loaded(cupy: Any, dtype: Any) -> None:
+    """Or as many blocks fit beside each other."""
+    grad, chain = chain_of("dense", 5, 2, 20, dtype, 1)
+    check(scan(cupy, grad, chain, 2), grad, chain)
+    kernels = chunk_kernels(20, 400, np.dtype(dtype))
+    ask = getattr(kernels.multiply, "get_regs_per_thread", None)
+    if ask is None:
+        pytest.skip("the kernel does not say")
+    (registers,) = ask().values()
+    tiles, own = kernels.tiles, multiprocessors_of(cupy)
+    blocks = [
+        own.at_once(tiles.threads, count, tiles.shared)
+        for count in (registers, registers_of(20, grad.itemsize))
+    ]
+    assert blocks[0] == blocks[1], f"{registers} registers"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -384,7 +439,7 @@ def test_chunks_of_one_launch(dtype: Any) -> None:
         return in_one_launch(size, dtype, n, batch, chunk, **{"terms": 1, "states": 1, **about})
 
     for batch, expected in ((16, True), (64, True), (1, False)):
-        count = chunk_count(n, batch, 20, 132, terms=1, itemsize=dtype.itemsize)
+        count = chunk_count(n, batch, 20, H100, terms=1, itemsize=dtype.itemsize)
         assert one(batch, -(-n // count)) is expected
     assert one(16, layout.longest)
     assert not one(16, layout.longest + 1)

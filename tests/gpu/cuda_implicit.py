@@ -21,9 +21,9 @@ from sparsescan import (
     Pattern,
     Schedule,
 )
+from sparsescan.execution import chunk_counts
 from sparsescan.execution.device import DeviceWorkspace, chunk_form
 from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
-from sparsescan.kernels.cuda import chunks as cuda_chunks
 from sparsescan.kernels.cuda.chained import layout_of
 from sparsescan.kernels.cuda.tables import Run
 from sparsescan.symbolic.pattern import of_mask
@@ -52,7 +52,7 @@ def launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture(autouse=True)
 def phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """All chains in three launches, whether or not one would take less."""
-    monkeypatch.setattr(cuda_chunks, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def one(phases: None, monkeypatch: pytest.MonkeyPatch) -> None:
         layout = layout_of(size, dtype.itemsize) if terms == states == 1 else None
         return layout is not None and chunk <= layout.longest
 
-    monkeypatch.setattr(cuda_chunks, "in_one_launch", fits)
+    monkeypatch.setattr(chunk_counts, "in_one_launch", fits)
 
 
 def kernels_of(launches: list[Any]) -> list[str]:

@@ -25,6 +25,7 @@ from sparsescan import (
     InputTypeError,
     Pattern,
     PatternMismatchError,
+    PeriodicChain,
     SparseScanError,
 )
 from sparsescan.chains import containers
@@ -241,6 +242,41 @@ def test_a_plans_patterns_on_a_device(cupy: Any, form: str) -> None:
     chain.read(host, patterns)
     assert chain.device is None
     assert all(chain.leaves[:, 0] != 0)
+
+
+def test_a_chain_that_is_read_again_is_as_a_new_one(cupy: Any) -> None:
+    """What the table says is remembered from read to read, of chains in any form and place."""
+    rng = np.random.default_rng(0)
+    stack, batches = draw(4, 3, 3), draw(4, 6, 3, 3)
+    one, shared = Pattern.diagonal(3), Pattern.dense((3, 3))
+    forms: list[Any] = [
+        *(stack, stack[::-1], batches, batches[:, ::-1], batches.astype(F32)),
+        *(np.broadcast_to(stack[:, None], (4, 6, 3, 3)), np.broadcast_to(stack[0], (4, 3, 3))),
+        *(list(stack), list(batches), [*stack[:2], *batches[2:]]),
+        *(PeriodicChain([draw(2, 6, 3), draw(9)], [one, shared]),),
+        *(PeriodicChain([draw(2, 3), draw(2, 9)], [one, shared]),),
+    ]
+    host = len(forms)
+    forms += [put(cupy, form) for form in forms[:-2]]
+    again = Chain(4)
+    for k in rng.integers(0, len(forms), 300).tolist():
+        fresh = Chain(4)
+        for chain in (fresh, again):
+            chain.read(forms[k])
+            if rng.random() < 0.3 and chain is again:
+                chain.differs()
+            chain.convert(F64)
+        assert again.stacks == fresh.stacks or forms[k].dtype == F32
+        assert (again.differs(), again.batch) == (fresh.differs(), fresh.batch)
+        np.testing.assert_array_equal(again.batched, fresh.batched)
+        np.testing.assert_array_equal(again.leaves[:, 1], fresh.leaves[:, 1])
+        if k < host and getattr(forms[k], "dtype", F64) == F64:
+            np.testing.assert_array_equal(again.leaves, fresh.leaves)
+        for turn, period in ((0, 1), (0, 2), (1, 2)):
+            leaves = fresh.leaves[turn::period]
+            if k < host:
+                expected = (leaves[:, 0] == leaves[0, 0]).all() and not leaves[:, 1].any()
+                assert again.is_shared(turn, period) == expected
 
 
 def test_what_is_contiguous_is_not_copied(cupy: Any) -> None:

@@ -64,12 +64,18 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
     for line in lines:
         assert f"for 'sm_{capability.replace('.', '')}'" in line
         assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
-        (registers,) = re.findall(r"Used (\d+) registers", line)
+        # The machine code says the same; the system has some shared memory of each block, too.
+        ((registers, frame, taken),) = re.findall(
+            r"loaded: (\d+) registers, (\d+) frame, (\d+) shared", line
+        )
+        assert re.findall(r"Used (\d+) registers", line) == [registers], line
+        assert int(frame) == 0, line
         name = line.split()[1]
         assert int(registers) <= REGISTERS.get(name, 224), line
         if name in REGISTERS and capability in SHARED:
             (shared,) = re.findall(r"(\d+) bytes smem", line)
             assert 2 * (int(shared) + 1024) <= 1024 * SHARED[capability], line
+            assert int(taken) in (int(shared), int(shared) + 1024), line
         # All threads of a block have as many as a multiprocessor has; or those of four blocks.
         threads = re.findall(r"(\d+) threads of a (?:block|multiprocessor)", line)
         taken = -(-int(registers) // 8) * 8

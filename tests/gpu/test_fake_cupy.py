@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,44 @@ def test_what_waits_is_counted(cupy: Any) -> None:
         wait()
         assert state.waits == k + 1
         assert event.done
+
+
+def test_calls_are_counted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, stream, event = cupy.zeros(3), cupy.cuda.Stream(), cupy.cuda.Event()
+    counts = fake_cupy.count(monkeypatch)
+    with cupy.cuda.Device(1), cupy.cuda.Stream():
+        pass
+    event.record(stream)
+    stream.wait_event(event)
+    assert not event.done
+    x[...] = 1
+    x.data.memset_async(0, 8)
+    assert x.get().tolist() == [0, 1, 1]
+    assert counts == {
+        "Device.__enter__": 1,
+        "Stream.__enter__": 1,
+        "Event.record": 1,
+        "Stream.wait_event": 1,
+        "Event.done": 1,
+        "ndarray.__setitem__": 1,
+        "MemoryPointer.memset_async": 1,
+        "ndarray.get": 1,
+    }
+
+
+def test_streams_of_others(cupy: Any) -> None:
+    """Since CuPy 14 one keeps what it is made of; that of old versions has no room for it."""
+    stream = cupy.cuda.Stream()
+    alive = weakref.ref(stream)
+    other = cupy.cuda.Stream.from_external(stream)
+    del stream
+    assert alive() is not None
+    with pytest.warns(DeprecationWarning, match="ExternalStream"):
+        external = cupy.cuda.ExternalStream(other.ptr)
+    with pytest.raises(AttributeError):
+        external.owner = other
+    del other
+    assert alive() is None
 
 
 def test_matrices_of_arrays_wait_for_the_device(cupy: Any) -> None:

@@ -138,7 +138,7 @@ def not_numpy() -> Any:
     event = types.SimpleNamespace(record=lambda stream: None, done=True)
     other.cuda = types.SimpleNamespace(
         Device=lambda: types.SimpleNamespace(id=0),
-        get_current_stream=lambda: "the stream",
+        get_current_stream=lambda: types.SimpleNamespace(ptr=0),
         Event=lambda disable_timing: event,
     )
     return other

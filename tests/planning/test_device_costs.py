@@ -23,7 +23,8 @@ import device_memory
 import fake_cupy
 
 from sparsescan import ImplicitPattern, Pattern, Schedule
-from sparsescan.kernels.cuda import chunks
+from sparsescan.execution import chunk_counts
+from sparsescan.kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from sparsescan.kernels.cuda.chunks import teams_of
 from sparsescan.planning.costs import cpu as costs
 from sparsescan.planning.costs import cuda as device_costs
@@ -209,18 +210,19 @@ def test_one_launch_of_implicit_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last == pytest.approx(2 * launch + piece * (b * size + c + vector) + behind)
     _, (*_, last) = GpuModel(replace(BUILT_IN, cache=1e99), F4, 64).level_times(program)
     multiply_adds = 64 * 74 * 400 * size * size * (size + 1)
-    assert last == pytest.approx(2 * launch + a * multiply_adds + piece * vector)
+    made = a * multiply_adds * chained_turns(size, 4)[0] / multiply_turns(size, 4)
+    assert last == pytest.approx(2 * launch + made + piece * vector)
     _, moved = GpuModel(replace(BUILT_IN, cache=0, bandwidth=1.0), F4, 16).level_times(program)
     assert sum(moved) == pytest.approx(2 * launch + 2 * (n - 1) * 16 * size * 4)
     one = sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
-    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
     assert one < sum(GpuModel(BUILT_IN, F4, 16).level_times(program)[1])
 
 
 def test_the_estimates_are_those_from_the_instructions_of_the_kernels() -> None:
     """H = 20 and 16 samples: 0.42 to 0.55 ms for 30,000 steps; 30 µs and launches for 1,000."""
     step = Pattern.dense((20, 20))
-    assert 0.42e6 < predicted([step] * 30_000, Schedule.chunked(30_000, 198), 16) < 0.55e6
+    assert 0.42e6 < predicted([step] * 30_000, Schedule.chunked(30_000, 264), 16) < 0.55e6
     launches = 4 * BUILT_IN.launch
     assert 20e3 < predicted([step] * 1000, Schedule.chunked(1000, 84), 16) - launches < 40e3
 
@@ -231,7 +233,7 @@ def test_the_estimates_are_those_from_the_instructions_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F4, F8], ids=str)
-@pytest.mark.parametrize(("n", "chunks"), [(1000, 84), (30_000, 198)])
+@pytest.mark.parametrize(("n", "chunks"), [(1000, 84), (30_000, 264)])
 def test_long_chains_of_small_steps_are_cut_into_chunks(
     n: int, chunks: int, dtype: np.dtype[Any]
 ) -> None:
@@ -394,7 +396,7 @@ def test_without_a_gpu_the_constants_are_those_built_in(monkeypatch: pytest.Monk
 def test_a_program_takes_no_more_memory_than_was_said(seed: int, batch: int) -> None:
     """As in tests/gpu/cuda_costs.py, with the blocks of real devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsescan.arrays.cuda.current", lambda number: contextlib.nullcontext())
+        patch.setattr(device_memory.device, "current", lambda number: contextlib.nullcontext())
         cupy = fake_cupy.install(patch)
         device_memory.check_memory(cupy, device_memory.random_plan(seed, 20, 150), batch)
 

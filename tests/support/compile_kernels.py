@@ -1,6 +1,7 @@
 """Compile every CUDA kernel, which takes no GPU, and print what ptxas says of it.
 
-Printed too is how many divisions of 64 bits are in it, each of which is a hundred instructions.
+Printed too is how many divisions of 64 bits are in it, each of which is a hundred instructions; and
+what its machine code takes.
 
 ``python compile_kernels.py PTXAS FOLDER 8.0 9.0a …``, for some compute capabilities; from 9.0 on
 Numba compiles with the suffix ``a``, for that very one. Reports are kept, as compiled
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cubin import resources_of
 from ptx import lower_kernel
 from ptx.kept import keep
 
@@ -100,15 +102,17 @@ def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
 
 
 def assemble(kernel: Any, count: int, capability: str, ptxas: str, folder: Path) -> str:
-    """Return how many divisions a kernel has for a capability, and what ptxas says of it."""
+    """Return what ptxas says of a kernel for a capability, its divisions, and what it takes."""
     ptx = lower_kernel(kernel, count).ptx(capability)
-    path = folder / "kernel.ptx"
+    path, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
     path.write_text(ptx)
     architecture = f"-arch=sm_{capability.replace('.', '')}"
-    command = [ptxas, architecture, "-v", str(path), "-o", str(folder / "kernel.cubin")]
+    command = [ptxas, architecture, "-v", str(path), "-o", str(cubin)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     divisions = len(re.findall(r"\b(?:div|rem)\.[su]64\b", ptx))
-    return " ".join([f"{divisions} divisions of 64 bits", *done.stderr.split("\n")])
+    (taken,) = resources_of(cubin.read_bytes()).values()
+    loaded = f"loaded: {taken.registers} registers, {taken.frame} frame, {taken.shared} shared"
+    return " ".join([f"{divisions} divisions of 64 bits", *done.stderr.split("\n"), loaded])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ Where CuPy computes in another way than NumPy, and it matters, so does this: see
 There are :data:`DEVICES` devices, whose memory is the host's; addresses are real, so kernels in
 Numba's simulator read and write it. Everything is done at once: streams and events are there, but
 nothing shows that work on two streams would not wait for each other. :data:`state` counts what
-waits for a device and the bytes of arrays, and :func:`watch` lists the launches of kernels.
+waits for a device and the bytes of arrays, :func:`watch` lists the launches of kernels, and
+:func:`count` counts calls.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import time
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +49,21 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import scipy.special
+from cubin import resources_of
 
-__all__ = ["DEVICES", "Launch", "Tensor", "cupy", "install", "real", "state", "watch"]
+__all__ = [
+    "DEVICES",
+    "Function",
+    "Launch",
+    "Tensor",
+    "count",
+    "cupy",
+    "install",
+    "note",
+    "real",
+    "state",
+    "watch",
+]
 
 DEVICES = 2
 MULTIPROCESSORS = 4
@@ -206,7 +221,7 @@ class _Stream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
-        if self.is_capturing():
+        if self.ptr in state.captures:
             state.spoilt.add(self.ptr)
             raise CUDARuntimeError("cudaErrorStreamCaptureIsolation: an event of no capture")
         state.waited.append((state.current.device, self.ptr))
@@ -246,10 +261,17 @@ class Stream(_Stream):
         assert version == 0
         stream = cls.__new__(cls)
         _Stream.__init__(stream, ptr, -1)
+        stream._foreign_stream_ref = obj  # it lives as long
         return stream
 
 
 class ExternalStream(_Stream):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As in versions where it is no class of Python, and keeps nothing else.
+        if type(self) is ExternalStream and name not in ("ptr", "device_id"):
+            raise AttributeError(f"'ExternalStream' object has no attribute '{name}'")
+        super().__setattr__(name, value)
+
     def __init__(self, ptr: int, device_id: int = -1) -> None:
         warnings.warn("ExternalStream is deprecated", DeprecationWarning, stacklevel=2)
         super().__init__(ptr, device_id)
@@ -269,7 +291,7 @@ class Event:
     def done(self) -> bool:
         """Whether the host has waited for a device since."""
         stream = _current_stream()
-        if stream.is_capturing():
+        if stream.ptr in state.captures:
             state.spoilt.add(stream.ptr)
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: asks for an event")
         return state.waits > self._waits
@@ -400,6 +422,55 @@ class Launch:
     captured: bool  # whether it was put off until a graph is launched
 
 
+class CUDADriverError(RuntimeError):
+    pass
+
+
+class Module:
+    """Machine code on the device that is the current one when it is loaded."""
+
+    def load(self, cubin: bytes) -> None:
+        assert type(cubin) is bytes
+        try:
+            self.kernels = list(resources_of(cubin))
+        except ValueError:
+            raise CUDADriverError("CUDA_ERROR_INVALID_IMAGE") from None
+        self.device = state.current.device
+
+    def get_function(self, name: str) -> Function:
+        if name not in self.kernels:
+            raise CUDADriverError("CUDA_ERROR_NOT_FOUND")
+        return Function(self, name)
+
+
+class Function:
+    """A kernel of a module, whose launch is a call of `run`."""
+
+    run: Callable[..., None] = staticmethod(lambda name, blocks, threads, *arguments: None)
+
+    def __init__(self, module: Module, funcname: str) -> None:
+        self._device, self._name = module.device, funcname
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_mem: int = 0,
+        stream: Any = None,
+        enable_cooperative_groups: bool = False,
+    ) -> None:
+        if self._device != state.current.device:
+            raise CUDADriverError("CUDA_ERROR_INVALID_HANDLE")
+        (blocks,), (threads,), device = grid, block, state.current.device
+        # Scalars of NumPy would be as wide as they are.
+        assert {type(number) for number in (blocks, threads, *args)} == {int}
+        stream = _current_stream() if stream is None else stream
+        captured = stream.ptr in state.captures
+        _log(Launch(self._name, blocks, threads, stream.ptr, device, captured))
+        _do(lambda: Function.run(self._name, blocks, threads, *args), stream)
+
+
 _logs: list[list[Launch]] = []
 
 
@@ -438,6 +509,53 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     log: list[Launch] = []
     monkeypatch.setattr(sys.modules[__name__], "_logs", [*_logs, log])
     return log
+
+
+# -- Calls ----------------------------------------------------------------------------------------
+
+_counts: list[Counter[str]] = []
+
+
+def note(call: str) -> None:
+    """Count a call for all that count."""
+    for counts in _counts:
+        counts[call] += 1
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return a count of what a driver is asked for, from now to the end of the test."""
+    counted: dict[Any, tuple[str, ...]] = {
+        Device: ("__enter__", "use"),
+        _Stream: ("__enter__", "is_capturing", "synchronize", "use", "wait_event"),
+        Event: ("__init__", "done", "record", "synchronize"),
+        Graph: ("launch",),
+        MemoryPointer: ("copy_from_device_async", "copy_from_host_async", "memset_async"),
+        ndarray: ("__setitem__", "get", "set"),
+        cupy: ("asarray", "empty", "zeros"),
+        cupy.cuda: ("get_current_stream",),
+        cupy.cuda.runtime: ("getDevice", "getDeviceCount", "setDevice"),
+    }
+    for owner, names in counted.items():
+        kind = owner.__name__.removeprefix("_")
+        for name in names:
+            title = f"{kind}.{name}"
+            original = vars(owner)[name]
+            if isinstance(original, property):
+                replaced: Any = property(_counting(title, original.fget))
+            else:
+                replaced = _counting(title, original)
+            monkeypatch.setattr(owner, name, replaced)
+    counts = Counter[str]()
+    monkeypatch.setattr(sys.modules[__name__], "_counts", [*_counts, counts])
+    return counts
+
+
+def _counting(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        note(title)
+        return function(*args, **kwargs)
+
+    return counting
 
 
 # -- Arrays ---------------------------------------------------------------------------------------
@@ -527,7 +645,7 @@ class ndarray:  # noqa: N801
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
         stream = _current_stream(self._device) if stream is None else stream
-        assert not stream.is_capturing(), "host memory in a graph"
+        assert stream.ptr not in state.captures, "host memory in a graph"
         self._array[...] = arr
 
     # -- Attributes -----------------------------------------------------------------------------
@@ -1088,6 +1206,7 @@ _memory = _module(
     OutOfMemoryError=OutOfMemoryError,
     UnownedMemory=Memory,
 )
+_kernels = _module("cupy.cuda.function", Function=Function, Module=Module)
 _cuda = _module(
     "cupy.cuda",
     Device=Device,
@@ -1097,6 +1216,7 @@ _cuda = _module(
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=Memory,
+    function=_kernels,
     get_current_stream=_current_stream,
     get_elapsed_time=_elapsed_time,
     is_available=lambda: True,
@@ -1140,7 +1260,7 @@ _sparse = _module(
 _scipy = _module("cupyx.scipy", sparse=_sparse, special=_special)
 _cupyx = _module("cupyx", empty_pinned=np.empty, scipy=_scipy, zeros_pinned=np.zeros)
 _MODULES = (
-    *(cupy, _cuda, _lib, _memory, _runtime, _tricks),
+    *(cupy, _cuda, _kernels, _lib, _memory, _runtime, _tricks),
     *(_cupyx, _scipy, _sparse, _special),
 )
 state = State()

@@ -16,7 +16,7 @@ is 1.5 GB, 0.32 ms at the 4.8 TB/s of an H200; the multiply-adds of the products
 * Latency of memory: steps are loaded ahead into registers, 16 bytes at a time if they are aligned,
   and stored to shared memory when the step before is done with.
 * Shared memory, which delivers 16 bytes to every thread of a warp in the time of eight to sixteen
-  multiply-adds: a thread holds several rows and columns of a product (`_Tiles`), 4×7 for
+  multiply-adds: a thread holds several rows and columns of a product (`Tiles`), 4×7 for
   20×20, so that eleven such reads make 112 multiply-adds.
 * Threads of a warp that have nothing to do: a block works on as many chains, each a chunk of a
   sample, as its warps have room for. A block of one warp needs no barriers.
@@ -37,7 +37,6 @@ Steps and gradients are given by address: see :mod:`sparsescan.kernels.cuda.tabl
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -79,33 +78,38 @@ from .vectors import (
 
 __all__ = [
     "MAX_SIZE",
+    "WARPS",
     "ChunkKernels",
-    "chunk_count",
+    "Tiles",
+    "chained_layout",
     "chunk_kernels",
-    "in_one_launch",
     "launches",
     "scratch",
+    "sweeping_team",
     "takes",
     "teams_of",
+    "tiles_of",
+    "weights_pitch_of",
 ]
 
 # The largest step that these kernels take.
 MAX_SIZE = 64
 
 # Warps that sweep through implicit steps with one copy of the weights.
-_WARPS = 2 if SIMULATED else 4
+WARPS = 2 if SIMULATED else 4
 # Slopes of a unit that a thread of `sweep` keeps in registers, for several steps.
 _MOST_SLOPES = 16
 _WORD, _INT = np.int64(0), np.int32(0)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """How the threads of a block share products.
 
     A chain has ``groups × column_groups`` threads; thread ``(g, c)`` has rows ``g, g + groups, …``
     and columns ``c·cols, c·cols + 1, …``. Each chain has `stride` threads, the last of which may be
     idle, and each of the `parts` blocks of a chain has `width` columns. The first `dense` rows of a
     thread meet all of a column, others may meet two entries; a step has values of `light` rows.
+    A block has `shared` bytes of shared memory.
     """
 
     groups: int
@@ -119,6 +123,7 @@ class _Tiles(NamedTuple):
     pitch: int
     dense: int
     light: int
+    shared: int = 0
 
     @property
     def room(self) -> int:
@@ -128,12 +133,12 @@ class _Tiles(NamedTuple):
 
 
 @cache
-def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
+def tiles_of(size: int, itemsize: int, terms: int, states: int) -> Tiles | None:
     """Return the cheapest tiles that fit into shared memory, in as few parts as possible."""
     vector, units = 16 // itemsize, size // states
     groups = -(-size // ROWS)
     pitch = pitch_of(ROWS * groups, vector)
-    weights = weighted_terms(terms, states) * units * _weights_pitch(pitch, units, states, vector)
+    weights = weighted_terms(terms, states) * units * weights_pitch_of(pitch, units, states, vector)
     light = size - units
     dense = -(-units // groups) if light else ROWS
     for parts in range(1, size + 2):
@@ -145,7 +150,7 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
             if chains == 0:
                 continue
             stride = 32 * warps // chains
-            tiles = _Tiles(
+            tiles = Tiles(
                 groups,
                 cols,
                 column_groups,
@@ -173,13 +178,14 @@ def _tiles(size: int, itemsize: int, terms: int, states: int) -> _Tiles | None:
                 continue
             # Multiply-adds, and reads of shared memory, which take longer; then barriers.
             cost = (4 * dense * cols + 8 * (dense + cols)) * warps / chains
+            tiles = tiles._replace(shared=shared)
             fitting.append((cost if warps == 1 else 1.1 * cost, warps, tiles))
         if fitting:
             return min(fitting)[-1]
     return None
 
 
-def _weights_pitch(pitch: int, units: int, states: int, vector: int) -> int:
+def weights_pitch_of(pitch: int, units: int, states: int, vector: int) -> int:
     """Return the pitch of weights beside steps: theirs, if a step has an entry for each weight."""
     return pitch if states == 1 else pitch_of(units, vector)
 
@@ -188,7 +194,7 @@ def takes(size: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1) -
     """Return whether there are kernels for steps of this size, as :func:`chunk_kernels` has it."""
     if not 0 < size <= MAX_SIZE or terms * states > _MOST_SLOPES:
         return False
-    return _tiles(size, dtype.itemsize, terms, states) is not None
+    return tiles_of(size, dtype.itemsize, terms, states) is not None
 
 
 class ChunkKernels(NamedTuple):
@@ -217,7 +223,7 @@ class ChunkKernels(NamedTuple):
         All other gradients.
     repair : callable
         All gradients by the linear scan, if the flag is raised.
-    tiles : _Tiles
+    tiles : Tiles
         How blocks of `multiply` share the work.
     threads : int
         Threads of a block of `carry`.
@@ -237,7 +243,7 @@ class ChunkKernels(NamedTuple):
     carry: Any
     sweep: Any
     repair: Any
-    tiles: _Tiles
+    tiles: Tiles
     threads: int
     sweep_threads: int
     chains: int
@@ -286,64 +292,8 @@ def launches(
     return [*phases, repair]
 
 
-class _Cycles:
-    """Estimates of how long the scan of a chain takes a GPU, as the code for float32 has it."""
-
-    # Two launches; and to tell another block that a gradient is there.
-    LAUNCHES, HOP = 6000, 1500
-
-    def __init__(
-        self, size: int, itemsize: int, batch: int, multiprocessors: int, terms: int, states: int
-    ) -> None:
-        tiles = _tiles(size, 4, terms, states)
-        assert tiles is not None
-        self._tiles, self._batch, self._processors = tiles, batch, multiprocessors
-        self.layout = _layout(size, itemsize, terms, states)
-        # As if rows were shorter where some are light.
-        padded = -(-size // 4) * tiles.dense
-        # Cycles from one step to the next where nothing else goes on.
-        self.multiply = 8 * tiles.cols * padded + 300
-        self.carry, self.sweep = 4 * size + 150, 6 * size + 100
-        # Cycles of a multiprocessor for each chain that it has: four instructions each, or 20
-        # bytes.
-        self._work = (5 * tiles.cols * padded + 250) * tiles.threads / 32 / tiles.chains / 4
-        self._read = (terms or size) * size * 4 / 20
-        if self.layout is not None:
-            cols, stride = self.layout.cols, self.layout.stride
-            self._chained_work = (5 * cols * padded + 250) * stride / 32 / 4
-
-    @property
-    def most(self) -> int:
-        """The most chunks that there is room for at once, with 168 registers for each thread."""
-        tiles = self._tiles
-        return self._processors * (384 // tiles.threads) * tiles.chains // self._batch
-
-    def of_phases(self, steps: int, chunks: int) -> float:
-        """Return the cycles of three launches, or of one through all steps."""
-        depth, chains = steps / chunks, self._batch * chunks / self._processors
-        swept = depth * max(self.sweep, chains * self._read)
-        if chunks == 1:
-            return swept
-        products = depth * max(self.multiply, chains * self._work)
-        return swept + products + chunks * self.carry + self.LAUNCHES
-
-    def of_chained(self, steps: int, chunks: int) -> float:
-        """Return the cycles of one launch, which are infinite where slopes do not fit."""
-        if self.layout is None or chunks == 1 or -(-steps // chunks) > self.layout.longest:
-            return math.inf
-        teams = self.layout.teams
-        depth, chains = steps / chunks / teams, self._batch * chunks * teams / self._processors
-        products = depth * max(self.multiply, chains * self._chained_work)
-        swept = depth * max(self.sweep, chains * self._read)
-        behind = chunks * (self.HOP + teams * self.carry)
-        return max(products + swept, behind + depth * (self.multiply + self.sweep))
-
-    def of(self, steps: int, chunks: int) -> float:
-        """Return the cycles of what takes less."""
-        return min(self.of_phases(steps, chunks), self.of_chained(steps, chunks))
-
-
-def _layout(size: int, itemsize: int, terms: int, states: int) -> Layout | None:
+def chained_layout(size: int, itemsize: int, terms: int, states: int) -> Layout | None:
+    """Return how a block of `chained` shares a chunk, or None if there is no such kernel."""
     return layout_of(size, itemsize) if terms == states == 1 else None
 
 
@@ -352,55 +302,6 @@ def teams_of(size: int, dtype: np.dtype[Any]) -> int:
     layout = layout_of(size, dtype.itemsize)
     assert layout is not None
     return layout.teams
-
-
-def in_one_launch(
-    size: int,
-    dtype: np.dtype[Any],
-    steps: int,
-    batch: int,
-    chunk: int,
-    *,
-    terms: int = 0,
-    states: int = 1,
-) -> bool:
-    """Return whether a chain takes less in one launch than in three, if it can be in one.
-
-    It is the same for all devices, so that what is planned is what runs: as for an H100.
-    """
-    layout = _layout(size, dtype.itemsize, terms, states)
-    if layout is None or chunk > layout.longest:
-        return False
-    cycles, chunks = _Cycles(size, dtype.itemsize, batch, 132, terms, states), -(-steps // chunk)
-    return cycles.of_chained(steps, chunks) < cycles.of_phases(steps, chunks)
-
-
-def chunk_count(
-    steps: int,
-    batch: int,
-    size: int,
-    multiprocessors: int,
-    *,
-    terms: int = 0,
-    states: int = 1,
-    itemsize: int = 4,
-) -> int:
-    """Return the number of chunks into which to cut a chain; 1 if products do not pay.
-
-    Its steps are dense, or implicit ones as :func:`chunk_kernels` has them.
-    """
-    cycles = _Cycles(size, itemsize, batch, multiprocessors, terms, states)
-    # As many chunks as make depth and carries take the same time; but no more than there is room
-    # for at once.
-    best = math.isqrt(steps * (cycles.multiply + cycles.sweep) // cycles.carry)
-    counts = [1, max(min(best, cycles.most, steps), 1)]
-    layout = cycles.layout
-    if layout is not None and steps > 1:
-        # One launch does as much, where chunks are no longer than there is room for.
-        behind = layout.teams * (cycles.HOP + layout.teams * cycles.carry)
-        best = math.isqrt(steps * (cycles.multiply + cycles.sweep) // behind)
-        counts.append(min(max(best, -(-steps // layout.longest), 2), steps))
-    return min(counts, key=lambda count: cycles.of(steps, count))
 
 
 class _Staging(NamedTuple):
@@ -482,13 +383,13 @@ class _Making(NamedTuple):
 
 
 def _making(
-    size: int, terms: int, states: int, dtype: np.dtype[Any], tiles: _Tiles, weights_at: int
+    size: int, terms: int, states: int, dtype: np.dtype[Any], tiles: Tiles, weights_at: int
 ) -> _Making:
     kind, vector, zero = from_dtype(dtype), 16 // dtype.itemsize, dtype.type(0)
     stride, pitch, units = tiles.stride, tiles.pitch, size // states
     least_normal = dtype.type(np.finfo(dtype).tiny)
     every, weighted = terms * size, weighted_terms(terms, states)
-    weights_pitch = _weights_pitch(pitch, units, states, vector)
+    weights_pitch = weights_pitch_of(pitch, units, states, vector)
     count = max(1, -(-every // stride))
     # As `_staging` has it for dense steps.
     unit = vector if units % vector == 0 else 1
@@ -607,6 +508,11 @@ def _making(
     )
 
 
+def sweeping_team(rows: int) -> tuple[int, int]:
+    """Return threads that sweep together, with a lane for each of so many rows; their chains."""
+    return (32, 32 // rows) if rows <= 32 else (128, 1)
+
+
 @cache
 def chunk_kernels(
     size: int, nnz: int, dtype: np.dtype[Any], *, terms: int = 0, states: int = 1
@@ -625,9 +531,9 @@ def chunk_kernels(
         Unknowns of a unit, of implicit steps: of two the second ones are behind all first ones, and
         of the weights each of them has one, that of the last term of its own unit.
     """
-    tiles = _tiles(size, dtype.itemsize, terms, states)
+    tiles = tiles_of(size, dtype.itemsize, terms, states)
     assert tiles is not None
-    threads, chains = (32, 32 // size) if size <= 32 else (128, 1)
+    threads, chains = sweeping_team(size)
     multiply = _multiply(size, nnz, dtype, tiles, terms, states)
     carry = _carry(size, dtype, threads)
     if terms == 0:
@@ -636,11 +542,11 @@ def chunk_kernels(
             size, multiply, carry, sweep, repair, tiles, threads, threads, chains, None, 0
         )
     units = size // states
-    team, chains = (32, 32 // units) if units <= 32 else (128, 1)
+    team, chains = sweeping_team(units)
     # Warps that share the weights do not wait for each other.
-    warps = _WARPS if units <= 32 else 1
+    warps = WARPS if units <= 32 else 1
     sweep, repair = _implicit_sweeps(size, terms, states, dtype, warps * team, chains)
-    layout = _layout(size, dtype.itemsize, terms, states)
+    layout = chained_layout(size, dtype.itemsize, terms, states)
     return ChunkKernels(
         size,
         multiply,
@@ -657,12 +563,13 @@ def chunk_kernels(
 
 
 def _multiply(
-    size: int, nnz: int, dtype: np.dtype[Any], tiles: _Tiles, terms: int, states: int
+    size: int, nnz: int, dtype: np.dtype[Any], tiles: Tiles, terms: int, states: int
 ) -> Any:
     kind, real, zero, one = from_dtype(dtype), dtype.type, dtype.type(0), dtype.type(1)
     small_step = real(SMALL[dtype][1])
     vector = 16 // dtype.itemsize
-    groups, cols, column_groups, width, parts, stride, chains, threads, pitch, dense, light = tiles
+    groups, cols, column_groups, width, parts, stride, chains, threads, *rows, _ = tiles
+    pitch, dense, light = rows
     warp, units = threads == 32, size // states
     room, matrix_size = tiles.room, dense * groups * pitch
     tile_size, left_size = ROWS * cols, ROWS * vector
@@ -671,7 +578,7 @@ def _multiply(
     lights_at = matrix_size + cols * column_groups * pitch
     # Behind the chains are weights, and the slopes of a step of each chain.
     weights_at = chains * room
-    weights_pitch = _weights_pitch(pitch, units, states, vector)
+    weights_pitch = weights_pitch_of(pitch, units, states, vector)
     slopes_at = weights_at + weighted_terms(terms, states) * units * weights_pitch
     pool_size = slopes_at + chains * terms * pitch
     right_size, span = cols * vector, cols * column_groups

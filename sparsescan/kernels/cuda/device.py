@@ -9,7 +9,7 @@ import ctypes
 import math
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import config, types
@@ -145,24 +145,47 @@ else:
 
 
 def launch(kernel: Any, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
-    """Start a kernel on a stream, given by its handle, of the current device."""
+    """Start a kernel on a stream, given by its handle, of the current device.
+
+    Its arguments are integers, each of which it takes as int64.
+    """
     if blocks > 0:
-        _configured(kernel, blocks, threads, stream)(*arguments)
+        _start(kernel, blocks, threads, stream, arguments)
 
 
 if SIMULATED:
 
-    def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
+    def _start(
+        kernel: Any, blocks: int, threads: int, stream: int, arguments: tuple[Any, ...]
+    ) -> None:
         # The simulator has no streams: a launch returns when the kernel is done.
-        return kernel[blocks, threads]
+        kernel[blocks, threads](*arguments)
 
 else:
+    from .machine_code import load as load_kernel
+
     try:
         from numba.cuda.core import config as _settings
     except ImportError:  # Numba's own CUDA target
         _settings = config
 
     _configuring = threading.Lock()
+
+    class _Handle(NamedTuple):
+        """A stream, as far as CuPy looks at one in a launch."""
+
+        ptr: int
+
+    def _start(
+        kernel: Any, blocks: int, threads: int, stream: int, arguments: tuple[Any, ...]
+    ) -> None:
+        function = load_kernel(kernel, len(arguments))
+        if function is None:
+            _configured(kernel, blocks, threads, stream)(*arguments)
+        else:
+            # CuPy takes int as int64, and scalars of NumPy as what they are.
+            numbers = tuple(map(int, arguments))
+            function((int(blocks),), (int(threads),), numbers, 0, _Handle(stream))
 
     @lru_cache(maxsize=128)
     def _stream(handle: int) -> Any:

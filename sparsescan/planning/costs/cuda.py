@@ -20,6 +20,7 @@ from ...arrays.arrays import load_cupy
 from ...errors import DeviceError
 from ...execution.device import BLAS_SIZE, GRAIN, LARGE, ChunkForm, Shares, form_of, in_one_launch
 from ...kernels.cpu.tables import LANES, Op
+from ...kernels.cuda.chunk_costs import chained_turns, multiply_turns
 from ...kernels.cuda.chunks import teams_of
 from ...kernels.cuda.levels import STAGE, THREADS
 from ...symbolic.program import Program
@@ -56,8 +57,9 @@ class Gpu:
         :data:`~sparsescan.planning.costs.cpu.FAMILIES`, in nanoseconds of one block.
     product_step : dict of str to list
         For each dtype ``(a, b, c)``: in the product of a chunk of steps of size `H` one step comes
-        ``b·H + c`` nanoseconds after the other, and in those of many chunks every multiply-add
-        takes the device `a`.
+        ``b·H + c`` nanoseconds after the other, and in those of many chunks every multiply-add of
+        dense steps takes the device `a`; implicit steps take more, as they need more turns of
+        shared memory.
     vector_step : dict of str to list
         For each dtype ``(b, c)``, the same of matrix-vector products in chunks.
     matmul : dict of str to float
@@ -252,9 +254,10 @@ class GpuModel:
         def from_memory(count: int) -> float:
             return count * values / gpu.bandwidth if read * values > gpu.cache else 0.0
 
-        # Where a unit has two unknowns, the second ones are two multiply-adds each.
-        multiply_adds = products * chunk * self.batch * size * (size // form.states) * (size + 1)
-        count = len(program.levels)
+        # Multiply-adds of dense steps, and how many turns of shared memory such a step takes.
+        multiply_adds = products * chunk * self.batch * size * size * (size + 1)
+        itemsize, count = self.dtype.itemsize, len(program.levels)
+        dense = multiply_turns(size, itemsize)
         if products and in_one_launch(form, self.dtype, n, self.batch, chunk):
             # A block takes the gradient over its pieces, and the next one waits for it.
             teams = teams_of(size, self.dtype)
@@ -262,9 +265,11 @@ class GpuModel:
             alone = piece * (b * size + c + vector)
             behind = products * (_HOP * gpu.vector_step[dtype][1] + teams * vector)
             moved = from_memory(read + steps * size)
-            one = max(alone + behind, a * multiply_adds + piece * vector, moved)
+            made = a * multiply_adds * chained_turns(size, itemsize)[0] / dense
+            one = max(alone + behind, made + piece * vector, moved)
             return [*[0.0] * (count - 1), 2 * gpu.launch + one]
-        multiply = max(chunk * (b * size + c), a * multiply_adds, from_memory(read + written))
+        made = a * multiply_adds * multiply_turns(size, itemsize, form.terms, form.states) / dense
+        multiply = max(chunk * (b * size + c), made, from_memory(read + written))
         carry = max(products * vector, from_memory(written))
         sweep = max(min(chunk, steps) * vector, from_memory(read + steps * size))
         times = [gpu.launch + multiply, gpu.launch + carry] if products else []
@@ -339,7 +344,7 @@ _BUILT_IN = Gpu(
             [0.8, 0.4, 3500],
         ],
     },
-    product_step={"float32": [6.1e-5, 32, 170], "float64": [1.2e-4, 45, 200]},
+    product_step={"float32": [7.8e-5, 32, 170], "float64": [2.4e-4, 45, 200]},
     vector_step={"float32": [3, 70], "float64": [4, 80]},
     matmul={"float32": 4.3e-5, "float64": 4.3e-5},
     blocks=528,

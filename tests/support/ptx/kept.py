@@ -30,6 +30,8 @@ __all__ = ["keep", "sources_of"]
 
 _FOLDER = Path(__file__).parent / "__pycache__"
 _PACKAGE = sparsescan.__name__
+# What loads and launches kernels, and is no part of any.
+_LAUNCHES = f"{_PACKAGE}.kernels.cuda.machine_code"
 _TRANSLATORS = "kept", "machine", "parse", "runner", "translate"
 _COMPILERS = "numba", "numba-cuda", "llvmlite", "numpy", "cuda-core", "cuda-bindings"
 
@@ -97,7 +99,7 @@ def _imports(module: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             taken = importlib.util.resolve_name(name, folder)
-            if f"{taken}.".startswith(f"{_PACKAGE}."):
+            if f"{taken}.".startswith(f"{_PACKAGE}.") and taken != _LAUNCHES:
                 inner = [f"{taken}.{alias.name}" for alias in node.names]
                 yield from (each if _path(each).exists() else taken for each in inner)
 

@@ -19,9 +19,8 @@ from oracles import STRUCTURES, mask
 
 import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
-from sparsescan.execution import device
+from sparsescan.execution import chunk_counts, device
 from sparsescan.jacobians import GRU, LSTM, _recurrent_device
-from sparsescan.kernels.cuda import chunks
 from sparsescan.kernels.cuda.checks import is_safe
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.plan.spec import PlanSpec
@@ -63,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             sparsescan.inclusive_scan(
                 grad, jacobians, local_grads=added, schedule=schedule, device="cuda"
             )
-    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: False)
+    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: False)
     for mutants.about, chains in ((_IMPLICIT, implicit_chains()), (_TWO, two_state_chains())):
         for grad, chain, local in chains:
             schedule = Schedule.chunked(len(chain), 4)
@@ -72,7 +71,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
                     grad, chain, local_grads=added, schedule=schedule, device="cuda"
                 )
     mutants.about = ""
-    monkeypatch.setattr(chunks, "in_one_launch", lambda *about, **more: True)
+    monkeypatch.setattr(chunk_counts, "in_one_launch", lambda *about, **more: True)
     for grad, chain, local in chained_chains():
         schedule = Schedule.chunked(len(chain), 2)
         for added in (local, None):

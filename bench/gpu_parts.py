@@ -1,0 +1,176 @@
+"""Parts of a run on a GPU, each in a process of its own, with a file of what it has found."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from sparsescan.kernels.cuda import machine_code
+
+from . import machine
+from .gpu_chains import chained, families, repeat, sanitize
+from .gpu_measure import measure
+from .gpu_preflight import preflight, versions
+from .gpu_processes import find_sanitizer, toolkit_variables
+from .gpu_races import RACES, reduced
+from .peers import MissingPeerError
+
+__all__ = ["CHECKS", "NAMES", "run"]
+
+Report = dict[str, Any]
+Save = Callable[[Report], None]
+
+
+def run(name: str, file: Path, rehearsed: bool = False) -> None:
+    """Run a part; whatever it has found is in the file, even if it is stopped."""
+    if name == "environment":
+        machine.save(file, environment())
+        return
+    if rehearsed:
+        from .gpu_rehearsal import stand_in
+
+        with stand_in() as gpu:
+            _run(name, file, gpu, gpu.about, rehearsed)
+        return
+    from .gpu_device import Cuda
+
+    if name == "sanitize":
+        import cupy
+
+        cupy.cuda.set_allocator(None)  # or an access past an array stays within the pool
+    about = machine.describe_gpu()
+    print(versions(about), flush=True)
+    _run(name, file, None if name == "preflight" else Cuda(), about, rehearsed)
+
+
+def _run(name: str, file: Path, gpu: Any, about: Report, rehearsed: bool) -> None:
+    def save(report: Report) -> None:
+        machine.save(file, {"gpu": about} | report)
+
+    save({"ok": False, "summary": "nothing done"})
+    if name in CHECKS:
+        CHECKS[name](gpu, save, rehearsed)
+    else:
+        race(name, gpu, save, rehearsed)
+
+
+# -- What is there --------------------------------------------------------------------------------
+
+
+def environment() -> Report:
+    """Return what a machine has, without a library for GPUs, which may be what fails."""
+    packages = {each.metadata["Name"]: each.version for each in distributions()}
+    wanted = "numba", "cuda", "cupy", "nvidia", "torch", "jax", "numpy", "scipy", "pytest", "mpi"
+    return {
+        "ok": True,
+        "summary": f"{os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "python": sys.version,
+        "packages": {
+            name: version
+            for name, version in sorted(packages.items())
+            if name and any(part in name.lower() for part in wanted)
+        },
+        "nvidia-smi": _said_by("nvidia-smi"),
+        "toolkit": toolkit_variables(),
+        "sanitizer": find_sanitizer(),
+        "kernels built ahead": _files_in(os.environ.get(machine_code.FOLDER, "")),
+        "disk bytes": shutil.disk_usage("/tmp").free,
+    }
+
+
+def _files_in(folder: str) -> int:
+    return sum(1 for _ in Path(folder).iterdir()) if folder and Path(folder).is_dir() else 0
+
+
+def _said_by(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return done.stdout + done.stderr
+
+
+# -- Checks ---------------------------------------------------------------------------------------
+
+
+def counted(save: Save, what: str) -> Save:
+    """Return what takes the report of some cases, and saves it with how many have failed."""
+
+    def told(report: Report) -> None:
+        bad = [*report.get("failed", ()), *(c for c in report.get("cases", ()) if not c["ok"])]
+        done, asked = report["done"], report["asked"]
+        summary = f"{done} of {asked} {what}: {len(bad)} failed"
+        save(report | {"ok": done == asked and not bad, "summary": summary})
+
+    return told
+
+
+def _preflight(gpu: Any, save: Save, rehearsed: bool) -> None:
+    save({"ok": True, "summary": preflight()})
+
+
+def _families(gpu: Any, save: Save, rehearsed: bool) -> None:
+    families(gpu, counted(save, "families of kernels"))
+
+
+def _chained(gpu: Any, save: Save, rehearsed: bool) -> None:
+    small = {"steps": 60, "batch": 2, "chunks": 4, "repetitions": 2} if rehearsed else {}
+    chained(gpu, save=counted(save, "runs of a chain in one launch"), **small)
+
+
+def _repeat(gpu: Any, save: Save, rehearsed: bool) -> None:
+    small = {"chains": 2, "repetitions": 2} if rehearsed else {}
+    repeat(gpu, save=counted(save, "random chains, again and again"), **small)
+
+
+def _sanitize(gpu: Any, save: Save, rehearsed: bool) -> None:
+    sanitize(gpu, counted(save, "scans and training steps"), most=2 if rehearsed else None)
+
+
+CHECKS: dict[str, Callable[[Any, Save, bool], None]] = {
+    "preflight": _preflight,
+    "families": _families,
+    "chained": _chained,
+    "repeat": _repeat,
+    "sanitize": _sanitize,
+}
+NAMES = ("environment", *CHECKS, *RACES)
+
+
+# -- Races ----------------------------------------------------------------------------------------
+
+
+def race(name: str, gpu: Any, save: Save, rehearsed: bool = False) -> None:
+    """Run the races of a part, one after the other."""
+    ceilings, broken = gpu.ceilings(), dict[str, str]()
+    found: Report = {"ceilings": vars(ceilings), "races": [], "missing": {}, "failed": {}}
+    races: list[partial[Any]] = RACES[name]
+    if rehearsed:
+        # Of small size most are the same.
+        small = map(reduced, races)
+        races = list({(make.func, *make.keywords.values()): make for make in small}.values())
+    for make in races:
+        sizes = [f"{key}={value}" for key, value in make.keywords.items()]
+        what = " ".join([make.func.__name__, *sizes])
+        print(what, flush=True)
+        try:
+            found["races"].append(measure(make(gpu), gpu, ceilings, broken))
+        except MissingPeerError as missing:
+            found["missing"][what] = str(missing)
+        except Exception as error:
+            traceback.print_exc()
+            found["failed"][what] = f"{type(error).__name__}: {error}"[:500]
+        gpu.free()
+        done = len(found["races"]) + len(found["missing"])
+        why = dict.fromkeys([*found["missing"].values(), *found["failed"].values()])
+        summary = "; ".join([f"{len(found['races'])} of {len(races)} races", *why])
+        save(found | {"ok": done == len(races), "summary": summary})

@@ -1,0 +1,248 @@
+"""Machine code of kernels: built ahead, or kept on disk; loaded and launched by CuPy.
+
+Numba takes a second or two for a kernel. (Its own cache on disk does not help: it knows a kernel by
+what that closes over, and the functions among that by random numbers, which are others in each
+process.) Here each kernel has a file, named by the kernel and all that it was made with. It has the
+machine code, which tools of CUDA can read; behind that, of which sources and by which compilers it
+was made; and a checksum. One that is damaged, or of other sources, counts as missing, and so does
+one of other compilers. Only in a folder that the user names, by ``SPARSESCAN_KERNELS``, any
+compilers will do: what is there was built ahead, maybe on another machine.
+
+A kernel whose file is missing is compiled, and the file written beside those of kernels for the
+CPU. Kernels take int64 alone, so CuPy can launch them, which looks at no types. Where anything of
+this fails, Numba compiles and launches the kernel by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from ...arrays import cuda as door
+from ...arrays.arrays import load_cupy
+from ...arrays.cuda import MachineCode, assemble, compile_to_ptx, compilers
+from ..compile import cache_folder, read_checked, with_checksum
+
+__all__ = ["FOLDER", "Origins", "file_name", "forget", "load", "origins", "read", "save"]
+
+# The environment variable that names a folder of kernels that were built ahead.
+FOLDER = "SPARSESCAN_KERNELS"
+_ROOT = Path(__file__).parents[2]
+_ERRORS = 20
+
+
+class Origins(NamedTuple):
+    """Where kernels of this process came from: how many from where, and what failed on the way."""
+
+    counts: Counter[str]
+    errors: list[str]
+
+
+_origins = Origins(Counter(), [])
+_functions: dict[tuple[int, Any, int], Callable[..., None] | None] = {}
+_lock = threading.RLock()
+
+
+def origins() -> Origins:
+    """Return how many kernels were "built ahead", "kept", "compiled" and left "to Numba"."""
+    return _origins
+
+
+def forget() -> None:
+    """Load kernels anew from now on, as a new process does."""
+    with _lock:
+        _functions.clear()
+        _origins.counts.clear()
+        _origins.errors.clear()
+        _device.cache_clear()
+        _sources.cache_clear()
+
+
+@functools.cache
+def _device() -> Callable[[], int]:
+    """Return what gives the number of the current device."""
+    number: Callable[[], int] = load_cupy().cuda.runtime.getDevice
+    return number
+
+
+def load(kernel: Any, count: int) -> Callable[..., None] | None:
+    """Return a kernel of `count` int64 on the current device, as a function of CuPy's.
+
+    None if only Numba can launch it.
+    """
+    try:
+        key = _device()(), kernel, count
+        return _functions[key]
+    except KeyError:
+        pass
+    except Exception as error:
+        return _left_to_numba(error)
+    with _lock:
+        if key not in _functions:
+            _functions[key] = _load(kernel, count)
+        return _functions[key]
+
+
+def _load(kernel: Any, count: int) -> Callable[..., None] | None:
+    try:
+        cupy = load_cupy()
+        digits = cupy.cuda.Device().compute_capability
+        capability = int(digits[:-1]), int(digits[-1])
+        for origin, folder in _folders(kernel):
+            code = read(kernel, count, capability, folder, any_compilers=origin == "built ahead")
+            if code is not None:
+                try:
+                    return _loaded(cupy, code, origin)
+                except Exception as error:  # code for another driver, for example
+                    _note(error)
+        # Numba compiles functions that kernels call for the device that is current for it.
+        with door.current(_device()()):
+            code = assemble(compile_to_ptx(kernel, count, capability))
+        function = _loaded(cupy, code, "compiled")
+        for origin, folder in _folders(kernel):
+            if origin == "kept":
+                with suppress(OSError):  # a full disk takes time, and nothing else
+                    save(kernel, count, capability, folder, code)
+    except Exception as error:
+        return _left_to_numba(error)
+    return function
+
+
+def _left_to_numba(error: Exception) -> None:
+    """Note why; Numba says itself what is wrong with a kernel that it cannot compile either."""
+    _note(error)
+    _origins.counts["to Numba"] += 1
+
+
+def _note(error: Exception) -> None:
+    if len(_origins.errors) < _ERRORS:
+        _origins.errors.append(f"{type(error).__name__}: {error}")
+
+
+def _loaded(cupy: Any, code: MachineCode, origin: str) -> Callable[..., None]:
+    module = cupy.cuda.function.Module()
+    module.load(code.cubin)
+    function: Callable[..., None] = module.get_function(code.name)
+    _origins.counts[origin] += 1
+    return function
+
+
+# -- Files ----------------------------------------------------------------------------------------
+
+
+def _folders(kernel: Any) -> Iterator[tuple[str, Path]]:
+    """Yield the folders that may have the machine code of a kernel."""
+    if named := os.environ.get(FOLDER):
+        yield "built ahead", Path(named)
+    kept = cache_folder(kernel.py_func)
+    if kept is not None:
+        yield "kept", kept
+
+
+def read(
+    kernel: Any,
+    count: int,
+    capability: tuple[int, int],
+    folder: Path,
+    *,
+    any_compilers: bool = False,
+) -> MachineCode | None:
+    """Return the machine code of a kernel that is in a folder, if it is fit for use."""
+    name = file_name(kernel, count, capability)
+    try:
+        content = read_checked(folder / name)
+        size = int.from_bytes(content[-4:], "little")
+        about = json.loads(content[-4 - size : -4])
+        made_of = about["file"], about["sources"]
+        if made_of != (name, _sources(_folder_of(kernel))):
+            return None
+        if not any_compilers and about["compilers"] != compilers():
+            return None
+        return MachineCode(content[: -4 - size], about["kernel"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save(
+    kernel: Any, count: int, capability: tuple[int, int], folder: Path, code: MachineCode
+) -> Path:
+    """Write the machine code of a kernel, at once; return the file."""
+    name = file_name(kernel, count, capability)
+    about = {
+        "file": name,
+        "kernel": code.name,
+        "sources": _sources(_folder_of(kernel)),
+        "compilers": compilers(),
+    }
+    written = json.dumps(about).encode()
+    content = code.cubin + written + len(written).to_bytes(4, "little")
+    path = folder / name
+    own = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    own.write_bytes(with_checksum(content))
+    own.replace(path)
+    return path
+
+
+def file_name(kernel: Any, count: int, capability: tuple[int, int]) -> str:
+    """Return the name of the file of a kernel, by all that it was made with but its sources.
+
+    Raises
+    ------
+    TypeError
+        If the kernel closes over something that is not known to compile to the same code in another
+        process.
+    """
+    made_with = repr((_described(kernel), count, capability))
+    digest = hashlib.sha256(made_with.encode()).hexdigest()
+    return f"{kernel.py_func.__name__}-{digest[:24]}.cubin"
+
+
+def _described(value: Any) -> Any:
+    """Return what is equal, in any process, for values that compile to the same code."""
+    if isinstance(value, np.generic):
+        return "scalar", value.dtype.str, repr(value.item())
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value).__name__, repr(value)
+    if isinstance(value, np.dtype):
+        return "dtype", value.str
+    if isinstance(value, types.Type):
+        return "type", str(value)
+    if isinstance(value, type):
+        return "class", value.__module__, value.__qualname__
+    if isinstance(value, tuple):
+        return type(value).__name__, *map(_described, value)
+    # What kernels call: compiled functions, and those that make instructions.
+    function = getattr(value, "py_func", getattr(value, "_defn", value))
+    if isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        made_with = map(_described, (*cells, *(function.__defaults__ or ())))
+        return "function", function.__module__, function.__qualname__, *made_with
+    raise TypeError(f"a kernel closes over {type(value).__name__}, which has no name of its own")
+
+
+def _folder_of(kernel: Any) -> Path:
+    return Path(kernel.py_func.__code__.co_filename).parent
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """Return a digest of all sources that kernels of a folder may be made of."""
+    files = {*_ROOT.joinpath("kernels").rglob("*.py"), *folder.glob("*.py"), Path(door.__file__)}
+    named = {os.path.relpath(file, _ROOT).replace(os.sep, "/"): file for file in files}
+    digest = hashlib.sha256()
+    for name, file in sorted(named.items()):
+        content = file.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
