@@ -54,7 +54,9 @@ def run(name: str, file: Path, rehearsed: bool = False) -> None:
 
 def _run(name: str, file: Path, gpu: Any, about: Report, rehearsed: bool) -> None:
     def save(report: Report) -> None:
-        machine.save(file, {"gpu": about} | report)
+        origins = machine_code.origins()
+        kernels = {**origins.counts, "errors": list(origins.errors)}
+        machine.save(file, {"gpu": about, "kernels": kernels} | report)
 
     save({"ok": False, "summary": "nothing done"})
     if name in CHECKS:

@@ -1250,6 +1250,7 @@ def test_a_rehearsal(tmp_path: Path):
     assert {part["state"] for part in parts.values()} == {"done"}
     assert list(parts)[:2] == ["environment", "preflight"]
     assert {race["name"].split()[0] for race in results["races"]} >= {"rnn", "spgemm", "training"}
+    assert parts["families"]["kernels"]["errors"] == []
 
 
 @pytest.mark.slow
