@@ -51,6 +51,8 @@ class StandIn(Cpu):
         from cupyx.scipy.sparse import csr_matrix
 
         class Matrix(csr_matrix):  # type: ignore[misc, no-any-unimported]
+            __module__ = csr_matrix.__module__  # by which it is known
+
             def __matmul__(own, vector: Any) -> Any:  # noqa: N805
                 return self.put(matrix @ self.get(vector))
 
