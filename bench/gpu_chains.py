@@ -256,7 +256,7 @@ def families(gpu: Any, save: Callable[[Report], None] = lambda report: None) -> 
     ``seconds``, with what is compiled. What is known is passed to `save` before and after each; the
     one that is ``running`` is named.
     """
-    cases, found = _families(gpu), list[Report]()
+    cases, found = family_cases(gpu), list[Report]()
     report: Report = {"asked": len(cases), "done": 0, "running": None, "cases": found}
     for name, case in cases.items():
         save(report | {"running": name})
@@ -273,7 +273,7 @@ def families(gpu: Any, save: Callable[[Report], None] = lambda report: None) -> 
     return report
 
 
-def _families(gpu: Any) -> dict[str, Case]:
+def family_cases(gpu: Any) -> dict[str, Case]:
     """Return the cases by name, which make their data when they are called."""
     rng = np.random.default_rng(49)
     draw = _Values(rng, np.float32, positive=True)
@@ -400,17 +400,7 @@ def sanitize(
     A line is printed for each before it begins, and what is known is passed to `save`: the kernels
     of one may take a tool so long that it is stopped.
     """
-    cases: dict[str, Case] = {}
-    for kind, steps, chunks in IMPLICIT:
-        chain = _implicit(kind, steps, 2, chunks)
-        cases[f"implicit steps of {kind}: {chain}"] = partial(_fault, gpu, chain, 1)
-    for count, case in enumerate(product(WHOLES, SCHEDULES, (np.float32, np.float64))):
-        chain = random_chain(np.random.default_rng(count), *case, most=16)
-        cases[f"{count}: {chain}"] = partial(_fault, gpu, chain, 1)
-    for kind, units, dtype in STEPS:
-        name = f"training step of {kind} with {units} units in {np.dtype(dtype)}"
-        cases[name] = partial(_step_fault, gpu, kind, units, dtype)
-    cases = dict(islice(cases.items(), most))
+    cases = dict(islice(sanitizer_cases(gpu).items(), most))
     failed: list[Report] = []
     report: Report = {"asked": len(cases), "done": 0, "running": None, "failed": failed}
     for done, (name, run) in enumerate(cases.items()):
@@ -423,6 +413,21 @@ def sanitize(
         save(report)
     assert not failed, "; ".join(f"{each['what']} is {each['why']}" for each in failed)
     return len(cases)
+
+
+def sanitizer_cases(gpu: Any) -> dict[str, Case]:
+    """Return the cases by name."""
+    cases: dict[str, Case] = {}
+    for kind, steps, chunks in IMPLICIT:
+        chain = _implicit(kind, steps, 2, chunks)
+        cases[f"implicit steps of {kind}: {chain}"] = partial(_fault, gpu, chain, 1)
+    for count, case in enumerate(product(WHOLES, SCHEDULES, (np.float32, np.float64))):
+        chain = random_chain(np.random.default_rng(count), *case, most=16)
+        cases[f"{count}: {chain}"] = partial(_fault, gpu, chain, 1)
+    for kind, units, dtype in STEPS:
+        name = f"training step of {kind} with {units} units in {np.dtype(dtype)}"
+        cases[name] = partial(_step_fault, gpu, kind, units, dtype)
+    return cases
 
 
 def _step_fault(gpu: Any, kind: str, units: int, dtype: Any) -> str | None:

@@ -1,10 +1,10 @@
 """``python -m bench.gpu_kernels FOLDER``: machine code of kernels, made ahead, without a GPU.
 
 A GPU that is lent for minutes would spend them on compiling. With ``SPARSESCAN_KERNELS=FOLDER`` it
-loads kernels that were made here, on all cores: those of the races on a GPU, and of the chains and
-training steps that compute-sanitizer runs. Others are compiled there when they are launched. Those
-of tests are written to a folder, too, when these run on the CPU, as ``SPARSESCAN_PTX=1
-SPARSESCAN_BUILD_KERNELS=FOLDER pytest tests/gpu/cuda_*.py``.
+loads kernels that were made here, on all cores: those of the races on a GPU, of the cases that
+families are checked by, and of those that compute-sanitizer runs. Others are compiled there when
+they are launched. Those of tests are written to a folder, too, when these run on the CPU, as
+``SPARSESCAN_PTX=1 SPARSESCAN_BUILD_KERNELS=FOLDER pytest tests/gpu/cuda_*.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -27,7 +27,6 @@ from unittest import mock
 
 import numpy as np
 
-from sparsescan import jacobians
 from sparsescan.arrays.cuda import assemble, compile_to_ptx
 from sparsescan.jacobians._kernels.device_sequences import layout_of, samples_of, sequence_kernels
 from sparsescan.kernels.cuda.checks import check_kernel
@@ -35,10 +34,10 @@ from sparsescan.kernels.cuda.chunks import ChunkKernels, chunk_kernels, takes
 from sparsescan.kernels.cuda.levels import level_kernels
 from sparsescan.kernels.cuda.machine_code import file_name, read, save
 
-from .gpu_chains import SCHEDULES, STEPS, WHOLES, prepare, random_chain
+from .gpu_chains import family_cases, sanitizer_cases
 from .gpu_races import HIDDEN
+from .gpu_rehearsal import stand_in
 
-_SUPPORT = Path(__file__).parent.parent / "tests" / "support"
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
 _INDICES = np.dtype(np.int32), np.dtype(np.int64)
 # Of the steps of random dense stacks, in `gpu_chains`.
@@ -179,59 +178,23 @@ def _kernel(kernel: Any) -> Kernel:
 
 
 def launched() -> list[Kernel]:
-    """Return the kernels of the chains and training steps that compute-sanitizer runs.
+    """Return the kernels of the cases that families are checked by, and compute-sanitizer runs.
 
     They run on the stand-in for CuPy, where launches are noted, and nothing is computed.
     """
-    sys.path.insert(0, str(_SUPPORT))
-    try:
-        import fake_cupy
-        import pytest
-        from ptx import stand_in
-    finally:
-        sys.path.remove(str(_SUPPORT))
     found: dict[Kernel, None] = {}
 
     def note(kernel: Any, blocks: int, threads: int, *arguments: Any) -> None:
         found[Kernel(kernel, len(arguments))] = None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "launch", note)
-        patch.setattr(fake_cupy, "MULTIPROCESSORS", _MULTIPROCESSORS)
-        stand_in.install(patch)
-        gpu = _StandIn(fake_cupy.install(patch))
-        cases = enumerate(product(WHOLES, SCHEDULES, (np.float32, np.float64)))
-        for number, case in cases:
-            prepare(gpu, random_chain(np.random.default_rng(number), *case, most=16))()
-        for kind, units, dtype in STEPS:
-            _train(gpu.put, kind, units, dtype)
+    with (
+        stand_in() as gpu,
+        mock.patch("ptx.stand_in.launch", note),
+        mock.patch("fake_cupy.MULTIPROCESSORS", _MULTIPROCESSORS),
+    ):
+        for case in (*family_cases(gpu).values(), *sanitizer_cases(gpu).values()):
+            case()
     return list(found)
-
-
-def _train(put: Callable[[Any], Any], kind: str, units: int, dtype: Any) -> None:
-    """Make a training step on samples of different lengths."""
-    net = getattr(jacobians, kind)(3, units, bidirectional=True, dtype=dtype)
-    for name, array in net.params.items():
-        setattr(net, name, put(array))
-    step = net.training_step()
-    step.forward(put(np.ones((6, 5, 3), dtype)), lengths=[6, 1, 4, 0, 6])
-    step.backward(put(np.ones((6, 5, 2 * units), dtype)))
-
-
-class _StandIn:
-    """What chains and training steps need of a device, on the stand-in for CuPy."""
-
-    device = "cuda"
-
-    def __init__(self, cupy: Any) -> None:
-        self.xp = cupy
-        self.put = cupy.asarray
-
-    def csr(self, matrix: Any) -> Any:
-        from cupyx.scipy.sparse import csr_matrix
-
-        parts = tuple(map(self.put, (matrix.data, matrix.indices, matrix.indptr)))
-        return csr_matrix(parts, shape=matrix.shape)
 
 
 if __name__ == "__main__":

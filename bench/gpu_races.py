@@ -127,15 +127,20 @@ class _TanhNetwork:
             for _ in range(3):
                 backward()
         cuda.current_stream().wait_stream(side)
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph, stream=side):
-            gradients = backward()
+        return _captured(cuda, side, backward)
 
-        def replay() -> Any:
-            graph.replay()
-            return gradients
 
-        return replay
+def _captured(cuda: Any, stream: Any, call: Call) -> Call:
+    """Return a replay of PyTorch's graph of a call."""
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph, stream=stream):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def rnn(gpu: Any, steps: int, batch: int) -> Race:
@@ -572,17 +577,6 @@ def affine(gpu: Any, steps: int = 5000, batch: int = 1, units: int = 1024) -> Ra
             state = states[step]
         return states
 
-    def graphed() -> Call:
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, stream=side):
-            result = loop()
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
-
     moved = _ITEM * steps * batch * units
     return Race(
         name=f"affine_scan T={steps} B={batch}",
@@ -590,7 +584,9 @@ def affine(gpu: Any, steps: int = 5000, batch: int = 1, units: int = 1024) -> Ra
         contenders={
             OURS: lambda: {"affine_scan": ours},
             TORCH_LOOP: lambda: {"addcmul": loop},
-            TORCH_GRAPH: lambda: {"CUDAGraph.replay": graphed()},
+            TORCH_GRAPH: lambda: {
+                "CUDAGraph.replay": _captured(torch.cuda, torch.cuda.Stream(), loop)
+            },
         },
         bytes=3 * moved,
         flops=2 * steps * batch * units,

@@ -86,10 +86,12 @@ class StandIn(Cpu):
 def stand_in() -> Iterator[StandIn]:
     """Put the stand-in in the place of CuPy, and the runner of PTX in that of launches."""
     sys.path.insert(0, str(_SUPPORT))
-    import fake_cupy
-    import ptx.stand_in
-    import pytest
-
+    try:
+        import fake_cupy
+        import ptx.stand_in
+        import pytest
+    finally:
+        sys.path.remove(str(_SUPPORT))
     with pytest.MonkeyPatch.context() as patch:
         ptx.stand_in.install(patch)
         cupy = fake_cupy.install(patch)

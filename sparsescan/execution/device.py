@@ -53,7 +53,6 @@ __all__ = [
     "device_bytes",
     "form_of",
     "in_one_launch",
-    "multiprocessor_count",
 ]
 
 # Multiply-adds of a product that a block makes at least, where it shares the product with others.
@@ -118,7 +117,6 @@ class Kept(NamedTuple):
     ready: Any
 
 
-_counts: dict[int, int] = {}
 # Uploaded patterns, by device and index dtype.
 _patterns: weakref.WeakKeyDictionary[Pattern, dict[Any, Kept]] = weakref.WeakKeyDictionary()
 _tiles: weakref.WeakKeyDictionary[Pattern, NDArray[np.int64]] = weakref.WeakKeyDictionary()
@@ -182,15 +180,6 @@ def in_one_launch(
     return chunk_counts.in_one_launch(
         form.size, dtype, steps, batch, chunk, terms=form.terms, states=form.states
     )
-
-
-def multiprocessor_count(cupy: Any) -> int:
-    """Return the number of multiprocessors of the current device."""
-    device = cupy.cuda.Device()
-    if device.id not in _counts:
-        # CuPy asks for all attributes at once, which takes a while.
-        _counts[device.id] = int(device.attributes["MultiProcessorCount"])
-    return _counts[device.id]
 
 
 def chunk_form(patterns: Sequence[Step], dtype: np.dtype[Any]) -> ChunkForm | None:
@@ -799,7 +788,7 @@ class _Launches:
         self._batch = batch
         # The workspace keeps the launches: a reference back would keep its memory from being freed.
         self._workspace: DeviceWorkspace = weakref.proxy(workspace)
-        self._processors = multiprocessor_count(load_cupy())
+        self._processors = chunk_counts.multiprocessors_of(load_cupy()).number
         self._run = workspace.run_table
         self._stop = 0  # where the operations of the scan end whose launches are made
         n = program.n

@@ -14,7 +14,7 @@ from ..arrays.arrays import Constant, device_of, load_cupy
 from ..arrays.cuda import current
 from ..arrays.streams import place
 from ..errors import InputError
-from ..execution.device import multiprocessor_count
+from ..execution.chunk_counts import multiprocessors_of
 from ..kernels.cuda import device as _device
 from ._cell import Cell
 from ._kernels.device_sequences import (
@@ -118,7 +118,7 @@ class DeviceMemory(Memory):
         self._rows = len(one.cell._ih) * self._units
         samples = samples_of(
             *(one.kind, one.layout, self.dtype, batch, self.per_layer),
-            multiprocessor_count(self._xp),
+            multiprocessors_of(self._xp).number,
         )
         self._kernels = sequence_kernels(one.kind, one.layout, self.dtype, samples)
         self.device: int | None = self._xp.cuda.Device().id

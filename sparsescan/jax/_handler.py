@@ -23,7 +23,7 @@ from ..kernels.cpu.replay import (
     Header,
     call_at,
     fill,
-    take_part,
+    help_out,
     wait_for_all,
     words_at,
     work_off,
@@ -210,10 +210,7 @@ def _failure(api, text):
 @njit(nogil=True, cache=True)
 def help_replay(address):
     """Take part in the replay whose words are at an address, as a thread of XLA's."""
-    before = mode()
-    flush()
-    take_part(address + _WORD)
-    set_mode(before)
+    help_out(address + _WORD)
     _leave(address)
     return np.int64(0)
 

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("numba_cuda")
 
 import ptx.stand_in  # noqa: E402
-from linked import taken_by  # noqa: E402
 from ptx.runner import Traffic  # noqa: E402
 from sampling import slow  # noqa: E402
+from taken import taken_by  # noqa: E402
 
 import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402

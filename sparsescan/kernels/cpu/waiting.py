@@ -61,8 +61,9 @@ def _await_call(words, seen, nanoseconds):
 def await_call(words, seen, ended, nanoseconds, pause):
     """Say that a call has ended, wait for the next one, and return whether it has come.
 
-    Then the helper waits for a pause: who has posted the call holds the GIL until it begins with
-    the work itself, and a thread that waits for the GIL sleeps. Meanwhile it takes part in replays.
+    Until it comes the helper takes part in replays. Then it waits for a pause: who has posted the
+    call holds the GIL until it begins with the work itself, and a thread that waits for the GIL
+    sleeps.
     """
     fetch_add(ended, 0, 1)
     fetch_add(words, WAITING, 1)
