@@ -28,11 +28,11 @@ from unittest import mock
 import numpy as np
 
 from sparsescan.arrays.cuda import assemble, compile_to_ptx
-from sparsescan.jacobians._kernels.device_sequences import layout_of, samples_of, sequence_kernels
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import ChunkKernels, chunk_kernels, takes
 from sparsescan.kernels.cuda.levels import level_kernels
 from sparsescan.kernels.cuda.machine_code import file_name, read, save
+from sparsescan.recurrent.loops.device_sequences import layout_of, samples_of, sequence_kernels
 
 from .gpu_chains import family_cases, sanitizer_cases
 from .gpu_races import HIDDEN

@@ -27,7 +27,7 @@ from sparsescan import CSRChain, ImplicitChain
 from sparsescan.arrays.arrays import load_cupy
 from sparsescan.arrays.streams import place
 from sparsescan.jacobians import GRUCell, RNNCell
-from sparsescan.jacobians._cell import Linearization
+from sparsescan.recurrent.cell import Linearization
 
 from . import drawing, machine, peers
 from .drawing import BLUE, ORANGE, Spread

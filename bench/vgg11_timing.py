@@ -18,8 +18,8 @@ from torch.nn.utils import prune
 
 import sparsescan
 from sparsescan import BatchedCSR, Pattern, Schedule
+from sparsescan.chains.containers import as_matrix
 from sparsescan.jacobians import Sequential, from_torch
-from sparsescan.jacobians._operator import as_matrix
 
 from . import peers
 from .contests import OURS, Op, Work, exact_gradients, plan_of

@@ -28,6 +28,8 @@ ROOMS = (
     "api",
     "affine",
     "__init__",
+    "parameters",
+    "recurrent",
     "jacobians",
     "torch",
     "jax",

@@ -44,6 +44,7 @@ __all__ = [
     "PeriodicChain",
     "SharedPattern",
     "as_csr",
+    "as_matrix",
     "canonical_order",
     "check_dtype",
     "entries_of",
@@ -581,3 +582,10 @@ def _check_on_device(
             return pointers.get(), columns.get()
         # Errors have the same words as for arrays of the host.
         return check_index_arrays(name, indptr.get(), indices.get(), shape)
+
+
+def as_matrix(values: Any, pattern: Pattern) -> Any:
+    """Return values ``(nnz,)`` as a CSR array, ``(batch, nnz)`` as a BatchedCSR."""
+    if values.ndim == 2:
+        return BatchedCSR.from_pattern(values, pattern)
+    return as_csr(values, pattern)

@@ -14,10 +14,12 @@ weight there, as it passes a zero of a dense layer, which makes NaN of it.
 [(5, 2), (5, 2), (5, 3)]
 """
 
-from ._cell import Cell, Linearization
+from ..recurrent.cell import Cell, Linearization
+from ..recurrent.cells import GRUCell, LSTMCell, RNNCell
+from ..recurrent.networks import GRU, LSTM, RNN, Recurrent
+from ..recurrent.step import Gradients, TrainingStep
 from ._network_step import NetworkGradients, NetworkStep
 from ._operator import Operator
-from ._recurrent_step import Gradients, TrainingStep
 from ._torch import from_torch
 from .activations import (
     ELU,
@@ -35,9 +37,7 @@ from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
 from .normalization import BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
-from .recurrent import GRUCell, LSTMCell, RNNCell
 from .reshape import Dropout, Flatten, Pad, Permute
-from .rnn import GRU, LSTM, RNN, Recurrent
 from .sequential import Residual, Sequential
 from .upsample import Upsample
 

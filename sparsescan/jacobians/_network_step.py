@@ -13,15 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 from ..arrays.arrays import check_memory
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.calls import LINE, aligned_zeros, call_all
+from ..execution.sharing import quiet
 from ..formatting import align, exact_bytes, format_bytes
+from ..kernels.cpu.lanes import lanes
 from ..symbolic.schedule import check_count, check_flag
 from ._checkpoints import choose_segments, needed_bytes
 from ._checks import Shape, on_host
-from ._kernels.lanes import lanes
 from ._kron import Separable
 from ._operator import Operator
 from ._places import Map
-from ._sharing import quiet
 from ._stages import (
     Add,
     Apply,

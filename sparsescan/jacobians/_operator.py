@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import check_array, check_memory, namespace, output, read_array
-from ..chains.containers import BatchedCSR, as_csr
+from ..chains.containers import as_matrix
 from ..chains.implicit import ImplicitStep
 from ..errors import Allocating, InputError
+from ..execution.sharing import even_slices, map_shared, quiet
+from ..parameters.fixed import Fixed
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import indexed
 from ..symbolic.pattern import Pattern, block_diagonal, index_dtype
 from ._checks import Shape, batched, check_sizes
-from ._fixed import Fixed
-from ._sharing import even_slices, map_shared, quiet
 
-__all__ = ["Operator", "as_matrix", "repeated_rows"]
+__all__ = ["Operator", "repeated_rows"]
 
 # Nanoseconds of work below which another thread takes longer to wake than it saves.
 _GRAIN = 200_000
@@ -434,13 +434,6 @@ class Operator(Fixed, ABC):
         # Diagonal and dense patterns keep no index arrays.
         if self.nnz != rows * cols:
             check_memory(f"the pattern of {self!r}", (self.nnz + rows + 1) * size)
-
-
-def as_matrix(values: Array, pattern: Pattern) -> Any:
-    """Return values ``(nnz,)`` as a CSR array, ``(batch, nnz)`` as a BatchedCSR."""
-    if values.ndim == 2:
-        return BatchedCSR.from_pattern(values, pattern)
-    return as_csr(values, pattern)
 
 
 def repeated_rows(op: Any, starts: Any, sources: Any) -> ImplicitPattern | None:

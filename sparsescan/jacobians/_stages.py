@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from .. import api
 from ..execution.calls import aligned_zeros
 from ..execution.threads import thread_count
+from ..kernels.cpu.lanes import lanes
 from ._checks import on_host
 from ._kernels import places as kernels
-from ._kernels.lanes import lanes
 from ._places import Map, View
 from .activations import Elementwise
 from .normalization import BatchNorm2d

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..arrays.arrays import on_device
 from ..errors import InputError, InputTypeError, SparseScanError
-from ._cell import Cell
+from ..recurrent.cell import Cell
+from ..recurrent.cells import GRUCell, LSTMCell, RNNCell
 from ._checks import Shape, check_sizes
 from ._operator import Operator
 from .activations import (
@@ -26,7 +27,6 @@ from .conv import Conv1d, Conv2d, ConvTranspose2d
 from .linear import Linear
 from .normalization import BatchNorm2d, LayerNorm
 from .pooling import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
-from .recurrent import GRUCell, LSTMCell, RNNCell
 from .reshape import Dropout, Flatten
 from .upsample import Upsample
 

@@ -12,9 +12,9 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from ..kernels.cpu.lanes import ROWS, lanes
 from ._checks import on_host
 from ._kernels import places as kernels
-from ._kernels.lanes import ROWS, lanes
 from ._kron import kron
 from ._places import Map, Table, Taps, View, gathering, scattering, widen
 from ._stages import Apply, Samples, Span, Stage, Task, Work, in_lanes, put_grad, write

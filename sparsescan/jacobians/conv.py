@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, short
+from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern
 from ..symbolic.schedule import check_choice, check_count, check_flag
 from ._checks import Shape, check_sizes
 from ._operator import Operator, repeated_rows
-from ._parameters import Weighted
 from ._stencil import Channels, Stencil
 from ._windows import Connections, Window, check_output_size, slide
 
@@ -88,7 +88,7 @@ class _Convolution(Weighted, Operator):
             outer, inner = inner, outer
         shape = (outer, inner // self.groups, *self.kernel_size)
         biases = self.out_channels if check_flag("bias", bias) else None
-        self._set_weight(shape, biases, weight_mask, dtype, rng)
+        self.declare_weight(shape, biases, weight_mask, dtype, rng)
 
     def _read_padding(self, padding: Any) -> tuple[Shape, Shape]:
         """Return the zeros before and after each axis."""
@@ -151,7 +151,7 @@ class _Convolution(Weighted, Operator):
             _image(self.kernel_size, 1),
         )
         mask = None if self._mask is None else self._by_input(self._mask.on(np))
-        shape = self._shapes["weight"]
+        shape = self.weight.shape
         places = self._by_input(np.arange(math.prod(shape)).reshape(shape))
         y_connections, x_connections = self._connections
         return Stencil(channels, y_connections, x_connections, places, mask)
@@ -168,7 +168,7 @@ class _Convolution(Weighted, Operator):
 
     def _grouped_weight(self, xp: Any) -> Array:
         """Return the weight, 0 where it is pruned, as one matrix for each group."""
-        weight = self._kept_weight(xp)
+        weight = self.kept_weight(xp)
         return weight.reshape(self.groups, len(weight) // self.groups, -1)
 
     def _add_bias(self, y: Array) -> Array:
@@ -202,7 +202,7 @@ class _Convolution(Weighted, Operator):
             products = xp.matmul(self._grouped(grad_y), columns.swapaxes(-1, -2))
         weight = products.sum(axis=0)
         axes = (0, *range(2, grad_y.ndim))
-        return self._weight_grads(xp, weight, grad_y, axes)
+        return self.weight_grads(xp, weight, grad_y, axes)
 
 
 class _Forward(_Convolution):
@@ -252,7 +252,7 @@ class _Forward(_Convolution):
             input_shape=input_shape,
             weight_mask=None if self._mask is None else self._mask.on(np)[channels],
         )
-        return self._share_parameters(part, channels)
+        return self.share_parameters(part, channels)
 
     def _forward(self, xp: Any, x: Array) -> Array:
         columns = self._columns(xp, x, self._size_out)

@@ -10,12 +10,12 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..arrays.arrays import Constant
 from ..errors import InputError
+from ..parameters.parametrised import Weighted
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
 from ._kernels.stencil import transpose
 from ._operator import Operator, repeated_rows
-from ._parameters import Weighted
 
 __all__ = ["Linear"]
 
@@ -93,7 +93,7 @@ class Linear(Weighted, Operator):
         self._set_output((self.out_features,))
         shape = self.out_features, self.in_features
         biases = self.out_features if check_flag("bias", bias) else None
-        self._set_weight(shape, biases, weight_mask, dtype, rng)
+        self.declare_weight(shape, biases, weight_mask, dtype, rng)
 
     def restrict(
         self, input_shape: Any, channels: slice = slice(None), **arguments: Any
@@ -107,7 +107,7 @@ class Linear(Weighted, Operator):
             weight_mask=None if self._mask is None else self._mask.on(np)[channels],
             **arguments,
         )
-        return self._share_parameters(part, channels)
+        return self.share_parameters(part, channels)
 
     def _core_nnz(self) -> int:
         if self._mask is None:
@@ -145,8 +145,8 @@ class Linear(Weighted, Operator):
         return Constant(pattern.indices.astype(np.int64) * self.in_features + rows_of(pattern))
 
     def _forward(self, xp: Any, x: Array) -> Array:
-        y = xp.matmul(x, self._kept_weight(xp).T)
+        y = xp.matmul(x, self.kept_weight(xp).T)
         return y if self.bias is None else y + self.bias
 
     def _param_grads(self, xp: Any, x: Array, grad_y: Array) -> dict[str, Array]:
-        return self._weight_grads(xp, xp.matmul(grad_y.T, x), grad_y, (0,))
+        return self.weight_grads(xp, xp.matmul(grad_y.T, x), grad_y, (0,))

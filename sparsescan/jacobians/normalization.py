@@ -12,14 +12,14 @@ from numpy.typing import DTypeLike, NDArray
 from ..arrays.arrays import namespace
 from ..chains.containers import check_dtype
 from ..errors import InputError, short
+from ..execution.sharing import quiet
+from ..parameters.parametrised import Initial, Parameter, Parametrised
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, trusted
 from ..symbolic.schedule import check_count, check_flag
 from ._checks import check_number, check_sizes
 from ._coupled import Coupled, grouped
 from ._operator import Operator
-from ._parameters import Initial, Parameter, Parametrised
-from ._sharing import quiet
 
 __all__ = ["BatchNorm2d", "LayerNorm"]
 
@@ -104,7 +104,7 @@ class LayerNorm(Parametrised, Operator):
             )
         self._set_output(shape)
         affine = check_flag("elementwise_affine", elementwise_affine)
-        self._set_parameters(
+        self.declare_parameters(
             {
                 "weight": shape if affine else None,
                 "bias": shape if affine and check_flag("bias", bias) else None,
@@ -248,7 +248,7 @@ class BatchNorm2d(Parametrised, Operator):
         self._reads_input = self.training
         channels = (self.num_features,)
         affine = check_flag("affine", affine)
-        self._set_parameters(
+        self.declare_parameters(
             {
                 "weight": channels if affine else None,
                 "bias": channels if affine else None,
@@ -271,7 +271,7 @@ class BatchNorm2d(Parametrised, Operator):
             input_shape=input_shape,
             **{"training": self.training} | arguments,
         )
-        return self._share_parameters(part, channels)
+        return self.share_parameters(part, channels)
 
     def _check_arguments(self) -> None:
         shape = self.input_shape

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from .. import api
 from ..arrays.arrays import Constant, check_array, check_memory, namespace, output
-from ..chains.containers import BatchedCSR
+from ..chains.containers import BatchedCSR, as_matrix
 from ..chains.implicit import ImplicitStep
 from ..errors import InputError, InputTypeError
+from ..parameters.fixed import Fixed
 from ..plan.scan_plan import ScanPlan
 from ..symbolic.implicit import ImplicitPattern, Step
 from ..symbolic.indexed import IndexedPattern, indexed
 from ..symbolic.pattern import Pattern, indptr_of, multiply_adds, rows_of, trusted
-from ._fixed import Fixed
 from ._network_step import NamedLayer, NetworkStep
-from ._operator import Operator, as_matrix
+from ._operator import Operator
 
 __all__ = ["Residual", "Sequential"]
 

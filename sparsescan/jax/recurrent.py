@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
 from ..jacobians import Recurrent
-from ..jacobians.recorded import RecordedStep, parameters_of, record
+from ..recurrent.recorded import RecordedStep, parameters_of, record
 from ._calls import as_float, check_platform, together
 from ._programs import Lengths, add, call, key_of
 

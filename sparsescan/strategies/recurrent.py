@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError
 from ..jacobians import GRUCell, Linear, Operator, RNNCell, Sequential
-from ..jacobians.recurrent import Cell
+from ..recurrent.cells import Cell
 from ..symbolic.schedule import check_count
 from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
 from .graph import Graph

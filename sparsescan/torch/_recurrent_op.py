@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
-from ..jacobians.step_pool import StepPool, run_forward, runs_on_gpu
+from ..recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct
 from ._once import Once

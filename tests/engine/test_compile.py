@@ -16,8 +16,9 @@ from fresh_python import run_python
 from numba.core.caching import IndexDataCacheFile
 
 import sparsescan
-from sparsescan.jacobians._kernels import recurrent, values
+from sparsescan.jacobians._kernels import values
 from sparsescan.kernels import compile as compiling
+from sparsescan.recurrent.loops import values as recurrent
 
 CALLS = """
     from sparsescan.jacobians import ReLU

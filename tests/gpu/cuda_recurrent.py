@@ -22,7 +22,8 @@ from sampling import examples
 import sparsescan.torch
 from sparsescan.arrays.arrays import is_cupy
 from sparsescan.errors import DeviceError, InputError, MemoryLimitError
-from sparsescan.jacobians import GRU, LSTM, RNN, _recurrent_device
+from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import device as recurrent_device
 from sparsescan.torch import _recurrent_op as op
 
 Array = NDArray[Any]
@@ -111,7 +112,7 @@ def test_blocks_of_several_samples(
     net = KINDS[kind](2, units, bidirectional=True, dtype=F8, rng=3)
     arguments = arguments_of(np.random.default_rng(0), net, 4, 7, F8, shorter=True)
     expected = gradients_of(net.training_step(), *arguments)
-    monkeypatch.setattr(_recurrent_device, "samples_of", lambda *about: samples)
+    monkeypatch.setattr(recurrent_device, "samples_of", lambda *about: samples)
     actual = on_device(cupy, net, arguments)
     agree(actual, expected, F8)
     again = on_device(cupy, net, arguments)
@@ -122,7 +123,7 @@ def test_blocks_of_several_samples(
 def test_gates_that_are_not_kept_are_computed_again(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("sparsescan.jacobians._recurrent_step._SEGMENT", 3)
+    monkeypatch.setattr("sparsescan.recurrent.step._SEGMENT", 3)
     net = KINDS[kind](2, 3, 2, bidirectional=True, dtype=F8, rng=0)
     arguments = arguments_of(np.random.default_rng(0), net, 7, 2, F8, shorter=True)
     expected = gradients_of(net.training_step(), *arguments)

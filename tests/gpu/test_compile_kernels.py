@@ -87,7 +87,7 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
 def test_weights_stay_in_registers_up_to_so_many_units() -> None:
     """As many as the kernels say; and threads for all units."""
     pytest.importorskip("numba_cuda")
-    from sparsescan.jacobians._kernels.device_sequences import layout_of
+    from sparsescan.recurrent.loops.device_sequences import layout_of
 
     most_units = {}
     for kind in ("tanh", "gru", "lstm"):

@@ -22,15 +22,15 @@ from ptx import FaultError, Program, Traffic, compile_kernel, kept  # noqa: E402
 from ptx.runner import Together  # noqa: E402
 from ptx.translate import Site, Space  # noqa: E402
 
-from sparsescan.jacobians._kernels.device_sequences import (  # noqa: E402
-    layout_of,
-    samples_of,
-    sequence_kernels,
-)
 from sparsescan.kernels.cuda.checks import check_kernel  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
 from sparsescan.kernels.cuda.levels import level_kernels  # noqa: E402
+from sparsescan.recurrent.loops.device_sequences import (  # noqa: E402
+    layout_of,
+    samples_of,
+    sequence_kernels,
+)
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)
 SIZE = 64

@@ -28,8 +28,8 @@ from sparsescan.jacobians import (
     RNNCell,
     Sequential,
     Softmax,
-    _parameters,
 )
+from sparsescan.parameters import parametrised
 from sparsescan.strategies.architectures import (
     NAMES,
     Builder,
@@ -196,7 +196,7 @@ def undrawn(monkeypatch):
     def zeros(seed, bound, shape, dtype):
         return np.zeros(shape, dtype)
 
-    monkeypatch.setattr(_parameters, "_uniform", zeros)
+    monkeypatch.setattr(parametrised, "_uniform", zeros)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -23,16 +23,16 @@ from cubin import resources_of
 from ptx import lower_kernel
 from ptx.kept import keep
 
-from sparsescan.jacobians._kernels.device_sequences import (
-    layout_of,
-    samples_of,
-    sequence_kernels,
-)
 from sparsescan.kernels.cuda.chained import chained_kernel
 from sparsescan.kernels.cuda.chained import layout_of as layout_of_chunk
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import chunk_kernels
 from sparsescan.kernels.cuda.levels import level_kernels
+from sparsescan.recurrent.loops.device_sequences import (
+    layout_of,
+    samples_of,
+    sequence_kernels,
+)
 
 F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
 

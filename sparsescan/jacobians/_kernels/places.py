@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.compile import njit
-from .lanes import (
+from ...kernels.cpu.lanes import (
     ROWS,
     correlate_1,
     correlate_8,

@@ -20,10 +20,11 @@ from oracles import STRUCTURES, mask
 import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import chunk_counts, device
-from sparsescan.jacobians import GRU, LSTM, _recurrent_device
+from sparsescan.jacobians import GRU, LSTM
 from sparsescan.kernels.cuda.checks import is_safe
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.plan.spec import PlanSpec
+from sparsescan.recurrent import device as recurrent_device
 from sparsescan.symbolic.pattern import of_mask
 
 from . import stand_in
@@ -83,7 +84,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
             grad, jacobians, local_grads=local, schedule="linear", device="cuda"
         )
     # Blocks of several samples, which have more lanes than those, or as many.
-    monkeypatch.setattr(_recurrent_device, "samples_of", lambda *about: 2)
+    monkeypatch.setattr(recurrent_device, "samples_of", lambda *about: 2)
     for mutants.about, net in (
         (_HELD, GRU(2, 40, bidirectional=True, dtype=F4, rng=0)),
         (_READ, LSTM(2, 50, dtype=np.float64, rng=0)),

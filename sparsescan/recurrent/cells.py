@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..symbolic.schedule import check_choice
-from ._cell import Array, Cell, Slopes
-from ._kernels import sequences
-from ._kernels.recurrent import fill_gru, fill_lstm, fill_rnn
-from ._recurrent_step import unroll
+from .cell import Array, Cell, Slopes
+from .loops import sequences
+from .loops.values import fill_gru, fill_lstm, fill_rnn
+from .step import unroll
 
 __all__ = ["Cell", "GRUCell", "LSTMCell", "RNNCell"]
 

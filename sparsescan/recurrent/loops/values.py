@@ -1,4 +1,4 @@
-"""Values of the Jacobians of recurrent cells: see jacobians/recurrent.py.
+"""Values of the Jacobians of recurrent cells: see recurrent/cells.py.
 
 A transposed Jacobian is ``Σ_g weights[g] ∘ slopes[g]``, the slopes one row for all rows of the
 weights, plus the part of the state that is passed on directly. One pass writes it, since memory

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..execution.threads import share
+from .threads import share
 
 __all__ = ["even_slices", "map_shared", "quiet"]
 

@@ -12,7 +12,7 @@ from sampling import examples
 
 from sparsescan.execution.recording import Recording
 from sparsescan.jacobians import GRU, LSTM, RNN
-from sparsescan.jacobians.recorded import parameters_of, record
+from sparsescan.recurrent.recorded import parameters_of, record
 
 Array = NDArray[Any]
 

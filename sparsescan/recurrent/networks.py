@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import InputError, InputTypeError, short
+from ..parameters.fixed import Fixed
 from ..symbolic.schedule import check_count, check_flag
-from ._cell import Array, Cell
-from ._fixed import Fixed
-from ._recurrent_step import TrainingStep
-from .recurrent import GRUCell, LSTMCell, RNNCell
+from .cell import Array, Cell
+from .cells import GRUCell, LSTMCell, RNNCell
+from .step import TrainingStep
 
 __all__ = ["GRU", "LSTM", "RNN", "Recurrent"]
 

@@ -26,19 +26,19 @@ from ..arrays.arrays import (
 )
 from ..errors import Allocating, InputError, InputTypeError, MemoryLimitError, short
 from ..execution.calls import LINE, Calls
+from ..execution.replays import Replays
+from ..execution.sharing import even_slices, quiet
 from ..execution.threads import thread_count
 from ..formatting import exact_bytes, format_bytes
 from ..kernels.cpu.copies import add_range, fill_with
+from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
+from ..kernels.cpu.lanes import lanes as lanes_of
 from ..symbolic.schedule import check_flag
-from ._cell import Cell
-from ._kernels import callers
-from ._kernels import sequences as kernels
-from ._kernels.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
-from ._kernels.lanes import lanes as lanes_of
-from ._kernels.sequences import Caller, Gates, Matrix, Sequence, Sums
-from ._recurrent_memory import Memory
-from ._replays import Replays
-from ._sharing import even_slices, quiet
+from .cell import Cell
+from .loops import callers
+from .loops import sequences as kernels
+from .loops.sequences import Caller, Gates, Matrix, Sequence, Sums
+from .memory import Memory
 
 __all__ = ["Gradients", "TrainingStep", "memory_on_host", "unroll"]
 
@@ -157,10 +157,12 @@ class TrainingStep:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that are kept for inputs of the last shape."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def keeps_gates(self) -> bool:
+        """Whether the gates of all steps are kept for inputs of the last shape."""
         return self._memory is not None and self._memory.keeps_gates
 
     def __repr__(self) -> str:
@@ -416,7 +418,7 @@ def _directions_of(network: Layers, x: Array) -> list[Any]:
     kind: Any = _Direction
     if device_of(x) is not None:
         # Which imports Numba's CUDA target.
-        from ._recurrent_device import DeviceDirection
+        from .device import DeviceDirection
 
         kind = DeviceDirection
     else:
@@ -460,7 +462,7 @@ def _memory_for(network: Layers, directions: list[Any], x: Array, segment: int) 
     steps, batch, _ = x.shape
     if device_of(x) is None:
         return _Memory(network, directions, steps, batch, segment, Calls())
-    from ._recurrent_device import DeviceMemory
+    from .device import DeviceMemory
 
     return DeviceMemory(directions, network.input_size, steps, batch, segment)
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from sampling import examples
 
-from sparsescan.jacobians._kernels import lanes
+from sparsescan.kernels.cpu import lanes
 
 Array = NDArray[Any]
 

@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 from numba.np import numpy_support
 
-from ...kernels.compile import njit
+from ..compile import njit
 
 __all__ = [
     "ROWS",

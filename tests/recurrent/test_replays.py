@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import times
 
-from sparsescan.jacobians import GRU, LSTM, RNN, _recurrent_step
+from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import step as training_step
 
 
 def bits(arrays: list[Any]) -> list[bytes]:
@@ -73,7 +74,7 @@ def test_a_life(seed: int) -> None:
         before = bits(arrays)
         needs = bool(rng.random() < 0.7)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(_recurrent_step, "_DIRECT", 1)
+            patched.setattr(training_step, "_DIRECT", 1)
             results = passes(step, (x, state, lengths), grads, needs)
         expected = passes(net.training_step(), (x, state, lengths), grads, needs)
         assert bits(results) == bits(expected)
@@ -86,22 +87,22 @@ def test_a_life(seed: int) -> None:
 
 def test_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    record = _recurrent_step.Replays._record
+    record = training_step.Replays._record
 
     def noted(*arguments: Any) -> Any:
         made.append(arguments)
         return record(*arguments)
 
-    monkeypatch.setattr(_recurrent_step.Replays, "_record", noted)
+    monkeypatch.setattr(training_step.Replays, "_record", noted)
     step, x = GRU(3, 4, rng=0).training_step(), np.ones((5, 2, 3), np.float32)
-    for call in range(3 * _recurrent_step._DIRECT):
+    for call in range(3 * training_step._DIRECT):
         output, _ = step.forward(x)
         step.backward(output)
-        assert len(made) == (2 if call >= _recurrent_step._DIRECT else 0)
+        assert len(made) == (2 if call >= training_step._DIRECT else 0)
 
 
 def test_lengths_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recurrent_step, "_DIRECT", 1)
+    monkeypatch.setattr(training_step, "_DIRECT", 1)
     net = LSTM(2, 3, rng=0)
     step, x = net.training_step(), np.random.default_rng(0).standard_normal((6, 4, 2))
     for lengths in (None, None, [1, 2, 3, 4], None, [6, 0, 1, 2], None):

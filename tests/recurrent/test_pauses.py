@@ -19,8 +19,9 @@ from scipy.ndimage import maximum_filter1d
 
 import sparsescan
 from sparsescan.execution.calls import Calls
-from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, _recurrent_step
-from sparsescan.jacobians._kernels import sequences
+from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent import step as training_step
+from sparsescan.recurrent.loops import sequences
 
 torch = pytest.importorskip("torch")
 
@@ -187,9 +188,9 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many threads share networks of any size."""
 
     def set_threads(count: int) -> None:
-        monkeypatch.setattr(_recurrent_step, "thread_count", lambda: count)
+        monkeypatch.setattr(training_step, "thread_count", lambda: count)
 
-    monkeypatch.setattr(_recurrent_step, "_SMALL", 0)
+    monkeypatch.setattr(training_step, "_SMALL", 0)
     return set_threads
 
 
@@ -229,7 +230,7 @@ def test_gradients_are_those_of_autograd(
     many_threads(draw(st.integers(1, 3)))
     step = net.training_step()
     if steps > 128 and draw(st.booleans()):
-        monkeypatch.setattr(_recurrent_step, "_SEGMENT", draw(st.sampled_from([32, 64])))
+        monkeypatch.setattr(training_step, "_SEGMENT", draw(st.sampled_from([32, 64])))
         step = limited(net, x)
     given = x, state, lengths
     grads = filled(net, x, above, carry)
@@ -723,7 +724,7 @@ def test_gates_are_not_computed_again_for_nothing(
         steps.append(max(ends[first] for first in range(s.first, s.first + s.count, s.samples)))
         steps[-1] -= begin
 
-    monkeypatch.setattr(_recurrent_step.kernels, "find_ends", find_ends)
+    monkeypatch.setattr(training_step.kernels, "find_ends", find_ends)
     step.backward(above, carry)
     # Segments of 256 steps, the last one first.
     assert steps == [0, 0, 45, 256]
@@ -753,13 +754,13 @@ def test_the_door_of_pytorch_passes_on_that_there_is_no_gradient(
 ) -> None:
     door = pytest.importorskip("sparsescan.torch")
     given: list[tuple[bool, ...]] = []
-    backward = _recurrent_step.TrainingStep.backward
+    backward = training_step.TrainingStep.backward
 
     def watched(self: Any, *above: Any, **options: Any) -> Any:
         given.append(tuple(each is None for each in above))
         return backward(self, *above, **options)
 
-    monkeypatch.setattr(_recurrent_step.TrainingStep, "backward", watched)
+    monkeypatch.setattr(training_step.TrainingStep, "backward", watched)
     net = door.GRU(3, 5)
     net(torch.randn(6, 2, 3))[1].sum().backward()
     net(torch.randn(6, 2, 3))[0][-1].sum().backward()

@@ -82,7 +82,7 @@ def _title(layer: Any, name: str) -> str:
 class Parametrised:
     """Parameters by name: their shapes, and functions that draw them."""
 
-    def _set_parameters(self, shapes: dict[str, Shape | None], initial: Initial) -> None:
+    def declare_parameters(self, shapes: dict[str, Shape | None], initial: Initial) -> None:
         """Declare the parameters, except those whose shape is None."""
         self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
         self._draws = {name: initial(name, shape) for name, shape in self._shapes.items()}
@@ -95,7 +95,7 @@ class Parametrised:
             _check_kept(self, name, array, self._shapes[name])
         return array
 
-    def _share_parameters(self, part: Layer, channels: slice) -> Layer:
+    def share_parameters(self, part: Layer, channels: slice) -> Layer:
         """Set the parameters of `part` to views of some channels of these; return it."""
         for name in self._shapes:
             setattr(part, name, getattr(self, name)[channels])
@@ -119,12 +119,12 @@ class Weighted(Parametrised):
     bias = Parameter()
     _mask: Constant | None
 
-    def _set_weight(
+    def declare_weight(
         self, shape: Shape, biases: int | None, mask: ArrayLike | None, dtype: DTypeLike, rng: Any
     ) -> None:
         """Declare a weight with a mask, and so many biases, or none; the fan-in bounds both."""
         self._mask = check_mask("weight_mask", mask, shape)
-        self._set_parameters(
+        self.declare_parameters(
             {"weight": shape, "bias": None if biases is None else (biases,)},
             initial(1 / math.sqrt(math.prod(shape[1:])), dtype, rng),
         )
@@ -136,11 +136,11 @@ class Weighted(Parametrised):
         kept: Array = self._mask.on(np)
         return kept
 
-    def _kept_weight(self, xp: Any) -> Array:
+    def kept_weight(self, xp: Any) -> Array:
         """Return the weight, 0 where it is pruned."""
         return masked(xp, self.weight, self._mask)
 
-    def _weight_grads(
+    def weight_grads(
         self, xp: Any, weight: Array, grad_y: Array, axes: tuple[int, ...]
     ) -> dict[str, Array]:
         """Return the gradients of the parameters.

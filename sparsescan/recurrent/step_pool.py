@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arrays.arrays import load_cupy
 from ..errors import DeviceError
-from ._recurrent_step import TrainingStep
+from .step import TrainingStep
 
 __all__ = ["StepPool", "run_forward", "runs_on_gpu"]
 
@@ -65,7 +65,7 @@ def runs_on_gpu(kind: str, units: int, dtype: DTypeLike) -> bool:
         load_cupy()
     except DeviceError:
         return False
-    from ._kernels.device_sequences import layout_of, samples_of
+    from .loops.device_sequences import layout_of, samples_of
 
     exact = np.dtype(dtype)
     return samples_of(kind, layout_of(kind, units, exact), exact, 1, 1, 1) > 0

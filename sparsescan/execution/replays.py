@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..execution.calls import LINE, Calls, aligned_empty
-from ..execution.recording import Recorder, Recording, Space
+from .calls import LINE, Calls, aligned_empty
+from .recording import Recorder, Recording, Space
 
 __all__ = ["Replays"]
 

@@ -17,9 +17,9 @@ from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
 from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell
-from sparsescan.jacobians._kernels import callers, sequences
-from sparsescan.jacobians._kernels.lanes import lanes, sample_lanes
-from sparsescan.jacobians._recurrent_step import _directions_of, _OneCell
+from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
+from sparsescan.recurrent.loops import callers, sequences
+from sparsescan.recurrent.step import _directions_of, _OneCell
 
 Array = NDArray[Any]
 KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}

@@ -16,16 +16,16 @@ from ..arrays.streams import place
 from ..errors import InputError
 from ..execution.chunk_counts import multiprocessors_of
 from ..kernels.cuda import device as _device
-from ._cell import Cell
-from ._kernels.device_sequences import (
+from ..parameters.parametrised import masked
+from .cell import Cell
+from .loops.device_sequences import (
     Layout,
     layout_of,
     packing_order,
     samples_of,
     sequence_kernels,
 )
-from ._parameters import masked
-from ._recurrent_memory import Memory
+from .memory import Memory
 
 __all__ = ["DeviceDirection", "DeviceMemory"]
 

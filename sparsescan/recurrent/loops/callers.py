@@ -6,7 +6,7 @@ See :mod:`.sequences` for the places of samples, steps and units.
 from __future__ import annotations
 
 from ...kernels.compile import njit
-from .lanes import (
+from ...kernels.cpu.lanes import (
     lane_count,
     less_or,
     load,

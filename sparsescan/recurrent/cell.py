@@ -24,18 +24,17 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arrays.arrays import Constant, check_memory, for_kernels, namespace, output, read_array
-from ..chains.containers import BatchedCSR, CSRChain
+from ..chains.containers import BatchedCSR, CSRChain, as_matrix
 from ..chains.implicit import ImplicitChain
 from ..errors import Allocating, InputError, InputTypeError, short
+from ..execution.sharing import even_slices, map_shared, quiet
+from ..parameters.fixed import Fixed
+from ..parameters.parametrised import Parameter, Parametrised, check_mask, initial, masked
 from ..symbolic.implicit import ImplicitPattern
 from ..symbolic.pattern import Pattern, of_mask, rows_of
 from ..symbolic.schedule import check_count, check_flag
-from ._cell_units import CellUnits
-from ._fixed import Fixed
-from ._kernels.recurrent import fill_entries, put_column
-from ._operator import as_matrix
-from ._parameters import Parameter, Parametrised, check_mask, initial, masked
-from ._sharing import even_slices, map_shared, quiet
+from .loops.values import fill_entries, put_column
+from .units import CellUnits
 
 __all__ = ["Cell", "Linearization", "Slopes"]
 
@@ -164,7 +163,7 @@ class Cell(Parametrised, Fixed, ABC):
             "bias_ih": (rows,) if self.bias else None,
             "bias_hh": (rows,) if self.bias else None,
         }
-        self._set_parameters(shapes, initial(1 / math.sqrt(self.hidden_size), dtype, rng))
+        self.declare_parameters(shapes, initial(1 / math.sqrt(self.hidden_size), dtype, rng))
         self._masks = {
             "weight_ih": check_mask("weight_ih_mask", weight_ih_mask, self._shapes["weight_ih"]),
             "weight_hh": check_mask("weight_hh_mask", weight_hh_mask, self._shapes["weight_hh"]),

@@ -16,7 +16,7 @@ states finite.
 from __future__ import annotations
 
 from ...kernels.compile import njit
-from .lanes import (
+from ...kernels.cpu.lanes import (
     fma,
     is_zero,
     lane_count,

@@ -18,8 +18,8 @@ from oracles import on_pattern
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Schedule
-from sparsescan.jacobians import _cell
-from sparsescan.jacobians.recurrent import Cell, GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent import cell as _cell
+from sparsescan.recurrent.cells import Cell, GRUCell, LSTMCell, RNNCell
 
 KINDS = ["tanh", "relu", "gru", "lstm"]
 CELLS = {"gru": (GRUCell, torch.nn.GRUCell), "lstm": (LSTMCell, torch.nn.LSTMCell)}

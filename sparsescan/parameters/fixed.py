@@ -7,7 +7,7 @@ from abc import ABCMeta
 from typing import Any
 
 from ..errors import Allocating, InputError
-from ._parameters import Parameter
+from .parametrised import Parameter
 
 __all__ = ["Fixed"]
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recorder, Recording, Space
-from ._recurrent_step import memory_on_host
-from .rnn import Recurrent
+from .networks import Recurrent
+from .step import memory_on_host
 
 __all__ = ["Parameters", "RecordedStep", "parameters_of", "record"]
 

@@ -28,15 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.compile import njit
-from .callers import (
-    copy_some,
-    row_of,
-    turn_row_in,
-    turn_row_out,
-    turn_slots_out,
-    turn_steps_in,
-)
-from .lanes import (
+from ...kernels.cpu.lanes import (
     SUM_COLUMNS,
     SUM_ROWS,
     TILE_ROWS,
@@ -61,6 +53,14 @@ from .lanes import (
     store_some,
     tanh,
     total,
+)
+from .callers import (
+    copy_some,
+    row_of,
+    turn_row_in,
+    turn_row_out,
+    turn_slots_out,
+    turn_steps_in,
 )
 from .pauses import UNKNOWN, all_zero, bound_of, clear, has_step, no_grads_above, zero_times
 

@@ -1,0 +1,1 @@
+"""Loops over the steps of recurrent cells."""
