@@ -18,6 +18,8 @@ _KEYS = {
     "intrinsics": "intrinsics",
 }
 OTHERS = tuple(_KEYS.values())
+# The calls that a run on a GPU may be cut into: together they have all of its parts.
+GPU_CALLS = ("first", "second")
 _COME_FROM = ("commit", "dirty", "date", "command", "device", "versions")
 
 
@@ -55,6 +57,11 @@ class File:
         return tuple(self.results.get("asked", {}).get("parts", ()))
 
     @property
+    def only(self) -> str:
+        """The option that some parts of a run on a GPU were asked for by; "" if all were."""
+        return f"--only {' '.join(self.asked)}" if self.asked and not has_all_parts([self]) else ""
+
+    @property
     def commit(self) -> str:
         return str(self.results["commit"])[:8]
 
@@ -72,9 +79,36 @@ class File:
             "unfinished": not results.get("done", True),
             "a part": self.kind in ("grid", "memory") and "--only" in results["command"],
         }
-        parts = results.get("parts", {}).items()
-        failed = [what for what, part in parts if not (part["ok"] or part.get("informs"))]
-        return [mark for mark, holds in marks.items() if holds] + [f"{p} failed" for p in failed]
+        parts = {what: ended(part) for what, part in results.get("parts", {}).items()}
+        bad = [
+            f"{what} {how}"
+            for what, how in parts.items()
+            if how not in ("ok", "noted") and not results["parts"][what].get("informs")
+        ]
+        return [mark for mark, holds in marks.items() if holds] + bad
+
+
+def ended(part: Results) -> str:
+    """Say how a part of a run on a GPU, or a case of one, has ended."""
+    if part["ok"] and part.get("state") != "running":
+        return "ok"
+    unfinished = {"left": "not run", "running": "cut off"}
+    return unfinished.get(part.get("state", ""), "noted" if part.get("informs") else "failed")
+
+
+def has_all_parts(files: Iterable[File]) -> bool:
+    """Whether files of runs on a GPU have all of its parts together."""
+    return {*GPU_CALLS} <= {part for file in files for part in file.asked}
+
+
+def together(files: Iterable[File]) -> list[list[File]]:
+    """Group runs on a GPU that are calls of one run: of a device and a commit, by their dates."""
+    groups: dict[tuple[str, ...], list[File]] = {}
+    for file in sorted(files, key=lambda file: str(file.results["date"])):
+        known = not file.results["dirty"] and file.commit != "unknown"
+        of = (file.device, file.commit) if known else (file.device, file.path.name)
+        groups.setdefault(of, []).append(file)
+    return list(groups.values())
 
 
 def read(folder: Path) -> tuple[list[File], dict[str, str]]:

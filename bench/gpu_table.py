@@ -26,12 +26,15 @@ def wanted(races: list[Report]) -> list[Report]:
     ]
     if ratios:
         best, steps = max(ratios)
-        what = f"backward of a tanh RNN: {VALUES}, at the best T, {steps} (the aim is {AIM})"
+        what = (
+            f"backward of a tanh RNN: {VALUES}, at the best T that was run, {steps:,} "
+            f"({RECORD}× is the paper's best, our aim is {AIM}×)"
+        )
         lines.append(_wanted(what, CUDNN, best, RECORD))
     for race in sweep(races, "T"):
         if race["about"]["T"] == FLOOR_STEPS:
             multiple = race["floors"]["the work"]["multiple"]["device, warm"][OURS]
-            what = f"multiple of the floor, {race['work']}"
+            what = f"time over that of the floor, {race['work']}"
             lines.append(_wanted(what, "the floor", multiple, FLOOR_MULTIPLE, at_most=True))
     for race in races:
         for ratio in race["ratios"]:
@@ -111,7 +114,7 @@ def table(races: list[Report]) -> list[str]:
             measured = ", ".join(f"{x:.2f}× {cache}" for cache, x in ratio["measured"].items())
             times, theirs = _both_times(race, ratio), ratio["theirs"]
             lines.append(
-                f"    {theirs + _mark(race, theirs):<30} {ratio['clock']:<6} {times:<24} "
+                f"    {theirs + mark(race, theirs):<30} {ratio['clock']:<6} {times:<24} "
                 f"{measured or 'skipped: ' + str(ratio['skipped'])}"
             )
         floor = race["floors"]["the work"]
@@ -119,7 +122,7 @@ def table(races: list[Report]) -> list[str]:
             f"{of[OURS]:.1f}× {mode}" for mode, of in floor["multiple"].items() if OURS in of
         ]
         lines.append(f"    the floor, {_ms(floor['seconds'])} ms: {'; '.join(multiples)}")
-    lines += ["", *_notes(races), "", "Wanted:"]
+    lines += ["", *notes(races), "", "Wanted:"]
     for line in wanted(races):
         bound = f"≥ {line['at least']}" if "at least" in line else f"≤ {line['at most']}"
         measured = "not measured" if line["measured"] is None else f"{line['measured']:.2f}×"
@@ -128,16 +131,19 @@ def table(races: list[Report]) -> list[str]:
     return lines
 
 
-def _mark(race: Report, contender: str) -> str:
+def mark(race: Report, contender: str) -> str:
+    """Return what stands behind the name of a contender that waits for the device."""
     return "*" if contender in race.get("waits_inside", ()) else ""
 
 
-def _notes(races: list[Report]) -> list[str]:
+def notes(races: list[Report]) -> list[str]:
     """Say what the marks mean, and what contenders do beside the work."""
-    notes = [f"{name} {note}." for race in races for name, note in race.get("notes", {}).items()]
+    said = [f"{name} {note}." for race in races for name, note in race.get("notes", {}).items()]
     marked = any(race.get("waits_inside") for race in races)
-    mark = ["* waits for the device inside, so that its device time has its launches too."] * marked
-    return [*mark, *dict.fromkeys(notes)]
+    star = ["* waits for the device inside, so that its device time has its launches too."] * marked
+    told = dict.fromkeys(said)
+    # What a longer note begins with is said there.
+    return [*star, *(n for n in told if not any(m != n and m.startswith(n[:-1]) for m in told))]
 
 
 def _ms(seconds: float | None) -> str:
@@ -147,7 +153,7 @@ def _ms(seconds: float | None) -> str:
 def _times(race: Report, theirs: str, ours: str) -> str:
     for ratio in race["ratios"]:
         if _is(ratio, theirs, ours) and ratio["measured"]:
-            return f"{ratio['measured']['warm']:.1f}×{_mark(race, theirs)}"
+            return f"{ratio['measured']['warm']:.1f}×{mark(race, theirs)}"
     return "-"
 
 

@@ -73,6 +73,8 @@ tbody tr:first-child td, tr.group + tr td { border-top: 0; }
 .tight { white-space: nowrap; }
 .number { text-align: right; white-space: nowrap; }
 td i::after { content: attr(data-pad); visibility: hidden; font-style: normal; }
+details { margin: 1rem 0; }
+summary { cursor: pointer; font-weight: 600; }
 figure { margin: 1.75rem 0; }
 figure .wide { margin: 0; }
 img { display: block; max-width: 100%; height: auto; }

@@ -24,6 +24,11 @@ _STYLES: dict[str, dict[str, Any]] = {
     VALUES: {"color": "tab:red", "marker": "o"},
 }
 
+_AXES = {
+    "T": ("T steps, B=16", "sequence length T"),
+    "B": ("B samples, T=1,000", "batch size B"),
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.plots", description=__doc__)
@@ -50,9 +55,14 @@ def draw(races: list[dict[str, Any]], path: Path) -> None:
 
 
 def figure(races: list[dict[str, Any]]) -> Figure:
-    """Draw times above, speedups over PyTorch below; over T on the left, over B on the right."""
-    drawn, axes = drawing.panels(2, 2, 11, 7.5, sharex="col", sharey="row")
-    for axis, (times, ratios) in zip("TB", axes.T, strict=True):
+    """Draw times above, speedups over PyTorch below; over T on the left, over B on the right.
+
+    A sweep of which one size was run is left out.
+    """
+    sweeps = [axis for axis in "TB" if len(sweep(races, axis)) > 1] or ["T"]
+    width, record = 11 if len(sweeps) > 1 else 7, f"the paper's best, {RECORD}×"
+    drawn, axes = drawing.panels(2, len(sweeps), width, 7.5, sharex="col", sharey="row")
+    for axis, (times, ratios) in zip(sweeps, axes.T, strict=True):
         along = {race["about"][axis]: race for race in sweep(races, axis)}
         floors = {size: race["floors"]["the work"]["seconds"] for size, race in along.items()}
         theirs = _quartiles(along, CUDNN)
@@ -67,23 +77,24 @@ def figure(races: list[dict[str, Any]]) -> Figure:
             list(floors), [1e3 * floor for floor in floors.values()], label="the floor", **dotted
         )
         at_floor = [theirs[size][1] / floors[size] for size in theirs]
-        ratios.plot(list(theirs), at_floor, label="at the floor", **dotted)
-        ratios.axhline(RECORD, color="grey", ls="--", label=f"the paper's best, {RECORD}×")
+        ratios.plot(list(theirs), at_floor, label="the floor", **dotted)
+        ratios.axhline(RECORD, color="grey", ls="--", label=record)
         for panel in (times, ratios):
             panel.set(xscale="log", yscale="log")
             panel.grid(alpha=0.3)
             drawing.plain(panel)
         ratios.set_xticks(list(along), [f"{size:,}" for size in along], rotation=30)
         ratios.minorticks_off()
-    (top_left, top_right), (left, right) = axes
-    top_left.set(title="T steps, B=16", ylabel="backward pass [ms], launches included")
-    top_right.set(title="B samples, T=1,000")
-    left.set(xlabel="sequence length T", ylabel=f"time of {CUDNN} over ours")
-    right.set(xlabel="batch size B")
-    right.invert_xaxis()  # as in the paper, where the fraction of the GPU for a sample grows
-    for panel in (top_left, left):
-        drawing.numbers(panel.yaxis, "{:g}")
-        panel.legend(frameon=False, fontsize="small")
+        title, label = _AXES[axis]
+        times.set(title=title)
+        ratios.set(xlabel=label)
+        if axis == "B":
+            ratios.invert_xaxis()  # as in the paper, where a sample's share of the GPU grows
+    axes[0, 0].set(ylabel="backward pass [ms], launches included")
+    axes[1, 0].set(ylabel=f"time of {CUDNN} over ours")
+    for panel in axes[:, 0]:
+        drawing.numbers(panel.yaxis, "{:,g}")
+    drawing.legend(drawn, axes.flat, len(sweeps) + 1, order=("the floor", record))
     drawn.suptitle("Backward pass of a tanh RNN, H=20, float32 (Figure 8 of the paper)")
     return drawn
 

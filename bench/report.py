@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import page, sections
 from .experiment import NAMES, Drawing, Results, Row, Table, load
-from .files import File, lines, newest, read
+from .files import File, has_all_parts, lines, newest, read, together
 from .page import Html, join, listed, table, tag
 
 _PAPER = "https://arxiv.org/abs/1907.10134"
@@ -21,7 +21,6 @@ _MAKERS = {
     "grid": sections.of_grid,
     "memory": sections.of_memory,
     "intrinsics": sections.of_intrinsics,
-    "gpu": sections.of_gpu,
 }
 _TITLES = {
     "engine": "The engine",
@@ -49,9 +48,15 @@ _ON_A_GPU = {
     ),
     "vgg11": ("Pruned VGG-11: the times of the steps in Figure 10 beside cuSPARSE.",),
     "gpu": (
-        "The kernels of sparsescan/kernels/cuda, which have run in Numba's simulator.",
-        "CuPy itself, CUDA graphs, cuBLAS, several streams, several devices; what sparsescan "
-        "calibrate --device cuda measures.",
+        "The CUDA kernels, which have run in Numba's simulator, and as compiled code on a CPU.",
+        "CuPy itself, CUDA graphs, cuBLAS and several streams.",
+    ),
+    "by hand": (
+        join(
+            "Neither command runs these: several devices, ranks with a GPU each, and ",
+            tag("code", "sparsescan calibrate --device cuda"),
+            ".",
+        ),
     ),
 }
 
@@ -109,6 +114,7 @@ def _sections(results: Path) -> dict[str, Html]:
         bodies[kind] = join(
             *(part for file in of[kind] for part in (sections.origin(file), make(file.results)))
         )
+    bodies["gpu"] = sections.of_gpu(of["gpu"])
     whole = {
         "Overview": _overview(titles, of),
         "Unproven": _unproven(of),
@@ -136,8 +142,8 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
     rows = []
     for kind, title in titles.items():
         for file in of[kind]:
-            place, day = (tag("span", said, kind="tight") for said in (file.place, file.day))
-            rows.append([title, sections.state(file), place, day, file.commit])
+            day = tag("span", file.day, kind="tight")
+            rows.append([title, sections.state(file), file.place, day, file.commit])
         if not of[kind]:
             rows.append([title, "not run yet", "", "", ""])
     return table(["what", "state", "on", "date", "commit"], rows)
@@ -145,12 +151,15 @@ def _overview(titles: dict[str, str], of: dict[str, list[File]]) -> Html:
 
 def _not_yet(kind: str) -> Html:
     command = _COMMANDS.get(kind, f"python -m bench {kind}")
-    return tag("p", "Not run yet: ", tag("code", command), ".")
+    where = " on a machine that has a GPU" if kind == "gpu" else ""
+    return tag("p", "Not run yet: ", tag("code", command), f" measures it{where}.")
 
 
 def _unproven(of: dict[str, list[File]]) -> Html:
     """List the claims that no full run of committed code on a GPU has shown."""
     proven = {kind for kind, files in of.items() if any(f.on_gpu and not f.marks for f in files)}
+    clean = together(file for file in of["gpu"] if not file.marks)
+    proven = proven - {"gpu"} | ({"gpu"} if any(map(has_all_parts, clean)) else set())
     open_ = [line for kind, said in _ON_A_GPU.items() if kind not in proven for line in said]
     if not open_:
         return Html("")

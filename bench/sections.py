@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from . import page, pictures, plots
+from . import gpu_table, page, pictures, plots
 from .contests import OURS
 from .experiment import Drawing, Results, Row
-from .files import File
+from .files import File, ended, together
+from .gpu_races import STEPS
+from .gpu_table import wanted
 from .grid import ranked, ratios
 from .page import Html, exactly, join, listed, significant, table, tag
 from .resident import MIB
@@ -22,13 +24,14 @@ _TIMES = ["theirs, ms", "ours, ms"]
 def origin(file: File) -> Html:
     """Return the line that says where numbers come from."""
     said = f"{file.place} · {file.day} · commit {file.commit} · "
-    marks = join(" · ", state(file)) if file.marks else ""
+    marks = join(" · ", state(file)) if file.marks or file.only else ""
     return tag("p", said, tag("code", file.path.name), marks, kind="soft")
 
 
 def state(file: File) -> Html:
-    """Say what is wrong with a run, or that it is complete."""
-    return tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
+    """Say what is wrong with a run, or that it is complete; and which parts it has, if not all."""
+    said = tag("span", ", ".join(file.marks), kind="warn") if file.marks else Html("complete")
+    return join(said, " · ", tag("code", file.only, kind="tight")) if file.only else said
 
 
 def missing_peers(missing: Iterable[tuple[str, str, str]]) -> Html:
@@ -190,15 +193,34 @@ def of_intrinsics(results: Results) -> Html:
 # -- On a GPU -------------------------------------------------------------------------------------
 
 
-def of_gpu(results: Results) -> Html:
-    races, parts = results["races"], results["parts"]
+def of_gpu(files: list[File]) -> Html:
+    """Show runs; calls with the parts of one run are shown as one."""
+    runs = together(files)
     shown = []
-    if results["wanted"]:
-        shown += [tag("h3", "What is asked for"), _wanted(results["wanted"])]
+    for run in runs:
+        if len(runs) > 1:
+            shown.append(tag("h3", f"On {run[0].place}, commit {run[0].commit}"))
+        head = "h4" if len(runs) > 1 else "h3"
+        races = {race["name"]: race for file in run for race in file.results["races"]}
+        parts = {what: part for file in run for what, part in file.results["parts"].items()}
+        shown += [*map(origin, run), _gpu_run([*races.values()], parts, head)]
+    return join(*shown)
+
+
+def _gpu_run(races: list[Results], parts: dict[str, Results], head: str) -> Html:
+    """Show what a run has found, below headings of this level."""
+    shown = []
+    if asked := wanted(races):
+        shown += [tag(head, "What is asked for"), _wanted(asked)]
     if plots.sweep(races, "T"):
         shown.append(page.figure(Drawing(*_SWEEPS, plots.figure(races))))
     if races:
-        shown += [tag("h3", "Races"), _races(races)]
+        shown += [tag(head, "Races"), _words(), _races([r for r in races if not _of_sizes(r)])]
+    if sizes := [race for race in races if _of_sizes(race)]:
+        summary = tag("summary", f"The RNN in other sizes: {len(sizes)} races")
+        shown.append(tag("details", summary, _races(sizes)))
+    if notes := gpu_table.notes(races):
+        shown += [tag("p", "Remarks:"), listed(notes)]
     missing = [
         (peer, why, where)
         for where, peers in [
@@ -208,29 +230,29 @@ def of_gpu(results: Results) -> Html:
         for peer, why in peers.items()
     ]
     rows = [
-        [what, _state(part), str(part.get("seconds", "")), part["summary"]]
+        [what, _state(part), part["summary"], str(part.get("seconds", ""))]
         for what, part in parts.items()
     ]
-    failed = [f"{what}: {why}" for what, part in parts.items() for why in _failures(part)]
-    heads = ["part", "", "seconds", ""]
-    shown += [missing_peers(missing), tag("h3", "Parts of the run"), table(heads, rows)]
+    heads = ["part", "state", "summary", "seconds"]
+    shown += [missing_peers(missing), tag(head, "Parts of the run"), table(heads, rows, heads[3:])]
+    if failed := [f"{what}: {why}" for what, part in parts.items() for why in _failures(part)]:
+        shown += [tag(head, "Failures"), listed(failed)]
     cases = [
         [what, case["name"], _state(case), case.get("why") or ""]
         for what, part in parts.items()
         for case in part.get("cases", [])
     ]
     if cases:
-        shown += [tag("h3", "Cases that were compared"), table(["part", "case", "", ""], cases)]
-    return join(*shown, listed(failed))
+        heads = ["part", "case", "state", "why"]
+        shown += [tag(head, "Cases that were compared"), table(heads, cases, grouped=True)]
+    return join(*shown)
 
 
-def _state(part: Results) -> Html | str:
+def _state(part: Results) -> Html:
     """Return how a part, or a case of one, has ended."""
-    if part["ok"]:
-        return "ok"
-    if part.get("state") == "left":
-        return "not run"
-    return "noted" if part.get("informs") else tag("span", "failed", kind="warn")
+    how = ended(part)
+    bad = how in ("failed", "cut off")
+    return tag("span", how, kind="warn tight" if bad else "tight")
 
 
 def _failures(part: Results) -> list[str]:
@@ -242,10 +264,42 @@ def _failures(part: Results) -> list[str]:
 
 _SWEEPS = (
     "Backward pass of a tanh RNN",
-    "As in Figure 8 of the paper: times over the length T and the batch B, and how many times as "
-    "fast as PyTorch: medians, with bars from the quartiles. The dashed line is the paper's best "
-    "ratio, 108; dotted ones are the floor.",
+    "As in Figure 8 of the paper: times above, and below how many times as fast as PyTorch: "
+    "medians, with bars from the quartiles. The dashed line is the paper's best ratio, 108; dotted "
+    "ones are the floor.",
 )
+
+
+# Words of the table of races.
+_WORDS = {
+    "call": "the time of one call, from an idle device until its work is done, with all launches",
+    "device": "the time of the work alone, which begins when all of it has been launched",
+    "host": "the time of one call by the clock of the host",
+    "cold": "the ratio where the L2 cache was filled with other data before each call; none where "
+    "the input is larger than the cache",
+    "with values": "ours makes the values of the Jacobians in the call, as cuDNN's backward pass "
+    "does; otherwise they are there before it",
+    "implicit": "ours writes no Jacobian: each is made from weights and slopes where it is used; "
+    "with slopes, these are made in the call, too",
+    "the floor": "the time to move and compute what must be, at rates measured in the same run",
+}
+
+
+def _words() -> Html:
+    """Say what the words of the table of races mean."""
+    said = (
+        "A ratio is the time of the peer over ours: above one, ours is faster. Times are medians, "
+        "with a warm cache."
+    )
+    terms = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in _WORDS.items())
+    return join(tag("p", said), tag("dl", *terms))
+
+
+def _of_sizes(race: Results) -> bool:
+    """Whether a race is of the sweeps over sizes, but for the two that are asked about."""
+    about = race.get("about", {})
+    is_rnn = race["name"].startswith("rnn ")
+    return is_rnn and (about["B"] != 16 or about["T"] not in STEPS[:2])
 
 
 def _wanted(wanted: list[Results]) -> Html:
@@ -261,24 +315,36 @@ def _wanted(wanted: list[Results]) -> Html:
             for key, sign in (("at least", "≥"), ("at most", "≤"))
             if key in line
         )
-        row = [line["what"], line["against"], _ratio(line["measured"]), asked]
-        rows.append([*row, states[line["met"]]])
-    return table(["what", "against", "measured", "asked for", ""], rows, ["measured", "asked for"])
+        row = [line["what"], line["against"], states[line["met"]]]
+        rows.append([*row, _ratio(line["measured"]), asked])
+    heads = ["what", "against", "state", "measured", "asked for"]
+    return table(heads, rows, heads[3:], grouped=True)
 
 
 def _races(races: list[Results]) -> Html:
     rows = []
     for race in races:
+        medians = race["median_seconds"]
         for ratio in race["ratios"]:
-            medians = race["median_seconds"].get(f"{ratio['clock']}, warm", {})
-            times = [_ms(medians.get(ratio[which])) for which in ("theirs", "ours")]
+            taken = medians.get(f"{ratio['clock']}, warm", {})
+            times = [_ms(taken.get(ratio[which])) for which in ("theirs", "ours")]
             ratios = [_ratio(ratio["measured"].get(cache)) for cache in ("warm", "cold")]
-            names = [ratio["theirs"], ratio["ours"], ratio["clock"]]
+            peer = ratio["theirs"] + gpu_table.mark(race, ratio["theirs"])
+            peer = peer if ratio["measured"] else f"{peer}, missing"
+            names = [_beside(peer, ratio["ours"]), ratio["clock"]]
             rows.append([race["work"], *names, *ratios, *times])
         floor = race["floors"]["the work"]
-        device = race["median_seconds"].get("device, warm", {}).get(OURS)
-        over = _ratio(floor["seconds"] / device) if device else ""
-        times = [_ms(floor["seconds"]), _ms(device)]
-        rows.append([race["work"], "the floor", OURS, "device", over, "", *times])
-    numbers = ["ratio, warm cache", "cold", *_TIMES]
-    return table(["work", "against", "ours", "clock", *numbers], rows, numbers, grouped=True)
+        clock = "device" if "device, warm" in medians else "host"
+        taken = medians.get(f"{clock}, warm", {})
+        ours = next((name for name in taken if name.startswith(OURS)), OURS)
+        over = _ratio(floor["seconds"] / taken[ours]) if ours in taken else ""
+        times = [_ms(floor["seconds"]), _ms(taken.get(ours))]
+        rows.append([race["work"], _beside("the floor", ours), clock, over, "", *times])
+    numbers = ["ratio", "cold", *_TIMES]
+    return table(["work", "against", "clock", *numbers], rows, numbers, grouped=True)
+
+
+def _beside(peer: str, ours: str) -> Html | str:
+    """Name a peer, and what ours does beside the scan."""
+    more = ours.removeprefix(OURS).removeprefix(", ")
+    return join(peer, tag("span", f" · ours {more}", kind="soft")) if more else peer

@@ -25,6 +25,7 @@ from sparsescan.execution.workspace import Workspace
 from sparsescan.kernels.cuda import chunks
 
 from . import (
+    files,
     gpu,
     gpu_chains,
     gpu_cusparse,
@@ -69,7 +70,7 @@ from .gpu_races import (
 from .gpu_races import (
     IMPLICIT as IMPLICIT_STEPS,
 )
-from .gpu_table import table, wanted
+from .gpu_table import notes, table, wanted
 from .machine import Cpu
 from .peers import MissingPeerError
 from .timing import Ceilings
@@ -194,6 +195,8 @@ def test_a_peer_that_waits_inside_is_marked(monkeypatch: pytest.MonkeyPatch):
     said = table([result])
     assert any(line.split()[:2] == ["them*", "call"] for line in said)
     assert "them copies as much again." in said
+    longer = result | {"notes": {"them": "copies as much again; waits"}}
+    assert notes([result, longer])[1:] == ["them copies as much again; waits."]
     assert any(line.startswith("* waits for the device inside") for line in said)
 
 
@@ -1002,7 +1005,7 @@ def test_what_is_wanted_goes_by_the_best_length():
     # With the making of the Jacobians, which is part of cuDNN's work.
     assert best["measured"] == pytest.approx(0.3 / 1e-3)
     assert (best["at least"], best["met"]) == (108, True)
-    assert "with values, at the best T, 30000" in best["what"]
+    assert "with values, at the best T that was run, 30,000" in best["what"]
     assert floor["measured"] == pytest.approx(65e-5 / 1.92e-4)
     assert (floor["at most"], floor["met"]) == (4, True)
 
@@ -1198,6 +1201,10 @@ def test_a_copy_without_git_is_told_its_commit(
 ):
     monkeypatch.setenv("COMMIT", given)
     assert gpu._commit() == expected
+
+
+def test_calls_that_have_all_parts_together_are_known_to_the_report():
+    assert tuple(gpu.CALLS) == files.GPU_CALLS
 
 
 def test_the_script_is_sound(tmp_path: Path):

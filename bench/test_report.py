@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from . import doors, files, grid, page, pictures, plots, readme, report, step
+from . import doors, files, grid, page, pictures, plots, readme, report, sections, step
 from .contests import OURS
 from .experiment import Drawing, Experiment, Results, Row
 from .gpu_races import CUDNN, VALUES
@@ -599,6 +599,12 @@ def test_spread_on_a_gpu_is_of_the_samples(rng: np.random.Generator):
         np.testing.assert_allclose([low, bars.lines[0].get_ydata()[-1], high], expected)
 
 
+def test_a_sweep_of_one_size_is_not_drawn(rng: np.random.Generator):
+    (times, ratios) = plots.figure(races(rng)[:2]).axes
+    assert ratios.get_xlabel() == "sequence length T"
+    assert times.get_title() == "T steps, B=16"
+
+
 def test_memory(tmp_path: Path):
     case = {"chain": "a chain", "schedule": "Schedule.linear(9)", "threads": 2}
     case |= {"limit_bytes": 8 << 20, "workspace_bytes": 7 << 19, "within_limit": False}
@@ -630,22 +636,24 @@ def test_a_run_on_a_gpu(tmp_path: Path, rng: np.random.Generator):
     assert "tests/gpu/cuda_scan.py: test_a: because" in said
     assert "sparse: level n=3: ValueError: no" in said
     for line in wanted(results):
-        _, _, measured, asked, met = shown.row("On a GPU", line["what"])
+        rows = shown.tables["On a GPU"]
+        _, met, measured, asked = rows[rows.index([line["what"]]) + 1]
         assert close(measured, line["measured"])
         assert number(asked) == line.get("at least", line.get("at most"))
         assert (met == "met") == line["met"]
     rows = iter(shown.tables["On a GPU"])
-    for race in results:
+    for race in sorted(results, key=sections._of_sizes):
         assert next(row for row in rows if row == [race["work"]])
         for ratio in race["ratios"]:
-            theirs, ours, clock, warm, *times = next(rows)
-            assert [theirs, ours, clock] == [ratio["theirs"], ratio["ours"], "call"]
+            names, clock, warm, theirs, ours = next(rows)
+            more = " · ours with values" if ratio["ours"] == VALUES else ""
+            assert [names, clock] == [ratio["theirs"] + more, "call"]
             medians = race["median_seconds"]["call, warm"]
-            assert close(times[0], 1e3 * medians[theirs])
-            assert close(times[1], 1e3 * medians[ours])
+            assert close(theirs, 1e3 * medians[ratio["theirs"]])
+            assert close(ours, 1e3 * medians[ratio["ours"]])
             assert close(warm, ratio["measured"]["warm"])
         floor = next(rows)
-        assert close(floor[4], 1e3 * race["floors"]["the work"]["seconds"])
+        assert close(floor[3], 1e3 * race["floors"]["the work"]["seconds"])
 
 
 def test_calls_of_a_run_on_a_gpu_are_beside_each_other_and_no_rehearsal_is(
@@ -656,6 +664,7 @@ def test_calls_of_a_run_on_a_gpu_are_beside_each_other_and_no_rehearsal_is(
     first = {
         "families": {"ok": False, "summary": "1 failed", "seconds": 12.5, "cases": cases},
         "rnn": left,
+        "pair": {"ok": True, "state": "running", "summary": "1 of 1 races"},
     }
     racecheck = {"ok": False, "informs": True, "summary": "RACECHECK SUMMARY: 1 hazard"}
     results = {"races": [], "wanted": []}
@@ -663,14 +672,69 @@ def test_calls_of_a_run_on_a_gpu_are_beside_each_other_and_no_rehearsal_is(
         asked = {"asked": {"seconds": 150, "parts": [name]}, "rehearsal": False}
         save(tmp_path, name, results | asked | {"parts": parts}, device=GPU)
     shown = show(tmp_path)
-    assert ["families", "failed", "12.5", "1 failed"] in shown.tables["On a GPU"]
-    assert shown.row("On a GPU", "rnn") == ["rnn", "not run", "", "not run"]
+    assert ["families", "failed", "1 failed", "12.5"] in shown.tables["On a GPU"]
+    assert shown.row("On a GPU", "rnn") == ["rnn", "not run", "not run", ""]
     assert shown.row("On a GPU", "racecheck")[1] == "noted"
-    assert ["families", "chained", "failed", "wrong"] in shown.tables["On a GPU"]
+    assert ["chained", "failed", "wrong"] in shown.tables["On a GPU"]
+    assert shown.sections["On a GPU"].count("Parts of the run") == 1
+    states = [row[0] for row in shown.after("Overview", "On a GPU")]
+    first_said = "families failed, rnn not run, pair cut off · --only first"
+    assert states == [first_said, "complete · --only second"]
     rehearsed = {"parts": {"jax": left}, "rehearsal": True}
     save(tmp_path, "rehearsal", results | rehearsed, device={"gpu": "stand-in", "cpu": "a CPU"})
     assert "stand-in" not in show(tmp_path).sections["On a GPU"]
     assert "stand-in" not in show(tmp_path).sections["Overview"]
+
+
+def test_what_is_asked_goes_by_all_calls_of_a_run(tmp_path: Path, rng: np.random.Generator):
+    results = races(rng)
+    for name, some in (("first", results[:2]), ("second", results[2:])):
+        asked = {"asked": {"seconds": 150, "parts": [name]}, "wanted": wanted(some)}
+        save(tmp_path, name, asked | {"parts": {}, "races": some}, device=GPU)
+    shown = show(tmp_path)
+    rows = shown.tables["On a GPU"]
+    for line in wanted(results):
+        assert rows.count([line["what"]]) == 1
+    assert rows.count([results[0]["work"]]) == 1
+    assert "On Made-up GPU 1, commit" not in shown.sections["On a GPU"]
+    # Of another commit they are another run.
+    other = {"asked": {"seconds": 150, "parts": ["rnn"]}, "wanted": [], "parts": {}}
+    save(tmp_path, "other", other | {"races": results[:1]}, device=GPU, commit="f" * 40)
+    shown = show(tmp_path)
+    for commit in ("01234567", "ffffffff"):
+        assert f"On Made-up GPU 1, commit {commit}" in shown.sections["On a GPU"]
+
+
+def test_the_floor_is_beside_what_there_is_of_ours(tmp_path: Path, rng: np.random.Generator):
+    race = races(rng)[0] | {"ratios": []}
+    race["median_seconds"] = {"host, warm": {VALUES: 4e-3}}
+    race["samples_seconds"]["call, warm"] = {}
+    race["floors"] = {"the work": {"seconds": 1e-3, "multiple": {}}}
+    race |= {"name": "rnn parameters", "about": {"T": 1000, "B": 16}}
+    save(tmp_path, "gpu", {"races": [race], "parts": {}, "wanted": []}, device=GPU)
+    row = show(tmp_path).row("On a GPU", "the floor · ours with values")
+    assert row[1:] == ["host", "0.250×", "1.00", "4.00"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "more", "open_"),
+    [
+        ([["first"]], {}, True),
+        ([["first"], ["second"]], {}, False),
+        ([["first", "second"]], {}, False),
+        ([["first"], ["second"]], {"commit": "f" * 40}, True),
+        ([["first"], ["second"]], {"dirty": True}, True),
+    ],
+)
+def test_a_part_of_a_run_on_a_gpu_proves_no_claim(
+    calls: list[list[str]], more: Results, open_: bool, tmp_path: Path
+):
+    for k, parts in enumerate(calls):
+        asked = {"asked": {"seconds": 150, "parts": parts}, "races": [], "parts": {}}
+        save(tmp_path, str(k), asked, device=GPU, **(more if k else {}))
+    said = show(tmp_path).sections["Unproven"]
+    assert ("cuBLAS" in said) == open_
+    assert "several devices" in said
 
 
 # -- Numbers --------------------------------------------------------------------------------------
