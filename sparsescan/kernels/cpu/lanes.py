@@ -3,7 +3,8 @@
 Every operation of vectors is one instruction. Loops over numbers would leave it to the compiler
 whether they become such instructions, which it decides anew for every loop.
 
-Vectors are values of compiled functions only; ``+ - * /`` work on them.
+Vectors are values of compiled functions only; ``+ - * /`` work on them. Where a function takes an
+array it also takes a pointer, a ``numba.types.CPointer``, from which on it counts.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ def _sample_count_of(array):
 
 def _pointer(context, builder, array_type, array, index, vector=None):
     """Return the address of ``array[index]``, of a vector if its type is given."""
-    data = context.make_array(array_type)(context, builder, array).data
+    if isinstance(array_type, types.CPointer):
+        data = array
+    else:
+        data = context.make_array(array_type)(context, builder, array).data
     place = builder.gep(data, [index])
     return place if vector is None else builder.bitcast(place, vector.as_pointer())
 
