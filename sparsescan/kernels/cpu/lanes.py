@@ -9,6 +9,8 @@ array it also takes a pointer, a ``numba.types.CPointer``, from which on it coun
 
 from __future__ import annotations
 
+import inspect
+import math
 import operator
 from typing import NamedTuple
 
@@ -17,10 +19,15 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    models,
+    overload,
+    register_model,
+    type_callable,
+)
 from numba.np import numpy_support
-
-from ..compile import njit
 
 __all__ = [
     "ROWS",
@@ -424,34 +431,22 @@ def transpose(typingctx, rows):
 # -- Arithmetic ------------------------------------------------------------------------------------
 
 
-def _operation(name):
-    """Return an intrinsic of two vectors; a product may be fused with the sum it is part of."""
+def _operation(function, name):
+    """Let an operator work on two vectors; a product may be fused with the sum it is part of."""
 
-    @intrinsic
-    def operation(typingctx, a, b):
-        def codegen(context, builder, signature, args):
-            return getattr(builder, name)(*args, flags=("contract",))
+    @type_callable(function)
+    def typed(context):
+        return lambda a, b: a if isinstance(a, _Lanes) and a == b else None
 
-        return a(a, b), codegen
-
-    return operation
-
-
-def _overload(function, operation):
-    @overload(function)
-    def implementation(a, b):
-        if isinstance(a, _Lanes) and a == b:
-            return lambda a, b: operation(a, b)
-        return None
+    @lower_builtin(function, _Lanes, _Lanes)
+    def operation(context, builder, signature, args):
+        return getattr(builder, name)(*args, flags=("contract",))
 
 
-for _function, _name in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
-):
-    _overload(_function, _operation(_name))
+_operation(operator.add, "fadd")
+_operation(operator.sub, "fsub")
+_operation(operator.mul, "fmul")
+_operation(operator.truediv, "fdiv")
 
 
 def _llvm(builder, name, vector, args):
@@ -475,22 +470,6 @@ def fma(typingctx, a, b, c):
     return a(a, b, c), codegen
 
 
-@intrinsic
-def _abs(typingctx, x):
-    def codegen(context, builder, signature, args):
-        return _llvm(builder, "fabs", args[0].type, args)
-
-    return x(x), codegen
-
-
-@intrinsic
-def _copysign(typingctx, x, sign):
-    def codegen(context, builder, signature, args):
-        return _llvm(builder, "copysign", args[0].type, args)
-
-    return x(x, sign), codegen
-
-
 def _selection(comparison):
     """Return an intrinsic ``c if a <comparison> b else d``; no NaN compares."""
 
@@ -505,16 +484,6 @@ def _selection(comparison):
 
 
 less_or = _selection("<")
-
-
-@njit(inline="always")
-def keep_positive(x, y):
-    """Return `y` where `x` is positive or NaN, else 0."""
-    zero = number(x, 0.0)
-    return _at_most(x, zero, zero, y)
-
-
-_at_most = _selection("<=")
 equal_or = _selection("==")
 # With `x` twice, this tells whether `x` is NaN.
 number_or = _selection("ord")
@@ -545,26 +514,6 @@ def total(typingctx, x):
 
 
 @intrinsic
-def _power(typingctx, shifted):
-    """Return ``2ᵏ`` from ``k + 1.5·2ᵖ``, the last bits of which are those of the integer `k`.
-
-    Any bits at all give a number, so NaN does no harm.
-    """
-    bits, mantissa = shifted.dtype.bitwidth, 23 if shifted.dtype.bitwidth == 32 else 52
-
-    def codegen(context, builder, signature, args):
-        integers = ir.VectorType(ir.IntType(bits), shifted.count)
-        bias = (1 << (bits - mantissa - 2)) - 1
-        k = builder.add(
-            builder.bitcast(args[0], integers), ir.Constant(integers, [bias] * shifted.count)
-        )
-        k = builder.shl(k, ir.Constant(integers, [mantissa] * shifted.count))
-        return builder.bitcast(k, args[0].type)
-
-    return shifted(shifted), codegen
-
-
-@intrinsic
 def add_to(typingctx, array, index, vector):
     """Add a vector to the numbers from ``array[index]`` on, whose dtype may be a wider one."""
 
@@ -587,108 +536,220 @@ def _add_in_place(builder, place, vector):
 
 
 # -- Functions -------------------------------------------------------------------------------------
-#
-# x = k·ln 2 + r with |r| ≤ ln 2 / 2, and expm1(r) by its Taylor series, whose next term is below a
-# quarter of an ulp. The two parts of ln 2 are such that the product of k and the first is exact.
 
 
-def _shift(x):
-    """1.5·2ᵖ, to which adding a number rounds it to an integer."""
+class _Term:
+    """A vector in a formula: what is done with it is written as code.
+
+    Floats become vectors of them, and comparisons give masks, in which no NaN compares.
+    """
+
+    def __init__(self, builder, value):
+        self.builder, self.value = builder, value
+        self.kind = value.type
+        self.is_float = not isinstance(self.kind.element, ir.IntType)
+
+    @property
+    def bits(self):
+        """How many bits a number has."""
+        return 8 * _align(self.kind) if self.is_float else self.kind.element.width
+
+    @property
+    def mantissa(self):
+        """How many of these are behind the point."""
+        return 23 if self.bits == 32 else 52
+
+    def by_size(self, single, double):
+        """Return one of two, the second for float64."""
+        return single if self.bits == 32 else double
+
+    def made(self, value):
+        """Return a value that was made of this one."""
+        return _Term(self.builder, value)
+
+    def constant(self, value):
+        """Return a vector of one number."""
+        return ir.Constant(self.kind, [value] * self.kind.count)
+
+    def called(self, name, *others):
+        """Return what a function of LLVM gives."""
+        args = [self.value, *map(self._value, others)]
+        return self.made(_llvm(self.builder, name, self.kind, args))
+
+    def as_integers(self):
+        """Return the bits of each number."""
+        kind = ir.VectorType(ir.IntType(self.bits), self.kind.count)
+        return self.made(self.builder.bitcast(self.value, kind))
+
+    def as_floats(self):
+        """Return the numbers of these bits."""
+        element = ir.FloatType() if self.bits == 32 else ir.DoubleType()
+        kind = ir.VectorType(element, self.kind.count)
+        return self.made(self.builder.bitcast(self.value, kind))
+
+    def _value(self, other):
+        return other.value if isinstance(other, _Term) else self.constant(other)
+
+    def _arithmetic(self, name, a, b):
+        if self.is_float:
+            return self.made(getattr(self.builder, f"f{name}")(a, b, flags=("contract",)))
+        return self.made(getattr(self.builder, name)(a, b))
+
+    def __add__(self, other):
+        return self._arithmetic("add", self.value, self._value(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._arithmetic("sub", self.value, self._value(other))
+
+    def __rsub__(self, other):
+        return self._arithmetic("sub", self._value(other), self.value)
+
+    def __mul__(self, other):
+        return self._arithmetic("mul", self.value, self._value(other))
+
+    def __truediv__(self, other):
+        return self._arithmetic("div", self.value, self._value(other))
+
+    def __rtruediv__(self, other):
+        return self._arithmetic("div", self._value(other), self.value)
+
+    def __abs__(self):
+        return self.called("fabs")
+
+    def __and__(self, other):
+        return self.made(self.builder.and_(self.value, self._value(other)))
+
+    def __xor__(self, other):
+        return self.made(self.builder.xor(self.value, self._value(other)))
+
+    def __lshift__(self, other):
+        return self.made(self.builder.shl(self.value, self._value(other)))
+
+    def __rshift__(self, other):
+        return self.made(self.builder.lshr(self.value, self._value(other)))
+
+    def _compared(self, comparison, other):
+        return self.made(self.builder.fcmp_ordered(comparison, self.value, self._value(other)))
+
+    def __lt__(self, other):
+        return self._compared("<", other)
+
+    def __le__(self, other):
+        return self._compared("<=", other)
+
+    def __gt__(self, other):
+        return self._compared(">", other)
+
+    def __ge__(self, other):
+        return self._compared(">=", other)
+
+    def chosen(self, a, b):
+        """Return `a` where this mask is set, else `b`; one of both is a vector."""
+        like = a if isinstance(a, _Term) else b
+        return self.made(self.builder.select(self.value, like._value(a), like._value(b)))
 
 
-@overload(_shift)
-def _shift_of(x):
-    value = 1.5 * 2.0 ** (23 if x.dtype.bitwidth == 32 else 52)
-    return lambda x: number(x, value)
+def _fma(a, b, c):
+    return a.called("fma", b, c)
 
 
-def _series(r):
-    """``(expm1(r) - r) / r²``."""
+def _polynomial(x, *coefficients):
+    """Return ``coefficients[0] + coefficients[1]·x + …``."""
+    *others, sum_ = coefficients
+    sum_ = x.made(x.constant(sum_))
+    for each in reversed(others):
+        sum_ = _fma(sum_, x, each)
+    return sum_
 
 
-@overload(_series, inline="always")
-def _series_of(r):
-    if r.dtype.bitwidth == 32:
+def _of_vectors(formula):
+    """Return an intrinsic of vectors of one type, whose code is written by a formula of terms.
 
-        def series(r):
-            q = fma(number(r, 1 / 5040), r, number(r, 1 / 720))
-            q = fma(q, r, number(r, 1 / 120))
-            q = fma(q, r, number(r, 1 / 24))
-            q = fma(q, r, number(r, 1 / 6))
-            return fma(q, r, number(r, 1 / 2))
+    A module has that code once: it becomes part of the functions that call it when these are
+    optimised.
+    """
+    signature = inspect.signature(formula)
 
-        return series
+    def write(context, builder, signature, args):
+        kind = args[0].type
+        name = f"sparsescan.{formula.__name__}.{kind}"
+        function = builder.module.globals.get(name)
+        if function is None:
+            shape = ir.FunctionType(kind, [kind] * len(args))
+            function = ir.Function(builder.module, shape, name)
+            function.linkage = "internal"
+            function.attributes.add("alwaysinline")
+            inner = ir.IRBuilder(function.append_basic_block("entry"))
+            inner.ret(formula(*(_Term(inner, arg) for arg in function.args)).value)
+        return builder.call(function, args)
 
-    def series(r):
-        q = fma(number(r, 1 / 6227020800), r, number(r, 1 / 479001600))
-        q = fma(q, r, number(r, 1 / 39916800))
-        q = fma(q, r, number(r, 1 / 3628800))
-        q = fma(q, r, number(r, 1 / 362880))
-        q = fma(q, r, number(r, 1 / 40320))
-        q = fma(q, r, number(r, 1 / 5040))
-        q = fma(q, r, number(r, 1 / 720))
-        q = fma(q, r, number(r, 1 / 120))
-        q = fma(q, r, number(r, 1 / 24))
-        q = fma(q, r, number(r, 1 / 6))
-        return fma(q, r, number(r, 1 / 2))
+    def typed(typingctx, x, *others):
+        if isinstance(x, _Lanes) and all(other == x for other in others):
+            return x(x, *others), write
+        return None
 
-    return series
-
-
-def _subtract_logarithms(k, x):
-    """``x - k·ln 2``."""
-
-
-@overload(_subtract_logarithms, inline="always")
-def _subtract_logarithms_of(k, x):
-    if x.dtype.bitwidth == 32:
-        high, low = -0.693145751953125, -1.42860682030941723212e-6
-    else:
-        high, low = -6.93147180369123816490e-01, -1.90821492927058770002e-10
-    return lambda k, x: fma(k, number(x, low), fma(k, number(x, high), x))
+    typed.__name__, typed.__doc__ = formula.__name__, formula.__doc__
+    first = inspect.Parameter("typingctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    typed.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
+    return intrinsic(typed)
 
 
-@njit(inline="always")
+@_of_vectors
+def keep_positive(x, y):
+    """Return `y` where `x` is positive or NaN, else 0."""
+    return (x <= 0.0).chosen(0.0, y)
+
+
+# Exponentials: x = k·ln 2 + r with |r| ≤ ln 2 / 2, and expm1(r) by its Taylor series, whose next
+# term is below a quarter of an ulp. The two parts of ln 2 are such that the product of k and the
+# first is exact.
+_LN_2 = (
+    (0.693145751953125, 1.42860682030941723212e-6),
+    (6.93147180369123816490e-01, 1.90821492927058770002e-10),
+)
+
+
 def _expm1(x):
-    """Return ``2ᵏ`` and ``p``: ``exp(x) = 2ᵏ·(1 + p)``."""
-    shift = _shift(x)
-    shifted = fma(x, number(x, 1.4426950408889634), shift)
-    r = _subtract_logarithms(shifted - shift, x)
-    return _power(shifted), fma(_series(r), r * r, r)
+    """Return ``k`` and ``p``: ``exp(x) = 2ᵏ·(1 + p)``; `k` are the last bits of integers."""
+    # Adding 1.5·2ᵐ to a number rounds it to an integer, which are the last bits of the sum.
+    shift = 1.5 * 2.0**x.mantissa
+    shifted = _fma(x, 1.4426950408889634, shift)
+    k = shifted - shift
+    high, low = x.by_size(*_LN_2)
+    r = _fma(k, -low, _fma(k, -high, x))
+    series = _polynomial(r, *(1 / math.factorial(n) for n in range(2, x.by_size(8, 14))))
+    return shifted.as_integers(), _fma(series, r * r, r)
 
 
-def _largest(x):
-    """Beyond which sigmoid is 0 or 1 but for a rounding, or below all normal numbers."""
+def _power_of_two(k):
+    """Return ``2ᵏ``; any bits at all give a number, so NaN does no harm."""
+    return ((k + ((1 << (k.bits - k.mantissa - 2)) - 1)) << k.mantissa).as_floats()
 
 
-@overload(_largest)
-def _largest_of(x):
-    value = 87.33 if x.dtype.bitwidth == 32 else 708.39
-    return lambda x: value
-
-
-@njit(inline="always")
+@_of_vectors
 def tanh(x):
     """Return ``tanh(x)``, with the sign of `x`: ``e / (e + 2)`` with ``e = expm1(2|x|)``."""
-    most = number(x, 20.0)
+    a = abs(x)
     # NaN stays.
-    a = less_or(most, _abs(x), most, _abs(x))
-    power, p = _expm1(a + a)
-    e = fma(power, p, power - number(a, 1.0))
-    return _copysign(e / (e + number(a, 2.0)), x)
+    a = (a > 20.0).chosen(20.0, a)
+    k, p = _expm1(a + a)
+    power = _power_of_two(k)
+    e = _fma(power, p, power - 1.0)
+    return (e / (e + 2.0)).called("copysign", x)
 
 
-@njit(inline="always")
+@_of_vectors
 def sigmoid(x):
     """Return ``1 / (1 + exp(-x))``, and 0 where that is below all normal numbers."""
-    most = number(x, _largest(x))
-    zero, one = number(x, 0.0), number(x, 1.0)
-    least = zero - most
+    # Beyond this it is 0 or 1 but for a rounding, or below all normal numbers.
+    most = x.by_size(87.33, 708.39)
     # NaN stays.
-    a = less_or(most, x, most, x)
-    b = less_or(a, least, least, a)
-    power, p = _expm1(zero - b)
-    return less_or(a, least, zero, one / (one + fma(power, p, power)))
+    a = (x > most).chosen(most, x)
+    k, p = _expm1(0.0 - (a < -most).chosen(-most, a))
+    power = _power_of_two(k)
+    return (a < -most).chosen(0.0, 1.0 / (1.0 + _fma(power, p, power)))
 
 
 # -- Products --------------------------------------------------------------------------------------
