@@ -36,6 +36,7 @@ __all__ = [
     "SUM_ROWS",
     "TILE_ROWS",
     "TILE_VECTORS",
+    "absolute",
     "add_pair_products",
     "add_pair_tile",
     "add_sample_products",
@@ -49,7 +50,10 @@ __all__ = [
     "correlate_some",
     "correlate_some_rows_1",
     "correlate_some_rows_4",
+    "cos",
+    "equal",
     "equal_or",
+    "exp",
     "fma",
     "gather_1",
     "gather_4",
@@ -62,20 +66,29 @@ __all__ = [
     "keep_some",
     "lane_count",
     "lanes",
+    "less",
+    "less_equal",
     "less_or",
     "load",
     "load_pair_square",
     "load_samples",
     "load_some",
     "load_square",
+    "log",
+    "log1p",
+    "maximum",
+    "minimum",
     "number",
     "number_or",
     "put_four",
     "sample_count",
     "sample_lanes",
     "sigmoid",
+    "sin",
+    "softplus",
     "splat",
     "splat_samples",
+    "sqrt",
     "store",
     "store_some",
     "store_square",
@@ -83,6 +96,7 @@ __all__ = [
     "tanh",
     "total",
     "transpose",
+    "where",
 ]
 
 # A register: 64 bytes with AVX-512, else 32.
@@ -551,13 +565,23 @@ class _Term:
 
     @property
     def bits(self):
-        """How many bits a number has."""
+        """Return how many bits a number has."""
         return 8 * _align(self.kind) if self.is_float else self.kind.element.width
 
     @property
     def mantissa(self):
-        """How many of these are behind the point."""
-        return 23 if self.bits == 32 else 52
+        """Return how many of these are behind the point."""
+        return self.by_size(23, 52)
+
+    @property
+    def bias(self):
+        """Return what exponents are stored with."""
+        return (1 << (self.bits - self.mantissa - 2)) - 1
+
+    def bits_of(self, value):
+        """Return the bits of a number, as an integer."""
+        floats, integers = self.by_size((np.float32, np.int32), (np.float64, np.int64))
+        return int(floats(value).view(integers))
 
     def by_size(self, single, double):
         """Return one of two, the second for float64."""
@@ -570,6 +594,10 @@ class _Term:
     def constant(self, value):
         """Return a vector of one number."""
         return ir.Constant(self.kind, [value] * self.kind.count)
+
+    def number(self, value):
+        """Return a vector of one number, of the type of this one."""
+        return self.made(self.constant(value))
 
     def called(self, name, *others):
         """Return what a function of LLVM gives."""
@@ -631,7 +659,12 @@ class _Term:
         return self.made(self.builder.lshr(self.value, self._value(other)))
 
     def _compared(self, comparison, other):
-        return self.made(self.builder.fcmp_ordered(comparison, self.value, self._value(other)))
+        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed
+        return self.made(compare(comparison, self.value, self._value(other)))
+
+    def equals(self, other):
+        """Return where the numbers are equal."""
+        return self._compared("==", other)
 
     def __lt__(self, other):
         return self._compared("<", other)
@@ -658,7 +691,7 @@ def _fma(a, b, c):
 def _polynomial(x, *coefficients):
     """Return ``coefficients[0] + coefficients[1]·x + …``."""
     *others, sum_ = coefficients
-    sum_ = x.made(x.constant(sum_))
+    sum_ = x.number(sum_)
     for each in reversed(others):
         sum_ = _fma(sum_, x, each)
     return sum_
@@ -702,6 +735,54 @@ def keep_positive(x, y):
     return (x <= 0.0).chosen(0.0, y)
 
 
+@_of_vectors
+def absolute(x):
+    """Return ``|x|``."""
+    return abs(x)
+
+
+@_of_vectors
+def sqrt(x):
+    """Return the square root, rounded once, and NaN of negative numbers."""
+    return x.called("sqrt")
+
+
+@_of_vectors
+def minimum(a, b):
+    """Return the lesser of two numbers, and NaN if one of them is NaN."""
+    return a.equals(a).chosen((a < b).chosen(a, b), a)
+
+
+@_of_vectors
+def maximum(a, b):
+    """Return the greater of two numbers, and NaN if one of them is NaN."""
+    return a.equals(a).chosen((a > b).chosen(a, b), a)
+
+
+@_of_vectors
+def less(a, b):
+    """Return 1 where ``a < b``, else 0."""
+    return (a < b).chosen(a.number(1.0), 0.0)
+
+
+@_of_vectors
+def less_equal(a, b):
+    """Return 1 where ``a ≤ b``, else 0."""
+    return (a <= b).chosen(a.number(1.0), 0.0)
+
+
+@_of_vectors
+def equal(a, b):
+    """Return 1 where ``a = b``, else 0."""
+    return a.equals(b).chosen(a.number(1.0), 0.0)
+
+
+@_of_vectors
+def where(c, a, b):
+    """Return `a` where `c` is not 0, NaN included, else `b`."""
+    return c.equals(0.0).chosen(b, a)
+
+
 # Exponentials: x = k·ln 2 + r with |r| ≤ ln 2 / 2, and expm1(r) by its Taylor series, whose next
 # term is below a quarter of an ulp. The two parts of ln 2 are such that the product of k and the
 # first is exact.
@@ -711,21 +792,39 @@ _LN_2 = (
 )
 
 
+def _rounding(x):
+    """Return ``1.5·2ᵐ``: a number is rounded by adding this, to an integer in the last bits."""
+    return 1.5 * 2.0**x.mantissa
+
+
 def _expm1(x):
     """Return ``k`` and ``p``: ``exp(x) = 2ᵏ·(1 + p)``; `k` are the last bits of integers."""
-    # Adding 1.5·2ᵐ to a number rounds it to an integer, which are the last bits of the sum.
-    shift = 1.5 * 2.0**x.mantissa
-    shifted = _fma(x, 1.4426950408889634, shift)
-    k = shifted - shift
+    rounded = _fma(x, 1 / math.log(2), _rounding(x))
+    k = rounded - _rounding(x)
     high, low = x.by_size(*_LN_2)
     r = _fma(k, -low, _fma(k, -high, x))
     series = _polynomial(r, *(1 / math.factorial(n) for n in range(2, x.by_size(8, 14))))
-    return shifted.as_integers(), _fma(series, r * r, r)
+    return rounded.as_integers(), _fma(series, r * r, r)
 
 
 def _power_of_two(k):
     """Return ``2ᵏ``; any bits at all give a number, so NaN does no harm."""
-    return ((k + ((1 << (k.bits - k.mantissa - 2)) - 1)) << k.mantissa).as_floats()
+    return ((k + k.bias) << k.mantissa).as_floats()
+
+
+def _exp_of_less(x):
+    """Return ``exp(x)`` of numbers that are not too large for it, and anything of others."""
+    k, p = _expm1(x)
+    e = ((1.0 + p).as_integers() + (k << k.mantissa)).as_floats()
+    return (x < x.by_size(-87.33654, -708.3964185322641)).chosen(0.0, e)
+
+
+@_of_vectors
+def exp(x):
+    """Return ``exp(x)`` within 1.1 ulps, and 0 where that is below all normal numbers."""
+    # The greatest numbers with a finite result. NaN stays.
+    is_less = x <= x.by_size(88.72283, 709.782712893384)
+    return is_less.chosen(_exp_of_less(x), x + math.inf)
 
 
 @_of_vectors
@@ -750,6 +849,150 @@ def sigmoid(x):
     k, p = _expm1(0.0 - (a < -most).chosen(-most, a))
     power = _power_of_two(k)
     return (a < -most).chosen(0.0, 1.0 / (1.0 + _fma(power, p, power)))
+
+
+# Logarithms: x = 2ᵏ·(1 + f) with √½ ≤ 1 + f < √2. log(1 + f) is 2·artanh(s) with s = f / (2 + f).
+# The first term of that is 2s = f - f²/2 + s·f²/2; the one left out is below a quarter of an ulp.
+
+
+def _split(x):
+    """Return ``k``, with a bias, and ``f``: ``x = 2ᵏ·(1 + f)``, of positive normal numbers."""
+    half = x.bits_of(math.sqrt(0.5))
+    moved = x.as_integers() + (x.bits_of(1.0) - half)
+    f = ((moved & ((1 << x.mantissa) - 1)) + half).as_floats() - 1.0
+    return moved >> x.mantissa, f
+
+
+def _log_of_parts(k, f, rest=None):
+    """Return ``log(2ᵏ·(1 + f + rest))``, where `rest` is less than a rounding of `f`."""
+    shift = _rounding(f)
+    k = (k + f.bits_of(shift)).as_floats() - (shift + k.bias)
+    high, low = f.by_size(*_LN_2)
+    s = f / (f + 2.0)
+    z = s * s
+    series = _polynomial(z, *(2 / (2 * n + 3) for n in range(f.by_size(4, 9)))) * z
+    half = f * 0.5 * f
+    small = s * (half + series) if rest is None else _fma(s, half + series, rest)
+    return _fma(k, high, f - (half - _fma(k, low, small)))
+
+
+def _log1p_of_normal(x):
+    """Return ``log(1 + x)`` of finite numbers above -1, of which ``1 + x`` is a normal number."""
+    u = x + 1.0
+    # x + 1 is the sum of u and its error.
+    b = u - 1.0
+    error = (x - b) + (1.0 - (u - b))
+    k, f = _split(u)
+    # 2¹⁻ᵏ may be 0, where the error does not count.
+    error = error * (((2 * k.bias + 1 - k) << k.mantissa).as_floats() * 0.5)
+    sum_ = f + error
+    return _log_of_parts(k, sum_, error - (sum_ - f))
+
+
+@_of_vectors
+def log(x):
+    """Return ``log(x)`` within 1.1 ulps; numbers below all normal ones count as 0."""
+    # NaN stays.
+    y = (x < math.inf).chosen(_log_of_parts(*_split(x)), x)
+    tiny = (x < 0.0).chosen(x.number(math.nan), -math.inf)
+    return (x < x.by_size(2.0**-126, 2.0**-1022)).chosen(tiny, y)
+
+
+@_of_vectors
+def log1p(x):
+    """Return ``log(1 + x)`` within 1.1 ulps, with the sign of `x`."""
+    # NaN stays.
+    y = (x < math.inf).chosen(_log1p_of_normal(x), x)
+    least = (x < -1.0).chosen(x.number(math.nan), -math.inf)
+    return (x <= -1.0).chosen(least, y).called("copysign", x)
+
+
+@_of_vectors
+def softplus(x):
+    """Return ``log(1 + exp(x))`` within two ulps, and 0 where that is below all normal numbers."""
+    # NaN stays.
+    return (x < 0.0).chosen(0.0, x) + _log1p_of_normal(_exp_of_less(0.0 - abs(x)))
+
+
+# Sine and cosine: x = n·π/2 + r with |r| ≤ π/4, and both of r by their Taylor series, whose next
+# terms are below a quarter of an ulp. π/2 is the sum of three numbers; that n times the first is
+# subtracted from x is exact.
+_HALF_PI = (
+    (1.5707963705062866, -4.371138828673793e-08, -1.7151245100058819e-15),
+    (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33),
+)
+# Up to these n has few enough bits for that.
+_FAR = (2.0**15, 2.0**25)
+
+
+def _sine(x, quarters):
+    """Return the sine of so many quarters of a circle and `x`, which is not negative, if near."""
+    rounded = _fma(x, 2 / math.pi, _rounding(x))
+    n = rounded - _rounding(x)
+    r = x
+    for part in x.by_size(*_HALF_PI):
+        r = _fma(n, -part, r)
+    z = r * r
+    signed = [(-1) ** (n // 2) / math.factorial(n) for n in range(x.by_size(11, 18))]
+    sine = _fma(r * z, _polynomial(z, *signed[3::2]), r)
+    cosine = _polynomial(z, *signed[::2])
+    n = rounded.as_integers() + quarters
+    value = (n & 1).equals(0).chosen(sine, cosine)
+    return _flipped(value, (n & 2) << (x.bits - 2))
+
+
+def _flipped(x, sign):
+    """Return a vector with signs changed where the first bits of `sign` are set."""
+    return (x.as_integers() ^ sign).as_floats()
+
+
+def _replaced(x, far, value, name):
+    """Return `value`, and where a mask is set, which is rare, what a scalar function of x gives."""
+    builder, count = x.builder, x.kind.count
+    bits = builder.bitcast(far.value, ir.IntType(count))
+    before = builder.block
+    with builder.if_then(builder.icmp_unsigned("!=", bits, bits.type(0)), likely=False):
+        call = builder.call(_scalars(builder.module, name, x.kind), [x.value])
+        replaced = far.chosen(x.made(call), value).value
+        there = builder.block
+    result = builder.phi(x.kind)
+    result.add_incoming(value.value, before)
+    result.add_incoming(replaced, there)
+    return x.made(result)
+
+
+def _scalars(module, name, kind):
+    """Return a function that calls one of the mathematical library for each lane."""
+    own = f"sparsescan.scalars.{name}.{kind}"
+    if own not in module.globals:
+        function = ir.Function(module, ir.FunctionType(kind, [kind]), own)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        builder.ret(_llvm(builder, name, kind, function.args))
+    return module.globals[own]
+
+
+@_of_vectors
+def sin(x):
+    """Return ``sin(x)`` within two ulps.
+
+    Beyond 2¹⁵ in float32, and 2²⁵ in float64, it is that of the mathematical library: slow.
+    """
+    sign = x.as_integers() & -(1 << (x.bits - 1))
+    a = abs(x)
+    value = _flipped(_sine(a, 0), sign)
+    return _replaced(x, a > x.by_size(*_FAR), value, "sin")
+
+
+@_of_vectors
+def cos(x):
+    """Return ``cos(x)`` within two ulps.
+
+    Beyond 2¹⁵ in float32, and 2²⁵ in float64, it is that of the mathematical library: slow.
+    """
+    a = abs(x)
+    return _replaced(x, a > x.by_size(*_FAR), _sine(a, 1), "cos")
 
 
 # -- Products --------------------------------------------------------------------------------------
