@@ -299,9 +299,11 @@ def _digest(content: bytes) -> bytes:
 
 
 @functools.cache
-def entry_for_c(function: Any) -> int:
-    """Return the address of a compiled function of one word, which it also returns, for C."""
-    kinds = (numba.int64,)
+def entry_for_c(function: Any, kinds: tuple[Any, ...] = (numba.int64,)) -> int:
+    """Return the address of a compiled function for C; `kinds` are Numba's types of arguments.
+
+    Arrays have no type in C: a function of ``numba.types.CPointer`` takes addresses of numbers.
+    """
     function.compile(kinds)
     compiled = function.overloads[kinds]
     name = compiled.fndesc.llvm_cfunc_wrapper_name
