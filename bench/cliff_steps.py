@@ -18,9 +18,6 @@ from sparsescan import CSRChain, ImplicitChain, ImplicitPattern, Pattern
 from sparsescan.jacobians import (
     ELU,
     GELU,
-    GRU,
-    LSTM,
-    RNN,
     Conv2d,
     Flatten,
     LayerNorm,
@@ -35,6 +32,7 @@ from sparsescan.jacobians import (
     Softplus,
     Tanh,
 )
+from sparsescan.recurrent import GRU, LSTM, RNN
 
 from . import workloads
 from .step_networks import NetworkCase

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import sparsescan.torch
 from sparsescan import Pattern, affine_scan, affine_scan_vjp
-from sparsescan.jacobians import GRU
+from sparsescan.recurrent import GRU
 
 from . import peers, step, step_networks
 from .drawing import BLUE, GREEN, ORANGE, PINK, SKY

@@ -40,6 +40,7 @@ NAMES = (
     "published",
     "traffic",
     "cliffs",
+    "cells",
 )
 
 

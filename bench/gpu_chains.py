@@ -27,7 +27,7 @@ from sparsescan import (
     ImplicitPattern,
     Pattern,
     Schedule,
-    jacobians,
+    recurrent,
 )
 
 from . import workloads
@@ -315,7 +315,7 @@ def family_cases(gpu: Any) -> dict[str, Case]:
 def _implicit(kind: str, steps: int, batch: int, chunks: int) -> RandomChain:
     """Return implicit steps of a cell that has read noise."""
     rng = np.random.default_rng(steps)
-    cell = getattr(jacobians, f"{kind}Cell")(_INPUTS, _UNITS, rng=rng)
+    cell = getattr(recurrent, f"{kind}Cell")(_INPUTS, _UNITS, rng=rng)
     x = rng.standard_normal((steps, batch, _INPUTS), np.float32)
     chain = cell.linearize(x, cell.unroll(x)[:-1]).implicit()
     grad = rng.standard_normal((batch, cell.state_size), np.float32)
@@ -433,7 +433,7 @@ def sanitizer_cases(gpu: Any) -> dict[str, Case]:
 def _step_fault(gpu: Any, kind: str, units: int, dtype: Any) -> str | None:
     """Return why a training step on samples of different lengths is not what float64 gives."""
     rng = np.random.default_rng(units)
-    make = partial(getattr(jacobians, kind), _INPUTS, units, bidirectional=True)
+    make = partial(getattr(recurrent, kind), _INPUTS, units, bidirectional=True)
     net, wide = make(dtype=dtype, rng=rng), make(dtype=np.float64)
     given = dict(net.params)
     x = rng.standard_normal((6, 5, _INPUTS)).astype(dtype)

@@ -32,7 +32,9 @@ from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import ChunkKernels, chunk_kernels, takes
 from sparsescan.kernels.cuda.levels import level_kernels
 from sparsescan.kernels.cuda.machine_code import file_name, read, save
-from sparsescan.recurrent.loops.device_sequences import layout_of, samples_of, sequence_kernels
+from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent.loops.cuda import layout_of, samples_of, sequence_kernels
+from sparsescan.recurrent.render.cuda import cuda_program
 
 from .gpu_chains import family_cases, sanitizer_cases
 from .gpu_races import HIDDEN
@@ -161,10 +163,11 @@ def forms() -> Iterator[Kernel]:
         levels = level_kernels(dtype, index_dtype)
         yield from map(_kernel, (levels.vectors, levels.level, levels.rescale, levels.sweep_steps))
     yield from map(_kernel, map(check_kernel, _INDICES))
-    for kind, units in product(("tanh", "gru", "lstm"), _UNITS):
-        layout = layout_of(kind, units, _FLOATS[0])
-        samples = samples_of(kind, layout, _FLOATS[0], _BATCH, 1, _MULTIPROCESSORS)
-        sequence = sequence_kernels(kind, layout, _FLOATS[0], samples)
+    for cell, units in product((RNNCell, GRUCell, LSTMCell), _UNITS):
+        code = cuda_program(cell(1, 1).program)
+        layout = layout_of(len(code.blocks), units, _FLOATS[0])
+        samples = samples_of(code, layout, _FLOATS[0], _BATCH, 1, _MULTIPROCESSORS)
+        sequence = sequence_kernels(code, layout, _FLOATS[0], samples)
         yield from map(_kernel, (sequence.run, sequence.back))
 
 

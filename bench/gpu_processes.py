@@ -31,7 +31,7 @@ __all__ = [
 ROOT = Path(__file__).parent.parent
 # Processes for the tests of a file, where one is not enough: `cuda_chunks` compiles 147 kernels, in
 # 210 s.
-WORKERS = {"cuda_chunks": 4, "cuda_recurrent": 3}
+WORKERS = {"cuda_chunks": 4, "cuda_recurrent": 3, "cuda_cells": 3}
 # Seconds from one look at what a process has done to the next, and those in which one that was
 # killed ends: it may be stuck in the driver.
 POLL, GRACE = 0.5, 5.0

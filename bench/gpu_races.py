@@ -17,8 +17,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import sparsescan
-from sparsescan import Pattern, ScanPlan, jacobians
-from sparsescan.jacobians import RNNCell
+from sparsescan import Pattern, ScanPlan, recurrent
+from sparsescan.recurrent import RNNCell
 
 from . import peers, workloads
 from .contests import OURS, csr_bytes, plan_of, product_flops
@@ -225,7 +225,7 @@ def training_step(gpu: Any, kind: str, units: int, steps: int, batch: int = 16) 
     module = getattr(torch.nn, kind)(_INPUTS, units).to(gpu.torch_name)
     x = torch.randn(steps, batch, _INPUTS).to(gpu.torch_name).requires_grad_()
     grad = torch.randn(steps, batch, units).to(gpu.torch_name)
-    net = getattr(jacobians, kind)(_INPUTS, units)
+    net = getattr(recurrent, kind)(_INPUTS, units)
     for name in net.params:
         setattr(net, name, xp.asarray(getattr(module, name).detach()))
     step, given, above = net.training_step(), xp.asarray(x.detach()), xp.asarray(grad)

@@ -36,6 +36,9 @@ _LIBRARIES = [
     "jax",
     "jaxlib",
     "torch",
+    "torchrecurrent",
+    "snntorch",
+    "xlstm",
 ]
 _GPU_LIBRARIES = ["numba-cuda"] + [
     name.format(cuda)

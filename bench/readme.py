@@ -124,12 +124,12 @@ TABLES = {
                 "doors",
                 f"{_DOOR}LSTM(12, 20), two layers, both directions, B=16, T=100 to 1,000",
             ),
-            *_both(_LSTM_128, "an LSTM of 128 units", "`jacobians.LSTM.training_step`"),
+            *_both(_LSTM_128, "an LSTM of 128 units", "`recurrent.LSTM.training_step`"),
             _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _JITTED),
             Line(
                 (
                     "an RNN of 512 units with 95% of its weights pruned",
-                    "`jacobians.RNN.training_step`",
+                    "`recurrent.RNN.training_step`",
                 ),
                 "step",
                 f"{_STEP}RNN, H=512, B=16, T=1,000, 95% of the hidden weights pruned",

@@ -26,7 +26,7 @@ import sparsescan
 from sparsescan import CSRChain, ImplicitChain
 from sparsescan.arrays.arrays import load_cupy
 from sparsescan.arrays.streams import place
-from sparsescan.jacobians import GRUCell, RNNCell
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.recurrent.cell import Linearization
 
 from . import drawing, machine, peers
@@ -468,13 +468,13 @@ def take_turns(
         start, others_start = time.perf_counter(), machine.others()
         for name, call in calls.items():
             time.sleep(pause)
-            _call_for(call, turn, before)
-            samples[name] += rounded(_call_for(call, turn, before))
+            call_for(call, turn, before)
+            samples[name] += rounded(call_for(call, turn, before))
         others.append((machine.others() - others_start) / (time.perf_counter() - start))
     return samples, others
 
 
-def _call_for(call: Call, length: float, before: Call | None) -> list[float]:
+def call_for(call: Call, length: float, before: Call | None) -> list[float]:
     """Seconds of each of as many calls as fit, at least one."""
     samples: list[float] = []
     while not samples or sum(samples) < length:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import GRU, LSTM, RNN
 
 from . import children, drawing, peers, recurrent
 from .drawing import BLUE, GREEN, ORANGE, SKY, legend, rows_of_bars
@@ -45,12 +45,12 @@ _TRIALS, _FEW_TRIALS, _FEW_ROUNDS = 3, 1, 5
 # Those whose first steps are timed.
 _PROCESSES = 5
 # Norms of gradients that are compared: of smaller ones, the part that is subnormal would count.
-_SMALLEST = float(np.finfo(np.float32).tiny / np.finfo(np.float32).eps)
+SMALLEST = float(np.finfo(np.float32).tiny / np.finfo(np.float32).eps)
 # With which the keys of pieces of backward passes begin.
 _BACKWARD = "backward: "
 # The cases of a quick run.
-_QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
-_QUICK += tuple(name + AT_LAST for name in _QUICK)
+QUICK = ("RNN, H=20, B=16, T=1,000", "LSTM, H=20, B=16, T=1,000")
+QUICK += tuple(name + AT_LAST for name in QUICK)
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def _differences(race: _Race, calls: dict[str, Call]) -> dict[str, float]:
     for peer in (PYTORCH, FLUSHING, JAX):
         for name, theirs in calls[peer]().items() if peer in calls else ():
             theirs = np.asarray(theirs, np.float64) * kept.get(name, 1)
-            size = max(float(np.linalg.norm(theirs)), _SMALLEST)
+            size = max(float(np.linalg.norm(theirs)), SMALLEST)
             apart = float(np.linalg.norm(result[name] - theirs)) / size
             differences[f"{name}, {peer}"] = apart
             if not apart < bound:
@@ -377,12 +377,12 @@ def _pieces(options: Options) -> Iterable[Piece]:
     yield from (
         Piece(case.name, partial(measure, case, quick=options.quick))
         for case in (*CASES, *NETWORKS)
-        if case.name in _QUICK or not options.quick
+        if case.name in QUICK or not options.quick
     )
     yield from (
         Piece(_BACKWARD + case.name, partial(measure_backward, case, share, quick=options.quick))
         for case, share in BACKWARD
-        if case.name in _QUICK or not options.quick
+        if case.name in QUICK or not options.quick
     )
     yield Piece("first step of a process", partial(measure_first_call, FIRST))
     if not options.quick:

@@ -20,7 +20,7 @@ import numpy as np
 import sparsescan
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution.chunk_counts import H100, chunk_count
-from sparsescan.jacobians import LSTMCell
+from sparsescan.recurrent import LSTMCell
 
 from . import workloads
 from .contests import csr_bytes

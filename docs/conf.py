@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -21,6 +23,7 @@ from sphinx.application import Sphinx
 from sphinx_gallery.sorting import ExplicitOrder
 
 from sparsescan.cli.main import main as command_line
+from sparsescan.recurrent import Cell
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
@@ -73,6 +76,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": ExplicitOrder(
         [
             "plot_train_gru.py",
+            "plot_own_cell.py",
+            "plot_spiking.py",
             "plot_pruned_rnn.py",
             "plot_pruned_cnn.py",
             "plot_advection_diffusion.py",
@@ -116,7 +121,8 @@ html_theme_options = {
 }
 MODULES = (
     "sparsescan",
-    *(f"sparsescan.{room}" for room in ("jacobians", "torch", "jax", "parallel", "strategies")),
+    *(f"sparsescan.{room}" for room in ("recurrent", "recurrent.catalogue", "jacobians")),
+    *(f"sparsescan.{room}" for room in ("torch", "jax", "parallel", "strategies")),
 )
 # Pages that have none below them.
 html_sidebars = {name: [] for name in ("index", "for-me", "start", "papers", "contributing")}
@@ -175,6 +181,33 @@ def keep_formulas(
         begins = line.startswith("    ") and not blank and before and before[0] != " "
         if begins and not before.endswith("::"):
             lines[k:k] = ["::", ""]
+
+
+def show_definition(
+    app: Sphinx, what: str, name: str, obj: Any, options: object, lines: list[str]
+) -> None:
+    """Show by what a cell of the catalogue is defined, that of its bases first."""
+    if what != "class" or not name.startswith("sparsescan.recurrent.catalogue."):
+        return
+    lines += ["", ".. code-block:: python", ""]
+    for each in reversed(obj.__mro__[: obj.__mro__.index(Cell)]):
+        source = inspect.getsource(each).splitlines()
+        (defined,) = ast.parse("\n".join(source)).body
+        for part in ast.walk(defined):
+            if isinstance(part, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(part):
+                said = part.body[0]
+                source[said.lineno - 1 : said.end_lineno] = [None] * (
+                    said.end_lineno - said.lineno + 1
+                )
+        shown = "\n".join(line for line in source if line is not None).replace(":\n\n", ":\n", 1)
+        lines += [f"    {line}" for line in shown.splitlines()] + [""]
+
+
+def show_formulas_as_text(app: Sphinx, page: nodes.document) -> None:
+    """Show literal blocks of docstrings, which are formulas, without the colours of Python."""
+    if app.env.docname.startswith("reference/generated/"):
+        for block in page.findall(nodes.literal_block):
+            block.setdefault("language", "text")
 
 
 def show_signature(
@@ -253,6 +286,8 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", skip_alias)
     app.connect("autodoc-process-signature", show_signature)
     app.connect("doctree-read", link_names)
+    app.connect("doctree-read", show_formulas_as_text)
     # Before Sphinx collects contents and numpydoc reads docstrings, which come at 500.
     app.connect("doctree-read", list_errors_once, priority=100)
     app.connect("autodoc-process-docstring", keep_formulas, priority=100)
+    app.connect("autodoc-process-docstring", show_definition, priority=900)

@@ -30,7 +30,7 @@ SCAN = """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         import numpy as np, sparsescan
-        from sparsescan.jacobians import GRU
+        from sparsescan.recurrent import GRU
         jacobians = [np.eye(3) / 2] * 4
         print(str(sparsescan.plan(jacobians)).partition("(")[0])
         if {whole}:

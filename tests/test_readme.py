@@ -12,6 +12,8 @@ import pytest
 
 import sparsescan
 import sparsescan.jacobians
+import sparsescan.recurrent
+import sparsescan.recurrent.catalogue
 import sparsescan.strategies
 from sparsescan import errors
 
@@ -35,7 +37,9 @@ def links(path: Path) -> list[str]:
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
 
-@pytest.mark.parametrize("block", programs(README), ids=["ten lines", "one line of PyTorch"])
+@pytest.mark.parametrize(
+    "block", programs(README), ids=["ten lines", "one line of PyTorch", "a cell"]
+)
 def test_program(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {})
 
@@ -73,6 +77,8 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
     [
         (sparsescan, ["scan", "errors"]),
         (sparsescan.jacobians, ["jacobians"]),
+        (sparsescan.recurrent, ["recurrent"]),
+        (sparsescan.recurrent.catalogue, ["recurrent"]),
         (sparsescan.parallel, ["parallel", "errors"]),
         (sparsescan.strategies, ["strategies"]),
     ],

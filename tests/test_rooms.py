@@ -39,7 +39,9 @@ ROOMS = (
     "cli",
     "__main__",
 )
-FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT) for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts
+)
 
 
 def room_of(module: tuple[str, ...]) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "check_array",
     "check_memory",
     "check_no_mask",
+    "check_numba_cuda",
     "check_one_place",
     "contiguous",
     "device_of",
@@ -242,12 +243,17 @@ def load_cupy() -> Any:
             "CUPY_ENABLE_UMP is set, which lets CuPy use memory of the host in place of copies on "
             "the device; expected it unset, since a scan changes what it has sent"
         )
+    check_numba_cuda()
+    _usable = cupy
+    return cupy
+
+
+def check_numba_cuda() -> None:
+    """Raise an error that says why kernels for a GPU cannot be written."""
     try:
         from . import cuda  # noqa: F401
     except ImportError as error:
         raise DeviceError(f"Numba's CUDA target cannot be used ({error}): {_INSTALL}") from None
-    _usable = cupy
-    return cupy
 
 
 def special(xp: Any) -> Any:

@@ -32,12 +32,18 @@ __all__ = [
     "compilers",
     "cuda",
     "current",
+    "for_block",
+    "most_registers",
+    "with_most_registers",
+    "with_threads",
 ]
 
 SIMULATED = bool(config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
 # From this compute capability on Numba compiles for that very one.
 _OWN_CODE = (9, 0)
+# Registers of a multiprocessor, of which a block's warps take as if they were a multiple of these.
+_REGISTERS, _WARPS = 1 << 16, 4
 _checked: set[int] = set()
 
 
@@ -67,6 +73,28 @@ class MachineCode(NamedTuple):
     name: str
 
 
+def for_block(kernel: Any, threads: int) -> Any:
+    """Return a kernel, after noting of how many threads its blocks are.
+
+    Its machine code takes no more registers than a multiprocessor has for such a block, without
+    which a launch fails.
+    """
+    kernel.py_func.block_threads = threads
+    return kernel
+
+
+def most_registers(threads: int) -> int:
+    """Return how many registers each thread of a block may have."""
+    warps = -(-threads // (32 * _WARPS)) * _WARPS
+    return min(_REGISTERS // (32 * warps) // 8 * 8, 255)
+
+
+def with_threads(ptx: str, kernel: Any) -> str:
+    """Return the PTX of a kernel with the threads of a block, for :func:`assemble`."""
+    threads = getattr(kernel.py_func, "block_threads", None)
+    return ptx if threads is None else f"// {threads} threads of a block\n{ptx}"
+
+
 def compile_to_ptx(kernel: Any, count: int, capability: tuple[int, int]) -> str:
     """Return the PTX of a kernel of `count` int64, for devices of a compute capability."""
     suffix = ("a",) if capability >= _OWN_CODE else ()
@@ -81,7 +109,7 @@ def compile_to_ptx(kernel: Any, count: int, capability: tuple[int, int]) -> str:
         debug=False,
         opt=True,
     )
-    return str(ptx)
+    return with_threads(str(ptx), kernel)
 
 
 def assemble(ptx: str) -> MachineCode:
@@ -94,14 +122,30 @@ def assemble(ptx: str) -> MachineCode:
     """
     (target,) = re.findall(r"^\s*\.target\s+(sm_\w+)", ptx, flags=re.MULTILINE)
     (name,) = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    code, registers = _assembled(ptx, target)
+    threads = re.match(r"// (\d+) threads of a block\n", ptx)
+    if threads is not None and registers > (most := most_registers(int(threads[1]))):
+        code, _ = _assembled(with_most_registers(ptx, most), target)
+    return MachineCode(code, name)
+
+
+def with_most_registers(ptx: str, most: int) -> str:
+    """Return the PTX of one kernel that takes no more registers for each thread."""
+    start = ptx.index("{", ptx.index(".entry"))
+    return f"{ptx[:start]}.maxnreg {most}\n{ptx[start:]}"
+
+
+def _assembled(ptx: str, target: str) -> tuple[bytes, int]:
+    """Return machine code, and how many registers a thread has."""
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        command = [_ptxas(), f"-arch={target}", "-o", str(made), str(source)]
+        command = [_ptxas(), f"-arch={target}", "-v", "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stderr}")
-        return MachineCode(made.read_bytes(), name)
+        (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+        return made.read_bytes(), int(registers)
 
 
 @cache

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsescan import InputError
-from sparsescan.jacobians import GRU
+from sparsescan.recurrent import GRU
 
 __all__ = ["Figures", "Race", "run"]
 

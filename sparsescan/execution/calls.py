@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ Array = NDArray[Any]
 Task = Callable[[], None]
 
 LINE = 64  # bytes of a cache line, which no vector crosses: two take twice as long to load
+# Bytes from which the memory of a result is kept: the system takes it back when it is free, and to
+# touch new memory takes as long as a whole pass. And of how many results, by turns.
+_LARGE, _TURNS = 1 << 16, 2
 
 
 def aligned_zeros(count: int, dtype: DTypeLike) -> Array:
@@ -32,8 +36,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 def _aligned(create: Callable[..., Array], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     dtype = np.dtype(dtype)
-    room = create(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
+    return _within(create(math.prod(shape) * dtype.itemsize + LINE, np.uint8), shape, dtype)
+
+
+def _within(room: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array in memory that has a cache line more."""
     return np.ndarray(shape, dtype, room, -address_of(room) % LINE)
+
+
+def _references(rooms: list[Array], place: int) -> int:
+    room = rooms[place]
+    return sys.getrefcount(room)
+
+
+# What is counted where nothing but the list has it.
+_ALONE = _references([np.empty(0)], 0)
 
 
 def call_all(tasks: Sequence[Task]) -> None:
@@ -46,6 +63,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._rooms: list[Array] = []
+        self._results: dict[str, list[Array]] = {}
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Call a kernel."""
@@ -64,8 +82,22 @@ class Calls:
         return aligned_zeros(count, dtype)
 
     def result(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return memory for what the caller gets, by a name that no other result has."""
-        return aligned_empty(shape, dtype)
+        """Return memory for what the caller gets, by a name that no other result has.
+
+        It is that of an earlier result which nobody has any more, nor any view of it.
+        """
+        dtype = np.dtype(dtype)
+        size = math.prod(shape) * dtype.itemsize + LINE
+        if size < _LARGE:
+            return aligned_empty(shape, dtype)
+        rooms = self._results.setdefault(name, [])
+        if rooms and len(rooms[0]) != size:
+            rooms.clear()
+        free = [k for k in range(len(rooms)) if _references(rooms, k) == _ALONE]
+        if not free:
+            # The oldest is the caller's alone from now on.
+            rooms[:] = [*rooms, np.empty(size, np.uint8)][-_TURNS:]
+        return _within(rooms[free[0] if free else -1], shape, dtype)
 
     def borrow(self, count: int, dtype: DTypeLike) -> Array:
         """Return memory of any content for one of the functions that run together."""

@@ -30,10 +30,10 @@ class Callers(Protocol):
 
 
 class _Replay:
-    """A recording, and so many bytes of memory that only it works in."""
+    """A recording, so many bytes of memory that only it works in, and what gives more."""
 
-    def __init__(self, recording: Recording, nbytes: int) -> None:
-        self._recording, self._room = recording, aligned_empty((nbytes,), "u1")
+    def __init__(self, recording: Recording, nbytes: int, calls: Calls) -> None:
+        self._calls, self._recording, self._room = calls, recording, aligned_empty((nbytes,), "u1")
         # Where small results begin in memory that they share; None where it is a result's own.
         self._places, self._shared = list[int | None](), 0
         for each in recording.results:
@@ -46,7 +46,7 @@ class _Replay:
         """Make the calls with these arrays, and return the results by their names."""
         shared = aligned_empty((self._shared,), "u1")
         results = {
-            each.name: aligned_empty(each.shape, each.dtype)
+            each.name: self._calls.result(each.name, each.shape, each.dtype)
             if place is None
             else np.ndarray(each.shape, each.dtype, shared, place)
             for each, place in zip(self._recording.results, self._places, strict=True)
@@ -104,4 +104,4 @@ class Replays:
             call(*stand_ins)
         finally:
             memory.calls = direct
-        return _Replay(recorder.recording(), space.nbytes)
+        return _Replay(recorder.recording(), space.nbytes, direct)

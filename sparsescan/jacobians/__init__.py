@@ -14,10 +14,6 @@ weight there, as it passes a zero of a dense layer, which makes NaN of it.
 [(5, 2), (5, 2), (5, 3)]
 """
 
-from ..recurrent.cell import Cell, Linearization
-from ..recurrent.cells import GRUCell, LSTMCell, RNNCell
-from ..recurrent.networks import GRU, LSTM, RNN, Recurrent
-from ..recurrent.step import Gradients, TrainingStep
 from ._network_step import NetworkGradients, NetworkStep
 from ._operator import Operator
 from ._torch import from_torch
@@ -44,35 +40,25 @@ from .upsample import Upsample
 __all__ = [
     "ELU",
     "GELU",
-    "GRU",
-    "LSTM",
-    "RNN",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
-    "Cell",
     "Conv1d",
     "Conv2d",
     "ConvTranspose2d",
     "Dropout",
     "Flatten",
-    "GRUCell",
-    "Gradients",
     "Hardtanh",
-    "LSTMCell",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
-    "Linearization",
     "MaxPool2d",
     "NetworkGradients",
     "NetworkStep",
     "Operator",
     "Pad",
     "Permute",
-    "RNNCell",
     "ReLU",
-    "Recurrent",
     "Residual",
     "Sequential",
     "SiLU",
@@ -80,7 +66,6 @@ __all__ = [
     "Softmax",
     "Softplus",
     "Tanh",
-    "TrainingStep",
     "Upsample",
     "from_torch",
 ]

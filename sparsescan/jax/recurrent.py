@@ -13,8 +13,9 @@ from jax.custom_batching import custom_vmap
 
 from ..arrays.arrays import check_no_mask
 from ..errors import InputError, InputTypeError, short
-from ..jacobians import Recurrent
-from ..recurrent.recorded import RecordedStep, parameters_of, record
+from ..recurrent import Cell, Recurrent
+from ..recurrent.recorded import Parameters, RecordedStep, parameters_of, program_text, record
+from ..recurrent.step import OneCell, RecurrentLike
 from ._calls import as_float, check_platform, together
 from ._programs import Lengths, add, call, key_of
 
@@ -22,25 +23,30 @@ __all__ = ["recurrent"]
 
 
 def recurrent(
-    network: Recurrent, params: Mapping[str, Any], x: Any, state: Any = None, lengths: Any = None
+    network: Recurrent | Cell,
+    params: Mapping[str, Any],
+    x: Any,
+    state: Any = None,
+    lengths: Any = None,
 ) -> tuple[Any, Any]:
     """Return the outputs and the last states of a recurrent network.
 
-    As :meth:`sparsescan.jacobians.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
+    As :meth:`sparsescan.recurrent.TrainingStep.forward`, for arrays of JAX, under ``jax.jit``,
     ``jax.grad`` (once, in reverse mode) and ``jax.vmap``, by which samples become a batch. It takes
     the place of a ``jax.lax.scan`` over a cell.
 
     Parameters
     ----------
-    network : RNN, GRU or LSTM
-        A network of :mod:`sparsescan.jacobians`, which says what is computed; its own parameters
-        are not used, but ``network.params`` are good to begin with.
+    network : Recurrent or Cell
+        A network of :mod:`sparsescan.recurrent`, such as a GRU, or a cell, such as one of a class
+        of your own, which says what is computed; its own parameters are not used, but
+        ``network.params`` are good to begin with.
     params : dict of str to array_like
         The parameters, by the names that ``network.params`` has.
     x : array_like, shape (T, batch, input_size) or (T, input_size)
         The inputs.
     state : array_like, shape (layers · directions, [batch,] state_size), optional
-        The initial states, by default zeros; those of an LSTM are ``[h, c]``.
+        The initial states, by default zeros; those of an LSTM are ``[h, c]``. A cell is one layer.
     lengths : array_like of int, shape (batch,), optional
         How many steps each sample has; by default all have T.
 
@@ -63,7 +69,7 @@ def recurrent(
     Examples
     --------
     >>> import jax, numpy as np
-    >>> from sparsescan.jacobians import GRU
+    >>> from sparsescan.recurrent import GRU
     >>> from sparsescan.jax import recurrent
     >>> net = GRU(12, 20, rng=0)
     >>> x = np.ones((50, 16, 12), np.float32)
@@ -76,9 +82,13 @@ def recurrent(
     (60, 20)
     """
     check_platform()
-    if not isinstance(network, Recurrent):
-        raise InputTypeError(f"network is {short(network)}; expected an RNN, GRU or LSTM")
-    known = network.params
+    if not isinstance(network, (Recurrent, Cell)):
+        raise InputTypeError(
+            f"network is {short(network)}; expected an RNN, GRU or LSTM, another Recurrent, or a "
+            "Cell"
+        )
+    net: RecurrentLike = OneCell(network) if isinstance(network, Cell) else network
+    known = net.params
     if not isinstance(params, Mapping) or set(params) != set(known):
         names = sorted(params) if isinstance(params, Mapping) else short(params)
         raise InputError(f"params has {names}; expected {sorted(known)}, as network.params")
@@ -90,12 +100,12 @@ def recurrent(
             )
     inputs = as_float("x", x)
     begin = None if state is None else as_float("state", state)
-    if inputs.ndim not in (2, 3) or inputs.shape[-1] != network.input_size:
+    if inputs.ndim not in (2, 3) or inputs.shape[-1] != net.input_size:
         raise InputError(
-            f"x has shape {inputs.shape}; expected (T, batch, {network.input_size}) or (T, "
-            f"{network.input_size})"
+            f"x has shape {inputs.shape}; expected (T, batch, {net.input_size}) or (T, "
+            f"{net.input_size})"
         )
-    states = _state_shape(network, inputs.shape)
+    states = _state_shape(net, inputs.shape)
     if begin is not None and begin.shape != states:
         raise InputError(f"state has shape {begin.shape}; expected {states}")
     if lengths is not None:
@@ -107,7 +117,7 @@ def recurrent(
     is_batched = inputs.ndim == 3
     if not is_batched:
         inputs, begin = inputs[:, None], begin[:, None]
-    run = _function(_Network(network))
+    run = _function(_Network(net))
     output, last = run(*together((own, inputs, begin, lengths)))
     return (output, last) if is_batched else (output[:, 0], last[:, 0])
 
@@ -134,9 +144,8 @@ def _read_lengths(lengths: Any, x: tuple[int, ...]) -> Any:
     return jnp.clip(array, -1, min(x[0] + 1, _MOST)).astype(np.int32)
 
 
-def _state_shape(network: Recurrent, x: tuple[int, ...]) -> tuple[int, ...]:
-    directions = 1 + network.bidirectional
-    return (network.num_layers * directions, *x[1:-1], network.state_size)
+def _state_shape(network: RecurrentLike, x: tuple[int, ...]) -> tuple[int, ...]:
+    return (sum(map(len, network.cells)), *x[1:-1], network.state_size)
 
 
 # -- Programs --------------------------------------------------------------------------------------
@@ -147,17 +156,27 @@ _MOST = np.iinfo(np.int32).max
 class _Network:
     """A network, equal to others that compute the same from the same parameters."""
 
-    def __init__(self, network: Recurrent) -> None:
+    def __init__(self, network: RecurrentLike) -> None:
         self.network = network
-        self.directions = parameters_of(network)
-        masks = [
-            None if mask is None else np.packbits(mask).tobytes()
-            for each in self.directions
-            for mask in each.masks.values()
+        self._parameters: dict[str, list[Parameters]] = {}
+        self.cells = [cell for layer in network.cells for cell in layer]
+        about = [
+            (
+                *(program_text(type(cell), cell.program), cell.shapes),
+                [
+                    None if mask is None else np.packbits(mask.on(np)).tobytes()
+                    for mask in cell.masks.values()
+                ],
+            )
+            for cell in self.cells
         ]
-        shapes = [param.shape for param in network.params.values()]
-        kind = network.cells[0][0].kind
-        self._key = repr((kind, shapes, network.num_layers, network.bidirectional, masks))
+        self._key = repr((about, len(network.cells), len(network.cells[0])))
+
+    def parameters(self, dtype: str) -> list[Parameters]:
+        """Return what gradients of the parameters of each direction are sums of."""
+        if dtype not in self._parameters:
+            self._parameters[dtype] = parameters_of(self.network, dtype)
+        return self._parameters[dtype]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Network) and self._key == other._key
@@ -241,33 +260,32 @@ def _run_backward(
 
 def _in_order(network: _Network, grads: Mapping[str, Any]) -> list[Any]:
     """Return gradients in the parameters, as a recording names them, in their order."""
-    names = [f"{name} {k}" for k, each in enumerate(network.directions) for name in each.shapes]
+    names = [f"{name} {k}" for k, each in enumerate(network.cells) for name in each.shapes]
     return [grads[name] for name in names]
 
 
 def _sums(network: _Network, factors: Mapping[str, Any], x: Any) -> list[Any]:
     """Return the gradients in the parameters: sums of products over steps and samples."""
     grads = []
-    for k, one in enumerate(network.directions):
-        products, state = (_rows(factors[f"{name} {k}"]) for name in ("products", "state"))
-        given = _rows(factors.get(f"input {k}", x))
-        # One product of matrices is faster than three.
-        others = jnp.concatenate([given, state, jnp.ones_like(state, shape=(len(state), 1))], 1)
-        sums = jnp.matmul(products.T, others, precision="highest")
-        sums = sums.reshape(-1, one.units, others.shape[1])
-        of_input, of_state, of_one = jnp.split(sums, (one.inputs, others.shape[1] - 1), -1)
-        in_x, in_h = np.array(one.of_input), np.array(one.of_state)
-        own = of_input[in_x], of_state[in_h], of_one[in_x], of_one[in_h]
-        for grad, (name, shape) in zip(own, one.shapes.items(), strict=False):
-            mask = one.masks.get(name)
-            grad = grad.reshape(shape)
-            grads.append(grad if mask is None else jnp.where(mask, grad, 0))
+    for k, one in enumerate(network.parameters(x.dtype.name)):
+        own = {"input": x} | {
+            name: factors[f"{name} {k}"]
+            for name in ("products", "states", "arguments", "input", "rows")
+            if f"{name} {k}" in factors
+        }
+        rows = {name: each.reshape(-1, each.shape[-1]) for name, each in own.items()}
+        parts = []
+        for group in one.groups:
+            # One product of matrices is faster than several.
+            others = [rows[name][:, begin:end] for name, begin, end in group.factors]
+            above = rows["products"][:, group.first : group.end]
+            product = jnp.matmul(above.T, jnp.concatenate(others, 1), precision="highest")
+            parts.append(product.reshape(-1))
+        parts += [rows[name].sum(0) for name in ("products", "rows") if name in rows]
+        every = jnp.concatenate([*parts, jnp.zeros(1, x.dtype)])
+        for name, shape in one.shapes.items():
+            grads.append(every[one.orders[name]].sum(-1).reshape(shape))
     return grads
-
-
-def _rows(array: Any) -> Any:
-    """Return the numbers of each step and sample as a row."""
-    return array.reshape(-1, array.shape[-1])
 
 
 # -- Functions with derivatives --------------------------------------------------------------------

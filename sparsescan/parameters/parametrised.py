@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,10 +82,21 @@ def _title(layer: Any, name: str) -> str:
 class Parametrised:
     """Parameters by name: their shapes, and functions that draw them."""
 
-    def declare_parameters(self, shapes: dict[str, Shape | None], initial: Initial) -> None:
-        """Declare the parameters, except those whose shape is None."""
+    def declare_parameters(
+        self,
+        shapes: Mapping[str, Shape | None],
+        initial: Initial,
+        values: Mapping[str, float] | None = None,
+    ) -> None:
+        """Declare the parameters, except those whose shape is None.
+
+        Those in `values` begin with one number.
+        """
         self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
         self._draws = {name: initial(name, shape) for name, shape in self._shapes.items()}
+        for name, value in (values or {}).items():
+            draw = self._draws[name]
+            self._draws[name] = partial(_filled, draw, value)
 
     def read_parameter(self, name: str) -> Array:
         """Return a parameter as an array whose shape nobody else can change, for a kernel."""
@@ -100,6 +111,11 @@ class Parametrised:
         for name in self._shapes:
             setattr(part, name, getattr(self, name)[channels])
         return part
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the parameters by their names."""
+        return dict(self._shapes)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -184,6 +200,11 @@ def initial(bound: float, dtype: DTypeLike, rng: np.random.Generator | int | Non
     return lambda name, shape: partial(
         _uniform, int(generator.integers(1 << 63)), bound, shape, checked
     )
+
+
+def _filled(draw: Callable[[], Array], value: float) -> Array:
+    """Return an array like one that is drawn, filled with a number."""
+    return np.full_like(draw(), value)
 
 
 def _uniform(seed: int, bound: float, shape: Shape, dtype: np.dtype[Any]) -> Array:

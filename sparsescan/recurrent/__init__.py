@@ -1,20 +1,77 @@
-"""Recurrent cells and networks of them: Jacobians, whole sequences and training steps."""
+"""Recurrent cells, each defined once; their Jacobians, whole sequences and training steps."""
 
-from .cell import Cell, Linearization
+from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
+from .definition import Bias, Choice, Constant, Hidden, Input, Scalar, Vector
+from .jacobian import Linearization
 from .networks import GRU, LSTM, RNN, Recurrent
+from .operations import (
+    absolute,
+    cos,
+    elu,
+    exp,
+    expm1,
+    hardsigmoid,
+    hardtanh,
+    identity,
+    leaky_relu,
+    log,
+    maximum,
+    minimum,
+    relu,
+    sigmoid,
+    silu,
+    sin,
+    softplus,
+    softsign,
+    sqrt,
+    stop_gradient,
+    surrogate,
+    tanh,
+    where,
+)
 from .step import Gradients, TrainingStep
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "Bias",
     "Cell",
+    "Choice",
+    "Constant",
     "GRUCell",
     "Gradients",
+    "Hidden",
+    "Input",
     "LSTMCell",
     "Linearization",
     "RNNCell",
     "Recurrent",
+    "Scalar",
     "TrainingStep",
+    "Vector",
+    "absolute",
+    "cos",
+    "elu",
+    "exp",
+    "expm1",
+    "hardsigmoid",
+    "hardtanh",
+    "identity",
+    "leaky_relu",
+    "log",
+    "maximum",
+    "minimum",
+    "relu",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "softsign",
+    "sqrt",
+    "stop_gradient",
+    "surrogate",
+    "tanh",
+    "where",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..arrays.arrays import Constant, device_of, load_cupy
 from ..arrays.cuda import current
@@ -17,21 +17,39 @@ from ..errors import InputError
 from ..execution.chunk_counts import multiprocessors_of
 from ..kernels.cuda import device as _device
 from ..parameters.parametrised import masked
-from .cell import Cell
-from .loops.device_sequences import (
+from .definition import CellLike, bias_name, declared
+from .loops.cuda import (
     Layout,
+    SequenceKernels,
     layout_of,
     packing_order,
     samples_of,
     sequence_kernels,
+    sequence_source,
 )
 from .memory import Memory
+from .program import Program, Term
+from .render.cuda import cuda_program
 
-__all__ = ["DeviceDirection", "DeviceMemory"]
+__all__ = ["DeviceDirection", "DeviceMemory", "fits", "source_of"]
 
 Array = Any  # cupy.ndarray
 Shape = tuple[int, ...]
 Span = tuple[int, int]
+Places = NDArray[np.int64]
+
+
+def fits(program: Program, units: int, dtype: DTypeLike) -> bool:
+    """Return whether the vectors of a sample fit the shared memory of a block."""
+    code, exact = cuda_program(program), np.dtype(dtype)
+    return samples_of(code, layout_of(len(code.blocks), units, exact), exact, 1, 1, 1) > 0
+
+
+def source_of(cell: CellLike, dtype: DTypeLike, *, is_backward: bool) -> str:
+    """Return the text of the device functions of a cell, for one sample of a block."""
+    code, exact = cuda_program(cell.program), np.dtype(dtype)
+    layout = layout_of(len(code.blocks), cell.hidden_size, exact)
+    return sequence_source(code, layout, exact, 1, back=is_backward)
 
 
 class _Weights(NamedTuple):
@@ -39,61 +57,279 @@ class _Weights(NamedTuple):
 
     Attributes
     ----------
-    w_in : list of ndarray, shape (gates · units, input_size)
+    w_in : list of ndarray, shape (slots · units, input_size)
         The weights of the input of each direction, 0 where they are pruned.
-    w_hidden, w_back : ndarray
-        The weights of the state of both directions, packed, and their transposes.
+    forward, back : ndarray
+        The weights of states and arguments of both directions, packed, and their transposes.
     bias : ndarray
-        The bias of each product of both directions.
+        What is added to each slot of both directions: biases and vectors of parameters.
+    rows : ndarray
+        The parameters that elementwise operations read, of each unit in both directions.
     """
 
     w_in: list[Array]
-    w_hidden: Array
-    w_back: Array
+    forward: Array
+    back: Array
     bias: Array
+    rows: Array
+
+
+class _Job(NamedTuple):
+    """A matrix product of gradients in some slots, and of what matrices multiply.
+
+    Attributes
+    ----------
+    is_input : bool
+        Whether the slots are those with products of the input.
+    slots : tuple of int
+        Where they begin and end.
+    reads : tuple of (str, int)
+        What is multiplied: ``("input", 0)``, a state or an argument, in the order of kernels.
+    """
+
+    is_input: bool
+    slots: tuple[int, int]
+    reads: tuple[str, int]
+
+
+class _Part(NamedTuple):
+    """What the gradient in a block of a parameter is, or is a part of.
+
+    Attributes
+    ----------
+    result, block : int
+        The number of a result, and which block of its rows.
+    is_transposed : bool
+        Whether it is the gradient in the transpose.
+    """
+
+    result: int
+    block: int
+    is_transposed: bool
 
 
 class DeviceDirection:
     """One direction of one layer: a cell, and the order in which kernels read its weights."""
 
-    def __init__(self, cell: Cell, layer: int, back: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any]) -> None:
         self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
-        self.kind = cell.kind
-        self.layout: Layout = layout_of(self.kind, cell.hidden_size, dtype)
-        if samples_of(self.kind, self.layout, dtype, 1, 1, 1) == 0:
+        self.code = code = cuda_program(cell.program)
+        self.layout: Layout = layout_of(len(code.blocks), cell.hidden_size, dtype)
+        if samples_of(code, self.layout, dtype, 1, 1, 1) == 0:
             raise InputError(
-                f"hidden_size is {cell.hidden_size}; in {dtype} the gradients in the gates of a "
-                "sample do not fit the 48 KiB of shared memory that a block has on a GPU"
+                f"hidden_size is {cell.hidden_size}; in {dtype} the vectors of a sample that "
+                "threads share do not fit the 48 KiB of shared memory that a block has on a GPU"
             )
-        mask, shape = cell._masks["weight_hh"], cell._shapes["weight_hh"]
-        kept = np.ones(shape, bool) if mask is None else mask.on(np)
-        self._orders = [
-            Constant(packing_order(self.kind, self.layout, kept, dtype, back))
-            for back in (False, True)
+        self._declared: dict[str, Any] = dict(declared(type(cell)))
+        self._orders = [Constant(order) for order in self._find_orders()]
+        self.jobs = self._find_jobs()
+        self._parts = self._find_parts()
+
+    # -- Parameters -------------------------------------------------------------------------------
+
+    def _find_orders(self) -> list[Places]:
+        """Return where each number that products and kernels read is in the flat parameters.
+
+        The numbers are sums over the first axis. A weight that is pruned is the zero behind the
+        last.
+        """
+        cell, code = self.cell, self.code
+        ends = np.cumsum([0, *(math.prod(shape) for shape in cell.shapes.values())])
+        nothing, places = int(ends[-1]), dict[str, Places]()
+        for (name, shape), begin in zip(cell.shapes.items(), ends, strict=False):
+            own = np.arange(begin, begin + math.prod(shape)).reshape(shape)
+            mask = cell.masks.get(name)
+            places[name] = own if mask is None else np.where(mask.on(np), own, nothing)
+        units, slots = cell.hidden_size, cell.program.slots
+        weights = [
+            self._block(places, block.matrix, block.gate, block.is_transposed)
+            for block in code.blocks
         ]
+        stacked = np.array(weights, np.int64).reshape(-1, units, units)
+        inputs, biases = [], []
+        for slot in slots:
+            read = [term for term in slot.terms if term.argument.operation == "input"]
+            inputs.append([self._block(places, *term[:3]) for term in read])
+            added = [self._bias_of(places, term) for term in slot.terms]
+            added += [self._block(places, name, gate) for name, gate in slot.vectors]
+            biases.append([each for each in added if each is not None])
+        rows = [
+            self._block(places, *row.about)
+            if row.operation == "vector"
+            else np.broadcast_to(places[row.about[0]], units)
+            for row in cell.program.rows[: code.leaves]
+        ]
+        about = code, self.layout, stacked, nothing, self.dtype
+        orders = [
+            _summed(inputs[: code.inputs], (units, cell.input_size), nothing),
+            packing_order(*about, back=False)[None],
+            packing_order(*about, back=True)[None],
+            _summed(biases, (units,), nothing),
+            _summed([[row] for row in rows], (units,), nothing),
+        ]
+        # Half the memory, unless there are more numbers than that can count.
+        kind = np.int32 if nothing < 1 << 31 else np.int64
+        return [order.astype(kind) for order in orders]
+
+    def _block(
+        self, places: dict[str, Any], name: str, gate: int, is_transposed: bool = False
+    ) -> Any:
+        """Return the numbers of a gate of a parameter."""
+        whole = places[name]
+        gates = whole.reshape(self._declared[name].blocks, -1, *whole.shape[1:])
+        return gates[gate].T if is_transposed else gates[gate]
+
+    def _bias_of(self, places: dict[str, Any], term: Term) -> Any:
+        """Return the numbers of the bias of a product, or None."""
+        place = self._bias_place(term)
+        if place is None:
+            return None
+        return places[place[0]].reshape(-1, self.cell.hidden_size)[place[1]]
+
+    def _bias_place(self, term: Term) -> tuple[str, int] | None:
+        """Return the name of the bias of a product, and which block of it, or None."""
+        name, biased = bias_name(term.matrix), self._declared[term.matrix].biased
+        if term.is_transposed or term.gate not in biased or name not in self.cell.shapes:
+            return None
+        return name, biased.index(term.gate)
 
     def weights(self, xp: Any, params: list[Array]) -> _Weights:
         """Return a copy of the parameters, as :class:`_Weights` of one direction."""
-        w_in, w_hidden, *biases = (param.astype(self.dtype) for param in params)
-        flat = xp.concatenate([w_hidden.reshape(-1), xp.zeros(1, self.dtype)])
-        forward, back = (flat.take(order.on(xp)) for order in self._orders)
-        w_in = masked(xp, w_in, self.cell._masks["weight_ih"])
-        return _Weights([w_in], forward, back, self._bias(xp, biases))
+        flat = [param.reshape(-1).astype(self.dtype, copy=False) for param in params]
+        whole = xp.concatenate([*flat, xp.zeros(1, self.dtype)])
+        w_in, *others = (_taken(whole, order.on(xp)) for order in self._orders)
+        return _Weights([w_in.reshape(-1, self.cell.input_size)], *others)
 
-    def _bias(self, xp: Any, biases: list[Array]) -> Array:
-        """Return what is added to each product: of a GRU, ``v_n`` has its own."""
-        cell, units = self.cell, self.cell.hidden_size
-        if not biases:
-            return xp.zeros((max(cell._hh) + 1) * units, self.dtype)
-        of_x, of_h = biases
-        if self.kind != "gru":
-            return of_x + of_h
-        both = 2 * units
-        return xp.concatenate([of_x[:both] + of_h[:both], of_x[both:], of_h[both:]])
+    # -- Gradients --------------------------------------------------------------------------------
+
+    def _find_jobs(self) -> list[_Job]:
+        """Return the matrix products that gradients of matrices are parts of."""
+        code, slots = self.code, self.cell.program.slots
+        readers: dict[tuple[str, int], list[int]] = {}
+        for k, slot in enumerate(slots):
+            for term in slot.terms:
+                own = readers.setdefault(self._read_by(term), [])
+                if k not in own:
+                    own.append(k)
+        jobs = []
+        for reads, those in sorted(readers.items()):
+            for is_input, begin, end in ((True, 0, code.inputs), (False, code.inputs, code.slots)):
+                own = [k for k in those if begin <= k < end]
+                if not own:
+                    continue
+                # CuPy copies columns before it multiplies by them, so that all are as fast.
+                first, last = min(own), max(own) + 1
+                whole = (begin, end) if 2 * len(own) >= end - begin else (first, last)
+                jobs.append(_Job(is_input, whole, reads))
+        return jobs
+
+    def _read_by(self, term: Term) -> tuple[str, int]:
+        """Return what a product reads."""
+        argument = term.argument
+        if argument.operation == "input":
+            return "input", 0
+        if argument.operation == "state":
+            return "state", self.code.states.index(argument.about[0])
+        return "argument", self.code.arguments.index(self.cell.program.arguments.index(argument))
+
+    def _find_parts(self) -> dict[str, list[list[_Part]]]:
+        """Return for each parameter the parts of the gradient in each of its blocks.
+
+        Results are those of the matrix products, then sums over steps of gradients in slots, of
+        those with products of the input and the others, then gradients in rows of parameters.
+        """
+        code, program, cell = self.code, self.cell.program, self.cell
+        parts: dict[str, list[list[_Part]]] = {}
+        for name, shape in cell.shapes.items():
+            declaration = self._declared.get(name)
+            blocks = shape[0] // cell.hidden_size if declaration is None else declaration.blocks
+            parts[name] = [[] for _ in range(blocks)]
+        for k, slot in enumerate(program.slots):
+            is_input = k < code.inputs
+            of_sums = len(self.jobs) + (not is_input), k - (0 if is_input else code.inputs)
+            for term in slot.terms:
+                reads = self._read_by(term)
+                (number,) = (
+                    i
+                    for i, job in enumerate(self.jobs)
+                    if job.reads == reads and job.slots[0] <= k < job.slots[1]
+                )
+                block = k - self.jobs[number].slots[0]
+                parts[term.matrix][term.gate].append(_Part(number, block, term.is_transposed))
+                place = self._bias_place(term)
+                if place is not None:
+                    parts[place[0]][place[1]].append(_Part(*of_sums, False))
+            for name, gate in slot.vectors:
+                parts[name][gate].append(_Part(*of_sums, False))
+        for r, row in enumerate(program.rows[: code.leaves]):
+            name, gate = row.about
+            parts[name][gate].append(_Part(len(self.jobs) + 2, r, False))
+        return parts
+
+    def param_grads(self, xp: Any, results: list[Array] | None) -> dict[str, Array]:
+        """Return the gradients in the parameters by their names, 0 where a weight is pruned."""
+        cell, grads, taken = self.cell, dict[str, Array](), set[tuple[int, int]]()
+        for name, shape in cell.shapes.items():
+            if results is None:
+                grads[name] = xp.zeros(shape, self.dtype)
+                continue
+            parts = self._parts[name]
+            places = {part[:2] for own in parts for part in own}
+            grad = self._joined(results, parts, shape) if taken.isdisjoint(places) else None
+            if grad is None:
+                grad = self._built(xp, results, parts, shape)
+            else:
+                taken |= places
+            grads[name] = masked(xp, grad, cell.masks.get(name))
+        return grads
+
+    def _joined(self, results: list[Array], parts: list[list[_Part]], shape: Shape) -> Array | None:
+        """Return a gradient that is a part of one result, or None."""
+        if not shape or not parts[0] or parts[0][0].is_transposed:
+            return None
+        first = parts[0][0]
+        if parts != [[first._replace(block=first.block + k)] for k in range(len(parts))]:
+            return None
+        units = self.cell.hidden_size
+        whole: Array = results[first.result]
+        return whole[first.block * units : (first.block + len(parts)) * units]
+
+    def _built(
+        self, xp: Any, results: list[Array], parts: list[list[_Part]], shape: Shape
+    ) -> Array:
+        """Return a gradient made of parts of results."""
+        units, blocks = self.cell.hidden_size, []
+        for own in parts:
+            block = None
+            for part in own:
+                each = results[part.result][part.block * units : (part.block + 1) * units]
+                each = each.T if part.is_transposed else each
+                block = each if block is None else block + each
+            if block is None:
+                block = xp.zeros((units, *shape[1:]), self.dtype)
+            blocks.append(block)
+        # A copy, even of one: others may have the same part.
+        return xp.concatenate(blocks) if shape else blocks[0].sum()
+
+
+def _summed(parts: list[list[Places]], shape: Shape, nothing: int) -> Places:
+    """Return places one behind the other, as a sum of as many as any of them is."""
+    most = max([1, *map(len, parts)])
+    filled = np.full((most, len(parts), *shape), nothing, np.int64)
+    for k, own in enumerate(parts):
+        for i, each in enumerate(own):
+            filled[i, k] = each
+    return filled.reshape(most, -1)
+
+
+def _taken(whole: Array, order: Array) -> Array:
+    """Return numbers at some places, summed over the first axis of these."""
+    taken = whole.take(order)
+    return taken[0] if len(taken) == 1 else taken.sum(axis=0)
 
 
 class DeviceMemory(Memory):
-    """The memory for all samples, on the device of the input; see ``_Memory`` for the host.
+    """The memory for all samples, on the device of the input; see :class:`HostMemory` for the host.
 
     Work on it waits for that of the call before, on whatever stream that was.
     """
@@ -111,18 +347,19 @@ class DeviceMemory(Memory):
         one = directions[0]
         self.steps, self.batch, self.segment, self.dtype = steps, batch, segment, one.dtype
         self.keeps_gates = segment >= steps
-        self._parts, self._units = one.cell._parts, one.cell.hidden_size
+        self._code, self._units = one.code, one.cell.hidden_size
         self.per_layer = sum(each.layer == 1 for each in directions)
         layers = len(directions) // self.per_layer
         self.widths = [input_size, *[self.per_layer * self._units] * layers]
-        self._rows = len(one.cell._ih) * self._units
         samples = samples_of(
-            *(one.kind, one.layout, self.dtype, batch, self.per_layer),
+            *(one.code, one.layout, self.dtype, batch, self.per_layer),
             multiprocessors_of(self._xp).number,
         )
-        self._kernels = sequence_kernels(one.kind, one.layout, self.dtype, samples)
+        self._kernels: SequenceKernels = sequence_kernels(one.code, one.layout, self.dtype, samples)
+        # Rows behind those of slots: other vectors that are kept, then arguments.
+        self._extra = one.code.extra(one.layout.rounds == 1)
         self.device: int | None = self._xp.cuda.Device().id
-        self._state_shape = len(directions), batch, self._parts * self._units
+        self._state_shape = len(directions), batch, len(self._code.states) * self._units
         self.nbytes = self.dtype.itemsize * sum(math.prod(shape) for _, shape in self._shapes())
 
     def fits(self, x: Array) -> bool:
@@ -132,28 +369,40 @@ class DeviceMemory(Memory):
 
     def _shapes(self) -> list[tuple[str, Shape]]:
         """Return, for each array, what it holds, and its shape."""
-        of_samples, segment = (self.steps, self.batch), (self.per_layer, self.segment, self.batch)
+        code, units = self._code, self._units
+        of_samples, segment = (self.steps, self.batch), (self.segment, self.batch)
         shapes: list[tuple[str, Shape]] = [("inputs", (*of_samples, self.widths[0]))]
         for width in self.widths[1:]:
-            slots = self.steps + 2, self.batch, width
-            shapes += [("states", slots), ("cells", slots if self._parts == 2 else (0,))]
+            shapes += [("states", (len(code.states), self.steps + 2, self.batch, width))]
         # Where not all are kept, layers take turns.
-        is_gru = self.directions[0].kind == "gru"
         for _ in self.widths[1:] if self.keeps_gates else [None]:
-            shapes += [("gates", (*segment, self._rows))]
-            shapes += [("last", (*segment, self._units) if is_gru else (0,))]
+            shapes += [
+                ("products", (self.per_layer, *segment, code.inputs * units)),
+                ("rest", (self.per_layer, *segment, (code.slots - code.inputs) * units)),
+                ("more", (self.per_layer, self._extra, *segment, units)),
+            ]
         shapes += [("grads", (*of_samples, self.widths[-1]))] * min(2, len(self.widths) - 2)
+        if code.has_input_grad:
+            shapes += [("direct", (self.per_layer, *segment, units))]
+        if code.leaves:
+            shapes += [("summed", (self.per_layer, code.leaves, self.batch, units))]
         ones = 1, min(self.segment, self.steps) * self.batch
         return [*shapes, ("carry", self._state_shape), ("ones", ones)]
 
     def allocate(self) -> None:
         """Take the memory, on the current stream."""
+        nothing = [self._xp.empty(0, self.dtype)]
         arrays: dict[str, list[Array]] = {"grads": []}
         for name, shape in self._shapes():
             arrays.setdefault(name, []).append(self._xp.empty(shape, self.dtype))
         (self._inputs,), (self._carry,) = arrays["inputs"], arrays["carry"]
-        self._states, self._cells = arrays["states"], arrays["cells"]
-        self._gates, self._last, self._grads = arrays["gates"], arrays["last"], arrays["grads"]
+        self._states, self._grads = arrays["states"], arrays["grads"]
+        self._products, self._rest, self._more = (
+            arrays[name] for name in ("products", "rest", "more")
+        )
+        (self._direct,), (self._summed,) = (
+            arrays.get(name, nothing) for name in ("direct", "summed")
+        )
         (self._ones,) = arrays["ones"]  # whose products with rows add them up
         self._ones.fill(1)
         self._firsts, self._lasts = self._state_places(last=False), self._state_places(last=True)
@@ -206,7 +455,7 @@ class DeviceMemory(Memory):
 
     def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
         """Return outputs and last states."""
-        xp, output = self._xp, self._states[-1][1:-1]
+        xp, output = self._xp, self._outputs(-1)[1:-1]
         if self._has is None:
             output = output.copy()
         else:
@@ -218,8 +467,15 @@ class DeviceMemory(Memory):
 
     def every_state(self) -> Array:
         """Return the states of the only direction: before the first step, and after each."""
-        parts = [self._states, self._cells][: self._parts]
-        return self._xp.concatenate([slots[0][:-1] for slots in parts], axis=-1)
+        (states,) = self._states
+        order = self._code.states
+        return self._xp.concatenate(
+            [states[order.index(k)][:-1] for k in range(len(order))], axis=-1
+        )
+
+    def _outputs(self, layer: int) -> Array:
+        """Return the outputs of a layer, of a slot before the first step, and each step."""
+        return self._states[layer][self._code.output]
 
     def _state_places(self, last: bool) -> list[tuple[int, slice, Array]]:
         """Return, for each part of the first or last states, its direction, columns and slot."""
@@ -227,19 +483,32 @@ class DeviceMemory(Memory):
         for k, one in enumerate(self.directions):
             first_slot, last_slot = (self.steps + 1, 1) if one.back else (0, self.steps)
             columns = slice(one.back * units, (one.back + 1) * units)
-            for part, arrays in enumerate([self._states, self._cells][: self._parts]):
-                where = arrays[one.layer - 1][last_slot if last else first_slot]
+            for part, state in zip(self._code.states, self._states[one.layer - 1], strict=True):
+                where = state[last_slot if last else first_slot]
                 own = slice(part * units, (part + 1) * units)
                 places.append((k, own, where[:, columns]))
         return places
 
     def read_carry(self, carry: Array) -> None:
         """Take over the gradients in the last states."""
-        self._carry[...] = carry
+        self._move_states(self._carry, carry, self._code.states)
 
     def state_grad(self) -> Array:
         """Return the gradients in the initial states."""
-        return self._carry.copy()
+        grad = self._xp.empty(self._state_shape, self.dtype)
+        order = self._code.states
+        self._move_states(grad, self._carry, [order.index(k) for k in range(len(order))])
+        return grad
+
+    def _move_states(self, to: Array, given: Array, order: Sequence[int]) -> None:
+        """Copy gradients in states, in another order."""
+        if list(order) == sorted(order):
+            to[...] = given
+            return
+        shape = (*self._state_shape[:2], len(order), self._units)
+        to, given = to.reshape(shape), given.reshape(shape)
+        for k, other in enumerate(order):
+            to[:, :, k] = given[:, :, other]
 
     def input_grad(self) -> Array:
         """Return a new array for the gradients in the input."""
@@ -261,17 +530,23 @@ class DeviceMemory(Memory):
         begin, end = (self.steps - span[1], self.steps - span[0]) if back else span
         return slice(begin, end)
 
-    def _of_gates(self, arrays: list[Array], layer: int, back: int, span: Span) -> Array:
-        """Return rows for all samples of some steps of one direction."""
-        rows = arrays[layer % len(arrays)][back]
-        times = self._times(back, span)
+    def _rows_of(self, array: Array, times: slice) -> Array:
+        """Return rows for all samples of some steps."""
         times = times if self.keeps_gates else slice(0, times.stop - times.start)
-        return rows[times].reshape(-1, rows.shape[-1])
+        rows = array[times]
+        return rows.reshape(len(rows) * self.batch, array.shape[-1])
+
+    def _of_layer(self, arrays: list[Array], layer: int) -> Array:
+        return arrays[layer % len(arrays)]
 
     def _inputs_of(self, layer: int, times: slice) -> Array:
         """Return the inputs of a layer, a row for each step and sample."""
-        rows = (self._states[layer - 1][1:-1] if layer else self._inputs)[times]
+        rows = self._layer_input(layer)[times]
         return rows.reshape(-1, rows.shape[-1])
+
+    def _layer_input(self, layer: int) -> Array:
+        """Return the inputs of a layer, of all steps."""
+        return self._outputs(layer - 1)[1:-1] if layer else self._inputs
 
     def run(self, ks: range, weights: list[_Weights]) -> None:
         """Compute all states of the directions of a layer, and the gates of the last segment."""
@@ -281,23 +556,30 @@ class DeviceMemory(Memory):
     def _run(self, layer: int, all_weights: list[_Weights], span: Span) -> None:
         """Compute some states of a layer, and their gates."""
         weights = all_weights[layer]
-        for back, w_in in enumerate(weights.w_in):
-            x = self._inputs_of(layer, self._times(back, span))
-            self._xp.matmul(x, w_in.T, out=self._of_gates(self._gates, layer, back, span))
-        before = weights.w_hidden, weights.bias, *self._kept(layer), self._lengths
-        self._launch(self._kernels.run, before, span)
+        for back, w_in in enumerate(weights.w_in if self._code.inputs else ()):
+            times = self._times(back, span)
+            products = self._rows_of(self._of_layer(self._products, layer)[back], times)
+            self._xp.matmul(self._inputs_of(layer, times), w_in.T, out=products)
+        before = weights.forward, weights.bias, weights.rows
+        self._launch(self._kernels.run, layer, before, (), span)
 
-    def _kept(self, layer: int) -> tuple[Array, ...]:
-        """Return gates, the last products of a GRU, states, and cell states of a layer."""
-        which = layer % len(self._gates)
-        return self._gates[which], self._last[which], self._states[layer], self._cells[layer]
-
-    def _launch(self, kernel: Any, arrays: tuple[Array, ...], span: Span) -> None:
-        counts = self.steps, self.batch, self.widths[-1], self.segment, *span
+    def _launch(
+        self,
+        kernel: Any,
+        layer: int,
+        before: tuple[Array, ...],
+        behind: tuple[Array, ...],
+        span: Span,
+    ) -> None:
+        """Start a kernel of a layer, with the arrays that both kernels take between others."""
+        rows = (self._of_layer(each, layer) for each in (self._products, self._rest, self._more))
+        arrays = *before, *rows, self._states[layer], self._layer_input(layer), self._lengths
+        width = self.widths[-1], self.widths[layer]
+        counts = self.steps, self.batch, *width, self.segment, *span
         _device.launch(
             *(kernel, self._kernels.blocks(self.batch, self.per_layer), self._kernels.threads),
             self._xp.cuda.get_current_stream().ptr,
-            *(int(array.data.ptr) for array in arrays),
+            *(int(array.data.ptr) for array in (*arrays, *behind)),
             *counts,
         )
 
@@ -310,57 +592,76 @@ class DeviceMemory(Memory):
 
         `above` holds the gradients in its outputs, and `below` gets those in its inputs.
         """
-        xp, layer = self._xp, self.directions[ks.start].layer - 1
+        xp, code, layer = self._xp, self._code, self.directions[ks.start].layer - 1
         carry = self._carry[ks.start : ks.stop]
-        sums: list[dict[str, Array]] = [{} for _ in ks]
-        is_sum = self.per_layer > 1
+        results: list[list[Array] | None] = [None for _ in ks]
+        is_sum = self.per_layer > 1 or code.has_input_grad or not code.inputs
         if below is not None and is_sum:
             below.fill(0)
+        self._summed.fill(0)
         for span in reversed(self._spans()):
-            if self.directions[0].cell._writes_gates and not self.keeps_gates:
+            if code.keeps and not self.keeps_gates:
                 self._run(layer, weights, span)
-            arrays = weights[layer].w_back, *self._kept(layer), self._lengths, above, carry
-            self._launch(self._kernels.back, arrays, span)
+            before = weights[layer].back, weights[layer].rows
+            behind = above, carry, self._direct, self._summed
+            self._launch(self._kernels.back, layer, before, behind, span)
             for back, w_in in enumerate(weights[layer].w_in):
-                self._sum_up(layer, back, span, sums[back])
+                own = self._products_of(ks[back], span)
+                earlier = results[back]
+                if earlier:
+                    own = [a + b for a, b in zip(earlier, own, strict=True)]
+                results[back] = own
                 if below is None:
                     continue
-                grads = self._of_gates(self._gates, layer, back, span)
-                rows = below[self._times(back, span)].reshape(-1, below.shape[-1])
+                times = self._times(back, span)
+                rows = below[times].reshape(-1, below.shape[-1])
+                if code.has_input_grad:
+                    rows += self._rows_of(self._direct[back], times)
+                if not code.inputs:
+                    continue
+                grads = self._rows_of(self._of_layer(self._products, layer)[back], times)
                 if is_sum:
                     rows += xp.matmul(grads, w_in)
                 else:
                     xp.matmul(grads, w_in, out=rows)
-        return [
-            self._param_grads(self.directions[k].cell, each)
-            for k, each in zip(ks, sums, strict=True)
+        if code.leaves:
+            for each, summed in zip(results, self._summed, strict=True):
+                if each is not None:
+                    each.append(summed.sum(axis=1).reshape(-1))
+        pairs = zip(ks, results, strict=True)
+        return [self.directions[k].param_grads(xp, each) for k, each in pairs]
+
+    def _products_of(self, k: int, span: Span) -> list[Array]:
+        """Return what gradients in the parameters of a direction are made of, over some steps."""
+        xp, code, one = self._xp, self._code, self.directions[k]
+        layer, back, units = one.layer - 1, one.back, self._units
+        times = self._times(back, span)
+        parts = [
+            self._rows_of(self._of_layer(arrays, layer)[back], times)
+            for arrays in (self._products, self._rest)
         ]
+        results = []
+        for job in one.jobs:
+            first = 0 if job.is_input else code.inputs
+            begin, end = ((k - first) * units for k in job.slots)
+            grads = parts[not job.is_input][:, begin:end]
+            results.append(xp.matmul(grads.T, self._read_by(job.reads, layer, back, times)))
+        # Where no slot is, nothing is added up.
+        ones = self._ones[:, : len(parts[0])]
+        sums = [xp.matmul(ones, part)[0] if part.shape[1] else part[0] for part in parts]
+        return [*results, *sums]
 
-    def _sum_up(self, layer: int, back: int, span: Span, sums: dict[str, Array]) -> None:
-        """Add the gradients in the parameters of one direction over some steps."""
-        xp, units, times = self._xp, self._units, self._times(back, span)
-        grads = self._of_gates(self._gates, layer, back, span)
-        begin = times.start + 2 * back
-        before = self._states[layer][begin : begin + times.stop - times.start]
-        h = before[..., back * units : (back + 1) * units].reshape(-1, units)
-        ones = self._ones[:, : len(grads)]
-        grads_of_span = {
-            "weight_ih": xp.matmul(grads.T, self._inputs_of(layer, times)),
-            "weight_hh": xp.matmul(grads.T, h),
-            "bias_ih": xp.matmul(ones, grads)[0],
-        }
-        grads_of_span["bias_hh"] = grads_of_span["bias_ih"].copy()
-        if self.directions[0].kind == "gru":
-            last = self._of_gates(self._last, layer, back, span)
-            grads_of_span["weight_hh"][2 * units :] = xp.matmul(last.T, h)
-            grads_of_span["bias_hh"][2 * units :] = xp.matmul(ones, last)[0]
-        for name, grad in grads_of_span.items():
-            sums[name] = sums[name] + grad if name in sums else grad
-
-    def _param_grads(self, cell: Cell, sums: dict[str, Array]) -> dict[str, Array]:
-        """Return the gradients in the parameters by their names, 0 where a weight is pruned."""
-        grads = {}
-        for name, shape in cell._shapes.items():
-            grad = sums[name] if sums else self._xp.zeros(shape, self.dtype)
-            grads[name] = masked(self._xp, grad, cell._masks.get(name))
-        return grads
+    def _read_by(self, reads: tuple[str, int], layer: int, back: int, times: slice) -> Array:
+        """Return what matrices multiply in some steps of a direction, a row a step and sample."""
+        kind, number = reads
+        if kind == "input":
+            return self._inputs_of(layer, times)
+        units, begin = self._units, times.start + 2 * back
+        if kind == "argument":
+            state = self._code.argument_states[number]
+            if state is None:
+                row = self._code.argument_row(number, self.directions[0].layout.rounds == 1)
+                return self._rows_of(self._of_layer(self._more, layer)[back, row], times)
+            number, begin = state, times.start + 1
+        states = self._states[layer][number][begin : begin + times.stop - times.start]
+        return states[..., back * units : (back + 1) * units].reshape(-1, units)

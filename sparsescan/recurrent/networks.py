@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..errors import InputError, InputTypeError, short
 from ..parameters.fixed import Fixed
 from ..symbolic.schedule import check_count, check_flag
-from .cell import Array, Cell
+from .cell import Cell
 from .cells import GRUCell, LSTMCell, RNNCell
+from .definition import matrices_of
 from .step import TrainingStep
 
 __all__ = ["GRU", "LSTM", "RNN", "Recurrent"]
@@ -24,14 +25,17 @@ _MOST_LAYERS = 10_000
 
 
 class Recurrent(Fixed):
-    """Layers of recurrent cells: what :class:`RNN`, :class:`GRU` and :class:`LSTM` have in common.
+    """Layers of recurrent cells of one class, in one direction or both.
 
     The second layer reads the outputs ``h_t`` of the first, and so on. A bidirectional layer has
     two cells, one of which begins with the last step; its outputs are ``[h_t, h'_t]``. Parameters
-    have PyTorch's names, such as ``weight_hh_l0`` and ``bias_ih_l1_reverse``.
+    have the names of the cell's and of the layer, as in PyTorch: ``weight_hh_l0``,
+    ``bias_ih_l1_reverse``.
 
     Parameters
     ----------
+    cell : class
+        A class of cells, derived from :class:`Cell`.
     input_size, hidden_size : int
         Length of an input ``x_t`` and of each ``h_t``.
     num_layers : int, default 1
@@ -41,20 +45,22 @@ class Recurrent(Fixed):
     bidirectional : bool, default False
         Whether each layer has two directions.
     masks : dict of str to array_like of bool, optional
-        For the names of weights, True where a weight is kept. A pruned weight counts as 0 and has a
-        gradient of 0. Where less than a quarter of a weight is kept, kernels read only that:
-        a NaN does not pass a weight that is not read, as it passes a zero.
+        For the names of matrices, True where a weight is kept. A pruned weight counts as 0 and has
+        a gradient of 0. Where less than a quarter of a matrix is kept, kernels read only that, so
+        that a NaN does not pass a pruned weight, as it passes a weight of 0.
     dtype : {float32, float64}, default float32
         Dtype of initial parameters.
     rng : numpy.random.Generator or int, optional
         Source of the initial parameters, from the same distribution as PyTorch.
+    **options
+        Options that the class of cells declares, such as ``dt=0.1``.
 
     Attributes
     ----------
     cells : tuple of tuple of Cell
         The cells of each layer, the one that runs forward in time before the other.
     state_size : int
-        Length of a cell's state: `hidden_size`, or twice that for ``[h, c]`` of an LSTM.
+        Length of a cell's state: `hidden_size` for each of its states, such as ``[h, c]``.
 
     Raises
     ------
@@ -64,12 +70,19 @@ class Recurrent(Fixed):
     See Also
     --------
     TrainingStep : Runs the network forward and backward.
-    """
 
-    _cell: ClassVar[type[Cell]]
+    Examples
+    --------
+    >>> from sparsescan.recurrent import Recurrent
+    >>> from sparsescan.recurrent.catalogue import MGU
+    >>> net = Recurrent(MGU, 12, 20, num_layers=2, bidirectional=True)
+    >>> net.weight_hh_l1_reverse.shape
+    (40, 20)
+    """
 
     def __init__(
         self,
+        cell: type[Cell],
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
@@ -81,48 +94,41 @@ class Recurrent(Fixed):
         rng: np.random.Generator | int | None = None,
         **options: Any,
     ) -> None:
-        if not hasattr(self, "_cell"):
-            raise InputTypeError(
-                "Recurrent is a base class, without a cell; expected RNN, GRU or LSTM"
-            )
+        if not (isinstance(cell, type) and issubclass(cell, Cell)):
+            raise InputTypeError(f"cell is {short(cell)}; expected a class derived from Cell")
         self.input_size = check_count("input_size", input_size, 1)
         self.hidden_size = check_count("hidden_size", hidden_size, 1)
         self.num_layers = check_count("num_layers", num_layers, 1, _MOST_LAYERS)
         self.bidirectional = check_flag("bidirectional", bidirectional)
         directions = range(1 + self.bidirectional)
-        masks = _read_masks(masks)
+        masks, matrices = _read_masks(masks), matrices_of(cell)
         known = {
             self.name_of(name, layer, back)
-            for name in ("weight_ih", "weight_hh")
+            for name in matrices
             for layer in range(self.num_layers)
             for back in directions
         }
         if unknown := set(masks) - known:
+            such = f", such as {min(known)!r}" if known else ", of which there are none"
             raise InputError(
-                f"masks has the key {short(min(unknown, key=str))}; expected names of weights, "
-                f"such as {min(known)!r}"
+                f"masks has the key {short(min(unknown, key=str))}; expected names of weights{such}"
             )
         seeds = _seeds(rng, self.num_layers * len(directions))
         layers = []
         for layer in range(self.num_layers):
             width = self.input_size if layer == 0 else self.hidden_size * len(directions)
-            layers.append(
-                tuple(
-                    self._cell(
-                        *(width, self.hidden_size, bias),
-                        weight_ih_mask=masks.get(self.name_of("weight_ih", layer, back)),
-                        weight_hh_mask=masks.get(self.name_of("weight_hh", layer, back)),
-                        dtype=dtype,
-                        rng=next(seeds),
-                        **options,
-                    )
-                    for back in directions
-                )
-            )
+            own = []
+            for back in directions:
+                given = {
+                    f"{name}_mask": masks.get(self.name_of(name, layer, back)) for name in matrices
+                }
+                about = {**options, **given, "dtype": dtype, "rng": next(seeds)}
+                own.append(cell(width, self.hidden_size, bias, **about))
+            layers.append(tuple(own))
         self.cells: tuple[tuple[Cell, ...], ...] = tuple(layers)
         self.state_size = self.cells[0][0].state_size
-        for name, (cell, own) in self._places.items():
-            vars(cell).setdefault("_titles", {})[own] = f"{type(self).__name__}.{name}"
+        for name, (one, parameter) in self._places.items():
+            vars(one).setdefault("_titles", {})[parameter] = f"{type(self).__name__}.{name}"
 
     @staticmethod
     def name_of(parameter: str, layer: int, back: int) -> str:
@@ -130,7 +136,7 @@ class Recurrent(Fixed):
         return f"{parameter}_l{layer}{'_reverse' * back}"
 
     @property
-    def params(self) -> dict[str, Array]:
+    def params(self) -> dict[str, Any]:
         """The parameters by their names, not copied."""
         return {name: getattr(cell, own) for name, (cell, own) in self._places.items()}
 
@@ -170,7 +176,8 @@ class Recurrent(Fixed):
             setattr(*place, value)
 
     def __repr__(self) -> str:
-        sizes = f"{self.input_size}, {self.hidden_size}"
+        cell = f"{type(self.cells[0][0]).__name__}, " if type(self) is Recurrent else ""
+        sizes = f"{cell}{self.input_size}, {self.hidden_size}"
         layers = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
         both = ", bidirectional=True" if self.bidirectional else ""
         return f"{type(self).__name__}({sizes}{layers}{both})"
@@ -201,7 +208,7 @@ class RNN(Recurrent):
     Examples
     --------
     >>> import numpy as np
-    >>> from sparsescan.jacobians import RNN
+    >>> from sparsescan.recurrent import RNN
     >>> net = RNN(3, 5, num_layers=2, rng=0)
     >>> step = net.training_step()
     >>> output, state = step.forward(np.ones((7, 4, 3), np.float32), lengths=[7, 5, 2, 7])
@@ -209,8 +216,6 @@ class RNN(Recurrent):
     >>> sorted(grads.params)[:3]
     ['bias_hh_l0', 'bias_hh_l1', 'bias_ih_l0']
     """
-
-    _cell = RNNCell
 
     def __init__(
         self,
@@ -223,7 +228,7 @@ class RNN(Recurrent):
         **options: Any,
     ) -> None:
         options["nonlinearity"] = nonlinearity
-        super().__init__(input_size, hidden_size, num_layers, bias, **options)
+        super().__init__(RNNCell, input_size, hidden_size, num_layers, bias, **options)
 
 
 class GRU(Recurrent):
@@ -232,7 +237,15 @@ class GRU(Recurrent):
     Parameters are those of :class:`torch.nn.GRU`.
     """
 
-    _cell = GRUCell
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(GRUCell, input_size, hidden_size, num_layers, bias, **options)
 
 
 class LSTM(Recurrent):
@@ -241,7 +254,15 @@ class LSTM(Recurrent):
     Parameters are those of :class:`torch.nn.LSTM`, whose state is a pair; here it is ``[h, c]``.
     """
 
-    _cell = LSTMCell
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(LSTMCell, input_size, hidden_size, num_layers, bias, **options)
 
 
 def _read_masks(masks: Any) -> dict[Any, Any]:

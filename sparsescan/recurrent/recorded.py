@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import hashlib
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..execution.recording import Recorder, Recording, Space
-from .networks import Recurrent
-from .step import memory_on_host
+from .compiled import source_of
+from .definition import declared
+from .operations import Node, node
+from .packing import Direction, Product
+from .program import Program
+from .step import RecurrentLike, memory_on_host
 
-__all__ = ["Parameters", "RecordedStep", "parameters_of", "record"]
+__all__ = ["Group", "Parameters", "RecordedStep", "parameters_of", "program_text", "record"]
 
 
 class RecordedStep(NamedTuple):
@@ -37,7 +43,7 @@ class RecordedStep(NamedTuple):
 
 
 def record(
-    network: Recurrent,
+    network: RecurrentLike,
     steps: int,
     batch: int,
     dtype: DTypeLike,
@@ -62,8 +68,9 @@ def record(
         Whether a backward pass will come. Without one less memory is taken.
     keeps_samples : bool, default False
         Whether its results are, in place of gradients in parameters, what these are sums of: for
-        each direction ``products``, ``state`` and, above the first layer, ``input``, of all steps
-        and samples.
+        each direction the gradients in slots, ``products``, and what they are multiplied by,
+        ``states``, ``arguments`` and, above the first layer, ``input``, of all steps and samples;
+        and the gradients in ``rows`` of parameters, of all samples. See :class:`Parameters`.
     """
     kept, scratch = Space(0), Space(1)
     shapes = [param.shape for param in network.params.values()]
@@ -90,6 +97,23 @@ def record(
     return RecordedStep(forward, backward, kept.nbytes, scratch.nbytes)
 
 
+class Group(NamedTuple):
+    """Products of some neighbouring slots with vectors, whose gradients are one matrix.
+
+    Attributes
+    ----------
+    first, end : int
+        The first of the columns of ``products``, and the one behind the last.
+    factors : tuple of (str, int, int)
+        What the columns of the matrix are of: for each vector the array (``input``, ``states`` or
+        ``arguments``), and its columns there.
+    """
+
+    first: int
+    end: int
+    factors: tuple[tuple[str, int, int], ...]
+
+
 class Parameters(NamedTuple):
     """The parameters of one direction of a layer, and what their gradients are sums of.
 
@@ -97,31 +121,90 @@ class Parameters(NamedTuple):
     ----------
     shapes : dict of str to tuple of int
         The parameters of the cell by their names, in their order.
-    masks : dict of str to ndarray of bool or None
-        Where weights are not pruned.
-    of_input, of_state : tuple of int
-        For each gate the product that its weights of input, and of state, enter: products come in
-        rows of `units`.
-    inputs, units : int
-        The sizes of the input and of the state.
+    groups : list of Group
+        Matrices of gradients, which are sums of outer products over steps and samples.
+    slots, rows : int
+        How many numbers ``products`` has for a step and sample, and ``rows`` for a sample.
+    orders : dict of str to ndarray of int, shape (numbers, terms)
+        For each number of a parameter, the places whose numbers are added up: in all matrices by
+        rows, then in the sums of ``products``, then in those of ``rows``; or behind these for 0.
     """
 
     shapes: dict[str, tuple[int, ...]]
-    masks: dict[str, NDArray[np.bool_] | None]
-    of_input: tuple[int, ...]
-    of_state: tuple[int, ...]
-    inputs: int
-    units: int
+    groups: list[Group]
+    slots: int
+    rows: int
+    orders: dict[str, NDArray[np.int64]]
 
 
-def parameters_of(network: Recurrent) -> list[Parameters]:
+def parameters_of(network: RecurrentLike, dtype: DTypeLike) -> list[Parameters]:
     """Return the parameters of each direction of each layer."""
-    cells: list[Any] = [cell for layer in network.cells for cell in layer]
     return [
-        Parameters(
-            cell._shapes,
-            {name: None if mask is None else mask.on(np) for name, mask in cell._masks.items()},
-            *(cell._ih, cell._hh, cell.input_size, cell.hidden_size),
-        )
-        for cell in cells
+        _parameters_of(Direction(cell, layer, back, np.dtype(dtype), sample_rows=0))
+        for layer, cells in enumerate(network.cells, start=1)
+        for back, cell in enumerate(cells)
     ]
+
+
+def _parameters_of(one: Direction) -> Parameters:
+    units = one.units
+    by_slots: dict[tuple[int, int], list[Product]] = {}
+    for each in one.runs:
+        by_slots.setdefault((each.slot, each.slots), []).append(each)
+    groups, size = [], 0
+    places: dict[int, NDArray[np.int64]] = {}
+    for (slot, slots), products in by_slots.items():
+        factors = tuple(_factor_of(one, each) for each in products)
+        width = sum(end - begin for _, begin, end in factors)
+        groups.append(Group(slot * units, (slot + slots) * units, factors))
+        column = size
+        for each in products:
+            rows, cols = each.places.shape
+            places[id(each)] = column + np.arange(rows)[:, None] * width + np.arange(cols)
+            column += cols
+        size += slots * units * width
+    slots, rows = one.products, one.rows * units
+    every = one.places_in([places[id(each)] for each in one.runs], size, size + slots)
+    none = size + slots + rows
+    orders = {name: np.where(order < 0, none, order) for name, order in every.items()}
+    return Parameters(one.cell.shapes, groups, slots, rows, orders)
+
+
+def _factor_of(one: Direction, each: Product) -> tuple[str, int, int]:
+    """Return which array a product multiplies, and its columns there."""
+    if each.source == 0:
+        return "input", 0, one.inputs
+    if each.source < 0:
+        name, place = "arguments", -1 - each.source
+    else:
+        name, place = "states", one.multiplied.tolist().index(each.source - 1)
+    return name, place * one.units, (place + 1) * one.units
+
+
+_texts: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
+
+
+def program_text(cls: type, program: Program) -> str:
+    """Return a text that programs of cells share if they compute the same from the same parameters.
+
+    `cls` is the class of the cells.
+    """
+    text = _texts.get(program)
+    if text is None:
+        read: dict[Node, int] = {node("state", about=(k,)): k for k in range(program.states)}
+        read |= {each: -1 - k for k, each in enumerate(program.arguments)}
+        slots = [
+            (
+                [(*term[:3], read.get(term.argument)) for term in slot.terms],
+                *(slot.vectors, slot.stage),
+            )
+            for slot in program.slots
+        ]
+        rows = [(row.operation, row.about) for row in program.rows]
+        parameters = [
+            (name, type(each).__name__, each.blocks, getattr(each, "biased", ()))
+            for name, each in declared(cls).items()
+        ]
+        about = repr((program.states, slots, rows, parameters, source_of(program, "")))
+        text = _texts[program] = hashlib.sha256(about.encode()).hexdigest()
+    return text

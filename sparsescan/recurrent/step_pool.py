@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arrays.arrays import load_cupy
 from ..errors import DeviceError
+from .cell import Cell
+from .definition import read_options
+from .program import Program
 from .step import TrainingStep
 
 __all__ = ["StepPool", "run_forward", "runs_on_gpu"]
@@ -59,13 +61,13 @@ def run_forward(
     return step, *step._forward(params, x, state, lengths)
 
 
-def runs_on_gpu(kind: str, units: int, dtype: DTypeLike) -> bool:
-    """Return whether a GPU can run cells of a kind and size: tanh, relu, gru, or lstm."""
+def runs_on_gpu(cell: type[Cell] | Program, units: int, dtype: DTypeLike) -> bool:
+    """Return whether a GPU can run a class of cells, with its defaults, or a program, of a size."""
     try:
         load_cupy()
     except DeviceError:
         return False
-    from .loops.device_sequences import layout_of, samples_of
+    from .device import fits
 
-    exact = np.dtype(dtype)
-    return samples_of(kind, layout_of(kind, units, exact), exact, 1, 1, 1) > 0
+    program = cell if isinstance(cell, Program) else cell.program_of(read_options(cell, {}))
+    return fits(program, units, dtype)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, InputTypeError
-from ..jacobians import GRUCell, Linear, Operator, RNNCell, Sequential
+from ..jacobians import Linear, Operator, Sequential
+from ..recurrent import GRUCell, RNNCell
 from ..recurrent.cells import Cell
 from ..symbolic.schedule import check_count
 from .architectures import CELLS, HIDDEN, Builder, append, build, from_sequential
@@ -115,7 +116,7 @@ class Recurrent:
         """Return the graph, as :func:`.build` makes it."""
         cell, builder = self.cell, Builder(name, (self.cell.state_size,))
         weights = sum(param.size for param in cell.params.values())
-        taps = cell.weight_ih.size + cell.weight_hh.size
+        taps = sum(param.size for param in cell.params.values() if param.ndim == 2)
         builder.cells(self.steps, cell.state_size, weights, taps, cell.nnz)
         append(builder, [self.readout], builder.last)
         return builder.graph()

@@ -1,12 +1,13 @@
 """Front door for PyTorch: modules that take the place of its own, and linear recurrences.
 
 PyTorch is imported when this is. ``from sparsescan.torch import GRU`` in place of ``from torch.nn
-import GRU``, or :func:`convert` for a model that is there.
+import GRU``, or :func:`convert` for a model that is there; :func:`module` for any cell.
 """
 
 from ._convert import Conversion, convert
 from .affine import affine_scan
+from .cells import module
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential
 
-__all__ = ["GRU", "LSTM", "RNN", "Conversion", "Sequential", "affine_scan", "convert"]
+__all__ = ["GRU", "LSTM", "RNN", "Conversion", "Sequential", "affine_scan", "convert", "module"]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..errors import InputTypeError, short
+from . import _torchrecurrent as torchrecurrent
 from .recurrent import GRU, LSTM, RNN
 from .sequential import Sequential, why_not
 
@@ -40,9 +41,17 @@ def convert(model: nn.Module) -> Conversion:
 
     Each :class:`torch.nn.RNN`, ``GRU`` and ``LSTM`` becomes one of this package, and so does each
     :class:`torch.nn.Sequential` of layers that have kernels, if ``torch.nn.utils.prune`` has left
-    at most a quarter of its weights. Modules stay the same objects, with their parameters, buffers
-    and hooks, so an optimiser that has been made, and a `state_dict` that has been saved, fit as
-    before. What is done to a module afterwards is seen at its next call.
+    at most a quarter of its weights. Layers of torchrecurrent 0.2.5, such as
+    ``torchrecurrent.MGU``, run whole sequences by the kernels of the cell of that name in
+    :mod:`sparsescan.recurrent.catalogue`; under ``torch.compile`` they run as before. Modules stay
+    the same objects, with their parameters, buffers and hooks, so an optimiser that has been made,
+    and a `state_dict` that has been saved, fit as before. What is done to a module afterwards is
+    seen at its next call.
+
+    Modules that a model calls step by step itself stay as they are, since each step returns before
+    the next input is there: cells of PyTorch and torchrecurrent, and neurons of snnTorch but
+    ``LeakyParallel``, whose network is replaced. Where nothing else happens between the steps,
+    ``module(catalogue.Leaky)``, of :func:`module`, is a layer of such neurons.
 
     Parameters
     ----------
@@ -84,6 +93,13 @@ def convert(model: nn.Module) -> Conversion:
             replaced.append(name)
         elif kind is not None:
             left[name] = "proj_size has no kernel"
+        elif torchrecurrent.is_layer(module) and not torchrecurrent.is_replacement(module):
+            why = torchrecurrent.why_not(module)
+            if why:
+                left[name] = why
+            else:
+                module.__class__ = torchrecurrent.replacement_of(module)
+                replaced.append(name)
         elif isinstance(module, nn.RNNBase) and not isinstance(module, (RNN, GRU, LSTM)):
             left[name] = f"it is a {type(module).__name__}, whose forward may differ"
         if type(module) is Sequential:

@@ -14,21 +14,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..jacobians import GRU, LSTM, RNN, Recurrent, TrainingStep
+from ..errors import InputError
+from ..recurrent import Cell, GRUCell, LSTMCell, Recurrent, RNNCell, TrainingStep
+from ..recurrent.definition import read_options, shapes_of
+from ..recurrent.program import Program
+from ..recurrent.recorded import program_text
 from ..recurrent.step_pool import StepPool, run_forward, runs_on_gpu
 from ._arrays import array_of, here, tensor_of
 from ._direct import is_direct
-from ._once import Once
+from ._once import Once, Twice
+from ._plain import gradients_of
 from ._probe import asks_for_some, is_looked_at, probe
 
-__all__ = ["Shape", "has_kernels", "run"]
+__all__ = ["Kind", "Shape", "has_kernels", "kind_of", "names_of", "register", "run"]
 
-_NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "RNN_TANH": (RNN, {"nonlinearity": "tanh"}),
-    "RNN_RELU": (RNN, {"nonlinearity": "relu"}),
-    "GRU": (GRU, {}),
-    "LSTM": (LSTM, {}),
+
+class Kind(NamedTuple):
+    """A class of cells, and the options that its cells are made with."""
+
+    cell: type[Cell]
+    options: dict[str, Any]
+
+    def program(self, has_bias: bool) -> Program:
+        """Return what a step computes."""
+        return self.cell.program_of(self.options, has_bias)
+
+
+# PyTorch's modes come first; other names have a digest of what is computed, so that one that a
+# compiled graph remembers never means anything else.
+_PYTORCHS = frozenset(("RNN_TANH", "RNN_RELU", "GRU", "LSTM"))
+_kinds: dict[str, Kind] = {
+    "RNN_TANH": Kind(RNNCell, {"nonlinearity": "tanh"}),
+    "RNN_RELU": Kind(RNNCell, {"nonlinearity": "relu"}),
+    "GRU": Kind(GRUCell, {}),
+    "LSTM": Kind(LSTMCell, {}),
 }
+
+
+def register(cell: type[Cell], options: dict[str, Any], has_bias: bool) -> str:
+    """Return the mode of a class of cells: a name that the operators know it by from now on."""
+    kind = Kind(cell, read_options(cell, options))
+    mode = f"{cell.__name__}.{program_text(cell, kind.program(has_bias))[:32]}"
+    _kinds.setdefault(mode, kind)
+    return mode
+
+
+def kind_of(mode: str) -> Kind:
+    """Return what is registered by a name."""
+    kind = _kinds.get(mode)
+    if kind is None:
+        raise InputError(
+            f"{mode} is no mode of a recurrent network here; expected one of {sorted(_kinds)}: a "
+            "graph of another process needs its modules, which register their cells"
+        )
+    return kind
+
+
 # Networks whose training steps are kept for the next call; those used last.
 _KEPT = 32
 
@@ -39,7 +80,8 @@ class Shape(NamedTuple):
     Attributes
     ----------
     mode : str
-        PyTorch's: ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``.
+        PyTorch's, ``"GRU"``, ``"LSTM"``, ``"RNN_TANH"`` or ``"RNN_RELU"``, or what
+        :func:`register` returned.
     has_bias, bidirectional : bool
         As in PyTorch.
     """
@@ -63,43 +105,61 @@ class Shape(NamedTuple):
         return 1 + self.bidirectional
 
     @property
+    def program(self) -> Program:
+        """What a step of its cells computes."""
+        return kind_of(self.mode).program(self.has_bias)
+
+    @property
     def state_size(self) -> int:
         """Numbers of a cell's state: ``[h, c]`` of an LSTM."""
-        return self.hidden_size * (2 if self.mode == "LSTM" else 1)
+        return self.hidden_size * self.program.states
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the parameters, in PyTorch's order."""
-        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if self.has_bias else 2]
+        """Return the names of the parameters, in the order of the operators."""
+        shapes = shapes_of(kind_of(self.mode).cell, 1, 1, self.has_bias)
         return tuple(
-            RNN.name_of(kind, layer, back)
+            Recurrent.name_of(name, layer, back)
             for layer in range(self.num_layers)
             for back in range(self.directions)
-            for kind in kinds
+            for name in shapes
         )
 
 
+def _names(mode: str, num_layers: int, has_bias: bool, bidirectional: bool) -> tuple[str, ...]:
+    return Shape(mode, 1, 1, num_layers, has_bias, bidirectional).names()
+
+
+def _fits_gpu(mode: str, has_bias: bool, hidden_size: int, dtype: str) -> bool:
+    return runs_on_gpu(kind_of(mode).program(has_bias), hidden_size, dtype)
+
+
 # Which `torch.compile` need not look into.
-_runs_on_gpu: Callable[[str, int, str], bool] = torch.compiler.assume_constant_result(runs_on_gpu)
+names_of: Callable[[str, int, bool, bool], tuple[str, ...]] = torch.compiler.assume_constant_result(
+    _names
+)
+_runs_on_gpu: Callable[[str, bool, int, str], bool] = torch.compiler.assume_constant_result(
+    _fits_gpu
+)
 
 
-def has_kernels(mode: str, hidden_size: int, x: Tensor) -> bool:
+def has_kernels(mode: str, hidden_size: int, x: Tensor, has_bias: bool = True) -> bool:
     """Return whether there are kernels for a network of such units, and a tensor like `x`."""
     if x.device.type != "cuda":
         return x.device.type == "cpu"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False  # a graph would keep addresses of memory that others use
-    return _runs_on_gpu(mode.lower().removeprefix("rnn_"), hidden_size, str(x.dtype)[6:])
+    return _runs_on_gpu(mode, has_bias, hidden_size, str(x.dtype)[6:])
 
 
 def _make(shape: Shape, kept: Sequence[NDArray[np.bool_] | None]) -> TrainingStep:
-    kind, options = _NETWORKS[shape.mode]
+    kind = kind_of(shape.mode)
     named = zip(shape.names(), kept, strict=bool(kept))
-    network: Recurrent = kind(
-        *(shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
+    network = Recurrent(
+        *(kind.cell, shape.input_size, shape.hidden_size, shape.num_layers, shape.has_bias),
         bidirectional=shape.bidirectional,
         masks={name: each for name, each in named if each is not None},
         rng=0,
-        **options,
+        **kind.options,
     )
     return network.training_step()
 
@@ -313,8 +373,13 @@ class _Recurrent(torch.autograd.Function):
         arguments = *above[:2], token, x, *given, *ctx.about, needs
         if torch.is_grad_enabled():
             some = [each for each in (*above[:2], x, *tensors) if each is not None]
-            what = "a recurrent network"
-            grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
+            if ctx.about[0] in _PYTORCHS:
+                what = "a recurrent network"
+                grads = list(Once.apply(_recurrent_backward, arguments, what, *some))
+            else:
+                again = partial(_gradients, ctx.about, needs)
+                own = [*above[:2], x, *tensors[: 2 + ctx.counts]]
+                grads = list(Twice.apply(_recurrent_backward, arguments, again, *own))
         else:
             call = _backward if is_direct(*above[:2], x, *tensors) else _recurrent_backward
             grads = call(*arguments)
@@ -333,6 +398,27 @@ class _Recurrent(torch.autograd.Function):
         return any(map(is_looked_at, pruned)) or (
             bool(pruned) and asks_for_some(ctx, [param.grad_fn for param in pruned])
         )
+
+
+def _gradients(about: tuple[Any, ...], needs_input_grad: bool, *given: Any) -> list[Tensor]:
+    """Return what the backward pass does, by operations that PyTorch differentiates again."""
+    grad_output, grad_state, x, state, lengths, *params = given
+    shape = Shape.of(x, about)
+    kind, directions = kind_of(shape.mode), shape.directions
+    width = len(params) // (shape.num_layers * directions)
+    names = list(shapes_of(kind.cell, 1, 1, shape.has_bias))
+    own = [params[k : k + width] for k in range(0, len(params), width)]
+    cells = [dict(zip(names, each, strict=True)) for each in own]
+    begin = state
+    if begin is None:
+        begin = x.new_zeros((len(cells), x.shape[1], shape.state_size))
+    grads = gradients_of(
+        *(kind.cell, shape.program, cells, directions),
+        *(x, begin, lengths, grad_output, grad_state),
+    )
+    in_x, in_state, in_params = grads
+    flat = [each for one in in_params for each in one.values()]
+    return [in_state, *flat, *([in_x] if needs_input_grad else [])]
 
 
 def _with_graph(

@@ -75,9 +75,7 @@ class _Kind:
 
 _named: list[Any] = [getattr(nn, name) for name in jacobians.__all__ if hasattr(nn, name)]
 _KINDS: dict[type[nn.Module], _Kind] = {
-    kind: _Kind(kind)
-    for kind in _named
-    if not issubclass(kind, (nn.RNNBase, nn.RNNCellBase, nn.Sequential))
+    kind: _Kind(kind) for kind in _named if not issubclass(kind, nn.Sequential)
 }
 _IDENTITY = {nn.Identity: _Kind(nn.Identity)}
 _ALL = _KINDS | _IDENTITY

@@ -14,7 +14,7 @@ from bench.density import OURS, PYTORCH
 from bench.experiment import NAMES, RESULTS
 from bench.files import newest, read
 from bench.readme import update_tables
-from sparsescan.jacobians import RNNCell
+from sparsescan.recurrent import RNNCell, catalogue
 
 ROOT = Path(sparsescan.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -85,3 +85,20 @@ def test_the_table_of_rooms_has_every_folder_and_file_of_the_root() -> None:
     inside = {path.stem for path in ROOT.iterdir() if path.suffix in ("", ".py")}
     assert len(rooms) == len(set(rooms))
     assert {name.strip("`") for name in rooms} == inside - {"__init__", "__main__", "__pycache__"}
+
+
+def test_the_table_of_files_of_cells_has_every_one() -> None:
+    text = (DOCS / "contributing.md").read_text()
+    table = text[text.index("| file |") : text.index("## How to add a cell")]
+    listed = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    folder = ROOT / "recurrent"
+    inside = {path.name + "/" * path.is_dir() for path in folder.iterdir()}
+    assert sorted(listed) == sorted(
+        f"`{name}`" for name in inside - {"__init__.py", "__pycache__/"}
+    )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_pages_count_the_cells_of_the_catalogue(page: str) -> None:
+    (count,) = re.findall(r"(\d+) cells", (DOCS.parent / page).read_text())
+    assert int(count) == len(catalogue.__all__)

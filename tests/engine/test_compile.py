@@ -244,7 +244,7 @@ def test_without_a_home_no_folder_is_made_in_the_current_one(monkeypatch, tmp_pa
 
 
 def test_every_kernel_that_is_kept_is_checked():
-    for kernel in (values.relu, recurrent.fill_rnn):
+    for kernel in (values.relu, recurrent.fill_blocks):
         assert isinstance(kernel._cache, compiling._Cache)
     package = Path(sparsescan.__file__).parent
     for path in package.rglob("*.py"):

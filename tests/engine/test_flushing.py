@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import sparsescan
 from sparsescan import CSRChain, InputError, Pattern
 from sparsescan.execution.threads import share, work
-from sparsescan.jacobians import GRU, LSTM, RNN
 from sparsescan.kernels.cpu import flushing
+from sparsescan.recurrent import GRU, LSTM, RNN
 
 HAS_MODE = platform.machine().lower() in ("x86_64", "amd64", "aarch64", "arm64")
 pytestmark = pytest.mark.skipif(not HAS_MODE, reason="this processor has no such mode")

@@ -25,7 +25,8 @@ from sparsescan import (
     Schedule,
     SparseScanError,
 )
-from sparsescan.jacobians import Dropout, Linear, ReLU, RNNCell, Sequential, Tanh
+from sparsescan.jacobians import Dropout, Linear, ReLU, Sequential, Tanh
+from sparsescan.recurrent import RNNCell
 from sparsescan.symbolic.schedule import Level
 
 

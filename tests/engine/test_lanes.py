@@ -84,6 +84,7 @@ FUNCTIONS = {
     "cos": (np.cos, 1.6),
     "exp": (np.exp, 1.2),
     "log": (np.log, 1.2),
+    "expm1": (np.expm1, 2),
     "log1p": (np.log1p, 1.2),
     "sigmoid": (sigmoid, 3),
     "sin": (np.sin, 1.6),

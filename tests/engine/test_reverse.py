@@ -13,7 +13,7 @@ from oracles import Chain, assert_within, chains, patterns_of, same_bits, values
 
 import sparsescan
 from sparsescan import CSRChain, InputError, InputTypeError, Pattern, PeriodicChain, ScanPlan
-from sparsescan.jacobians import GRUCell
+from sparsescan.recurrent import GRUCell
 
 
 def turned(jacobians: Any) -> Any:

@@ -741,7 +741,7 @@ def test_one_caller_at_a_time_has_the_helpers_and_none_leaves_before_them(crew):
 def test_a_program_ends_while_helpers_look_out_for_calls(tmp_path):
     code = """
         import numpy as np
-        from sparsescan.jacobians import RNN
+        from sparsescan.recurrent import RNN
         step = RNN(3, 20, rng=0).training_step()
         for _ in range(2):
             step.forward(np.zeros((1000, 16, 3)))

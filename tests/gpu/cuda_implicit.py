@@ -23,9 +23,9 @@ from sparsescan import (
 )
 from sparsescan.execution import chunk_counts
 from sparsescan.execution.device import DeviceWorkspace, chunk_form
-from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
 from sparsescan.kernels.cuda.chained import layout_of
 from sparsescan.kernels.cuda.tables import Run
+from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.symbolic.pattern import of_mask
 
 simulated = pytest.mark.skipif(not SIMULATED, reason="looks into the stand-in for CuPy")

@@ -22,7 +22,7 @@ from sampling import examples
 import sparsescan.torch
 from sparsescan.arrays.arrays import is_cupy
 from sparsescan.errors import DeviceError, InputError, MemoryLimitError
-from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import GRU, LSTM, RNN
 from sparsescan.recurrent import device as recurrent_device
 from sparsescan.torch import _recurrent_op as op
 

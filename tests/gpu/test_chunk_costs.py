@@ -22,7 +22,6 @@ import sparsescan  # noqa: E402
 from sparsescan import ImplicitChain, ImplicitPattern, Pattern, Schedule  # noqa: E402
 from sparsescan.execution import chunk_counts  # noqa: E402
 from sparsescan.execution.chunk_counts import H100  # noqa: E402
-from sparsescan.jacobians import GRUCell, LSTMCell  # noqa: E402
 from sparsescan.kernels.cuda.chunk_costs import (  # noqa: E402
     chained_turns,
     multiply_turns,
@@ -30,6 +29,7 @@ from sparsescan.kernels.cuda.chunk_costs import (  # noqa: E402
     sweep_turns,
 )
 from sparsescan.kernels.cuda.chunks import chunk_kernels, teams_of  # noqa: E402
+from sparsescan.recurrent import GRUCell, LSTMCell  # noqa: E402
 
 F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 BATCH, CHUNKS = 2, 3

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsescan.arrays.cuda import most_registers
+
 SUPPORT = Path(__file__).parent.parent / "support"
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the test extra installs numba-cuda on Linux only"
@@ -29,7 +31,7 @@ def find_ptxas() -> str | None:
 
 # The oldest, the newest, and one between; as Numba compiles, from 9.0 on for that very one.
 CAPABILITIES = ["7.5", "9.0a", "12.0a"]
-KERNELS = 60 + 2 + 16
+KERNELS = 60 + 2 + 26
 # Blocks of kernels of levels have 256 threads: so two fit beside each other, on all but 7.5 by the
 # shared memory of a multiprocessor, too, in KiB, of which each block takes one more.
 REGISTERS = {"vectors": 128, "level": 128, "rescale": 128, "sweep_steps": 128}
@@ -63,13 +65,15 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
     assert len(lines) == KERNELS
     for line in lines:
         assert f"for 'sm_{capability.replace('.', '')}'" in line
-        assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
+        is_full = is_full_of_registers(line)
+        spilled = " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+        assert spilled in line or is_full, line
         # The machine code says the same; the system has some shared memory of each block, too.
         ((registers, frame, taken),) = re.findall(
             r"loaded: (\d+) registers, (\d+) frame, (\d+) shared", line
         )
         assert re.findall(r"Used (\d+) registers", line) == [registers], line
-        assert int(frame) == 0, line
+        assert int(frame) <= 24 * is_full, line
         name = line.split()[1]
         assert int(registers) <= REGISTERS.get(name, 224), line
         if name in REGISTERS and capability in SHARED:
@@ -77,34 +81,46 @@ def test_kernels_compile_without_spills(compiled: str, capability: str) -> None:
             assert 2 * (int(shared) + 1024) <= 1024 * SHARED[capability], line
             assert int(taken) in (int(shared), int(shared) + 1024), line
         # All threads of a block have as many as a multiprocessor has; or those of four blocks.
-        threads = re.findall(r"(\d+) threads of a (?:block|multiprocessor)", line)
+        threads = re.findall(r"(\d+) threads of a block", line)
+        assert all(int(registers) <= most_registers(int(each)) for each in threads), line
+        threads = re.findall(r"(\d+) threads of a multiprocessor", line)
         taken = -(-int(registers) // 8) * 8
         assert all(taken * int(each) <= 1 << 16 for each in threads), line
         (divisions,) = re.findall(r"(\d+) divisions of 64 bits", line)
         assert int(divisions) <= DIVISIONS.get(name, 2), line
 
 
+def is_full_of_registers(line: str) -> bool:
+    """Return whether the threads of a large block have all registers, and may lack a few."""
+    if " threads of a block" not in line:
+        return False
+    ((threads, registers),) = re.findall(
+        r"(\d+) threads of a block.* Used (\d+) registers", line, flags=re.DOTALL
+    )
+    return int(threads) > 256 and int(registers) == most_registers(int(threads))
+
+
 def test_weights_stay_in_registers_up_to_so_many_units() -> None:
     """As many as the kernels say; and threads for all units."""
     pytest.importorskip("numba_cuda")
-    from sparsescan.recurrent.loops.device_sequences import layout_of
+    from sparsescan.recurrent.loops.cuda import layout_of
 
     most_units = {}
-    for kind in ("tanh", "gru", "lstm"):
+    for kind, blocks in (("RNN", 1), ("GRU", 3), ("LSTM", 4)):
         for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
             held = []
             for units in range(1, 600):
-                layout = layout_of(kind, units, dtype)
+                layout = layout_of(blocks, units, dtype)
                 held += [units] * layout.is_held
                 assert layout.rounds * (layout.threads // layout.lanes) >= units
                 assert layout.vectors * layout.lanes * (16 // dtype.itemsize) >= units
             assert held == list(range(1, len(held) + 1))
             most_units[kind, dtype.name] = len(held)
     assert most_units == {
-        ("tanh", "float32"): 176,
-        ("gru", "float32"): 88,
-        ("lstm", "float32"): 88,
-        ("tanh", "float64"): 96,
-        ("gru", "float64"): 64,
-        ("lstm", "float64"): 48,
+        ("RNN", "float32"): 176,
+        ("GRU", "float32"): 88,
+        ("LSTM", "float32"): 88,
+        ("RNN", "float64"): 96,
+        ("GRU", "float64"): 64,
+        ("LSTM", "float64"): 48,
     }

@@ -402,6 +402,21 @@ def test_sums_that_are_rounded_down(a: float, c: float) -> None:
     check(_operation(text, "f32 f32 f32", "f32"), _rounded_down, a, 252.0, c)
 
 
+@given(*[st.floats(-(2.0**24), 2.0**24, width=32)] * 2)
+def test_sums_that_are_rounded_towards_zero(a: float, b: float) -> None:
+    def oracle(a: float, b: float) -> Any:
+        return _rounded_down(a, 1.0, b) if a + b >= 0 else -_rounded_down(-a, 1.0, -b)
+
+    check(_operation("add.rz.f32 {out}, {a0}, {a1}", "f32 f32", "f32"), oracle, a, b)
+
+
+@given(integers("u32"), integers("u32"), integers("u32"))
+def test_a_carry_is_added_to_the_next_product(a: int, b: int, c: int) -> None:
+    text = "mad.lo.cc.u32 %r5, {a0}, {a1}, {a2};\nmadc.hi.u32 {out}, {a0}, {a1}, 0"
+    operation = _operation(text, "u32 u32 u32", "u32")
+    check(operation, lambda a, b, c: (a * b + c) >> 32, a, b, c)
+
+
 @given(st.floats(-200, 200, width=32))
 def test_powers_of_two_are_within_an_ulp(a: float) -> None:
     bits = _operation("ex2.approx.ftz.f32 {out}, {a0}", "f32", "f32")(a)
@@ -577,7 +592,7 @@ def test_lanes_exchange_values() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["sin.approx.f32 {out}, {a0}", "add.rz.f32 {out}, {a0}, {a0}", "ld.const.f32 {out}, [%rd1]"],
+    ["sin.approx.f32 {out}, {a0}", "add.rz.f64 {out}, {a0}, {a0}", "ld.const.f32 {out}, [%rd1]"],
 )
 def test_what_has_no_model_is_refused(text: str) -> None:
     with pytest.raises(PtxError, match=r"line \d+: no model of"):

@@ -135,6 +135,16 @@ ANY_BOUND = {
         *[SEGMENT, CACHE],
     ],
     "back_sequence of an LSTM": [SEGMENT, CACHE],
+    "run of an MGU": [SEGMENT, CACHE],
+    "back_sequence of an MGU": [SEGMENT, CACHE],
+    "run of cells with rows of parameters": [
+        "the biases of a thread: one without a unit reads those behind, and uses none",
+        *[SEGMENT, CACHE],
+    ],
+    "back_sequence of cells with rows of parameters": [
+        "parameters of a thread: one without a unit reads those behind, and uses none",
+        *[SEGMENT, CACHE],
+    ],
 }
 
 

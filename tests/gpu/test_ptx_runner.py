@@ -26,11 +26,13 @@ from sparsescan.kernels.cuda.checks import check_kernel  # noqa: E402
 from sparsescan.kernels.cuda.chunks import chunk_kernels  # noqa: E402
 from sparsescan.kernels.cuda.device import atomic_add, atomic_max, load, store  # noqa: E402
 from sparsescan.kernels.cuda.levels import level_kernels  # noqa: E402
-from sparsescan.recurrent.loops.device_sequences import (  # noqa: E402
+from sparsescan.recurrent import GRUCell  # noqa: E402
+from sparsescan.recurrent.loops.cuda import (  # noqa: E402
     layout_of,
     samples_of,
     sequence_kernels,
 )
+from sparsescan.recurrent.render.cuda import cuda_program  # noqa: E402
 
 F4, F8, I4, I8 = np.float32(0), np.float64(0), np.int32(0), np.int64(0)
 SIZE = 64
@@ -587,11 +589,12 @@ def functions_of(function: Any) -> dict[Any, str]:
 
 def test_a_kernel_depends_on_the_modules_that_its_functions_come_from() -> None:
     size, dtype = 20, np.dtype(np.float32)
-    layout = layout_of("gru", size, dtype)
+    code = cuda_program(GRUCell(1, 1).program)
+    layout = layout_of(len(code.blocks), size, dtype)
     for kernel in (
         chunk_kernels(size, size * size, dtype).multiply,
         level_kernels(dtype, np.dtype(np.int32)).level,
-        sequence_kernels("gru", layout, dtype, samples_of("gru", layout, dtype, 9, 2, 1)).run,
+        sequence_kernels(code, layout, dtype, samples_of(code, layout, dtype, 9, 2, 1)).run,
     ):
         function = kernel.py_func
         sources, modules = (

@@ -19,7 +19,7 @@ START = """
     from functools import partial
     from jax.sharding import Mesh, PartitionSpec as P
     from sparsescan import Pattern
-    from sparsescan.jacobians import {kind}
+    from sparsescan.recurrent import {kind}
     from sparsescan.jax import affine_scan, recurrent
 
     steps, batch, hidden, size = {shape}

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from network_oracle import autograd_of
 from sampling import slow
+from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Tied
 
 from sparsescan import DeviceError, InputError, InputTypeError
-from sparsescan.jacobians import GRU, LSTM, RNN
 from sparsescan.jax import recurrent
 from sparsescan.jax._programs import call
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, Hidden, Input, Recurrent, sigmoid, tanh
 
 
 def cell(kind: Any, a: Any, v: Any, h: Any, c: Any) -> tuple[Any, Any]:
@@ -94,6 +96,119 @@ def test_results_and_gradients(kind: Any, options: dict[str, Any], batched: bool
     expected = jax.jit(both(loop))(*given)
     close(both(recurrent)(*given), expected)
     close(jax.jit(both(recurrent))(*given), expected)
+
+
+ANY_CELLS = [
+    (MGU, {"num_layers": 2, "bidirectional": True}),
+    (PeepholeLSTM, {}),
+    (SCRN, {}),
+    *slow(*((each, {}) for each in CELLS.values())),
+    *slow((Tied, {"bidirectional": True}), (SCRN, {"num_layers": 3})),
+]
+
+
+def random_net(
+    kind: Any, options: dict[str, Any], rng: np.random.Generator, density: float = 1.0
+) -> tuple[Any, Any, Any]:
+    """Return a network, of pruned weights, and weights of a loss of outputs and last states."""
+    inputs = 4 if kind in (Leaky, Elementwise) else 3
+    net = Recurrent(kind, inputs, 4, **options)
+    masks = {
+        name: rng.random(each.shape) < density
+        for name, each in net.params.items()
+        if each.ndim == 2 and density < 1
+    }
+    net = Recurrent(kind, inputs, 4, **options, masks=masks, rng=rng, dtype=np.float64)
+    layers = net.num_layers * (1 + net.bidirectional)
+    above = rng.standard_normal((5, 6, 4 * (1 + net.bidirectional)))
+    return net, above, rng.standard_normal((layers, 6, net.state_size))
+
+
+@pytest.mark.parametrize(("kind", "options"), ANY_CELLS)
+@pytest.mark.parametrize("density", [1.0, *slow(0.6, 0.1)])
+def test_any_cell(kind: Any, options: dict[str, Any], density: float) -> None:
+    """Results and gradients of cells with all kinds of parameters, of a batch and of samples."""
+    rng = np.random.default_rng(14)
+    net, above, carry = random_net(kind, options, rng, density)
+    x, state = rng.standard_normal((5, 6, net.input_size)), rng.standard_normal(carry.shape)
+    lengths = np.array([5, 2, 0, 3, 1, 5])
+
+    def loss(params: Any, x: Any, state: Any, lengths: Any, above: Any, carry: Any) -> Any:
+        output, last = recurrent(net, params, x, state, lengths)
+        return (output * above).sum() + (last * carry).sum(), (output, last)
+
+    gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    expected = dict(autograd_of(net, x, state, lengths, above, carry))
+    (_, (output, last)), (params, in_x, in_state) = jax.jit(gradients)(
+        net.params, x, state, lengths, above, carry
+    )
+    close({"output": output, "last": last, "input": in_x, "state": in_state, **params}, expected)
+    # Each sample by itself, of parameters that are shared, and of some that are not.
+    apart = [x[:, :, None], state[:, :, None], lengths[:, None], above[:, :, None]]
+    axes = 1, 1, 0, 1, 1
+    given = *apart, carry[:, :, None]
+    mapped = jax.jit(jax.vmap(gradients, (None, *axes)))
+    _, (params, in_x, in_state) = mapped(net.params, *given)
+    close(jnp.moveaxis(in_x[:, :, 0], 0, 1), expected["input"])
+    close(jnp.moveaxis(in_state[:, :, 0], 0, 1), expected["state"])
+    for name, grads in params.items():
+        close(grads.sum(0), expected[name])
+    for n in range(6):
+        own = (np.take(each, n, axis) for each, axis in zip(given, axes, strict=True))
+        close(jax.tree.map(lambda each, n=n: each[n], params), gradients(net.params, *own)[1][0])
+    many = jax.tree.map(lambda each: np.stack([each / 2, each]), net.params)
+    _, (params, *_) = jax.jit(jax.vmap(gradients, (0, *[None] * 5)))(
+        many, x, state, lengths, above, carry
+    )
+    close({name: each[1] for name, each in params.items()}, {k: expected[k] for k in params})
+
+
+@pytest.mark.parametrize("kind", [PeepholeLSTM, *slow(MGU, Tied)])
+def test_a_cell(kind: Any) -> None:
+    """A cell is a network of one layer, whose parameters have no layer in their names."""
+    one = kind(3, 4, rng=0, dtype=np.float64)
+    net = Recurrent(kind, 3, 4, dtype=np.float64)
+    params = {f"{name}_l0": each for name, each in one.params.items()}
+    x = np.random.default_rng(15).standard_normal((6, 2, 3))
+
+    def loss(net: Any) -> Any:
+        def value(params: Any, x: Any) -> Any:
+            output, last = recurrent(net, params, x)
+            assert last.shape == (1, 2, one.state_size)
+            return jnp.sin(output).sum() + last.sum()
+
+        return jax.value_and_grad(value, argnums=(0, 1))
+
+    value, (grads, in_x) = jax.jit(loss(one))(one.params, x)
+    expected = loss(net)(params, x)
+    close((value, ({f"{name}_l0": each for name, each in grads.items()}, in_x)), expected)
+    output, last = recurrent(one, one.params, x[:, 0])
+    assert output.shape == (6, 4)
+    assert last.shape == (1, one.state_size)
+
+
+def test_cells_that_look_alike() -> None:
+    """Classes of one name and the same parameters are told apart by what they compute."""
+    x = np.random.default_rng(16).standard_normal((5, 2, 3))
+
+    def make(function: Any, is_first: bool) -> Any:
+        class Alike(Cell):
+            weight_ih = Input("a", "b")
+            weight_hh = Hidden("a", "b")
+
+            def step(self, x: Any, h: Any) -> Any:
+                gates = self.weight_hh.a(h), self.weight_hh.b(h)
+                return function(self.weight_ih.a(x) + gates[not is_first]) + 0 * gates[is_first]
+
+        return Alike(3, 4, rng=0, dtype=np.float64)
+
+    cells = [make(function, first) for function in (tanh, sigmoid) for first in (True, False)]
+    for net in cells:
+        step = net.training_step()
+        output, _ = step.forward(x)
+        grads = step.backward(np.ones_like(output))
+        close(recurrent(net, net.params, x)[0], output)
+        close(jax.grad(lambda p, n=net: recurrent(n, p, x)[0].sum())(net.params), grads.params)
 
 
 @pytest.mark.slow
@@ -197,7 +312,7 @@ def test_gradients_of_some_maps() -> None:
             jax.vmap(back(x[0]))(above),
         )
 
-    close(backs(recurrent), backs(loop))
+    close(backs(recurrent), jax.jit(lambda: backs(loop))())
 
 
 @pytest.mark.slow

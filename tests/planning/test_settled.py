@@ -19,9 +19,9 @@ from oracles import random_machine, random_patterns, same_bits
 import sparsescan
 import sparsescan.planning.costs.cpu
 from sparsescan import MemoryLimitError, Pattern, PeriodicChain, ScanPlan, Schedule
-from sparsescan.jacobians import GRUCell, LSTMCell, RNNCell
 from sparsescan.planning.costs.cpu import Cpu, CpuModel, load_cpu, run_time
 from sparsescan.planning.search import Choice, choose
+from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.symbolic.pattern import of_mask
 from sparsescan.symbolic.program import Program
 

@@ -18,7 +18,7 @@ from oracles import on_pattern
 
 import sparsescan
 from sparsescan import BatchedCSR, CSRChain, InputError, InputTypeError, Schedule
-from sparsescan.recurrent import cell as _cell
+from sparsescan.recurrent import jacobian as _cell
 from sparsescan.recurrent.cells import Cell, GRUCell, LSTMCell, RNNCell
 
 KINDS = ["tanh", "relu", "gru", "lstm"]

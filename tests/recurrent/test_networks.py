@@ -16,10 +16,9 @@ from recurrent_steps import arguments_of, autograd, gradients_of, networks
 from sampling import examples
 
 from sparsescan.errors import InputError, InputTypeError, MemoryLimitError
-from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, Recurrent, RNNCell
 from sparsescan.kernels.cpu.lanes import lanes, sample_lanes
+from sparsescan.recurrent import GRU, LSTM, RNN, Cell, GRUCell, Recurrent, tanh
 from sparsescan.recurrent.loops import callers, sequences
-from sparsescan.recurrent.step import _directions_of, _OneCell
 
 Array = NDArray[Any]
 KINDS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM}
@@ -135,7 +134,7 @@ def test_gates_that_are_not_kept_are_computed_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_pruned_weights_need_no_kernels_of_their_own(kind: str) -> None:
     """No kernel was compiled for arrays with gaps: it takes a second, which a first step waits."""
-    kernels = [getattr(sequences, f"{name}_{kind.lower()}") for name in ("run", "back")]
+    kernels = [sequences.run, sequences.back]
     rng, params = np.random.default_rng(), KINDS[kind](40, 40).params
     masks = {k: rng.random(params[k].shape) < 0.1 for k in ("weight_ih_l0", "weight_hh_l0")}
     net = KINDS[kind](40, 40, dtype=F4, masks=masks)
@@ -354,41 +353,29 @@ def test_copied_step_computes_the_same() -> None:
         np.testing.assert_array_equal(copied.params[name], grad)
 
 
-class _Minimal(GRUCell):
-    """A cell of one part with other equations than a GRU's."""
+class _Other(GRUCell):
+    """A cell with the parameters of a GRU's, and another step."""
 
-    def _advance(self, xp: Any, a: Any, state: Any, out: Any) -> None:
-        out[...] = xp.tanh(a[0])
-
-
-class _Renamed(GRUCell):
-    """A GRU by another name."""
+    def step(self, x: Any, h: Any) -> Any:
+        return tanh(self.weight_ih.r(x) + self.weight_hh.z(h))
 
 
-class _Network(Recurrent):
-    _cell = _Minimal
+def test_a_class_that_defines_another_step_has_kernels_of_its_own() -> None:
+    rng = np.random.default_rng(0)
+    cell, x = _Other(2, 3, rng=0), rng.standard_normal((5, 4, 2)).astype(F4)
+    states = cell.unroll(x)
+    for t in range(5):
+        a = x[t] @ cell.weight_ih[:3].T + cell.bias_ih[:3]
+        a += states[t] @ cell.weight_hh[3:6].T + cell.bias_hh[3:6]
+        np.testing.assert_allclose(states[t + 1], np.tanh(a), rtol=1e-5, atol=1e-6)
+    output, _ = Recurrent(_Other, 2, 3, rng=0).training_step().forward(x)
+    assert output.shape == (5, 4, 3)
 
 
-def test_cells_say_what_compiled_loops_compute_and_others_are_refused() -> None:
-    x = np.ones((4, 2), np.float32)
-    cells = [RNNCell(2, 3), RNNCell(2, 3, nonlinearity="relu"), _Renamed(2, 3), LSTMCell(2, 3)]
-    assert [cell.kind for cell in cells] == ["tanh", "relu", "gru", "lstm"]
-    calls = [
-        lambda: _Minimal(2, 3).unroll(x),
-        lambda: _Network(2, 3).training_step().forward(x),
-        lambda: _directions_of(_OneCell(_Minimal(2, 3)), x),
-    ]
-    for call in calls:
-        with pytest.raises(InputTypeError, match=r"the cell is _Minimal\(2, 3.*RNNCell, GRUCell"):
-            call()
-    # What needs no loop over steps works.
-    state = np.zeros((4, 3), np.float32)
-    assert _Minimal(2, 3).forward(x, state).shape == (4, 3)
-
-
-def test_the_base_of_networks_is_no_network() -> None:
-    with pytest.raises(InputTypeError, match="expected RNN, GRU or LSTM"):
-        Recurrent(2, 3)
+@pytest.mark.parametrize("cell", [Cell, GRU, 3, None])
+def test_a_network_is_of_a_class_of_cells(cell: Any) -> None:
+    with pytest.raises(InputTypeError, match=r"cell is|a base class"):
+        Recurrent(cell, 2, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -417,7 +404,7 @@ def test_arrays_that_cannot_be_written_need_no_kernels_of_their_own(kind: str) -
     for form in (lambda a: a, fixed, lambda a: np.asfortranarray(a.astype(">f4"))):
         step = net.training_step()
         step.forward(form(x), form(state))
-        compiled = len(sequences.run_rnn.signatures), len(callers.turn_out.signatures)
+        compiled = len(sequences.run.signatures), len(callers.turn_out.signatures)
         results += [step.backward(form(grad), form(state), needs_input_grad=False)]
         if form is fixed:
             assert compiled == before

@@ -19,7 +19,7 @@ from scipy.ndimage import maximum_filter1d
 
 import sparsescan
 from sparsescan.execution.calls import Calls
-from sparsescan.jacobians import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, host
 from sparsescan.recurrent import step as training_step
 from sparsescan.recurrent.loops import sequences
 
@@ -188,9 +188,9 @@ def many_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many threads share networks of any size."""
 
     def set_threads(count: int) -> None:
-        monkeypatch.setattr(training_step, "thread_count", lambda: count)
+        monkeypatch.setattr(host, "thread_count", lambda: count)
 
-    monkeypatch.setattr(training_step, "_SMALL", 0)
+    monkeypatch.setattr(host, "_SMALL", 0)
     return set_threads
 
 
@@ -720,11 +720,11 @@ def test_gates_are_not_computed_again_for_nothing(
 
     def find_ends(s: Any, *about: Any) -> None:
         find(s, *about)
-        ends, begin = about[7], about[9]
+        ends, begin = about[3], about[4]
         steps.append(max(ends[first] for first in range(s.first, s.first + s.count, s.samples)))
         steps[-1] -= begin
 
-    monkeypatch.setattr(training_step.kernels, "find_ends", find_ends)
+    monkeypatch.setattr(host.kernels, "find_ends", find_ends)
     step.backward(above, carry)
     # Segments of 256 steps, the last one first.
     assert steps == [0, 0, 45, 256]

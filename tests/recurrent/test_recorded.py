@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sampling import examples
+from some_cells import CELLS, Elementwise, Leaky
 
 from sparsescan.execution.recording import Recording
-from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import GRU, LSTM, RNN, Recurrent
 from sparsescan.recurrent.recorded import parameters_of, record
 
 Array = NDArray[Any]
+
+KINDS = [RNN, GRU, LSTM, *(partial(Recurrent, cell) for cell in CELLS.values())]
+READ_UNITS = [kind for kind in KINDS[3:] if kind.args[0] in (Leaky, Elementwise)]
 
 GUARD = 64
 
@@ -51,15 +56,17 @@ def replay(recording: Recording, memory: list[Guarded], given: list[Array]) -> d
 @given(st.integers(0, 2**32))
 def test_what_numpy_has(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    kind, dtype = (RNN, GRU, LSTM)[rng.integers(3)], (np.float32, np.float64)[rng.integers(2)]
+    kind, dtype = KINDS[rng.integers(len(KINDS))], (np.float32, np.float64)[rng.integers(2)]
     steps, inputs, hidden = (int(rng.integers(1, most)) for most in (40, 6, 24))
     batch = int(rng.choice([1, 2, 5, 16, 17, 40]))
-    shape = kind(1, hidden).params["weight_hh_l0"].shape
-    masks = {"weight_hh_l0": rng.random(shape) < 0.2} if rng.random() < 0.3 else None
+    layers = int(rng.integers(1, 3))
+    inputs, layers = (hidden, 1) if kind in READ_UNITS else (inputs, layers)
+    shape = getattr(kind(inputs, hidden).params.get("weight_hh_l0"), "shape", None)
+    masks = {"weight_hh_l0": rng.random(shape) < 0.2} if shape and rng.random() < 0.3 else None
     net: Any = kind(
         inputs,
         hidden,
-        num_layers=int(rng.integers(1, 3)),
+        num_layers=layers,
         bidirectional=bool(rng.random() < 0.5),
         bias=bool(rng.random() < 0.7),
         masks=masks,
@@ -95,9 +102,10 @@ def test_what_numpy_has(seed: int) -> None:
 def test_samples_that_are_kept_have_no_gradient_in_steps_that_are_left_out(seed: int) -> None:
     """What gradients of parameters are sums of is 0 there, whatever was in the memory."""
     rng = np.random.default_rng(seed)
-    kind, dtype = (RNN, GRU, LSTM)[rng.integers(3)], (np.float32, np.float64)[rng.integers(2)]
+    kind, dtype = KINDS[rng.integers(len(KINDS))], (np.float32, np.float64)[rng.integers(2)]
     inputs, hidden, layers = (int(rng.integers(1, most)) for most in (6, 24, 3))
     steps, batch = int(rng.integers(1, 60)), int(rng.choice([1, 2, 5, 16, 17, 40]))
+    inputs, layers = (hidden, 1) if kind in READ_UNITS else (inputs, layers)
     net: Any = kind(inputs, hidden, layers, bidirectional=bool(rng.random() < 0.5), rng=rng)
     for name, param in net.params.items():
         # Gradients decay within a few steps, but for those that gates of 1 let through.
@@ -119,16 +127,19 @@ def test_samples_that_are_kept_have_no_gradient_in_steps_that_are_left_out(seed:
     assert np.array_equal(results["input"], expected.input)
     assert np.array_equal(results["state"], expected.state)
     names = iter(net.params)
-    for k, one in enumerate(parameters_of(net)):
-        products = results[f"products {k}"].astype(float)
-        read = results.get(f"input {k}", x).astype(float)
-        gates = products.reshape(steps, batch, -1, one.units)
-        in_x, in_h = (gates[:, :, list(each)] for each in (one.of_input, one.of_state))
-        before = results[f"state {k}"].astype(float)
-        sums = [np.einsum("tbgu,tbi->gui", in_x, read), np.einsum("tbgu,tbi->gui", in_h, before)]
-        sums += [in_x.sum((0, 1)), in_h.sum((0, 1))]
-        for own in sums:
-            name = next(names)
-            grad = expected.params[name]
-            bound = 1e3 * np.finfo(dtype).eps * np.abs(own).max(initial=1e-30)
-            np.testing.assert_allclose(own.reshape(grad.shape), grad, 0, bound, err_msg=name)
+    for k, one in enumerate(parameters_of(net, dtype)):
+        own = {
+            "input": x,
+            **{key.split()[0]: each for key, each in results.items() if key.endswith(f" {k}")},
+        }
+        rows = {key: each.reshape(-1, each.shape[-1]).astype(float) for key, each in own.items()}
+        parts = []
+        for group in one.groups:
+            read = np.concatenate([rows[key][:, a:b] for key, a, b in group.factors], 1)
+            parts.append((rows["products"][:, group.first : group.end].T @ read).ravel())
+        parts += [rows[key].sum(0) for key in ("products", "rows") if key in rows]
+        sums = np.concatenate([*parts, [0.0]])
+        for own_name, shape in one.shapes.items():
+            name, actual = next(names), sums[one.orders[own_name]].sum(-1).reshape(shape)
+            bound = 1e3 * np.finfo(dtype).eps * np.abs(actual).max(initial=1e-30)
+            np.testing.assert_allclose(actual, expected.params[name], 0, bound, err_msg=name)

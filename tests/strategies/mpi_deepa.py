@@ -22,7 +22,6 @@ from sparsescan.jacobians import (
     Conv2d,
     Dropout,
     Flatten,
-    GRUCell,
     LayerNorm,
     Linear,
     MaxPool2d,
@@ -30,11 +29,11 @@ from sparsescan.jacobians import (
     Permute,
     ReLU,
     Residual,
-    RNNCell,
     Sequential,
     Tanh,
 )
 from sparsescan.parallel.communicator import Communicator
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import (
     BatchParallel,
     DomainParallel,

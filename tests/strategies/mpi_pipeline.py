@@ -15,18 +15,9 @@ from oracles import same_bits
 from update_rule import parameters, start_of, transcription
 
 from sparsescan import InputError
-from sparsescan.jacobians import (
-    AvgPool2d,
-    Conv2d,
-    Flatten,
-    GRUCell,
-    Linear,
-    Residual,
-    RNNCell,
-    Sequential,
-    Tanh,
-)
+from sparsescan.jacobians import AvgPool2d, Conv2d, Flatten, Linear, Residual, Sequential, Tanh
 from sparsescan.parallel import Communicator, Network
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import Machine, Strategy
 from sparsescan.strategies.pipeline.predict import MicroBatches, Pipeline
 from sparsescan.strategies.pipeline.simulation import Simulation

@@ -17,16 +17,15 @@ from sparsescan import InputError
 from sparsescan.jacobians import (
     Conv2d,
     Flatten,
-    GRUCell,
     Linear,
     MaxPool2d,
     ReLU,
     Residual,
-    RNNCell,
     Sequential,
     Tanh,
 )
 from sparsescan.parallel import Grid
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import (
     Graph,
     Machine,

@@ -17,7 +17,6 @@ from sparsescan.jacobians import (
     BatchNorm2d,
     Conv2d,
     Flatten,
-    GRUCell,
     LayerNorm,
     Linear,
     MaxPool2d,
@@ -25,11 +24,11 @@ from sparsescan.jacobians import (
     Permute,
     ReLU,
     Residual,
-    RNNCell,
     Sequential,
     Softmax,
 )
 from sparsescan.parameters import parametrised
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies.architectures import (
     NAMES,
     Builder,

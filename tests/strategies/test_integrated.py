@@ -22,17 +22,9 @@ from integrated_paper import (
 from sampling import examples, slow
 
 from sparsescan import InputError
-from sparsescan.jacobians import (
-    BatchNorm2d,
-    GRUCell,
-    LayerNorm,
-    Linear,
-    LSTMCell,
-    Residual,
-    RNNCell,
-    Sequential,
-)
+from sparsescan.jacobians import BatchNorm2d, LayerNorm, Linear, Residual, Sequential
 from sparsescan.parallel import Network
+from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 from sparsescan.strategies import Graph, Layer, Machine, Recurrent
 from sparsescan.strategies.architectures import Builder, build
 from sparsescan.strategies.exchanges import sum_words

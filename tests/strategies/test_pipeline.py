@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from update_rule import start_of, transcription
 
 from sparsescan import InputError
-from sparsescan.jacobians import GRUCell, Linear, Operator, Residual, RNNCell, Sequential, Tanh
+from sparsescan.jacobians import Linear, Operator, Residual, Sequential, Tanh
 from sparsescan.parallel import Network
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import BatchParallel, Graph, Layer, Machine, load_machine
 from sparsescan.strategies.architectures import build, from_sequential
 from sparsescan.strategies.pipeline.costs import balance

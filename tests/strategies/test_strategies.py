@@ -22,8 +22,9 @@ import sparsescan
 from sparsescan import Pattern
 from sparsescan.cli.main import main
 from sparsescan.errors import InputError, InputTypeError
-from sparsescan.jacobians import Conv2d, GRUCell, Linear, MaxPool2d, RNNCell, Sequential, Tanh
+from sparsescan.jacobians import Conv2d, Linear, MaxPool2d, Sequential, Tanh
 from sparsescan.parallel import Network, best_grid
+from sparsescan.recurrent import GRUCell, RNNCell
 from sparsescan.strategies import (
     BatchParallel,
     DomainParallel,

@@ -22,30 +22,35 @@ import numpy as np
 from cubin import resources_of
 from ptx import lower_kernel
 from ptx.kept import keep
+from some_cells import program_of
 
+from sparsescan.arrays.cuda import most_registers, with_most_registers
 from sparsescan.kernels.cuda.chained import chained_kernel
 from sparsescan.kernels.cuda.chained import layout_of as layout_of_chunk
 from sparsescan.kernels.cuda.checks import check_kernel
 from sparsescan.kernels.cuda.chunks import chunk_kernels
 from sparsescan.kernels.cuda.levels import level_kernels
-from sparsescan.recurrent.loops.device_sequences import (
-    layout_of,
-    samples_of,
-    sequence_kernels,
-)
+from sparsescan.recurrent.loops.cuda import layout_of, samples_of, sequence_kernels
+from sparsescan.recurrent.render.cuda import cuda_program
 
 F4, F8, I4, I8 = (np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
 
 # Whose weights are in registers with one lane and several, and are not, in one round and several.
 SEQUENCES = (
-    ("gru", 20, F4),
-    ("lstm", 88, F4),
-    ("tanh", 176, F4),
-    ("lstm", 48, F8),
-    ("lstm", 130, F4),
-    ("gru", 400, F4),
-    ("lstm", 130, F8),
+    ("GRU", 20, F4),
+    ("LSTM", 88, F4),
+    ("RNN", 176, F4),
+    ("LSTM", 48, F8),
+    ("LSTM", 130, F4),
+    ("GRU", 400, F4),
+    ("LSTM", 130, F8),
     ("relu", 500, F8),
+    # Of several stages, with parameters of other kinds, and without matrices.
+    ("MGU", 128, F4),
+    ("Tied", 64, F4),
+    ("SCRN", 400, F4),
+    ("PeepholeLSTM", 48, F8),
+    ("Leaky", 300, F4),
 )
 
 
@@ -84,13 +89,14 @@ def cases() -> Iterator[tuple[str, Any, int]]:
             yield f"{name} {dtype} {index}", getattr(kernels, name), 5
         yield f"check {index}", check_kernel(index), 6
     # With the most samples that a block has.
-    for kind, units, dtype in SEQUENCES:
-        layout = layout_of(kind, units, dtype)
-        samples = samples_of(kind, layout, dtype, 1 << 20, 2, 1)
-        chosen = sequence_kernels(kind, layout, dtype, samples)
-        about = f"{kind} {units} {dtype}, {chosen.threads} threads of a block"
-        yield f"run {about}", chosen.run, 13
-        yield f"back {about}", chosen.back, 14
+    for name, units, dtype in SEQUENCES:
+        code = cuda_program(program_of(name))
+        layout = layout_of(len(code.blocks), units, dtype)
+        samples = samples_of(code, layout, dtype, 1 << 20, 2, 1)
+        chosen = sequence_kernels(code, layout, dtype, samples)
+        about = f"{name} {units} {dtype}, {chosen.threads} threads of a block"
+        yield f"run {about}", chosen.run, 16
+        yield f"back {about}", chosen.back, 19
 
 
 def main(ptxas: str, folder: Path, capabilities: list[str]) -> None:
@@ -109,6 +115,12 @@ def assemble(kernel: Any, count: int, capability: str, ptxas: str, folder: Path)
     architecture = f"-arch=sm_{capability.replace('.', '')}"
     command = [ptxas, architecture, "-v", str(path), "-o", str(cubin)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    threads = getattr(kernel.py_func, "block_threads", None)
+    if threads is not None and int(registers) > most_registers(threads):
+        # As devices get it, too.
+        path.write_text(with_most_registers(ptx, most_registers(threads)))
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     divisions = len(re.findall(r"\b(?:div|rem)\.[su]64\b", ptx))
     (taken,) = resources_of(cubin.read_bytes()).values()
     loaded = f"loaded: {taken.registers} registers, {taken.frame} frame, {taken.shared} shared"

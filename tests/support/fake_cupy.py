@@ -1099,8 +1099,8 @@ class Tensor:
 
 _UFUNCS = {
     1: (
-        "absolute ceil exp expm1 floor invert isfinite isinf isnan log log1p logical_not negative "
-        "reciprocal sign sqrt square tanh"
+        "absolute ceil cos exp expm1 floor invert isfinite isinf isnan log log1p logical_not "
+        "negative reciprocal sign sin sqrt square tanh"
     ),
     2: (
         "bitwise_and bitwise_or bitwise_xor copysign divide equal floor_divide fmax fmin greater "

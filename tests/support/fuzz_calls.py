@@ -56,6 +56,7 @@ from sparsescan import (
     Schedule,
     SolveStep,
     SparseScanError,
+    recurrent,
 )
 from sparsescan import jacobians as layers
 from sparsescan.symbolic.schedule import Level
@@ -841,6 +842,11 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
+def class_of(name: str) -> Any:
+    """Return a class of layers or cells."""
+    return getattr(recurrent if name in CELLS else layers, name)
+
+
 def layer_made(rng: np.random.Generator) -> Call:
     """Return a layer, whose Jacobian is the derivative of what it computes."""
     everything = LAYERS | CELLS
@@ -858,7 +864,7 @@ def layer_made(rng: np.random.Generator) -> Call:
                 with contextlib.suppress(SparseScanError):
                     getattr(layer, attribute)
 
-    return Call(lambda: getattr(layers, name)(**arguments), f"{name}({told(arguments)})", check)
+    return Call(lambda: class_of(name)(**arguments), f"{name}({told(arguments)})", check)
 
 
 def check_layer(rng: np.random.Generator, layer: Any) -> None:
@@ -899,7 +905,7 @@ def layer_called(rng: np.random.Generator) -> Call:
     """Return a good layer, called with odd arrays: what it accepts, it reads as NumPy does."""
     everything = LAYERS | CELLS
     name = list(everything)[rng.integers(len(everything))]
-    layer = getattr(layers, name)(**everything[name])
+    layer = class_of(name)(**everything[name])
     if name in CELLS:
         x = rng.standard_normal((4, 2, 2))
         state = rng.standard_normal((4, 2, layer.state_size))
@@ -946,7 +952,7 @@ def layer_called(rng: np.random.Generator) -> Call:
 def parameter(rng: np.random.Generator) -> Call:
     """Return a parameter that is set, and then read by a kernel."""
     name = ("Linear", "Conv2d", "BatchNorm2d", "LayerNorm", "GRUCell", "RNNCell")[rng.integers(6)]
-    layer = getattr(layers, name)(**(LAYERS | CELLS)[name])
+    layer = class_of(name)(**(LAYERS | CELLS)[name])
     attribute = list(layer.params)[rng.integers(len(layer.params))]
     value = other(rng, layer.params[attribute].copy())
 
@@ -1009,7 +1015,7 @@ def sequential(rng: np.random.Generator) -> Call:
     )
 
 
-NETWORKS = {"RNN": layers.RNN, "GRU": layers.GRU, "LSTM": layers.LSTM}
+NETWORKS = {"RNN": recurrent.RNN, "GRU": recurrent.GRU, "LSTM": recurrent.LSTM}
 # What is no flag, and no number of layers.
 NO_FLAGS = (np.array(True), np.array([False]), np.ones(2), [], [True], "False", None, 0.0, 2, -1)
 COUNTS = (0, -1, 10**6, 10**12, 1 << 62, 1 << 70, True, 1.0, "1", [1], np.ones(1), np.array(1))

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchrecurrent
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,6 +34,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 import sparsescan.torch
+from sparsescan.recurrent import catalogue
+from sparsescan.torch.cells import CellModule
 
 Rng = np.random.Generator
 Event = Callable[["Model", Rng], Any]
@@ -82,7 +85,14 @@ class Model:
     def prunable(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and the names of weights."""
         weights = [(m, "weight") for m in self.layers(nn.Linear, nn.Conv2d)]
-        recurrent = self.layers(nn.RNNBase)
+        recurrent = self.layers(nn.RNNBase, CellModule)
+        cells = self.layers(torchrecurrent.base.RecurrentCellBase)
+        weights += [
+            (m, name)
+            for m in cells
+            for name in ("weight_ih", "weight_hh")
+            if getattr(getattr(m, name, None), "ndim", 0) == 2
+        ]
         return weights + [(m, name) for m in recurrent for name in ("weight_ih_l0", "weight_hh_l0")]
 
     @property
@@ -152,6 +162,53 @@ def recurrent(rng: Rng) -> tuple[nn.Module, Tensor]:
     net = net.double()
     for name in ("weight_ih_l0", "weight_hh_l0"):
         if rng.random() < 0.8:
+            prune.random_unstructured(net, name, float(rng.choice([0.3, 0.8])))
+    return net, torch.randn(int(rng.integers(1, 6)), 2, size, dtype=torch.float64)
+
+
+def layers(rng: Rng) -> tuple[nn.Module, Tensor]:
+    """Return a layer of torchrecurrent, some of its weights pruned, and an input."""
+    names = ("MGU", "LiGRU", "PeepholeLSTM", "IndRNN", "JANET", "LEM", "SCRN", "TGRU", "FastRNN")
+    size, units = int(rng.integers(1, 4)), int(rng.integers(2, 6))
+    kind = getattr(torchrecurrent, names[int(rng.integers(len(names)))])
+    about = {"recurrent_bias": bool(rng.random() < 0.5), "batch_first": bool(rng.random() < 0.5)}
+    net = kind(size, units, int(rng.integers(1, 3)), float(rng.choice([0, 0.3])), **about)
+    net = net.double()
+    for cell in net.cells:
+        if getattr(getattr(cell, "weight_hh", None), "ndim", 0) == 2 and rng.random() < 0.5:
+            prune.random_unstructured(cell, "weight_hh", float(rng.choice([0.3, 0.8])))
+    return net, torch.randn(int(rng.integers(1, 6)), 2, size, dtype=torch.float64)
+
+
+class _Plain:
+    """A module of cells that uses no kernels."""
+
+    def _takes(self, *given: Any) -> bool:
+        return False
+
+
+class PlainMGU(_Plain, sparsescan.torch.module(catalogue.MGU)):  # type: ignore[misc]
+    """Minimal gated units, step by step."""
+
+
+class PlainPeepholeLSTM(_Plain, sparsescan.torch.module(catalogue.PeepholeLSTM)):  # type: ignore[misc]
+    """LSTMs with peepholes, step by step."""
+
+
+class PlainIntersectionRNN(_Plain, sparsescan.torch.module(catalogue.IntersectionRNN)):  # type: ignore[misc]
+    """Cells that read the input of each unit, step by step."""
+
+
+def cells(rng: Rng) -> tuple[nn.Module, Tensor]:
+    """Return a module of cells, some of its weights pruned, and an input."""
+    kind = (PlainMGU, PlainPeepholeLSTM, PlainIntersectionRNN)[int(rng.integers(3))]
+    size, units = int(rng.integers(1, 4)), int(rng.integers(2, 6))
+    about: dict[str, Any] = {"bidirectional": bool(rng.random() < 0.3)}
+    if kind is PlainIntersectionRNN:
+        size, about = units, {}
+    net = kind(size, units, int(rng.integers(1, 3)), bool(rng.random() < 0.8), **about).double()
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        if rng.random() < 0.6:
             prune.random_unstructured(net, name, float(rng.choice([0.3, 0.8])))
     return net, torch.randn(int(rng.integers(1, 6)), 2, size, dtype=torch.float64)
 
@@ -581,6 +638,9 @@ OF_STACKS: tuple[Event, ...] = (
 KINDS: dict[str, tuple[Callable[[Rng], tuple[nn.Module, Tensor]], tuple[Event, ...]]] = {
     "stack": (stack, COMMON + OF_STACKS),
     "recurrent": (recurrent, COMMON),
+    "cells": (cells, COMMON),
+    # A masked weight is what the last step has made of it, whose gradient is that of this step.
+    "layers": (layers, tuple(each for each in COMMON if each is not masked_gradients)),
 }
 
 
@@ -633,7 +693,8 @@ def _is_single(tensor: Tensor) -> bool:
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, type[Exception] | None]:
-    """Return what a call returns, or the class of what it raises."""
+    """Return what a call returns, or the class of what it raises; both draw the same numbers."""
+    torch.manual_seed(0)
     try:
         return call(), None
     except Exception as error:
@@ -651,13 +712,16 @@ def live(kind: str, seed: int, names: Sequence[str] | None = None, *, talks: boo
     twin = copy.deepcopy(net)
     if kind == "stack":
         twin.__class__ = sparsescan.torch.Sequential
+    elif kind == "cells":
+        twin.__class__ = sparsescan.torch.module(twin.cell)  # type: ignore[arg-type]
     else:
         sparsescan.torch.convert(twin)
     theirs, ours = Model(net, x, False), Model(twin, x, True)
     by_name = {event.__name__: event for event in events}
     if names is None:
         names = [events[int(rng.integers(len(events)))].__name__ for _ in range(8)]
-    same(results(ours, seed), results(theirs, seed))
+    begin = [attempt(lambda: results(model, seed))[0] for model in (ours, theirs)]  # noqa: B023
+    same(*begin)
     count = 0
     for k, name in enumerate(names):
         if talks:
@@ -686,12 +750,16 @@ def live(kind: str, seed: int, names: Sequence[str] | None = None, *, talks: boo
     return count
 
 
+def _kind_of_life(i: int) -> str:
+    return "stack" if i % 3 else ("recurrent", "layers", "cells")[i // 3 % 3]
+
+
 def run(seed: int, numbers: Sequence[int], *, most: int = 10) -> collections.Counter[str]:
     """Live lives, print those that go wrong, and count them and their events."""
     counts: collections.Counter[str] = collections.Counter()
     warnings.simplefilter("ignore")
     for i in numbers:
-        kind = "recurrent" if i % 3 == 0 else "stack"
+        kind = _kind_of_life(i)
         own = int(np.random.default_rng([seed, i]).integers(1 << 32))
         counts["lives"] += 1
         try:
@@ -716,7 +784,7 @@ def main() -> None:
     if arguments.only is not None:
         i = arguments.only
         own = int(np.random.default_rng([arguments.seed, i]).integers(1 << 32))
-        live("recurrent" if i % 3 == 0 else "stack", own, talks=True)
+        live(_kind_of_life(i), own, talks=True)
         return
     counts = run(arguments.seed, range(arguments.count))
     seconds = time.perf_counter() - start

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import sparsescan.jacobians as nn
+from sparsescan.recurrent import GRUCell, LSTMCell, RNNCell
 
 
 def mask(*shape: int) -> np.ndarray:
@@ -103,17 +104,17 @@ OPERATORS: dict[str, Callable[[Any], nn.Operator]] = {
 }
 
 CELLS: dict[str, Callable[[Any], Any]] = {
-    "RNNCell": lambda dtype: nn.RNNCell(3, 4, dtype=dtype, rng=0),
-    "RNNCell-relu": lambda dtype: nn.RNNCell(3, 4, False, "relu", dtype=dtype, rng=0),
-    "RNNCell-masked": lambda dtype: nn.RNNCell(3, 4, weight_hh_mask=mask(4, 4), dtype=dtype, rng=0),
-    "GRUCell": lambda dtype: nn.GRUCell(3, 4, dtype=dtype, rng=0),
-    "GRUCell-no-bias": lambda dtype: nn.GRUCell(3, 4, bias=False, dtype=dtype, rng=0),
-    "GRUCell-masked": lambda dtype: nn.GRUCell(
+    "RNNCell": lambda dtype: RNNCell(3, 4, dtype=dtype, rng=0),
+    "RNNCell-relu": lambda dtype: RNNCell(3, 4, False, "relu", dtype=dtype, rng=0),
+    "RNNCell-masked": lambda dtype: RNNCell(3, 4, weight_hh_mask=mask(4, 4), dtype=dtype, rng=0),
+    "GRUCell": lambda dtype: GRUCell(3, 4, dtype=dtype, rng=0),
+    "GRUCell-no-bias": lambda dtype: GRUCell(3, 4, bias=False, dtype=dtype, rng=0),
+    "GRUCell-masked": lambda dtype: GRUCell(
         3, 4, weight_ih_mask=mask(12, 3), weight_hh_mask=mask(12, 4), dtype=dtype, rng=0
     ),
-    "LSTMCell": lambda dtype: nn.LSTMCell(3, 4, dtype=dtype, rng=0),
-    "LSTMCell-no-bias": lambda dtype: nn.LSTMCell(3, 4, bias=False, dtype=dtype, rng=0),
-    "LSTMCell-masked": lambda dtype: nn.LSTMCell(
+    "LSTMCell": lambda dtype: LSTMCell(3, 4, dtype=dtype, rng=0),
+    "LSTMCell-no-bias": lambda dtype: LSTMCell(3, 4, bias=False, dtype=dtype, rng=0),
+    "LSTMCell-masked": lambda dtype: LSTMCell(
         3, 4, weight_ih_mask=mask(16, 3), weight_hh_mask=mask(16, 4), dtype=dtype, rng=0
     ),
 }

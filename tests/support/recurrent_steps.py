@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sparsescan.jacobians import GRU, LSTM, RNN
+from sparsescan.recurrent import GRU, LSTM, RNN
 
 __all__ = ["KINDS", "arguments_of", "autograd", "gradients_of", "networks"]
 
@@ -60,7 +60,7 @@ def autograd(
 def kept(net: Any, name: str) -> Any:
     """Return the mask of a weight."""
     cell, own = net._places.get(name, (None, ""))
-    mask = None if cell is None else cell._masks.get(own)
+    mask = None if cell is None else cell.masks.get(own)
     return True if mask is None else mask.on(np)
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import seed, settings
 
-__all__ = ["ALL", "SAMPLE", "added_examples", "examples", "other_examples", "slow", "times"]
+__all__ = [
+    "ALL",
+    "SAMPLE",
+    "added_examples",
+    "examples",
+    "long_run",
+    "other_examples",
+    "slow",
+    "times",
+]
 
 # Examples that Hypothesis makes for a test by default, in a sample of all tests and with --all.
 SAMPLE, ALL = 10, 30
@@ -29,6 +38,11 @@ def examples(usual: int) -> Examples:
 def times(factor: int) -> Examples:
     """Return so many times as many examples as others take by default."""
     return _examples(lambda default: factor * default)
+
+
+def long_run(count: int, in_sample: int) -> Examples:
+    """Return how many examples a test takes: `count` with --all, and few in a sample."""
+    return _examples(lambda default: count if default >= ALL else in_sample)
 
 
 def _examples(count: Callable[[int], int]) -> Examples:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsescan.jacobians import GRUCell, Linear, Operator, Residual, Tanh
+from sparsescan.jacobians import Linear, Operator, Residual, Tanh
+from sparsescan.recurrent import GRUCell
 from sparsescan.strategies.recurrent import Recurrent, Step, Trainable
 
 __all__ = ["loss_of", "parameters", "start_of", "transcription"]

@@ -32,12 +32,26 @@ def test_lives_of_recurrent_modules(seed: int, names: list[str]) -> None:
         fuzz_lives.live("recurrent", seed, names)
 
 
+@given(SEEDS, events("layers"))
+def test_lives_of_layers_of_torchrecurrent(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuzz_lives.live("layers", seed, names)
+
+
+@given(SEEDS, events("cells"))
+def test_lives_of_modules_of_cells(seed: int, names: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuzz_lives.live("cells", seed, names)
+
+
 @pytest.mark.parametrize("kind", fuzz_lives.KINDS)
 def test_each_event_can_be(kind: str) -> None:
     """An event that no model could have would test nothing."""
     for event in set(fuzz_lives.KINDS[kind][1]):
         name = event.__name__
-        if kind == "recurrent" and name == "bool_mask":
+        if kind != "stack" and name == "bool_mask":
             continue
         before = ["share"] if name == "interleave" else ["hook"] if name == "unhook" else []
         with warnings.catch_warnings():

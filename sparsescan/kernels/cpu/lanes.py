@@ -54,6 +54,7 @@ __all__ = [
     "equal",
     "equal_or",
     "exp",
+    "expm1",
     "fma",
     "gather_1",
     "gather_4",
@@ -311,10 +312,12 @@ def _masked_store(builder, vector, place, mask):
 
 
 def _first_lanes(builder, count, vector):
-    """Return a mask of the first `count` lanes."""
-    lanes = ir.VectorType(count.type, vector.count)
+    """Return a mask of the first `count` lanes, by a comparison of as few bytes as they have."""
+    most, short = count.type(vector.count), ir.IntType(32)
+    count = builder.select(builder.icmp_signed("<", count, most), count, most)
+    lanes = ir.VectorType(short, vector.count)
     each = ir.Constant(lanes, list(range(vector.count)))
-    return builder.icmp_signed("<", each, _broadcast(builder, count, lanes))
+    return builder.icmp_signed("<", each, _broadcast(builder, builder.trunc(count, short), lanes))
 
 
 @intrinsic
@@ -409,11 +412,10 @@ def _for_rows(builder, vector, most, rows, count, do):
             for k in range(most):
                 do(k, None)
         with otherwise:
+            mask = _first_lanes(builder, count, vector)
+            none = ir.Constant(mask.type, None)
             for k in range(most):
-                left = builder.select(
-                    builder.icmp_signed(">", rows, size.type(k)), count, size.type(0)
-                )
-                do(k, _first_lanes(builder, left, vector))
+                do(k, builder.select(builder.icmp_signed(">", rows, size.type(k)), mask, none))
 
 
 @intrinsic
@@ -849,6 +851,20 @@ def sigmoid(x):
     k, p = _expm1(0.0 - (a < -most).chosen(-most, a))
     power = _power_of_two(k)
     return (a < -most).chosen(0.0, 1.0 / (1.0 + _fma(power, p, power)))
+
+
+@_of_vectors
+def expm1(x):
+    """Return ``exp(x) - 1`` within two ulps."""
+    # Below these the result is -1. NaN stays.
+    least = x.by_size(-30.0, -60.0)
+    a = (x < least).chosen(x.number(least), x)
+    k, p = _expm1(a)
+    power = _power_of_two(k)
+    # Beyond 40 it is exp(x).
+    is_less = x <= x.by_size(88.72283, 709.782712893384)
+    large = is_less.chosen(_exp_of_less(x), x + math.inf)
+    return (x <= 40.0).chosen(_fma(power, p, power - 1.0), large).called("copysign", x)
 
 
 # Logarithms: x = 2ᵏ·(1 + f) with √½ ≤ 1 + f < √2. log(1 + f) is 2·artanh(s) with s = f / (2 + f).

@@ -228,7 +228,10 @@ def _described(value: Any) -> Any:
     if isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         made_with = map(_described, (*cells, *(function.__defaults__ or ())))
-        return "function", function.__module__, function.__qualname__, *made_with
+        # A text that was written by the program is in a file named by all that is in it.
+        file = function.__code__.co_filename
+        written = (file,) if file.startswith("<") else ()
+        return "function", function.__module__, function.__qualname__, *written, *made_with
     raise TypeError(f"a kernel closes over {type(value).__name__}, which has no name of its own")
 
 

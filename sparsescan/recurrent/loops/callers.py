@@ -30,7 +30,9 @@ __all__ = [
     "row_of",
     "state_in",
     "state_out",
+    "take_over",
     "total_grads",
+    "total_row",
     "turn_in",
     "turn_out",
     "turn_row_in",
@@ -178,26 +180,30 @@ def turn_slots_out(states, s, first, begin, end, out, origin, width, column):
 
 
 @_kernel
-def products_out(s, gates, products, out, begin, end):
-    """Write the gradients in the products of some steps, ``[step][sample][product]``."""
+def gates_out(s, gates, width, out, begin, end):
+    """Write vectors of the gates of some steps, from the first one here on.
+
+    Those are ``[step][sample][vector]``, in rows of `width` numbers; zeros without gradients.
+    """
     size, units = gates.kept * gates.units, gates.units
     for first in range(0, s.given, gates.samples):
         left = min(gates.samples, s.given - first)
         # Where samples are lanes, a group is filled up.
         samples = gates.samples if s.sample_lanes else left
         for t in range(begin, end):
-            at, to = (first * gates.steps + t * samples) * size, (t * s.given + first) * products
+            at = (first * gates.steps + t * samples) * size + gates.gate * samples * units
+            to = (t * s.given + first) * width
             if gates.has_grads[first * gates.steps + t] == 0:
-                for i in range(left * products):
+                for i in range(left * width):
                     out[to + i] = 0
                 continue
             if s.sample_lanes:
-                turn_row_out(gates.values, at, products, out, to, products, left, s.pairs)
+                turn_row_out(gates.values, at, width, out, to, width, left, s.pairs)
                 continue
             for b in range(left):
-                for i in range(products):
+                for i in range(width):
                     place = at + (i // units * samples + b) * units + i % units
-                    out[to + b * products + i] = gates.values[place]
+                    out[to + b * width + i] = gates.values[place]
 
 
 # -- States and gradients of the caller ------------------------------------------------------------
@@ -265,25 +271,35 @@ def clear_outputs(output, lengths, width, begin, end):
 
 
 @_kernel
-def place(param, order, out):
-    """Write the numbers of a parameter in some order; a place behind the last stands for 0."""
-    for p in range(len(order)):
-        out[p] = param[order[p]] if order[p] < len(param) else 0
+def take_over(param, out, at):
+    """Write the numbers of a parameter from a place on."""
+    for p in range(len(param)):
+        out[at + p] = param[p]
 
 
 @_kernel
-def add_placed(param, order, out):
+def place(params, order, out):
+    """Write the numbers of parameters in some order; a place behind the last stands for 0."""
+    for p in range(len(order)):
+        out[p] = params[order[p]] if order[p] < len(params) else 0
+
+
+@_kernel
+def add_placed(params, order, out):
     """Add what :func:`place` writes."""
     for p in range(len(order)):
-        if order[p] < len(param):
-            out[p] += param[order[p]]
+        if order[p] < len(params):
+            out[p] += params[order[p]]
 
 
 @_kernel
-def total_grads(sums, lots, count, order, out):
-    """Write the sums of `lots` parts of `count` numbers, in some order; a negative place is 0."""
+def total_grads(sums, lots, count, order, begins, out):
+    """Write the sums of `lots` parts of `count` numbers, in some order; a negative place is 0.
+
+    They are added unless this `begins` a gradient.
+    """
     for p in range(len(order)):
-        sum_of_lots = 0.0
+        sum_of_lots = 0.0 if begins else float(out[p])
         if order[p] >= 0:
             for i in range(order[p], lots * count, count):
                 sum_of_lots += sums[i]
@@ -291,9 +307,21 @@ def total_grads(sums, lots, count, order, out):
 
 
 @_kernel
-def put_grads(sums, order, out):
-    """Write some sums to their places, and 0 elsewhere."""
-    for p in range(len(out)):
-        out[p] = 0
+def total_row(sums, lots, count, first, units, begins, out):
+    """Write the sum of `lots` parts of `units` numbers, or add it, as a parameter of all units."""
+    whole = 0.0 if begins else float(out[0])
+    for lot in range(lots):
+        for i in range(lot * count + first, lot * count + first + units):
+            whole += sums[i]
+    out[0] = whole
+
+
+@_kernel
+def put_grads(sums, order, begins, out):
+    """Write some sums to their places, unless these are negative, and 0 elsewhere; or add them."""
+    if begins:
+        for p in range(len(out)):
+            out[p] = 0
     for p in range(len(order)):
-        out[order[p]] = sums[p]
+        if order[p] >= 0:
+            out[order[p]] += sums[p]

@@ -15,6 +15,10 @@ states finite.
 
 from __future__ import annotations
 
+import numpy as np
+from numba.extending import overload
+from numba.np import numpy_support
+
 from ...kernels.compile import njit
 from ...kernels.cpu.lanes import (
     fma,
@@ -28,11 +32,28 @@ from ...kernels.cpu.lanes import (
     total,
 )
 
-__all__ = ["UNKNOWN", "all_zero", "bound_of", "clear", "has_step", "no_grads_above", "zero_times"]
+__all__ = [
+    "BOUNDED",
+    "NEVER",
+    "STRICT",
+    "UNKNOWN",
+    "all_zero",
+    "bound_of",
+    "clear",
+    "has_step",
+    "limit_of",
+    "no_grads_above",
+    "zero_times",
+]
 
 # Without counts of references: threads that share arrays would wait for each other at every call.
 _helper = njit(_nrt=False)
 _inline = njit(_nrt=False, forceinline=True)
+# Which steps are left out: none; those whose numbers have all been looked at; and those of cells
+# whose states tell of the steps before.
+NEVER, STRICT, BOUNDED = range(3)
+# Below which all numbers of a step are, where they are looked at: no product of a few overflows.
+_MOST = 1 << 16
 # In the place of a bound that was not asked for.
 UNKNOWN = -1.0
 
@@ -83,13 +104,24 @@ def _total_size(x):
 
 
 @_helper
-def bound_of(w_back, w_in_back, bias):
+def bound_of(weights, bias, rows):
     """Return what times a finite state is finite only if all its products with weights are.
 
     With the weights' absolute values `S` that is ``4·S``: a product is at most ``S·max(|h|, 1)``.
     It is infinite or NaN if a weight is.
     """
-    return 4 * (_total_size(w_back) + _total_size(w_in_back) + _total_size(bias))
+    return 4 * (_total_size(weights) + _total_size(bias) + _total_size(rows))
+
+
+def limit_of(x):
+    """Return what times a number is infinite if it is not far from overflowing."""
+    return float(np.finfo(x.dtype).max) / _MOST
+
+
+@overload(limit_of)
+def _limit_of(x):
+    value = limit_of(np.empty(0, numpy_support.as_dtype(x.dtype)))
+    return lambda x: value
 
 
 @_inline

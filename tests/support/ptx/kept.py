@@ -125,4 +125,7 @@ def _described(function: Any) -> tuple[Any, ...]:
     """Return the name of a function, and the values that it was made with: constants for Numba."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     plain = [None if hasattr(getattr(v, "py_func", v), "__closure__") else v for v in values]
-    return function.__module__, function.__qualname__, *plain
+    # A text that was written by the program is in a file named by all that is in it.
+    file = function.__code__.co_filename
+    written = [file] if file.startswith("<") else []
+    return function.__module__, function.__qualname__, *written, *plain

@@ -16,14 +16,15 @@ import fake_cupy
 import numpy as np
 import pytest
 from oracles import STRUCTURES, mask
+from some_cells import CELLS
 
 import sparsescan
 from sparsescan import BatchedCSR, ImplicitChain, ImplicitPattern, Pattern, Schedule
 from sparsescan.execution import chunk_counts, device
-from sparsescan.jacobians import GRU, LSTM
 from sparsescan.kernels.cuda.checks import is_safe
 from sparsescan.plan.scan_plan import ScanPlan
 from sparsescan.plan.spec import PlanSpec
+from sparsescan.recurrent import GRU, LSTM, Recurrent
 from sparsescan.recurrent import device as recurrent_device
 from sparsescan.symbolic.pattern import of_mask
 
@@ -34,14 +35,16 @@ __all__ = ["KERNELS", "TABLE", "run", "table_of"]
 
 TABLE = Path(__file__).parents[2] / "gpu" / "ptx_mutants.json"
 
-# Kernels of whole sequences, whose weights are in registers, or read in each step.
+# Kernels of whole sequences, whose weights are in registers, or read in each step; and of stages.
 _HELD, _READ = " of a GRU", " of an LSTM"
+_STAGES, _ROWS = " of an MGU", " of cells with rows of parameters"
+_SEQUENCES = _HELD, _READ, _STAGES, _ROWS
 _IMPLICIT, _TWO = " of implicit steps", " of two unknowns for each unit"
 KERNELS = (
     *("check_indices", "vectors", "level", "rescale", "sweep_steps"),
     *("multiply", "carry", "sweep", "repair", "chained"),
     *(name + about for about in (_IMPLICIT, _TWO) for name in ("multiply", "sweep", "repair")),
-    *(name + about for about in (_HELD, _READ) for name in ("run", "back_sequence")),
+    *(name + about for about in _SEQUENCES for name in ("run", "back_sequence")),
 )
 F4 = np.float32
 # Seeds of chains of nine steps.
@@ -83,14 +86,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
         sparsescan.exclusive_scan(
             grad, jacobians, local_grads=local, schedule="linear", device="cuda"
         )
-    # Blocks of several samples, which have more lanes than those, or as many.
-    monkeypatch.setattr(recurrent_device, "samples_of", lambda *about: 2)
-    for mutants.about, net in (
-        (_HELD, GRU(2, 40, bidirectional=True, dtype=F4, rng=0)),
-        (_READ, LSTM(2, 50, dtype=np.float64, rng=0)),
-    ):
-        train(cupy, net)
-    mutants.about = ""
+    train_networks(monkeypatch, cupy, mutants)
     # Small products are shared by blocks, or multiplied by cuBLAS, as large ones are; but first
     # those that leave the band are made by one.
     for grain, size, seeds in (
@@ -108,6 +104,19 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Mutants:
     for case in odd_products():
         case.run()
     return mutants
+
+
+def train_networks(monkeypatch: pytest.MonkeyPatch, cupy: Any, mutants: Mutants) -> None:
+    """Run networks with blocks of several samples, which have more lanes than those, or as many."""
+    monkeypatch.setattr(recurrent_device, "samples_of", lambda *about: 2)
+    for mutants.about, net in (
+        (_HELD, GRU(2, 40, bidirectional=True, dtype=F4, rng=0)),
+        (_READ, LSTM(2, 50, dtype=np.float64, rng=0)),
+        (_STAGES, Recurrent(CELLS["MGU"], 2, 40, bidirectional=True, dtype=F4, rng=0)),
+        (_ROWS, Recurrent(CELLS["Tied"], 2, 50, dtype=np.float64, rng=0)),
+    ):
+        train(cupy, net)
+    mutants.about = ""
 
 
 class Case(NamedTuple):
@@ -224,7 +233,8 @@ def train(cupy: Any, net: Any) -> None:
     x = rng.standard_normal((steps, batch, net.input_size)).astype(array.dtype)
     state = rng.standard_normal((1 + net.bidirectional, batch, net.state_size)).astype(x.dtype)
     output, _ = step.forward(cupy.asarray(x), cupy.asarray(state), np.array([11, 4, 9]))
-    step.backward(output)
+    carry = rng.standard_normal(state.shape).astype(x.dtype)
+    step.backward(output, cupy.asarray(carry))
 
 
 def check_index_arrays(cupy: Any) -> None:

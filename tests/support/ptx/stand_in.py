@@ -51,7 +51,8 @@ def _build(kernel: Any, count: int, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     if read(kernel, count, (9, 0), folder) is None:
-        code = _door.assemble(lower_kernel(kernel, count).ptx("9.0a"))
+        text = lower_kernel(kernel, count).ptx("9.0a")
+        code = _door.assemble(_door.with_threads(text, kernel))
         save(kernel, count, (9, 0), folder, code)
 
 

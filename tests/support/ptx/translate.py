@@ -739,6 +739,10 @@ class _Translator:
                 raise PtxError(f"line {one.line}: no model of {one.opcode}")
 
     def _do_add(self, one: Instruction) -> None:
+        if one.parts[1:] == ["rz", "f32"]:
+            a, b = (self._read(source, "f32") for source in one.operands[1:])
+            self._write(one.operands[0], self._added_towards_zero(a, b), "f32")
+            return
         self._check_float(one)
         self._arithmetic(one, "add")
 
@@ -772,6 +776,13 @@ class _Translator:
             wide = f"{kind[0]}{2 * _bits(kind)}"
             product, overflow = self._wide_product(kind, a, b), "0"
             kind = wide
+        elif one.parts[1] == "lo" and one.parts[2] == "cc":
+            # The sum with a carry, which the next instruction adds.
+            product = self._let(f"mul i32 {self._read(a, kind)}, {self._read(b, kind)}")
+            total = self._let(f"add i32 {product}, {self._read(c, kind)}")
+            self._carry = self._let(f"icmp ult i32 {total}, {product}")
+            self._write(target, total, kind)
+            return
         elif one.parts[1] == "lo":
             product, overflow = self._checked(
                 one, "mul", kind, self._read(a, kind), self._read(b, kind)
@@ -781,6 +792,25 @@ class _Translator:
         value, also = self._checked(one, "add", kind, product, self._read(c, kind))
         overflow = self._either(self._either(overflow, also), self._overflow(a, b, c))
         self._write(target, value, kind, overflow)
+
+    def _do_madc(self, one: Instruction) -> None:
+        target, a, b, c = one.operands
+        if one.parts[1:] != ["hi", "u32"]:
+            raise PtxError(f"line {one.line}: no model of {one.opcode}")
+        high = self._let(f"lshr i64 {self._wide_product('u32', a, b)}, 32")
+        high = self._let(f"trunc i64 {high} to i32")
+        carry = self._let(f"zext i1 {self._carry} to i32")
+        total = self._let(f"add i32 {high}, {self._read(c, 'u32')}")
+        self._write(target, self._let(f"add i32 {total}, {carry}"), "u32")
+
+    def _added_towards_zero(self, a: str, b: str) -> str:
+        """Return ``a + b`` of two floats, rounded towards 0."""
+        down = self._rounded_down(a, "1.0", b)
+        turned = [self._let(f"fneg float {value}") for value in (a, b)]
+        up = self._let(f"fneg float {self._rounded_down(turned[0], '1.0', turned[1])}")
+        near = self._let(f"fadd float {a}, {b}")
+        is_negative = self._let(f"fcmp olt float {near}, 0.0")
+        return self._let(f"select i1 {is_negative}, float {up}, float {down}")
 
     def _do_fma(self, one: Instruction) -> None:
         kind = one.parts[-1]

@@ -1,0 +1,318 @@
+"""The training step of any cell in JAX: a jitted ``lax.scan``, made from the cell's own step.
+
+It is what somebody who knows JAX would write by hand. What does not wait for the state is computed
+for all time steps at once, before the scan. All gates that multiply one vector are one matrix
+product: of the input, before the scan. A sum of products has its biases added before the scan, and
+where it multiplies one vector by two matrices, these are added first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+from sparsescan.recurrent import Cell
+from sparsescan.recurrent.definition import bias_name, declared
+from sparsescan.recurrent.operations import OPERATIONS, Node
+from sparsescan.recurrent.program import INPUT, topological
+
+from . import peers
+
+__all__ = ["gradients"]
+
+Params = Mapping[str, Any]
+# What is known when: from parameters alone, from the inputs of all steps, inside a step.
+_FIXED, _EARLY, _LATE = 0, 1, 2
+_MOST_ARGUMENTS = 3  # of an operation
+
+
+class _Product(NamedTuple):
+    """A product in a sum."""
+
+    sign: float
+    matrix: str
+    gate: int
+    is_transposed: bool
+    argument: Node
+
+
+class _Sum(NamedTuple):
+    """A sum of products, and of other terms with their signs."""
+
+    products: list[_Product]
+    rest: list[tuple[float, Node]]
+
+
+def gradients(cell: Cell, unroll: int, is_packed: bool) -> Callable[[Params, Any, Any, Any], Any]:
+    """Return a function of parameters, inputs, first states, and gradients in all outputs.
+
+    It returns the outputs, and the gradients in the first three. It is to be jitted.
+
+    Parameters
+    ----------
+    cell : Cell
+        The cell, whose step is read.
+    unroll : int
+        Steps in a turn of the loop.
+    is_packed : bool
+        Whether what a step adds to the gates of a matrix is one array, or one for each gate.
+    """
+    jax = peers.load_jax()
+
+    def outputs(params: Params, x: Any, state: Any) -> Any:
+        step = _Step(jax, cell, params, is_packed)
+        read = step.before(x)
+        begin = tuple(jax.numpy.split(state, cell.program.states, axis=-1))
+
+        def body(states: Any, own: Any) -> Any:
+            after = step.after(states, own)
+            return after, after[0]
+
+        return jax.lax.scan(body, begin, read, length=len(x), unroll=unroll)[1]
+
+    def run(params: Params, x: Any, state: Any, grad: Any) -> Any:
+        output, pull = jax.vjp(outputs, params, x, state)
+        return output, pull(grad)
+
+    return run
+
+
+class _Step:
+    """A step of a cell on arrays of JAX, for some parameters."""
+
+    def __init__(self, jax: Any, cell: Cell, params: Params, is_packed: bool) -> None:
+        self.is_packed = is_packed
+        self.jnp, self.params, self.units = jax.numpy, params, cell.hidden_size
+        self.declared, self.bias = declared(type(cell)), cell.bias
+        self.functions = _functions(jax)
+        self.outputs = cell.program.traced
+        self.order = topological(self.outputs)
+        self.phases: dict[Node, int] = {}
+        for each in self.order:
+            own = {"input": _EARLY, "state": _LATE}.get(each.operation, _FIXED)
+            self.phases[each] = max([own, *(self.phases[a] for a in each.arguments)])
+        self.sums, self.absorbed = self._find_sums()
+        self.blocks = {
+            name: jax.numpy.split(param, len(param) // self.units)
+            for name, param in params.items()
+            if param.ndim
+        }
+        # Values that all steps share.
+        self.fixed: dict[Any, Any] = {}
+        self.weights: dict[tuple[Node, int], tuple[list[Node], Any]] = {}
+        for argument, phase in dict.fromkeys(
+            (one.argument, self.phases[one.argument])
+            for each in self.sums.values()
+            for one in each.products
+        ):
+            self.weights[argument, phase] = self._weights_of(argument)
+
+    # -- Sums of products -------------------------------------------------------------------------
+
+    def _find_sums(self) -> tuple[dict[Node, _Sum], set[Node]]:
+        """Return the sums that have products, and the nodes that are parts of one."""
+        uses = Counter(argument for each in self.order for argument in each.arguments)
+        uses.update(self.outputs)
+        sums: dict[Node, _Sum] = {}
+        absorbed: set[Node] = set()
+        for each in reversed(self.order):
+            if each in absorbed or each.operation not in ("add", "subtract", "product"):
+                continue
+            found, inner = _Sum([], []), set[Node]()
+            stack = [(1.0, each)]
+            while stack:
+                sign, one = stack.pop()
+                is_inside = one is each or uses[one] == 1
+                if is_inside and one.operation == "product":
+                    found.products.append(_Product(sign, *one.about, *one.arguments))
+                elif is_inside and one.operation in ("add", "subtract"):
+                    a, b = one.arguments
+                    stack += [(-sign if one.operation == "subtract" else sign, b), (sign, a)]
+                else:
+                    found.rest.append((sign, one))
+                    continue
+                inner.add(one)
+            if found.products:
+                sums[each] = found
+                absorbed |= inner - {each}
+        return sums, absorbed
+
+    def _weights_of(self, argument: Node) -> tuple[list[Node], Any]:
+        """Return the sums that multiply a vector, and their matrices side by side."""
+        blocks = {
+            each: reduce(
+                lambda a, b: a + b,
+                [self._block(one) for one in own.products if one.argument is argument],
+            )
+            for each, own in sorted(self.sums.items(), key=self._reads_no_input)
+            if any(one.argument is argument for one in own.products)
+        }
+        return list(blocks), self.jnp.concatenate([each.T for each in blocks.values()], axis=1)
+
+    def _reads_no_input(self, item: tuple[Node, _Sum]) -> bool:
+        own = item[1]
+        terms = [one.argument for one in own.products] + [one for _, one in own.rest]
+        return all(self.phases[each] != _EARLY for each in terms)
+
+    def _block(self, product: _Product) -> Any:
+        block = self.blocks[product.matrix][product.gate]
+        block = block.T if product.is_transposed else block
+        return block if product.sign == 1 else -block
+
+    def _biases(self, own: _Sum) -> list[tuple[float, Any]]:
+        """Return the biases of the matrices of a sum."""
+        found = []
+        for one in own.products:
+            biased = self.declared[one.matrix].biased
+            if self.bias and not one.is_transposed and one.gate in biased:
+                found.append((one.sign, self.blocks[bias_name(one.matrix)][biased.index(one.gate)]))
+        return found
+
+    def _sum(self, each: Node, phase: int, values: dict[Any, Any]) -> Any:
+        """Return a sum, as far as it is known in a phase, or what the last one adds to that."""
+        own, terms = self.sums[each], list[tuple[float, Any]]()
+        early = phase != _LATE
+        if early:
+            terms += self._biases(own)
+        for argument in dict.fromkeys(one.argument for one in own.products):
+            if (self.phases[argument] != _LATE) == early:
+                terms.append((1.0, self._product(each, argument, values)))
+        terms += [
+            (sign, self._value(one, values))
+            for sign, one in own.rest
+            if (self.phases[one] != _LATE) == early
+        ]
+        if not early and (each, "early") in values:
+            terms.append((1.0, values[each, "early"]))
+        return _added(terms)
+
+    def _product(self, each: Node, argument: Node, values: dict[Any, Any]) -> Any:
+        sums, weights = self.weights[argument, self.phases[argument]]
+        key = "product", argument
+        if key not in values:
+            # Split, since gradients of slices are sums of arrays of zeros.
+            product = self._value(argument, values) @ weights
+            packed = values.get(("packed", argument))
+            ends = [] if packed is None else [packed.shape[-1]]
+            parts = [one for one in self.jnp.split(product, ends, axis=-1) if one.shape[-1]]
+            if packed is not None:
+                parts[0] = parts[0] + packed
+            values[key] = [
+                one
+                for part in parts
+                for one in self.jnp.split(part, part.shape[-1] // self.units, axis=-1)
+            ]
+        return values[key][sums.index(each)]
+
+    # -- Values -----------------------------------------------------------------------------------
+
+    def before(self, x: Any) -> list[Any]:
+        """Compute all that no state is needed for; what the loop reads of it, for each step."""
+        values = self.fixed = {INPUT: x}
+        for each in self.order:
+            if each in self.absorbed:
+                continue
+            if self.phases[each] != _LATE:
+                self._value(each, values)
+            elif each in self.sums:
+                part = self._sum(each, _EARLY, values)
+                if part is not None:
+                    values[each, "early"] = part
+        self._pack(values)
+        is_late = [each for each in self.order if self.phases[each] == _LATE]
+        read: dict[Any, None] = {
+            argument: None
+            for each in is_late
+            if each not in self.sums and each not in self.absorbed
+            for argument in each.arguments
+        }
+        read |= {key: None for key in values if isinstance(key, tuple)}
+        read |= dict.fromkeys(self.outputs)
+        # Of each step apart: what has an axis of time. All steps share the rest.
+        arrays = {key: each for key, each in values.items() if not isinstance(each, list)}
+        self.keys = [key for key in read if key in arrays and self.jnp.ndim(arrays[key]) == 3]
+        self.fixed = {key: each for key, each in arrays.items() if self.jnp.ndim(each) < 3}
+        return [arrays[key] for key in self.keys]
+
+    def _pack(self, values: dict[Any, Any]) -> None:
+        """Make one array of what is added, in a step, to gates that multiply one vector."""
+        for (argument, phase), (sums, _) in self.weights.items():
+            packed = []
+            for each in sums if phase == _LATE and self.is_packed else ():
+                late = {
+                    one.argument
+                    for one in self.sums[each].products
+                    if self.phases[one.argument] == _LATE
+                }
+                if len(late) > 1 or self.jnp.ndim(values.get((each, "early"), 0)) != 3:
+                    break
+                packed.append(values.pop((each, "early")))
+            if packed:
+                values["packed", argument] = self.jnp.concatenate(packed, axis=-1)
+
+    def after(self, states: tuple[Any, ...], own: list[Any]) -> tuple[Any, ...]:
+        """Return the states after a step."""
+        values = {**self.fixed, **dict(zip(self.keys, own, strict=True))}
+        values |= {each: states[each.about[0]] for each in self.order if each.operation == "state"}
+        like = states[0]
+        after = [self.jnp.asarray(self._value(each, values), like.dtype) for each in self.outputs]
+        return tuple(self.jnp.broadcast_to(each, like.shape) for each in after)
+
+    def _value(self, each: Node, values: dict[Any, Any]) -> Any:
+        """Return the value of a node, computed now unless it is known."""
+        if each not in values:
+            if each.operation == "number":
+                return each.about[0]
+            if each.operation == "scalar":
+                return self.params[each.about[0]]
+            if each.operation == "vector":
+                name, gate = each.about
+                return self.blocks[name][gate]
+            if each in self.sums:
+                values[each] = self._sum(each, self.phases[each], values)
+            else:
+                arguments = [self._value(one, values) for one in each.arguments]
+                values[each] = self.functions[each.operation](*arguments)
+        return values[each]
+
+
+def _added(terms: list[tuple[float, Any]]) -> Any:
+    """Return a sum of terms with signs; None without any."""
+    total = None
+    for sign, term in terms:
+        if total is None:
+            total = term if sign == 1 else -term
+        else:
+            total = total + term if sign == 1 else total - term
+    return total
+
+
+def _functions(jax: Any) -> dict[str, Callable[..., Any]]:
+    """Return the operations of steps: their texts for NumPy, and what differs in JAX."""
+    jnp = jax.numpy
+
+    @jax.custom_jvp
+    def surrogate(value: Any, a: Any, slope: Any) -> Any:
+        return value
+
+    @surrogate.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        value, _, slope = primals
+        return value, slope * tangents[1]
+
+    names = {"xp": jnp, "sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus, "zero": 0}
+    functions = {}
+    for name, about in OPERATIONS.items():
+        text = about.numpy.format(*(f"a[{k}]" for k in range(_MOST_ARGUMENTS)))
+        functions[name] = eval(f"lambda *a: {text}", dict(names))
+    return functions | {
+        # At 0 the derivative is 0, and not a half.
+        "relu": jax.nn.relu,
+        "less": lambda a, b: (a < b).astype(jnp.result_type(a, b)),
+        "less_equal": lambda a, b: (a <= b).astype(jnp.result_type(a, b)),
+        "where": lambda condition, a, b: jnp.where(condition != 0, a, b),
+        "stop_gradient": jax.lax.stop_gradient,
+        "surrogate": surrogate,
+    }

@@ -1,0 +1,77 @@
+"""Recurrent cells of the literature, each as its paper defines it.
+
+In the docstrings, ``h'`` is the new state and ``h`` the last one, ``∘`` multiplies units, σ is the
+sigmoid, and products have their biases, which are not written: ``W x`` is ``weight_ih``'s, ``U h``
+is ``weight_hh``'s. Where torchrecurrent has a cell, it has these parameters, by name and shape.
+
+Examples
+--------
+>>> from sparsescan.recurrent.catalogue import LEM, tauGRU
+>>> LEM(3, 4, dt=0.5).state_size
+8
+>>> tauGRU(3, 4, delay=5, nonlinearity="relu").state_size
+24
+"""
+
+from .additive import ATR, CFN, JANET, RAN
+from .delayed import TGRU, TLSTM, TRNN, tauGRU
+from .dynamical import LEM, AntisymmetricRNN, GatedAntisymmetricRNN, UnICORNN, coRNN
+from .gated import MGU, SGRN, STAR, UGRNN, LightRU, LiGRU, MinimalRNN
+from .independent import BR, NBR, SCRN, IndRNN
+from .linear import minGRU, minLSTM
+from .lstms import MCLSTM, WMCLSTM, MultiplicativeLSTM, OriginalLSTM, PeepholeLSTM, ResLSTM
+from .scaled import FastGRNN, FastRNN, MiRU1, MiRU2
+from .searched import MUT1, MUT2, MUT3, NAS
+from .simple_gated import DSGU, SGU, IntersectionRNN
+from .spiking import Alpha, Leaky, Synaptic
+from .xlstm import sLSTM
+
+__all__ = [
+    "ATR",
+    "BR",
+    "CFN",
+    "DSGU",
+    "JANET",
+    "LEM",
+    "MCLSTM",
+    "MGU",
+    "MUT1",
+    "MUT2",
+    "MUT3",
+    "NAS",
+    "NBR",
+    "RAN",
+    "SCRN",
+    "SGRN",
+    "SGU",
+    "STAR",
+    "TGRU",
+    "TLSTM",
+    "TRNN",
+    "UGRNN",
+    "WMCLSTM",
+    "Alpha",
+    "AntisymmetricRNN",
+    "FastGRNN",
+    "FastRNN",
+    "GatedAntisymmetricRNN",
+    "IndRNN",
+    "IntersectionRNN",
+    "Leaky",
+    "LiGRU",
+    "LightRU",
+    "MiRU1",
+    "MiRU2",
+    "MinimalRNN",
+    "MultiplicativeLSTM",
+    "OriginalLSTM",
+    "PeepholeLSTM",
+    "ResLSTM",
+    "Synaptic",
+    "UnICORNN",
+    "coRNN",
+    "minGRU",
+    "minLSTM",
+    "sLSTM",
+    "tauGRU",
+]

@@ -1,0 +1,164 @@
+"""Long short-term memory: before it had a forget gate, and since then."""
+
+from __future__ import annotations
+
+from ..cell import Cell
+from ..definition import Hidden, Input, Vector
+from ..operations import sigmoid, tanh
+from .activations import activation
+
+__all__ = ["MCLSTM", "WMCLSTM", "MultiplicativeLSTM", "OriginalLSTM", "PeepholeLSTM", "ResLSTM"]
+
+
+class OriginalLSTM(Cell):
+    """LSTM without a forget gate (Hochreiter and Schmidhuber, 1997, Neural Computation 9, 1735).
+
+    ::
+
+        c' = c + σ(W_i x + U_i h) ∘ tanh(W_g x + U_g h)
+        h' = σ(W_o x + U_o h) ∘ tanh(c')
+
+    The paper leaves both functions that are tanh here open, and has ``4σ - 2`` and ``2σ - 1``.
+    """
+
+    weight_ih = Input("i", "g", "o")
+    weight_hh = Hidden("i", "g", "o")
+
+    def step(self, x, h, c):
+        i = sigmoid(self.weight_ih.i(x) + self.weight_hh.i(h))
+        g = tanh(self.weight_ih.g(x) + self.weight_hh.g(h))
+        o = sigmoid(self.weight_ih.o(x) + self.weight_hh.o(h))
+        c = c + i * g
+        return o * tanh(c), c
+
+
+class PeepholeLSTM(Cell):
+    """LSTM whose gates see the cell (Gers, Schraudolph and Schmidhuber, 2002, JMLR 3, 115).
+
+    ::
+
+        i  = σ(W_i x + U_i h + p_i ∘ c)
+        f  = σ(W_f x + U_f h + p_f ∘ c)
+        c' = f ∘ c + i ∘ φ(W_g x + U_g h)
+        o  = σ(W_o x + U_o h + p_o ∘ c')
+        h' = o ∘ φ(c')
+    """
+
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o")
+    weight_ph = Vector("i", "f", "o")
+    nonlinearity = activation("tanh")
+    gate_nonlinearity = activation("sigmoid")
+
+    def step(self, x, h, c):
+        W, U, p = self.weight_ih, self.weight_hh, self.weight_ph
+        i = self.gate_nonlinearity(W.i(x) + U.i(h) + p.i * c)
+        f = self.gate_nonlinearity(W.f(x) + U.f(h) + p.f * c)
+        c = f * c + i * self.nonlinearity(W.g(x) + U.g(h))
+        o = self.gate_nonlinearity(W.o(x) + U.o(h) + p.o * c)
+        return o * self.nonlinearity(c), c
+
+
+class WMCLSTM(Cell):
+    """LSTM with working memory connections (Landi et al., 2021, arXiv 2109.00020).
+
+    ::
+
+        i  = σ(W_i x + U_i h + tanh(V_i c))
+        f  = σ(W_f x + U_f h + tanh(V_f c))
+        c' = f ∘ c + i ∘ tanh(W_g x + U_g h)
+        o  = σ(W_o x + U_o h + tanh(V_o c'))
+        h' = o ∘ tanh(c')
+    """
+
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o")
+    weight_mh = Hidden("i", "f", "o")
+
+    def step(self, x, h, c):
+        W, U, V = self.weight_ih, self.weight_hh, self.weight_mh
+        i = sigmoid(W.i(x) + U.i(h) + tanh(V.i(c)))
+        f = sigmoid(W.f(x) + U.f(h) + tanh(V.f(c)))
+        c = f * c + i * tanh(W.g(x) + U.g(h))
+        o = sigmoid(W.o(x) + U.o(h) + tanh(V.o(c)))
+        return o * tanh(c), c
+
+
+class MCLSTM(Cell):
+    """LSTM with a memory controller (Ben-Ari and Shwartz-Ziv, 2017, NIPS Time Series Workshop).
+
+    ::
+
+        f, i, o, m = σ(W x + U v), each with rows of its own
+        c' = f ∘ c + i ∘ φ(W_n x + U_n v)
+        v' = m ∘ tanh(c')
+        h' = o ∘ tanh(c')
+
+    The state is ``[h, v, c]``; no step reads the output ``h`` of the step before.
+    """
+
+    weight_ih = Input("f", "i", "o", "m", "n")
+    weight_hh = Hidden("f", "i", "o", "m", "n")
+    gate_nonlinearity = activation("sigmoid")
+    cell_nonlinearity = activation("tanh")
+
+    def step(self, x, h, v, c):
+        W, U = self.weight_ih, self.weight_hh
+        f = self.gate_nonlinearity(W.f(x) + U.f(v))
+        i = self.gate_nonlinearity(W.i(x) + U.i(v))
+        o = self.gate_nonlinearity(W.o(x) + U.o(v))
+        m = self.gate_nonlinearity(W.m(x) + U.m(v))
+        c = f * c + i * self.cell_nonlinearity(W.n(x) + U.n(v))
+        return o * tanh(c), m * tanh(c), c
+
+
+class MultiplicativeLSTM(Cell):
+    """Multiplicative LSTM (Krause, Lu, Murray and Renals, 2016, arXiv 1609.07959).
+
+    ::
+
+        m  = (W_m x) ∘ (U h)
+        i, f, o = σ(W x + V m), each with rows of its own
+        c' = f ∘ c + i ∘ tanh(W_g x + V_g m)
+        h' = o ∘ tanh(c')
+    """
+
+    weight_ih = Input("m", "i", "f", "g", "o")
+    weight_hh = Hidden()
+    weight_mh = Hidden("i", "f", "g", "o")
+
+    def step(self, x, h, c):
+        W, V = self.weight_ih, self.weight_mh
+        m = W.m(x) * self.weight_hh(h)
+        i, f, o = sigmoid(W.i(x) + V.i(m)), sigmoid(W.f(x) + V.f(m)), sigmoid(W.o(x) + V.o(m))
+        c = f * c + i * tanh(W.g(x) + V.g(m))
+        return o * tanh(c), c
+
+
+class ResLSTM(Cell):
+    """Residual LSTM (Kim, El-Khamy and Lee, 2017, arXiv 1701.03360).
+
+    ::
+
+        i  = σ(W_i x + U_i h + p_i ∘ c)
+        f  = σ(W_f x + U_f h + p_f ∘ c)
+        c' = f ∘ c + i ∘ φ(W_g x + U_g h)
+        o  = σ(W_o x + U_o h + p_o ∘ c')
+        h' = o ∘ (P φ(c') + R x)
+    """
+
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o")
+    weight_proj = Hidden(bias=False)
+    weight_res = Input(bias=False)
+    weight_ph = Vector("i", "f", "o")
+    nonlinearity = activation("tanh")
+    gate_nonlinearity = activation("sigmoid")
+
+    def step(self, x, h, c):
+        W, U, p = self.weight_ih, self.weight_hh, self.weight_ph
+        i = self.gate_nonlinearity(W.i(x) + U.i(h) + p.i * c)
+        f = self.gate_nonlinearity(W.f(x) + U.f(h) + p.f * c)
+        c = f * c + i * self.nonlinearity(W.g(x) + U.g(h))
+        o = self.gate_nonlinearity(W.o(x) + U.o(h) + p.o * c)
+        return o * (self.weight_proj(self.nonlinearity(c)) + self.weight_res(x)), c

@@ -1,0 +1,133 @@
+"""Functions of a cell for the CPU: written, compiled, and found again by later processes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import linecache
+import os
+import re
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numba
+import numpy as np
+
+from ..kernels.compile import cache_folder, entry_for_c, njit
+from .loops.sequences import run
+from .loops.stages import signature
+from .program import Program
+from .render.cpu import CPURenderer
+
+__all__ = ["Code", "code_of", "renderer_of", "source_of"]
+
+_lock = threading.RLock()
+
+
+class Code(NamedTuple):
+    """The functions of a cell for a dtype.
+
+    Attributes
+    ----------
+    forward, backward : int
+        Their addresses.
+    """
+
+    forward: int
+    backward: int
+
+
+_HEADER = '''"""{name}: its passes over a step, for vectors on a CPU. Written by sparsescan."""
+
+from sparsescan.kernels.cpu.lanes import *
+
+
+'''
+
+
+@cache
+def _renderers() -> WeakKeyDictionary[Program, CPURenderer]:
+    return WeakKeyDictionary()
+
+
+def renderer_of(program: Program) -> CPURenderer:
+    """Return what has written the functions of a program."""
+    with _lock:
+        renderer = _renderers().get(program)
+        if renderer is None:
+            renderer = _renderers()[program] = CPURenderer(program)
+        return renderer
+
+
+def source_of(program: Program, name: str) -> str:
+    """Return the source of both functions of a program, of a cell of some name."""
+    renderer = renderer_of(program)
+    return _HEADER.format(name=name) + renderer.forward + "\n\n" + renderer.backward
+
+
+_codes: dict[tuple[str, str], Code] = {}
+
+
+def code_of(program: Program, name: str, dtype: np.dtype[Any]) -> Code:
+    """Return the functions of a program, of a cell of some name, for a dtype."""
+    source = source_of(program, name)
+    key = source, dtype.char
+    with _lock:
+        code = _codes.get(key)
+        if code is None:
+            module = _module_of(source, name)
+            kinds: tuple[Any, ...] = signature(numba.from_dtype(dtype))  # type: ignore[no-untyped-call]
+            options: dict[str, Any] = {"nogil": True, "cache": True, "_nrt": False}
+            functions = [njit(getattr(module, each), **options) for each in ("forward", "backward")]
+            code = _codes[key] = Code(*(entry_for_c(each, kinds) for each in functions))
+            _kept.extend(functions)
+        return code
+
+
+# Machine code lives as long as its function.
+_kept: list[Any] = []
+
+
+@cache
+def _module_of(source: str, name: str) -> ModuleType:
+    """Return a module of this source, from a file if one can be written."""
+    digest = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
+    title = f"sparsescan_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower()}_{digest}"
+    path = _file_of(source, title)
+    if path is None:
+        place = f"<sparsescan cell {title}>"
+        module = sys.modules[title] = ModuleType(title)
+        linecache.cache[place] = len(source), None, source.splitlines(True), place
+        exec(compile(source, place, "exec"), vars(module))
+        return module
+    spec = importlib.util.spec_from_file_location(title, path)
+    assert spec is not None
+    assert spec.loader is not None
+    # Code that is kept names its module.
+    module = sys.modules[title] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _file_of(source: str, title: str) -> Path | None:
+    """Return a file of this source, in a folder of its own beside compiled code."""
+    folder = cache_folder(run.py_func)
+    if folder is None:
+        return None
+    path = folder / "cells" / title / "step.py"
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == source:
+            return path
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        other = path.with_name(f"step.{os.getpid()}.{threading.get_ident()}")
+        other.write_text(source, encoding="utf-8")
+        other.replace(path)
+        return path
+    return None

@@ -1,0 +1,92 @@
+"""What is known of the vectors of a step for each unit, whatever input, state and parameters are.
+
+A gate that multiplies what has no weights at all has no effect, so that its slopes, and entries of
+a Jacobian, are always zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .operations import OPERATIONS, Node, value_of
+from .program import topological
+
+__all__ = ["Known", "is_zero", "known_of"]
+
+
+class Known(NamedTuple):
+    """What is known of a vector.
+
+    Attributes
+    ----------
+    where : ndarray of bool
+        Units that always have one value.
+    value : ndarray of float64
+        That value, or anything.
+    """
+
+    where: NDArray[np.bool_]
+    value: NDArray[np.float64]
+
+
+def is_zero(given: Known) -> NDArray[np.bool_]:
+    """Return which units of a vector are always zero."""
+    zero: NDArray[np.bool_] = given.where & (given.value == 0)
+    return zero
+
+
+def known_of(
+    roots: Iterable[Node],
+    leaves: Mapping[Node, Known],
+    size: int,
+    function_of: Callable[[str], Callable[..., Any]],
+) -> dict[Node, Known]:
+    """Return what is known of some vectors, and of all that they are computed from.
+
+    Parameters
+    ----------
+    roots : iterable of Node
+        The vectors.
+    leaves : mapping of Node to Known
+        What is known of leaves; of others nothing is.
+    size : int
+        How many units there are.
+    function_of : callable
+        It returns the function of NumPy that an operation is.
+    """
+    found = dict(leaves)
+    for each in topological(roots):
+        if each in found:
+            continue
+        value = value_of(each)
+        if each.operation in OPERATIONS:
+            arguments = [found[argument] for argument in each.arguments]
+            found[each] = _result(each.operation, arguments, function_of(each.operation))
+        else:
+            where = np.full(size, value is not None)
+            found[each] = Known(where, np.full(size, 0.0 if value is None else value))
+    return found
+
+
+def _result(operation: str, given: Sequence[Known], function: Callable[..., Any]) -> Known:
+    """Return what is known of the result of an operation."""
+    where = functools.reduce(np.logical_and, [each.where for each in given])
+    with np.errstate(all="ignore"):
+        value = np.broadcast_to(function(*(each.value for each in given)), where.shape)
+    if operation in ("multiply", "divide"):
+        # Zero times anything, but for infinities, which have no place in a pattern.
+        zero = is_zero(given[0])
+        if operation == "multiply":
+            zero = zero | is_zero(given[1])
+        return Known(where | zero, np.where(zero, 0, value))
+    if operation == "where":
+        condition, a, b = given
+        chosen = np.where(condition.value != 0, a.where, b.where)
+        same = a.where & b.where & (a.value == b.value)
+        return Known((condition.where & chosen) | same, np.where(same, a.value, value))
+    return Known(where, value)

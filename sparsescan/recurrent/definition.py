@@ -1,0 +1,640 @@
+"""What a class of cells declares, and how its step is traced.
+
+The step of a class is called once, on symbols, when the class is made, and for other options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..arrays.arrays import Constant as Fixed
+from ..errors import InputError, InputTypeError, short
+from ..parameters.parametrised import Parameter
+from ..symbolic.schedule import check_choice
+from . import operations
+from .operations import Node, as_node, node, number, refuse, tracing
+from .program import INPUT, Program, analyse
+
+__all__ = [
+    "Bias",
+    "CellLike",
+    "Choice",
+    "Constant",
+    "Hidden",
+    "Input",
+    "Scalar",
+    "Vector",
+    "bias_name",
+    "declared",
+    "initial_of",
+    "matrices_of",
+    "read_options",
+    "shapes_of",
+    "trace",
+]
+
+Shape = tuple[int, ...]
+_FUNCTIONS = {
+    name: getattr(operations, name)
+    for name in (
+        *("absolute", "cos", "elu", "exp", "expm1", "hardsigmoid", "hardtanh", "identity"),
+        *("leaky_relu", "log", "relu", "sigmoid", "silu", "sin", "softplus", "softsign"),
+        *("sqrt", "tanh"),
+    )
+}
+
+
+def bias_name(matrix: str) -> str:
+    """Return the name of the bias of a matrix: ``bias_ih`` of ``weight_ih``."""
+    kind, _, rest = matrix.partition("_")
+    return f"bias_{rest}" if kind == "weight" and rest else f"{matrix}_bias"
+
+
+class CellLike(Protocol):
+    """A cell, as kernels for whole sequences are made for it."""
+
+    input_size: int
+    hidden_size: int
+    state_size: int
+    masks: dict[str, Fixed | None]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the parameters."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters."""
+
+    @property
+    def program(self) -> Program:
+        """What the step computes."""
+
+
+def _finite(name: str, value: Any) -> float:
+    """Return a number, or raise an error that names it."""
+    try:
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise InputTypeError(f"{name} is {short(value)}; expected a finite number")
+
+
+class _Declared(Parameter):
+    """A parameter that a class of cells declares, in blocks of one number or row a unit.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks; without any there is one block, without a name.
+    """
+
+    def __init__(self, *gates: str) -> None:
+        for gate in gates:
+            is_name = isinstance(gate, str) and gate.isidentifier() and not keyword.iskeyword(gate)
+            if not is_name or gate == "T" or gate.startswith("_"):
+                raise InputError(
+                    f"a gate is {short(gate)}; expected a name that does not begin with _, no "
+                    "keyword of Python, and not 'T'"
+                )
+        if len(set(gates)) < len(gates):
+            raise InputError(f"gates are {gates}; expected different names")
+        self.gates = gates
+
+    # The gates of a matrix that have a bias, and what a parameter begins with.
+    biased: tuple[int, ...] = ()
+    initial: float | None = None
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return max(1, len(self.gates))
+
+    def shape(self, inputs: int, units: int) -> Shape:
+        """Return the shape, for so many inputs and units."""
+        return (self.blocks * units,)
+
+    def symbol(self) -> Any:
+        """Return what stands for it in a step."""
+        if not self.gates:
+            return self.block(0)
+        return _Blocks(self, {gate: self.block(k) for k, gate in enumerate(self.gates)})
+
+    def block(self, which: int) -> Any:
+        """Return what stands for one block."""
+        return node("vector", about=(self.name, which))
+
+    @property
+    def name(self) -> str:
+        """Its name in the class."""
+        return self._name
+
+
+class _Matrix(_Declared):
+    """A matrix, and its bias.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks of rows, one row a unit; without any there is one block.
+    bias : bool or sequence of str, default True
+        Whether there is a bias, in cells that have biases; or for which gates.
+    """
+
+    def __init__(self, *gates: str, bias: bool | tuple[str, ...] = True) -> None:
+        super().__init__(*gates)
+        if isinstance(bias, bool):
+            self.biased = tuple(range(self.blocks)) if bias else ()
+            return
+        if not isinstance(bias, (tuple, list)) or not all(each in gates for each in bias):
+            raise InputError(f"bias is {short(bias)}; expected True, False or some of {gates}")
+        self.biased = tuple(k for k, gate in enumerate(gates) if gate in bias)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        # What the class declares by that name is refused later, when it may raise.
+        if self.biased and bias_name(name) not in vars(owner):
+            bias = Parameter()
+            setattr(owner, bias_name(name), bias)
+            bias.__set_name__(owner, bias_name(name))
+
+    def symbol(self) -> Any:
+        """Return what stands for the matrix in a step."""
+        return _MatrixSymbol(self)
+
+    def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
+        """Return a product with a vector."""
+        raise NotImplementedError
+
+
+class Input(_Matrix):
+    """Declare a matrix ``(gates·hidden_size, input_size)`` that multiplies the input.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks of rows: ``self.weight_ih.f(x)`` is ``W_f x + b_f``. Without any there
+        is one block: ``self.weight_ih(x)``.
+    bias : bool or sequence of str, default True
+        Whether there is a bias, in cells that have biases; or for which gates. That of
+        ``weight_ih`` is ``bias_ih``.
+
+    Examples
+    --------
+    >>> from sparsescan.recurrent import Cell, Hidden, Input, tanh
+    >>> class Elman(Cell):
+    ...     weight_ih = Input()
+    ...     weight_hh = Hidden()
+    ...     def step(self, x, h):
+    ...         return tanh(self.weight_ih(x) + self.weight_hh(h))
+    >>> Elman(3, 4).weight_ih.shape
+    (4, 3)
+    """
+
+    def shape(self, inputs: int, units: int) -> Shape:
+        """Return the shape, for so many inputs and units."""
+        return self.blocks * units, inputs
+
+    def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
+        """Return a product with the input."""
+        if vector is not INPUT:
+            refuse(
+                f"a product of {self.name}, an Input, with another vector than the input x",
+                "a Hidden for it: Hidden(…) multiplies any vector of units",
+            )
+        return node("product", INPUT, about=(self.name, block, False))
+
+
+class Hidden(_Matrix):
+    """Declare a matrix ``(gates·hidden_size, hidden_size)`` that multiplies vectors of units.
+
+    Such vectors are states, and what the step has computed: ``self.weight_hh.n(r * h)``. A matrix
+    without gates has a transpose, ``self.weight_hh.T(h)``, to which no bias is added.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks of rows, as for :class:`Input`.
+    bias : bool or sequence of str, default True
+        As for :class:`Input`.
+    """
+
+    def shape(self, inputs: int, units: int) -> Shape:
+        """Return the shape, for so many inputs and units."""
+        return self.blocks * units, units
+
+    def product(self, block: int, vector: Any, is_transposed: bool = False) -> Node:
+        """Return a product with a vector of units."""
+        if not isinstance(vector, Node):
+            refuse(f"a product of {self.name} with {short(vector)}", "a vector of units")
+        return node("product", vector, about=(self.name, block, is_transposed))
+
+
+class Vector(_Declared):
+    """Declare parameters ``(gates·hidden_size,)``, one for each unit and gate.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks: ``self.weight_ph.i * c``; without any it is a vector itself.
+    initial : float, optional
+        What all begin with; by default they are drawn as weights are.
+    """
+
+    def __init__(self, *gates: str, initial: float | None = None) -> None:
+        super().__init__(*gates)
+        self.initial = None if initial is None else _finite("initial", initial)
+
+
+class Bias(Vector):
+    """Declare biases ``(gates·hidden_size,)`` beside those of matrices.
+
+    A matrix brings its own bias. These are for sums without a matrix, such as ``self.u * h +
+    self.bias_hh``, or without a gate of one. In a cell with ``bias=False`` they are 0, and no
+    parameters.
+
+    Parameters
+    ----------
+    *gates : str
+        Names of the blocks; without any it is a vector itself.
+    """
+
+    def without(self) -> Any:
+        """Return what stands for it in a step of a cell that has no biases."""
+        zero = number(0)
+        return _Blocks(self, dict.fromkeys(self.gates, zero)) if self.gates else zero
+
+
+class Scalar(_Declared):
+    """Declare one number that is trained, for all units.
+
+    Parameters
+    ----------
+    initial : float
+        What it begins with.
+    """
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.initial = _finite("initial", initial)
+
+    def shape(self, inputs: int, units: int) -> Shape:
+        """Return the shape, for so many inputs and units."""
+        return ()
+
+    def block(self, which: int) -> Any:
+        """Return what stands for the number."""
+        return node("scalar", about=(self.name, 0))
+
+
+class _Option:
+    """What a cell is made with, beside its sizes, and does not change."""
+
+    default: Any
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Its name in the class."""
+        return self._name
+
+    def __get__(self, cell: Any, owner: type | None = None) -> Any:
+        return self if cell is None else vars(cell)["options"][self._name]
+
+    def check(self, value: Any) -> Any:
+        """Return a value, or raise an error that names the option."""
+        raise NotImplementedError
+
+    def symbol(self, value: Any) -> Any:
+        """Return what stands for a value in a step."""
+        return value
+
+
+class Constant(_Option):
+    """Declare an option that is a number, and is not trained.
+
+    Of a class ``LEM`` with ``dt = Constant(1.0)``, the cell ``LEM(3, 4, dt=0.1)`` has another one.
+
+    Parameters
+    ----------
+    default : float
+        The number, unless another one is given.
+    """
+
+    def __init__(self, default: float) -> None:
+        self.default = default
+
+    def check(self, value: Any) -> Any:
+        """Return a number, or raise an error that names the option."""
+        _finite(self._name, value)
+        return value
+
+
+class Choice(_Option):
+    """Declare an option that is one of some names: of elementwise functions, or any others.
+
+    ``nonlinearity = Choice("tanh", "relu")`` is called in a step: ``self.nonlinearity(a)``. Names
+    of no functions are compared: ``if self.reset == "zero"``.
+
+    Parameters
+    ----------
+    *names : str
+        The names, of which the first is the default: those of functions of one vector in
+        :mod:`sparsescan.recurrent`, or none of them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        if not names or not all(isinstance(name, str) for name in names):
+            raise InputError(f"choices are {short(names)}; expected names")
+        if not set(names).isdisjoint(_FUNCTIONS):
+            for name in names:
+                check_choice("a choice", name, *_FUNCTIONS)
+        self.names, self.default = names, names[0]
+
+    def check(self, value: Any) -> Any:
+        """Return a name, or raise an error that names the option."""
+        return check_choice(self._name, value, *self.names)
+
+    def symbol(self, value: Any) -> Any:
+        """Return the name, which is called where it is that of a function."""
+        return _Chosen(value)
+
+
+class _Chosen(str):
+    """A name of what was chosen; as a function, what it names."""
+
+    __slots__ = ()
+
+    def __call__(self, *vectors: Any) -> Node:
+        if self not in _FUNCTIONS:
+            refuse(f"a call of {str(self)!r}, which is no function", f"if … == {str(self)!r}")
+        result: Node = _FUNCTIONS[self](*vectors)
+        return result
+
+
+# -- Symbols --------------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """What stands for a parameter with gates: each gate is an attribute."""
+
+    def __init__(self, parameter: _Declared, blocks: dict[str, Any]) -> None:
+        self._parameter, self._blocks = parameter, blocks
+
+    def __repr__(self) -> str:
+        return f"self.{self._parameter.name}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._blocks:
+            gates = ", ".join(self._blocks) or "none"
+            refuse(f"the gate {name!r} of {self._parameter.name}", f"one of its gates: {gates}")
+        return self._blocks[name]
+
+
+class _MatrixSymbol(_Blocks):
+    """What stands for a matrix: it, or each of its gates, is called with a vector."""
+
+    def __init__(self, matrix: _Matrix) -> None:
+        super().__init__(
+            matrix,
+            {gate: _Product(matrix, k) for k, gate in enumerate(matrix.gates)},
+        )
+        self._matrix = matrix
+        if not matrix.gates:
+            self._blocks["T"] = _Product(matrix, 0, is_transposed=True)
+
+    def __call__(self, vector: Any) -> Node:
+        if self._matrix.gates:
+            gate = self._matrix.gates[0]
+            refuse(
+                f"a call of {self._matrix.name}, which has several gates",
+                f"one of them: self.{self._matrix.name}.{gate}(…)",
+            )
+        return self._matrix.product(0, vector)
+
+
+class _Product:
+    """A gate of a matrix."""
+
+    def __init__(self, matrix: _Matrix, block: int, is_transposed: bool = False) -> None:
+        self._about = matrix, block, is_transposed
+
+    def __repr__(self) -> str:
+        matrix, block, is_transposed = self._about
+        gate = "T" if is_transposed else matrix.gates[block]
+        return f"self.{matrix.name}.{gate}"
+
+    def __call__(self, vector: Any) -> Node:
+        matrix, block, is_transposed = self._about
+        return matrix.product(block, vector, is_transposed)
+
+
+class _Traced:
+    """The cell, as its step sees it: symbols for its parameters, and its options."""
+
+    def __init__(self, cls: type, options: Mapping[str, Any], bias: bool) -> None:
+        vars(self).update(_cls=cls, _options=options, _bias=bias)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the cell, so that a step may call that of a base: super().step(x, h)."""
+        return vars(self)["_cls"]
+
+    def __repr__(self) -> str:
+        return "self"
+
+    def __getattr__(self, name: str) -> Any:
+        cls, options = vars(self)["_cls"], vars(self)["_options"]
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and caller.f_code is getattr(cls.step, "__code__", None):
+            vars(self)["_frame"] = caller
+        try:
+            found = inspect.getattr_static(cls, name)
+        except AttributeError:
+            refuse(
+                f"self.{name}, which {cls.__name__} does not declare",
+                "Constant(…), Choice(…), Vector(…) or a matrix as an attribute of the class",
+            )
+        if isinstance(found, Bias) and not vars(self)["_bias"]:
+            return found.without()
+        if isinstance(found, _Declared):
+            return found.symbol()
+        if isinstance(found, Parameter):
+            refuse(f"self.{name}, a bias,", "products, which add the biases of their matrices")
+        if isinstance(found, _Option):
+            return found.symbol(options[name])
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        if isinstance(found, (staticmethod, classmethod)):
+            return found.__get__(None, cls)
+        if callable(found) and hasattr(found, "__get__"):
+            return found.__get__(self)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse(f"an assignment to self.{name}", "a local variable, or another state")
+
+
+# -- Tracing --------------------------------------------------------------------------------------
+
+
+def declared(cls: type) -> dict[str, _Declared]:
+    """Return the parameters that a class declares, those of its bases first."""
+    return {name: each for name, each in _attributes(cls) if isinstance(each, _Declared)}
+
+
+def shapes_of(cls: type, inputs: int, units: int, bias: bool) -> dict[str, Shape]:
+    """Return the shapes of the parameters of a cell by their names: those of biases come last."""
+    parameters = declared(cls)
+    shapes = {
+        name: each.shape(inputs, units)
+        for name, each in parameters.items()
+        if not isinstance(each, Bias)
+    }
+    for name, each in parameters.items() if bias else ():
+        if isinstance(each, Bias):
+            shapes[name] = each.shape(inputs, units)
+        elif isinstance(each, _Matrix) and each.biased:
+            shapes[bias_name(name)] = (len(each.biased) * units,)
+    return shapes
+
+
+def initial_of(cls: type) -> dict[str, float]:
+    """Return what all numbers of some parameters begin with; others are drawn."""
+    return {
+        name: each.initial
+        for name, each in declared(cls).items()
+        if isinstance(each, (Vector, Scalar)) and each.initial is not None
+    }
+
+
+def matrices_of(cls: type) -> list[str]:
+    """Return the names of the matrices that a class declares."""
+    return [name for name, each in declared(cls).items() if isinstance(each, _Matrix)]
+
+
+def read_options(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a class, those that are given and defaults, which it removes."""
+    known = {name: each for name, each in _attributes(cls) if isinstance(each, _Option)}
+    for name in given:
+        if name not in known:
+            expected = ", ".join(known) or "none"
+            raise InputTypeError(
+                f"{cls.__name__} has no argument {name!r}; expected options among: {expected}"
+            )
+    return {name: each.check(given.get(name, each.default)) for name, each in known.items()}
+
+
+def _attributes(cls: type) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        found |= {name: each for name, each in vars(base).items() if not name.startswith("__")}
+    yield from found.items()
+
+
+def _check_names(cls: type) -> None:
+    """Raise unless each declaration has one name, which nothing else has."""
+    known = dict(_attributes(cls))
+    # The last of all classes that have a step: attributes and arguments of any cell.
+    base = [each for each in cls.__mro__ if hasattr(each, "step")][-1]
+    taken = {"options", "state_size", *dir(base), *inspect.signature(base).parameters}
+    matrices = {name: each for name, each in known.items() if isinstance(each, _Matrix)}
+    for name, each in known.items():
+        if not isinstance(each, (_Declared, _Option)):
+            continue
+        title = f"{cls.__name__}.{name}"
+        if each.name != name:
+            raise InputError(f"{title} is {each.name}, too; expected a declaration of its own")
+        masked = name.removesuffix("_mask")
+        if name in taken or (masked != name and masked in matrices):
+            raise InputError(f"{title} has a name that cells use themselves; expected another one")
+    for name, matrix in matrices.items():
+        bias = bias_name(name)
+        if matrix.biased and type(known[bias]) is not Parameter:
+            raise InputError(
+                f"{cls.__name__}.{bias} has the name of the bias of {name}; expected another one, "
+                f"or bias=False for {name}"
+            )
+
+
+def _count_states(cls: Any, traced: Any) -> int:
+    """Return how many states the step of a class has: its arguments after the input."""
+    arguments = inspect.Parameter
+    step = inspect.getattr_static(cls, "step")
+    found = list(inspect.signature(step).parameters.values()) if inspect.isfunction(step) else []
+    places = [each for each in found if each.kind is not arguments.VAR_POSITIONAL]
+    is_positional = all(
+        each.kind in (arguments.POSITIONAL_ONLY, arguments.POSITIONAL_OR_KEYWORD)
+        and each.default is arguments.empty
+        for each in places
+    )
+    if len(places) < 2 or not is_positional or len(found) < 3:
+        raise InputTypeError(
+            f"{cls.__name__}.step is {_place(step)}; expected a method step(self, x, h, …) of the "
+            "input and at least one state, without defaults: what a cell is made with is a "
+            "Constant, or a Choice"
+        )
+    if len(places) == len(found):
+        return len(found) - 2
+    count = getattr(traced, "states", None) if hasattr(cls, "states") else None
+    if not isinstance(count, int) or count < max(1, len(places) - 2):
+        raise InputTypeError(
+            f"{cls.__name__}.states is {short(count)}; expected the number of states, at least 1, "
+            f"since step takes any number of them ({_place(step)})"
+        )
+    return count
+
+
+def _place(step: Any) -> str:
+    """Return where a step is defined, or what it is."""
+    code = getattr(step, "__code__", None)
+    if code is None:
+        return short(step)
+    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
+
+
+def trace(cls: Any, options: Mapping[str, Any], bias: bool = True) -> Program:
+    """Return the program of a class of cells, whose step is called on symbols."""
+    _check_names(cls)
+    step, traced = cls.step, _Traced(cls, options, bias)
+    count = _count_states(cls, traced)
+    states = [node("state", about=(k,)) for k in range(count)]
+    with tracing():
+        returned, names = _with_names(step, traced, INPUT, *states)
+    outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if len(outputs) != count:
+        raise InputTypeError(
+            f"{cls.__name__}.step ({_place(step)}) returns {len(outputs)} states and takes "
+            f"{count}; expected as many, in the same order"
+        )
+    for each in outputs:
+        if not isinstance(each, (Node, numbers.Real)):
+            raise InputTypeError(
+                f"{cls.__name__}.step ({_place(step)}) returns {short(each)}; expected vectors of "
+                "units"
+            )
+    return analyse([as_node(each) for each in outputs], names)
+
+
+def _with_names(step: Callable[..., Any], traced: Any, *given: Any) -> tuple[Any, dict[Node, str]]:
+    """Return what a step returns, and the names that it has for its vectors."""
+    returned = step(traced, *given)
+    # The frame of the step has its variables as long as it is held.
+    frame = vars(traced).pop("_frame", None)
+    names: dict[Node, str] = {}
+    for name, each in frame.f_locals.items() if frame is not None else ():
+        if isinstance(each, Node):
+            names.setdefault(each, name)
+    return returned, names

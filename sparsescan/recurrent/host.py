@@ -1,0 +1,792 @@
+"""The memory of a training step on the host, and the loops that run in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice, product
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays.arrays import check_memory, device_of, for_kernels
+from ..execution.calls import LINE, Calls
+from ..execution.replays import Replays
+from ..execution.sharing import even_slices
+from ..execution.threads import thread_count
+from ..kernels.cpu.copies import add_range, fill_with
+from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_ROWS, TILE_VECTORS, sample_lanes
+from .definition import CellLike
+from .loops import callers, sums
+from .loops import sequences as kernels
+from .loops.products import COLUMNS
+from .loops.sequences import Caller, Sequence
+from .loops.sums import Gates, Sums
+from .memory import Memory
+from .packing import Direction, Product, Weights
+
+__all__ = ["HostMemory", "Layers"]
+
+Array = NDArray[Any]
+
+_LOTS, _LOT_STEPS = 16, 16  # sums of gradients that are kept apart, and the least steps of each
+_TASK_ROWS = 256  # rows of a sparse weight whose gradient is a task
+_SMALL = 1 << 22  # multiply-adds of a direction below which other threads would come too late
+# Forward passes before kernel calls are recorded, which takes as long as some, and multiply-adds
+# beside which what calls kernels takes no time.
+_DIRECT, _LARGE = 8, 1 << 30
+
+
+class Layers(Protocol):
+    """Layers of cells, as memory is taken for them."""
+
+    input_size: int
+
+    @property
+    def cells(self) -> tuple[tuple[CellLike, ...], ...]:
+        """The cells of each direction of each layer."""
+        ...
+
+
+class HostMemory(Memory):
+    """The memory on the host: for all samples, and for the groups of them that threads share.
+
+    There is a slot for the states of each step, one before the first step, and one behind the last;
+    layer 0 is the input. Those of one direction of a layer are together: two threads write them.
+    """
+
+    directions: list[Direction]
+    device: int | None = None
+
+    def __init__(
+        self,
+        network: Layers,
+        directions: list[Direction],
+        steps: int,
+        batch: int,
+        segment: int,
+        calls: Calls,
+        keeps_samples: bool = False,
+    ) -> None:
+        self.directions, self.per_layer, self.calls = directions, len(network.cells[0]), calls
+        self._keeps_samples = keeps_samples
+        self.steps, self.batch, self.segment = steps, batch, segment
+        self.keeps_gates = segment >= steps
+        # Directions that have gates of their own: where not all are kept, layers take turns.
+        self._gates_count = len(directions) if self.keeps_gates else self.per_layer
+        one = directions[0]
+        self.units, self.dtype, self.lanes = one.units, one.dtype, one.lanes
+        self.widths = [network.input_size, *(len(c) * c[0].hidden_size for c in network.cells)]
+        self._all_threads = thread_count()
+        work = steps * batch * max(one.products, one.units) * (one.cols + one.units)
+        self.threads = 1 if work < _SMALL else self._all_threads
+        parts = max(1, self.threads // self.per_layer)
+        self.has_sample_lanes, self._rows = one.sample_rows > 0, max(1, one.sample_rows)
+        # Length of a row of the inputs here.
+        self._cols = one.cols
+        if self.has_sample_lanes:
+            # Samples are in groups, and these in lots whose sums of gradients are kept apart. Both
+            # are as they are whatever the threads.
+            self.group = sample_lanes(self.dtype)
+            groups = -(-batch // self.group)
+            lots = max(1, min(groups, _LOTS, steps * groups // _LOT_STEPS))
+            self.padded, self.lot = groups * self.group, max(1, -(-groups // lots)) * self.group
+            self._samples = max(1, -(-self.padded // (parts * self.lot))) * self.lot
+        else:
+            # A product takes half a tile at least.
+            fewest = TILE_ROWS // 2
+            self._samples = max(1, -(-batch // (parts * fewest))) * fewest
+            self.padded, self.group, self.lot = batch, self._samples, max(1, batch)
+        # From the states of one direction to those of the other: whole groups, and cache lines.
+        line = LINE // self.dtype.itemsize
+        self.plane = -(-self.padded * (steps + 2) * self.units // line) * line
+        self.groups: list[_Group] = []
+        self._forwards, self._replays = 0, Replays(self)
+        # Calls that are noted anyway are not recorded.
+        self._may_replay = type(calls) is Calls and work * len(directions) < _LARGE
+        self._row_orders = [each.row_order(self.group) for each in directions]
+        self._grad_orders = [each.grad_orders() for each in directions]
+        self._sum_tables = [each.sum_table() for each in directions]
+        self.nbytes = sum(self.dtype.itemsize * count + LINE for _, count in self._sizes())
+        self.nbytes += self._gates_count * (self.padded * segment + LINE)
+        self.nbytes += self.per_layer * (8 * self.padded + LINE)
+        none = np.empty(0, self.dtype)
+        self.no_caller = Caller(none, self.widths[0], False, none, np.empty(0, np.int64))
+
+    def fits(self, x: Array) -> bool:
+        """Return whether this is the memory for inputs like `x`."""
+        wanted = *x.shape[:2], x.dtype, thread_count(), device_of(x)
+        return (self.steps, self.batch, self.dtype, self._all_threads, None) == wanted
+
+    def here(self) -> AbstractContextManager[None]:
+        """Return a context for work on this memory."""
+        return nullcontext()
+
+    def weights(self, params: list[list[Array]]) -> list[Weights]:
+        """Return a copy of the parameters of each direction, which the next call overwrites."""
+        about = zip(self.directions, self.packed, params, self._row_orders, strict=True)
+        for k, (one, room, own, order) in enumerate(about):
+            one.pack(self.calls, room, [_flat(param) for param in own], order)
+            if any(derived.value is not None for derived in one.program.derived):
+                self.calls.launch(kernels.prepare, self.groups[0].sequence(k, (0, 0)))
+        return self.packed
+
+    # -- Passes -----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        params: list[list[Array]],
+        x: Array,
+        state: Array | None,
+        lengths: NDArray[np.int64] | None,
+    ) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+        self._forwards += 1
+        if not self._is_replayed():
+            return super().forward(params, x, state, lengths)
+
+        def call(x: Array, state: Array, lengths: Array, *flat: Array) -> None:
+            self._all_steps, each = False, iter(flat)
+            super(HostMemory, self).forward(
+                [[*islice(each, len(p))] for p in params], x, state, lengths
+            )
+
+        given = [x, state, lengths, *(_flat(param) for own in params for param in own)]
+        results = self._replays.run(("forward",), given, call)
+        self._packed = self.packed
+        return results["output"], results["last"]
+
+    def backward(
+        self, above: Array, carry: Array, needs_input_grad: bool
+    ) -> tuple[Array | None, Array, list[dict[str, Array]]]:
+        """Return gradients in the input, in the initial states, and in each direction's parameters.
+
+        An empty array stands for zeros.
+        """
+        if not self._is_replayed():
+            return super().backward(above, carry, needs_input_grad)
+
+        def call(above: Array, carry: Array) -> None:
+            super(HostMemory, self).backward(above, carry, needs_input_grad)
+
+        results = self._replays.run(("backward", needs_input_grad), [above, carry], call)
+        params = [
+            {name: results[f"{name} {k}"] for name in one.cell.shapes}
+            for k, one in enumerate(self.directions)
+        ]
+        return results.get("input"), results["state"], params
+
+    def _is_replayed(self) -> bool:
+        """Return whether passes are made by recordings."""
+        return self._may_replay and self._forwards > _DIRECT
+
+    def _places_of(self, one: Direction) -> NDArray[np.int64]:
+        """Return indices of sparse matrices, as places in an input of several directions."""
+        places = one.places.copy()
+        for row in one.tables[0].reshape(-1, len(COLUMNS)):
+            each = dict(zip(COLUMNS, row.tolist(), strict=True))
+            if each["is_sparse"] and each["source"] == 0 and each["blocks"] > 1:
+                begin, end = each["index_at"], each["indptr_at"]
+                block, column = np.divmod(places[begin:end], each["block"])
+                places[begin:end] = block * (self.plane // self.group) + column
+        return places
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the first of each group of samples, and how many they are."""
+        size, count = self._samples, self.padded
+        return [(k, min(size, count - k)) for k in range(0, max(count, 1), size)]
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        """Return, for each array, what it holds, and how many numbers.
+
+        Kernels read some rows more than there are, and do not use them.
+        """
+        rows, others = self.padded * (self.steps + 2), self.directions[0].states - 1
+        if self.has_sample_lanes:
+            tile = self._rows * SAMPLE_VECTORS
+            widest = max(*self.widths[:-1], self.units, *(one.products for one in self.directions))
+            more, zeros = 0, (widest + tile) * self.group
+        else:
+            more, zeros = self.lanes + 1, max(one.stride for one in self.directions)
+        count = self.padded * self.units + self.lanes
+        sizes = [("lengths", count), ("zeros", zeros)]
+        sizes += [("carries", one.states * count) for one in self.directions]
+        own = self.per_layer * self.plane + more * self.units
+        sizes += [("states", (rows + more) * self._cols)]
+        for name, size in (("states", own), ("cells", others * self.per_layer * self.plane + own)):
+            sizes += [(name, size if others or name == "states" else 0)] * (len(self.widths) - 1)
+        sizes = [(name, size + self.lanes) for name, size in sizes]
+        gates = [
+            self.segment * self.padded * one.units * self.step_rows(one) for one in self.directions
+        ]
+        rest = SUM_ROWS * self.group if self.has_sample_lanes else (more + 1) * self.units
+        gates = [size + rest for size in gates]
+        some = gates if self.keeps_gates else [max(gates)] * self._gates_count
+        sizes += [("gates", size + self.lanes) for size in some]
+        inner = max(self.widths[1:-1], default=0)
+        sizes += [("grads", self.steps * self.batch * inner)] * min(2, len(self.widths) - 2)
+        if self.per_layer > 1:
+            sizes += [("part", self.steps * self.batch * max(self.widths[:-1]))]
+        for _, samples in self._spans():
+            for one in self.directions:
+                if self.has_sample_lanes:
+                    products, part = zeros, self.group * self.units
+                    parts = one.renderer.parts * part + tile * self.group + self.lanes
+                else:
+                    part = (-(-samples * one.units // self.lanes) + 2) * self.lanes
+                    products = max((samples + self.lanes) * one.stride, part)
+                    parts = one.renderer.parts * part
+                grads = sums.STEPS * self.grad_step(one)
+                rows_of = one.rows * one.row_step(self.group) + self.lanes
+                sizes += [("products", products), ("parts", parts), ("block", grads)]
+                sizes += [("row_grads", rows_of)]
+        return sizes
+
+    def allocate(self) -> None:
+        """Take the memory."""
+        check_memory(f"{self.steps} steps of {self.batch} samples", self.nbytes)
+        arrays: dict[str, list[Array]] = {"cells": [], "grads": [], "part": []}
+        for name, count in self._sizes():
+            take = self.calls.zeros if name == "zeros" else self.calls.room
+            arrays.setdefault(name, []).append(take(count, self.dtype))
+        self.states, self.cells = arrays["states"], [np.zeros(0, self.dtype), *arrays["cells"]]
+        (self.lengths,), (self.zeros,) = arrays["lengths"], arrays["zeros"]
+        self._grads, self._parts = arrays["grads"], arrays["part"]
+        self._ones = self.calls.room(2 * self.group, self.dtype)
+        self.calls.launch(fill_with, self._ones, 1)
+        gates = arrays["gates"]
+        self.gates = [gates[k % len(gates)] for k in range(len(self.directions))]
+        flags = [self.calls.room(self.padded * self.segment, np.uint8) for _ in gates]
+        self.has_grads = [flags[k % len(flags)] for k in range(len(self.directions))]
+        # Of each direction of a layer, which other threads may run.
+        self.ends = [self.calls.room(self.padded, np.int64) for _ in range(self.per_layer)]
+        self.carries = arrays["carries"]
+        own = {name: iter(arrays[name]) for name in ("products", "parts", "block", "row_grads")}
+        self.groups = [_Group(self, first, count, own) for first, count in self._spans()]
+        self.row_sums = [
+            self.calls.room(self.padded * one.rows * one.units, float) for one in self.directions
+        ]
+        self.packed = []
+        for one in self.directions:
+            room, places = one.room(self.calls, self.group), self._places_of(one)
+            both = (each._replace(places=places) for each in (room.forward, room.back))
+            forward, back = both
+            self.packed.append(room._replace(forward=forward, back=back))
+        self._all_steps = False
+
+    def plane_of(self, arrays: list[Array], one: Direction) -> Array:
+        """Return the first states of a direction, or its others, and all behind them."""
+        planes = 1 if arrays is self.states else one.states - 1
+        return arrays[one.layer][one.back * planes * self.plane :]
+
+    # -- The caller's arrays ----------------------------------------------------------------------
+
+    def _row(self) -> int:
+        """Return how many numbers a sample has in states of the caller."""
+        return self.directions[0].states * self.units
+
+    def _state_parts(self, k: int) -> list[tuple[Array, int]]:
+        """Return all states of a direction, with their columns."""
+        one = self.directions[k]
+        others = self.plane_of(self.cells, one) if one.states > 1 else self.cells[0]
+        parts = [(self.plane_of(self.states, one), 0)]
+        parts += [(others[n * self.plane :], (n + 1) * self.units) for n in range(one.states - 1)]
+        return parts
+
+    def _carry_parts(self, k: int) -> list[tuple[Array, int]]:
+        """Return the gradients in the states of a direction likewise."""
+        step = self.carry_step
+        return [
+            (self.carries[k][n * step :], n * self.units) for n in range(self.directions[k].states)
+        ]
+
+    @property
+    def carry_step(self) -> int:
+        """The numbers from the gradients in a state to those in the next."""
+        return self.padded * self.units + self.lanes
+
+    def _read_states(
+        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
+    ) -> None:
+        """Write what the caller has for a direction to a slot; zeros if that has nothing."""
+        for array, column in parts:
+            at = k * self.batch * self._row() + column
+            about = array, slot, states, at, self._row()
+            self.calls.launch(callers.state_in, self._all_samples(k), *about)
+
+    def _write_states(
+        self, k: int, parts: list[tuple[Array, int]], slot: int, states: Array
+    ) -> None:
+        """Write what a direction has in a slot as the caller has it."""
+        for array, column in parts:
+            at = k * self.batch * self._row() + column
+            about = array, slot, states.reshape(-1), at, self._row()
+            self.calls.launch(callers.state_out, self._all_samples(k), *about)
+
+    def _states_of_caller(self, name: str) -> Array:
+        shape = len(self.directions), self.batch, self._row()
+        return self.calls.result(name, shape, self.dtype)
+
+    def read(self, x: Array, state: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Take over inputs, initial states, which are zeros by default, and lengths."""
+        self._x, self._is_shorter = x.reshape(-1), lengths is not None
+        states = np.zeros(0, self.dtype) if state is None else state.reshape(-1)
+        for k, one in enumerate(self.directions):
+            self._read_states(k, self._state_parts(k), self.steps + 1 if one.back else 0, states)
+        if lengths is not None or not self._all_steps:
+            counts = np.zeros(0, np.int64) if lengths is None else lengths
+            self.calls.launch(callers.lengths_in, self._all_samples(0), self.lengths, counts)
+        self._all_steps = lengths is None
+        if not self.has_sample_lanes or self.per_layer > 1:
+            caller = self.no_caller._replace(x=self._x, is_shorter=self._is_shorter)
+            about = caller, self._all_samples(0), self._cols, self.states[0]
+            self._for_steps(partial(self.calls.launch, callers.turn_in, *about))
+
+    def caller(self, one: Direction) -> Caller:
+        """Return the caller's arrays, as far as a direction reads and writes them itself.
+
+        The inputs are where both directions do not share them.
+        """
+        caller = self.no_caller
+        if self.has_sample_lanes and one.layer == 1 and self.per_layer == 1:
+            caller = caller._replace(x=self._x, is_shorter=self._is_shorter)
+        if self._writes_output(one) and self.per_layer == 1:
+            caller = caller._replace(output=self._output.reshape(-1))
+        return caller
+
+    def _writes_output(self, one: Direction) -> bool:
+        """Return whether the states of a direction are outputs, and have samples as lanes."""
+        return self.has_sample_lanes and one.layer == len(self.widths) - 1
+
+    def _all_samples(self, k: int) -> Sequence:
+        """Return a direction of all samples for kernels that only read or write their slots."""
+        return self.groups[0].sequence(k, (0, 0))._replace(first=0, count=self.padded)
+
+    def _for_steps(self, call: Callable[[int, int], None]) -> None:
+        """Call a function for parts of the steps: from one of them, and before which it stops."""
+        spans = even_slices(self.steps, self.threads) if self.batch else ()
+        self.call_all([partial(call, span.start, span.stop) for span in spans])
+
+    def _turn_out(self, start: int, stop: int) -> None:
+        """Write the outputs of some steps, of both directions, which share cache lines."""
+        out = self._output[start:].reshape(-1)
+        first = len(self.directions) - self.per_layer
+        for k, one in enumerate(self.directions[first:], first):
+            where = start + 1, stop + 1, out, self.widths[-1], one.back * self.units
+            states = self.plane_of(self.states, one)
+            self.calls.launch(callers.turn_out, states, self._all_samples(k), *where)
+
+    def results(self, lengths: NDArray[np.int64] | None) -> tuple[Array, Array]:
+        """Return outputs and last states."""
+        output = self._output
+        del self._output, self._x
+        if lengths is not None:
+            about = output.reshape(-1), lengths, self.widths[-1]
+            self._for_steps(partial(self.calls.launch, callers.clear_outputs, *about))
+        last = self._states_of_caller("last")
+        for k, one in enumerate(self.directions):
+            self._write_states(k, self._state_parts(k), 1 if one.back else self.steps, last)
+        return output, last
+
+    # -- Threads ----------------------------------------------------------------------------------
+
+    def for_each_group(self, ks: range, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function for each group of samples and each direction of a layer."""
+        self.call_all([partial(call, *task, *arguments) for task in product(self.groups, ks)])
+
+    def call_all(self, tasks: list[Callable[[], None]]) -> None:
+        """Do some tasks, with other threads if that is worth it."""
+
+        def do_all() -> None:
+            for task in tasks:
+                task()
+
+        self.calls.together(tasks if self.threads > 1 else [do_all])
+
+    # -- States and gradients ---------------------------------------------------------------------
+
+    def run(self, ks: range, weights: list[Weights]) -> None:
+        """Compute all states of the directions of a layer, and the gates of the last segment."""
+        if self.directions[ks.start].layer == len(self.widths) - 1:
+            shape = self.steps, self.batch, self.widths[-1]
+            self._output = self.calls.result("output", shape, self.dtype)
+        for start in range(0, self.steps, self.segment):
+            span = start, min(start + self.segment, self.steps)
+            self.for_each_group(ks, _run, weights, span)
+        is_last = self.directions[ks.start].layer == len(self.widths) - 1
+        if is_last and not (self.has_sample_lanes and self.per_layer == 1):
+            self._for_steps(self._turn_out)
+
+    def every_state(self) -> Array:
+        """Return the states of the only direction: before the first step, and after each."""
+        states = np.empty((self.steps + 1, self.batch, self._row()), self.dtype)
+        for array, column in self._state_parts(0):
+            where = 0, self.steps + 1, states.reshape(-1), self._row(), column
+            self.calls.launch(callers.turn_out, array, self._all_samples(0), *where)
+        return states
+
+    def read_carry(self, carry: Array) -> None:
+        """Take over the gradients in the last states."""
+        for k in range(len(self.directions)):
+            self._read_states(k, self._carry_parts(k), -1, carry.reshape(-1))
+
+    def state_grad(self) -> Array:
+        """Return the gradients in the initial states."""
+        states = self._states_of_caller("state")
+        for k in range(len(self.directions)):
+            self._write_states(k, self._carry_parts(k), -1, states)
+        return states
+
+    def input_grad(self) -> Array:
+        """Return a new array for the gradients in the input."""
+        return self.calls.result("input", (self.steps, self.batch, self.widths[0]), self.dtype)
+
+    def below(self, k: int) -> Array:
+        """Return the array for the gradients in the input of the layer of a direction."""
+        layer = self.directions[k].layer - 1
+        shape = self.steps, self.batch, self.widths[layer]
+        below: Array = self._grads[layer % len(self._grads)][: math.prod(shape)].reshape(shape)
+        return below
+
+    def back(
+        self, ks: range, weights: list[Weights], above: Array, below: Array | None
+    ) -> list[dict[str, Array]]:
+        """Return the gradients in the parameters of each direction of a layer.
+
+        `above` holds the gradients in its outputs, and `below` gets those in its inputs. If samples
+        are kept apart, it is the factors whose products would be summed up that are returned.
+        """
+        parts = self._input_parts(below)
+        lots = 1 if self._keeps_samples else -(-self.padded // self.lot)
+        sums_of = {k: self._zero_sums(k, lots) for k in ks}
+        for k in ks:
+            self.calls.launch(fill_with, self.row_sums[k], 0)
+        for start in reversed(range(0, self.steps, self.segment)) if self.batch else ():
+            span = start, min(start + self.segment, self.steps)
+            self.for_each_group(ks, _back, weights, sums_of, above, parts, span)
+            if not self._keeps_samples:
+                self._sum_up(ks, sums_of, span)
+        for one in (self.directions[k] for k in ks) if parts else ():
+            if not one.reads_input:
+                self.calls.launch(fill_with, parts[one.back].reshape(-1), 0)
+        for part in parts[1:]:
+            self._for_steps(partial(self._add_steps, parts[0], part))
+        if self._keeps_samples:
+            return [self._factors(k) for k in ks]
+        return [self._param_grads(k, sums_of[k], lots) for k in ks]
+
+    def _zero_sums(self, k: int, lots: int) -> _SumsOf:
+        """Return what sums of gradients of the parameters of a direction begin with."""
+        one = self.directions[k]
+        table, size = self._sum_tables[k]
+        if self._keeps_samples:
+            table, size = table[:0], 0
+        room = self.calls.zeros(lots * (size + one.sum_stride), float)
+        entries = [self.calls.zeros(len(each.forward.order), float) for each in one.sparse]
+        rows = 0 if self._keeps_samples else one.products
+        about = rows, one.sum_stride, table, self.lot, room[: lots * size], size
+        return _SumsOf(Sums(*about, room[lots * size :], self._ones), entries)
+
+    def _param_grads(self, k: int, sums_of: _SumsOf, lots: int) -> dict[str, Array]:
+        one, whole = self.directions[k], sums_of.dense
+        sizes = {
+            "out": (whole.out, lots, whole.size),
+            "rows": (whole.row_sums, lots, one.sum_stride),
+            "units": (self.row_sums[k], self.batch, one.rows * one.units),
+        }
+        return one.param_grads(self.calls, k, self._grad_orders[k], sizes, sums_of.entries)
+
+    def _factors(self, k: int) -> dict[str, Array]:
+        """Return what the gradients of the parameters of a direction are sums of.
+
+        Of each step and sample there are the gradients in the slots (``products``), and what they
+        are multiplied by: the ``states`` before the step that products multiply, the ``arguments``
+        of later stages and, above the first layer, the ``input``. ``rows`` of parameters have
+        gradients that are summed up over the steps of a sample. What has no numbers is left out.
+        """
+        one, samples = self.directions[k], self._all_samples(k)
+        factors: dict[str, Array] = {}
+
+        def take(name: str, width: int, steps: int = self.steps) -> Array:
+            shape = steps, self.batch, width
+            factors[name] = self.calls.result(f"{name} {k}", shape, self.dtype)
+            return factors[name].reshape(-1)
+
+        for name, first, count in (
+            ("products", 0, one.slots),
+            ("arguments", one.slots, one.record - one.slots),
+        ):
+            if count:
+                width = count * one.units
+                about = samples, self._gates(k, (0, self.steps), first), width, take(name, width)
+                self._for_steps(partial(self.calls.launch, callers.gates_out, *about))
+        parts, width = self._state_parts(k), len(one.multiplied) * one.units
+        out = take("states", width) if width else self.no_caller.x
+        for place, state in enumerate(one.multiplied):
+            where = 2 * one.back, 2 * one.back + self.steps, out, width, place * one.units
+            self.calls.launch(callers.turn_out, parts[state][0], samples, *where)
+        if one.layer > 1:
+            width = self.widths[one.layer - 1]
+            out = take("input", width)
+            for below in self.directions:
+                if below.layer == one.layer - 1:
+                    states, column = self.plane_of(self.states, below), below.back * self.units
+                    into = 1, self.steps + 1, out, width, column
+                    self.calls.launch(callers.turn_out, states, samples, *into)
+        if one.rows:
+            out = take("rows", one.rows * one.units, 1)
+            self.calls.launch(callers.take_over, self.row_sums[k][: out.size], out, 0)
+        return factors
+
+    def _add_steps(self, total: Array, part: Array, start: int, stop: int) -> None:
+        """Add some steps of an array to those of another."""
+        row = math.prod(total.shape[1:])
+        flat = total.reshape(-1), part.reshape(-1)
+        self.calls.launch(add_range, *flat, start * row, stop * row)
+
+    def _sum_up(self, ks: range, sums_of: dict[int, _SumsOf], span: tuple[int, int]) -> None:
+        """Add the gradients of the parameters over some steps that the backward pass has not."""
+        tasks: list[Callable[[], None]] = []
+        for k in ks:
+            one, lanes = self.directions[k], self.lanes
+            vectors = -(-one.products // lanes)
+            parts = even_slices(vectors, min(vectors, 2 * self.threads)) if vectors else []
+            for part in () if self.has_sample_lanes else parts:
+                rows = part.start * lanes, min(part.stop * lanes, one.products)
+                tasks.append(partial(self.add_grads, k, sums_of[k].dense, rows, span))
+            for each, entries in zip(one.sparse, sums_of[k].entries, strict=True):
+                for row in range(0, each.forward.rows, _TASK_ROWS):
+                    rows = row, min(row + _TASK_ROWS, each.forward.rows)
+                    tasks.append(partial(self.add_sparse_grads, k, each, entries, rows, span))
+        if tasks:
+            self.call_all(tasks)
+
+    def _input_parts(self, below: Array | None) -> list[Array]:
+        """Return an array for each direction, whose sum `below` will be; it is the first."""
+        if below is None:
+            return []
+        return [below, *(part[: below.size].reshape(below.shape) for part in self._parts)]
+
+    def times(self, one: Direction, span: tuple[int, int]) -> int:
+        """Return the first in time of some steps, which are given in the order of a direction."""
+        return self.steps - span[1] if one.back else span[0]
+
+    def first_gates(self, one: Direction, span: tuple[int, int]) -> int:
+        """Return the step whose gates come first while some steps are worked on."""
+        return 0 if self.keeps_gates else self.times(one, span)
+
+    def _gates(self, k: int, span: tuple[int, int], slot: int) -> Gates:
+        """Return the gradients in slots, from one of them on, over some steps."""
+        one = self.directions[k]
+        t = self.times(one, span) - self.first_gates(one, span)
+        about = self.gates[k], self.segment, self.step_rows(one), one.units, self.group
+        return Gates(*about, t, self.grads_first(one) + slot, self.has_grads[k])
+
+    def grads_first(self, one: Direction) -> int:
+        """Return which vector of a step is the first gradient, where all steps have them.
+
+        Those of a cell of one stage may take the place of what is kept: each is written when that
+        has been read.
+        """
+        return one.kept if one.program.stages > 1 else 0
+
+    def step_rows(self, one: Direction) -> int:
+        """Return how many vectors are kept of a step, or gradients in their place."""
+        if self.grad_step(one) > 0:
+            return one.kept
+        return max(one.kept, self.grads_first(one) + one.record)
+
+    def grad_step(self, one: Direction) -> int:
+        """Return the numbers from a step's gradients in slots to the next's.
+
+        They are kept for a block of steps; 0 if for all, in the place of the gates.
+        """
+        if not self.has_sample_lanes or one.sparse or self._keeps_samples:
+            return 0
+        # No power of two, which caches are slow at.
+        return (-(-one.record * one.units // SUM_ROWS) * SUM_ROWS + 2) * self.group
+
+    def _places_of_factors(self, one: Direction, span: tuple[int, int]) -> tuple[int, int]:
+        """Return where the inputs of the first of some steps begin, and the states before it."""
+        t = self.times(one, span)
+        slot = self.group if self.has_sample_lanes else self.padded
+        return (t + 1) * slot * one.block, (t + 2 * one.back) * slot * one.units
+
+    def add_grads(self, k: int, into: Sums, rows: tuple[int, int], span: tuple[int, int]) -> None:
+        """Add gradients over some steps to rows of the sums of a direction."""
+        one, terms = self.directions[k], max(self.batch, sums.BLOCK)
+        x_at, at = self._places_of_factors(one, span)
+        count = ((terms + TILE_ROWS + 1) * TILE_VECTORS + 1) * self.lanes
+        count += terms * one.units + self.lanes
+        room = self.calls.borrow(count, self.dtype)
+        self.calls.launch(fill_with, room[: TILE_VECTORS * self.lanes], 0)
+        states, cells = self.plane_of(self.states, one), self.cells_of(one)
+        self.calls.launch(
+            sums.sum_products,
+            *(self._gates(k, span, 0), into),
+            *(self.states[one.layer - 1], x_at, one.block, self.plane),
+            *(states, cells, self.plane, at),
+            *(self.batch, span[1] - span[0], room, *rows),
+        )
+        self.calls.give_back(room)
+
+    def cells_of(self, one: Direction) -> Array:
+        """Return the states of a direction behind the first, which may be none."""
+        return self.plane_of(self.cells, one) if one.states > 1 else self.cells[0]
+
+    def add_sparse_grads(
+        self, k: int, each: Product, entries: Array, rows: tuple[int, int], span: tuple[int, int]
+    ) -> None:
+        """Add gradients over some steps to the entries of some rows of a sparse matrix."""
+        one, packing = self.directions[k], each.forward
+        gates = self._gates(k, span, each.slot)
+        x_at, at = self._places_of_factors(one, span)
+        # Where the first sample begins, and from it to the next, and from a step to the next.
+        if each.source == 0:
+            b, begin, width = self.states[one.layer - 1], x_at, packing.block
+        elif each.source == 1:
+            b, begin, width = self.plane_of(self.states, one), at, one.units
+        else:
+            b, width = self.cells_of(one), one.units
+            begin = (each.source - 2) * self.plane + at
+        group, step = (self.steps + 2) * width, self.group * width
+        if each.source < 0:
+            b, step = self.gates[k], gates.kept * one.units * self.group
+            group = gates.steps * gates.kept * one.units
+            row = self.grads_first(one) + one.slots - 1 - each.source
+            begin = gates.step * step + row * one.units * self.group
+        stride = max(self.padded, sums.BLOCK) + 2 * self.lanes
+        room = self.calls.borrow((rows[1] - rows[0] + packing.cols) * stride, self.dtype)
+        self.calls.launch(
+            sums.sum_sparse_products,
+            *(gates, b, begin, group, step, packing.cols, packing.block, self.plane),
+            *(self.padded, span[1] - span[0]),
+            *(packing.indptr, packing.indices, room, entries, *rows),
+        )
+        self.calls.give_back(room)
+
+
+class _SumsOf(NamedTuple):
+    """Sums of gradients of a direction's parameters: dense ones, and entries of sparse ones."""
+
+    dense: Sums
+    entries: list[Array]
+
+
+class _Group:
+    """Some neighbouring samples, with which one thread at a time works."""
+
+    def __init__(
+        self, memory: HostMemory, first: int, samples: int, own: dict[str, Iterator[Array]]
+    ) -> None:
+        self.memory, self.first, self.samples = memory, first, samples
+        self._scratch = [tuple(map(next, own.values())) for _ in memory.directions]
+
+    def sequence(self, k: int, span: tuple[int, int]) -> Sequence:
+        """Return a direction for the kernels, with the gates of some steps."""
+        memory, one, weights = self.memory, self.memory.directions[k], self.memory.packed[k]
+        products, parts, block, row_grads = self._scratch[k]
+        step, renderer = memory.grad_step(one), one.renderer
+        return Sequence(
+            steps=memory.steps,
+            back=one.back,
+            units=one.units,
+            batch=memory.padded,
+            given=memory.batch,
+            first=self.first,
+            count=self.samples,
+            samples=max(1, min(self.samples, memory.group)),
+            sample_lanes=memory.has_sample_lanes,
+            pairs=one.sample_rows == 2,
+            lengths=memory.lengths,
+            states=memory.plane_of(memory.states, one),
+            width=memory.widths[one.layer],
+            inputs=one.inputs,
+            cols=one.cols,
+            block=one.block,
+            jump=memory.plane,
+            cells=memory.cells_of(one),
+            cell_plane=memory.plane,
+            others=one.states - 1,
+            gates=memory.gates[k],
+            segment=memory.segment,
+            begin=memory.first_gates(one, span),
+            kept=memory.step_rows(one),
+            grads=block if step else memory.gates[k],
+            grad_step=step,
+            grads_first=memory.grads_first(one),
+            has_grads=memory.has_grads[k],
+            products=products,
+            stride=one.stride,
+            spare=one.spare,
+            parts=parts,
+            zeros=memory.zeros,
+            bias=weights.bias,
+            rows=weights.rows,
+            row_step=one.row_step(memory.group),
+            row_grads=row_grads,
+            row_sums=memory.row_sums[k],
+            row_count=one.rows,
+            carry=memory.carries[k],
+            carry_step=memory.carry_step,
+            forward=one.code.forward,
+            backward=one.code.backward,
+            stages=one.program.stages,
+            slots=one.slots,
+            multiplied=one.multiplied,
+            state_row=min(renderer.state_rows.values(), default=0),
+            kept_count=one.kept,
+            record=one.record,
+            input_row=-1 if renderer.input_row is None else renderer.input_row,
+            has_derived=any(each.grads for each in one.program.derived),
+            pauses=one.pauses,
+        )
+
+
+def _run(
+    group: _Group,
+    k: int,
+    all_weights: list[Weights],
+    span: tuple[int, int],
+    *,
+    is_again: bool = False,
+) -> None:
+    """Compute some states of one direction, in its order, and their gates."""
+    memory, weights = group.memory, all_weights[k]
+    one = memory.directions[k]
+    memory.calls.launch(
+        kernels.run,
+        *(group.sequence(k, span), weights.forward, memory.states[one.layer - 1]),
+        memory.no_caller._replace(ends=memory.ends[one.back]) if is_again else memory.caller(one),
+        *span,
+    )
+
+
+def _back(
+    group: _Group,
+    k: int,
+    all_weights: list[Weights],
+    sums_of: dict[int, _SumsOf],
+    above: Array,
+    parts: list[Array],
+    span: tuple[int, int],
+) -> None:
+    """Compute the gradients in slots and inputs of some steps of one direction."""
+    memory = group.memory
+    one, weights = memory.directions[k], all_weights[k]
+    below = parts[one.back].reshape(-1) if parts else memory.no_caller.x
+    about = group.sequence(k, span), weights.back, memory.states[one.layer - 1]
+    flat = above.reshape(-1)
+    if one.kept and not memory.keeps_gates:
+        memory.calls.launch(kernels.find_ends, *about, flat, memory.ends[one.back], *span)
+        _run(group, k, all_weights, span, is_again=True)
+    memory.calls.launch(kernels.back, *about, sums_of[k].dense, flat, below, *span)
+
+
+def _flat(param: Array) -> Array:
+    """Return the numbers of a parameter."""
+    flat: Array = for_kernels(param.reshape(-1), param.dtype)
+    return flat

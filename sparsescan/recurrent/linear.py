@@ -1,0 +1,336 @@
+"""Gradients of a step as sums of slopes times gradients, and the factors of a Jacobian.
+
+A gradient in a slot, a sum of products, is linear in the gradients that come from behind: in the
+states after the step, and in what its own products return. The slopes, their factors, are computed
+from the step's input and state once, for a Jacobian and for any number of gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from .operations import Node, node, number, value_of
+from .program import INPUT, Program, Term, _replaced, coefficients, topological
+
+__all__ = ["ONE", "BackStage", "Block", "Factors", "Key", "Linear", "factors", "key_of", "linear"]
+
+# A block of a matrix, and whether it is transposed.
+Key = tuple[str, int, bool]
+# A slope that is 1 everywhere.
+ONE = -1
+
+
+class BackStage(NamedTuple):
+    """A stage of the backward pass: slots whose gradients are computed, and what follows.
+
+    Attributes
+    ----------
+    slots : tuple of int
+        The slots.
+    arguments : tuple of int
+        The arguments all of whose products have returned their gradients then.
+    """
+
+    slots: tuple[int, ...]
+    arguments: tuple[int, ...]
+
+
+class Linear(NamedTuple):
+    """The gradients of a program, by slopes.
+
+    Leaves of the gradients are ``gradient`` and ``back``, as in the program, ``slope`` (by number),
+    parameters, and what a gradient in a parameter is multiplied by of ``input`` and ``state``.
+
+    Attributes
+    ----------
+    slopes : tuple of Node
+        What is computed of a step, from its input, states and slots.
+    columns : tuple of Node
+        Products of slopes that are factors of a Jacobian, numbered behind the slopes.
+    slot_grads, row_grads : tuple of Node or None
+        Gradients in slots and in rows of parameters.
+    input_grad : Node or None
+        Gradient in the input of each unit, but for that by products.
+    slot_columns, state_columns : tuple of dict of Node to int
+        For gradients in slots, and in states but for those by products: the slope or column that
+        each gradient from behind is multiplied by.
+    stages : tuple of BackStage
+        The order of the backward pass.
+    """
+
+    slopes: tuple[Node, ...]
+    columns: tuple[Node, ...]
+    slot_grads: tuple[Node | None, ...]
+    row_grads: tuple[Node | None, ...]
+    input_grad: Node | None
+    slot_columns: tuple[dict[Node, int], ...]
+    state_columns: tuple[dict[Node, int], ...]
+    stages: tuple[BackStage, ...]
+
+
+def linear(program: Program) -> Linear:
+    """Return the gradients of a program by slopes.
+
+    A sum of gradients that several others are multiples of, such as that in the new ``c`` of an
+    LSTM, is added up once. What a product returns is nothing where none of its slots has a
+    gradient, as in a condition, or where all that it has cancels.
+    """
+    readers = [_readers(program, argument) for argument in program.arguments]
+    zeros = set[int]()
+    while True:
+        found = _linear(program, zeros)
+        now = {b for b, own in enumerate(readers) if all(found.slot_grads[k] is None for k in own)}
+        if now <= zeros:
+            return found
+        zeros |= now
+
+
+def _linear(program: Program, zeros: Collection[int]) -> Linear:
+    """Return the gradients by slopes, where the products of some arguments return nothing."""
+    plain = _without_quotients(program, zeros)
+    slots, states = len(program.slots), program.states
+    slot_roots, state_roots = plain[:slots], plain[slots : slots + states]
+    leaves = _gradients(program)
+    slopes: dict[Node, Node] = {}
+
+    def factor(given: Node, is_there: bool) -> Node:
+        """Return what stands for a factor: itself if it needs no slope, as input and state may."""
+        kinds = {each.operation for each in topological([given])}
+        is_same = kinds.isdisjoint(("input", "state", "slot"))
+        if is_same or (is_there and given.operation in ("input", "state")):
+            return given
+        return slopes.setdefault(given, node("slope", about=(len(slopes),)))
+
+    written = {each: each for each in leaves}
+
+    def write(root: Node | None, sources: Iterable[Node], is_there: bool = False) -> Node | None:
+        """Return a gradient as a sum over sources, which are written."""
+        total: Node | None = None
+        found = {} if root is None else coefficients(root, list(sources))
+        for source, given in found.items():
+            if value_of(given) != 0:
+                term = written[source] * factor(given, is_there)
+                total = term if total is None else total + term
+        return total
+
+    sources = dict.fromkeys(leaves)
+    roots = [each for each in (*slot_roots, *state_roots) if each is not None]
+    for base in _shared_sums(roots, leaves):
+        whole = write(base, sources)
+        if whole is not None:
+            written[base] = whole
+            sources[base] = None
+    slot_grads = [write(root, sources) for root in slot_roots]
+    state_grads = [write(root, sources) for root in state_roots]
+    # Gradients in parameters are products of those in slots, where they are multiples of them.
+    for root, grad in zip(slot_roots, slot_grads, strict=True):
+        if root is not None and grad is not None:
+            written[root] = grad
+            sources[root] = None
+    *row_grads, input_grad = (write(root, sources, True) for root in plain[slots + states :])
+    columns: dict[Node, int] = {}
+
+    def numbers(grad: Node | None) -> dict[Node, int]:
+        found = {} if grad is None else coefficients(grad, leaves)
+        return {
+            leaf: int(given.about[0])
+            if given.operation == "slope"
+            else len(slopes) + columns.setdefault(given, len(columns))
+            for leaf, given in found.items()
+        }
+
+    slot_columns = [
+        numbers(grad if any(term.argument is not INPUT for term in slot.terms) else None)
+        for slot, grad in zip(program.slots, slot_grads, strict=True)
+    ]
+    state_columns = [numbers(grad) for grad in state_grads]
+    return Linear(
+        slopes=tuple(slopes),
+        columns=tuple(columns),
+        slot_grads=tuple(slot_grads),
+        row_grads=tuple(row_grads),
+        input_grad=input_grad,
+        slot_columns=tuple(slot_columns),
+        state_columns=tuple(state_columns),
+        stages=_stages(program, slot_grads),
+    )
+
+
+def _gradients(program: Program) -> list[Node]:
+    """Return the gradients that come from behind."""
+    leaves = [node("gradient", about=(k,)) for k in range(program.states)]
+    return leaves + [node("back", about=(k,)) for k in range(len(program.arguments))]
+
+
+def _without_quotients(program: Program, zeros: Collection[int]) -> list[Node | None]:
+    """Return all gradients without some from behind, in which factors of states are themselves.
+
+    A backward pass that keeps the states divides by the other factor, to keep one vector less. Here
+    they have just been computed.
+    """
+    forward = topological([*program.outputs, *program.arguments])
+    roots = [*program.slot_grads, *program.state_grads, *program.row_grads, program.input_grad]
+    given = [each for each in roots if each is not None]
+    # What the forward pass computes stays as it is.
+    plain = {each: each for each in forward}
+    plain |= {node("back", about=(b,)): number(0) for b in zeros}
+    for each in topological(given):
+        if each.operation == "where" and each.arguments[2].operation == "divide":
+            whole, gate = each.arguments[2].arguments
+            if each not in plain and whole in program.outputs and gate in whole.arguments:
+                a, b = whole.arguments
+                plain[each] = b if a is gate else a
+    new = dict(zip(given, _replaced(given, plain), strict=True))
+    return [None if each is None else new[each] for each in roots]
+
+
+def _readers(program: Program, argument: Node) -> list[int]:
+    """Return the slots that have products of an argument."""
+    return [
+        k
+        for k, slot in enumerate(program.slots)
+        if any(term.argument is argument for term in slot.terms)
+    ]
+
+
+def _shared_sums(roots: Sequence[Node], leaves: Sequence[Node]) -> list[Node]:
+    """Return the sums of several gradients that several others are computed from."""
+    order = topological(roots)
+    uses = Counter(argument for each in order for argument in each.arguments)
+    uses.update(set(roots))
+    sources: dict[Node, set[Node]] = {each: {each} for each in leaves}
+    shared: list[Node] = []
+    for each in order:
+        if each not in sources:
+            sources[each] = set[Node]().union(*(sources[argument] for argument in each.arguments))
+        if len(sources[each]) > 1 and uses[each] > 1:
+            shared.append(each)
+            sources[each] = {each}
+    return shared
+
+
+def _stages(program: Program, slot_grads: Sequence[Node | None]) -> tuple[BackStage, ...]:
+    """Return the order of the backward pass, in which slots come as in the step, the last first.
+
+    The value of a surrogate may be known before what it is differentiated by, and slots that its
+    gradient is in come later than the gradients of what is computed of it.
+    """
+    readers = [_readers(program, argument) for argument in program.arguments]
+    stages = [slot.stage for slot in program.slots]
+    reads = [
+        {
+            each.about[0]
+            for each in topological([] if grad is None else [grad])
+            if each.operation == "back"
+        }
+        for grad in slot_grads
+    ]
+    returned: list[int] = []
+    for _ in range(1 + len(program.slots)):
+        returned = [min(stages[k] for k in own) for own in readers]
+        stages = [
+            min([stage, *(returned[b] - 1 for b in own)])
+            for stage, own in zip(stages, reads, strict=True)
+        ]
+    order = sorted({*stages, *(stage - 1 for stage in returned)} or {0}, reverse=True)
+    return tuple(
+        BackStage(
+            tuple(k for k, own in enumerate(stages) if own == stage),
+            tuple(b for b, own in enumerate(returned) if own == stage),
+        )
+        for stage in order
+    )
+
+
+# -- Factors of a Jacobian ------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A vector between slopes and weights: the gradient in a slot, or what weights pass on.
+
+    Attributes
+    ----------
+    slopes : tuple of (int, int)
+        Places of vectors before the slopes, and the numbers of these: of a slope, a column, `ONE`.
+    weights : tuple of (int, tuple of Key)
+        Places of vectors behind the weights, and what takes it there; nothing if it is passed on.
+    """
+
+    slopes: tuple[tuple[int, int], ...]
+    weights: tuple[tuple[int, tuple[Key, ...]], ...]
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether weights multiply it."""
+        return any(keys for _, keys in self.weights)
+
+
+class Factors(NamedTuple):
+    """Two factors of a Jacobian, slopes and weights, for a stage of the backward pass.
+
+    Attributes
+    ----------
+    given, returned : tuple of Node
+        The vectors before and after both: gradients in states after the step (``gradient``), in
+        arguments (``back``), and in states before the step (``state``).
+    blocks : tuple of Block
+        The vectors between them.
+    """
+
+    given: tuple[Node, ...]
+    blocks: tuple[Block, ...]
+    returned: tuple[Node, ...]
+
+
+def factors(program: Program, linear: Linear) -> list[Factors]:
+    """Return the factors of a Jacobian, those that meet a gradient first before others."""
+    states = [node("state", about=(k,)) for k in range(program.states)]
+    given = _gradients(program)[: program.states]
+    found = []
+    for n, stage in enumerate(linear.stages):
+        later = [linear.slot_columns[k] for each in linear.stages[n + 1 :] for k in each.slots]
+        needed = set(states).union(*later, *linear.state_columns)
+        slots = [k for k in stage.slots if linear.slot_columns[k]]
+        terms = {k: [t for t in program.slots[k].terms if t.argument is not INPUT] for k in slots}
+        reached = {k: [_to(program, term) for term in own] for k, own in terms.items()}
+        touched = [each for own in reached.values() for each in own]
+        if stage is linear.stages[-1]:
+            returned, passed = states, []
+            for r, (each, column) in enumerate(zip(states, linear.state_columns, strict=True)):
+                slopes = [(given.index(leaf), which) for leaf, which in column.items()]
+                slopes += [(given.index(each), ONE)] if each in given else []
+                passed += [Block(tuple(sorted(slopes)), ((r, ()),))] if slopes else []
+        else:
+            returned = [each for each in dict.fromkeys([*given, *touched]) if each in needed]
+            passed = [
+                Block(((given.index(each), ONE),), ((r, ()),))
+                for r, each in enumerate(returned)
+                if each in given
+            ]
+        blocks = []
+        for k in slots:
+            column = linear.slot_columns[k]
+            slopes = sorted((given.index(leaf), which) for leaf, which in column.items())
+            keys = [
+                tuple(key_of(t) for t, own in zip(terms[k], reached[k], strict=True) if own is to)
+                for to in returned
+            ]
+            weights = tuple((r, own) for r, own in enumerate(keys) if own)
+            blocks += [Block(tuple(slopes), weights)] if weights else []
+        found.append(Factors(tuple(given), (*blocks, *passed), tuple(returned)))
+        given = returned
+    return found
+
+
+def key_of(term: Term) -> Key:
+    """Return what a product multiplies by."""
+    return term.matrix, term.gate, term.is_transposed
+
+
+def _to(program: Program, term: Term) -> Node:
+    """Return the gradient in what a product multiplies."""
+    if term.argument.operation == "state":
+        return term.argument
+    return node("back", about=(program.arguments.index(term.argument),))

@@ -1,0 +1,363 @@
+"""Products of matrices and vectors, of the samples of a group: for slots, and back from them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...kernels.compile import njit
+from ...kernels.cpu.lanes import (
+    TILE_ROWS,
+    TILE_VECTORS,
+    add_pair_tile,
+    add_sample_tile,
+    add_tile,
+    fma,
+    item,
+    lane_count,
+    load,
+    load_samples,
+    number,
+    sample_count,
+    splat_samples,
+    store,
+    store_some,
+)
+from .stages import pointer
+
+__all__ = [
+    "COLUMNS",
+    "Matrix",
+    "Products",
+    "back_products",
+    "forward_products",
+    "has_product",
+    "matrix_of",
+    "multiply",
+    "multiply_samples",
+    "part_of",
+    "slot_of",
+    "take_apart",
+]
+
+Array = Any
+_helper = njit(_nrt=False)
+_inline = njit(_nrt=False, forceinline=True)
+# Terms that are summed up before they are added to the others.
+_PART = 64
+
+
+class Matrix(NamedTuple):
+    """A matrix that multiplies the vectors of all samples.
+
+    Attributes
+    ----------
+    is_sparse : bool
+        Whether only entries are stored; then samples are lanes.
+    rows, cols, vectors : int
+        Its shape, and how many vectors the rows are, where units are lanes.
+    blocks, block : int
+        The columns are so many blocks of so many.
+    tile : int
+        Rows that are neighbours in a column.
+    values, value_at : ndarray, int
+        A dense matrix is stored `tile` rows after as many others, each column by column; the last
+        rows are filled up with zeros. Only the entries of a sparse matrix are stored.
+    places, index_at, indptr_at : ndarray of int64, int, int
+        Where the indices and the row pointers of a sparse matrix begin, as in CSR.
+    """
+
+    is_sparse: bool
+    rows: int
+    cols: int
+    vectors: int
+    blocks: int
+    block: int
+    tile: int
+    values: Array
+    value_at: int
+    places: Array
+    index_at: int
+    indptr_at: int
+
+
+# Columns of the table of products: the stage whose slots they are; what is multiplied (0 the input,
+# 1 + k the state k, -1 - r the row r of the parts); the first slot; the row of the parts that gets
+# a product back; whether it is the first one there; and whether rows that fill up a tile would meet
+# numbers that others need. Then those of `Matrix` but for arrays.
+COLUMNS = ("stage", "source", "slot", "to", "begins", "spills", "is_sparse", "rows", "cols")
+COLUMNS += ("vectors", "blocks", "block", "tile", "value_at", "index_at", "indptr_at")
+_STAGE, _SOURCE, _SLOT, _TO, _BEGINS, _SPILLS, _MATRIX = range(7)
+_COUNT = len(COLUMNS)
+
+
+class Products(NamedTuple):
+    """All products of a step in one pass, in the order in which they are computed.
+
+    Attributes
+    ----------
+    table : ndarray of int64
+        What each multiplies, and how it is stored: ``len(COLUMNS)`` numbers of each.
+    values : ndarray
+        All matrices.
+    places : ndarray of int64
+        Indices and row pointers of sparse ones.
+    """
+
+    table: Array
+    values: Array
+    places: Array
+
+
+@_inline
+def matrix_of(products, p):
+    """Return the matrix of a product."""
+    t, at = products.table, p * _COUNT + _MATRIX
+    return Matrix(
+        item(t, at) != 0,
+        *(item(t, at + 1), item(t, at + 2), item(t, at + 3), item(t, at + 4)),
+        *(item(t, at + 5), item(t, at + 6)),
+        *(products.values, item(t, at + 7), products.places, item(t, at + 8), item(t, at + 9)),
+    )
+
+
+@_inline
+def slot_of(products, p):
+    """Return the first slot of a product."""
+    return item(products.table, p * _COUNT + _SLOT)
+
+
+@_inline
+def has_product(products, p):
+    """Return whether there is a `p`-th product."""
+    return p * _COUNT < len(products.table)
+
+
+@_inline
+def _about(products, p, column):
+    """Return what a column of the table says of a product."""
+    return item(products.table, p * _COUNT + column)
+
+
+# -- Both directions -------------------------------------------------------------------------------
+
+
+@_inline
+def forward_products(s, products, p, stage, x, states, cells):
+    """Add the products of a stage to the slots, from the `p`-th on; return the first one left.
+
+    `x`, `states` and `cells` are pointers to those of the step.
+    """
+    bias, lanes = s.bias, lane_count(s.bias)
+    if stage == 0:
+        rows = s.slots * s.units
+        done = 0
+        # Products with the input come first, and may begin the sums.
+        if has_product(products, p) and _about(products, p, _SOURCE) == 0:
+            m = matrix_of(products, p)
+            if s.sample_lanes:
+                multiply_samples(m, x, s.jump, pointer(bias, 0), pointer(s.parts, 0), s.pairs)
+            else:
+                multiply(
+                    m,
+                    x,
+                    s.block,
+                    s.jump,
+                    pointer(bias, 0),
+                    True,
+                    pointer(s.products, 0),
+                    s.stride,
+                    s.samples,
+                )
+            done = m.rows
+            p += 1
+        # Beyond the rows of the matrix, 0·x was written, which may be NaN.
+        if s.sample_lanes:
+            for i in range(done * s.samples, rows * s.samples, lanes):
+                store(s.parts, i, load(bias, i))
+        else:
+            for b in range(s.samples):
+                for i in range(done, rows, lanes):
+                    store(s.products, b * s.stride + i, load(bias, i))
+    first, end = s.slots, 0
+    while has_product(products, p) and _about(products, p, _STAGE) == stage:
+        m, source, slot = (
+            matrix_of(products, p),
+            _about(products, p, _SOURCE),
+            _about(products, p, _SLOT),
+        )
+        read, step, jump = states, s.units, 0
+        if source == 0:
+            read, step, jump = x, s.block, s.jump
+        elif source > 1:
+            read = pointer(cells, (source - 2) * s.cell_plane)
+        elif source < 0:
+            read = pointer(s.parts, (-1 - source) * part_of(s))
+        _add_product(s, m, read, step, jump, slot, False, _about(products, p, _SPILLS) != 0)
+        first, end = min(first, slot), max(end, slot + m.rows // s.units)
+        p += 1
+    if not s.sample_lanes:
+        if stage == 0:
+            first, end = 0, s.slots
+        take_apart(s, first, end, first)
+    return p
+
+
+@_inline
+def back_products(s, products, p, stage, grads):
+    """Write the gradients in what products of a stage multiply, from the `p`-th on.
+
+    Those in arguments that a stage computes, or in states if `stage` is -1. Return the first
+    product that is left.
+    """
+    jump = s.samples * s.units
+    while has_product(products, p) and _about(products, p, _STAGE) == stage:
+        m, to = matrix_of(products, p), _about(products, p, _TO)
+        read = pointer(s.grads, grads + _about(products, p, _SLOT) * jump)
+        begins, spills = _about(products, p, _BEGINS) != 0, _about(products, p, _SPILLS) != 0
+        if s.sample_lanes:
+            _add_product(s, m, read, s.units, 0, to, begins, spills)
+        else:
+            _add_product(s, m, read, s.units, jump, 0, begins, False)
+            take_apart(s, 0, 1, to)
+        p += 1
+    return p
+
+
+@_inline
+def _add_product(s, m, x, step, jump, row, begins, spills):
+    """Write a product to a vector of the parts, or of the products of a sample, or add it.
+
+    Where its last tile `spills` into the next ones, it is written elsewhere first.
+    """
+    lanes = lane_count(s.parts)
+    if s.sample_lanes:
+        at, count = row * s.units * s.samples, m.rows * s.samples
+        out = pointer(s.products, 0) if spills else pointer(s.parts, at)
+        start = pointer(s.zeros, 0) if spills or begins else out
+        multiply_samples(m, x, jump, start, out, s.pairs)
+        for i in range(0, count if spills else 0, lanes):
+            v = load(s.products, i)
+            v = v if begins else v + load(s.parts, at + i)
+            store_some(s.parts, at + i, v, count - i)
+        return
+    at = row * s.units
+    out = pointer(s.products, s.spare if spills else at)
+    multiply(m, x, step, jump, pointer(s.zeros, 0), spills or begins, out, s.stride, s.samples)
+    for b in range(s.samples if spills else 0):
+        for i in range(0, m.rows, lanes):
+            place = b * s.stride + i
+            v = load(s.products, place + s.spare) + load(s.products, place + at)
+            store_some(s.products, place + at, v, m.rows - i)
+
+
+@_inline
+def part_of(s):
+    """Return the numbers from one vector to the next in the parts.
+
+    Where units are lanes, whole vectors, and one more.
+    """
+    if s.sample_lanes:
+        return s.samples * s.units
+    lanes = lane_count(s.parts)
+    return -(-s.samples * s.units // lanes) * lanes + lanes
+
+
+@_inline
+def take_apart(s, first, end, to):
+    """Put some vectors of the products of a step in the order of the parts, from row `to` on."""
+    lanes, part = lane_count(s.parts), part_of(s)
+    for g in range(first, end):
+        for b in range(s.samples):
+            for i in range(0, s.units, lanes):
+                # Lanes beyond the units are written again with the next sample.
+                v = load(s.products, b * s.stride + g * s.units + i)
+                store(s.parts, (to + g - first) * part + b * s.units + i, v)
+
+
+# -- One product -----------------------------------------------------------------------------------
+
+
+@_inline
+def multiply(m, x, step, jump, bias, begins, out, stride, samples):
+    """Write ``m x + bias`` to `out` if it begins a sum, else add ``m x``, with units as lanes.
+
+    All but `m` are pointers. From a sample to the next it is `step` in `x`, and `stride` in `out`.
+    The numbers of a sample are in blocks, as the columns of `m`, which begin `jump` apart.
+    """
+    lanes = lane_count(x)
+    v = 0
+    while v < m.vectors:
+        width = min(TILE_VECTORS, m.vectors - v)
+        b = 0
+        while b < samples:
+            place, first = b * stride + v * lanes, v * lanes * m.cols
+            start, start_at, start_step = out, place, stride
+            if begins:
+                start, start_at, start_step = bias, v * lanes, 0
+            add_tile(
+                *(out, place, stride, start, start_at, start_step, m.values, m.value_at + first),
+                *(x, b * step, step, 1, jump, m.blocks, m.block, _PART, width, samples - b),
+            )
+            b += TILE_ROWS
+        v += TILE_VECTORS
+
+
+@_inline
+def multiply_samples(m, x, jump, start, out, pairs):
+    """Write ``start + m x`` with samples as lanes; `start` may be `out`.
+
+    All but `m` are pointers. The numbers of a sample are in blocks, as the columns of `m`, which
+    begin `jump` apart; they are neighbours if `jump` is 0. Of a sparse `m`, indices are places in
+    `x`.
+    """
+    samples, part = sample_count(x), min(_PART, m.block)
+    if m.is_sparse:
+        _multiply_sparse(m, x, start, out)
+        return
+    cols, at, first = m.block if jump > 0 else m.cols, 0, 0
+    # A range with such a step would divide, in every step of a sequence.
+    while first < m.cols:
+        row = 0
+        while row < m.rows:
+            place, values = row * samples, m.value_at + row * m.cols + first * m.tile
+            if pairs:
+                add_pair_tile(
+                    *(out, place, start, place, x, at, m.values, values),
+                    *(cols >> 1, part >> 1, m.tile >> 1),
+                )
+            else:
+                add_sample_tile(
+                    *(out, place, start, place, x, at, m.values, values),
+                    *(cols, part, m.tile),
+                )
+            row += m.tile
+        at += jump
+        first += cols
+        start = out
+
+
+@_helper
+def _multiply_sparse(m, x, start, out):
+    samples = sample_count(x)
+    for row in range(m.rows):
+        # Four sums, none of which waits for the one before.
+        zero = number(load_samples(start, 0), 0.0)
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        p, end = m.places[m.indptr_at + row], m.places[m.indptr_at + row + 1]
+        v, i = m.value_at, m.index_at
+        while p + 4 <= end:
+            x0 = load_samples(x, m.places[i + p] * samples)
+            x1 = load_samples(x, m.places[i + p + 1] * samples)
+            x2 = load_samples(x, m.places[i + p + 2] * samples)
+            x3 = load_samples(x, m.places[i + p + 3] * samples)
+            s0 = fma(splat_samples(m.values, v + p), x0, s0)
+            s1 = fma(splat_samples(m.values, v + p + 1), x1, s1)
+            s2 = fma(splat_samples(m.values, v + p + 2), x2, s2)
+            s3 = fma(splat_samples(m.values, v + p + 3), x3, s3)
+            p += 4
+        while p < end:
+            x0 = load_samples(x, m.places[i + p] * samples)
+            s0 = fma(splat_samples(m.values, v + p), x0, s0)
+            p += 1
+        before = load_samples(start, row * samples)
+        store(out, row * samples, before + ((s0 + s1) + (s2 + s3)))

@@ -1,0 +1,615 @@
+"""Symbols of a step, and the one table of elementwise operations.
+
+A step of a cell is traced on symbols, each of which stands for a vector of one number a unit. Equal
+expressions are one :class:`Node`, so that common terms are computed once. A row of `OPERATIONS` has
+all that is known of an operation: its text for each target, and its derivative.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ..errors import InputError, InputTypeError, short
+
+__all__ = [
+    "OPERATIONS",
+    "Node",
+    "Operation",
+    "absolute",
+    "cos",
+    "elu",
+    "exp",
+    "expm1",
+    "hardsigmoid",
+    "hardtanh",
+    "identity",
+    "leaky_relu",
+    "log",
+    "maximum",
+    "minimum",
+    "number",
+    "relu",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "softsign",
+    "sqrt",
+    "stop_gradient",
+    "surrogate",
+    "tanh",
+    "where",
+]
+
+# Modules that a step may have called when something is refused.
+_BETWEEN = __name__, f"{__package__}.definition", "numpy.", "torch."
+
+
+class Node:
+    """A vector of one number a unit: an operation and its arguments.
+
+    Attributes
+    ----------
+    operation : str
+        A name of `OPERATIONS`, or what the node stands for: ``number``, ``input``, ``state``,
+        ``parameter``, ``product``, and others that the analysis of a step adds.
+    arguments : tuple of Node
+        What the operation is of.
+    about : tuple
+        What else tells it from others, such as the number, or the name of a parameter.
+    """
+
+    __slots__ = ("__weakref__", "about", "arguments", "operation")
+
+    operation: str
+    arguments: tuple[Node, ...]
+    about: tuple[Any, ...]
+
+    def __add__(self, other: Any) -> Node:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Node:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Node:
+        return apply("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Node:
+        return apply("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Node:
+        return apply("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Node:
+        return apply("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Node:
+        return apply("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Node:
+        return apply("divide", other, self)
+
+    def __neg__(self) -> Node:
+        return apply("negative", self)
+
+    def __pos__(self) -> Node:
+        return self
+
+    def __abs__(self) -> Node:
+        return apply("absolute", self)
+
+    def __pow__(self, exponent: Any) -> Node:
+        return _power(self, exponent)
+
+    def __lt__(self, other: Any) -> Node:
+        return apply("less", self, other)
+
+    def __le__(self, other: Any) -> Node:
+        return apply("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Node:
+        return apply("less", other, self)
+
+    def __ge__(self, other: Any) -> Node:
+        return apply("less_equal", other, self)
+
+    def __eq__(self, other: object) -> bool:
+        if getattr(_thread, "is_tracing", False):
+            refuse("a comparison by == or !=", "<= and >=, such as (a >= b) * (a <= b)")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **about: Any) -> Node:
+        """Let a number of NumPy stand before an operator; refuse all other calls."""
+        compute = getattr(operator, _OPERATORS.get(ufunc.__name__, ""), None)
+        others = [each for each in given if not isinstance(each, Node)]
+        if compute is None or method != "__call__" or about or any(map(_axes, others)):
+            refuse("a call of NumPy", _INSTEAD)
+        made: Node = compute(*(each if isinstance(each, Node) else float(each) for each in given))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        refuse("a call of PyTorch", _INSTEAD)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse(f"the attribute {name!r}", _INSTEAD)
+
+    def __reduce__(self) -> Any:
+        return _again, (self.operation, self.arguments, self.about)
+
+    def __repr__(self) -> str:
+        return self._text(_DEPTH)
+
+    def _text(self, depth: int) -> str:
+        """Return an expression, without what is nested deeper than so."""
+        inner = [repr(each) for each in self.about]
+        inner += [each._text(depth - 1) if depth else "…" for each in self.arguments]
+        return f"{self.operation}({', '.join(inner)})"
+
+
+# How deep expressions are shown: of one that is read twice, twice as much is in each level.
+_DEPTH = 8
+# Operators of NumPy that a number of its own before one of them calls.
+_OPERATORS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "truediv",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+}
+_INSTEAD = "the functions of sparsescan.recurrent, such as tanh(a)"
+_ELEMENTWISE = "elementwise operations, or one matrix with several gates"
+# Methods that a step does not have, what calls them, and what to write instead.
+_REFUSED = {
+    "bool": ("a branch on a number that only a step has", "where(condition, a, b)"),
+    "iter": ("a loop over units", _ELEMENTWISE),
+    "contains": ("a loop over units", _ELEMENTWISE),
+    "len": ("the length of a vector", _ELEMENTWISE),
+    "getitem setitem delitem": ("an index of a unit", _ELEMENTWISE),
+    "float int index complex round trunc floor ceil": ("a conversion to a number", _INSTEAD),
+    "format": ("a text of a number that only a step has", "it without"),
+    "matmul rmatmul": ("@", "a matrix that the class declares, called: self.weight_hh(h)"),
+    "rpow": ("a number to the power of a vector", "exp(vector * math.log(base))"),
+    "and rand or ror xor rxor invert": (
+        "& or |, ^, ~",
+        "a * b for both of two conditions, maximum(a, b) for one of them, 1 - a for none",
+    ),
+    "mod rmod floordiv rfloordiv divmod rdivmod lshift rlshift rshift rrshift": (
+        "an operation of integers",
+        "+ - * /, or " + _INSTEAD,
+    ),
+    "call": ("a call of a vector", "a product, a * b, or a matrix of the class, which is called"),
+    "array array_function": ("a call of NumPy", _INSTEAD),
+}
+
+
+def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
+    return lambda *_, **__: refuse(what, instead)
+
+
+for names, about in _REFUSED.items():
+    for name in names.split():
+        setattr(Node, f"__{name}__", _refusing(*about))
+
+
+def _axes(given: Any) -> int:
+    return getattr(given, "ndim", 0)
+
+
+def refuse(what: str, instead: str) -> NoReturn:
+    """Raise an error that says where a step does what cannot be traced, and what to write."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    assert frame is not None, "nobody has called this"
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line).strip()
+    raise InputTypeError(
+        f"{Path(path).name}, line {line}{f': {text!r}' if text else ''} has {what}, which cannot "
+        f"be traced: a step computes with vectors of one number a unit; write {instead}"
+    )
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Refuse, in this thread, what a step may not do with vectors, and others may."""
+    _thread.is_tracing = True
+    try:
+        yield
+    finally:
+        _thread.is_tracing = False
+
+
+_thread = threading.local()
+_interned: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def node(operation: str, *arguments: Node, about: tuple[Any, ...] = ()) -> Node:
+    """Return the one node of an operation and its arguments, which are not simplified."""
+    key = operation, arguments, about
+    with _lock:
+        made = _interned.get(key)
+        if made is None:
+            made = object.__new__(Node)
+            made.operation, made.arguments, made.about = operation, arguments, about
+            _interned[key] = made
+        return made
+
+
+def _again(operation: str, arguments: tuple[Node, ...], about: tuple[Any, ...]) -> Node:
+    return node(operation, *arguments, about=about)
+
+
+def number(value: float) -> Node:
+    """Return a number."""
+    value = float(value)
+    return node("number", about=(value, math.copysign(1.0, value)))
+
+
+def value_of(given: Node) -> float | None:
+    """Return the number that a node is, or None."""
+    return given.about[0] if given.operation == "number" else None
+
+
+def as_node(given: Any) -> Node:
+    """Return a node, or a number as one."""
+    if isinstance(given, Node):
+        return given
+    try:
+        return number(given)
+    except Exception:
+        refuse(f"{short(given)} among vectors", "vectors and numbers")
+
+
+def apply(operation: str, *given: Any) -> Node:
+    """Return the node of an operation, simplified."""
+    arguments = tuple(map(as_node, given))
+    values = [value_of(each) for each in arguments]
+    fold = OPERATIONS[operation].fold
+    if fold is not None and None not in values:
+        try:
+            return number(fold(*values))
+        except (ArithmeticError, ValueError):
+            pass  # such as 1 / 0, which kernels do as IEEE 754 says
+    simpler = _simpler(operation, arguments, values)
+    return node(operation, *arguments) if simpler is None else simpler
+
+
+def _simpler(
+    operation: str, arguments: tuple[Node, ...], values: list[float | None]
+) -> Node | None:
+    """Return what is the same and takes less, also where a number is infinite or NaN, or None."""
+    if operation == "negative":
+        (a,) = arguments
+        return a.arguments[0] if a.operation == "negative" else None
+    if operation == "where":
+        _, a, b = arguments
+        if a is b or values[0] is not None:
+            return b if values[0] == 0 else a
+        return None
+    if operation not in ("add", "subtract", "multiply", "divide"):
+        return None
+    a, b = arguments
+    first, second = values
+    if operation == "add":
+        if first == 0:
+            return b
+        if second == 0:
+            return a
+        if b.operation == "negative":
+            return apply("subtract", a, b.arguments[0])
+        if a.operation == "negative":
+            return apply("subtract", b, a.arguments[0])
+    elif operation == "subtract":
+        if second == 0:
+            return a
+        if first == 0:
+            return apply("negative", b)
+        if b.operation == "negative":
+            return apply("add", a, b.arguments[0])
+    elif operation == "multiply":
+        for other, value in ((b, first), (a, second)):
+            if value in (1, -1):
+                return other if value == 1 else apply("negative", other)
+        if a.operation == "negative":
+            return apply("negative", apply("multiply", a.arguments[0], b))
+        if b.operation == "negative":
+            return apply("negative", apply("multiply", a, b.arguments[0]))
+    elif second == 1:
+        return a
+    return None
+
+
+def _power(base: Node, exponent: Any) -> Node:
+    """Return a power whose exponent is a small integer, or a half."""
+    try:
+        given = float(exponent) if not isinstance(exponent, Node) else math.nan
+    except Exception:
+        given = math.nan
+    if given == 0.5:
+        return sqrt(base)
+    if not given.is_integer() or abs(given) > 16:
+        refuse(f"the exponent {short(exponent)}", "exp(exponent * log(base))")
+    result, square, left = number(1), base, int(abs(given))
+    while left:
+        if left & 1:
+            result = result * square
+        left >>= 1
+        square = square * square if left else square
+    return result if given >= 0 else 1 / result
+
+
+# -- The table ------------------------------------------------------------------------------------
+
+_Pull = Callable[..., tuple["Node | None", ...]]
+
+
+class Operation(NamedTuple):
+    """An elementwise operation.
+
+    Attributes
+    ----------
+    numpy, cpu, cuda : str
+        Its text for each target, with ``{0}``, ``{1}``, … for the arguments.
+    pull : callable
+        ``pull(g, y, *arguments)`` is the gradient in each argument, from that in the result `y`;
+        None for an argument that has none.
+    fold : callable or None
+        What it is of numbers.
+    is_heavy : bool
+        Whether it takes as long as some twenty others, so that it is worth a loop of its own.
+    """
+
+    numpy: str
+    cpu: str
+    cuda: str
+    pull: _Pull
+    fold: Callable[..., float] | None = None
+    is_heavy: bool = False
+
+
+def _alike(text: str, pull: _Pull, fold: Callable[..., float] | None = None) -> Operation:
+    """Return an operation with one text for all targets."""
+    return Operation(text, text, text, pull, fold)
+
+
+def _infix(symbol: str, pull: _Pull, fold: Callable[..., float]) -> Operation:
+    return _alike(f"({{0}} {symbol} {{1}})", pull, fold)
+
+
+def _function(name: str, pull: _Pull, **about: Any) -> Operation:
+    """Return a function that each target has under its own name, unless another text is given."""
+    text = f"{name}({{0}})"
+    texts = {"numpy": f"xp.{text}", "cpu": text, "cuda": text}
+    return Operation(pull=pull, **texts | about)
+
+
+def _none(g: Node, y: Node, *arguments: Node) -> tuple[None, ...]:
+    return (None,) * len(arguments)
+
+
+def _chosen(g: Node, is_a: Node, is_b: Node) -> tuple[Node, Node]:
+    """Return the gradients in two numbers of which one is chosen: half in each if none is."""
+    half = 0.5 * g
+    return where(is_a, g, where(is_b, 0, half)), where(is_b, g, where(is_a, 0, half))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": _infix("+", lambda g, y, a, b: (g, g), lambda a, b: a + b),
+    "subtract": _infix("-", lambda g, y, a, b: (g, -g), lambda a, b: a - b),
+    "multiply": _infix("*", lambda g, y, a, b: (g * b, g * a), lambda a, b: a * b),
+    "divide": _infix("/", lambda g, y, a, b: (g / b, -(g / b * y)), lambda a, b: a / b),
+    "negative": Operation("(-{0})", "(zero - {0})", "(-{0})", lambda g, y, a: (-g,), lambda a: -a),
+    "tanh": _function("tanh", lambda g, y, a: (g * (1 - y * y),), fold=math.tanh, is_heavy=True),
+    "sigmoid": _function(
+        "sigmoid", lambda g, y, a: (g * (y * (1 - y)),), numpy="sigmoid({0})", is_heavy=True
+    ),
+    "exp": _function("exp", lambda g, y, a: (g * y,), fold=math.exp, is_heavy=True),
+    "expm1": _function("expm1", lambda g, y, a: (g * (y + 1),), fold=math.expm1, is_heavy=True),
+    "log": _function("log", lambda g, y, a: (g / a,), fold=math.log, is_heavy=True),
+    "softplus": _function(
+        "softplus", lambda g, y, a: (-(g * expm1(-y)),), numpy="softplus({0})", is_heavy=True
+    ),
+    "sqrt": _function("sqrt", lambda g, y, a: (0.5 * g / y,), fold=math.sqrt, is_heavy=True),
+    "sin": _function("sin", lambda g, y, a: (g * cos(a),), fold=math.sin, is_heavy=True),
+    "cos": _function("cos", lambda g, y, a: (-(g * sin(a)),), fold=math.cos, is_heavy=True),
+    "absolute": _function(
+        "absolute", lambda g, y, a: (where(a < 0, -g, where(a <= 0, 0, g)),), fold=abs
+    ),
+    "relu": _function(
+        "relu",
+        lambda g, y, a: (where(y <= 0, 0, g),),
+        numpy="xp.maximum({0}, zero)",
+        cpu="keep_positive({0}, {0})",
+    ),
+    "minimum": Operation(
+        "xp.minimum({0}, {1})",
+        "minimum({0}, {1})",
+        "minimum({0}, {1})",
+        lambda g, y, a, b: _chosen(g, a < b, b < a),
+        min,
+    ),
+    "maximum": Operation(
+        "xp.maximum({0}, {1})",
+        "maximum({0}, {1})",
+        "maximum({0}, {1})",
+        lambda g, y, a, b: _chosen(g, b < a, a < b),
+        max,
+    ),
+    "less": _alike("less({0}, {1})", _none, lambda a, b: float(a < b)),
+    "less_equal": _alike("less_equal({0}, {1})", _none, lambda a, b: float(a <= b)),
+    "where": _alike(
+        "where({0}, {1}, {2})", lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g))
+    ),
+    # A value, and what it is differentiated as: nothing, or a vector and the slope in it.
+    "stop_gradient": _alike("{0}", _none),
+    "surrogate": _alike("{0}", lambda g, y, value, a, slope: (None, g * slope, None)),
+}
+
+
+# -- Functions ------------------------------------------------------------------------------------
+
+
+def tanh(a: Any) -> Node:
+    """Return ``tanh(a)``."""
+    return apply("tanh", a)
+
+
+def sigmoid(a: Any) -> Node:
+    """Return ``1 / (1 + exp(-a))``."""
+    return apply("sigmoid", a)
+
+
+def relu(a: Any) -> Node:
+    """Return ``max(a, 0)``, whose derivative at 0 is 0."""
+    return apply("relu", a)
+
+
+def exp(a: Any) -> Node:
+    """Return ``exp(a)``."""
+    return apply("exp", a)
+
+
+def expm1(a: Any) -> Node:
+    """Return ``exp(a) - 1``."""
+    return apply("expm1", a)
+
+
+def log(a: Any) -> Node:
+    """Return the natural logarithm of ``a``."""
+    return apply("log", a)
+
+
+def sqrt(a: Any) -> Node:
+    """Return the square root of ``a``."""
+    return apply("sqrt", a)
+
+
+def sin(a: Any) -> Node:
+    """Return ``sin(a)``."""
+    return apply("sin", a)
+
+
+def cos(a: Any) -> Node:
+    """Return ``cos(a)``."""
+    return apply("cos", a)
+
+
+def absolute(a: Any) -> Node:
+    """Return ``|a|``, whose derivative at 0 is 0."""
+    return apply("absolute", a)
+
+
+def minimum(a: Any, b: Any) -> Node:
+    """Return the smaller of two numbers; where they are equal, each has half of the gradient."""
+    return apply("minimum", a, b)
+
+
+def maximum(a: Any, b: Any) -> Node:
+    """Return the larger of two numbers; where they are equal, each has half of the gradient."""
+    return apply("maximum", a, b)
+
+
+def where(condition: Any, a: Any, b: Any) -> Node:
+    """Return ``a`` where the condition is not 0, and ``b`` where it is."""
+    return apply("where", condition, a, b)
+
+
+def softplus(a: Any) -> Node:
+    """Return ``log(1 + exp(a))``."""
+    return apply("softplus", a)
+
+
+def identity(a: Any) -> Node:
+    """Return ``a``."""
+    return as_node(a)
+
+
+def silu(a: Any) -> Node:
+    """Return ``a·sigmoid(a)``."""
+    return apply("multiply", a, sigmoid(a))
+
+
+def softsign(a: Any) -> Node:
+    """Return ``a / (1 + |a|)``."""
+    return apply("divide", a, 1 + absolute(a))
+
+
+def leaky_relu(a: Any, slope: float = 0.01) -> Node:
+    """Return ``a`` where it is positive, and ``slope·a`` elsewhere."""
+    return where(as_node(a) <= 0, slope * a, a)
+
+
+def elu(a: Any, alpha: float = 1.0) -> Node:
+    """Return ``a`` where it is positive, and ``alpha·(exp(a) - 1)`` elsewhere."""
+    is_low = as_node(a) <= 0
+    return where(is_low, alpha * expm1(where(is_low, a, 0)), a)
+
+
+def hardtanh(a: Any, low: float = -1.0, high: float = 1.0) -> Node:
+    """Return ``a`` between two bounds, at which its derivative is 0."""
+    return where(as_node(a) <= low, low, where(as_node(high) <= a, high, a))
+
+
+def hardsigmoid(a: Any) -> Node:
+    """Return ``a/6 + 1/2`` between 0 and 1."""
+    return where(as_node(a) <= -3, 0, where(as_node(a) >= 3, 1, a / 6 + 0.5))
+
+
+def stop_gradient(a: Any) -> Node:
+    """Return ``a``, through which no gradient passes."""
+    return apply("stop_gradient", a)
+
+
+class Surrogate(NamedTuple):
+    """A function of one vector, and another one that counts as its derivative."""
+
+    forward: Callable[[Any], Any]
+    derivative: Callable[[Any], Any]
+
+    def __call__(self, a: Any) -> Node:
+        """Return the function of a vector."""
+        return apply("surrogate", self.forward(a), a, self.derivative(a))
+
+
+def surrogate(forward: Callable[[Any], Any], derivative: Callable[[Any], Any]) -> Surrogate:
+    """Return a function whose derivative is another one's, such as that of a spike.
+
+    Parameters
+    ----------
+    forward : callable
+        ``forward(a)`` is its value.
+    derivative : callable
+        ``derivative(a)`` counts as its derivative (Neftci et al., 2019).
+
+    Returns
+    -------
+    callable
+        A function of one vector. It may be an attribute of a class: ``self.spike(a)``.
+
+    Examples
+    --------
+    >>> from sparsescan.recurrent import surrogate
+    >>> spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + a * a))
+    """
+    for name, function in (("forward", forward), ("derivative", derivative)):
+        if not callable(function):
+            raise InputError(f"{name} is {short(function)}; expected a function of one vector")
+    return Surrogate(forward, derivative)

@@ -1,0 +1,562 @@
+"""How the parameters of a cell, and their gradients, lie in memory for kernels of a CPU.
+
+All parameters of a cell are one vector, of which orders say where each number goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..execution.calls import LINE, Calls
+from ..kernels.cpu.copies import fill_with
+from ..kernels.cpu.lanes import SAMPLE_VECTORS, SUM_ROWS, TILE_VECTORS, sample_lanes
+from ..kernels.cpu.lanes import lanes as lanes_of
+from .bounds import pauses_of
+from .compiled import code_of, renderer_of
+from .definition import CellLike, bias_name, declared
+from .loops import callers
+from .loops.pauses import STRICT
+from .loops.products import Products
+from .operations import node
+from .program import INPUT, Slot, Term
+
+__all__ = ["Direction", "Packing", "Product", "Weights", "is_sparse"]
+
+Array = NDArray[Any]
+Order = NDArray[np.int64]
+_SPARSE = 0.25  # share of the weights that are kept, below which only those are stored
+
+
+def is_sparse(kept: NDArray[np.bool_]) -> bool:
+    """Return whether only the entries of a matrix are stored."""
+    return bool(kept.sum() < _SPARSE * kept.size)
+
+
+class Packing:
+    """How a matrix is put in the order in which kernels read it.
+
+    One of which little is kept is stored by its entries.
+
+    Parameters
+    ----------
+    places : ndarray of int, shape (rows, cols)
+        Where the entries are among all parameters of the cell.
+    kept : ndarray of bool, same shape
+        Which of them are not pruned.
+    lanes : int
+        Rows in a vector.
+    block : int
+        Columns that read neighbours; 0 for all.
+    sample_rows : int
+        How many rows' samples are the lanes of a vector; 0 if lanes are units.
+    none : int
+        A place behind all parameters, which stands for 0.
+    """
+
+    def __init__(
+        self,
+        places: Order,
+        kept: NDArray[np.bool_],
+        lanes: int,
+        block: int,
+        sample_rows: int,
+        none: int,
+    ) -> None:
+        self.rows, cols = places.shape
+        # A vector of two columns' samples, the last of which may be no column.
+        self.cols = cols + cols % 2 if sample_rows == 2 else cols
+        self.block = block or self.cols
+        self.vectors = -(-self.rows // lanes)
+        # With other lanes than one row's samples also a block of which little is kept is filled up.
+        self.is_sparse = sample_rows == 1 and is_sparse(kept)
+        self.tile = size = TILE_VECTORS * lanes
+        if sample_rows:
+            # Few rows that fill up the last tile, and few tiles.
+            heights = range(4, SAMPLE_VECTORS + 1, 4)
+            vectors = -(-self.rows // sample_rows)
+            best = min(heights, key=lambda height: -(-vectors // height) * (height + 2))
+            self.tile = size = sample_rows * best
+        self.indices = self.indptr = np.zeros(0, np.int64)
+        if self.is_sparse:
+            self.order = places[kept]
+            self.indices = np.ascontiguousarray(np.nonzero(kept)[1])
+            self.indptr = np.concatenate([[0], kept.sum(axis=1).cumsum()])
+            return
+        # Where an entry is pruned, or fills up a vector, a zero behind the parameters.
+        filled = np.full((-(-self.rows // size) * size, self.cols), none)
+        filled[: self.rows, :cols] = np.where(kept, places, none)
+        tiles = [filled[row : row + size].T.reshape(-1) for row in range(0, len(filled), size)]
+        self.order = np.concatenate(tiles)
+
+    @property
+    def fills(self) -> bool:
+        """Whether its rows fill up the last tile, or vector, of its own."""
+        return bool(self.rows % self.tile == 0)
+
+
+class Product(NamedTuple):
+    """A product of a step, and how its matrix is packed both ways.
+
+    Attributes
+    ----------
+    stage : int
+        In which stage it is added to slots.
+    source : int
+        What is multiplied: 0 the input, 1 + k the state k, -1 - a the argument a.
+    slot, slots : int
+        The first slot, and how many there are.
+    forward, back : Packing
+        The matrix, and its transpose.
+    places : ndarray of int
+        As for `forward`.
+    kept : ndarray of bool
+        Likewise.
+    """
+
+    stage: int
+    source: int
+    slot: int
+    slots: int
+    forward: Packing
+    back: Packing
+    places: Order
+    kept: NDArray[np.bool_]
+
+
+class Weights(NamedTuple):
+    """The parameters of a cell, as kernels read them.
+
+    Attributes
+    ----------
+    params : ndarray
+        All of them, one after the other.
+    forward, back : Products
+        The products of both passes, which share their values.
+    bias : ndarray
+        What each slot begins with.
+    rows : ndarray
+        Vectors of parameters for all samples of a group.
+    """
+
+    params: Array
+    forward: Products
+    back: Products
+    bias: Array
+    rows: Array
+
+
+class Direction:
+    """One direction of one layer: a cell, and how its parameters are packed for a dtype.
+
+    Parameters
+    ----------
+    cell : Cell
+        The cell.
+    layer, back : int
+        The layer, the first of which is 1, and 1 if the last step comes first, else 0.
+    dtype : dtype
+        Of all numbers.
+    sample_rows : int
+        How many rows' samples are the lanes of a vector; 0 if lanes are units.
+    """
+
+    def __init__(
+        self, cell: CellLike, layer: int, back: int, dtype: np.dtype[Any], *, sample_rows: int
+    ) -> None:
+        self.cell, self.layer, self.back, self.dtype = cell, layer, back, dtype
+        self.sample_rows, self.program = sample_rows, cell.program
+        self.lanes, self.units, self.inputs = lanes_of(dtype), cell.hidden_size, cell.input_size
+        self.renderer = renderer_of(self.program)
+        self.code = code_of(self.program, type(cell).__name__, dtype)
+        self.slots, self.states = len(self.program.slots), self.program.states
+        self.rows = len(self.program.rows)
+        # Numbers of all slots, and of the inputs, which may be filled up.
+        self.products = self.slots * self.units
+        self.cols = self.inputs + self.inputs % 2 if sample_rows == 2 else self.inputs
+        self.kept, self.record = len(self.program.kept), self.slots + len(self.program.arguments)
+        # The input of a layer above the first is the states of each direction of the one below.
+        self.block = self.units if layer > 1 else self.cols
+        self._offsets, self._none = {}, 0
+        for name, shape in cell.shapes.items():
+            self._offsets[name] = self._none
+            self._none += math.prod(shape)
+        self._parameters = declared(type(cell))
+        self.multiplied = np.array(sorted(self.renderer.state_rows), np.int64)
+        self.runs = list(self._find_runs())
+        # A sparse matrix passes no NaN where it has no entry.
+        self.pauses = pauses_of(self.program)
+        if self.sparse:
+            self.pauses = min(self.pauses, STRICT)
+        self._order_values()
+        self._bias_orders = list(self._find_biases())
+        # From the products of a sample to those of the next: each fills whole vectors, and behind
+        # them there is room for one that is added later.
+        widest = max([each.forward.rows for each in self.runs], default=0)
+        whole = -(-max(self.products, self.units, self.inputs) // self.lanes) + 1
+        self.spare = whole * self.lanes
+        self.stride = self.spare + (-(-widest // self.lanes) + 1) * self.lanes
+        # Rows of the sums of gradients.
+        self.sum_stride = -(-self.products // self.lanes) * self.lanes
+        if sample_rows:
+            self.sum_stride = -(-self.sum_stride // SUM_ROWS) * SUM_ROWS
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the step reads the input at all."""
+        return self.renderer.input_row is not None or any(not run.source for run in self.runs)
+
+    @property
+    def sparse(self) -> list[Product]:
+        """The products with matrices that are stored by their entries."""
+        return [each for each in self.runs if each.forward.is_sparse]
+
+    # -- Products -----------------------------------------------------------------------------
+
+    def _find_runs(self) -> Iterator[Product]:
+        """Yield the products of a step: of neighbouring slots with one vector, in their order."""
+        program = self.program
+        terms: dict[Any, dict[int, list[Term]]] = {}
+        for k, slot in enumerate(program.slots):
+            for term in slot.terms:
+                terms.setdefault(term.argument, {}).setdefault(k, []).append(term)
+        found = []
+        for argument, by_slot in terms.items():
+            if argument is INPUT:
+                stage, source = 0, 0
+            elif argument.operation == "state":
+                stage, source = 0, 1 + argument.about[0]
+            else:
+                stage = 1 + program.stage_of(argument)
+                source = -1 - program.arguments.index(argument)
+            while by_slot:
+                run: list[int] = []
+                for k in sorted(by_slot):
+                    if run and k != run[-1] + 1:
+                        break
+                    run.append(k)
+                own = [by_slot[k].pop(0) for k in run]
+                for k in run:
+                    if not by_slot[k]:
+                        del by_slot[k]
+                found.append((stage, source, run, own))
+        # Those with the input come first, and of them the one that begins with the first slot.
+        found.sort(key=lambda each: (each[0], each[1] != 0, each[2][0], each[1]))
+        for stage, source, run, own in found:
+            parts = [self._places(term) for term in own]
+            places, kept = (np.concatenate(each) for each in zip(*parts, strict=True))
+            block = self.block if source == 0 and self.layer > 1 else 0
+            about = self.sample_rows, self._none
+            yield Product(
+                *(stage, source, run[0], len(run)),
+                Packing(places, kept, self.lanes, block, *about),
+                Packing(np.ascontiguousarray(places.T), kept.T, self.lanes, self.units, *about),
+                *(places, kept),
+            )
+
+    def _places(self, term: Term) -> tuple[Order, NDArray[np.bool_]]:
+        """Return where the entries of a matrix are among all parameters, and which are kept."""
+        shape, mask = self.cell.shapes[term.matrix], self.cell.masks[term.matrix]
+        rows = slice(term.gate * self.units, (term.gate + 1) * self.units)
+        places = (self._offsets[term.matrix] + np.arange(math.prod(shape)).reshape(shape))[rows]
+        kept = np.ones(shape, bool)[rows] if mask is None else mask.on(np)[rows]
+        return (places.T, kept.T) if term.is_transposed else (places, kept)
+
+    def _order_values(self) -> None:
+        """Put all matrices, forward and back, one after the other, each from a cache line on."""
+        line = LINE // self.dtype.itemsize
+        orders, places = [], []
+        tables: tuple[list[list[int]], list[list[int]]] = [], []
+        values = indices = 0
+        rows_back = self.renderer.parts
+        returned = set()
+        back = sorted(
+            (each for each in self.runs),
+            # What arguments get back, of the last stage first; then states, then inputs.
+            key=lambda each: (
+                -self._back_stage(each),
+                self._row_back(each) if each.source else 0,
+            ),
+        )
+        for which, runs in enumerate((self.runs, back)):
+            for each in runs:
+                packing = each.back if which else each.forward
+                stage = self._back_stage(each) if which else each.stage
+                to = self._row_back(each) if which and each.source else 0
+                source = each.source
+                if source < 0:
+                    source -= self.slots  # the row of the parts
+                begins = (which, each.source) not in returned
+                returned.add((which, each.source))
+                spills = not packing.fills and (
+                    to + 1 < rows_back
+                    if which
+                    else each.stage > 0 or each.slot + each.slots < self.slots
+                )
+                if not self.sample_rows:
+                    spills = not which and packing.rows % self.lanes > 0 and spills
+                tables[which].append(
+                    [
+                        *(stage, source, each.slot, to, begins, spills, packing.is_sparse),
+                        *(packing.rows, packing.cols, packing.vectors),
+                        *(packing.cols // packing.block, packing.block, packing.tile),
+                        *(values, indices, indices + len(packing.indices)),
+                    ]
+                )
+                filled = -(-len(packing.order) // line) * line
+                orders.append(packing.order)
+                orders.append(np.full(filled - len(packing.order), self._none))
+                values += filled
+                places += [packing.indices, packing.indptr]
+                indices += len(packing.indices) + len(packing.indptr)
+        none = np.zeros(0, np.int64)
+        self._order: Order = np.concatenate([none, *orders])
+        self.places: Order = np.concatenate([none, *places])
+        self.tables = [np.array(rows, np.int64).reshape(-1) for rows in tables]
+
+    def _back_stage(self, each: Product) -> int:
+        """Return before which stage's backward part a product is returned; -1 and -2 after all."""
+        if each.source < 0:
+            return self.program.back_stage_of(node("back", about=(-1 - each.source,)))
+        return -1 if each.source else -2
+
+    def _row_back(self, each: Product) -> int:
+        """Return the row of the parts that gets back what a product multiplies."""
+        if each.source < 0:
+            return -1 - each.source
+        return self.renderer.state_rows[each.source - 1]
+
+    # -- Vectors ------------------------------------------------------------------------------
+
+    def _bias_places(self) -> Iterator[tuple[int, str, int]]:
+        """Yield each slot, and the parameters that it begins with, by name and gate."""
+        for k, slot in enumerate(self.program.slots):
+            for name, gate in self._biases_of(slot):
+                yield k, name, gate
+
+    def _biases_of(self, slot: Slot) -> Iterator[tuple[str, int]]:
+        for term in slot.terms:
+            biased = self._parameters[term.matrix].biased
+            name = bias_name(term.matrix)
+            if name in self._offsets and term.gate in biased and not term.is_transposed:
+                yield name, biased.index(term.gate)
+        yield from slot.vectors
+
+    def _find_biases(self) -> Iterator[Order]:
+        """Yield orders whose numbers, added up, are what each slot begins with."""
+        # Whole vectors or tiles are read, and what is too much is not used.
+        copies, rows, more = 1, 1, 2 * self.lanes
+        if self.sample_rows:
+            copies, rows = sample_lanes(self.dtype), self.sample_rows
+            more = rows * SAMPLE_VECTORS
+        by_slot: dict[int, list[tuple[str, int]]] = {}
+        for k, name, gate in self._bias_places():
+            by_slot.setdefault(k, []).append((name, gate))
+        depth = max(map(len, by_slot.values()), default=0)
+        for level in range(max(depth, 1)):
+            order = np.full((self.slots, self.units), self._none)
+            for k, names in by_slot.items():
+                if level < len(names):
+                    order[k] = self._vector_places(*names[level])
+            padded = np.append(order, np.full(more + self.products % rows, self._none))
+            yield padded.reshape(-1, 1, rows).repeat(copies, axis=1).ravel()
+
+    def _vector_places(self, name: str, gate: int) -> Order:
+        return self._offsets[name] + gate * self.units + np.arange(self.units)
+
+    def row_step(self, group: int) -> int:
+        """Return the numbers from a row of parameters to the next, for so many samples."""
+        return (-(-group * self.units // self.lanes) + 1) * self.lanes
+
+    def row_order(self, group: int) -> Order:
+        """Return the order of the rows of parameters for all samples of a group."""
+        order = np.full((self.rows, self.row_step(group)), self._none)
+        for r, row in enumerate(self.program.rows):
+            if row.operation == "derived":
+                continue
+            name, gate = row.about
+            if row.operation == "scalar":
+                own = np.full(self.units, self._offsets[name])
+            else:
+                own = self._vector_places(name, gate)
+            if self.sample_rows:
+                per = self.sample_rows
+                own = own.reshape(-1, 1, per).repeat(sample_lanes(self.dtype), axis=1).ravel()
+            else:
+                own = np.tile(own, group)
+            order[r, : len(own)] = own
+        return order.ravel()
+
+    # -- Memory -------------------------------------------------------------------------------
+
+    def room(self, calls: Calls, group: int) -> Weights:
+        """Take memory for the parameters, as kernels read them."""
+        values = calls.room(max(1, len(self._order)), self.dtype)
+        forward, back = (Products(table, values, self.places) for table in self.tables)
+        return Weights(
+            calls.room(self._none, self.dtype),
+            *(forward, back),
+            calls.room(len(self._bias_orders[0]), self.dtype),
+            calls.room(self.rows * self.row_step(group) + self.lanes, self.dtype),
+        )
+
+    def pack(self, calls: Calls, room: Weights, params: list[Array], row_order: Order) -> None:
+        """Write the parameters of the cell to memory that :meth:`room` has taken."""
+        for param, at in zip(params, self._offsets.values(), strict=True):
+            calls.launch(callers.take_over, param, room.params, at)
+        calls.launch(callers.place, room.params, self._order, room.forward.values)
+        for k, order in enumerate(self._bias_orders):
+            write = callers.add_placed if k else callers.place
+            calls.launch(write, room.params, order, room.bias)
+        if self.rows:
+            calls.launch(callers.place, room.params, row_order, room.rows)
+
+    # -- Gradients ----------------------------------------------------------------------------
+
+    def sum_table(self) -> tuple[NDArray[np.int64], int]:
+        """Return what dense sums are of, as kernels read it, and how many numbers they have."""
+        table, size = [], 0
+        for each in self.runs:
+            if not each.forward.is_sparse:
+                first, rows = each.slot * self.units, each.slots * self.units
+                table.append([first, first + rows, each.source, each.forward.cols, size])
+                size += each.forward.cols * self.sum_stride
+        return np.array(table, np.int64).reshape(-1, 5), size
+
+    def grad_orders(self) -> dict[str, list[tuple[str, int, Order]]]:
+        """Return where the gradient of each parameter is, in sums that are added up.
+
+        Those are ``out``, by columns, with the entries' places; ``rows`` of all slots; ``entries``
+        of a sparse product, by its number among these; and ``units``, a row of parameters.
+        """
+        found: dict[str, list[tuple[str, int, Order]]] = {name: [] for name in self._offsets}
+        table, _ = self.sum_table()
+        dense = iter(table)
+        number = 0
+        for each in self.runs:
+            if each.forward.is_sparse:
+                for name, own in self._parts_of(each.forward.order):
+                    found[name].append(("entries", number, own))
+                number += 1
+                continue
+            first, _, _, _, at = next(dense)
+            rows, cols = each.places.shape
+            sums = at + first + np.arange(rows)[:, None] + np.arange(cols) * self.sum_stride
+            for name, order in self._orders_of(each, sums):
+                found[name].append(("out", 0, order))
+        for name, order in self._bias_sums():
+            found[name].append(("rows", 0, order))
+        for r, row in enumerate(self.program.rows):
+            if row.operation != "derived":
+                name, gate = row.about
+                order = np.full(math.prod(self.cell.shapes[name]), -1)
+                if row.operation == "vector":
+                    units = np.arange(self.units)
+                    order[gate * self.units + units] = r * self.units + units
+                found[name].append(("units", r, order))
+        return found
+
+    def places_in(self, sums: list[Order], rows: int, units: int) -> dict[str, Order]:
+        """Return the places whose numbers are added up to the gradient of each parameter.
+
+        Those are as many for each number of it; a negative place stands for 0.
+
+        Parameters
+        ----------
+        sums : list of ndarray of int, shape (rows, cols)
+            Where the sums of each product are, which has no entries left out.
+        rows, units : int
+            Where those of all slots begin, and those of all rows of parameters.
+        """
+        found: dict[str, list[Order]] = {name: [] for name in self._offsets}
+        for each, places in zip(self.runs, sums, strict=True):
+            for name, order in self._orders_of(each, places):
+                found[name].append(order)
+        for name, order in self._bias_sums():
+            found[name].append(np.where(order < 0, -1, rows + order))
+        for r, row in enumerate(self.program.rows):
+            own = units + r * self.units + np.arange(self.units)
+            if row.operation == "vector":
+                name, gate = row.about
+                order = np.full(math.prod(self.cell.shapes[name]), -1)
+                order[gate * self.units : (gate + 1) * self.units] = own
+                found[name].append(order)
+            elif row.operation == "scalar":
+                found[row.about[0]] += list(own[:, None])
+        return {
+            name: np.stack(orders, 1) if orders else np.zeros((math.prod(shape), 0), np.int64)
+            for (name, orders), shape in zip(found.items(), self.cell.shapes.values(), strict=True)
+        }
+
+    def _orders_of(self, each: Product, sums: Order) -> Iterator[tuple[str, Order]]:
+        """Yield, for the parameters of a product, where sums of entries are; or -1."""
+        sums = np.where(each.kept, sums, -1)
+        rows = len(sums)
+        for name, start, count in self._spans(each.places):
+            orders: list[Order] = []
+            for block in range(0, rows, self.units):
+                some = slice(block, block + self.units)
+                inside = (each.places[some] >= start) & (each.places[some] < start + count)
+                own, to = sums[some][inside], each.places[some][inside] - start
+                # A matrix may be used twice.
+                free = [order for order in orders if (order[to] < 0).all()]
+                if not free:
+                    free = [np.full(count, -1)]
+                    orders += free
+                free[0][to] = own
+            for order in orders:
+                yield name, order
+
+    def _bias_sums(self) -> Iterator[tuple[str, Order]]:
+        """Yield, for each bias and vector that slots begin with, where the sums of slots are."""
+        units = np.arange(self.units)
+        for k, name, gate in self._bias_places():
+            order = np.full(math.prod(self.cell.shapes[name]), -1)
+            order[gate * self.units + units] = k * self.units + units
+            yield name, order
+
+    def _spans(self, places: Order) -> Iterator[tuple[str, int, int]]:
+        """Yield the parameters that places are in: name, start and length."""
+        for name, start in self._offsets.items():
+            count = math.prod(self.cell.shapes[name])
+            if ((places >= start) & (places < start + count)).any():
+                yield name, start, count
+
+    def _parts_of(self, order: Order) -> Iterator[tuple[str, Order]]:
+        """Yield, for each parameter that entries are in, their places in it, or -1."""
+        for name, start, count in self._spans(order):
+            inside = (order >= start) & (order < start + count)
+            yield name, np.where(inside, order - start, -1)
+
+    def param_grads(
+        self,
+        calls: Calls,
+        k: int,
+        orders: dict[str, list[tuple[str, int, Order]]],
+        sums: dict[str, tuple[Array, int, int]],
+        entries: list[Array],
+    ) -> dict[str, Array]:
+        """Return the gradients of the parameters by their names, as results of direction `k`.
+
+        `sums` has, for each kind of sums, the array, how many parts it has and their size.
+        """
+        grads = {}
+        for name, shape in self.cell.shapes.items():
+            grad = grads[name] = calls.result(f"{name} {k}", shape, self.dtype)
+            flat, begins = grad.reshape(-1), True
+            for kind, which, order in orders[name]:
+                if kind == "entries":
+                    calls.launch(callers.put_grads, entries[which], order, begins, flat)
+                elif kind == "units" and not shape:
+                    about = *sums[kind], which * self.units, self.units
+                    calls.launch(callers.total_row, *about, begins, flat)
+                else:
+                    calls.launch(callers.total_grads, *sums[kind], order, begins, flat)
+                begins = False
+            if begins:
+                calls.launch(fill_with, flat, 0)
+        return grads

@@ -1,0 +1,621 @@
+"""What a step computes, in which order, and what its backward pass needs.
+
+A step is elementwise but for its products with matrices. Products that are only added to each other
+share a *slot*, a vector of sums. What a product multiplies may have been computed in the same step,
+so a step has *stages*: sums, elementwise operations, sums, elementwise operations, …, each of which
+reads the ones before.
+
+Gradients run back through the same stages. They are symbols, too: those in the states after a step
+(``gradient``), and those that products return (``back``) stand for themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from .operations import OPERATIONS, Node, apply, node, number, value_of, where
+
+__all__ = [
+    "INPUT",
+    "Derived",
+    "Program",
+    "Slot",
+    "Term",
+    "analyse",
+    "coefficients",
+    "topological",
+]
+
+INPUT = node("input")
+_LEAVES = {"number", "input", "state", "vector", "scalar", "derived", "slot", "gradient", "back"}
+_Place: TypeAlias = "tuple[Node | None, int]"
+# Slots up to which their orders are tried.
+_MOST_ORDERS = 7
+
+
+class Term(NamedTuple):
+    """A product of a gate of a matrix, or of its transpose, and a vector.
+
+    Attributes
+    ----------
+    matrix : str
+        Name of the matrix.
+    gate : int
+        Which block of its rows.
+    is_transposed : bool
+        Whether the transpose multiplies.
+    argument : Node
+        ``INPUT``, a state, or what an earlier stage has computed.
+    """
+
+    matrix: str
+    gate: int
+    is_transposed: bool
+    argument: Node
+
+
+class Slot(NamedTuple):
+    """A sum of products.
+
+    Attributes
+    ----------
+    terms : tuple of Term
+        The products.
+    vectors : tuple of (str, int)
+        Vectors of parameters that are added, by name and gate, beside the biases of the matrices.
+    stage : int
+        The stage that reads the sum, when all products are added.
+    """
+
+    terms: tuple[Term, ...]
+    vectors: tuple[tuple[str, int], ...]
+    stage: int
+
+
+class Derived(NamedTuple):
+    """A vector that depends on parameters alone, and is computed once for all steps.
+
+    Attributes
+    ----------
+    value : Node
+        The vector.
+    grads : tuple of (int, Node)
+        Gradients in rows of parameters, of ``gradient`` of the row it has itself.
+    """
+
+    value: Node
+    grads: tuple[tuple[int, Node], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A step and its derivatives, analysed.
+
+    Leaves of the expressions are ``number``, ``input`` (the input of each unit), ``state`` (before
+    the step, by number), ``vector`` and ``scalar`` (parameters), ``derived`` (by number), ``slot``
+    (by number), and backward ``gradient`` (in a state after the step, by number) and ``back`` (in
+    an argument, by number).
+
+    Attributes
+    ----------
+    states : int
+        How many states there are; the first is the output.
+    stages : int
+        How many stages a step has.
+    slots : tuple of Slot
+        The sums, in the order in which they are stored: those with products of the input first.
+    outputs : tuple of Node
+        The states after a step.
+    arguments : tuple of Node
+        What products multiply beside the input and the states.
+    rows : tuple of Node
+        The parameters that elementwise operations read, then those derived from them.
+    derived : tuple of Derived
+        The latter.
+    kept : tuple of Node
+        What the backward pass reads beside states and inputs, and cannot compute from these; it
+        computes the arguments, too, which gradients of weights read.
+    slot_grads, state_grads, row_grads : tuple of Node or None
+        Gradients in slots, in states before the step but for those by products, and in rows of
+        parameters; None for zeros.
+    input_grad : Node or None
+        Gradient in the input of each unit, but for that by products.
+    uses_input : bool
+        Whether elementwise operations read the input, which then has as many numbers as units.
+    names : dict of Node to str
+        Names from the definition.
+    traced : tuple of Node
+        The states after a step as they were traced, with a node ``product`` for each product, and
+        with what is differentiated as something else.
+    """
+
+    states: int
+    stages: int
+    slots: tuple[Slot, ...]
+    outputs: tuple[Node, ...]
+    arguments: tuple[Node, ...]
+    rows: tuple[Node, ...]
+    derived: tuple[Derived, ...]
+    kept: tuple[Node, ...]
+    slot_grads: tuple[Node | None, ...]
+    state_grads: tuple[Node | None, ...]
+    row_grads: tuple[Node | None, ...]
+    input_grad: Node | None
+    uses_input: bool
+    names: dict[Node, str]
+    traced: tuple[Node, ...]
+
+    def __deepcopy__(self, memo: object) -> Program:
+        return self
+
+    def stage_of(self, each: Node) -> int:
+        """Return the stage after whose sums a forward node can be computed."""
+        return _stage_of(each, self.slots, {})
+
+    def back_stage_of(self, each: Node) -> int:
+        """Return the stage in whose backward part a gradient can be computed: the last comes first.
+
+        That of a node without gradients is the last one.
+        """
+        return _back_stage_of(each, self, {})
+
+
+# -- Traversal ------------------------------------------------------------------------------------
+
+
+def topological(roots: Iterable[Node]) -> list[Node]:
+    """Return all nodes that some are computed from, and these, each behind its arguments."""
+    order: dict[Node, None] = {}
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        each, is_done = stack.pop()
+        if each in order:
+            continue
+        if is_done:
+            order[each] = None
+            continue
+        stack.append((each, True))
+        stack += [(argument, False) for argument in reversed(each.arguments)]
+    return list(order)
+
+
+def _of(each: Node, arguments: Sequence[Node]) -> Node:
+    """Return the operation of other arguments, simplified."""
+    same = all(a is b for a, b in zip(arguments, each.arguments, strict=True))
+    return each if same else apply(each.operation, *arguments)
+
+
+def _replaced(roots: Sequence[Node], new: Mapping[Node, Node]) -> list[Node]:
+    """Return expressions in which some nodes are replaced by others."""
+    made: dict[Node, Node] = {}
+    for each in topological(roots):
+        made[each] = new[each] if each in new else _of(each, [made[a] for a in each.arguments])
+    return [made[root] for root in roots]
+
+
+def _bare(roots: Sequence[Node]) -> list[Node]:
+    """Return expressions in which what is differentiated as something else is only its value."""
+    made: dict[Node, Node] = {}
+    for each in topological(roots):
+        arguments = [made[argument] for argument in each.arguments]
+        is_value = each.operation in ("stop_gradient", "surrogate")
+        made[each] = arguments[0] if is_value else _of(each, arguments)
+    return [made[root] for root in roots]
+
+
+def _stage_of(each: Node, slots: Sequence[Slot], known: dict[Node, int]) -> int:
+    for one in topological([each]):
+        if one not in known:
+            own = slots[one.about[0]].stage if one.operation == "slot" else 0
+            known[one] = max([own, *(known[argument] for argument in one.arguments)])
+    return known[each]
+
+
+def _back_stage_of(each: Node, program: Program, known: dict[Node, int]) -> int:
+    last = program.stages - 1
+    for one in topological([each]):
+        if one not in known:
+            own = last
+            if one.operation == "back":
+                # It is there when all sums that read the argument have their gradients.
+                read = program.arguments[one.about[0]]
+                own = -1 + min(
+                    slot.stage
+                    for slot in program.slots
+                    for term in slot.terms
+                    if term.argument is read
+                )
+            known[one] = min([own, *(known[argument] for argument in one.arguments)])
+    return known[each]
+
+
+# -- Analysis -------------------------------------------------------------------------------------
+
+
+def analyse(outputs: Sequence[Node], names: dict[Node, str] | None = None) -> Program:
+    """Return what a step computes whose new states are these.
+
+    Parameters
+    ----------
+    outputs : sequence of Node
+        The new states. Products are nodes ``product`` of a vector, about the name of a matrix, a
+        gate and whether it is transposed; parameters are ``vector`` and ``scalar``, about a name
+        and a gate.
+    names : dict of Node to str, optional
+        Names from the definition.
+    """
+    step = _ordered(_with_slots(outputs, names or {}))
+    hoisted, rows, derived = _hoisted(step.roots)
+    step = step.changed(lambda roots: _replaced(roots, hoisted))
+    arguments = list(
+        dict.fromkeys(
+            term.argument
+            for each in step.slots
+            for term in each.terms
+            if term.argument.operation not in ("input", "state")
+        )
+    )
+    seeds = [(each, node("gradient", about=(k,))) for k, each in enumerate(step.outputs)]
+    backs = {each: node("back", about=(k,)) for k, each in enumerate(arguments)}
+    quotients = _quotients([*step.outputs, *arguments], step.outputs)
+    slots = [node("slot", about=(k,)) for k in range(len(step.slots))]
+    states = [node("state", about=(k,)) for k in range(len(outputs))]
+    while True:
+        adjoints = _adjoints([*seeds, *backs.items()], quotients)
+        # What is only multiplied for a condition, for example, has no gradient.
+        graded = [each for slot, each in zip(slots, step.slots, strict=True) if slot in adjoints]
+        read = {term.argument for each in graded for term in each.terms}
+        if read.issuperset(backs):
+            break
+        backs = {each: back for each, back in backs.items() if each in read}
+    found = [leaf for leaf in (*slots, *states, *rows, INPUT) if leaf in adjoints]
+    backward = _bare([adjoints[leaf] for leaf in found])
+    grads = dict(zip(found, backward, strict=True))
+    apart = dict(zip(arguments, _told_apart(_bare(arguments)), strict=True))
+    step = step.changed(_bare, apart)
+    needed = [*backward, *apart.values()]
+    forward = topological([*step.outputs, *apart.values()])
+    # Slopes of surrogates may read other sums.
+    read_back = set(topological(needed)).difference(forward)
+    forward += [each for each in slots if each in read_back]
+    return Program(
+        states=len(outputs),
+        stages=1 + max([each.stage for each in step.slots], default=0),
+        slots=tuple(step.slots),
+        outputs=tuple(step.outputs),
+        arguments=tuple(apart.values()),
+        rows=tuple(rows),
+        derived=tuple(derived),
+        kept=tuple(_kept(step.outputs, forward, needed)),
+        slot_grads=tuple(map(grads.get, slots)),
+        state_grads=tuple(map(grads.get, states)),
+        row_grads=tuple(map(grads.get, rows)),
+        input_grad=grads.get(INPUT),
+        uses_input=INPUT in topological([*step.outputs, *needed]),
+        names=step.names,
+        traced=tuple(outputs),
+    )
+
+
+class _Step(NamedTuple):
+    """New states, the sums that they read, and names of what is computed."""
+
+    outputs: list[Node]
+    slots: list[Slot]
+    names: dict[Node, str]
+
+    @property
+    def roots(self) -> list[Node]:
+        """What the states and the products are of."""
+        return [*self.outputs, *(term.argument for each in self.slots for term in each.terms)]
+
+    def changed(
+        self,
+        change: Callable[[list[Node]], list[Node]],
+        arguments: Mapping[Node, Node] | None = None,
+    ) -> _Step:
+        """Return a step whose expressions are changed, those that products are of as it is said."""
+        roots = [*self.roots, *self.names]
+        new = dict(zip(roots, change(roots), strict=True))
+        read = new | dict(arguments or {})
+        slots = [
+            each._replace(terms=tuple(t._replace(argument=read[t.argument]) for t in each.terms))
+            for each in self.slots
+        ]
+        # The first of several names stays.
+        names = {new[each]: name for each, name in reversed(self.names.items())}
+        return _Step([new[each] for each in self.outputs], slots, names)
+
+
+class _Sum(NamedTuple):
+    """A sum that is not finished: its products, vectors of parameters, and other terms."""
+
+    terms: tuple[Term, ...]
+    vectors: tuple[tuple[str, int], ...]
+    rest: tuple[Node, ...]
+
+
+def _with_slots(outputs: Sequence[Node], names: Mapping[Node, str]) -> _Step:
+    """Return a step in which sums of products are slots."""
+    order = topological(outputs)
+    uses = Counter(argument for each in order for argument in each.arguments)
+    uses.update(outputs)
+    slots: list[Slot] = []
+    open_sums: dict[Node, _Sum] = {}
+    made: dict[Node, Node] = {}
+
+    def close(each: Node) -> Node:
+        """Return a node whose sum, if it is one, is finished."""
+        sums = open_sums.pop(each, None)
+        if sums is not None:
+            read = [term.argument for term in sums.terms]
+            later = [a for a in read if a.operation not in ("input", "state")]
+            stage = max([1 + _stage_of(argument, slots, {}) for argument in later], default=0)
+            made[each] = node("slot", about=(len(slots),))
+            slots.append(Slot(sums.terms, sums.vectors, stage))
+            for other in sums.rest:
+                made[each] = made[each] + other
+        return made[each]
+
+    for each in order:
+        if each.operation == "product":
+            (argument,) = each.arguments
+            open_sums[each] = _Sum((Term._make((*each.about, close(argument))),), (), ())
+        elif each.operation == "add" and any(a in open_sums for a in each.arguments):
+            parts = []
+            for argument in each.arguments:
+                if argument in open_sums:
+                    parts.append(open_sums.pop(argument))
+                elif argument.operation == "vector":
+                    parts.append(_Sum((), (argument.about,), ()))
+                else:
+                    parts.append(_Sum((), (), (made[argument],)))
+            a, b = parts
+            open_sums[each] = _Sum(a.terms + b.terms, a.vectors + b.vectors, a.rest + b.rest)
+        else:
+            made[each] = _of(each, [close(argument) for argument in each.arguments])
+        if each in open_sums and uses[each] > 1:
+            close(each)
+    new = [close(each) for each in outputs]
+    return _Step(new, slots, {made[each]: name for each, name in names.items() if each in made})
+
+
+def _ordered(step: _Step) -> _Step:
+    """Return a step whose slots are in the order in which they are stored."""
+    order = _order(step.slots)
+    place = {node("slot", about=(old,)): node("slot", about=(k,)) for k, old in enumerate(order)}
+    step = step.changed(lambda roots: _replaced(roots, place))
+    return step._replace(slots=[step.slots[old] for old in order])
+
+
+def _runs(order: Sequence[int], members: Sequence[set[int]]) -> int:
+    """Return in how many runs of neighbours the slots are that read the same."""
+    return sum(
+        place == 0 or order[place - 1] not in own
+        for own in members
+        for place, each in enumerate(order)
+        if each in own
+    )
+
+
+def _order(slots: Sequence[Slot]) -> list[int]:
+    """Return an order in which slots that read the same are neighbours, those with inputs first."""
+    readers: dict[Node, set[int]] = {}
+    for k, each in enumerate(slots):
+        for term in each.terms:
+            readers.setdefault(term.argument, set()).add(k)
+    of_input = readers.get(INPUT, set())
+    declared = sorted(range(len(slots)), key=lambda k: slots[k].terms[0][1])
+    first = [k for k in declared if k in of_input]
+    later = [k for k in declared if k not in of_input]
+    members = list(readers.values())
+    best, fewest = [*first, *later], _runs([*first, *later], members)
+    if fewest > len(members) and len(slots) <= _MOST_ORDERS:
+        for a, b in itertools.product(itertools.permutations(first), itertools.permutations(later)):
+            runs = _runs([*a, *b], members)
+            if runs < fewest:
+                best, fewest = [*a, *b], runs
+    return best
+
+
+def _told_apart(values: Iterable[Node]) -> list[Node]:
+    """Return different nodes, no states or inputs, for what has one value and several gradients."""
+    apart: dict[Node, None] = {}
+    for each in values:
+        while each in apart or each.operation in ("input", "state"):
+            each = node("stop_gradient", each)
+        apart[each] = None
+    return list(apart)
+
+
+def _hoisted(roots: Sequence[Node]) -> tuple[dict[Node, Node], list[Node], list[Derived]]:
+    """Return leaves for what depends on parameters alone, rows of parameters, and what these are.
+
+    Rows are parameters, and then those leaves.
+    """
+    order = topological(roots)
+    rows = [each for each in order if each.operation in ("vector", "scalar")]
+    alone = set(rows)
+    for each in order:
+        is_operation = bool(each.arguments) and alone.issuperset(each.arguments)
+        if each.operation == "number" or is_operation:
+            alone.add(each)
+    read = {a for each in order if each not in alone for a in each.arguments}.union(roots)
+    tops = [each for each in order if each in alone and each in read and each.arguments]
+    derived = []
+    for k, each in enumerate(tops):
+        adjoints = _adjoints([(each, node("gradient", about=(len(rows) + k,)))])
+        places = [r for r, row in enumerate(rows) if row in adjoints]
+        value, *grads = _bare([each, *(adjoints[rows[r]] for r in places)])
+        derived.append(Derived(value, tuple(zip(places, grads, strict=True))))
+    leaves = {each: node("derived", about=(k,)) for k, each in enumerate(tops)}
+    return leaves, [*rows, *leaves.values()], derived
+
+
+def _adjoints(
+    seeds: Sequence[tuple[Node, Node]], same: Mapping[Node, Node] | None = None
+) -> dict[Node, Node]:
+    """Return the gradients in all nodes, from those in some; derivatives read what is the same."""
+    grads: dict[Node, Node] = {}
+    same = same or {}
+
+    def add(to: Node, grad: Node) -> None:
+        grads[to] = grads[to] + grad if to in grads else grad
+
+    for each, seed in seeds:
+        add(each, seed)
+    for each in reversed(topological([each for each, _ in seeds])):
+        if each not in grads or not each.arguments:
+            continue
+        y, *arguments = (same.get(one, one) for one in (each, *each.arguments))
+        pulled = OPERATIONS[each.operation].pull(grads[each], y, *arguments)
+        for argument, grad in zip(each.arguments, pulled, strict=True):
+            if grad is not None and value_of(argument) is None:
+                add(argument, grad)
+    return grads
+
+
+def _quotients(roots: Sequence[Node], outputs: Sequence[Node]) -> dict[Node, Node]:
+    """Return quotients of states that the backward pass takes for their factors, instead of these.
+
+    Of ``h = o·tanh(c)`` the state is kept and ``o`` is needed, so that ``tanh(c) = h/o``, and
+    anything where ``o`` is 0: each of its uses is multiplied by ``o``, since ``h`` is the only one
+    that reads it, and the derivative of ``o``, a sigmoid or an exponential, has the factor ``o``.
+    A root is left out: its derivative divides by it.
+    """
+    uses = Counter(argument for each in topological(roots) for argument in each.arguments)
+    uses.update(roots)
+    found: dict[Node, Node] = {}
+    for each in outputs:
+        if each.operation != "multiply":
+            continue
+        for gate, factor in (each.arguments, each.arguments[::-1]):
+            is_heavy = factor.operation in OPERATIONS and OPERATIONS[factor.operation].is_heavy
+            is_alone = uses[factor] == 1 and factor.operation != "sqrt"
+            if is_heavy and is_alone and gate.operation in ("sigmoid", "exp"):
+                found[factor] = where(gate <= 0, 0, each / gate)
+                break
+    return found
+
+
+def _kept(outputs: Sequence[Node], forward: Sequence[Node], backward: Sequence[Node]) -> list[Node]:
+    """Return the fewest vectors from which, and states and inputs, the backward pass is computed.
+
+    They are a least cut between the sums of products, which it cannot compute, and what it needs;
+    of all least cuts the one that leaves fewest operations to it.
+    """
+    free = {each for each in forward if each.operation in _LEAVES - {"slot"}} | set(outputs)
+    inside = [each for each in forward if each not in free]
+    members = set(inside)
+    needed: set[Node] = set()
+    stack, seen = list(backward), set[Node]()
+    while stack:
+        each = stack.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each in members:
+            needed.add(each)
+        elif each not in free:
+            stack += each.arguments
+    users: dict[Node, list[Node]] = {each: [] for each in inside}
+    for each in inside:
+        for argument in each.arguments:
+            if argument in members:
+                users[argument].append(each)
+    sources = [each for each in inside if each.operation == "slot"]
+    cut = _least_cut(users, sources, needed)
+    return [each for each in inside if each in cut]
+
+
+def _least_cut(users: dict[Node, list[Node]], sources: list[Node], needed: set[Node]) -> set[Node]:
+    """Return the fewest nodes that all ways from some to others lead through, the last there are.
+
+    By flow: each node takes one unit, and is two places, before and behind it.
+    """
+    begin: _Place = (None, 0)
+    end: _Place = (None, 1)
+    room: dict[_Place, dict[_Place, float]] = {begin: {}, end: {}}
+
+    def connect(a: _Place, b: _Place, capacity: float) -> None:
+        room.setdefault(a, {})[b] = capacity
+        room.setdefault(b, {}).setdefault(a, 0)
+
+    for each, readers in users.items():
+        connect((each, 0), (each, 1), 1)
+        for user in readers:
+            connect((each, 1), (user, 0), math.inf)
+    for each in sources:
+        connect(begin, (each, 0), math.inf)
+    for each in needed:
+        connect((each, 1), end, math.inf)
+    while True:
+        way: dict[_Place, _Place] = {begin: begin}
+        queue = [begin]
+        for at in queue:
+            for step, left in room[at].items():
+                if left > 0 and step not in way:
+                    way[step] = at
+                    queue.append(step)
+        if end not in way:
+            break
+        at = end
+        while at != begin:
+            room[way[at]][at] -= 1
+            room[at][way[at]] += 1
+            at = way[at]
+    # From where the end can still be reached.
+    reach, stack = {end}, [end]
+    while stack:
+        at = stack.pop()
+        found = [place for place in room[at] if room[place][at] > 0 and place not in reach]
+        reach.update(found)
+        stack += found
+    return {each for each in users if (each, 1) in reach and (each, 0) not in reach}
+
+
+# -- Linear parts ---------------------------------------------------------------------------------
+
+
+def coefficients(each: Node, leaves: Sequence[Node]) -> dict[Node, Node]:
+    """Return the factor of each leaf in a node that is linear in them, such as a gradient."""
+    factors: dict[Node, dict[Node, Node]] = {}
+    for one in topological([each]):
+        if one in leaves:
+            factors[one] = {one: number(1)}
+            continue
+        own = [factors[argument] for argument in one.arguments]
+        if not any(own):
+            factors[one] = {}
+        elif one.operation in ("add", "subtract"):
+            a, b = own
+            second = b if one.operation == "add" else {k: -v for k, v in b.items()}
+            factors[one] = {
+                leaf: a[leaf] + second[leaf]
+                if leaf in a and leaf in second
+                else a.get(leaf, second.get(leaf))  # type: ignore[misc]
+                for leaf in (*a, *(leaf for leaf in second if leaf not in a))
+            }
+        elif one.operation == "negative":
+            factors[one] = {leaf: -factor for leaf, factor in own[0].items()}
+        elif one.operation == "where":
+            condition, zero = one.arguments[0], number(0)
+            _, a, b = own
+            factors[one] = {
+                leaf: where(condition, a.get(leaf, zero), b.get(leaf, zero))
+                for leaf in dict.fromkeys((*a, *b))
+            }
+        elif one.operation == "multiply":
+            which = 0 if own[0] else 1
+            other = one.arguments[1 - which]
+            factors[one] = {leaf: factor * other for leaf, factor in own[which].items()}
+        elif one.operation == "divide" and own[0]:
+            factors[one] = {leaf: f / one.arguments[1] for leaf, f in own[0].items()}
+        else:
+            raise AssertionError(f"{one.operation} is not linear")
+    return factors[each]

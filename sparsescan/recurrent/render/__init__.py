@@ -1,0 +1,1 @@
+"""Renderers: from the graph of a step to source text, a target each."""

@@ -1,0 +1,462 @@
+"""A step and its derivatives as Python functions on arrays of NumPy or CuPy.
+
+Arrays have a row for each step and sample, and a column for each unit. What is not elementwise, the
+sums of products, comes from two callbacks: ``sums(stage, *arguments)`` returns those of a stage,
+and ``back(stage)`` the gradients that its products return.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import keyword
+import linecache
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..linear import Linear, linear
+from ..operations import OPERATIONS, Node, node
+from ..program import INPUT, Program, Slot, topological
+from .base import _LONG, Renderer, _without_brackets
+
+__all__ = ["Code", "Writer", "function_of"]
+
+# What a text reads beside its own variables.
+_TAKEN = {"back", "dtype", "grads", "inf", "nan", "new", "out", "rows", "sigmoid", "slopes"}
+_TAKEN |= {"softplus", "states", "sums", "x", "xp", "zero"}
+# Names of leaves that a definition gives none, beside their numbers.
+_LEAVES = {"slot": "s", "gradient": "g", "back": "b", "state": "h", "slope": "d", "derived": "p"}
+_COMPARISONS = {"less": "<", "less_equal": "<="}
+# Functions that write into an array.
+_INTO = {"sigmoid": "sigmoid"} | {
+    name: f"xp.{name}"
+    for name in (
+        *("absolute", "add", "cos", "divide", "exp", "expm1", "log", "maximum", "minimum"),
+        *("multiply", "negative", "sin", "sqrt", "subtract", "tanh"),
+    )
+}
+_numbers = itertools.count()
+
+
+def _helpers(xp: Any) -> dict[str, Any]:
+    """Return what texts call by name."""
+
+    def sigmoid(a: Any, out: Any = None) -> Any:
+        # It is 0 where exp overflows; for float32 several times as fast as expit.
+        y = xp.negative(a, out=out)
+        if y.ndim == 0:
+            return 1 / (1 + xp.exp(y))
+        xp.exp(y, out=y)
+        y += 1
+        return xp.reciprocal(y, out=y)
+
+    def softplus(a: Any) -> Any:
+        return xp.maximum(a, zero) + xp.log1p(xp.exp(-abs(a)))
+
+    zero = 0.0
+    helpers = {"xp": xp, "sigmoid": sigmoid, "softplus": softplus}
+    return helpers | {"zero": zero, "inf": math.inf, "nan": math.nan}
+
+
+@functools.cache
+def function_of(operation: str) -> Callable[..., Any]:
+    """Return the function of NumPy that an operation is, of arrays of float64."""
+    texts = {
+        "less": "(a < b) * 1.0",
+        "less_equal": "(a <= b) * 1.0",
+        "where": "xp.where(a != 0, b, c)",
+    }
+    text = texts.get(operation) or OPERATIONS[operation].numpy.format("a", "b", "c")
+    function: Callable[..., Any] = eval(f"lambda a, b=None, c=None: {text}", _helpers(np))
+    return function
+
+
+class Writer(Renderer):
+    """Write one function.
+
+    Parameters
+    ----------
+    code : Code
+        Where it is.
+    roots : sequence of Node
+        All that the function computes.
+    places : mapping of Node to list of str
+        Where results are written, such as ``new[0]``.
+    """
+
+    target = "numpy"
+
+    def __init__(
+        self,
+        code: Code,
+        roots: Sequence[Node],
+        places: Mapping[Node, Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(code.program)
+        self._given = code.names
+        self._places = dict(places or {})
+        order = topological(roots)
+        self._uses = Counter(argument for each in order for argument in each.arguments)
+        self._uses.update(root for root in roots if root not in self._places)
+        others = {root for root in roots if root not in self._places}
+        for each in order:
+            others.update(each.arguments[each.operation == "where" :])
+        # Comparisons that are only conditions need not be numbers.
+        self._conditions = {
+            each for each in order if each.operation in _COMPARISONS and each not in others
+        }
+        self._written: set[Node] = set()
+        self._inline: set[Node] = set()
+
+    def name_of(self, each: Node) -> str:
+        """Return the name of a node, that of the definition if it has one."""
+        if each is INPUT:
+            return "x"
+        if each not in self._names:
+            given = self._given.get(each, "")
+            if not given.isidentifier() or keyword.iskeyword(given):
+                parts = [_LEAVES.get(each.operation, "t"), *map(str, each.about)]
+                given = "_".join(part for part in parts if part)
+            name, count = given, 1
+            while name in _TAKEN or name in self._taken:
+                count += 1
+                name = f"{given}_{count}"
+            self._taken[name] += 1
+            self._names[each] = name
+        return self._names[each]
+
+    def assignments(
+        self,
+        roots: Iterable[Node],
+        known: Mapping[Node, str],
+        load: Callable[[Node], str] = lambda each: "",
+    ) -> tuple[list[str], dict[Node, str]]:
+        """Return assignments that compute some nodes, and the text that stands for each.
+
+        Results with a place are written there by their last operation.
+        """
+        roots = list(roots)
+        lines: list[str] = []
+        texts = dict(known)
+        for each in self._needed(roots, texts, load):
+            is_named = each.arguments and (each in self._given or self._uses[each] > 1)
+            name = self.name_of(each) if is_named else ""
+            text = load(each) or self._expression(each, texts)
+            if each in self._places:
+                place, *more = self._places[each]
+                *before, last = self._into(each, texts, place) or [""]
+                lines += before
+                if last and name:
+                    last = f"{name} = {last}"
+                lines.append(last or f"{place}[...] = {_without_brackets(text)}")
+                text = name if name and last else place
+                lines += [f"{other}[...] = {text}" for other in more]
+                self._written.add(each)
+            elif name or len(text) > _LONG:
+                name = name or self.name_of(each)
+                lines.append(f"{name} = {_without_brackets(text)}")
+                text = name
+            elif each.arguments:
+                self._inline.add(each)
+            texts[each] = text
+        for root in dict.fromkeys(roots):
+            if root in self._places and root not in self._written:
+                lines += [f"{place}[...] = {texts[root]}" for place in self._places[root]]
+                self._written.add(root)
+        return lines, texts
+
+    def _expression(self, each: Node, texts: Mapping[Node, str]) -> str:
+        """Return the text of a node."""
+        operation = each.operation
+        if operation == "number":
+            return self.number(each.about[0])
+        given = [texts[argument] for argument in each.arguments]
+        if operation in _COMPARISONS:
+            text = f"({given[0]} {_COMPARISONS[operation]} {given[1]})"
+            return text if each in self._conditions else f"{text}.astype(dtype)"
+        bare = [_without_brackets(one) for one in given]
+        if operation == "where":
+            condition, *chosen = each.arguments
+            for k, one in enumerate(chosen, 1):
+                if one.operation == "number":
+                    bare[k] = f"dtype({bare[k]})"
+            if condition not in self._conditions:
+                bare[0] = f"{given[0]} != 0"
+            return f"xp.where({', '.join(bare)})"
+        template = OPERATIONS[operation].numpy
+        if template.startswith(("(", "{")):
+            return template.format(*given)
+        (first, *others) = each.arguments
+        # A sum that nothing else reads makes room for what is computed of it.
+        if first.operation == "slot" and self._uses[first] == 1 and not others:
+            return (self._into(each, texts, given[0]) or [template.format(*bare)])[-1]
+        return template.format(*bare)
+
+    def _into(self, each: Node, texts: Mapping[Node, str], place: str) -> list[str]:
+        """Return calls, the last of which writes a node to a place; none if no function does.
+
+        What it is computed from is written there before, but for states, which are strided.
+        """
+        if each.operation not in _INTO:
+            return []
+        before: list[str] = []
+        given = [_without_brackets(texts[argument]) for argument in each.arguments]
+        for k, argument in enumerate(each.arguments):
+            is_read = any(place in text for n, text in enumerate(given) if n != k)
+            if argument in self._inline and not (is_read or place.startswith("new")):
+                before = self._into(argument, texts, place)
+                if before:
+                    given[k] = place
+                    break
+        return [*before, f"{_INTO[each.operation]}({', '.join(given)}, out={place})"]
+
+
+class Code:
+    """Functions of a step on arrays, as text, and compiled once for each library.
+
+    Parameters
+    ----------
+    program : Program
+        The program.
+    title : str
+        What docstrings call it: the name of the cell.
+    gates : mapping of str to tuple of str
+        For the name of each parameter those of its gates.
+    states : sequence of str, optional
+        Names of states.
+
+    Attributes
+    ----------
+    linear : Linear
+        Its gradients.
+    names : dict of Node to str
+        Names of vectors.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        title: str,
+        gates: Mapping[str, tuple[str, ...]],
+        states: Sequence[str] = (),
+    ) -> None:
+        self.program, self._title, self._gates = program, title, gates
+        self.linear: Linear = linear(program)
+        self.names = dict(program.names)
+        self.names |= {node("state", about=(k,)): name for k, name in enumerate(states)}
+        self.names |= {
+            row: self._gate(*row.about).replace(".", "_")
+            for row in program.rows
+            if row.operation != "derived"
+        }
+        self._made: dict[Any, dict[str, Any]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Code:
+        return self
+
+    def on(self, xp: Any) -> dict[str, Any]:
+        """Return the functions, by their names, for a library."""
+        functions = self._made.get(xp)
+        if functions is None:
+            text = "\n\n\n".join(self.text(which) for which in ("forward", "backward"))
+            name = f"<{self._title} on arrays, {next(_numbers)}>"
+            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+            functions = _helpers(xp)
+            exec(compile(text, name, "exec"), functions)
+            self._made[xp] = functions
+        return functions
+
+    def text(self, which: str) -> str:
+        """Return the text of the functions of a pass, ``forward`` or ``backward``."""
+        if which == "forward":
+            parts = [self._derived(), self._forward()]
+        else:
+            parts = [self._linearize(), self._columns(), self._param_grads()]
+            parts += [self._input_grads(), self._derived_grads()]
+        return "\n\n\n".join(part for part in parts if part)
+
+    def describe(self, slot: Slot, name_of: Callable[[Node], str]) -> str:
+        """Return a sum of products in words, such as ``weight_ih.f(x) + weight_hh.f(h)``."""
+        terms = [
+            f"{self._gate(term.matrix, term.gate)}{'.T' * term.is_transposed}"
+            f"({name_of(term.argument)})"
+            for term in slot.terms
+        ]
+        return " + ".join([*terms, *(self._gate(*vector) for vector in slot.vectors)])
+
+    def _gate(self, name: str, which: int) -> str:
+        gates = self._gates.get(name)
+        return f"{name}.{gates[which]}" if gates else name
+
+    # -- The functions --------------------------------------------------------------------------
+
+    def _forward(self) -> str:
+        outputs = self.program.outputs
+        writer = Writer(
+            self, [*self.program.arguments, *outputs], _places("new", enumerate(outputs))
+        )
+        lines, texts = self._stages(writer, outputs)
+        lines += writer.assignments(outputs, texts)[0]
+        doc = f"Write the states after a step of {self._title}."
+        return _function("forward", "sums, x, states, rows, new, dtype", doc, lines)
+
+    def _linearize(self) -> str:
+        slopes = self.linear.slopes
+        writer = Writer(
+            self, [*self.program.arguments, *slopes], _places("slopes", enumerate(slopes))
+        )
+        lines, texts = self._stages(writer, slopes)
+        lines += writer.assignments(slopes, texts)[0]
+        doc = f"Write the slopes of a step of {self._title}."
+        return _function("linearize", "sums, x, states, rows, slopes, dtype", doc, lines)
+
+    def _columns(self) -> str:
+        columns, first = self.linear.columns, len(self.linear.slopes)
+        writer = Writer(self, columns, _places("slopes", enumerate(columns, first)))
+        lines, texts = self._leaves(writer, columns)
+        lines += writer.assignments(columns, texts)[0]
+        doc = "Write the products of slopes that are factors of a Jacobian."
+        return _function("columns", "slopes, rows, dtype", doc, lines)
+
+    def _param_grads(self) -> str:
+        grads = self.linear.row_grads
+        slots = range(len(self.program.slots))
+        last = _places("out", enumerate((g for g in grads if g is not None), len(slots)))
+        doc = "Write the gradients in sums, and in parameters of each unit."
+        lines = self._grads(slots, last)
+        return _function(
+            "param_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
+        )
+
+    def _input_grads(self) -> str:
+        slots, grad = self.program.slots, self.linear.input_grad
+        read = [
+            k
+            for k, slot in enumerate(slots)
+            if self.program.stages > 1 or any(term.argument is INPUT for term in slot.terms)
+        ]
+        last = _places("out", enumerate([] if grad is None else [grad], len(slots)))
+        doc = "Write the gradients in sums, and in the input of each unit."
+        lines = self._grads(read, last)
+        return _function(
+            "input_grads", "back, slopes, x, states, rows, grads, out, dtype", doc, lines
+        )
+
+    def _derived(self) -> str:
+        values = [each.value for each in self.program.derived]
+        if not values:
+            return ""
+        writer = Writer(self, values)
+        lines, texts = self._leaves(writer, values)
+        more, texts = writer.assignments(values, texts)
+        result = ", ".join(_without_brackets(texts[each]) for each in values)
+        doc = "Return what depends on parameters alone."
+        return _function("derived", "rows, dtype", doc, [*lines, *more, f"return [{result}]"])
+
+    def _derived_grads(self) -> str:
+        derived = self.program.derived
+        if not derived:
+            return ""
+        roots = [grad for each in derived for _, grad in each.grads]
+        writer = Writer(self, roots)
+        lines, texts = self._leaves(writer, roots)
+        more, texts = writer.assignments(roots, texts)
+        result = ", ".join(
+            f"({row}, {_without_brackets(texts[grad])})"
+            for each in derived
+            for row, grad in each.grads
+        )
+        doc = "Return gradients in parameters, by number, from those in what depends on them."
+        return _function(
+            "derived_grads", "rows, grads, dtype", doc, [*lines, *more, f"return [{result}]"]
+        )
+
+    # -- Their parts ----------------------------------------------------------------------------
+
+    def _leaves(self, writer: Writer, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
+        """Return what reads the leaves of expressions from arguments, and their names."""
+        lines, texts = [], {INPUT: "x"}
+        arrays = {"state": "states", "gradient": "grads", "slope": "slopes"}
+        rows = {row: k for k, row in enumerate(self.program.rows)}
+        for each in topological(roots):
+            if each in rows:
+                text = f"rows[{rows[each]}]"
+            elif each.operation in arrays:
+                text = f"{arrays[each.operation]}[{each.about[0]}]"
+            else:
+                continue
+            texts[each] = writer.name_of(each)
+            lines.append(f"{texts[each]} = {text}")
+        return lines, texts
+
+    def _stages(self, writer: Writer, roots: Sequence[Node]) -> tuple[list[str], dict[Node, str]]:
+        """Return what computes the sums of all stages, and the names of what is known then."""
+        program = self.program
+        lines, texts = self._leaves(writer, [*roots, *program.arguments])
+        read_slots = {each.about[0] for each in topological(roots) if each.operation == "slot"}
+        for stage in range(program.stages):
+            slots = [k for k, each in enumerate(program.slots) if each.stage == stage]
+            is_last = stage == program.stages - 1
+            arguments = [each for each in program.arguments if program.stage_of(each) == stage - 1]
+            if not slots or (is_last and not arguments and read_slots.isdisjoint(slots)):
+                continue
+            more, texts = writer.assignments(arguments, texts)
+            lines += more
+            leaves = [node("slot", about=(k,)) for k in slots]
+            texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
+            for k, leaf in zip(slots, leaves, strict=True):
+                about = self.describe(program.slots[k], partial(_read, writer, texts))
+                lines.append(f"# {texts[leaf]} = {about}")
+            given = [str(stage), *(_without_brackets(texts[each]) for each in arguments)]
+            names = [texts[leaf] for leaf in leaves]
+            lines.append(f"{_target(names)} = sums({', '.join(given)})")
+        return lines, texts
+
+    def _grads(self, slots: Iterable[int], last: dict[Node, list[str]]) -> list[str]:
+        """Return what writes the gradients in some slots, stage by stage, and then others."""
+        grads = {k: self.linear.slot_grads[k] for k in slots}
+        places = _places("out", ((k, grad) for k, grad in grads.items() if grad is not None))
+        for each, more in last.items():
+            places[each] = places.get(each, []) + more
+        writer = Writer(self, list(places), places)
+        lines, texts = self._leaves(writer, places)
+        read = {each.about[0] for each in topological(places) if each.operation == "back"}
+        for number, (own, returned) in enumerate(self.linear.stages):
+            own_grads = [grads.get(k) for k in own]
+            more_lines, texts = writer.assignments([g for g in own_grads if g is not None], texts)
+            lines += more_lines
+            lines += [f"out[{k}][...] = 0" for k in own if k in grads and grads[k] is None]
+            if not read.isdisjoint(returned):
+                leaves = [node("back", about=(k,)) for k in returned]
+                texts |= {leaf: writer.name_of(leaf) for leaf in leaves}
+                lines.append(f"{_target([texts[leaf] for leaf in leaves])} = back({number})")
+        return lines + writer.assignments(last, texts)[0]
+
+
+def _read(writer: Writer, texts: Mapping[Node, str], each: Node) -> str:
+    """Return the text of what a product reads."""
+    return _without_brackets(texts.get(each) or writer.name_of(each))
+
+
+def _target(names: Sequence[str]) -> str:
+    """Return names that a sequence is assigned to."""
+    return ", ".join(names) if len(names) > 1 else f"({names[0]},)"
+
+
+def _places(array: str, numbered: Iterable[tuple[int, Node]]) -> dict[Node, list[str]]:
+    """Return where each node is written: a node may have several places in an array."""
+    places: dict[Node, list[str]] = {}
+    for k, each in numbered:
+        places.setdefault(each, []).append(f"{array}[{k}]")
+    return places
+
+
+def _function(name: str, arguments: str, doc: str, lines: Sequence[str]) -> str:
+    """Return the text of a function."""
+    body = [f'"""{doc}"""', *lines]
+    return "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in body)])

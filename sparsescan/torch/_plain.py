@@ -1,0 +1,244 @@
+"""Recurrent networks step by step, by PyTorch's own operations, from the program of a step.
+
+They run where kernels do not: other dtypes and devices, transforms, second derivatives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ..recurrent.definition import bias_name, declared
+from ..recurrent.operations import Node
+from ..recurrent.program import INPUT, Program, topological
+
+__all__ = ["gradients_of", "run_plain"]
+
+
+class _Surrogate(torch.autograd.Function):
+    """A value whose derivative in another vector is a given one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, a: Tensor, slope: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+        ctx.save_for_forward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        return None, grad * slope, None
+
+    @staticmethod
+    def jvp(ctx: Any, of_value: Any, of_a: Any, of_slope: Any) -> Any:
+        (slope,) = ctx.saved_tensors
+        return of_a * slope
+
+
+def _surrogate(value: Tensor, a: Tensor, slope: Tensor) -> Any:
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return value  # no trace remembers how it is differentiated
+    value, a, slope = torch.broadcast_tensors(value.detach(), a, slope)
+    return _Surrogate.apply(value, a, slope)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "negative": torch.neg,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "softplus": lambda a: torch.logaddexp(a, torch.zeros_like(a)),
+    "sqrt": torch.sqrt,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "absolute": torch.abs,
+    "relu": torch.relu,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "less": lambda a, b: (a < b).to(a.dtype),
+    "less_equal": lambda a, b: (a <= b).to(a.dtype),
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
+    "stop_gradient": Tensor.detach,
+    "surrogate": _surrogate,
+}
+
+
+class _Direction:
+    """A cell with its parameters, over the inputs of all steps."""
+
+    def __init__(
+        self, cell: type, program: Program, params: Mapping[str, Tensor], x: Tensor, units: int
+    ) -> None:
+        self._params, self._x, self._units = params, x, units
+        self._parameters: dict[str, Any] = declared(cell)
+        self._order = topological(program.traced)
+        self._outputs = program.traced
+        products = Counter(
+            (*each.arguments, each.about[0], each.about[2])
+            for each in self._order
+            if each.operation == "product"
+        )
+        # Matrices of which all gates multiply the same: one product for all.
+        self._whole = {
+            key for key, count in products.items() if count == self._parameters[key[1]].blocks
+        }
+        # What does not depend on the state is computed for all steps at once.
+        self._known: dict[Node, Tensor] = {}
+        self._wholes: dict[Any, Tensor] = {}
+        self._fixed: dict[Node, Tensor] = {}
+        for each in self._order:
+            if each.operation == "product" and each.arguments[0] is INPUT:
+                self._known[each] = self._product(each, x, self._wholes)
+            elif each.operation in ("number", "vector", "scalar"):
+                self._fixed[each] = self._leaf(each)
+
+    def _leaf(self, each: Node) -> Tensor:
+        if each.operation == "number":
+            return self._x.new_full((), each.about[0])
+        name, gate = each.about
+        param = self._params[name]
+        return param if each.operation == "scalar" else self._block(param, gate)
+
+    def _block(self, param: Tensor, gate: int) -> Tensor:
+        return param[gate * self._units : (gate + 1) * self._units]
+
+    def _product(self, each: Node, given: Tensor, wholes: dict[Any, Tensor]) -> Tensor:
+        """Return a product, from that of all gates if others need these."""
+        name, gate, is_transposed = each.about
+        parameter, matrix = self._parameters[name], self._params[name]
+        bias, biased = self._params.get(bias_name(name)), parameter.biased
+        if is_transposed:
+            return functional.linear(given, self._block(matrix, gate).T)
+        key = each.arguments[0], name, is_transposed
+        if key in self._whole and (bias is None or len(biased) in (0, parameter.blocks)):
+            if key not in wholes:
+                wholes[key] = functional.linear(given, matrix, bias if biased else None)
+            return wholes[key][..., gate * self._units : (gate + 1) * self._units]
+        own = None
+        if bias is not None and gate in biased:
+            own = self._block(bias, biased.index(gate))
+        return functional.linear(given, self._block(matrix, gate), own)
+
+    def step(self, t: int, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return the new states."""
+        made: dict[Node, Tensor] = dict(self._fixed)
+        wholes: dict[Any, Tensor] = {}
+        for each in self._order:
+            if each in made:
+                continue
+            if each in self._known:
+                made[each] = self._known[each][t]
+            elif each is INPUT:
+                made[each] = self._x[t]
+            elif each.operation == "state":
+                made[each] = states[each.about[0]]
+            elif each.operation == "product":
+                made[each] = self._product(each, made[each.arguments[0]], wholes)
+            else:
+                made[each] = _FUNCTIONS[each.operation](*(made[a] for a in each.arguments))
+        pairs = zip(self._outputs, states, strict=True)
+        return [made[each].to(state.dtype).expand_as(state) for each, state in pairs]
+
+
+def run_plain(
+    cell: type,
+    program: Program,
+    cells: Sequence[Mapping[str, Tensor]],
+    directions: int,
+    x: Tensor,
+    state: Tensor,
+    lengths: Tensor | None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the last states of a network.
+
+    Parameters
+    ----------
+    cell, program
+        A class of cells, and what its step computes.
+    cells : sequence of dict of str to Tensor
+        The parameters of each direction of each layer.
+    directions : int
+        How many directions a layer has.
+    x : Tensor, shape (T, batch, inputs)
+        The inputs.
+    state : Tensor, shape (layers · directions, batch, state_size)
+        The initial states.
+    lengths : Tensor or None
+        How many steps each sample has.
+    dropout : float
+        Share of the outputs between layers that are dropped.
+    """
+    units, lasts = state.shape[-1] // program.states, []
+    for first in range(0, len(cells), directions):
+        if first and dropout:
+            x = functional.dropout(x, dropout)
+        outputs = []
+        for back, params in enumerate(cells[first : first + directions]):
+            one = _Direction(cell, program, params, x, units)
+            states = list(state[first + back].split(units, -1))
+            hs: list[Any] = [None] * len(x)
+            for t in range(len(x))[:: -1 if back else 1]:
+                new = one.step(t, states)
+                if lengths is None:
+                    states, hs[t] = new, new[0]
+                    continue
+                has = (t < lengths).to(x.device)[:, None]
+                states = [torch.where(has, *both) for both in zip(new, states, strict=True)]
+                hs[t] = torch.where(has, new[0], 0)
+            outputs.append(torch.stack(hs) if hs else x.new_zeros((0, x.shape[1], units)))
+            lasts.append(torch.cat(states, -1))
+        x = torch.cat(outputs, -1)
+    return x, torch.stack(lasts)
+
+
+def gradients_of(
+    cell: type,
+    program: Program,
+    cells: Sequence[Mapping[str, Tensor]],
+    directions: int,
+    x: Tensor,
+    state: Tensor,
+    lengths: Tensor | None,
+    grad_output: Tensor | None,
+    grad_state: Tensor | None,
+) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    """Return gradients in inputs, initial states and parameters, with graphs of their own."""
+    flat = [x, state, *(param for each in cells for param in each.values())]
+    with torch.enable_grad():
+        given = [each if each.requires_grad else each.detach().requires_grad_() for each in flat]
+        own = iter(given[2:])
+        named = [{name: next(own) for name in each} for each in cells]
+        results = run_plain(cell, program, named, directions, given[0], given[1], lengths)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, (grad_output, grad_state), strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        found: Any = [None] * len(given)
+        if pairs:
+            outputs, grads = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, given, grads, create_graph=True, allow_unused=True)
+    filled = [
+        torch.zeros_like(each) if grad is None else grad
+        for each, grad in zip(given, found, strict=True)
+    ]
+    rest = iter(filled[2:])
+    return filled[0], filled[1], [{name: next(rest) for name in each} for each in cells]

@@ -1,0 +1,420 @@
+"""Layers of torchrecurrent that run whole sequences by kernels."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import InputError
+from ..recurrent import Cell, catalogue
+from ..recurrent.definition import read_options, shapes_of
+from ._direct import is_watched
+from ._recurrent_op import has_kernels, kind_of, register, run
+from ._structure import is_pruning
+
+__all__ = ["is_layer", "is_replacement", "replacement_of", "why_not"]
+
+_VERSION = "0.2.5"
+_DTYPES = (torch.float32, torch.float64)
+# The functions of modules, with the settings of which they are these.
+_ACTIVATIONS: dict[type[Any], tuple[str, dict[str, Any]]] = {
+    nn.Tanh: ("tanh", {}),
+    nn.ReLU: ("relu", {"inplace": False}),
+    nn.Sigmoid: ("sigmoid", {}),
+    nn.Hardsigmoid: ("hardsigmoid", {"inplace": False}),
+    nn.Softplus: ("softplus", {"beta": 1.0, "threshold": 20.0}),
+    nn.ELU: ("elu", {"alpha": 1.0, "inplace": False}),
+    nn.LeakyReLU: ("leaky_relu", {"negative_slope": 0.01, "inplace": False}),
+    nn.SiLU: ("silu", {"inplace": False}),
+    nn.Identity: ("identity", {}),
+}
+
+
+class _Form(NamedTuple):
+    """The states of a layer of torchrecurrent, beside those of our cell.
+
+    Attributes
+    ----------
+    states : tuple of int
+        Which of our states it takes and returns; the others begin with zeros.
+    options : dict of str to str
+        Options that it has no names for.
+    keeps_input : bool
+        Whether its second state is the last input of each layer, of which ours keeps the products.
+    """
+
+    states: tuple[int, ...]
+    options: Mapping[str, Any] = {}
+    keeps_input: bool = False
+
+
+_FORMS = {
+    "IntersectionRNN": _Form((1,)),
+    "JANET": _Form((0, 0)),
+    "LEM": _Form((0, 1), {"memory": "old"}),
+    "MCLSTM": _Form((1, 2)),
+    "NAS": _Form((0, 1), {"join": "sum"}),
+    "SCRN": _Form((0, 2), {"recurrent": "output"}),
+    "TGRU": _Form((0,), keeps_input=True),
+    "TLSTM": _Form((1,), keeps_input=True),
+    "tauGRU": _Form((0,)),
+}
+
+
+class _Kind:
+    """A class of layers of torchrecurrent, as it was when the first one was replaced."""
+
+    def __init__(self, layer: Any, cell: Any, ours: type[Cell]) -> None:
+        self.layer, self.cell, self.ours = layer, cell, ours
+        count = ours.program_of(read_options(ours, {}), True).states
+        self.form = _FORMS.get(layer.__name__, _Form(tuple(range(count))))
+        self._before = self._methods()
+        self.names = list(shapes_of(ours, 1, 1, True))
+
+    def _methods(self) -> tuple[Any, ...]:
+        return (
+            *(each.forward for each in (self.layer, self.cell, *_ACTIVATIONS)),
+            *(self.cell.__call__, nn.Module._call_impl),
+        )
+
+    def options_of(self, cell: Any) -> dict[str, Any] | None:
+        """Return the options of ours that a cell has; None if there are none for it."""
+        found = dict(self.form.options)
+        for name in read_options(self.ours, {}):
+            if name in found or name == "delay":
+                continue
+            if not name.endswith("nonlinearity"):
+                found[name] = vars(cell).get(name)
+                continue
+            act = cell._modules.get(name.replace("nonlinearity", "act"))
+            if act is None and name == "output_nonlinearity":
+                act = cell._modules.get("out_act")
+            function = _function_of(act)
+            if function is None:
+                return None
+            found[name] = function
+        try:
+            return read_options(self.ours, found)
+        except InputError:
+            return None
+
+    def is_as_before(self, cells: Any) -> bool:
+        """Return whether calls of cells do what they did, but for pruning."""
+        if type(cells) is not nn.ModuleList or self._methods() != self._before:
+            return False
+        for cell in cells:
+            hooks = cell._forward_pre_hooks
+            if (
+                type(cell) is not self.cell
+                or "forward" in vars(cell)
+                or cell._forward_hooks
+                or cell._backward_hooks
+                or cell._backward_pre_hooks
+                or (hooks and not all(map(is_pruning, hooks.values())))
+            ):
+                return False
+        return True
+
+
+def _function_of(act: Any) -> str | None:
+    """Return the name of the function that a module computes, if nothing else sees its calls."""
+    name, settings = _ACTIVATIONS.get(type(act), ("", {}))
+    if (
+        not name
+        or "forward" in vars(act)
+        or act._forward_hooks
+        or act._forward_pre_hooks
+        or act._backward_hooks
+        or act._backward_pre_hooks
+        or any(getattr(act, each) != value for each, value in settings.items())
+    ):
+        return None
+    return name
+
+
+class _Layer:
+    """The forward pass of a layer, in place of torchrecurrent's."""
+
+    kind: _Kind
+
+    def forward(self: Any, inp: Any, state: Any = None) -> Any:
+        """Run a whole sequence, or let torchrecurrent do it, step by step."""
+        if not (torch.compiler.is_compiling() or is_watched()):
+            sequence = _sequence_of(self, inp, state)
+            if sequence is not None:
+                return sequence.run(inp, state)
+        return self.kind.layer.forward(self, inp, state)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if type(self) is _class_of(self.kind.layer):
+            return _without_state, (self.kind.layer,), dict(vars(self))
+        return super().__reduce_ex__(protocol)
+
+
+def _without_state(layer: Any) -> Any:
+    """Return a layer that a copy, or a file, is about to fill."""
+    kind = _class_of(layer)
+    return kind.__new__(kind)
+
+
+class _Sequence(NamedTuple):
+    """A layer at one call: its program and its parameters."""
+
+    layer: Any
+    kind: _Kind
+    mode: str
+    states: int
+    params: list[list[Tensor]]
+    masks: list[list[Tensor | None]]
+
+    def run(self, inp: Tensor, state: Any) -> Any:
+        """Return what the layer returns."""
+        if self.layer.batch_first:
+            inp = inp.transpose(0, 1)
+        before: Any = None
+        if self.kind.layer.__name__ == "JANET" and state is not None:
+            # Its two states are the same from the first step on.
+            given = inp[:1].transpose(0, 1) if self.layer.batch_first else inp[:1]
+            before, state = self.kind.layer.forward(self.layer, given, state)
+            before = before.transpose(0, 1) if self.layer.batch_first else before
+            inp = inp[1:]
+        outputs, last = self._whole(inp, state) if len(inp) else (before, state)
+        if before is not None and len(inp):
+            outputs = torch.cat([before, outputs])
+        return outputs.transpose(0, 1) if self.layer.batch_first else outputs, last
+
+    def _whole(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Run all layers at once, or one after the other if something is between them."""
+        form, units, layers = self.kind.form, self.layer.hidden_size, len(self.params)
+        kept = self._dropout(x)
+        calls = layers if kept or form.keeps_input else 1
+        each = layers // calls
+        lasts, inputs = [], []
+        for call in range(calls):
+            own = slice(call * each, (call + 1) * each)
+            begin = None if state is None else self._begin(own, x, state)
+            flat = [param for one in self.params[own] for param in one]
+            masks = [mask for one in self.masks[own] for mask in one]
+            given = [x, *flat, *([] if begin is None else [begin])]
+            keeps = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+            inputs.append(x[-1])
+            about = self.mode, units, each, True, False, keeps
+            some = masks if any(mask is not None for mask in masks) else []
+            x, last, _ = run(x, begin, None, flat, some, *about)
+            lasts.append(last)
+            if kept and call + 1 < calls:
+                x = x * kept[call]
+        own = (lasts[0] if calls == 1 else torch.cat(lasts)).split(units, -1)
+        ends = tuple(own[k].contiguous() for k in form.states)
+        if form.keeps_input:
+            return x, (ends[0], tuple(inputs))
+        return x, ends if len(ends) > 1 else ends[0]
+
+    def _begin(self, own: slice, x: Tensor, state: Any) -> Tensor:
+        """Return the initial states of some layers, as the operator takes them."""
+        form, states = self.kind.form, state if isinstance(state, tuple) else (state,)
+        zeros = torch.zeros_like(states[0][own])
+        parts = [zeros] * self.states
+        for k, place in enumerate(form.states):
+            parts[place] = states[k][own]
+        if form.keeps_input:
+            (at,) = range(own.start, own.stop)
+            weight = self.params[at][self.kind.names.index("weight_hh")]
+            products = functional.linear(states[1][at], weight)
+            parts[form.states[0] + 1 :] = products[None].chunk(3, -1)
+        return torch.cat(parts, -1)
+
+    def _dropout(self, x: Tensor) -> list[Tensor]:
+        """Return what the outputs between layers are multiplied by, drawn as for single steps."""
+        dropout = self.layer.dropout_layer
+        if dropout is None or not dropout.training or dropout.p == 0 or len(self.params) == 1:
+            return []
+        ones = x.new_ones((x.shape[1], self.layer.hidden_size))
+        drawn = [
+            [functional.dropout(ones, dropout.p) for _ in self.params[1:]] for _ in range(len(x))
+        ]
+        return [torch.stack(own) for own in zip(*drawn, strict=True)]
+
+
+def _sequence_of(layer: Any, inp: Any, state: Any) -> _Sequence | None:
+    """Return what runs a layer; None if there are no kernels, or if something is not understood."""
+    kind, cells = layer.kind, layer._modules.get("cells")
+    if (
+        not isinstance(inp, Tensor)
+        or inp.dim() != 3
+        or 0 in inp.shape
+        or inp.dtype not in _DTYPES
+        or torch.is_autocast_enabled(inp.device.type)
+        or "forward" in vars(layer)
+        or not kind.is_as_before(cells)
+        or len(cells) != layer.num_layers
+        or not _is_plain_dropout(layer, inp)
+    ):
+        return None
+    about = [kind.options_of(cell) for cell in cells]
+    if about[0] is None or any(each != about[0] for each in about):
+        return None
+    options = about[0] if kind.layer.__name__ != "tauGRU" else {**about[0], "delay": layer.delay}
+    try:
+        mode = _mode_of(kind.ours, tuple(options.items()))
+    except InputError:
+        return None
+    if not has_kernels(mode, layer.hidden_size, inp):
+        return None
+    inputs, params, masks = inp.shape[-1], [], []
+    for cell in cells:
+        for hook in cell._forward_pre_hooks.values():
+            hook(cell, ())
+        pruned = {hook._tensor_name for hook in cell._forward_pre_hooks.values()}
+        own, some = [], []
+        for name, shape in _shapes_of(kind.ours, inputs, layer.hidden_size):
+            param = getattr(cell, name, None)
+            if not isinstance(param, Tensor):
+                return None
+            if shape == () and param.numel() == 1 and param.is_floating_point():
+                # Of one number it may be float32 beside float64, which has the say then.
+                param = param.reshape(()) if param.dim() else param.to(inp.dtype)
+            if tuple(param.shape) != shape or param.dtype != inp.dtype:
+                return None
+            if param.device != inp.device:
+                return None
+            own.append(param)
+            mask = cell._buffers.get(f"{name}_mask") if name in pruned else None
+            is_mask = mask is not None and param.dim() == 2 and mask.shape == param.shape
+            some.append(mask if is_mask else None)
+        params.append(own)
+        masks.append(some)
+        inputs = layer.hidden_size
+    if not _are_states(kind.form, state, inp, layer):
+        return None
+    count = kind_of(mode).program(True).states
+    return _Sequence(layer, kind, mode, count, params, masks)
+
+
+@functools.lru_cache(maxsize=256)
+def _mode_of(cell: type[Cell], options: tuple[Any, ...]) -> str:
+    return register(cell, dict(options), True)
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes_of(cell: type[Cell], inputs: int, units: int) -> tuple[Any, ...]:
+    return tuple(shapes_of(cell, inputs, units, True).items())
+
+
+def _is_plain_dropout(layer: Any, inp: Tensor) -> bool:
+    dropout = layer.dropout_layer
+    if dropout is None:
+        return True
+    return (
+        type(dropout) is nn.Dropout
+        and not dropout.inplace
+        and "forward" not in vars(dropout)
+        and not dropout._forward_hooks
+        and not dropout._forward_pre_hooks
+        and not dropout._backward_hooks
+        and not dropout._backward_pre_hooks
+        # Elsewhere what is dropped is drawn in another way.
+        and (inp.is_cpu or not dropout.training)
+    )
+
+
+def _are_states(form: _Form, state: Any, inp: Tensor, layer: Any) -> bool:
+    """Return whether states are those of the layer, of the dtype and where the input is."""
+    if state is None:
+        return True
+    batch = inp.shape[0 if layer.batch_first else 1]
+    expected = layer.num_layers, batch, layer.hidden_size
+    states = state if isinstance(state, tuple) else (state,)
+    shapes: list[Any] = [expected] * len(form.states)
+    if form.keeps_input:
+        if len(states) != 2 or not isinstance(states[1], tuple):
+            return False
+        states = (states[0], *states[1])
+        sizes = [inp.shape[-1], *[layer.hidden_size] * (layer.num_layers - 1)]
+        shapes += [(batch, size) for size in sizes]
+    elif isinstance(state, tuple) != (len(form.states) > 1):
+        return False
+    return len(states) == len(shapes) and all(
+        isinstance(each, Tensor)
+        and tuple(each.shape) == shape
+        and each.dtype == inp.dtype
+        and each.device == inp.device
+        for each, shape in zip(states, shapes, strict=True)
+    )
+
+
+# -- Classes --------------------------------------------------------------------------------------
+
+
+def _module() -> Any:
+    """Return torchrecurrent, if somebody has imported it."""
+    return sys.modules.get("torchrecurrent")
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("torchrecurrent")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a layer of torchrecurrent, or of a class derived from one."""
+    base = getattr(getattr(_module(), "base", None), "RecurrentLayerBase", None)
+    return base is not None and isinstance(module, base)
+
+
+def is_replacement(module: nn.Module) -> bool:
+    """Return whether a module is a layer that has been replaced."""
+    return isinstance(module, _Layer)
+
+
+def why_not(module: Any) -> str:
+    """Return why a layer of torchrecurrent is left alone; "" if it is not."""
+    own: Any = type(module)
+    kind = _kind_of(own)
+    if kind is None:
+        return f"it is a {type(module).__name__}, whose forward may differ"
+    if _version() != _VERSION:
+        return f"torchrecurrent is {_version()}; expected {_VERSION}, whose cells are known"
+    options = [kind.options_of(cell) for cell in getattr(module, "cells", [])]
+    if not options or None in options:
+        return "a nonlinearity has no kernel"
+    if any(each != options[0] for each in options):
+        return "its cells have different options"
+    return ""
+
+
+def replacement_of(module: Any) -> Any:
+    """Return the class that a layer of torchrecurrent becomes."""
+    layer: Any = type(module)
+    return _class_of(layer)
+
+
+@functools.cache
+def _kind_of(layer: Any) -> _Kind | None:
+    """Return what is known of a class of layers."""
+    package, name = _module(), layer.__name__
+    ours = getattr(catalogue, name, None) if name in catalogue.__all__ else None
+    cell = getattr(package, f"{name}Cell", None)
+    if ours is None or cell is None or getattr(package, name, None) is not layer:
+        return None
+    return _Kind(layer, cell, ours)
+
+
+@functools.cache
+def _class_of(layer: Any) -> Any:
+    """Return the class of replaced layers of a class."""
+    kind = _kind_of(layer)
+    if kind is None:
+        raise InputError(f"{layer.__name__} is no layer of torchrecurrent {_VERSION}")
+    about = {"kind": kind, "__doc__": layer.__doc__, "__module__": __name__}
+    return type(layer.__name__, (_Layer, layer), about)

@@ -1,0 +1,262 @@
+"""Modules of any recurrent cell, by kernels for whole sequences."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import InputError, InputTypeError, short
+from ..recurrent import Cell, Recurrent
+from ..recurrent.definition import initial_of
+from ..symbolic.schedule import check_flag
+from ._plain import run_plain
+from ._recurrent_op import kind_of, register
+from ._sequences import Sequences
+
+__all__ = ["CellModule", "module"]
+
+
+class CellModule(Sequences, nn.Module):
+    """Layers of recurrent cells of one class, as a module: what :func:`module` returns.
+
+    Arguments, forms of input and results are those of PyTorch's recurrent modules.
+
+    Parameters
+    ----------
+    input_size, hidden_size : int
+        Length of an input, and of each state.
+    num_layers : int, default 1
+        Number of layers.
+    bias : bool, default True
+        Whether there are biases.
+    batch_first : bool, default False
+        Whether inputs and outputs are ``(batch, T, …)``.
+    dropout : float, default 0
+        Share of the outputs between layers that are dropped while training.
+    bidirectional : bool, default False
+        Whether each layer has two directions.
+    device, dtype : optional
+        Of the parameters.
+    **options
+        Options of the cells.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If an argument is wrong.
+    """
+
+    cell: ClassVar[type[Cell]]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        # Which checks all of them.
+        net = Recurrent(
+            *(self.cell, input_size, hidden_size, num_layers, bias),
+            bidirectional=bidirectional,
+            **options,
+        )
+        self.input_size, self.hidden_size = net.input_size, net.hidden_size
+        self.num_layers, self.bidirectional = net.num_layers, net.bidirectional
+        one = net.cells[0][0]
+        self.bias, self.batch_first = one.bias, check_flag("batch_first", batch_first)
+        _check_share(dropout)
+        self.dropout = float(dropout)
+        self.options: dict[str, Any] = one.options
+        self._register()
+        self._names: list[list[str]] = []
+        for layer, cells in enumerate(net.cells):
+            for back, cell in enumerate(cells):
+                own = {net.name_of(name, layer, back): each for name, each in cell.shapes.items()}
+                self._names.append(list(own))
+                for name, shape in own.items():
+                    param = torch.empty(shape, device=device, dtype=dtype)
+                    self.register_parameter(name, nn.Parameter(param))
+        self.reset_parameters()
+
+    def _register(self) -> None:
+        """Find the program of the cells, in this process."""
+        self.mode = register(self.cell, self.options, self.bias)
+        self.states = self.cell.program_of(self.options, self.bias).states
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters, from the distribution of the cell's."""
+        begins, bound = initial_of(self.cell), 1 / math.sqrt(self.hidden_size)
+        for name, param in self._named():
+            with torch.no_grad():
+                if name in begins:
+                    param.fill_(begins[name])
+                else:
+                    nn.init.uniform_(param, -bound, bound)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter with its name in the cell."""
+        for names in self._names:
+            for name in names:
+                yield name.rpartition("_l")[0], getattr(self, name)
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The parameters of each direction of each layer."""
+        return [[getattr(self, name) for name in names] for names in self._names]
+
+    def permute_hidden(self, hx: Any, order: Tensor | None) -> Any:
+        """Return states of samples in another order."""
+        if order is None or hx is None:
+            return hx
+        if isinstance(hx, tuple):
+            return tuple(each.index_select(1, order) for each in hx)
+        return hx.index_select(1, order)
+
+    def _without_kernels(self, given: Any, hx: Any, weights: list[Tensor]) -> Any:
+        self._check(given, hx)
+        return self._whole(given, hx, weights, self._run_plain)
+
+    def _check(self, given: Any, hx: Any) -> None:
+        is_packed = isinstance(given, PackedSequence)
+        x = given.data if is_packed else given
+        if not isinstance(x, Tensor):
+            raise InputTypeError(f"input is {short(given)}; expected a tensor or a PackedSequence")
+        if x.dim() not in ((2,) if is_packed else (2, 3)) or x.shape[-1] != self.input_size:
+            raise InputError(
+                f"input has shape {tuple(x.shape)}; expected (T, batch, {self.input_size}), "
+                f"(batch, T, {self.input_size}) if batch_first, or (T, {self.input_size})"
+            )
+        if hx is None:
+            return
+        expected = self._state_shape(given)
+        states = hx if isinstance(hx, tuple) else (hx,)
+        if len(states) != self.states:
+            many = f"a tuple of {self.states} tensors" if self.states > 1 else "a tensor"
+            raise InputTypeError(f"hx is {short(hx)}; expected {many} of shape {expected}")
+        for each in states:
+            if not isinstance(each, Tensor) or tuple(each.shape) != expected:
+                shape = tuple(each.shape) if isinstance(each, Tensor) else short(each)
+                raise InputError(f"hx has a state of shape {shape}; expected {expected}")
+
+    def _run_plain(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, weights: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run all layers step by step, by PyTorch's own operations."""
+        directions, each = 1 + self.bidirectional, iter(weights)
+        cells = [{name.rpartition("_l")[0]: next(each) for name in names} for names in self._names]
+        if state is None:
+            size = self.states * self.hidden_size
+            state = x.new_zeros((len(cells), x.shape[1], size))
+        program = kind_of(self.mode).program(self.bias)
+        dropout = self.dropout if self.training else 0.0
+        return run_plain(self.cell, program, cells, directions, x, state, lengths, dropout)
+
+    def extra_repr(self) -> str:
+        """Return the arguments that it was made with."""
+        about = f"{self.input_size}, {self.hidden_size}"
+        defaults = {
+            "num_layers": 1,
+            "bias": True,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+        }
+        given = {name: getattr(self, name) for name in defaults} | self.options
+        for name, value in given.items():
+            if name in self.options or value != defaults[name]:
+                about += f", {name}={value!r}"
+        return about
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._register()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is module(self.cell):
+            return _without_state, (self.cell,), dict(vars(self))
+        return super().__reduce_ex__(protocol)
+
+
+def _check_share(dropout: Any) -> None:
+    if not isinstance(dropout, numbers.Real) or not 0 <= float(dropout) <= 1:
+        raise InputError(f"dropout is {short(dropout)}; expected a number from 0 to 1")
+
+
+def _without_state(cell: type[Cell]) -> CellModule:
+    """Return a module that a copy, or a file, is about to fill."""
+    kind = module(cell)
+    return kind.__new__(kind)
+
+
+def module(cell: type[Cell]) -> type[CellModule]:
+    """Return the class of modules of a class of recurrent cells.
+
+    They are made as PyTorch's recurrent modules are: ``module(MGU)(12, 20, num_layers=1, bias=True,
+    batch_first=False, dropout=0.0, bidirectional=False, device=None, dtype=None)``, and with the
+    options of the cell. Parameters have the names that they have in a
+    :class:`~sparsescan.recurrent.Recurrent`, in the order of the cell's: ``weight_ih_l0``, ….
+
+    Inputs are ``(T, batch, input_size)``, with `batch_first` ``(batch, T, input_size)``, ``(T,
+    input_size)`` or a `PackedSequence`. Initial and last states are a tensor ``(num_layers ·
+    directions, batch, hidden_size)`` if a cell has one state, else a tuple of as many tensors as it
+    has states, as for :class:`torch.nn.LSTM`.
+
+    A whole sequence, and all gradients of it, are computed by the compiled loops of
+    :class:`sparsescan.recurrent.TrainingStep`; other dtypes than float32 and float64, other devices
+    than the CPU and, with CuPy, CUDA, autocast, transforms of ``torch.func`` and second derivatives
+    are computed step by step, by PyTorch's own operations.
+
+    Parameters
+    ----------
+    cell : class
+        A class derived from :class:`sparsescan.recurrent.Cell`.
+
+    Returns
+    -------
+    class
+        A subclass of :class:`torch.nn.Module`, always the same for a class of cells.
+
+    Raises
+    ------
+    InputTypeError
+        If `cell` is no class of cells.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparsescan.recurrent.catalogue import MGU
+    >>> from sparsescan.torch import module
+    >>> net = module(MGU)(12, 20, num_layers=2, batch_first=True)
+    >>> output, state = net(torch.zeros(16, 50, 12))
+    >>> output.sum().backward()
+    >>> net.weight_hh_l1.grad.shape
+    torch.Size([40, 20])
+    """
+    if not (isinstance(cell, type) and issubclass(cell, Cell)) or cell.step is Cell.step:
+        raise InputTypeError(f"cell is {short(cell)}; expected a class of cells, with a step")
+    return _module(cell)
+
+
+@functools.cache
+def _module(cell: type[Cell]) -> type[CellModule]:
+    attributes = {
+        "cell": cell,
+        "__doc__": f"Layers of {cell.__name__} cells.",
+        "__module__": __name__,
+    }
+    return type(cell.__name__, (CellModule,), attributes)

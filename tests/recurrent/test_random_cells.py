@@ -1,0 +1,259 @@
+"""Random cells against autograd of their definitions, by what a user calls.
+
+The programs of many more are in `test_programs.py`, where nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from cell_oracle import Reference, Runs, Value, grads_of, unroll_layers
+from hypothesis import Phase, given, reject, settings
+from hypothesis import strategies as st
+from random_cells import RandomCell, random_cells
+from sampling import long_run
+
+import sparsescan
+from sparsescan.recurrent import Recurrent
+from sparsescan.recurrent import step as step_module
+
+# Arrays are compared to so many times the largest of an example, or 1.
+TOLERANCE = 1e-9
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Example:
+    """A cell with parameters, a sequence, and gradients in what all states are."""
+
+    def __init__(self, drawn: RandomCell, seed: int, steps: int, batch: int) -> None:
+        self.drawn, rng = drawn, np.random.default_rng(seed)
+        self.masks = drawn.masks(rng)
+        # Its masks are drawn as these were.
+        self.cell = drawn.make(np.random.default_rng(seed))
+        for name in self.cell.parameter_names:
+            setattr(self.cell, name, rng.uniform(-1, 1, getattr(self.cell, name).shape))
+        self.states, self.hidden = self.cell.program.states, drawn.hidden_size
+        self.x = rng.standard_normal((steps, batch, drawn.input_size))
+        self.first = rng.uniform(-1, 1, (batch, self.states * self.hidden))
+        self.grads = rng.standard_normal((steps, batch, self.states * self.hidden))
+        self.lengths: Any = None
+
+    def by_state(self, array: Any) -> list[Any]:
+        """Return an array of all states as one for each."""
+        return np.split(array, self.states, axis=-1)
+
+    @cached_property
+    def expected(self) -> Runs:
+        """What autograd says, of an example that is not too near a jump, nor too large."""
+        runs = Reference(self.drawn.cls, self.drawn.options).run(
+            self.cell.params,
+            self.x,
+            self.by_state(self.first),
+            self.by_state(self.grads),
+            self.masks,
+            self.lengths,
+        )
+        arrays = (*runs.outputs, runs.input_grad, *runs.state_grads, *runs.param_grads.values())
+        self.largest = max(1.0, *(np.abs(each).max() for each in arrays))
+        if runs.nearest < 1e-7 or self.largest > 1e6:
+            reject()
+        return runs
+
+    def close(self, found: Any, expected: Any, name: str) -> None:
+        assert found.shape == expected.shape, name
+        error = np.abs(found - expected).max(initial=0)
+        assert error <= TOLERANCE * self.largest, (name, found, expected)
+
+    def close_grads(self, first: Any, inputs: Any, params: dict[str, Any]) -> None:
+        """Compare gradients in the initial states, inputs and parameters."""
+        self.close(first, np.concatenate(self.expected.state_grads, -1), "states")
+        self.close(inputs, self.expected.input_grad, "inputs")
+        assert list(params) == list(self.expected.param_grads)
+        for name, found in params.items():
+            self.close(found, self.expected.param_grads[name], name)
+
+
+@settings(max_examples=long_run(300, 20))
+@given(random_cells(), seeds)
+def test_scans_over_jacobians_are_back_propagation(drawn: RandomCell, seed: int) -> None:
+    """Explicit steps and implicit ones, whose values and patterns follow from the graph."""
+    example = Example(drawn, seed, steps=4, batch=2)
+    cell, x, grads = example.cell, example.x, example.grads
+    expected = np.concatenate(example.expected.outputs, -1)
+    before = np.concatenate([example.first[None], expected[:-1]])
+    example.close(cell.forward(x, before), expected, "forward")
+    values, linear = cell.values(x, before), cell.linearize(x, before)
+    zero = np.zeros_like(example.first)
+    local = np.concatenate([grads[::-1], zero[None]])
+    for pattern, steps in (
+        (cell.pattern, values[::-1]),
+        (cell.implicit_pattern, linear.implicit()),
+    ):
+        plan = sparsescan.plan([pattern] * len(x), schedule="linear")
+        found = plan.inclusive_scan(zero, steps, local_grads=local)[::-1]
+        after = found[1:]
+        example.close_grads(
+            found[0], cell.input_grads(x, before, after), cell.param_grads(x, before, after)
+        )
+        example.close_grads(found[0], linear.input_grads(after), linear.param_grads(after))
+
+
+# Smaller examples would be compiled, too.
+@settings(max_examples=long_run(60, 4), phases=[Phase.generate])
+@given(
+    random_cells(),
+    seeds,
+    st.sampled_from([1, 3, 19]),
+    st.sampled_from([None, 5, 17]),
+    st.booleans(),
+)
+def test_compiled_steps_are_back_propagation(
+    drawn: RandomCell, seed: int, batch: int, units: int | None, has_lengths: bool
+) -> None:
+    """With samples or units as lanes, and samples of several lengths."""
+    check_compiled(drawn, seed, batch, units, has_lengths)
+
+
+# Definitions, and gates of weight_hh that are pruned as a whole.
+HARD = {
+    "nothing is read": ("return h", ""),
+    "no input is read": ("return tanh(self.weight_hh.a(h))", ""),
+    "an input that has no gradient": ("return h + stop_gradient(tanh(self.weight_ih(x)))", ""),
+    "infinite numbers": ("return hardtanh(self.weight_hh.a(h), -1e999, 0.5)", ""),
+    "a gate without weights": ("return tanh(self.weight_ih(x) + self.weight_hh.a(h))", "a"),
+    "gates without weights in two stages": (
+        "return tanh(self.weight_ih(x) + self.weight_hh.a(tanh(self.weight_hh.b(h))))",
+        "b",
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 19])
+@pytest.mark.parametrize("name", HARD)
+def test_hard_compiled_steps(name: str, batch: int) -> None:
+    line, pruned = HARD[name]
+    source = f"""\
+class Drawn(Cell):
+    weight_ih = Input()
+    weight_hh = Hidden("a", "b")
+
+    def step(self, x, h):
+        {line}
+"""
+    units, gates = 5, ["a", "b"]
+    mask = np.repeat([gate not in pruned for gate in gates], units)[:, None].repeat(units, axis=1)
+    drawn = RandomCell(source, 3, units, True, masked={"weight_hh": mask} if pruned else {})
+    check_compiled(drawn, 0, batch, None, False)
+
+
+def check_compiled(
+    drawn: RandomCell, seed: int, batch: int, units: int | None, has_lengths: bool
+) -> None:
+    """Compare a compiled training step with back-propagation."""
+    if units is not None:
+        inputs = units if drawn.input_size == drawn.hidden_size else drawn.input_size
+        drawn = dataclasses.replace(drawn, input_size=inputs, hidden_size=units)
+    example = Example(drawn, seed, steps=5, batch=batch)
+    rng = np.random.default_rng(seed)
+    is_there = np.ones(example.x.shape[:2], bool)
+    if has_lengths:
+        example.lengths = rng.integers(0, len(example.x) + 1, batch)
+        is_there = np.arange(len(example.x))[:, None] < example.lengths
+    outputs = rng.standard_normal((*is_there.shape, example.hidden))
+    last = rng.standard_normal(example.first.shape)
+    example.grads[:] = 0
+    example.grads[..., : example.hidden] = outputs * is_there[..., None]
+    example.grads[-1] += last
+    expected = example.expected
+    step = example.cell.training_step()
+    y, state = step.forward(example.x, example.first[None], example.lengths)
+    example.close(y, expected.outputs[0] * is_there[..., None], "outputs")
+    example.close(state[0], np.concatenate([each[-1] for each in expected.outputs], -1), "state")
+    grads = step.backward(outputs, last[None])
+    assert grads.input is not None
+    params = {name.removesuffix("_l0"): each for name, each in grads.params.items()}
+    example.close_grads(grads.state[0], grads.input, params)
+
+
+@settings(max_examples=long_run(40, 3), phases=[Phase.generate])
+@given(random_cells(size=3), seeds, st.integers(1, 2), st.booleans(), st.sampled_from([2, 18]))
+def test_networks_are_back_propagation(
+    drawn: RandomCell, seed: int, layers: int, is_bidirectional: bool, batch: int
+) -> None:
+    """Layers and directions, samples of several lengths, and again with less memory."""
+    rng = np.random.default_rng(seed)
+    directions, units, steps = 1 + is_bidirectional, drawn.hidden_size, 7
+    if drawn.input_size == units:
+        # What reads the input of each unit has as many in all layers.
+        directions = 1
+    masks = drawn.masks(rng)
+    net = Recurrent(
+        drawn.cls,
+        drawn.input_size,
+        units,
+        layers,
+        drawn.bias,
+        bidirectional=directions == 2,
+        dtype=np.float64,
+        rng=rng,
+        masks={f"{name}_l0": mask for name, mask in masks.items()},
+        **drawn.options,
+    )
+    count = net.cells[0][0].program.states
+    x = rng.standard_normal((steps, batch, drawn.input_size))
+    first = rng.uniform(-1, 1, (layers * directions, batch, count * units))
+    lengths = rng.integers(0, steps + 1, batch)
+    outputs = rng.standard_normal((steps, batch, directions * units))
+    last = rng.standard_normal(first.shape)
+
+    leaves = {name: torch.tensor(each, requires_grad=True) for name, each in net.params.items()}
+    reference = Reference(drawn.cls, drawn.options)
+    cells = [
+        [
+            (
+                reference,
+                {
+                    name: leaves[net.name_of(name, layer, back)]
+                    * (torch.tensor(masks[name]) if name in masks and layer == back == 0 else 1)
+                    for name in cell.parameter_names
+                },
+            )
+            for back, cell in enumerate(own)
+        ]
+        for layer, own in enumerate(net.cells)
+    ]
+    given, begin = (torch.tensor(each, requires_grad=True) for each in (x, first))
+    Value.nearest = math.inf
+    y, states = unroll_layers(cells, given, [each.chunk(count, -1) for each in begin], lengths)
+    loss = (y * torch.tensor(outputs)).sum()
+    loss = loss + sum((a * torch.tensor(b)).sum() for a, b in zip(states, last, strict=True))
+    sources = {"inputs": given, "states": begin, **leaves}
+    expected = dict(zip(sources, grads_of(loss, [*sources.values()]), strict=True))
+    expected |= {"outputs": y.detach().numpy(), "last": torch.stack(states).detach().numpy()}
+    largest = max(1.0, *(np.abs(each).max(initial=0) for each in expected.values()))
+    if Value.nearest < 1e-7 or largest > 1e6:
+        reject()
+
+    step = net.training_step()
+    for is_small in (False, True):
+        if is_small:
+            # Of a few steps at a time what is kept is computed again.
+            step = net.training_step(memory_limit=step.nbytes - 1)
+        with patch.object(step_module, "_SEGMENT", 3):
+            found = dict(zip(("outputs", "last"), step.forward(x, first, lengths), strict=True))
+        assert step.keeps_gates == (not is_small)
+        grads = step.backward(outputs, last)
+        found |= {"inputs": grads.input, "states": grads.state, **grads.params}
+        assert found.keys() == expected.keys()
+        for name, array in found.items():
+            assert array.shape == expected[name].shape, name
+            error = np.abs(array - expected[name]).max(initial=0)
+            assert error <= TOLERANCE * largest, (name, is_small, array, expected[name])

@@ -1,0 +1,417 @@
+"""Cells as autograd sees them: the step of a class, called on tensors of PyTorch.
+
+Nothing of the tracing is used. The functions of a class, and what they call in their modules, are
+made again with stand-ins for what :mod:`sparsescan.recurrent` has; these compute in float64.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsescan.recurrent import definition, operations
+
+__all__ = ["Reference", "Runs", "Value", "grads_of", "unroll_layers"]
+
+# Small arrays; and its threads would wait for each other wherever something else runs.
+torch.set_num_threads(1)
+
+Array = Any
+
+
+class Value:
+    """A tensor, with the operators of a step, whose comparisons are numbers."""
+
+    # The least distance from a point where a function or a derivative jumps, of all so far.
+    nearest = math.inf
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = torch.as_tensor(tensor, dtype=torch.float64)
+
+    def __add__(self, other: Any) -> Value:
+        return Value(self.tensor + tensor_of(other))
+
+    def __sub__(self, other: Any) -> Value:
+        return Value(self.tensor - tensor_of(other))
+
+    def __rsub__(self, other: Any) -> Value:
+        return Value(tensor_of(other) - self.tensor)
+
+    def __mul__(self, other: Any) -> Value:
+        return Value(self.tensor * tensor_of(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other: Any) -> Value:
+        return Value(self.tensor / tensor_of(other))
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return Value(tensor_of(other) / self.tensor)
+
+    def __pow__(self, exponent: float) -> Value:
+        return Value(self.tensor**exponent)
+
+    def __neg__(self) -> Value:
+        return Value(-self.tensor)
+
+    def __pos__(self) -> Value:
+        return self
+
+    def __abs__(self) -> Value:
+        return _FUNCTIONS["absolute"](self)
+
+    def __lt__(self, other: Any) -> Value:
+        _note(self, other)
+        return Value(self.tensor < tensor_of(other))
+
+    def __le__(self, other: Any) -> Value:
+        _note(self, other)
+        return Value(self.tensor <= tensor_of(other))
+
+    def __gt__(self, other: Any) -> Value:
+        return Value(other) < self if not isinstance(other, Value) else other < self
+
+    def __ge__(self, other: Any) -> Value:
+        return Value(other) <= self if not isinstance(other, Value) else other <= self
+
+
+def tensor_of(given: Any) -> torch.Tensor:
+    """Return the tensor of a value, or of a number."""
+    return given.tensor if isinstance(given, Value) else torch.tensor(given, dtype=torch.float64)
+
+
+def _note(a: Any, *jumps: Any) -> None:
+    """Note how near a value is to where something jumps."""
+    for each in jumps:
+        distance = (tensor_of(a) - tensor_of(each)).detach().abs().min().item()
+        Value.nearest = min(Value.nearest, distance)
+
+
+def _smooth(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Value]:
+    return lambda a: Value(function(tensor_of(a)))
+
+
+def _jumping(function: Callable[..., torch.Tensor], *jumps: float) -> Callable[..., Value]:
+    def call(a: Any, *about: float) -> Value:
+        _note(a, *jumps)
+        return Value(function(tensor_of(a), *about))
+
+    return call
+
+
+def _binary(function: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
+    def call(a: Any, b: Any) -> Value:
+        _note(a, b)
+        return Value(function(tensor_of(a), tensor_of(b)))
+
+    return call
+
+
+def _leaky_relu(a: Any, slope: float = 0.01) -> Value:
+    _note(a, 0)
+    return Value(torch.nn.functional.leaky_relu(tensor_of(a), slope))
+
+
+def _elu(a: Any, alpha: float = 1.0) -> Value:
+    _note(a, 0)
+    return Value(torch.nn.functional.elu(tensor_of(a), alpha))
+
+
+def _hardtanh(a: Any, low: float = -1.0, high: float = 1.0) -> Value:
+    _note(a, low, high)
+    return Value(torch.nn.functional.hardtanh(tensor_of(a), low, high))
+
+
+def _where(condition: Any, a: Any, b: Any) -> Value:
+    chosen = tensor_of(condition) != 0
+    return Value(torch.where(chosen, tensor_of(a), tensor_of(b)))
+
+
+def _surrogate(forward: Callable[..., Any], derivative: Callable[..., Any]) -> Callable[..., Value]:
+    def call(a: Any) -> Value:
+        given = tensor_of(a)
+        value, slope = tensor_of(forward(a)).detach(), tensor_of(derivative(a)).detach()
+        return Value(value + slope * (given - given.detach()))
+
+    return call
+
+
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "tanh": _smooth(torch.tanh),
+    "sigmoid": _smooth(torch.sigmoid),
+    "exp": _smooth(torch.exp),
+    "expm1": _smooth(torch.expm1),
+    "log": _smooth(torch.log),
+    "sqrt": _smooth(torch.sqrt),
+    "sin": _smooth(torch.sin),
+    "cos": _smooth(torch.cos),
+    "silu": _smooth(torch.nn.functional.silu),
+    "softplus": _smooth(lambda a: torch.logaddexp(a, torch.zeros_like(a))),
+    "softsign": _smooth(torch.nn.functional.softsign),
+    "identity": _smooth(lambda a: a),
+    "stop_gradient": _smooth(torch.Tensor.detach),
+    "absolute": _jumping(torch.abs, 0),
+    "relu": _jumping(torch.relu, 0),
+    "hardsigmoid": _jumping(lambda a: torch.clamp(a / 6 + 0.5, 0, 1), -3, 3),
+    "minimum": _binary(torch.minimum),
+    "maximum": _binary(torch.maximum),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "hardtanh": _hardtanh,
+    "where": _where,
+}
+_STAND_INS: dict[Any, Any] = {
+    getattr(operations, name): function for name, function in _FUNCTIONS.items()
+} | {operations.surrogate: _surrogate}
+
+
+def _made_again(given: Any, memo: dict[Any, Any]) -> Any:
+    """Return a function whose calls of :mod:`sparsescan.recurrent` are calls of stand-ins."""
+    if isinstance(given, operations.Surrogate):
+        return _surrogate(*(_made_again(each, memo) for each in given))
+    if not isinstance(given, types.FunctionType):
+        return given
+    if given in _STAND_INS:
+        return _STAND_INS[given]
+    if given in memo:
+        return memo[given]
+    inner: dict[str, Any] = {}
+    made = memo[given] = types.FunctionType(
+        given.__code__,
+        inner,
+        given.__name__,
+        given.__defaults__,
+        given.__closure__
+        and tuple(
+            types.CellType(_made_again(each.cell_contents, memo)) for each in given.__closure__
+        ),
+    )
+    made.__kwdefaults__ = given.__kwdefaults__
+    inner.update(given.__globals__)
+    inner.update({name: _made_again(each, memo) for name, each in given.__globals__.items()})
+    return made
+
+
+class _Chosen(str):
+    """A name of what was chosen, which is called where it is that of a function."""
+
+    def __call__(self, *vectors: Any) -> Value:
+        return _FUNCTIONS[self](*vectors)
+
+
+class _Self:
+    """What a step gets for its cell."""
+
+    def __init__(self, cls: type, options: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+        self._cls, self._options, self._tensors = cls, options, tensors
+        self._memo: dict[Any, Any] = {}
+
+    @property
+    def __class__(self) -> type:
+        return self._cls
+
+    def __getattr__(self, name: str) -> Any:
+        found = inspect.getattr_static(self._cls, name)
+        if isinstance(found, (definition.Input, definition.Hidden)):
+            return _Matrix(self._tensors, name, found)
+        if isinstance(found, definition.Scalar):
+            return Value(self._tensors[name])
+        if isinstance(found, definition.Vector):
+            # A bias that a cell was made without is 0.
+            tensor = self._tensors.get(name)
+            if not found.gates:
+                return Value(0 if tensor is None else tensor)
+            blocks = [0] * len(found.gates) if tensor is None else tensor.chunk(len(found.gates))
+            return types.SimpleNamespace(**dict(zip(found.gates, map(Value, blocks), strict=True)))
+        if isinstance(found, definition.Constant):
+            return self._options.get(name, found.default)
+        if isinstance(found, definition.Choice):
+            return _Chosen(self._options.get(name, found.default))
+        if isinstance(found, staticmethod):
+            return _made_again(found.__func__, self._memo)
+        if isinstance(found, property):
+            return _made_again(found.fget, self._memo)(self)
+        if isinstance(found, types.FunctionType):
+            return types.MethodType(_made_again(found, self._memo), self)
+        return _made_again(found, self._memo)
+
+
+class _Matrix:
+    """A matrix of a step: it, or each of its gates, is called with a vector."""
+
+    def __init__(self, tensors: dict[str, Any], name: str, declared: Any) -> None:
+        gates = declared.gates or ("",)
+        blocks = tensors[name].chunk(len(gates))
+        bias = tensors.get(definition.bias_name(name)) if declared.biased else None
+        blocks_of_bias = () if bias is None else bias.chunk(len(declared.biased))
+        biases = dict(zip(declared.biased, blocks_of_bias, strict=False))
+        self._products = {
+            gate: _product(block, biases.get(k))
+            for k, (gate, block) in enumerate(zip(gates, blocks, strict=True))
+        }
+        if len(gates) == 1:
+            self._products["T"] = _product(blocks[0].T, None)
+
+    def __getattr__(self, gate: str) -> Any:
+        return self._products[gate]
+
+    def __call__(self, vector: Any) -> Value:
+        return self._products[""](vector)
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[Any], Value]:
+    def call(vector: Any) -> Value:
+        given = tensor_of(vector)
+        given = given if given.ndim else given.expand(weight.shape[1])
+        return Value(torch.nn.functional.linear(given, weight, bias))
+
+    return call
+
+
+class Runs(NamedTuple):
+    """What a cell computes over a sequence, and the gradients of a loss.
+
+    Attributes
+    ----------
+    outputs : list of ndarray
+        All states after each step, ``(T, batch, hidden_size)`` each.
+    input_grad : ndarray
+        Gradient of the inputs.
+    state_grads : list of ndarray
+        Gradients of the states before the first step.
+    param_grads : dict of str to ndarray
+        Gradients of the parameters.
+    nearest : float
+        The least distance from a point where a function or a derivative jumps.
+    """
+
+    outputs: list[Array]
+    input_grad: Array
+    state_grads: list[Array]
+    param_grads: dict[str, Array]
+    nearest: float
+
+
+class Reference:
+    """A class of cells, with its options.
+
+    Parameters
+    ----------
+    cls : type
+        The class.
+    options : mapping, optional
+        Options that a cell is made with.
+    """
+
+    def __init__(self, cls: type, options: Mapping[str, Any] | None = None) -> None:
+        self.cls, self.options = cls, dict(options or {})
+
+    def run(
+        self,
+        params: Mapping[str, Array],
+        x: Array,
+        states: Sequence[Array],
+        cotangents: Sequence[Array],
+        masks: Mapping[str, Array] | None = None,
+        lengths: Array = None,
+    ) -> Runs:
+        """Run the step over a sequence, and differentiate by autograd.
+
+        Parameters
+        ----------
+        params : mapping of str to ndarray
+            Parameters by name.
+        x : ndarray, shape (T, batch, input_size)
+            The inputs.
+        states : sequence of ndarray
+            The states before the first step, ``(batch, hidden_size)`` each.
+        cotangents : sequence of ndarray
+            Gradients of the loss in what each state is after each step, without those of later
+            steps: ``(T, batch, hidden_size)`` each.
+        masks : mapping of str to ndarray, optional
+            Which weights are not pruned, by the name of a matrix.
+        lengths : ndarray of int, shape (batch,), optional
+            How many steps each sample has; its states stay as they are after these.
+        """
+        leaves = {name: torch.tensor(each, requires_grad=True) for name, each in params.items()}
+        tensors = leaves | {
+            name: leaves[name] * torch.tensor(mask) for name, mask in (masks or {}).items()
+        }
+        given = torch.tensor(x, requires_grad=True)
+        begin = [torch.tensor(each, requires_grad=True) for each in states]
+        Value.nearest = math.inf
+        outputs = self.unroll(tensors, given, begin, lengths)
+        pairs = zip(outputs, cotangents, strict=True)
+        loss = sum((each * torch.tensor(cotangent)).sum() for each, cotangent in pairs)
+        grads = grads_of(loss, [given, *begin, *leaves.values()])
+        return Runs(
+            [each.detach().numpy() for each in outputs],
+            grads[0],
+            grads[1 : 1 + len(states)],
+            dict(zip(leaves, grads[1 + len(states) :], strict=True)),
+            Value.nearest,
+        )
+
+    def unroll(
+        self, tensors: Mapping[str, Any], x: Any, states: Sequence[Any], lengths: Array = None
+    ) -> list[Any]:
+        """Return all states after each step, tensors of tensors; arguments are as for `run`."""
+        cell = _Self(self.cls, self.options, dict(tensors))
+        now = [Value(each) for each in states]
+        every: list[list[Any]] = [[] for _ in states]
+        for t, each in enumerate(x):
+            returned = cell.step(Value(each), *now)
+            new = returned if isinstance(returned, tuple) else (returned,)
+            after = [tensor_of(one).expand(states[0].shape) for one in new]
+            if lengths is not None:
+                is_there = torch.tensor(t < lengths)[:, None]
+                pairs = zip(after, now, strict=True)
+                after = [torch.where(is_there, one, old.tensor) for one, old in pairs]
+            now = [Value(one) for one in after]
+            for k, one in enumerate(after):
+                every[k].append(one)
+        return [torch.stack(each) for each in every]
+
+
+def grads_of(loss: Any, sources: Sequence[Any]) -> list[Array]:
+    """Return the gradients of a loss in some tensors, zeros where it does not depend on them."""
+    grads = [torch.zeros_like(each) for each in sources]
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, sources, allow_unused=True)
+        grads = [zero if g is None else g for zero, g in zip(grads, found, strict=True)]
+    return [each.numpy() for each in grads]
+
+
+def unroll_layers(
+    layers: Sequence[Sequence[tuple[Reference, Mapping[str, Any]]]],
+    x: Any,
+    states: Sequence[Sequence[Any]],
+    lengths: Array,
+) -> tuple[Any, list[Any]]:
+    """Return the outputs of a network, and the last states of each cell, as PyTorch orders them.
+
+    Layers have a cell, with its tensors by name, for each direction; `states` are those of each
+    cell before its first step.
+    """
+    steps, batch = x.shape[:2]
+    t = torch.arange(steps)[:, None]
+    to = torch.tensor(lengths)
+    # In the order of the direction that begins with the last step of a sample.
+    turned = torch.where(t < to, to - 1 - t, t)
+    samples = torch.arange(batch)
+    firsts, lasts = iter(states), []
+    for cells in layers:
+        outputs = []
+        for back, (reference, tensors) in enumerate(cells):
+            given = x[turned, samples] if back else x
+            every = reference.unroll(tensors, given, next(firsts), lengths)
+            lasts.append(torch.cat([each[-1] for each in every], -1))
+            output = torch.where((t < to)[..., None], every[0], torch.zeros(()).double())
+            outputs.append(output[turned, samples] if back else output)
+        x = torch.cat(outputs, -1)
+    return x, lasts

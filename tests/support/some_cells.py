@@ -1,0 +1,142 @@
+"""Cells for tests of kernels: of one stage and of several, with parameters of all kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsescan.recurrent import Cell, GRUCell, LSTMCell, RNNCell
+from sparsescan.recurrent.definition import Constant, Hidden, Input, Scalar, Vector
+from sparsescan.recurrent.operations import exp, minimum, relu, sigmoid, surrogate, tanh
+from sparsescan.recurrent.program import Program
+
+__all__ = [
+    "CELLS",
+    "MGU",
+    "SCRN",
+    "Diagonal",
+    "Elementwise",
+    "Leaky",
+    "PeepholeLSTM",
+    "Spiking",
+    "Tied",
+    "program_of",
+]
+
+
+class MGU(Cell):
+    """Minimal gated unit (Zhou et al., 2016): two stages."""
+
+    weight_ih = Input("f", "n")
+    weight_hh = Hidden("f", "n")
+
+    def step(self, x: Any, h: Any) -> Any:
+        f = sigmoid(self.weight_ih.f(x) + self.weight_hh.f(h))
+        n = tanh(self.weight_ih.n(x) + self.weight_hh.n(f * h))
+        return h + f * (n - h)
+
+
+class PeepholeLSTM(Cell):
+    """LSTM whose gates see the cell (Gers and Schmidhuber, 2000): vectors of parameters."""
+
+    weight_ih = Input("i", "f", "g", "o")
+    weight_hh = Hidden("i", "f", "g", "o")
+    weight_ph = Vector("i", "f", "o")
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        w, u, p = self.weight_ih, self.weight_hh, self.weight_ph
+        i = sigmoid(w.i(x) + u.i(h) + p.i * c)
+        f = sigmoid(w.f(x) + u.f(h) + p.f * c)
+        c = f * c + i * tanh(w.g(x) + u.g(h))
+        o = sigmoid(w.o(x) + u.o(h) + p.o * c)
+        return o * tanh(c), c
+
+
+class Tied(Cell):
+    """A scalar, and a matrix that multiplies a state, what was computed, and as its transpose."""
+
+    weight_ih = Input()
+    weight_hh = Hidden()
+    weight_ch = Hidden("a", "b", bias=("b",))
+    alpha = Scalar(initial=0.3)
+    scale = Vector(initial=0.7)
+
+    def step(self, x: Any, h: Any, c: Any) -> Any:
+        a = tanh(self.weight_ih(x) + self.weight_hh(c) + self.weight_ch.a(h))
+        b = sigmoid(self.weight_hh.T(a) + self.weight_ch.b(c) + self.scale)
+        rate = sigmoid(self.alpha)
+        c = rate * c + (1 - rate) * b * a
+        return tanh(self.weight_hh(c) + self.scale * h), c
+
+
+class SCRN(Cell):
+    """Structurally constrained network (Mikolov et al., 2015), with an output: three stages."""
+
+    weight_ih = Input("s", "h")
+    weight_hh = Hidden()
+    weight_sh = Hidden(bias=False)
+    weight_ho = Hidden()
+    rate = Vector(initial=0.6)
+
+    def step(self, x: Any, y: Any, s: Any, h: Any) -> Any:
+        s = (1 - self.rate) * self.weight_ih.s(x) + self.rate * s
+        h = sigmoid(self.weight_sh(s) + self.weight_ih.h(x) + self.weight_hh(h))
+        return relu(self.weight_ho(h) + minimum(s, y)), s, h
+
+
+class Diagonal(Cell):
+    """IndRNN (Li et al., 2018): no matrix multiplies states."""
+
+    weight_ih = Input()
+    u = Vector()
+
+    def step(self, x: Any, h: Any) -> Any:
+        return tanh(self.weight_ih(x) + self.u * h)
+
+
+class Leaky(Cell):
+    """A neuron that reads the input of its unit: nothing is multiplied by a matrix."""
+
+    beta = Scalar(initial=0.4)
+    threshold = Vector(initial=0.5)
+
+    def step(self, x: Any, spike: Any, m: Any) -> Any:
+        m = exp(-self.beta * self.beta) * m + x - self.threshold * spike
+        return sigmoid(3 * (m - self.threshold)), m
+
+
+class Elementwise(Cell):
+    """The input is read elementwise and multiplied; the output is a state that nothing reads."""
+
+    weight_ih = Input(bias=False)
+    weight_hh = Hidden()
+
+    def step(self, x: Any, y: Any, h: Any, before: Any) -> Any:
+        a = tanh(self.weight_ih(x) + self.weight_hh(h) * x)
+        return a * x + before, a, h
+
+
+class Spiking(Cell):
+    """Neurons with an option, whose spikes have a derivative of their own."""
+
+    weight_ih = Input()
+    weight_hh = Hidden(bias=False)
+    decay = Constant(0.9)
+    spike = surrogate(lambda a: a > 0, lambda a: 1 / (1 + 9 * a * a))
+
+    def step(self, x: Any, spikes: Any, m: Any) -> Any:
+        m = self.decay * m + self.weight_ih(x) + self.weight_hh(spikes) - spikes
+        return self.spike(m - 0.2), m
+
+
+CELLS: dict[str, type[Cell]] = {
+    each.__name__: each for each in (MGU, PeepholeLSTM, Tied, SCRN, Diagonal, Leaky, Elementwise)
+}
+
+
+def program_of(name: str) -> Program:
+    """Return the program of one of these cells, or of PyTorch's."""
+    if name in CELLS:
+        return CELLS[name](1, 1).program
+    cell = {"GRU": GRUCell, "LSTM": LSTMCell}.get(name, RNNCell)
+    options = {"nonlinearity": "relu"} if name == "relu" else {}
+    return cell(1, 1, **options).program
