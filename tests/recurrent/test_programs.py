@@ -357,3 +357,43 @@ def test_values_that_only_differ_in_gradients_are_computed_once() -> None:
     forward = topological([*program.outputs, *program.arguments])
     assert [each.operation for each in forward].count("sigmoid") == 1
     assert "stop_gradient" not in {each.operation for each in forward}
+
+
+ODD_NAMES = (
+    "number k0 k1 k2 g_0 later_0 t_2 less_or range store_some lane_count s0 h_2 t at parts xp"
+)
+
+
+def test_variables_of_a_step_may_have_any_names() -> None:
+    """Texts that are written from steps have names of their own, which mean something else."""
+    body = """
+class Drawn(Cell):
+    weight_ih, weight_hh = Input("a", "b"), Hidden("a", "b")
+
+    def step(self, x, h):
+        {0} = self.weight_ih.a(x) + self.weight_hh.a(h)
+        {1} = sigmoid({0}) * 0.37 + h * 2.25
+        {2} = tanh({1}) + 1.75
+        {3} = {2} * {1} + 3.25
+        {4} = sigmoid({3}) * h
+        {5} = {4} * {2}
+        {6} = {5} + 0.125 * self.weight_hh.b({4})
+        {7} = tanh({6})
+        {8} = {7} * {0}
+        return tanh({8} + {6} * 0.7)
+"""
+    names = ODD_NAMES.split()
+    x = np.random.default_rng(0).standard_normal((5, 3, 2), np.float32)
+    results = []
+    for first in (None, 0, 8):
+        own = [f"v{k}" if first is None else names[(first + k) % len(names)] for k in range(9)]
+        cell = RandomCell(body.format(*own), 2, 5, True).cls(2, 5, rng=0)
+        step = cell.training_step()
+        output, _ = step.forward(x)
+        grads = step.backward(output)
+        assert grads.input is not None
+        arrays = [output, grads.input, *grads.params.values()]
+        arrays += [cell.forward(x, output), cell.values(x, output)]
+        assert str(cell).startswith("Drawn(2, 5")
+        results.append([each.tobytes() for each in arrays])
+    assert all(each == results[0] for each in results)

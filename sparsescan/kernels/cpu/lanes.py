@@ -29,6 +29,8 @@ from numba.extending import (
 )
 from numba.np import numpy_support
 
+from ..compile import njit
+
 __all__ = [
     "ROWS",
     "SAMPLE_VECTORS",
@@ -71,6 +73,7 @@ __all__ = [
     "less_equal",
     "less_or",
     "load",
+    "load_either",
     "load_pair_square",
     "load_samples",
     "load_some",
@@ -91,6 +94,7 @@ __all__ = [
     "splat_samples",
     "sqrt",
     "store",
+    "store_both",
     "store_some",
     "store_square",
     "store_totals",
@@ -299,6 +303,23 @@ def store_some(typingctx, array, index, vector, count):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector, types.intp), codegen
+
+
+@njit(_nrt=False, forceinline=True)
+def store_both(first, at, second, to, vector, count, room):
+    """Write what :func:`load_either` loads: some lanes to the first, and if not all to the second.
+
+    There are `room` numbers in the second.
+    """
+    store_some(first, at, vector, count)
+    if count < lane_count(second):
+        store_some(second, to, vector, room)
+
+
+@njit(_nrt=False, forceinline=True)
+def load_either(first, at, second, to, count):
+    """Return a vector from the first, or from the second unless all its lanes are in the first."""
+    return load(second, to) if count < lane_count(second) else load(first, at)
 
 
 def _masked_store(builder, vector, place, mask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Literal
@@ -26,13 +27,13 @@ class Renderer:
     """
 
     target: ClassVar[Literal["numpy", "cpu", "cuda"]]
-    # Names that mean something else in the text.
-    reserved: ClassVar[frozenset[str]] = frozenset()
+    # Names that mean something else in the text, as a regular expression.
+    reserved: ClassVar[str]
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._names: dict[Node, str] = {}
-        self._taken: Counter[str] = Counter()
+        self._taken: set[str] = set()
 
     def number(self, value: float) -> str:
         """Return the text of a number, also of those for which Python has no literal."""
@@ -44,10 +45,17 @@ class Renderer:
             given = self.program.names.get(each, "")
             if not given.isidentifier() or keyword.iskeyword(given):
                 given = f"{each.operation[:1]}{each.about[0]}" if each.about else "t"
-            self._taken[given] += 1
-            number = self._taken[given] + (given in self.reserved)
-            self._names[each] = given if number == 1 and given != "t" else f"{given}_{number}"
+            self._names[each] = self._own_name(given)
         return self._names[each]
+
+    def _own_name(self, given: str) -> str:
+        """Return a name that nothing else has, or has had."""
+        name, count = given, 1
+        while name in self._taken or re.fullmatch(self.reserved, name):
+            count += 1
+            name = f"{given}_{count}"
+        self._taken.add(name)
+        return name
 
     def assignments(
         self,

@@ -7,7 +7,7 @@ loop of its own: iterations of a short one do not wait for each other.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -44,20 +44,15 @@ class CPURenderer(Renderer):
     """
 
     target = "cpu"
-    reserved = frozenset(
-        {
+    reserved = "|".join(
+        (
             *ARGUMENTS,
-            *OPERATIONS,
-            "lanes",
-            "at",
-            "j",
-            "left",
-            "length",
-            "load",
-            "zero",
-            "one",
-            "half",
-        }
+            *(name for each in OPERATIONS.values() for name in re.findall(r"[a-z_]\w*", each.cpu)),
+            *("lanes", "lane_count", "at", "j", "left", "length", "range", "number", "zero", "one"),
+            *("half", "load", "load_either", "store_some", "store_both", "less_or"),
+            # Numbers, and gradients in states.
+            *(r"k\d+", r"later_\d+", "g_0"),
+        )
     )
 
     def __init__(self, program: Program) -> None:
@@ -112,7 +107,7 @@ class CPURenderer(Renderer):
     # -- Text ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._names, self._taken, self._constants = {}, Counter(), {}
+        self._names, self._taken, self._constants = {}, set(), {}
 
     def _function(self, name: str, stages: list[tuple[int, list[list[str]]]]) -> str:
         body = [
@@ -180,6 +175,11 @@ class CPURenderer(Renderer):
             for each in dict.fromkeys([*computed, *left]):
                 for place, row in stores[each]:
                     text, again = self._stored(place, row, texts[each])
+                    if place == "kept" and target is not roots:
+                        if each.arguments:
+                            text, again = self._stored_twice(row, each, stage, texts[each])
+                        else:
+                            again = self._leaf(each)
                     lines.append(text)
                     stored.setdefault(each, again)
             loops.append(lines)
@@ -253,8 +253,20 @@ class CPURenderer(Renderer):
             old = self._leaf(node("state", about=(row,)))
             at = "new_h, j" if row == 0 else f"new_c, {_at(row - 1, 'plane')}"
             return f"store_some({at}, less_or(at, length, {text}, {old}), left)", f"load({at})"
-        at = f"{place}, {_at(row, 'size' if place == 'kept' else 'part')}"
+        if place == "parts":
+            # Rows are filled up where lanes are units.
+            at = f"parts, {_at(row, 'part')}"
+            return f"store_some({at}, {text}, part - j)", f"load({at})"
+        at = f"{place}, {_at(row, 'size')}"
         return f"store_some({at}, {text}, left)", f"load({at})"
+
+    def _stored_twice(self, row: int, each: Node, stage: int, text: str) -> tuple[str, str]:
+        """Return the text that stores what is kept and loaded again at once, and that which loads.
+
+        What was written with a mask is slow to read again.
+        """
+        at = f"kept, {_at(row, 'size')}, parts, {_at(self._temporary(each, stage), 'part')}"
+        return f"store_both({at}, {text}, left, part - j)", f"load_either({at}, left)"
 
     def _derived(self) -> list[list[str]]:
         """Return the loop that computes rows from parameters."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ __all__ = ["Block", "CudaProgram", "Phase", "Piece", "Sizes", "cuda_program", "f
 # Names that mean something in the text of a function.
 _RESERVED = (
     *("now", "at", "later", "got", "sums", "first", "bias", "rows", "state", "mid", "kept"),
-    *("argument", "grads", "totals", "at_mid", "at_got", "real", "zero", "one", "inf", "nan"),
-    *(each.cuda.partition("(")[0] for each in OPERATIONS.values()),
+    *("argument", "grads", "totals", "at_mid", "at_got", "real", "zero", "one", "inf", "nan", "t"),
+    *(name for each in OPERATIONS.values() for name in re.findall(r"[a-z_]\w*", each.cuda)),
 )
 
 
@@ -465,7 +466,7 @@ class _Text(Renderer):
     """
 
     target = "cuda"
-    reserved = frozenset(_RESERVED)
+    reserved = "|".join(_RESERVED)
 
     def __init__(self, code: CudaProgram) -> None:
         super().__init__(code.program)

@@ -27,8 +27,7 @@ from .base import _LONG, Renderer, _without_brackets
 __all__ = ["Code", "Writer", "function_of"]
 
 # What a text reads beside its own variables.
-_TAKEN = {"back", "dtype", "grads", "inf", "nan", "new", "out", "rows", "sigmoid", "slopes"}
-_TAKEN |= {"softplus", "states", "sums", "x", "xp", "zero"}
+_TAKEN = "back dtype grads inf nan new out rows sigmoid slopes softplus states sums x xp zero"
 # Names of leaves that a definition gives none, beside their numbers.
 _LEAVES = {"slot": "s", "gradient": "g", "back": "b", "state": "h", "slope": "d", "derived": "p"}
 _COMPARISONS = {"less": "<", "less_equal": "<="}
@@ -90,6 +89,7 @@ class Writer(Renderer):
     """
 
     target = "numpy"
+    reserved = _TAKEN.replace(" ", "|")
 
     def __init__(
         self,
@@ -122,12 +122,7 @@ class Writer(Renderer):
             if not given.isidentifier() or keyword.iskeyword(given):
                 parts = [_LEAVES.get(each.operation, "t"), *map(str, each.about)]
                 given = "_".join(part for part in parts if part)
-            name, count = given, 1
-            while name in _TAKEN or name in self._taken:
-                count += 1
-                name = f"{given}_{count}"
-            self._taken[name] += 1
-            self._names[each] = name
+            self._names[each] = self._own_name(given)
         return self._names[each]
 
     def assignments(
