@@ -126,6 +126,19 @@ TABLES = {
             ),
             *_both(_LSTM_128, "an LSTM of 128 units", "`recurrent.LSTM.training_step`"),
             _chosen(_SCANNED, "a GRU of 20 units over 1,000 steps, in JAX", _JITTED),
+            *(
+                Line(
+                    (have, f"`catalogue.{kind}.training_step`"),
+                    "cells",
+                    f"Cell: {kind}, H=20, B=16, T=1,000, {peer}",
+                    peer,
+                )
+                for have, kind, peer in (
+                    ("an MGU of torchrecurrent over 1,000 steps", "MGU", "torchrecurrent"),
+                    ("the same as a loop in JAX", "MGU", "jax.lax.scan"),
+                    ("20 spiking neurons of snnTorch over 1,000 steps", "Leaky", "snnTorch"),
+                )
+            ),
             Line(
                 (
                     "an RNN of 512 units with 95% of its weights pruned",
