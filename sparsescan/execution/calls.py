@@ -21,7 +21,7 @@ Task = Callable[[], None]
 LINE = 64  # bytes of a cache line, which no vector crosses: two take twice as long to load
 # Bytes from which the memory of a result is kept: the system takes it back when it is free, and to
 # touch new memory takes as long as a whole pass. And of how many results, by turns.
-_LARGE, _TURNS = 1 << 16, 2
+LARGE, _TURNS = 1 << 16, 2
 
 
 def aligned_zeros(count: int, dtype: DTypeLike) -> Array:
@@ -88,7 +88,7 @@ class Calls:
         """
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize + LINE
-        if size < _LARGE:
+        if size < LARGE:
             return aligned_empty(shape, dtype)
         rooms = self._results.setdefault(name, [])
         if rooms and len(rooms[0]) != size:

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from . import calls
 from .calls import LINE, Calls, aligned_empty
 from .recording import Recorder, Recording, Space
 
 __all__ = ["Replays"]
 
 Array = NDArray[Any]
-# Bytes up to which a result is small.
-_SMALL = 1 << 16
 
 
 class Callers(Protocol):
@@ -32,14 +31,15 @@ class Callers(Protocol):
 class _Replay:
     """A recording, so many bytes of memory that only it works in, and what gives more."""
 
-    def __init__(self, recording: Recording, nbytes: int, calls: Calls) -> None:
-        self._calls, self._recording, self._room = calls, recording, aligned_empty((nbytes,), "u1")
-        # Where small results begin in memory that they share; None where it is a result's own.
+    def __init__(self, recording: Recording, nbytes: int, direct: Calls) -> None:
+        self._calls, self._recording, self._room = direct, recording, aligned_empty((nbytes,), "u1")
+        # Where small results begin in memory that they share; None where it is a large one's own.
         self._places, self._shared = list[int | None](), 0
         for each in recording.results:
             size = math.prod(each.shape) * each.dtype.itemsize
-            self._places.append(self._shared if size <= _SMALL else None)
-            if size <= _SMALL:
+            is_small = size < calls.LARGE
+            self._places.append(self._shared if is_small else None)
+            if is_small:
                 self._shared += -(-size // LINE) * LINE
 
     def run(self, given: list[Array]) -> dict[str, Array]:

@@ -381,8 +381,6 @@ class Cell(Parametrised, Fixed):
         InputError, InputTypeError
             If `memory_limit` is no count of bytes.
         """
-        if memory_limit is not None:
-            memory_limit = check_count("memory_limit", memory_limit, 0)
         return TrainingStep(OneCell(self), memory_limit)
 
     @Allocating("the linearization")

@@ -158,8 +158,6 @@ class Recurrent(Fixed):
         InputError, InputTypeError
             If `memory_limit` is no count of bytes.
         """
-        if memory_limit is not None:
-            memory_limit = check_count("memory_limit", memory_limit, 0)
         return TrainingStep(self, memory_limit)
 
     def __getattr__(self, name: str) -> Any:

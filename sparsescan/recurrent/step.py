@@ -26,7 +26,7 @@ from ..execution.sharing import quiet
 from ..formatting import exact_bytes, format_bytes
 from ..kernels.cpu.lanes import lanes as lanes_of
 from ..kernels.cpu.lanes import sample_lanes
-from ..symbolic.schedule import check_flag
+from ..symbolic.schedule import check_count, check_flag
 from .definition import CellLike
 from .host import HostMemory, Layers
 from .memory import Memory
@@ -84,7 +84,8 @@ class TrainingStep:
     :meth:`Recurrent.training_step`, or :meth:`Cell.training_step` for one cell.
 
     The states of all steps are kept for the backward pass, and, if `memory_limit` allows, the gates
-    of all steps; otherwise the backward pass computes the gates again, 256 steps at a time.
+    of all steps; otherwise the backward pass computes the gates again, 256 steps at a time. The
+    memory of two results of a kind is kept, too, and is used again when nobody has them any more.
 
     With arrays of CuPy, parameters among them, all runs on their device, on the current stream, and
     results are CuPy's. The products with inputs, and the gradients of parameters, are matrix
@@ -95,12 +96,13 @@ class TrainingStep:
     network : Recurrent
         The network. Its parameters are read by each :meth:`forward`.
     memory_limit : int, optional
-        Bytes to take, beside the caller's arrays; by default what the machine, or the device, has.
+        Bytes to take, beside the caller's arrays and results; by default what the machine, or the
+        device, has.
 
     Attributes
     ----------
     nbytes : int
-        Bytes that are kept for inputs of the last shape.
+        Bytes that are kept for inputs of the last shape, beside those of results.
     keeps_gates : bool
         Whether the gates of all steps are kept for inputs of the last shape.
 
@@ -119,6 +121,8 @@ class TrainingStep:
     """
 
     def __init__(self, network: RecurrentLike, memory_limit: int | None = None) -> None:
+        if memory_limit is not None:
+            memory_limit = check_count("memory_limit", memory_limit, 0)
         self.network, self.memory_limit = network, memory_limit
         self._count = len(network.cells) * len(network.cells[0])
         self._shapes = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_recurrent import agree, on_device
+from cuda_recurrent import agree, check_filling, on_device
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from network_oracle import autograd_of
@@ -130,16 +130,7 @@ def test_gradients_in_rows_over_many_steps(cupy: Any) -> None:
 def test_what_fills_up_shorter_sequences_is_not_read(cupy: Any, name: str) -> None:
     run_in_python_or_if(name == "MGU")
     rng = np.random.default_rng(4)
-    net = network(name, 3, F8, rng, num_layers=2)
-    x, state, _, above, carry = arguments_of(rng, net, 5, 4, F8)
-    lengths = np.array([5, 0, 3, 1])
-    filling = np.arange(5)[:, None] >= lengths
-    x[filling] = above[filling] = 0
-    expected = on_device(cupy, net, (x, state, lengths, above, carry))
-    x[filling] = above[filling] = np.nan
-    actual = on_device(cupy, net, (x, state, lengths, above, carry))
-    for key, array in expected.items():
-        np.testing.assert_array_equal(actual[key], array, err_msg=key)
+    check_filling(cupy, network(name, 3, F8, rng, num_layers=2), rng)
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import times
 
-from sparsescan.execution import calls, replays
+from sparsescan.execution import calls
 from sparsescan.recurrent import GRU, LSTM, RNN, host
 
 
@@ -76,8 +76,7 @@ def test_a_life(seed: int) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(host, "_DIRECT", 1)
             if is_large:
-                patched.setattr(calls, "_LARGE", 0)
-                patched.setattr(replays, "_SMALL", 0)
+                patched.setattr(calls, "LARGE", 0)
             results = passes(step, (x, state, lengths), grads, needs)
         expected = passes(net.training_step(), (x, state, lengths), grads, needs)
         assert bits(results) == bits(expected)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from module_copies import copies_of
 from network_oracle import autograd_of
 from sampling import slow
 from some_cells import CELLS, MGU, SCRN, Elementwise, Leaky, PeepholeLSTM, Spiking, Tied
@@ -288,14 +287,7 @@ def test_copies_and_files() -> None:
     net = module(Spiking)(3, 4, 2, decay=0.5)
     x = torch.randn(5, 2, 3)
     expected, _ = net(x)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(net),
-        pickle.loads(pickle.dumps(net)),
-        torch.load(file, weights_only=False),
-    ):
+    for other in copies_of(net):
         assert torch.equal(other(x)[0], expected)
         assert type(other) is type(net)
         assert other.weight_hh_l0 is not net.weight_hh_l0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import threading
 import warnings
 from collections import OrderedDict
@@ -16,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from module_copies import copies_of
 from sampling import slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -252,14 +251,7 @@ def test_copies_and_files() -> None:
     net = sparsescan.torch.LSTM(3, 4, 2)
     x = torch.randn(5, 2, 3)
     expected, _ = net(x)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(net),
-        pickle.loads(pickle.dumps(net)),
-        torch.load(file, weights_only=False),
-    ):
+    for other in copies_of(net):
         assert torch.equal(other(x)[0], expected)
     assert repr(net) == repr(nn.LSTM(3, 4, 2))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
-import pickle
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 import torchrecurrent
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from module_copies import copies_of
 from sampling import slow
 from torch import nn
 from torch.nn.utils import prune
@@ -131,14 +130,7 @@ def test_each_layer_of_single_precision(name: str) -> None:
     torch.testing.assert_close(net(x)[0], expected)
     assert isinstance(net, getattr(torchrecurrent, name))
     assert list(net.state_dict()) == list(state)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(net),
-        pickle.loads(pickle.dumps(net)),
-        torch.load(file, weights_only=False),
-    ):
+    for other in copies_of(net):
         assert type(other) is type(net)
         assert torch.equal(other(x)[0], net(x)[0])
     double = getattr(torchrecurrent, name)(4, 4, dtype=torch.float64)

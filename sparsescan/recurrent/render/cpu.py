@@ -398,7 +398,6 @@ class CPURenderer(Renderer):
 
     def _derived_grads(self) -> list[list[str]]:
         """Return the loop that adds gradients in rows to those in what these were computed from."""
-        first = len(self.program.rows) - len(self.program.derived)
         pairs = [pair for each in self.program.derived for pair in each.grads]
 
         def load(each: Node) -> str:
@@ -410,7 +409,6 @@ class CPURenderer(Renderer):
         for row, grad in pairs:
             at = f"row_grads, {_at(row, 'row_step')}"
             lines.append(f"store_some({at}, load({at}) + {texts[grad]}, left)")
-        del first
         return [lines]
 
 

@@ -291,24 +291,18 @@ class Code:
     # -- The functions --------------------------------------------------------------------------
 
     def _forward(self) -> str:
-        outputs = self.program.outputs
-        writer = Writer(
-            self, [*self.program.arguments, *outputs], _places("new", enumerate(outputs))
-        )
-        lines, texts = self._stages(writer, outputs)
-        lines += writer.assignments(outputs, texts)[0]
-        doc = f"Write the states after a step of {self._title}."
-        return _function("forward", "sums, x, states, rows, new, dtype", doc, lines)
+        return self._of_a_step("forward", "states after", "new", self.program.outputs)
 
     def _linearize(self) -> str:
-        slopes = self.linear.slopes
-        writer = Writer(
-            self, [*self.program.arguments, *slopes], _places("slopes", enumerate(slopes))
-        )
-        lines, texts = self._stages(writer, slopes)
-        lines += writer.assignments(slopes, texts)[0]
-        doc = f"Write the slopes of a step of {self._title}."
-        return _function("linearize", "sums, x, states, rows, slopes, dtype", doc, lines)
+        return self._of_a_step("linearize", "slopes of", "slopes", self.linear.slopes)
+
+    def _of_a_step(self, name: str, what: str, into: str, roots: Sequence[Node]) -> str:
+        """Return a function that writes what a step computes, after all sums."""
+        writer = Writer(self, [*self.program.arguments, *roots], _places(into, enumerate(roots)))
+        lines, texts = self._stages(writer, roots)
+        lines += writer.assignments(roots, texts)[0]
+        doc = f"Write the {what} a step of {self._title}."
+        return _function(name, f"sums, x, states, rows, {into}, dtype", doc, lines)
 
     def _columns(self) -> str:
         columns, first = self.linear.columns, len(self.linear.slopes)
